@@ -23,7 +23,7 @@ use crate::error::Error;
 use crate::logging;
 use crate::sys::fork::fork_single_threaded;
 
-/// What is to be done when the process is ready.
+/// The actions to take when the process is ready.
 #[derive(Debug)]
 pub struct Ready(Option<Daemon>);
 
@@ -35,12 +35,13 @@ struct Daemon {
 }
 
 impl Ready {
-    /// Of a process that stays in the foreground: nothing.
+    /// For a process that stays in the foreground: does nothing.
     pub fn in_foreground() -> Ready {
         Ready(None)
     }
 
-    /// What to say of it: `by_key` and `by_command` are how it is ended in the foreground and from elsewhere.
+    /// The announcement for the user. `by_key` and `by_command` say how to end the process in the foreground
+    /// and from elsewhere.
     pub fn announcement(&self, by_key: &str, by_command: &str) -> String {
         match &self.0 {
             None => format!("ready ({by_key} ends it)"),
@@ -60,7 +61,7 @@ impl Ready {
         let Some(Daemon { mut parent, log, .. }) = self.0 else { return Ok(()) };
         let failed = |e: Errno| Error::new("cannot go to the background").caused_by(e);
         set_pdeathsig(None).map_err(failed)?;
-        // Whatever it was started in can be unmounted.
+        // The directory that the daemon was started in can then be unmounted.
         chdir("/").map_err(failed)?;
         dup2_stdout(&log).map_err(failed)?;
         dup2_stderr(&log).map_err(failed)?;
@@ -95,7 +96,7 @@ pub fn detach(log_path: PathBuf) -> Result<Ready, Error> {
 
 fn become_daemon(parent: Pid) -> io::Result<()> {
     setsid()?;
-    // Until it is ready it ends with its parent, as Ctrl-C there is meant.
+    // Until it is ready, the daemon ends with its parent, because Ctrl-C there is meant for both.
     set_pdeathsig(Signal::SIGTERM)?;
     if getppid() != parent {
         return Err(Errno::ESRCH.into());
@@ -126,7 +127,7 @@ fn wait(mut reader: PipeReader, child: Pid) -> i32 {
     }
 }
 
-/// Where the log of `command` on `what`, a directory or an address, goes by default. Makes the directory.
+/// The default log file of `command` on `what`, a directory or an address. Makes the directory.
 ///
 /// # Errors
 /// When there is no place for it.

@@ -1,5 +1,5 @@
-//! Which files a model is loaded from: one safetensors file, or those of a Hugging Face checkpoint, which is a directory
-//! or the index in it.
+//! The files that a model is loaded from: one safetensors file, or the files of a Hugging Face checkpoint,
+//! which is a directory or the index in it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -10,12 +10,13 @@ use serde::Deserialize;
 
 use crate::error::Error;
 
-/// Names of the index of a checkpoint, and of the only file of a checkpoint without one.
+/// File names: the index of a checkpoint, and the only file of a checkpoint without an index.
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 const INDEX_ENDING: &str = ".safetensors.index.json";
 
-/// The files of a model, in the order in which their tensors lie in it, and which tensor the index has where.
+/// The files of a model, in the order in which their tensors lie in it, and the file that the index names for
+/// each tensor.
 #[derive(Debug)]
 pub struct Checkpoint {
     /// By name.
@@ -114,7 +115,7 @@ impl Checkpoint {
                         tensor.name
                     )));
                 }
-                // Of two with one name the layout will complain.
+                // The layout will complain about two tensors with one name.
                 found.insert(&tensor.name);
             }
         }
@@ -129,7 +130,8 @@ fn is_index(path: &Path) -> bool {
     path.file_name().and_then(OsStr::to_str).is_some_and(|name| name.ends_with(INDEX_ENDING))
 }
 
-/// The name of a model that is loaded from `path`: that of its file, or of the directory of its checkpoint.
+/// The name of a model that is loaded from `path`: the name of its file, or of the directory of its
+/// checkpoint.
 pub fn name_of(path: &Path) -> Option<String> {
     let name = if is_index(path) {
         return folder_of(path);

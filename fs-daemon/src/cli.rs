@@ -1,7 +1,7 @@
-//! The command line: what can be typed, and what it says about itself.
+//! The command line: its options, and the help text on them.
 //!
-//! What is declared here is all that can be said of an option: the environment and the configuration file have the same
-//! ones, by the same names. Values stay texts, and the configuration parses them all alike.
+//! Each option is described here once: the environment and the configuration file have the same options, by
+//! the same names. Values stay texts, and the configuration parses them all alike.
 
 pub mod cluster;
 mod given;
@@ -140,7 +140,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Whether it is to go on in the background.
+    /// Whether the process is to go on in the background.
     pub fn is_background(&self) -> bool {
         use cluster::ClusterCommand::{Mount, Registry, Shard};
         match self {
@@ -153,7 +153,7 @@ impl Command {
     }
 }
 
-/// What commands have that run until they are told to stop.
+/// Options of the commands that run until they are told to stop.
 #[derive(Args, Debug)]
 pub struct BackgroundArgs {
     /// Return when everything answers, and go on as a daemon. Its log is the file --log-file, or one in
@@ -163,7 +163,7 @@ pub struct BackgroundArgs {
 }
 
 impl BackgroundArgs {
-    /// Whether that is asked for.
+    /// Whether the background is asked for.
     pub fn asked(&self) -> bool {
         self.background
     }
@@ -200,7 +200,7 @@ pub struct UpArgs {
     mounting: MountingArgs,
 }
 
-/// What a model is that is not loaded.
+/// The shape of a model that is not loaded.
 #[derive(Args, Debug)]
 struct BlankArgs {
     /// Start from a blank model of this size, not from files: 1GiB, 1048576
@@ -214,7 +214,7 @@ struct BlankArgs {
     block_size: Option<String>,
 }
 
-/// What a model goes on from.
+/// The snapshot that a model goes on from.
 #[derive(Args, Debug)]
 struct FromArgs {
     /// Go on from this snapshot, which gradfs save has written: with its model and settings, unless others are given. A model
@@ -295,7 +295,7 @@ struct JobArgs {
     optimizer: OptimizerArgs,
 }
 
-/// Those of its optimizer.
+/// The settings of the optimizer.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Optimizer")]
 struct OptimizerArgs {
@@ -306,7 +306,8 @@ struct OptimizerArgs {
     aggregation: Option<String>,
 }
 
-/// Shows what there is to choose from. It is judged with what the environment and the file say.
+/// Shows the possible values in the help. The value is checked later, together with those of the environment
+/// and the file.
 #[derive(Clone, Debug)]
 struct Shown(&'static [&'static str]);
 
@@ -327,7 +328,7 @@ impl TypedValueParser for Shown {
     }
 }
 
-/// Of `gradfs up`.
+/// The vocabulary of `gradfs up`.
 pub static UP: LazyLock<Vocabulary> = LazyLock::new(|| {
     let mount = Arg::new("mount").value_hint(ValueHint::DirPath);
     Vocabulary::new(options_of::<UpArgs>().into_iter().chain([mount]), "gradfs up --help")

@@ -1,4 +1,4 @@
-//! What `gradfs up` is asked to do, merged from flags, environment and file, and checked.
+//! The configuration of `gradfs up`, merged from flags, environment and file, and checked.
 //!
 //! Each source is a [`Layer`] of texts by key, and the options of the command line are the keys. The layers are merged
 //! by precedence and then parsed once, so that a value means the same wherever it comes from and every complaint names
@@ -39,7 +39,7 @@ const MAX_NAME: usize = 255;
 /// Everything `gradfs up` needs to know, checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct UpConfig {
-    /// Where to mount, as given; not yet looked at.
+    /// The directory to mount at, as given and not yet checked.
     pub mountpoint: PathBuf,
     /// The models to serve, at least one, with unique names.
     pub models: Vec<ModelSpec>,
@@ -53,7 +53,7 @@ pub struct UpConfig {
     pub permissions: Permissions,
     /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
     pub passthrough: bool,
-    /// Where metrics are served, if they are.
+    /// The address where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
     /// The settings of the jobs.
     pub controls: Controls,
@@ -75,11 +75,11 @@ pub struct Permissions {
 pub struct ModelSpec {
     /// Its directory under the mount.
     pub name: String,
-    /// What it starts from.
+    /// The source of its first weights.
     pub source: ModelSource,
 }
 
-/// What a model starts from.
+/// The source of a model's first weights.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ModelSource {
     /// A safetensors file.
@@ -123,19 +123,19 @@ impl UpConfig {
 struct Merged<'a>(&'a [Layer]);
 
 impl<'a> Merged<'a> {
-    /// The strongest values of `key`, and what to call their origin.
+    /// The strongest values of `key`, and the name of their origin.
     fn get(&self, key: &str) -> Option<(String, &'a [OsString])> {
         self.0.iter().find_map(|layer| layer.get(key).map(|values| (layer.origin(key), values)))
     }
 
-    /// The strongest text of `key`. Of several in one source the last counts.
+    /// The strongest text of `key`. If one source has several, the last counts.
     fn text(&self, key: &str) -> Result<Option<(String, &'a str)>, Error> {
         let Some((origin, [.., value])) = self.get(key) else { return Ok(None) };
         let text = utf8(&origin, value)?.trim();
         Ok(Some((origin, text)))
     }
 
-    /// What `parse` makes of the origin and the strongest text of `key`.
+    /// The result of `parse` on the origin and the strongest text of `key`.
     fn parsed<T>(
         &self,
         key: &str,
@@ -154,7 +154,7 @@ impl<'a> Merged<'a> {
         self.parsed(key, |origin, text| number(origin, text, "a whole number", range, hint))
     }
 
-    /// One of `words`, which `T` reads, or what it is where none is given.
+    /// The one of `words` that was given, as a `T`; `default` if none was.
     fn word<T: FromStr>(&self, key: &str, words: &[&str], default: T) -> Result<T, Error> {
         let word = |origin: &str, text: &str| text.parse().map_err(|_| not_a_word(origin, text, words));
         Ok(self.parsed(key, word)?.unwrap_or(default))
@@ -228,7 +228,8 @@ impl<'a> Merged<'a> {
         self.named(sources)
     }
 
-    /// What the models start from: the files under `key`, or one of `size`, whichever the strongest layer has.
+    /// The sources of the models: the files under `key`, or a blank model of `size`, whichever the strongest
+    /// layer has.
     fn sources(&self, key: &str, block_size: u32, usage: &str) -> Result<Vec<ModelSource>, Error> {
         if let Some((origin, [.., dir])) = self.get("from") {
             return Ok(vec![self.snapshot(&origin, dir.into(), key)?]);
@@ -242,8 +243,8 @@ impl<'a> Merged<'a> {
                 return Err(Error::usage(message).hint("a model is loaded from a file, or blank"));
             }
             (Some(files), None) => {
-                // What a weaker source says about blank models is moot here; what this or a stronger
-                // one says is a mistake.
+                // Settings of a weaker source about blank models do not matter here. Settings of this or a
+                // stronger source are a mistake.
                 if let Some(layer) = self.0[..=chosen].iter().find(|layer| layer.get("dtype").is_some()) {
                     let origin = layer.origin("dtype");
                     return Err(Error::usage(format!("{origin} is of no use with model files"))
@@ -359,7 +360,7 @@ impl<'a> Merged<'a> {
     }
 }
 
-/// What models are called that are not given names.
+/// Names for models that were given none.
 fn own_names(sources: &[ModelSource]) -> Result<Vec<String>, Error> {
     let of_file = |source: &ModelSource| match source {
         ModelSource::File(path) => checkpoint::name_of(path),

@@ -1,7 +1,7 @@
 //! A panic ends the whole process, in every build and whichever thread panics.
 //!
-//! A thread that panics leaves behind what it was changing, half changed. The others would go on with that. A crash
-//! is what everybody around a daemon or a shard is prepared for, so a panic becomes one, after the log has said
+//! A thread that panics leaves its changes half done, and the other threads would go on with them. Everything
+//! around a daemon or a shard is prepared for a crash. So a panic becomes a crash, after the log has said
 //! where it was.
 
 use std::io::Write as _;

@@ -1,4 +1,4 @@
-//! The error a user of `gradfs` sees: what went wrong, what to do about it, and which exit code says so.
+//! The error that a user of `gradfs` sees: the failure, the remedy, and the exit code.
 //!
 //! Errors inside the filesystem carry an errno and live with the code that answers the kernel; this
 //! type is for the command line, where a person reads the text.
@@ -7,13 +7,13 @@ use std::error::Error as StdError;
 
 use ps_backend::snapshot::SnapshotError;
 
-/// A failed command: what failed, what the user can do, and the cause underneath.
+/// A failed command: the failure, the remedy, and the cause underneath.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
-    /// What went wrong, naming the offending thing.
+    /// The failure, naming the offending thing.
     pub message: String,
-    /// What to do about it.
+    /// The remedy.
     pub hint: Option<String>,
     /// The cause, shown after the message.
     pub source: Option<Box<dyn StdError + Send + Sync>>,
@@ -50,7 +50,7 @@ impl Error {
     }
 }
 
-/// What a snapshot's fault means to whoever has typed the command.
+/// Turns a snapshot's fault into an error for the user of the command.
 impl From<SnapshotError> for Error {
     fn from(error: SnapshotError) -> Error {
         let hint = match &error {

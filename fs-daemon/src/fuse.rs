@@ -1,8 +1,8 @@
-//! The mount's binding to the kernel: requests in, replies out (`requests`, `reply`), and what only the kernel's side
-//! knows: who has files open, and what a process's death means (`calls`).
+//! The mount's binding to the kernel: requests in, replies out (`requests`, `reply`), and knowledge that only
+//! the kernel's side has: who has files open, and what a process's death means (`calls`).
 //!
-//! All that knows the `fuser` crate is here, in `requests` and in `reply`, so that another loop on the FUSE descriptor can
-//! take its place. Here is the mount itself and what it keeps.
+//! Only `requests` and `reply` know the `fuser` crate, so that another loop on the FUSE descriptor can take
+//! its place. This file has the mount itself and its state.
 
 pub mod access;
 pub mod calls;
@@ -59,7 +59,7 @@ struct Binding {
 /// Mounts the filesystem of `calls` on `path`. The session is to be run by [`fuser::Session::spawn`].
 ///
 /// # Errors
-/// What mount(2) or fusermount3 says.
+/// Fails with the error of mount(2) or fusermount3.
 pub fn mount(calls: Arc<Calls>, path: &Path, settings: &MountSettings) -> io::Result<Mounted> {
     let mut config = Config::default();
     config.mount_options = vec![

@@ -1,4 +1,4 @@
-//! Where log lines go and which are shown: stderr, warnings only, unless `-v` or `GRADFS_LOG` says more.
+//! The destination and level of log lines: stderr, warnings only, unless `-v` or `GRADFS_LOG` says more.
 
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, stderr};
@@ -38,7 +38,7 @@ pub struct LogArgs {
     pub log_format: String,
 }
 
-/// What [`init`] has opened, for the last words of the process.
+/// The log that [`init`] has opened, for the last words of the process.
 static LOG: OnceLock<Log> = OnceLock::new();
 
 struct Log {
@@ -101,7 +101,7 @@ pub fn report_failure(error: &Error) {
             None => tracing::error!("{chain}"),
         }
     }
-    // A line of another form would be in the way of whoever reads JSON from stderr.
+    // A line of another form would disturb a program that reads JSON from stderr.
     let json_on_stderr = log.is_some_and(|log| log.json && log.file.as_deref().is_none_or(is_stderr));
     let said_there = log.and_then(|log| log.file.as_deref()).is_some_and(is_stderr);
     if !json_on_stderr && !said_there {
@@ -119,10 +119,9 @@ fn is_stderr(file: &File) -> bool {
 fn filter(verbose: u8, asked: Option<&str>) -> Result<EnvFilter, Error> {
     let text = match (asked, verbose) {
         (Some(text), _) => text,
-        // The binding's own chatter is of use only to who asks for everything; what matters of it is
-        // reported by us.
-        // Nor is it an error that a reply cannot be sent, which is all that its module `reply` complains of:
-        // the program that waited for it was killed, and the kernel has forgotten the request.
+        // The binding's own log lines help only a user who asks for everything; we report the important ones.
+        // Its module `reply` complains only when a reply cannot be sent. That is no error: the program that
+        // waited for it was killed, and the kernel has forgotten the request.
         (None, 0) => "warn,fuser=error,fuser::reply=off",
         (None, 1) => "info,fuser=warn",
         (None, 2) => "debug,fuser=info",

@@ -1,4 +1,4 @@
-//! Whether what is asked for fits this machine: better a clear word at the start than the kernel's
+//! Checks whether a job fits this machine: a clear word at the start is better than the kernel's
 //! out-of-memory killer in the middle of a training run.
 
 use libmodelio::vocabulary::controls::Controls;
@@ -19,7 +19,7 @@ pub fn check(name: &str, layout: &ModelLayout, controls: &Controls) -> Result<()
 /// Refuses models that the machine has no memory for together.
 ///
 /// # Errors
-/// As [`check`].
+/// Fails as [`check`] does.
 pub fn check_together(needed: MemoryUse) -> Result<(), Error> {
     refuse_above_available("of all together", needed)
 }
@@ -27,7 +27,7 @@ pub fn check_together(needed: MemoryUse) -> Result<(), Error> {
 /// Refuses to show a model of `size` bytes, held elsewhere, that the machine has no memory for.
 ///
 /// # Errors
-/// As [`check`].
+/// Fails as [`check`] does.
 pub fn check_shown(name: &str, size: u64) -> Result<(), Error> {
     refuse_above_available(name, MemoryUse::of_mount(size))
 }
@@ -35,7 +35,7 @@ pub fn check_shown(name: &str, size: u64) -> Result<(), Error> {
 /// The same by size alone, before even the tables of blocks are made.
 ///
 /// # Errors
-/// As [`check`].
+/// Fails as [`check`] does.
 pub fn check_size(name: &str, size: u64, controls: &Controls) -> Result<(), Error> {
     refuse_above_available(name, MemoryUse::at_least(size, controls))
 }
@@ -53,7 +53,7 @@ fn refuse_above_available(name: &str, needed: MemoryUse) -> Result<(), Error> {
     ))
 }
 
-/// What the model takes, as a table for people.
+/// A table for people of the memory that the model takes.
 pub fn table(name: &str, layout: &ModelLayout, controls: &Controls) -> String {
     let needed = MemoryUse::of_one_process(layout, controls);
     let blocks = layout.blocks();
@@ -87,7 +87,7 @@ pub fn compare(needed: u64) -> Result<(), Error> {
     )))
 }
 
-/// Allows as much memory to be pinned for RDMA as the system lets us. Whether that suffices, the devices say.
+/// Allows as much memory to be pinned for RDMA as the system lets us. The devices say whether that suffices.
 pub fn raise_lock_limit() {
     let raised = getrlimit(Resource::RLIMIT_MEMLOCK)
         .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard));

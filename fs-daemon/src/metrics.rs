@@ -1,7 +1,7 @@
-//! Metrics in Prometheus' text format, for whoever asks `GET /metrics` on a listener of their own.
+//! Metrics in Prometheus' text format, for clients that ask `GET /metrics` on a listener of their own.
 //!
-//! Nothing is counted for them: each scrape reads what `status.json` and `gradfs status` read, so the two cannot say
-//! different things, and no data path knows of metrics.
+//! Nothing is counted for metrics: each scrape reads what `status.json` and `gradfs status` read, so the two
+//! cannot say different things, and no data path knows of metrics.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,9 +1,9 @@
 //! The directory to mount on: whether it can be had, and giving it back (edge module).
 //!
-//! A daemon that was killed leaves its mount behind, where every call answers ENOTCONN; the next
-//! daemon clears it away. A daemon that hangs leaves one where calls do not answer at all, so nothing
-//! here touches a path without a deadline. That two daemons do not take one directory is settled by a
-//! lock that is held as long as the process lives, not by looking.
+//! A daemon that was killed leaves its mount behind, where every call answers ENOTCONN; the next daemon
+//! clears it away. A daemon that hangs leaves a mount where calls do not answer at all, so nothing here
+//! touches a path without a deadline. A lock that is held as long as the process lives keeps two daemons from
+//! taking one directory.
 
 mod lock;
 mod mountinfo;
@@ -81,7 +81,7 @@ impl Mountpoint {
         Ok(())
     }
 
-    /// Takes the mount away even while it is used: what the daemon does on its way out.
+    /// Takes the mount away even while it is used, as the daemon does on its way out.
     pub fn detach(&self) -> Result<(), Error> {
         detach_mounted(&self.path, &self.mounts)
     }
@@ -98,8 +98,8 @@ fn detach_mounted(path: &Path, mounts: &Mutex<OpenTable>) -> Result<(), Error> {
     if mount.is_some_and(|mount| mount.is_gradfs()) { detach(path) } else { Ok(()) }
 }
 
-/// Unmounts the gradfs mount at `path` and waits for its daemon to end. One whose daemon is dead is
-/// detached even if used; one that lives, only if `lazy`.
+/// Unmounts the gradfs mount at `path` and waits for its daemon to end. A mount whose daemon is dead is
+/// detached even if used; a mount whose daemon lives, only if `lazy`.
 pub fn unmount(path: &Path, lazy: bool) -> Result<(), Error> {
     unmount_with(path, lazy, &lock::directories())
 }
@@ -214,7 +214,7 @@ fn clear_dead(path: &Path) -> Result<(), Error> {
 fn check_directory(path: &Path) -> Result<(), Error> {
     let shown = path.display();
     let asked = path.to_owned();
-    // None: not a directory.
+    // `None`: not a directory.
     let empty = bounded(PATIENCE, move || {
         if !fs::metadata(&asked)?.is_dir() {
             return Ok(None);
@@ -227,7 +227,7 @@ fn check_directory(path: &Path) -> Result<(), Error> {
             .hint("the mount would hide what is in it: use an empty directory")),
         Ok(None) => Err(not_a_directory(path)),
         Err(e) => {
-            // What the kernel still knew of a dead mount can have led here.
+            // The kernel's memory of a dead mount can have led here.
             let mount = mountinfo::containing(path).ok().flatten();
             Err(mount.and_then(|mount| inside_dead(path, &mount, &e)).unwrap_or_else(|| {
                 Error::new(format!("cannot look into the mountpoint {shown}"))
@@ -260,7 +260,7 @@ fn unmount_command(mount: &Mount) -> String {
     format!("{command} {}", mount.point.display())
 }
 
-/// What a mount says when asked.
+/// The answer of a mount to a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Probe {
     /// Its daemon answered, or the kernel did, with anything but what it says of a dead one.
@@ -295,15 +295,15 @@ fn is_late(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::TimedOut
 }
 
-/// The result of `work`, or TimedOut. Then a thread stays behind until the kernel lets it go: a call
-/// into a mount that does not answer cannot be taken back.
+/// The result of `work`, or TimedOut. After a timeout, a thread stays behind until the kernel lets it go: a
+/// call into a mount that does not answer cannot be taken back.
 fn bounded<T: Send + 'static>(
     patience: Duration,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     let (sender, receiver) = mpsc::sync_channel(1);
     thread::Builder::new().name("gradfs-bounded".into()).spawn(move || {
-        // Nobody waits any more if it took too long.
+        // Sending fails only if nobody waits any more, because it took too long.
         let _ = sender.send(work());
     })?;
     let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no answer in {patience:?}"));

@@ -1,6 +1,6 @@
-//! What `/proc` says of a process.
+//! Facts about a process from `/proc`.
 
-/// What `/proc/<pid>/status` says behind `name:`.
+/// The text behind `name:` in `/proc/<pid>/status`.
 pub fn line_of_status<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
@@ -17,6 +17,7 @@ pub fn flags_in_stat(stat: &str) -> u64 {
 
 /// A field of `/proc/<pid>/stat`, counted from 1, behind the name.
 pub fn field(stat: &str, number: usize) -> Option<&str> {
-    // The name, field 2, may hold anything, brackets and spaces too: what follows its last bracket counts.
+    // The name, field 2, may hold anything, brackets and spaces too: the fields behind its last bracket
+    // count.
     stat[stat.rfind(')')? + 1..].split_ascii_whitespace().nth(number.checked_sub(3)?)
 }

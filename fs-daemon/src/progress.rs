@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// Starts a bar for `total` bytes of what `label` names.
+    /// Starts a bar for `total` bytes; `label` names them.
     pub fn bytes(total: u64, label: impl Into<String>) -> Progress {
         Progress::new(
             total,
@@ -27,12 +27,12 @@ impl Progress {
         Progress(ProgressBar::new(total).with_style(style).with_message(label.into()))
     }
 
-    /// Whether anybody sees it.
+    /// Whether the bar is visible.
     pub fn is_shown(&self) -> bool {
         !self.0.is_hidden()
     }
 
-    /// So many of so many are done, and what is being done is called so.
+    /// Shows `done` of `total`, and `label` as the current work.
     pub fn set(&self, done: u64, total: u64, label: impl Into<String>) {
         self.0.set_message(label.into());
         self.0.set_length(total);

@@ -1,9 +1,9 @@
-//! `gradfs rdma devices`: which RDMA devices this host has, what they are addressed by, and whether connections can
-//! come about over them.
+//! `gradfs rdma devices`: the RDMA devices of this host, their addresses, and whether connections over them
+//! are possible.
 
 use crate::error::Error;
 
-/// Prints the devices. None is an answer, too.
+/// Prints the devices. No device is also an answer.
 ///
 /// # Errors
 /// In a build without RDMA, or when libibverbs cannot tell.
@@ -29,7 +29,7 @@ no RDMA devices
 For a device in software, with the module rdma_rxe (as root): rdma link add rxe0 type rxe netdev eth0
 ";
 
-    /// Prints the devices. None is an answer, too.
+    /// Prints the devices. No device is also an answer.
     ///
     /// # Errors
     /// When libibverbs cannot tell.
@@ -40,7 +40,7 @@ For a device in software, with the module rdma_rxe (as root): rdma link add rxe0
             Ok(usable) => {
                 hindrance(&found, &usable.iter().map(|one| Context::name(*one)).collect::<Vec<_>>())
             }
-            // That is no hindrance to any.
+            // A host without devices has no obstacle.
             Err(VerbsError::NoDevice) if found.is_empty() => None,
             Err(error) => Some(error.to_string()),
         };
@@ -128,7 +128,7 @@ For a device in software, with the module rdma_rxe (as root): rdma link add rxe0
         let units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
         let power = (count.max(1).trailing_zeros() / 10) as usize;
         match count {
-            // Whatever there is.
+            // The device takes any amount.
             u64::MAX => "any memory".to_owned(),
             _ => format!("{} {}", count >> (10 * power), units[power]),
         }

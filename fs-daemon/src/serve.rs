@@ -1,4 +1,4 @@
-//! Mounting models and serving them until told to stop: what `gradfs up` and `gradfs mount` have in common.
+//! Mounting models and serving them until told to stop: the common part of `gradfs up` and `gradfs mount`.
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -29,21 +29,21 @@ const FAREWELL: Duration = Duration::from_secs(2);
 
 /// How to mount.
 pub struct Mounting<'a> {
-    /// Where.
+    /// The directory to mount at.
     pub mountpoint: &'a Path,
     /// Threads that serve the filesystem.
     pub threads: usize,
     /// Whether other users may use it.
     pub allow_other: bool,
-    /// Whose the files are.
+    /// The owner and modes of the files.
     pub permissions: Permissions,
     /// Whether reads may bypass the daemon where the system allows it.
     pub passthrough: bool,
-    /// Where metrics are served, if they are.
+    /// The address where metrics are served, if they are.
     pub metrics: Option<&'a Endpoint>,
 }
 
-/// Mounts what `load` brings and serves it until told to stop.
+/// Mounts the models that `load` brings and serves them until told to stop.
 ///
 /// # Errors
 /// Anything that keeps it from mounting; nothing is left mounted then.

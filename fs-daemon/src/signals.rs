@@ -1,10 +1,11 @@
-//! What ends a running daemon: a signal, or another cause such as the mount going away (edge module).
+//! The events that end a running daemon: a signal, or another cause such as the mount going away (edge
+//! module).
 //!
-//! SIGINT, SIGTERM and SIGHUP are blocked in every thread and taken by one that waits for them, so no
-//! code of ours ever runs inside a signal handler. A signal that comes later than the first one by a
-//! second means that the orderly way out takes too long for somebody: the mount is detached and the
-//! process exits at once with 130. One that comes sooner is the same wish: timeout(1) signals its child
-//! and then the group that the child is in, and a terminal and a service manager may both do their part.
+//! SIGINT, SIGTERM and SIGHUP are blocked in every thread, and one thread waits for them, so no code of ours
+//! ever runs inside a signal handler. A signal more than a second after the first means that somebody finds
+//! the orderly way out too slow: the mount is detached and the process exits at once with 130. A signal
+//! within that second repeats the same wish: timeout(1) signals its child and then the child's group, and a
+//! terminal and a service manager may both signal.
 
 use std::fmt;
 use std::io::Write as _;
@@ -41,7 +42,7 @@ impl fmt::Display for Stop {
     }
 }
 
-/// What a forced exit does not leave undone, once there is something to do.
+/// Work that even a forced exit does, once there is any.
 type Duty = Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>;
 
 /// Receives the first reason to stop.
@@ -58,7 +59,7 @@ pub struct Stopper(mpsc::Sender<Stop>);
 impl Stopper {
     /// Asks the daemon to stop because of `why`. Harmless when it stops already.
     pub fn stop(&self, why: impl Into<String>) {
-        // Nobody listens any more only once it has stopped.
+        // Sending fails only once the daemon has stopped.
         let _ = self.0.send(Stop::Other(why.into()));
     }
 }
@@ -96,19 +97,19 @@ impl Stops {
         self.receiver.recv().unwrap_or_else(|_| Stop::Other("every cause is gone".into()))
     }
 
-    /// As [`Stops::wait`], for at most `timeout`.
+    /// Like [`Stops::wait`], for at most `timeout`.
     #[cfg(test)]
     pub fn wait_timeout(&self, timeout: std::time::Duration) -> Option<Stop> {
         self.receiver.recv_timeout(timeout).ok()
     }
 }
 
-/// What a signal asks for.
+/// The meaning of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
     /// The orderly way out.
     Stop,
-    /// What was asked for already.
+    /// The signal repeats the same wish.
     Same,
     /// The end, at once.
     Force,
@@ -121,7 +122,7 @@ struct Signals {
 }
 
 impl Signals {
-    /// What one more asks for that comes `now`.
+    /// The meaning of one more signal that comes at `now`.
     fn next(&mut self, now: Instant) -> Wish {
         match self.first {
             None => {
@@ -158,7 +159,7 @@ fn force(signal: Signal, duty: &Duty) -> ! {
     if let Some(duty) = duty.get() {
         duty();
     }
-    // Last, and whether it can be written or not: what keeps others may be that nobody reads it.
+    // This comes last, and its failure is ignored: an unread stderr may be what blocks the others.
     let _ = writeln!(std::io::stderr(), "gradfs: {signal} again: exiting at once");
     std::process::exit(FORCED_EXIT);
 }
@@ -193,7 +194,7 @@ mod tests {
             (0, Wish::Same),
             (999, Wish::Same),
             (1000, Wish::Force),
-            // What counts is the first, not the one before.
+            // The interval counts from the first signal, not from the one before.
             (1001, Wish::Force),
         ] {
             assert_eq!(signals.next(start + Duration::from_millis(millis)), wish, "{millis} ms");

@@ -1,4 +1,4 @@
-//! What a model starts from: safetensors files, or nothing but a size.
+//! The first weights of a model: safetensors files, or nothing but a size.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,7 +26,7 @@ pub struct Source {
     pub metadata: BTreeMap<String, String>,
     /// The files; none for zeros.
     pub files: Vec<File>,
-    /// Where which part of the layout lies in them.
+    /// The ranges of the files for each part of the layout.
     pub ranges: Vec<CopyRange>,
     /// The snapshot, if it is one.
     pub snapshot: Option<Reader>,
@@ -72,7 +72,7 @@ impl Source {
                 let (layout, ranges) = safetensors::plan_load(&headers, block_size).map_err(|error| {
                     Error::new(format!("cannot load {}", path.display())).caused_by(error)
                 })?;
-                // Of an entry that several files have, the first one's counts.
+                // If several files have an entry, the first file's counts.
                 let metadata = headers.into_iter().rev().flat_map(|header| header.metadata).collect();
                 Ok(Source { layout, metadata, files, ranges, snapshot: None })
             }
@@ -115,7 +115,7 @@ impl Source {
     /// The snapshot, if it is one, once all of its bytes were compared with their checksums.
     ///
     /// # Errors
-    /// What is wrong with it; nothing was changed.
+    /// Fails with the fault of the snapshot; nothing was changed then.
     pub fn verified_snapshot(
         &mut self,
         go_on: &dyn Fn() -> Result<(), SnapshotError>,
@@ -133,7 +133,7 @@ impl Source {
     /// Fills `bytes` with a block of the layout.
     ///
     /// # Errors
-    /// What reading says.
+    /// Fails with the error of reading.
     pub fn block(&self, block: BlockId, bytes: &mut Vec<u8>) -> Result<(), SnapshotError> {
         let Range { start: offset, end } = self.layout.block_bytes(block);
         bytes.clear();
@@ -157,7 +157,7 @@ fn open(path: &Path) -> Result<(File, Header), Error> {
     let shown = path.display();
     let file = File::options()
         .read(true)
-        // Opening a FIFO would wait for its writer; what is not a file is refused by the reader.
+        // Opening a FIFO would wait for its writer; the reader refuses anything that is not a file.
         .custom_flags(libc::O_NONBLOCK)
         .open(path)
         .map_err(|error| Error::new(format!("cannot open {shown}")).caused_by(error))?;

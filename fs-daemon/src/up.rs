@@ -52,10 +52,11 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
     })
 }
 
-/// Bytes of a model up to which `--dry-run` makes its table of blocks to show what it takes, whatever memory there is.
+/// The size of a model up to which `--dry-run` makes its table of blocks, to show the memory that it takes,
+/// whatever memory there is.
 const MOST_SHOWN: u64 = 1 << 40;
 
-/// Shows what the models would take of this machine's memory, and what there is of it.
+/// Shows the memory that the models would take of this machine's, and the memory it has.
 ///
 /// # Errors
 /// Models that cannot be loaded, or that the memory does not suffice for.
@@ -78,7 +79,7 @@ pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
     memory::compare(needed)
 }
 
-/// Where a model comes from, if this machine has memory for it.
+/// Opens the source of a model, if this machine has memory for it.
 fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Source, Error> {
     let name = &spec.name;
     if let ModelSource::Blank { bytes, .. } = &spec.source {

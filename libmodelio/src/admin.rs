@@ -14,44 +14,45 @@ use crate::wire::{
     ping_after,
 };
 
-/// Why a request has no answer. Whether it was carried out is not known, but for [`AdminError::Refusal`].
+/// The reason why a request has no answer. Except for [`AdminError::Refusal`], it is unknown whether the
+/// request was carried out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdminError {
     /// The address is none, or its name is unknown.
     #[error("{address}: {reason}: give host:port of a shard or registry")]
     Address {
-        /// As it was given.
+        /// The address as given.
         address: String,
-        /// What the resolver says.
+        /// The resolver's error.
         reason: String,
     },
-    /// Nobody listens.
+    /// Nobody listens at the address.
     #[error("{address}: connection refused: is the shard or registry running there?")]
     ConnectionRefused {
-        /// Where.
+        /// The address.
         address: String,
     },
     /// No way there.
     #[error("{address}: {source}: check the address and the network")]
     NoRoute {
-        /// Where to.
+        /// The address.
         address: String,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The deadline passed.
     #[error("{address}: no answer before the deadline while {doing} it: is it overloaded or cut off?")]
     TimedOut {
-        /// Who.
+        /// The address.
         address: String,
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
     },
-    /// Nothing came for as long as the peer's welcome allows.
+    /// The peer sent nothing for as long as its welcome allows.
     #[error("{address}: silent for {silence:?}: taken for dead; try again")]
     Silent {
-        /// Who.
+        /// The address.
         address: String,
         /// How long.
         silence: Duration,
@@ -59,19 +60,19 @@ pub enum AdminError {
     /// The connection ended.
     #[error("{address}: the connection ended while {doing} it ({source}): try again")]
     Disconnected {
-        /// Who.
+        /// The address.
         address: String,
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// Something else listens there.
     #[error("{address}: {source}: something else listens there, give the port of a shard or registry")]
     NotGradfs {
-        /// Where.
+        /// The address.
         address: String,
-        /// What came from it.
+        /// The received frame's fault.
         source: WireError,
     },
     /// Another release.
@@ -79,7 +80,7 @@ pub enum AdminError {
         "{address}: speaks protocol {got}, this is protocol {expected}: use the same release on both sides"
     )]
     Protocol {
-        /// Who.
+        /// The address.
         address: String,
         /// This end's.
         expected: u16,
@@ -91,9 +92,9 @@ pub enum AdminError {
         "{address}: {source}: damaged on the way? Try again; if it stays, one of the two hosts or programs is broken"
     )]
     Wire {
-        /// Who.
+        /// The address.
         address: String,
-        /// What is wrong.
+        /// The fault.
         source: WireError,
     },
     /// A message that does not belong there.
@@ -101,7 +102,7 @@ pub enum AdminError {
         "{address}: answers with {what}, which does not belong there: use the same release on both sides"
     )]
     Unexpected {
-        /// Who.
+        /// The address.
         address: String,
         /// The message's name.
         what: &'static str,
@@ -115,9 +116,9 @@ pub enum AdminError {
     /// Something on this side.
     #[error("{address}: {source}")]
     Io {
-        /// Where to.
+        /// The address.
         address: String,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -172,7 +173,7 @@ impl AdminPeer {
 
     fn greet(address: &str, stream: TcpStream, deadline: Instant) -> Result<AdminPeer, AdminError> {
         let address = address.to_owned();
-        // What is asked is short, and is not to wait for more.
+        // Requests are short, and must not wait for more data.
         stream.set_nodelay(true).map_err(|source| AdminError::Io { address: address.clone(), source })?;
         let now = Instant::now();
         let mut peer = AdminPeer {
@@ -183,7 +184,7 @@ impl AdminPeer {
             outgoing: Vec::new(),
             shard: ShardId(0),
             epoch: Epoch(0),
-            // Until the welcome says otherwise only the deadline counts.
+            // Until the welcome says otherwise, only the deadline counts.
             silence: Duration::MAX,
             ping_after: Duration::MAX,
             last_sent: now,
@@ -209,7 +210,7 @@ impl AdminPeer {
                 Ok(peer)
             }
             Message::Refused(Refusal::Protocol { expected, got }) => {
-                // The peer's view; what it expects is what it speaks.
+                // This is the peer's view: the protocol it expects is the protocol it speaks.
                 Err(AdminError::Protocol { address: peer.address, expected: got, got: expected })
             }
             Message::Refused(refusal) => Err(refusal.into()),
@@ -217,7 +218,7 @@ impl AdminPeer {
         }
     }
 
-    /// Who answers.
+    /// The shard that answers.
     pub fn shard(&self) -> ShardId {
         self.shard
     }
@@ -227,7 +228,7 @@ impl AdminPeer {
         self.epoch
     }
 
-    /// Nothing was said for so long that the peer has given the connection up, or soon will.
+    /// The connection was silent for so long that the peer has given it up, or soon will.
     pub fn is_stale(&self) -> bool {
         self.last_sent.elapsed() >= self.silence / 2
     }
@@ -275,7 +276,7 @@ impl AdminPeer {
             match received.message {
                 Message::Ping => self.send(&Message::Pong, 0, &[], deadline, "answering")?,
                 Message::Pong => {}
-                // The peer's last word on the connection: of what was asked it says nothing.
+                // The peer's last word on the connection, which does not answer the request.
                 Message::Refused(refusal) if received.header.request() == 0 => {
                     let refused = io::Error::other(format!("refused: {refusal}"));
                     return Err(disconnected(&self.address, "waiting for", refused));
@@ -333,7 +334,7 @@ impl AdminPeer {
             }
         };
         let Some(due) = self.receiver.payload_due() else { return Ok((received, Vec::new())) };
-        // It grows as it comes: what is announced is not what is allocated.
+        // The buffer grows as data comes, and does not allocate by the announced length.
         while self.unread.len() < due as usize {
             self.read(due as usize - self.unread.len(), deadline, doing)?;
         }

@@ -161,14 +161,14 @@ pub enum ClusterCommand {
     Drain(Given<DrainArgs>),
 }
 
-/// Of the commands of a cluster: one file can hold the keys of all of them, and each takes what it knows. So a host is
-/// added with the file that all the others have, and its own `listen`.
+/// The vocabulary of the cluster's commands. One file can hold the keys of all commands, and each command
+/// takes the keys it knows. So a new host uses the file of the other hosts, and only its `listen` differs.
 pub static CLUSTER: LazyLock<Vocabulary> = LazyLock::new(|| {
     let commands = [options_of::<ShardArgs>(), options_of::<CreateArgs>(), options_of::<MountArgs>()];
     Vocabulary::new(commands.into_iter().flatten(), "gradfs COMMAND --help")
 });
 
-/// What all commands have.
+/// Options of all commands.
 #[derive(Args, Debug)]
 struct CommonArgs {
     /// Where the registry is; the port, 7070, can be left out (or GRADFS_REGISTRY)

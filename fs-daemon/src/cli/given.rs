@@ -1,5 +1,5 @@
-//! What the command line has given: a command's arguments, and the texts of its options, which the environment and a
-//! file may also give.
+//! The input of the command line: a command's arguments, and the texts of its options, which the environment
+//! and a file may also give.
 
 use std::ffi::OsString;
 use std::ops::Deref;

@@ -1,4 +1,4 @@
-//! RDMA on the command line: how it is to be used, for shards and mounts alike, and which devices there are.
+//! RDMA on the command line: its settings, for shards and mounts alike, and the list of devices.
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};

@@ -147,7 +147,7 @@ fn every_example_of_every_command_is_understood() {
         assert!(commands.contains(&wanted), "{wanted} has no examples: {commands:?}");
     }
     for (command, help) in &all {
-        // Examples are set in; what follows a pipe or leads in is the shell's.
+        // Examples are indented. Text behind a pipe and leading text belong to the shell.
         let lines = help
             .lines()
             .filter(|line| line.starts_with("    "))

@@ -1,8 +1,8 @@
 //! `gradfs drain`: all that a shard has moves to others, and it takes no more; or that is taken back.
 //!
-//! The coordinators of the models do it; this asks them, one model after the other, until the registry says that
-//! nothing is left. So it can be said again, and goes on where it has stopped. A signal stops the move that is under
-//! way.
+//! The coordinators of the models move them. This command asks them, one model after the other, until the
+//! registry says that nothing is left. So it can be repeated, and goes on where it has stopped. A signal
+//! stops the move that is under way.
 
 mod coordinators;
 
@@ -17,7 +17,7 @@ use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
 use coordinators::{ask_coordinator, status_of, stop_move};
 
-/// What another move, or a change of the coordinator, has kept from being done is asked for again after this time.
+/// The pause before a request is repeated that another move, or a change of the coordinator, has prevented.
 const AGAIN: Duration = Duration::from_millis(300);
 /// A shard that has been left may hear of that a moment later.
 const SETTLES: Duration = Duration::from_secs(5);
@@ -25,7 +25,8 @@ const SETTLES: Duration = Duration::from_secs(5);
 /// Moves all models off a shard, or takes that back.
 ///
 /// # Errors
-/// When the registry knows no such shard, when a model cannot be moved, or not in time. What has moved stays so.
+/// Fails when the registry knows no such shard, or when a model cannot be moved, or not in time. Models that
+/// have moved stay moved.
 pub fn run(config: &DrainConfig) -> Result<(), Error> {
     // Before there are threads.
     let interrupt = Interrupt::install()?;
@@ -60,10 +61,10 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
     Ok(())
 }
 
-/// What has kept a shard from being drained.
+/// The reason why a shard could not be drained.
 struct Failure {
     error: Error,
-    /// Nothing is under way any more: if nothing has moved, it is as if nothing had been.
+    /// Nothing is under way any more. If nothing has moved either, the drain is undone.
     undo: bool,
 }
 
@@ -104,15 +105,15 @@ fn give_up(table: &RemoteRegistry, shard: &ShardRecord, moved: &[String], error:
 struct Drain<'a> {
     config: &'a DrainConfig,
     table: &'a RemoteRegistry,
-    /// As it was before.
+    /// The shard's record before the drain.
     shard: &'a ShardRecord,
     interrupt: Interrupt,
 }
 
-/// What has become of a model that was on the shard.
+/// The outcome for a model that was on the shard.
 enum Left {
     Moved,
-    /// It is no more.
+    /// The model is deleted.
     Deleted,
 }
 
@@ -142,10 +143,10 @@ impl Drain<'_> {
         }
     }
 
-    /// Asks whoever coordinates the model until it has moved.
+    /// Asks the model's coordinator until the model has moved.
     fn one(&self, mut record: ModelRecord, until: Instant) -> Result<Left, Failure> {
         let (shard, name) = (self.shard, record.name.clone());
-        // What has come of a move that was asked for is not known.
+        // The outcome of a requested move is unknown.
         let unknown = |error| Failure { error: registry_error(&self.config.registry, error), undo: false };
         loop {
             let asked = ask_coordinator(self.config, self.table, shard, &record, until, &self.interrupt);
@@ -182,7 +183,7 @@ impl Drain<'_> {
         }
     }
 
-    /// Whether the registry knows that it is no more.
+    /// Whether the registry knows that the model is deleted.
     fn is_deleted(&self, record: &ModelRecord) -> Result<bool, RegistryError> {
         let ModelRecord { name, generation, epoch, .. } = record;
         let held = [Held { model: name.clone(), generation: *generation, epoch: *epoch }];
@@ -194,7 +195,7 @@ impl Drain<'_> {
 /// Takes the mark back, and stops what moves.
 fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<(), Error> {
     let failed = |error| registry_error(&config.registry, error);
-    // From here on no coordinator begins to move anything off it.
+    // From now on no coordinator begins to move anything off the shard.
     table.undrain(shard.shard, deadline()).map_err(failed)?;
     let was = if shard.draining { "" } else { ", as before: it was not being drained" };
     println!("gradfs: shard {} at {} takes models{was}", shard.shard, shard.address);
@@ -226,8 +227,8 @@ fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> 
     Err(Error::new(what + &unstopped.join("; ")).hint("gradfs status tells what comes of it"))
 }
 
-/// The shard has the last word: a registry that was started anew does not know what there is. False if it has heard of
-/// it meanwhile.
+/// The shard has the last word: a registry that was started anew does not know all models. False if the
+/// registry has learned of a model meanwhile.
 fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<bool, Error> {
     let until = Instant::now() + SETTLES;
     loop {
@@ -288,7 +289,7 @@ fn models_on(table: &impl Registry, shard: &ShardRecord) -> Result<Vec<ModelReco
     for name in table.models(deadline())? {
         match table.model(&name, deadline()) {
             Ok(record) if owns(&record, shard) => found.push(record),
-            // It was deleted meanwhile.
+            // The model was deleted meanwhile.
             Ok(_) | Err(RegistryError::NoModel(_)) => {}
             Err(error) => return Err(error),
         }

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use crate::error::Error;
 use crate::signals;
 
-/// Whether a signal has come. A later one ends the process at once.
+/// Whether a signal has come. A second signal ends the process at once.
 pub(in crate::cluster) struct Interrupt(Arc<OnceLock<String>>);
 
 impl Interrupt {

@@ -15,8 +15,8 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// The jobs that `shards` coordinate, and those of `models` that none of them does: `name`, `state`, the shards and the
-/// learners that they wait for, and for how many seconds.
+/// The jobs that `shards` coordinate, and those of `models` that no shard coordinates: `name`, `state`, the
+/// shards and the learners that they wait for, and for how many seconds.
 pub fn look(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[String]) -> Vec<Value> {
     let mut jobs: Vec<Value> = shards.iter().flat_map(|shard| coordinated(shards, shard)).collect();
     let mut heard = None;
@@ -24,7 +24,7 @@ pub fn look(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[
         if jobs.iter().any(|job| job["name"] == json!(name)) {
             continue;
         }
-        // Of those that are not ready nobody expects anything yet.
+        // A model that is not ready need not have a job yet.
         let Some(record) = registry.model(name, deadline()).ok().filter(|record| record.ready) else {
             continue;
         };
@@ -85,13 +85,13 @@ fn coordinated<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item 
     })
 }
 
-/// Whether a shard has a partition of the model, or is about to.
+/// Whether a shard has, or will soon have, a partition of the model.
 fn has(shard: &Value, name: &str) -> bool {
     let of = |key: &str| list(&shard[key]).iter().any(|model| model["name"] == json!(name));
     of("models") || of("adopting")
 }
 
-/// Whether a job cannot go on.
+/// Whether a job is stuck.
 pub fn is_in_trouble(job: &Value) -> bool {
     matches!(job["state"].as_str(), Some("waiting" | "failed"))
 }

@@ -30,7 +30,7 @@ fn registry(at: &Endpoint) -> RemoteRegistry {
     RemoteRegistry::new(at.to_string())
 }
 
-/// What the registry's refusal means to whoever has typed the command.
+/// Turns the registry's refusal into an error for the user of the command.
 fn registry_error(at: &Endpoint, error: RegistryError) -> Error {
     let error_text = match &error {
         RegistryError::Peer(_) => format!("the registry at {at} cannot be asked"),
@@ -41,7 +41,7 @@ fn registry_error(at: &Endpoint, error: RegistryError) -> Error {
     if is_unknown { maybe_unheard(at, error) } else { error }
 }
 
-/// Something is not in the registry: says so, if it has not heard of all that there is yet.
+/// Something is not in the registry. The error says so if the registry may not know everything yet.
 fn maybe_unheard(at: &Endpoint, error: Error) -> Error {
     const YOUNG: Duration = Duration::from_secs(15);
     match age(at) {
@@ -63,7 +63,7 @@ fn age(at: &Endpoint) -> Option<Duration> {
     Duration::try_from_secs_f64(status["registry_seconds"].as_f64()?).ok()
 }
 
-/// What a shard or a registry says of itself.
+/// The status of a shard or a registry.
 fn ask(at: &str) -> Result<Value, String> {
     let asked = AdminPeer::connect(at, deadline())
         .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));

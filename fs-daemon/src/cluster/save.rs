@@ -24,11 +24,12 @@ const TRIES: u32 = 3;
 /// Saves a model.
 ///
 /// # Errors
-/// What keeps it from being saved; what was in the directory is there still.
+/// Fails with the reason why the model cannot be saved. The old contents of the directory are then still
+/// there.
 pub fn run(config: &SaveConfig) -> Result<(), Error> {
     // Before there are threads.
     let interrupt = Interrupt::install()?;
-    // Nobody is held up for what cannot be written.
+    // Checked first, so that nothing is held up for a directory that cannot be written.
     Writer::check(&config.dir, config.replaces)?;
     let model = match &config.model {
         SavedModel::Named(name, registry) => return save_from_shards(config, name, registry, &interrupt),
@@ -49,7 +50,7 @@ pub fn run(config: &SaveConfig) -> Result<(), Error> {
     }
 }
 
-/// What shards say of a snapshot.
+/// The shards' answers about a snapshot.
 #[derive(Deserialize)]
 struct Captured {
     record: JobRecord,
@@ -64,7 +65,7 @@ struct Copies {
 }
 
 impl Drop for Copies {
-    /// Those that do not hear of it give their copies up by themselves.
+    /// A shard that misses this message gives its copy up by itself.
     fn drop(&mut self) {
         let release = Message::Release { generation: self.record.generation, snapshot: self.snapshot };
         for (owner, _) in unique(&self.record) {

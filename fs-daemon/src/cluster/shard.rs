@@ -15,7 +15,7 @@ use crate::memory;
 use crate::metrics;
 use crate::signals;
 
-/// Which way bytes are moved.
+/// The choice of I/O interface that `io` stands for.
 pub(super) fn choice(io: Io) -> Choice {
     match io {
         Io::Auto => Choice::Auto,

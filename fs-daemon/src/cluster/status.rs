@@ -1,4 +1,4 @@
-//! `gradfs status`: which shards there are, which models, and what they are doing.
+//! `gradfs status`: the shards, the models, and their states.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(rdma(&hindered), ", no rdma: port 1 of mlx5_0 is down");
         let without = json!({ "address": null, "unavailable": "there is no RDMA device", "hindered": false });
         assert_eq!(rdma(&without), "");
-        // Of a shard that does not know of RDMA.
+        // A status of a shard that does not know of RDMA.
         assert_eq!(rdma(&Value::Null), "");
     }
 }

@@ -16,7 +16,7 @@ use super::{deadline, maybe_unheard, registry, registry_error};
 /// Makes a model on the shards of a registry.
 ///
 /// # Errors
-/// What keeps it from being there; nothing is left of it then.
+/// Fails with the reason why the model could not be created. Nothing of the model is left then.
 pub fn create(config: &CreateConfig) -> Result<(), Error> {
     // Before there are threads.
     let interrupt = Interrupt::install()?;

@@ -1,7 +1,7 @@
-//! What the commands of a cluster are asked to do, merged from flags, environment and file, and checked.
+//! The configuration of a cluster's commands, merged from flags, environment and file, and checked.
 //!
-//! They have one vocabulary: one file can hold the keys of all of them, and each takes what it knows. So a host is
-//! added with the file that all the others have, and its own `listen`.
+//! The commands have one vocabulary. One file can hold the keys of all commands, and each command takes the
+//! keys it knows. So a new host uses the file of the other hosts, and only its `listen` differs.
 
 pub mod rdma;
 
@@ -47,7 +47,7 @@ pub enum Io {
     Poll,
 }
 
-/// Which way bytes are to go between a mount and shards.
+/// The way that bytes go between a mount and shards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
 #[strum(serialize_all = "lowercase")]
 pub enum Transport {
@@ -66,27 +66,27 @@ pub enum Transport {
 /// Everything `gradfs registry` needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RegistryConfig {
-    /// Where it listens.
+    /// The address to listen on.
     pub listen: Endpoint,
 }
 
 /// Everything `gradfs shard` needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ShardConfig {
-    /// Where it listens.
+    /// The address to listen on.
     pub listen: Endpoint,
-    /// Where others reach it. Port 0 is the one that it turns out to listen on.
+    /// The address that others reach the shard at. Port 0 stands for the port that it turns out to listen on.
     pub advertise: Endpoint,
     /// The registry; `None`: it serves that itself, where it listens. It does so, too, if names that differ here turn out
     /// to be its own ([`Self::is_the_registry`]).
     pub registry: Option<Endpoint>,
-    /// Where metrics are served, if they are.
+    /// The address where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
     /// Threads that add contributions up, at least one.
     pub threads: usize,
     /// How bytes are moved.
     pub io: Io,
-    /// Whether connections by RDMA are taken.
+    /// Whether the shard takes connections by RDMA.
     pub rdma: RdmaUse,
     /// The port for them; `None` for the number of the TCP port.
     pub rdma_port: Option<u16>,
@@ -99,9 +99,9 @@ pub struct ShardConfig {
 pub struct CreateConfig {
     /// The model's name.
     pub name: String,
-    /// What it starts from.
+    /// The source of its first weights.
     pub source: ModelSource,
-    /// The registry; that of this host where none is given.
+    /// The registry; this host's registry if none is given.
     pub registry: Endpoint,
     /// Shards to stripe it over; `None`: all that there are.
     pub shards: Option<u16>,
@@ -114,7 +114,7 @@ pub struct CreateConfig {
 /// Everything `gradfs mount` needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MountConfig {
-    /// Where to mount, as given; not yet looked at.
+    /// The directory to mount at, as given and not yet checked.
     pub mountpoint: PathBuf,
     /// The models to show; none: all that the registry has.
     pub models: Vec<String>,
@@ -128,9 +128,9 @@ pub struct MountConfig {
     pub permissions: super::Permissions,
     /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
     pub passthrough: bool,
-    /// Where metrics are served, if they are.
+    /// The address where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
-    /// Which way bytes go.
+    /// The way that bytes go.
     pub transport: Transport,
     /// Connections for blocks to each shard, at least one.
     pub connections: usize,
@@ -143,7 +143,7 @@ pub struct MountConfig {
 /// Everything `gradfs status` needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StatusConfig {
-    /// The registry; that of this host where none is given.
+    /// The registry; this host's registry if none is given.
     pub registry: Endpoint,
     /// For programs, not for people.
     pub json: bool,
@@ -161,9 +161,9 @@ pub struct DeleteConfig {
 /// Everything `gradfs save` needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SaveConfig {
-    /// What is saved.
+    /// The model to save.
     pub model: SavedModel,
-    /// Where to.
+    /// The directory to save into.
     pub dir: PathBuf,
     /// Most bytes of tensors in one file of the model.
     pub piece_size: u64,
@@ -176,7 +176,7 @@ pub struct SaveConfig {
 pub enum SavedModel {
     /// By its directory in a mount.
     Mounted(PathBuf),
-    /// By its name in a registry; that of this host where none is given.
+    /// A name in a registry; in this host's registry if none is given.
     Named(String, Endpoint),
 }
 
@@ -191,7 +191,7 @@ pub struct DrainConfig {
     pub timeout: Duration,
     /// How long a job may stand still for it, if that is not left to the model's settings.
     pub hold: Option<Duration>,
-    /// It is to be taken back.
+    /// Whether the drain is to be taken back.
     pub cancel: bool,
 }
 
@@ -200,7 +200,7 @@ pub struct DrainConfig {
 pub enum ShardName {
     /// By the number that the registry has given it.
     Number(u16),
-    /// As it advertises itself.
+    /// The address that the shard advertises.
     At(Endpoint),
 }
 
@@ -243,7 +243,7 @@ impl ShardConfig {
             }
             None => listen.clone(),
         };
-        // Whose own address it is: one file with `registry` serves all hosts.
+        // A registry's own configuration may name itself: one file with `registry` serves all hosts.
         let registry = merged.registry()?.filter(|registry| *registry != advertise && *registry != listen);
         Ok(ShardConfig {
             listen,
@@ -258,8 +258,8 @@ impl ShardConfig {
         })
     }
 
-    /// Whether `registry` is this shard itself under another name: the address that it advertises, or one of this host's
-    /// on the port that it listens on for all of them.
+    /// Whether `registry` is this shard itself under another name: the address that it advertises, or an
+    /// address of this host on the port that the shard listens on for all of them.
     pub fn is_the_registry(&self, registry: &Endpoint) -> bool {
         let at = |endpoint: &Endpoint| -> Vec<SocketAddr> {
             endpoint.to_string().to_socket_addrs().map(Iterator::collect).unwrap_or_default()
@@ -343,14 +343,14 @@ impl StatusConfig {
 }
 
 impl DeleteConfig {
-    /// Merges `layers`, the strongest first. What is deleted is said on the command line alone.
+    /// Merges `layers`, the strongest first. Only the command line names the model to delete.
     pub fn merge(name: &str, layers: &[Layer]) -> Result<DeleteConfig, Error> {
         Ok(DeleteConfig { name: model_name("NAME", name)?, registry: Merged(layers).registry_needed()? })
     }
 }
 
 impl SaveConfig {
-    /// Merges `layers`, the strongest first. What is saved, and where to, is said on the command line alone.
+    /// Merges `layers`, the strongest first. Only the command line names the model to save and the directory.
     pub fn merge(
         model: &Path,
         dir: &Path,
@@ -374,7 +374,7 @@ impl SaveConfig {
 }
 
 impl DrainConfig {
-    /// Merges `layers`, the strongest first. What is drained is said on the command line alone.
+    /// Merges `layers`, the strongest first. Only the command line names the shard to drain.
     pub fn merge(
         shard: &str,
         timeout: &str,
@@ -419,14 +419,14 @@ impl Merged<'_> {
         self.registry()?.ok_or_else(|| Error::usage("no registry is given").hint(REGISTRY_USAGE))
     }
 
-    /// The registry; that of this host where none is given.
+    /// The registry; this host's registry if none is given.
     fn registry_or_here(&self) -> Result<Endpoint, Error> {
         let here = || Endpoint { host: "localhost".into(), port: DEFAULT_PORT };
         Ok(self.registry()?.unwrap_or_else(here))
     }
 }
 
-/// Whether `address` is one of this host's: what is sent there comes from there, too. Nothing is sent.
+/// Whether `address` is one of this host's: packets to such an address also come from it. Sends nothing.
 fn is_of_this_host(address: &SocketAddr) -> bool {
     let any: IpAddr =
         if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };

@@ -1,4 +1,4 @@
-//! Where a process of a cluster listens, or can be reached: `host:port`.
+//! The address where a process of a cluster listens, or can be reached: `host:port`.
 //!
 //! Names are not looked up here: that is done when they are used, for it may take long and change.
 
@@ -10,7 +10,7 @@ use crate::error::Error;
 /// The port where none is given.
 pub const DEFAULT_PORT: u16 = 7070;
 
-/// That of metrics: the one that exporters for Prometheus have by custom.
+/// The port of metrics, which exporters for Prometheus use by custom.
 pub const METRICS_PORT: u16 = 9464;
 
 /// A host and a port of it.
@@ -59,7 +59,7 @@ impl Endpoint {
         };
         let port = match port {
             None => default_port,
-            // Not "+7070", which a number may be.
+            // "+7070" is no port, though `parse` would take it as a number.
             Some(port) => port
                 .parse()
                 .ok()
@@ -72,7 +72,7 @@ impl Endpoint {
         Ok(Endpoint { host: host.to_owned(), port })
     }
 
-    /// Whether it stands for all addresses of a host: good to listen on, and nothing to connect to.
+    /// Whether the host stands for all addresses: a process can listen on it, and nobody can connect to it.
     pub fn is_unspecified(&self) -> bool {
         self.host.parse::<IpAddr>().is_ok_and(|address| address.is_unspecified())
     }
@@ -99,7 +99,7 @@ fn host_fault(host: &str) -> Option<&'static str> {
             && !label.starts_with('-')
             && !label.ends_with('-')
     };
-    // One dot at the end says that a name is complete.
+    // A dot at the end marks a complete name.
     let labels = host.strip_suffix('.').unwrap_or(host);
     match host {
         "" => Some("it names no host"),

@@ -11,7 +11,7 @@ use ps_backend::snapshot::{MANIFEST, Reader};
 
 use crate::error::Error;
 
-/// What some commands can be told in common: each option is `--some-key`, `GRADFS_SOME_KEY` and `some_key` in a file.
+/// The options that some commands share: each is `--some-key`, `GRADFS_SOME_KEY` and `some_key` in a file.
 #[derive(Debug)]
 pub struct Vocabulary {
     keys: BTreeMap<String, Arg>,
@@ -36,7 +36,7 @@ enum Source {
     Flags,
     Environment,
     File(PathBuf),
-    /// What a snapshot's manifest has.
+    /// A snapshot's manifest.
     Snapshot(PathBuf),
 }
 
@@ -89,8 +89,8 @@ fn takes_many(key: &Arg) -> bool {
 }
 
 impl Vocabulary {
-    /// Of those `options` that have a value, without the one that names the file. `help` is the command that tells what
-    /// they are.
+    /// Holds those of `options` that have a value, except the one that names the file. `help` is the command
+    /// that explains them.
     pub fn new(options: impl IntoIterator<Item = Arg>, help: &'static str) -> Vocabulary {
         let is_key = |option: &Arg| option.get_action().takes_values() && option.get_id() != "config";
         let keys = options.into_iter().filter(is_key).map(|key| (key.get_id().to_string(), key));
@@ -104,7 +104,8 @@ impl Vocabulary {
     }
 
     /// The key that needs the fewest edits to become `name`, at most `limit`. With more than a third of the
-    /// letters changed, anything would resemble some key. A short name, which only a flag has, is told the long one.
+    /// letters changed, anything would resemble some key. For a short name, which only a flag has, it
+    /// suggests the long one.
     fn nearest(&self, name: &str, limit: usize) -> Option<&str> {
         let plain = name.replace('-', "_").to_lowercase();
         let limit = limit.min(plain.chars().count() / 3);
@@ -121,7 +122,7 @@ impl Vocabulary {
         Layer::new(self, Source::Flags)
     }
 
-    /// What was typed.
+    /// The layer of the command line.
     pub fn given(&'static self, matches: &ArgMatches) -> Layer {
         let mut layer = self.flags();
         for (key, _) in matches.ids().filter_map(|id| self.keys.get_key_value(id.as_str())) {
@@ -163,7 +164,7 @@ impl Vocabulary {
         layer
     }
 
-    /// What a job that goes on from the snapshot in `dir` has unless somebody says otherwise.
+    /// The settings from the snapshot in `dir`, which a job that goes on from it has by default.
     ///
     /// # Errors
     /// A directory that is no snapshot.

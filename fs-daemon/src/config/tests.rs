@@ -93,7 +93,7 @@ fn complaints_name_the_source() {
     let error = UpConfig::merge(&[toml]).unwrap_err();
     assert!(error.message.starts_with("/etc/job.toml: block_size: 1000"), "{}", error.message);
 
-    // Of a setting of the job the one that counts is complained of.
+    // The error names the source of the setting that counts.
     let flag = flags(&[("mount", "/mnt"), ("size", "1MiB"), ("learning_rate", "fast")]);
     let env = environment(&[("GRADFS_LEARNING_RATE", "faster"), ("GRADFS_REDUCER", "magic")]);
     let toml = file("learning_rate = 'fastest'");

@@ -1,6 +1,6 @@
 //! Owners and modes of the files. The kernel decides by them who may do what (`default_permissions`).
 
-/// The owner of what is in the mount, but for the learners that others have made, and who else may use it.
+/// The owner of the files in the mount, except of learners that others have made, and who else may use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
     /// User and group.
@@ -13,16 +13,16 @@ pub struct Access {
 /// User and group of a file.
 pub type Owner = (u32, u32);
 
-/// What can be done with a file.
+/// The uses of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// A directory in which nothing can be made.
     Dir,
     /// The directory in which learners are made and removed.
     Learners,
-    /// It is only read.
+    /// Programs only read it.
     Read,
-    /// Everybody may read it; whoever may write it changes the job for all.
+    /// Everybody may read it. A program that may write it changes the job for all.
     Shared,
     /// Contributions.
     Contribute,
@@ -51,7 +51,7 @@ impl Access {
             Use::Owner => 0o400,
         };
         let mode = bits & !umask;
-        // As in /tmp: whoever makes learners removes only their own.
+        // As in /tmp: a user who makes learners removes only their own.
         if file == Use::Learners && mode & 0o022 != 0 { mode | 0o1000 } else { mode }
     }
 }

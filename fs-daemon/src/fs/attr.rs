@@ -40,7 +40,7 @@ pub struct Attributes {
 /// How long the kernel may keep attributes without asking again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// Not at all: they change.
+    /// The attributes must not be cached: they change.
     No,
     /// A few milliseconds: they are asked for with every path, and soon show that the daemon is gone.
     Briefly,
@@ -49,7 +49,7 @@ pub enum Keep {
 }
 
 impl Fs {
-    /// A learner and what is in its directory belong to whoever made it.
+    /// A learner and the files in its directory belong to the user who made it.
     fn owner_of(&self, node: Node) -> Owner {
         let learner = match node {
             Node::Model(index, file) => {
@@ -152,7 +152,8 @@ impl Fs {
         })
     }
 
-    /// Whether an inode can be truncated to `size`: the size is fixed, and nothing is a beginning.
+    /// Whether an inode can be truncated to `size`. The size is fixed, and truncation to nothing begins a new
+    /// write.
     ///
     /// # Errors
     /// EINVAL for another size, EACCES for a file that is only read.
@@ -202,7 +203,7 @@ pub struct Space {
     pub files: u64,
 }
 
-/// What can be done with an inode.
+/// The use of an inode.
 fn use_of(node: Node) -> Use {
     match node {
         Node::Model(_, File::Learners) => Use::Learners,

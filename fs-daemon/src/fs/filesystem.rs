@@ -1,4 +1,4 @@
-//! The filesystem of one mount: its models, and what all files of it have in common.
+//! The filesystem of one mount: its models, and the state that all its files share.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -57,7 +57,7 @@ impl Fs {
     pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
         match (Node::from_ino(parent), Node::from_ino(ino)) {
             (_, Some(Node::Model(_, File::Learner(_))) | None) => false,
-            // The kernel is told to drop it in time.
+            // The kernel is told to drop the name in time.
             (_, Some(Node::Model(_, File::Tensors(..)))) => true,
             // A version's own directory never changes.
             (Some(Node::Model(_, dir)), _) if dir.version().is_some() => true,
@@ -74,7 +74,7 @@ impl Fs {
         self.trees.get(usize::from(index)).ok_or_else(CallError::not_found)
     }
 
-    /// What `status.json` tells of the mount besides the model.
+    /// The facts about the mount in `status.json`, besides the model.
     pub(super) fn mount_status(&self) -> MountStatus {
         (self.tell_status)()
     }
@@ -96,7 +96,7 @@ impl Fs {
     }
 }
 
-/// The inode shows an older version than whoever asks must see: the kernel looks the name up again.
+/// The inode shows an older version than the caller must see: the kernel looks the name up again.
 pub fn look_again() -> CallError {
     CallError::new(libc::ESTALE, "a newer version is out")
 }

@@ -1,9 +1,10 @@
-//! Names that the kernel keeps in directories that can go while they are in use: those of a version, and of a learner.
+//! Names that the kernel keeps in directories that can disappear while in use: those of a version, and of a
+//! learner.
 //!
-//! When such a directory is dropped while a file in it is in use, or is being looked up, that name stays in the
-//! kernel's cache, and with it the directory and the version in memory. So each name that is left is dropped by itself,
-//! again until the version is gone. What is left is known exactly: the kernel's lookups are counted until it forgets
-//! them.
+//! When such a directory is dropped while a file in it is in use or being looked up, the file's name stays in
+//! the kernel's cache. With the name, the directory and the version stay in memory. So each leftover name is
+//! dropped by itself, repeatedly, until the version is gone. The leftover names are known exactly: the
+//! kernel's lookups are counted until it forgets them.
 
 use std::collections::HashMap;
 
@@ -28,14 +29,14 @@ type ByVersion = HashMap<(u8, Version), HashMap<u64, Name>>;
 #[derive(Default)]
 pub(super) struct LookedUpNames(Mutex<ByVersion>);
 
-/// What becomes of a version's names.
+/// The state of a version, which decides what happens to its names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// It is still shown.
+    /// The version is still shown.
     Stays,
-    /// It is no longer shown, and somebody keeps it in memory.
+    /// The version is no longer shown, and somebody keeps it in memory.
     Held,
-    /// It is gone.
+    /// The version is gone.
     Gone,
 }
 
@@ -61,8 +62,8 @@ impl LookedUpNames {
         }
     }
 
-    /// Directory and name of what the kernel should let go of, as `fate` says of each version of `model`. `patient`
-    /// leaves out what it may be forgetting just now.
+    /// Directory and name of each entry that the kernel should drop, given the `fate` of each version of
+    /// `model`. `patient` leaves out entries that the kernel may be forgetting just now.
     pub(super) fn to_drop(
         &self,
         model: u8,

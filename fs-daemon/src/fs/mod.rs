@@ -1,7 +1,8 @@
 //! The tree: names, inodes, attributes and what the files are, apart from how the kernel asks for them and from who
 //! opens them.
 //!
-//! What files do is done by [`crate::session`]. Nothing here blocks for long: what has to wait takes a callback.
+//! [`crate::session`] does the work behind the files. Nothing here blocks for long: a call that has to wait
+//! takes a callback.
 
 pub mod access;
 pub mod attr;

@@ -1,4 +1,4 @@
-//! One model's part of the tree: what its files need besides the model itself.
+//! One model's part of the tree: the state that its files need besides the model itself.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -28,7 +28,7 @@ pub struct ModelTree {
     pub paths: TensorPaths,
     /// The name `tensors` in the kernel.
     pub tensors_name: TensorsName,
-    /// Length of the header of `weights.safetensors`: that of all versions.
+    /// Length of the header of `weights.safetensors`, the same in all versions.
     pub safetensors_header_len: u64,
 }
 
@@ -47,12 +47,14 @@ impl ModelTree {
         }
     }
 
-    /// The newest version that may be told: who hears of it expects it, or a newer one, below `tensors`.
+    /// The newest version that may be announced. A program that knows of a version expects it, or a newer
+    /// one, below `tensors`.
     pub fn version_to_tell(&self) -> Version {
         self.tensors_name.told(self.model.job.version())
     }
 
-    /// `done`, which is told of a success once all versions that are there by then may be told.
+    /// Wraps `done`, so that it hears of a success only when all versions that exist by then may be
+    /// announced.
     pub fn done_when_told<T: Send + 'static>(self: &Arc<Self>, done: Done<T>) -> Done<T> {
         let tree = Arc::clone(self);
         Box::new(move |outcome| match outcome {
@@ -70,8 +72,8 @@ impl ModelTree {
         self.npy_headers[index].len() as u64 + (bytes.end - bytes.start)
     }
 
-    /// The place that keeps why calls on this file failed. Only files of learners have one: of the mount's own, and of
-    /// others that are in the job.
+    /// The place that keeps why calls on this file failed. Only files of learners have one: of the mount's
+    /// own learner, and of others in the job.
     pub fn refusal_of(&self, file: File) -> Option<Arc<LastRefusal>> {
         match file {
             File::Weights(_) | File::Gradients | File::Device | File::Error | File::Snapshot => {

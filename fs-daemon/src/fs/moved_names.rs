@@ -1,19 +1,19 @@
-//! Names that lead elsewhere after a new version: the kernel is told to drop them from its cache.
+//! Names that lead to another inode after a new version: the kernel is told to drop them from its cache.
 
 use super::filesystem::Fs;
 use super::looked_up::Fate;
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
 
-/// The kernel's cache of names. Not to be called from within a request, or under a lock.
+/// The kernel's cache of names. Must not be called from within a request, or under a lock.
 pub trait Kernel: Send + Sync {
     /// `name` in directory `parent` leads elsewhere now.
     fn forget_name(&self, parent: u64, name: &str);
 }
 
 impl ModelTree {
-    /// After a new version: the kernel drops the name `tensors`, and what waits for that is answered. One thread calls
-    /// this.
+    /// After a new version, has the kernel drop the name `tensors` and gives the answers that wait for it.
+    /// One thread calls this.
     pub fn drop_tensors_name(&self, kernel: &dyn Kernel) {
         let dir = Node::Model(self.index, File::Dir).ino();
         self.tensors_name.drop_name(|| kernel.forget_name(dir, "tensors"));
@@ -21,7 +21,7 @@ impl ModelTree {
 }
 
 impl Fs {
-    /// Names that lead to new inodes are dropped from the kernel's cache. Then it lets go of the old inodes
+    /// Drops names that lead to new inodes from the kernel's cache. The kernel then lets go of the old inodes
     /// once nobody has them open or mapped, and their memory can be used again.
     pub fn drop_moved_names(&self, tree: &ModelTree, kernel: &dyn Kernel, patient: bool) {
         let (index, model) = (tree.index, &tree.model);

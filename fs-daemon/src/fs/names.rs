@@ -1,4 +1,4 @@
-//! Which names there are: lookup, readdir, mkdir and rmdir.
+//! The names in the tree: lookup, readdir, mkdir and rmdir.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -22,11 +22,11 @@ use crate::session::model::Model;
 pub struct Entry {
     /// Inode number.
     pub ino: u64,
-    /// Whether it is a directory.
+    /// Whether the entry is a directory.
     pub is_dir: bool,
     /// Name.
     pub name: String,
-    /// Where the entry after it is.
+    /// The offset of the next entry.
     pub next: u64,
 }
 
@@ -48,7 +48,7 @@ impl Fs {
         self.lookup_by(parent, name, |node| self.pin(node))
     }
 
-    /// As [`Self::lookup`]; versions are pinned by `pin`, as [`Self::pin`] does, and may have gone by then.
+    /// Like [`Self::lookup`], but `pin` pins versions, as [`Self::pin`] does. They may have gone by then.
     pub(crate) fn lookup_by(
         &self,
         parent: u64,
@@ -76,7 +76,7 @@ impl Fs {
             }
             gone(node)
         })?;
-        // Directories that can go while they are in use: of a version, or of a learner.
+        // Directories of a version or of a learner can disappear while they are in use.
         if let Node::Model(index, file) = node
             && let Some(version) = file.version()
             && let Some(Node::Model(_, dir)) = Node::from_ino(parent)
@@ -87,7 +87,7 @@ impl Fs {
         Ok(attributes)
     }
 
-    /// What a name leads to at this moment.
+    /// The node that a name leads to at this moment.
     fn named(&self, parent: u64, name: &str) -> CallResult<Node> {
         match self.node(parent)? {
             Node::Root if name == "README" => Ok(Node::Readme),
@@ -178,7 +178,7 @@ impl Fs {
         };
         on_own_thread("gradfs-leave", move || {
             done(model.leave(learner, LeaveReason::Asked).map(|()| {
-                // The directory goes with the answer, not whenever the job's word of it is heard.
+                // The directory disappears with this answer, without waiting for the job's.
                 model.left(learner, LeaveReason::Asked);
             }));
         });
@@ -245,7 +245,7 @@ fn retained(model: &Model, name: &str) -> Option<Version> {
     (version.to_string() == name && model.job.retained().contains(&version)).then_some(version)
 }
 
-/// What is in a directory that always has the same names; empty for others.
+/// The entries of a directory that always has the same names; empty for others.
 fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
     let newest = || model.job.version();
     match dir {
@@ -310,7 +310,7 @@ fn lookup_in(tree: &ModelTree, dir: File, name: &str) -> Option<File> {
     fixed_files(model, dir).into_iter().find(|(known, _)| *known == name).map(|(_, file)| file)
 }
 
-/// What is in a directory, without the first `skip` names.
+/// The entries of a directory, without the first `skip` names.
 fn list_in(
     tree: &ModelTree,
     dir: File,
@@ -318,7 +318,8 @@ fn list_in(
 ) -> CallResult<Box<dyn Iterator<Item = (String, File)> + '_>> {
     let model = &tree.model;
     let few: Vec<_> = match dir {
-        // There may be many tensors, and a listing comes back for more: those before are not even formatted.
+        // There may be many tensors, and a listing is continued by later calls, so skipped names are not even
+        // formatted.
         File::Tensors(version, directory) | File::RetainedTensors(version, directory) => {
             let is_retained = matches!(dir, File::RetainedTensors(..));
             let children = tree.paths.list(&model.layout, directory, skip)?;

@@ -1,4 +1,4 @@
-//! Which inode number is which file.
+//! Inode numbers, and the file that each stands for.
 //!
 //! Numbers are computed, not handed out: kind, model, index (tensor, directory, setting or learner) and version
 //! are packed into 64 bits, so that no table can leak or be looked up. A name that moves with the
@@ -8,7 +8,8 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 
 use crate::session::model::MAX_JOINS;
 
-/// Most models of one mount, most tensors, directories of tensors, settings or learners of a model: what the packing holds.
+/// Limits of the packing: models of one mount; tensors, directories of tensors, settings and learners of a
+/// model.
 pub const MAX_MODELS: usize = 1 << MODEL_BITS;
 
 const MODEL_BITS: u32 = 8;
@@ -200,7 +201,7 @@ impl File {
         }
     }
 
-    /// Whether it is a directory.
+    /// Whether the node is a directory.
     pub fn is_dir(self) -> bool {
         matches!(
             self,
@@ -248,7 +249,7 @@ impl Node {
         File::from_parts(kind, index, version).map(|file| Node::Model(model, file))
     }
 
-    /// Whether it is a directory.
+    /// Whether the file is a directory.
     pub fn is_dir(self) -> bool {
         match self {
             Node::Root => true,

@@ -1,4 +1,4 @@
-//! Opening files: which of them may be opened how, and what an open has to wait for.
+//! Opening files: the modes that each file allows, and what an open has to wait for.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ pub enum Way {
 /// One open(2), which may have to wait.
 pub struct OpenRequest {
     node: Node,
-    /// Of which model; `None` for the mount's own README.
+    /// The file's model; `None` for the mount's own README.
     tree: Option<Arc<ModelTree>>,
     reads: bool,
     writes: bool,
@@ -42,7 +42,7 @@ pub struct OpenRequest {
 }
 
 impl OpenRequest {
-    /// The model's tree, and which file of it is opened.
+    /// The model's tree, and the file to open in it.
     pub fn file(&self) -> Option<(&Arc<ModelTree>, File)> {
         match self.node {
             Node::Model(_, file) => self.tree.as_ref().map(|tree| (tree, file)),
@@ -62,7 +62,7 @@ impl OpenRequest {
         }
     }
 
-    /// Whose contribution it would write into.
+    /// The learner whose contribution this open would write into.
     pub fn contributes_as(&self) -> Option<Arc<Learner>> {
         let (tree, file) = self.file().filter(|_| self.writes)?;
         match file {
@@ -72,7 +72,7 @@ impl OpenRequest {
         }
     }
 
-    /// Whether it takes long: a region's pages are taken first, or the job is asked.
+    /// Whether the open takes long: it takes a region's pages first, or asks the job.
     pub fn takes_long(&self) -> bool {
         let Some((tree, file)) = self.file() else { return false };
         if file == File::Snapshot {
@@ -85,7 +85,7 @@ impl OpenRequest {
         joins || (is_gradients && self.reads && !self.contributes_as().is_some_and(is_ready))
     }
 
-    /// `done`, whose failure is kept where the file's learner shows it, and whose success tells of a version.
+    /// Wraps `done`: the file's learner shows a failure, and a success announces a version.
     pub fn told<T: Send + 'static>(&self, done: Done<T>) -> Done<T> {
         let Some((tree, file)) = self.file() else { return done };
         let done: Done<T> = match tree.refusal_of(file) {
@@ -95,7 +95,7 @@ impl OpenRequest {
             None => done,
         };
         match file {
-            // Whoever opens the newest version knows of it.
+            // A program that opens the newest version learns of it.
             File::Weights(_) | File::Safetensors(_) | File::LearnerWeights(..) | File::Device
                 if self.reads =>
             {
@@ -151,7 +151,7 @@ impl Fs {
         })
     }
 
-    /// Opens the file, whatever it has to wait for.
+    /// Opens the file without waiting for anything.
     ///
     /// # Errors
     /// EACCES and EINVAL where the file cannot be opened so, ESTALE where the version of a name is gone, ENOENT, ENOMEM.

@@ -12,24 +12,24 @@ use crate::session::error::{CallError, CallResult, Done};
 use crate::session::publication::Publication;
 use crate::session::reader::Reader;
 
-/// What an open file does.
+/// The function of an open file.
 pub enum OpenFile {
     /// Reads a version.
     Version(VersionFile),
     /// Contributes as a learner, and for `device` reads too.
     Contribution {
-        /// Of which model.
+        /// The file's model.
         tree: Arc<ModelTree>,
-        /// What is written.
+        /// The contribution that it writes.
         contribution: Arc<Contribution>,
     },
     /// Writes `weights`.
     Publication {
-        /// Of which model.
+        /// The file's model.
         tree: Arc<ModelTree>,
         /// Its inode.
         ino: u64,
-        /// What is written.
+        /// The publication that it writes.
         publication: Publication,
         /// The version of its inode, which stays.
         _shown: Reader,
@@ -44,9 +44,9 @@ pub enum OpenFile {
 pub struct VersionFile {
     /// The version.
     pub reader: Reader,
-    /// What stands in front of the bytes.
+    /// The header in front of the bytes.
     pub header: Arc<[u8]>,
-    /// Which bytes of the model follow it.
+    /// The bytes of the model behind the header.
     pub bytes: Range<u64>,
 }
 
@@ -87,7 +87,8 @@ impl OpenFile {
     /// Writes what is not a setting. `from_mapping`: the kernel writes back pages that a program stored through mmap.
     ///
     /// # Errors
-    /// As for [`Contribution::write`] and [`Publication::write`]; EBADF for a file not open for writing.
+    /// Fails as [`Contribution::write`] and [`Publication::write`] do, and with EBADF for a file not open for
+    /// writing.
     pub fn write(&self, offset: u64, data: &[u8], from_mapping: bool) -> CallResult<()> {
         match self {
             OpenFile::Contribution { contribution, .. } if from_mapping => {
@@ -110,7 +111,7 @@ impl OpenFile {
         }
     }
 
-    /// Whether something was written that has not ended.
+    /// Whether a write through this file has not been ended yet.
     pub fn is_unfinished(&self) -> bool {
         match self {
             OpenFile::Contribution { contribution, .. } => {
@@ -121,7 +122,7 @@ impl OpenFile {
         }
     }
 
-    /// What ends the wait for that end.
+    /// Ends the wait for that end.
     pub fn withdrawal(&self) -> Option<Withdraw> {
         match self {
             OpenFile::Contribution { contribution, .. } => Some(contribution.withdrawal()),
@@ -147,8 +148,8 @@ impl OpenFile {
         }
     }
 
-    /// It was truncated to nothing: `weights` are to be written whole, and a setting is to be empty if nothing is
-    /// written.
+    /// The file was truncated to nothing: `weights` are to be written whole, and a setting becomes empty if
+    /// nothing is written.
     pub fn truncated(&self) {
         match self {
             OpenFile::Publication { publication, .. } => publication.must_be_whole(),

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// Does `work` on a thread of its own, called `name`. Where none can be had it is done in place: other requests wait
-/// for it then, which is better than a failure.
+/// Does `work` on a thread of its own, called `name`. If the system gives no thread, the work is done in
+/// place: other requests wait for it then, which is better than a failure.
 pub fn on_own_thread(name: &str, work: impl FnOnce() + Send + 'static) {
     let work = Arc::new(Mutex::new(Some(work)));
     let of_thread = Arc::clone(&work);

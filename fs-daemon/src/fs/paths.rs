@@ -7,7 +7,7 @@ use crate::session::error::{CallError, CallResult};
 /// The directories of one model, by number; 0 is `tensors/` itself.
 pub struct TensorPaths(Vec<Directory>);
 
-/// One of them.
+/// One directory.
 pub struct Directory {
     /// Number of the directory that it is in.
     pub parent: u32,
@@ -19,7 +19,7 @@ pub struct Directory {
     path: (u32, usize),
 }
 
-/// What is in a directory.
+/// An entry of a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Child {
     /// The directory with this number.
@@ -93,7 +93,7 @@ impl TensorPaths {
         self.0.get(directory as usize).ok_or_else(CallError::not_found)
     }
 
-    /// What `name` leads to in a directory. `layout` is the one that it is made of, here and below.
+    /// The entry `name` of a directory. `layout` is the one that the directories are made of, here and below.
     pub fn lookup(&self, layout: &ModelLayout, directory: u32, name: &str) -> Option<Child> {
         let tensors = layout.tensors();
         let directory = self.0.get(directory as usize)?;

@@ -1,15 +1,16 @@
 //! The name `tensors`, which the kernel keeps until there is another version.
 //!
-//! `ls -l tensors/` walks from the model's directory to each tensor, so the kernel would ask where `tensors` leads once
-//! for each of them. It keeps the name instead, and drops it before anybody is told of a newer version: whoever knows
-//! of a version finds that one, or a newer one, below `tensors`.
+//! `ls -l tensors/` walks from the model's directory to each tensor, so the kernel would ask for `tensors`
+//! once for each of them. Instead the kernel keeps the name, and drops it before a newer version is
+//! announced: a program that knows of a version finds that one, or a newer one, below `tensors`.
 //!
-//! The kernel drops a name under the lock of its directory. It holds that lock also while it looks a name up there. So
-//! no lookup that is under way brings an old name back, and no thread that answers lookups may wait for the drop.
+//! The kernel drops a name under the lock of its directory, and it also holds that lock while it looks a name
+//! up there. So no lookup that is under way brings an old name back, and no thread that answers lookups may
+//! wait for the drop.
 //!
-//! An `fsync` holds the lock of its file while it waits here. Whoever removes or renames that file holds the lock of the
-//! directory and waits for that of the file, and the drop waits for the directory's. So nothing waits for longer than
-//! [`PATIENCE`].
+//! An `fsync` holds the lock of its file while it waits here. A program that removes or renames that file
+//! holds the lock of the directory and waits for the file's lock, and the drop waits for the directory's
+//! lock. So no wait is longer than [`PATIENCE`].
 
 use std::mem::take;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ use parking_lot::Mutex;
 /// Answers that have waited for so long are given. The name may lead to an older version for a moment then.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What the kernel knows of one model's `tensors`.
+/// The kernel's knowledge of one model's `tensors`.
 #[derive(Default)]
 pub struct TensorsName(Mutex<State>);
 
@@ -61,8 +62,8 @@ impl TensorsName {
         }
     }
 
-    /// Has the kernel drop the name, by `forget`, and gives the answers that have waited for it. One thread calls this,
-    /// after each new version.
+    /// Has the kernel drop the name, by `forget`, and gives the answers that have waited for that. One thread
+    /// calls this, after each new version.
     pub fn drop_name(&self, forget: impl FnOnce()) {
         {
             let mut state = self.0.lock();
@@ -80,14 +81,14 @@ impl TensorsName {
         ready.into_iter().for_each(|waiting: Waiting| (waiting.answer)());
     }
 
-    /// Gives the answers that have waited for too long. Not on the thread that has the name dropped.
+    /// Gives the answers that have waited for too long. Must not run on the thread that has the name dropped.
     pub fn give_up(&self, now: Instant) {
         let is_late = |waiting: &mut Waiting| now.saturating_duration_since(waiting.since) >= PATIENCE;
         let late: Vec<_> = self.0.lock().waiting.extract_if(.., is_late).collect();
         late.into_iter().for_each(|waiting| (waiting.answer)());
     }
 
-    /// The newest version that may be told, when `newest` is there.
+    /// The newest version that may be announced, when `newest` exists.
     pub fn told(&self, newest: Version) -> Version {
         self.0.lock().oldest().map_or(newest, |oldest| oldest.min(newest))
     }

@@ -1,4 +1,4 @@
-//! What the small text files say.
+//! The contents of the small text files.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ pub fn readme(trees: &[Arc<ModelTree>]) -> String {
     text
 }
 
-/// What `status.json` tells of the mount itself.
+/// The facts about the mount itself in `status.json`.
 pub struct MountStatus {
     /// Whether reads and mappings may bypass the daemon.
     pub passthrough: bool,

@@ -20,15 +20,15 @@ const MAX_SETTING: usize = 4096;
 
 /// An open text file.
 pub struct TextFile {
-    /// Which.
+    /// The file's node.
     pub node: Node,
-    /// Of which model; `None` for the mount's own README.
+    /// The file's model; `None` for the mount's own README.
     tree: Option<Arc<ModelTree>>,
     /// Its contents as of the last read from the start.
     text: Mutex<Arc<str>>,
     /// The version that was last read, for poll.
     seen: AtomicU64,
-    /// It was emptied, and nothing was written since.
+    /// The file was emptied, and nothing was written since.
     emptied: AtomicBool,
 }
 
@@ -49,10 +49,11 @@ impl Fs {
         Ok(file)
     }
 
-    /// Its contents. As in sysfs, a read from the start shows the present state, and later ones the rest of that.
+    /// The file's contents. As in sysfs, a read from the start shows the present state, and later reads show
+    /// the rest of that.
     ///
     /// # Errors
-    /// As for [`Self::open_text`].
+    /// Fails as [`Self::open_text`] does.
     pub(super) fn read_text(&self, file: &TextFile, offset: u64) -> CallResult<Arc<str>> {
         if offset == 0 {
             *file.text.lock() = self.render(file)?.into();
@@ -80,7 +81,7 @@ impl Fs {
 }
 
 impl TextFile {
-    /// The model whose versions it tells of, if that is what it does.
+    /// The model whose versions the file announces, if it announces any.
     pub fn tells_versions_of(&self) -> Option<&Arc<ModelTree>> {
         match self.node {
             Node::Model(_, File::VersionText | File::LearnerVersion(_)) => self.tree.as_ref(),
@@ -94,7 +95,7 @@ impl TextFile {
         self.tells_versions_of().is_none_or(|tree| tree.version_to_tell() != seen)
     }
 
-    /// It was emptied: the setting is to have no value, unless one is written.
+    /// The file was emptied: the setting will have no value, unless one is written.
     pub(super) fn empty(&self) {
         self.emptied.store(true, Ordering::Relaxed);
     }
@@ -110,7 +111,7 @@ impl TextFile {
     /// EINVAL for a value that does not fit or is not written at once, EBADF for a file that is no setting; ETIMEDOUT
     /// and EIO when nobody said whether it was changed.
     pub fn set(&self, offset: u64, data: &[u8], done: Done<()>) {
-        // Whatever comes of it: closing does not empty the setting any more.
+        // Whatever the result, closing does not empty the setting any more.
         self.emptied.store(false, Ordering::Relaxed);
         let (tree, name, value) = match self.setting(offset, data) {
             Ok(parts) => parts,
@@ -128,7 +129,7 @@ impl TextFile {
         tree.model.job.set_control(name, value, tree.model.prompt(), Box::new(answer));
     }
 
-    /// Which setting of which model is written, and the text it is to have.
+    /// The setting to write, its model, and the new text.
     fn setting<'a>(
         &self,
         offset: u64,

@@ -1,4 +1,4 @@
-//! Whether this process may mount: what can be said of that before a model is loaded.
+//! Checks whether this process may mount, before a model is loaded.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,13 +16,13 @@ const PERMISSION: &str = "user_allow_other";
 /// Checks the device, and for a mount that others may use without root the permission for it.
 ///
 /// # Errors
-/// With what stands in the way, and what root can do about it.
+/// Fails with the obstacle, and with what root can do about it.
 pub fn check(allow_other: bool) -> Result<(), Error> {
     open_device().map_err(|error| {
         let (what, hint) = device_fault(&error);
         Error::new(format!("cannot mount: {what}")).caused_by(error).hint(hint)
     })?;
-    // Where it cannot be read, fusermount3 still can, and decides.
+    // If the file cannot be read, fusermount3 still can read it, and decides.
     let conf = fs::read_to_string(CONF).unwrap_or_else(|_| PERMISSION.into());
     if allow_other && !geteuid().is_root() && !lets_users_allow_others(&conf) {
         return Err(
@@ -32,7 +32,7 @@ pub fn check(allow_other: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// What to do about a mount that failed.
+/// The remedy for a mount that failed.
 pub fn hint(error: &io::Error) -> String {
     if error.to_string().contains(PERMISSION) {
         return permit_others();

@@ -1,8 +1,9 @@
 //! Calls on open files, with what is known of the threads and processes that make them.
 //!
-//! What the files do is the tree's business ([`crate::fs`]). Here is what only a kernel's binding has to care about:
-//! who has a file open and whose close counts (`users`, `closing`), what the end of a process means (`watches`,
-//! `pending_exits`), waits that a signal ends (`waits`), and names that the kernel keeps (`chores`).
+//! The tree ([`crate::fs`]) defines what the files do. This module has the concerns of a kernel's binding:
+//! who has a file open and whose close counts (`users`, `closing`), what the end of a process means
+//! (`watches`, `pending_exits`), waits that a signal ends (`waits`), and names that the kernel keeps
+//! (`chores`).
 
 use std::collections::HashMap;
 use std::io;
@@ -60,7 +61,7 @@ pub struct Started {
 }
 
 impl Calls {
-    /// Those on a filesystem with these models. Starts the thread that watches processes.
+    /// The calls on a filesystem with these models. Starts the thread that watches processes.
     ///
     /// # Errors
     /// When the thread cannot be started.
@@ -107,7 +108,8 @@ impl Calls {
     /// Settings are answered when the job has answered, or a signal ends the wait; all else before this returns.
     ///
     /// # Errors
-    /// As for [`OpenFile::write`], and [`TextFile::set`](crate::fs::text_file::TextFile::set) for settings.
+    /// Fails as [`OpenFile::write`] does, and for settings as
+    /// [`TextFile::set`](crate::fs::text_file::TextFile::set).
     pub fn write(
         &self,
         fh: u64,
@@ -132,8 +134,7 @@ impl Calls {
         done(open.file.write(offset, data, from_mapping));
     }
 
-    /// truncate(2) and the truncation of open(2). The size is fixed; what is asked for may only be
-    /// "nothing yet".
+    /// truncate(2) and the truncation of open(2). The size is fixed; only a truncation to nothing is allowed.
     ///
     /// # Errors
     /// EINVAL, EACCES.
@@ -152,8 +153,8 @@ impl Calls {
         Ok(())
     }
 
-    /// Whether a read would show something new; if not, `wake` is called when it does. One call wakes everybody who
-    /// polls that open file, so a later one takes an earlier one's place.
+    /// Whether a read would show something new; if not, `wake` is called when it would. One call wakes every
+    /// poller of that open file, so a later `wake` replaces an earlier one.
     ///
     /// # Errors
     /// EBADF.
@@ -169,8 +170,8 @@ impl Calls {
         Ok(text.has_news())
     }
 
-    /// Ends the wait of fsync or close with its thread: what it waits for is withdrawn, so that an answer says
-    /// whether it counts. A success tells of the version that it has made.
+    /// Ties the wait of fsync or close to its thread: when the thread is interrupted, the request is
+    /// withdrawn, so that an answer says whether it counts. A success announces the version that it has made.
     pub(super) fn guard_end(&self, file: &OpenFile, tid: u32, done: Done<()>) -> Done<()> {
         let done = match file.written_tree() {
             Some(tree) => tree.done_when_told(done),

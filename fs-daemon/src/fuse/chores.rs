@@ -21,7 +21,7 @@ impl Started {
         let Started { calls, inbox } = self;
         let calls = Arc::downgrade(&calls);
         let others = calls.clone();
-        // What the other thread asks of the kernel may wait for a call that waits for that thread.
+        // A request of the other thread to the kernel may wait for a call that waits for that thread.
         std::thread::Builder::new().name("gradfs-late".into()).spawn(move || {
             while let Some(calls) = others.upgrade() {
                 calls.fs.trees().iter().for_each(|tree| tree.tensors_name.give_up(Instant::now()));

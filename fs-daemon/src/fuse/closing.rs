@@ -1,4 +1,4 @@
-//! fsync(2), close(2), and what becomes of what a program has left open when it ends.
+//! fsync(2), close(2), and the contributions that a program has left open when it ends.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::session::error::{CallError, CallResult, Done};
 const DEATH_PATIENCE: Duration = Duration::from_millis(500);
 
 impl Calls {
-    /// fsync(2): ends what was written, whoever calls.
+    /// fsync(2): ends the contribution, whoever calls.
     pub fn fsync(&self, fh: u64, tid: u32, done: Done<()>) {
         match self.files.get(fh) {
             Ok(open) => self.end_when_settled(fh, open, Ending::Step, tid, done),
@@ -23,9 +23,9 @@ impl Calls {
         }
     }
 
-    /// close(2) of one descriptor. It ends what was written if it is the opener's own, so that a shell
-    /// can hand its redirected output to several programs in turn; what a program leaves to its exit is
-    /// settled when the last descriptor is gone.
+    /// close(2) of one descriptor. It ends the contribution if it is the opener's own close, so that a shell
+    /// can hand its redirected output to several programs in turn. A contribution that a program leaves to
+    /// its exit is settled when the last descriptor is gone.
     pub fn flush(&self, fh: u64, tid: u32, done: Done<()>) {
         let open = match self.files.get(fh) {
             Ok(open) => open,
@@ -116,7 +116,7 @@ fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
     };
     let learner = contribution.learner();
     let what = format!("process {pid} {exit} in mid-write: its contribution is dropped");
-    // Of the files that the program had open, the first one that is settled drops the contribution.
+    // The first file of the program that is settled drops the contribution.
     if contribution.abort(&CallError::new(libc::EIO, what)) {
         tracing::warn!(learner = learner.name, pid, "{exit} in mid-write: its contribution is dropped");
     }

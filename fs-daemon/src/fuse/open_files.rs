@@ -12,11 +12,11 @@ use crate::session::error::{CallError, CallResult};
 
 /// A file that programs have open.
 pub struct ProgramFile {
-    /// What it does.
+    /// The file's function.
     pub file: OpenFile,
     /// The thread that opened it.
     pub opener: u32,
-    /// Who writes to it, where contributions or weights are written.
+    /// The file's writers, if contributions or weights are written.
     pub users: Option<FileUsers>,
 }
 

@@ -1,4 +1,4 @@
-//! open(2): it waits for the learner's last step, and for what becomes of programs that are ending just now.
+//! open(2): it waits for the learner's last step, and for the outcome of programs that are ending just now.
 
 use std::sync::Arc;
 use std::time::Instant;

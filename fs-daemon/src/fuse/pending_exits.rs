@@ -1,6 +1,6 @@
-//! Programs that are dying with something written. What comes of their contribution is known only when they are gone;
-//! until then nobody else is to write into it or to end it, so the next open of the learner's `gradients` waits, and so
-//! does an fsync or close of others who had it open.
+//! Programs that are dying with something written. The fate of their contribution is known only when they are
+//! gone. Until then nobody else may write into it or end it. So the next open of the learner's `gradients`
+//! waits, and so does an fsync or close by others who had it open.
 //!
 //! A parent may reap a program, and its next one open the same file, before the daemon hears of the end. But the
 //! dying program closes its files before it can be reaped, and that is when its exit begins to be pending.
@@ -57,12 +57,12 @@ impl PendingExits {
         self.0.lock().exits.iter_mut().filter(|exit| exit.fh == fh).for_each(|exit| exit.released = true);
     }
 
-    /// It is settled what comes of what was written through `fh`.
+    /// The fate of the writes through `fh` is settled.
     fn end(&self, fh: u64) {
         self.over(|exit| exit.fh == fh);
     }
 
-    /// Exits are pending no longer: what can go on does, with nothing locked.
+    /// Ends pending exits. Waiters that can go on do so, with nothing locked.
     fn over(&self, is_over: impl Fn(&Exit) -> bool) {
         let freed: Vec<_> = {
             let mut state = self.0.lock();
@@ -74,8 +74,9 @@ impl PendingExits {
         freed.into_iter().for_each(|one| (one.then)(Ok(())));
     }
 
-    /// Calls `then` when no exit is pending for `learner`, at the latest, with an error, at `deadline`. Gives it back if
-    /// none is now but that of `own`, the file of whoever asks: a child that had it has died.
+    /// Calls `then` when no exit is pending for `learner`, at the latest, with an error, at `deadline`. Gives
+    /// `then` back if no exit is pending now except that of `own`, the caller's file: a child that had it has
+    /// died.
     pub fn wait(
         &self,
         learner: OfLearner,
@@ -114,7 +115,7 @@ pub struct Settling {
 }
 
 impl Settling {
-    /// The last descriptor of `fh` is gone; what was written through it is settled when this is dropped.
+    /// The last descriptor of `fh` is gone. Dropping this settles the writes through it.
     pub fn new(exits: &Arc<PendingExits>, fh: u64) -> Settling {
         exits.released(fh);
         Settling { exits: Arc::clone(exits), fh }
@@ -155,7 +156,7 @@ mod tests {
         exits.end(1);
         assert_eq!(receiver.try_iter().collect::<Vec<_>>(), [Ok(()), Ok(())]);
 
-        // One that others have open is none for long, and nobody waits for ever.
+        // An exit of a file that others have open is not pending for long, and nobody waits for ever.
         exits.begin(one, 2, now);
         assert!(exits.wait(one, Some(2), later, then()).is_some(), "its own");
         assert!(exits.wait(one, None, later, then()).is_none());

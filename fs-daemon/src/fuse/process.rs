@@ -32,7 +32,7 @@ pub enum Exit {
     Code(i32),
     /// This signal killed it.
     Signal(i32),
-    /// It is gone, and the system does not tell how.
+    /// The process is gone, and the system does not tell how.
     Unknown,
 }
 
@@ -59,7 +59,7 @@ impl fmt::Display for Exit {
     }
 }
 
-/// A process, held by a pidfd: it stays this very process whatever happens to its number.
+/// A process, held by a pidfd: the pidfd names this very process even when its number is used again.
 #[derive(Debug)]
 pub struct Process {
     tgid: u32,
@@ -112,7 +112,7 @@ impl Process {
         }
         let seen = zombie_status(self.tgid);
         if !pidfd::reaped(self.pidfd.as_fd()) {
-            // Not reaped even now, so what was read was of this process.
+            // The process is not reaped even now, so the exit status was its own.
             return seen.map_or(Exit::Unknown, Exit::from_status);
         }
         pidfd::exit_status(self.pidfd.as_fd()).map_or(Exit::Unknown, Exit::from_status)
@@ -125,25 +125,25 @@ impl AsFd for Process {
     }
 }
 
-/// Whether thread `tid` is being killed just now, or is one of the kernel's: a close that comes from it is
-/// not its program's doing. Depending on its release, the kernel closes the files of a killed process from
+/// Whether thread `tid` is being killed just now, or is one of the kernel's: its program did not ask for a
+/// close that comes from it. Depending on its release, the kernel closes the files of a killed process from
 /// the dying thread or from a worker of its own.
 pub fn is_killed_or_kernel(tid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{tid}/stat")).unwrap_or_default();
     closes_by_death(&stat, || status_is_hidden(tid))
 }
 
-/// As [`is_killed_or_kernel`], from `/proc/<tid>/stat`. `hidden` says whether its last field but one, the exit
-/// status, is withheld from us, and reads 0.
+/// Does [`is_killed_or_kernel`] on the text of `/proc/<tid>/stat`. `hidden` says whether the last field but
+/// one, the exit status, is withheld from us, and reads 0.
 fn closes_by_death(stat: &str, hidden: impl FnOnce() -> bool) -> bool {
-    // Of the kernel's include/linux/sched.h.
+    // From the kernel's include/linux/sched.h.
     const PF_SIGNALED: u64 = 0x400;
     const PF_KTHREAD: u64 = 0x20_0000;
     let flags = flags_in_stat(stat);
     if flags & PF_KTHREAD != 0 {
         return true;
     }
-    // The threads of a program that exits are ended by a signal, too; what the program ends with tells.
+    // A signal also ends the threads of a program that exits; the program's exit status tells the difference.
     flags & PF_SIGNALED != 0
         && match field(stat, 52).and_then(|status| status.parse().ok()) {
             Some(0) => hidden(),
@@ -157,11 +157,11 @@ fn closes_by_death(stat: &str, hidden: impl FnOnce() -> bool) -> bool {
 pub enum Ending {
     /// SIGKILL.
     Killed,
-    /// One of those by which people and supervisors ask programs to end, neither blocked nor ignored.
+    /// One of the signals by which people and supervisors ask programs to end, neither blocked nor ignored.
     Asked,
 }
 
-/// Whether thread `tid` has been sent a signal that is to end it, and has not taken it yet.
+/// Whether thread `tid` has been sent a signal that will end it, and has not taken it yet.
 pub fn ending_signal(tid: u32) -> Option<Ending> {
     ending_in_status(&fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default())
 }
@@ -194,8 +194,9 @@ fn zombie_status(pid: u32) -> Option<i32> {
     status_in_stat(&stat).filter(|&status| status != 0 || !status_is_hidden(pid))
 }
 
-/// Whether we may not see how a process ends: the field then reads 0, like a good end. Links under ns/ need the
-/// same permission; that a zombie has no namespace any more is another error than not being allowed to look.
+/// Whether we may not see how a process ends: the field then reads 0, like a good end. Links under ns/ need
+/// the same permission. A zombie has no namespace any more, and that gives another error than a lack of
+/// permission.
 fn status_is_hidden(pid: u32) -> bool {
     fs::read_link(format!("/proc/{pid}/ns/user")).is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied)
 }

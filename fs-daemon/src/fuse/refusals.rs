@@ -1,9 +1,10 @@
-//! Which refused calls get a line in the log: a program that tries again in a loop must not flood it.
+//! Chooses the refused calls that get a line in the log: a program that tries again in a loop must not flood
+//! it.
 //!
-//! Of each kind a few lines are shown in an interval. What was left out is said in one line when the next
-//! call is refused after that, or when the mount ends. Of one kind are refusals of the same call with the same
-//! errno and the same sentence, except for what the sentence quotes and for its numbers: another block is the
-//! same mistake, another file is not.
+//! The log shows a few lines of each kind in an interval. One line counts the omitted ones, when the next
+//! call is refused after that, or when the mount ends. Refusals are of one kind if call, errno and sentence
+//! are the same, except for numbers and quotations in the sentence: another block is the same mistake,
+//! another file is not.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,8 @@ use crate::session::error::CallError;
 const INTERVAL: Duration = Duration::from_secs(10);
 /// Lines shown of a kind in that time.
 const LINES: u32 = 5;
-/// Kinds told apart at a time: more than all programs of a job get wrong in that time, normally.
+/// Kinds that are distinguished at a time: more than the usual mistakes of all programs of a job in that
+/// time.
 const KINDS: usize = 64;
 
 /// The log is the process's, so this is as well.
@@ -50,7 +52,7 @@ fn log_left_out(now: Instant) {
     }
 }
 
-/// What was shown and left out in the intervals that run.
+/// Shown and omitted refusals in the current intervals.
 struct Limit {
     kinds: [Option<Kind>; KINDS],
 }
@@ -77,7 +79,8 @@ impl Limit {
         self.kinds.iter_mut().find_map(|slot| slot.take_if(over).filter(|kind| kind.left_out > 0))
     }
 
-    /// Whether the refusal of `call` is to be shown; counts it either way. Allocates only for what is shown.
+    /// Whether the refusal of `call` is to be shown; counts it either way. Allocates only for refusals that
+    /// are shown.
     fn admits(&mut self, now: Instant, call: &'static str, error: &CallError) -> bool {
         let first = || Kind { call, error: error.clone(), since: now, shown: 0, left_out: 0 };
         let kind = self.place(call, error).get_or_insert_with(first);
@@ -90,8 +93,8 @@ impl Limit {
         }
     }
 
-    /// Where the refusal counts: with its kind, else in a free place. When all places are taken it counts as
-    /// any of the same call and errno, or else as the last that came.
+    /// The place that counts the refusal: its kind's place, else a free one. When all places are taken, it is
+    /// the place of any refusal of the same call and errno, or else of the last that came.
     fn place(&mut self, call: &str, error: &CallError) -> &mut Option<Kind> {
         let same_call = |kind: &Kind| kind.call == call && kind.error.errno == error.errno;
         let same = |kind: &Kind| same_call(kind) && alike(&kind.error.message, &error.message);
@@ -104,7 +107,7 @@ impl Limit {
     }
 }
 
-/// Whether two sentences say the same of other numbers and names.
+/// Whether two sentences say the same about other numbers and names.
 fn alike(one: &str, other: &str) -> bool {
     fixed(one).eq(fixed(other))
 }

@@ -13,7 +13,7 @@ pub(super) const FOREVER: Duration = Duration::from_secs(86_400);
 /// Long enough for a thousand paths through a directory, and too short for a person to see.
 const BRIEFLY: Duration = Duration::from_millis(10);
 
-/// What the kernel is told about a file.
+/// The attributes of a file in the kernel's form.
 pub(super) fn attr(a: &Attributes) -> FileAttr {
     FileAttr {
         ino: INodeNo(a.ino),

@@ -19,7 +19,7 @@ use super::calls::Wake;
 use super::reply::{answer, attr, attr_ttl, errno, send_xattr};
 use crate::session::error::CallError;
 
-/// Bytes of a request: what the kernel takes unless its limit was raised, and best for throughput.
+/// Bytes of a request: the kernel's limit unless it was raised, and the best size for throughput.
 const MAX_WRITE: u32 = 1 << 20;
 /// Requests the kernel may have under way in the background: asynchronous I/O of several programs.
 const MAX_BACKGROUND: u16 = 128;
@@ -42,7 +42,7 @@ impl Filesystem for Binding {
             config
                 .add_capabilities(InitFlags::FUSE_PASSTHROUGH)
                 .map_err(|_| io::Error::other("this kernel has no FUSE passthrough: use --no-passthrough"))?;
-            // A memfd is no stacked filesystem; depth 1 is what passthrough itself takes.
+            // A memfd is no stacked filesystem; passthrough itself needs depth 1.
             let _ = config.set_max_stack_depth(1);
         }
         let _ = config.set_max_write(MAX_WRITE);
@@ -279,7 +279,7 @@ impl Filesystem for Binding {
             let is_dots = entry.name == "." || entry.name == "..";
             let name = OsStr::new(&entry.name);
             let found = if is_dots { self.fs().attributes(entry.ino) } else { self.fs().lookup(ino.0, name) };
-            // What has gone by now is not there.
+            // An entry that has gone by now is left out.
             let Ok(a) = found else { return true };
             let ttl = attr_ttl(&a).min(self.name_ttl(ino.0, a.ino));
             let is_full = reply.add(INodeNo(a.ino), entry.next, name, &ttl, &attr(&a), Generation(0));
@@ -412,7 +412,7 @@ impl Filesystem for Binding {
         _whence: i32,
         reply: ReplyLseek,
     ) {
-        // There are no holes: the kernel can tell by itself from here on.
+        // There are no holes: after this answer the kernel knows it by itself.
         reply.error(Errno::ENOSYS);
     }
 

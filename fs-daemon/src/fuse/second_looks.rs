@@ -1,4 +1,4 @@
-//! Opens that were sent back to look their name up again, and what they may then be shown.
+//! Opens that were sent back to look their name up again, and the versions that they may then be shown.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ const SECOND_LOOK: Duration = Duration::from_secs(1);
 /// Second looks that are expected at once.
 const MAX_LOOKS: usize = 4096;
 
-/// Threads that were told to look a name up again, and what they may then be shown.
+/// Threads that were told to look a name up again, and the versions that they may then be shown.
 ///
 /// The kernel looks again only once. Versions may come faster than that; a version that was the newest
 /// when the thread was sent back holds all that it had committed before its open.
@@ -40,8 +40,8 @@ impl SecondLooks {
         }
     }
 
-    /// Whether `tid` comes back from that with `version`: with a newer one, or with the same, since it looks from a
-    /// directory of that version.
+    /// Whether `tid` comes back from that lookup with `version`: with a newer one, or with the same, since it
+    /// looks from a directory of that version.
     pub fn is_expected(&self, tid: u32, model: u8, learner: LearnerId, version: Version) -> bool {
         let Some(look) = self.0.lock().remove(&(tid, model)) else { return false };
         let is_one = version >= look.newest || version == look.named;

@@ -1,4 +1,5 @@
-//! Who writes to an open file: by how they end it is told whether what they have left open was meant.
+//! The writers of an open file. The way in which they end tells whether they meant the writes that they left
+//! open.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use super::process::Process;
 /// Threads of one file that are remembered; more are looked up again.
 const MAX_THREADS: usize = 256;
 
-/// Who has opened a file to write, and everyone who has written to it.
+/// The process that opened a file to write, and everyone who has written to it.
 pub struct FileUsers {
     /// The process that opened it, if it can be seen.
     opener: Option<u32>,
@@ -65,7 +66,8 @@ impl FileUsers {
         self.opener == self.seen.lock().note(tid)
     }
 
-    /// Whether a close by `tid` is the opener's own. (Whether it is its death's is asked before.)
+    /// Whether a close by `tid` is the opener's own. (A caller asks first whether the opener's death closes
+    /// it.)
     pub fn closes_as_opener(&self, tid: u32) -> bool {
         let mut seen = self.seen.lock();
         let (Some(opener), Some(caller)) = (self.opener, seen.note(tid)) else { return true };

@@ -18,7 +18,8 @@ struct Waiting {
     since: Instant,
     /// Answers at once.
     cancel: Box<dyn FnOnce() + Send>,
-    /// Sees to an answer soon. Called again and again until it comes: what it withdraws may not have been sent yet.
+    /// Brings an answer about soon. It is called repeatedly until the answer comes, because the request to
+    /// withdraw may not have been sent yet.
     withdraw: Option<Withdraw>,
 }
 
@@ -86,7 +87,7 @@ impl Waits {
         }
     }
 
-    /// What a wait ends with is called with nothing locked: it may answer others.
+    /// The end of a wait is called with nothing locked: it may answer others.
     fn cancel(&self, id: u64, at_once: bool) {
         let mut waiting = self.waiting.lock();
         let Some(withdraw) = waiting.get(&id).map(|waiting| waiting.withdraw.clone()) else { return };

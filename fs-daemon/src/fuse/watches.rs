@@ -99,14 +99,15 @@ impl Watches {
         Some((ended, alone))
     }
 
-    /// A watched process ended. A killed one takes its learner with it. One that exits by itself may have been one of many
-    /// (a shell's `dd`): `control/linger` and the lease decide.
+    /// A watched process ended. A killed process takes its learner with it. A process that exits by itself
+    /// may have been one of many (a shell's `dd`): `control/linger` and the lease decide.
     fn ended(&self, key: u64, exit: Exit) {
         let Some((Watched { model, learner, .. }, alone)) = self.unwatch(key) else { return };
-        // Others that share the learner go on; what the victim left open is settled with its file.
+        // Others that share the learner go on. The contribution that the victim left open is settled with its
+        // file.
         if let (Exit::Signal(_), true, true) = (exit, alone, model.learner(learner.id).is_ok()) {
             tracing::warn!(model = model.name, learner = learner.name, "its process {exit}");
-            // It may have left by itself meanwhile.
+            // The learner may have left by itself meanwhile.
             model.send_leave(learner.id, LeaveReason::Died);
         }
     }

@@ -1,6 +1,6 @@
-//! As much HTTP as a scrape takes: what a request asks for, and what it is answered. No socket and no clock.
+//! As much HTTP as a scrape takes: requests and their answers. It has no socket and no clock.
 //!
-//! One request a connection, without a body. What else comes is refused, and the connection ends.
+//! A connection carries one request, without a body. Anything else is refused, and the connection ends.
 
 use std::fmt::Write as _;
 
@@ -8,13 +8,13 @@ use std::fmt::Write as _;
 pub const MAX_REQUEST: usize = 8 << 10;
 /// Most headers.
 const MAX_HEADERS: usize = 64;
-/// Where metrics are.
+/// The path of metrics.
 const PATH: &str = "/metrics";
 
-/// What has come of a request.
+/// The state of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asked {
-    /// Not all of it yet.
+    /// The request is incomplete.
     More,
     /// For the metrics; only their length, if it `is_head`.
     Metrics { is_head: bool },
@@ -25,13 +25,13 @@ pub enum Asked {
 /// Why there are no metrics in the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// It is no HTTP.
+    /// The request is not HTTP.
     Malformed,
-    /// There is only one path.
+    /// The path is not that of metrics.
     NotFound,
     /// It can only be read.
     Method,
-    /// It is longer than a scrape's.
+    /// The request is longer than a scrape's.
     TooLong,
     /// They could not be collected.
     Failed,
@@ -59,7 +59,7 @@ impl Refusal {
     }
 }
 
-/// What the beginning of a connection asks for.
+/// The request at the beginning of a connection.
 pub fn asked(bytes: &[u8]) -> Asked {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut request = httparse::Request::new(&mut headers);

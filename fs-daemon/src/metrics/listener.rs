@@ -15,7 +15,7 @@ use super::http::{self, Asked, MAX_REQUEST, Refusal};
 
 /// Connections at once.
 const MAX_CONNECTIONS: usize = 64;
-/// So many are accepted before others get their turn.
+/// The number of connections that are accepted before other work gets its turn.
 const AT_ONCE: usize = 16;
 /// For a request to come.
 const REQUEST: Duration = Duration::from_secs(5);
@@ -31,13 +31,13 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Makes what is scraped.
 type Page = dyn Fn() -> Result<String, prometheus::Error>;
 
-/// Where a connection stands.
+/// The state of a connection.
 enum Stage {
     /// This much of the request has come.
     Asking(Vec<u8>),
     /// The answer, and how much of it is sent.
     Answering(Vec<u8>, usize),
-    /// It is sent; what comes is thrown away, up to this many bytes.
+    /// The answer is sent; up to this many further bytes are read and thrown away.
     Leaving(usize),
 }
 
@@ -94,7 +94,7 @@ fn accept(listener: &TcpListener, connections: &mut VecDeque<Connection>, now: I
         let stream = match listener.accept() {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-            // It was gone before it was accepted.
+            // The connection was gone before it was accepted.
             Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {
                 continue;
             }
@@ -113,7 +113,7 @@ fn accept(listener: &TcpListener, connections: &mut VecDeque<Connection>, now: I
     Ok(())
 }
 
-/// It is over, in good order or not.
+/// The connection is over, in good order or not.
 struct Over;
 
 impl Connection {

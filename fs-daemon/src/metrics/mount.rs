@@ -1,4 +1,5 @@
-//! What a mount tells of its models: of `gradfs mount`, and of `gradfs up`, where the only shard is in the process.
+//! The metrics of a mount's models: of `gradfs mount`, and of `gradfs up`, where the only shard is in the
+//! process.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,7 +13,7 @@ use crate::session::model::Model;
 /// The page, from what `status.json` is made of.
 ///
 /// # Errors
-/// None, unless names or labels here are wrong.
+/// Fails only if names or labels here are wrong.
 pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
     let page = Page::new()?;
     let of_model = &["model"];
@@ -85,7 +86,7 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
     page.text()
 }
 
-/// Which transports were looked for before the one that was taken. One that must be taken, and cannot, is not replaced.
+/// The transports that were tried before the one in use. A transport that is required is never replaced.
 fn fallbacks(view: &ShardView) -> [(&'static str, bool); 2] {
     let is_memory = view.transport == TransportKind::SharedMemory;
     [

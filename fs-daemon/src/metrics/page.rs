@@ -1,11 +1,11 @@
-//! What is scraped: names, labels and values, in Prometheus' text format.
+//! The page of a scrape: names, labels and values, in Prometheus' text format.
 
 use libmodelio::transport::tally::Payloads;
 use prometheus::core::{AtomicU64, GenericGaugeVec};
 use prometheus::{IntCounterVec, Opts, Registry, TextEncoder};
 
-/// One answer. It is filled for one scrape and then written: what is not there any more, such as a shard that models
-/// have left, is not told of any more.
+/// One answer. It is filled for one scrape and then written, so a thing that is gone, such as a shard that
+/// models have left, has no line any more.
 pub struct Page(Registry);
 
 /// Values of one name that go up and down, by labels.
@@ -83,7 +83,7 @@ impl Payload {
         })
     }
 
-    /// What was counted so far.
+    /// Adds the counts so far.
     pub fn total(&self, model: &str, payloads: &Payloads) -> Result<(), prometheus::Error> {
         self.moved.total(&[model, "push"], payloads.pushed_bytes)?;
         self.copied.total(&[model, "push"], payloads.push_copied_bytes)?;

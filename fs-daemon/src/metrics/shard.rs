@@ -1,4 +1,4 @@
-//! What a shard tells of itself.
+//! The metrics of a shard.
 
 use libmodelio::transport::tally::Payloads;
 use serde::Deserialize;
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::page::{Page, Payload};
 
-/// What of a shard's status is told.
+/// The fields of a shard's status that metrics show.
 #[derive(Deserialize)]
 struct Status {
     tcp: Connections,
@@ -52,7 +52,7 @@ struct Away {
 /// The page, from the status that `gradfs status --json` shows.
 ///
 /// # Errors
-/// None, unless names, labels or what is read of the status are wrong here.
+/// Fails only if names or labels here are wrong, or the status is not as expected.
 pub fn page(status: &Value) -> Result<String, prometheus::Error> {
     let status = Status::deserialize(status).map_err(|error| {
         prometheus::Error::Msg(format!("the shard's status is not what is expected: {error}"))

@@ -24,10 +24,10 @@ const ENDING_PATIENCE: Duration = Duration::from_secs(15);
 const GRACE: Duration = Duration::from_millis(100);
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// Who holds a lock.
+/// The holder of a lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Held {
-    /// None while it has not written it down yet.
+    /// None while the holder has not written it down yet.
     pub pid: Option<u32>,
 }
 
@@ -81,12 +81,13 @@ impl Drop for Lock {
     }
 }
 
-/// Where lock files may lie, the best first.
+/// Directories for lock files, the best first.
 pub fn directories() -> Vec<PathBuf> {
     let user = geteuid();
     let mut directories = Vec::new();
     if user.is_root() {
-        // Not root's XDG_RUNTIME_DIR: a login has it and a service has not, and they must meet.
+        // XDG_RUNTIME_DIR does not serve root: a login has it and a service has not, and both must find the
+        // same lock.
         directories.push("/run/gradfs".into());
     } else {
         let named = std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty());
@@ -95,12 +96,12 @@ pub fn directories() -> Vec<PathBuf> {
             directories.push(named.join("gradfs"));
         }
     }
-    // Not TMPDIR, for the same reason.
+    // TMPDIR does not serve, for the same reason.
     directories.push(format!("/tmp/gradfs-{user}").into());
     directories
 }
 
-/// Who holds the lock of `mountpoint`, if anybody does and we may know.
+/// The holder of the lock of `mountpoint`, if anybody holds it and we may know.
 pub fn holder(mountpoint: &Path, directories: &[PathBuf]) -> Option<Held> {
     directories.iter().find_map(|directory| {
         let file = File::open(directory.join(file_name(mountpoint))).ok()?;
@@ -179,7 +180,7 @@ fn read_pid(file: &mut File) -> Option<u32> {
     text.strip_suffix('\n')?.parse().ok()
 }
 
-/// Whether `pid` is on its way out, or gone.
+/// Whether `pid` is ending or gone.
 fn is_ending(pid: u32) -> bool {
     const PF_EXITING: u64 = 0x4;
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return true };

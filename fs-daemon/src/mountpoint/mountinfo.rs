@@ -1,4 +1,4 @@
-//! The kernel's table of mounts: what is mounted where, learned without touching any of it.
+//! The kernel's table of mounts, read without touching any mount.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -14,17 +14,17 @@ pub struct Mount {
     pub point: PathBuf,
     /// Type of the filesystem, with its subtype: `ext4`, `fuse.gradfs`.
     pub kind: String,
-    /// What is mounted: a device, or the name that a FUSE daemon gave.
+    /// The source: a device, or the name that a FUSE daemon gave.
     pub source: String,
 }
 
 impl Mount {
-    /// Whether it is one of ours.
+    /// Whether the mount is one of ours.
     pub fn is_gradfs(&self) -> bool {
         self.kind == "fuse.gradfs" || (self.is_fuse() && self.source == "gradfs")
     }
 
-    /// Whether a FUSE daemon serves it.
+    /// Whether a FUSE daemon serves the mount.
     pub fn is_fuse(&self) -> bool {
         self.kind == "fuse" || self.kind.starts_with("fuse.") || self.kind == "fuseblk"
     }
@@ -55,9 +55,9 @@ impl OpenTable {
         File::open("/proc/self/mountinfo").map(OpenTable)
     }
 
-    /// As [`topmost`].
+    /// Like [`topmost`], from this table.
     pub fn topmost(&self, path: &Path) -> io::Result<Option<Mount>> {
-        // Of several on one directory the last hides the others.
+        // The last of several mounts on one directory hides the others.
         Ok(self.read()?.into_iter().rfind(|mount| mount.point == path))
     }
 

@@ -39,7 +39,7 @@ impl Capture {
         Ok(Capture { head, kept })
     }
 
-    /// So many of its bytes from `offset` on, or as many as one piece of memory has of them; none at its end.
+    /// At most `len` bytes from `offset` on, as many as one piece of memory has of them; empty at the end.
     pub fn part(&self, offset: u64, len: usize) -> &[u8] {
         let kept = self.kept.iter().flat_map(|(copied, kinds)| kinds.iter().map(|&what| copied.all(what)));
         let mut before = 0;

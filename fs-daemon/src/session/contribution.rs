@@ -1,7 +1,7 @@
 //! Writing as a learner: at any offset, in any order, from any thread, until a commit or an abort ends it.
 //!
-//! A learner has one contribution at a time, and whoever opens one for it writes into that. What one of them has
-//! written into, and whether that has ended, is known here for each.
+//! A learner has one contribution at a time, and every file that is opened for it writes into that. This type
+//! knows for each such file what it has written into, and whether that has ended.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,7 +18,7 @@ use super::learner::Learner;
 use super::model::Model;
 use super::reader::Reader;
 
-/// Longest wait of a close for what a step has waited for in vain.
+/// The longest time that a close waits again after a step has waited in vain.
 const SECOND_WAIT: Duration = Duration::from_millis(250);
 
 /// How what was written ends.
@@ -26,7 +26,7 @@ const SECOND_WAIT: Duration = Duration::from_millis(250);
 pub enum Ending {
     /// A step is done and the next one may follow. After a timeout what was written is still there, to be tried again.
     Step,
-    /// Nothing follows: what is not taken is dropped.
+    /// Nothing follows: data that is not taken is dropped.
     Close,
 }
 
@@ -34,13 +34,13 @@ pub enum Ending {
 /// again.
 pub type Withdraw = Arc<dyn Fn() + Send + Sync>;
 
-/// What is written into a learner's contribution from one place.
+/// The part of a learner's contribution that is written from one place.
 pub struct Contribution {
     model: Arc<Model>,
     learner: Arc<Learner>,
     /// A step ships the learner's mapping if nothing was written.
     ships_mapping: bool,
-    /// What it reads, if it has both faces: after each step the newest version.
+    /// The reader of a file with both faces: after each step it shows the newest version.
     reader: Option<Mutex<Arc<Reader>>>,
     /// Something was written since the last commit.
     wrote: AtomicBool,
@@ -70,12 +70,12 @@ impl Contribution {
         }
     }
 
-    /// Nobody writes here any more. What was written may still be committed or aborted.
+    /// Nobody writes here any more. The data written so far may still be committed or aborted.
     pub fn closed(&self) {
         self.learner.count_contribution(false);
     }
 
-    /// Whose it is.
+    /// The learner that contributes.
     pub fn learner(&self) -> &Arc<Learner> {
         &self.learner
     }
@@ -90,7 +90,7 @@ impl Contribution {
         self.reader.as_ref().map(|reader| Arc::clone(&reader.lock()))
     }
 
-    /// What is in the learner's mapping.
+    /// Reads the bytes in the learner's mapping.
     pub fn load_mapped(&self, offset: u64, bytes: &mut [u8]) {
         self.learner.contributor.load_mapped(offset, bytes);
     }
@@ -169,14 +169,15 @@ impl Contribution {
             return true;
         }
         self.ended();
-        // What is open by now is somebody else's, if others have dropped this.
+        // If others have dropped this contribution, the open one is somebody else's.
         if *error != ContributeError::Dropped {
             self.learner.contributor.abort();
         }
         false
     }
 
-    /// Drops the learner's open contribution, whoever has written into it, and keeps `why`. False when none was open.
+    /// Drops the learner's open contribution, whoever has written into it, and keeps `why`. Returns false
+    /// when none was open.
     pub fn abort(&self, why: &CallError) -> bool {
         let was_open = self.learner.contributor.abort();
         if was_open {
@@ -185,13 +186,13 @@ impl Contribution {
         was_open
     }
 
-    /// What ends the wait for a commit.
+    /// Ends the wait for a commit.
     pub fn withdrawal(&self) -> Withdraw {
         let contributor = Arc::clone(&self.learner.contributor);
         Arc::new(move || contributor.withdraw())
     }
 
-    /// What was written here is part of.
+    /// The share that writes here are part of.
     fn share(&self) -> Share {
         match self.share.load(Ordering::Relaxed) {
             0 => Share::None,
@@ -213,7 +214,7 @@ impl Contribution {
             if let (Some(reader), Some(newest)) = (&this.reader, Reader::newest(&this.model)) {
                 *reader.lock() = Arc::new(newest);
             }
-            // It counts, whatever can be shown.
+            // The commit counts, whether or not the new version can be shown.
             done(Ok(()));
         };
         if self.reader.is_none() || !self.model.job.is_coming(self.learner.id) {

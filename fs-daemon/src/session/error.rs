@@ -8,9 +8,9 @@ use libmodelio::transport::ShardError;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CallError {
-    /// What the program sees.
+    /// The errno that the program sees.
     pub errno: i32,
-    /// What the log and the learner's `error` say.
+    /// The text for the log and the learner's `error`.
     pub message: String,
 }
 
@@ -26,12 +26,12 @@ impl CallError {
         CallError { errno, message: message.into() }
     }
 
-    /// What is asked for is not there, or no longer.
+    /// The requested thing does not exist, or no longer.
     pub fn not_found() -> CallError {
         CallError::new(libc::ENOENT, "no such file")
     }
 
-    /// Whether it belongs to everyday life and is not worth a line in the log.
+    /// Whether the error is ordinary and not worth a line in the log.
     pub fn is_quiet(&self) -> bool {
         matches!(
             self.errno,

@@ -54,7 +54,7 @@ fn tensor_at(layout: &ModelLayout, byte: u64) -> Option<&Tensor> {
     layout.tensors().get(at)
 }
 
-/// What lies in a block, in words.
+/// The tensors in a block, in words.
 fn tensors_of(layout: &ModelLayout, block: BlockId) -> String {
     let bytes = layout.block_bytes(block);
     let tensors = layout.tensors();
@@ -73,9 +73,9 @@ const WIDER: [(u64, &str); 4] = [(16, "complex128"), (8, "float64"), (4, "float3
 /// Longer writes come in pieces of this many bytes.
 const KERNEL_PIECE: u64 = 1 << 20;
 
-/// What kind of array may have been too long.
+/// A hint at the kind of array that may have been too long.
 fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
-    // That of what is trained: counters beside it are of no interest.
+    // Only the trained tensors' types matter, not those of counters beside them.
     let mut trained = layout.tensors().iter().map(|tensor| tensor.dtype).filter(|dtype| dtype.is_reducible());
     let Some(dtype) = trained.next() else { return String::new() };
     let Some(own) = dtype.size_bytes().filter(|_| trained.all(|other| other == dtype)) else {
@@ -99,7 +99,7 @@ fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
     }
 }
 
-/// Which learners have not contributed.
+/// The learners that have not contributed.
 fn waited_for(model: &Model) -> String {
     let status = model.job.status();
     if status.state == JobPhase::Forming {

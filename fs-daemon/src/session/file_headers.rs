@@ -2,7 +2,7 @@
 
 use super::error::{CallError, CallResult};
 
-/// What is written at the start of a model, where it is a file with a header instead of raw bytes.
+/// Refuses a model's first bytes that are a file's header instead of raw data.
 ///
 /// # Errors
 /// EINVAL with the file's kind.

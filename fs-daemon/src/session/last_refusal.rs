@@ -1,4 +1,5 @@
-//! Why the last call of a learner that failed did, in words: what its `error` and `user.gradfs.error` show.
+//! The reason, in words, why the last call of a learner failed: the contents of its `error` and
+//! `user.gradfs.error`.
 
 use parking_lot::Mutex;
 

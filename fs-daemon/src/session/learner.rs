@@ -35,23 +35,23 @@ pub struct Learner {
     users: Mutex<Users>,
 }
 
-/// Who uses a learner: what keeps it attached to its job.
+/// The users of a learner, which keep it attached to its job.
 #[derive(Default)]
 struct Users {
-    /// Open contributions, and users whose end will be told.
+    /// Open contributions, and users whose end will be reported.
     present: u32,
     /// A user has ended, and no other one has come since.
     ended: bool,
-    /// There are users whose end nobody sees.
+    /// There are users whose end will not be reported.
     unseen: bool,
 }
 
 impl Users {
-    /// Whether the learner, which has something `unsettled` or not, is used.
+    /// Whether the learner is used. `unsettled`: it has something unsettled.
     fn attached(&self, unsettled: bool) -> Attached {
         match self.present > 0 {
             true => Attached::Yes,
-            // What was left open may be about to count.
+            // A contribution that was left open may be about to count.
             false if self.ended && !self.unseen && !unsettled => Attached::Exited,
             false => Attached::No,
         }
@@ -59,7 +59,7 @@ impl Users {
 }
 
 impl Learner {
-    /// One that has just joined `job`, and contributes by `contributor`.
+    /// A learner that has just joined `job`, and contributes by `contributor`.
     pub(super) fn new(
         name: String,
         contributor: Contributor,
@@ -96,7 +96,7 @@ impl Learner {
         self.contributor.mapped()
     }
 
-    /// Whether that memory has its pages.
+    /// Whether the mapping has its pages.
     pub fn is_mapping_ready(&self) -> bool {
         self.mapped_ready.load(Ordering::Relaxed)
     }
@@ -163,7 +163,7 @@ impl Learner {
     /// Tells the job whether the learner is used.
     pub fn tell_use(&self) {
         let unsettled = self.contributor.is_open();
-        // Told under the lock: what is told last is what is.
+        // Sent under the lock, so that the last message is the present state.
         let users = self.users.lock();
         self.job.touch(self.id, Some(users.attached(unsettled)));
     }

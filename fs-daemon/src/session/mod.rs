@@ -1,4 +1,4 @@
-//! What programs do with a model, whichever way they reach it: the part that all faces of a model have in common.
+//! The operations of programs on a model, common to all faces of a model.
 //!
 //! A [`Reader`](reader::Reader) shows one version in every byte. A [`Contribution`](contribution::Contribution) writes
 //! as a learner: at any offset, until a commit ends it, with a step, or an abort. A
@@ -6,9 +6,9 @@
 //! the job. They belong to a [`Model`](model::Model), which
 //! knows its learners and waits for their steps.
 //!
-//! Nothing here knows who calls: a face that has programs behind it decides what the end of one means. Nothing here
-//! blocks for long either: what has to wait takes a callback, and has a deadline. Only joining and leaving wait for
-//! the job's answer.
+//! Nothing here knows who calls: a face that has programs behind it decides what the end of one means.
+//! Nothing here blocks for long either: an operation that has to wait takes a callback, and has a deadline.
+//! Only joining and leaving wait for the job's answer.
 
 pub mod capture;
 pub mod contribution;

@@ -25,7 +25,7 @@ pub const MAX_JOINS: u32 = 1 << 20;
 /// Longest answer to wait for where a request has no deadline of its own.
 const PROMPT: Duration = Duration::from_secs(10);
 
-/// Who can take a snapshot of a model.
+/// The parties that can take a snapshot of a model.
 pub enum Snapshots {
     /// Its shard, in this process.
     Here(Weak<LocalShard>),
@@ -49,7 +49,7 @@ pub struct Model {
     pub own_refusal: Arc<LastRefusal>,
     /// Name of the mount's own learner, which joins when it is first needed.
     pub own_name: String,
-    /// Who can take a snapshot of it.
+    /// The party that can take a snapshot of the model.
     pub snapshots: Snapshots,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
     /// Held while the mount's own learner joins.
@@ -57,8 +57,8 @@ pub struct Model {
 }
 
 impl Model {
-    /// A model over its job. `own_name` is what the mount's own learner is called: mounts that share a job need
-    /// different ones.
+    /// A model over its job. `own_name` names the mount's own learner: mounts that share a job need different
+    /// names.
     pub fn new(
         name: String,
         job: Job,
@@ -141,7 +141,7 @@ impl Model {
     /// The mount's own learner, joining if it is not in the job. Waits for the job's answer then.
     ///
     /// # Errors
-    /// As [`Self::join`].
+    /// Fails as [`Self::join`] does.
     pub fn join_own(&self) -> CallResult<Arc<Learner>> {
         // Several programs may need it for the first time at once.
         let _joining = self.joining.lock();

@@ -1,4 +1,4 @@
-//! Whole new weights: what is written becomes a version at the commit, all at once; the rest keeps its value.
+//! Whole new weights: written bytes become a version at the commit, all at once; the rest keeps its value.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -66,7 +66,7 @@ impl Publication {
         let answer = move |outcome: CallResult<()>| {
             match &outcome {
                 Ok(()) => model.own_refusal.ended(takes),
-                // That not all was written has a reason, which was noted.
+                // A refusal has kept the weights from being complete, and its reason is already recorded.
                 Err(_) if !is_whole && was_refused => model.own_refusal.ended(false),
                 Err(error) => model.own_refusal.note(error, false),
             }
@@ -87,7 +87,7 @@ impl Publication {
         }
     }
 
-    /// Whether what was written may become a version. `lacks_bytes`: not all of it is there that must be.
+    /// Whether the written bytes may become a version. `lacks_bytes`: some required bytes are missing.
     fn check(&self, publisher: Option<&Publisher>, lacks_bytes: bool) -> CallResult<()> {
         if let Some(refused) = publisher.and_then(Publisher::spoiled) {
             return Err(explained(&self.model, refused));
@@ -112,7 +112,7 @@ impl Publication {
         finite.map_err(|error| explained(&self.model, error))
     }
 
-    /// What ends the wait for a commit of what is written by now, if something can be.
+    /// Ends the wait for a commit of the bytes written by now, if something can.
     pub fn withdrawal(&self) -> Option<Withdraw> {
         let publisher = self.publisher.lock().clone()?;
         Some(Arc::new(move || publisher.withdraw()))

@@ -12,14 +12,14 @@ use super::model::Model;
 /// How often it is looked whether there is something to say.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// What was said of a model, and still is so.
+/// A report about a model that still holds.
 #[derive(Default)]
 struct Said {
     learners: bool,
     shards: BTreeSet<ShardId>,
 }
 
-/// What was said of each model, by its name.
+/// The report about each model, by its name.
 #[derive(Default)]
 pub struct WaitLog {
     looked: Option<Instant>,
@@ -43,7 +43,7 @@ impl WaitLog {
 }
 
 impl Said {
-    /// What is to be said now.
+    /// The new lines for the log.
     fn news(&mut self, status: &JobStatus) -> Vec<String> {
         let mut lines = Vec::new();
         if let Some((late, waited)) = &status.late

@@ -53,7 +53,7 @@ pub fn exit_status(pidfd: BorrowedFd<'_>) -> Option<i32> {
     (result == 0 && info.mask & PIDFD_INFO_EXIT != 0).then_some(info.exit_code)
 }
 
-/// Whether the process has been reaped: its number may belong to another one by now.
+/// Whether the process has been reaped: its number may belong to another process by now.
 pub fn reaped(pidfd: BorrowedFd<'_>) -> bool {
     // SAFETY: signal 0 with no siginfo and no flags sends nothing and touches no memory of ours.
     let result = unsafe {

@@ -1,7 +1,7 @@
 //! Blocks of a model as bytes: whether they hold only finite numbers, and how they get to their place in a region.
 //!
-//! Holds `unsafe`: regions become slices. What makes that sound is that each part of a region has one owner at a time,
-//! who calls these functions, or that nobody writes it.
+//! Holds `unsafe`: regions become slices. This is sound because nobody writes the part of the region, or
+//! because it has one owner at a time, who calls these functions.
 
 use std::ops::Range;
 
@@ -47,7 +47,7 @@ pub fn place(layout: &ModelLayout, block: BlockId, payload: &[u8], room: &Region
     finite
 }
 
-/// As [`is_finite`], for a block in a region that nobody writes.
+/// Like [`is_finite`], for a block in a region that nobody writes.
 pub fn region_is_finite(layout: &ModelLayout, block: BlockId, region: &Region) -> bool {
     // SAFETY: the contribution is sealed: its program waits in fsync or close.
     is_finite(layout, block, unsafe { region.memory().bytes(span(&layout.block_bytes(block))) })
@@ -80,7 +80,8 @@ pub fn written_is_finite(layout: &ModelLayout, region: &Region, written: &[Range
 
 /// Bytes of a version's buffer that is pinned, or the newest.
 pub fn pinned_bytes(region: &Region, range: Range<u64>) -> &[u8] {
-    // SAFETY: a version is not written while it is pinned; whoever asks for its bytes holds a pin.
+    // SAFETY: a version is not written while it is pinned, and the caller that asks for its bytes holds a
+    // pin.
     unsafe { region.memory().bytes(span(&range)) }
 }
 

@@ -4,7 +4,7 @@ use crc_fast::{CrcAlgorithm, Digest};
 
 use crate::bytes::mmap::prefetch;
 
-/// From here on it pays to ask for memory ahead.
+/// The length from which it pays to ask for memory ahead.
 const LONG: usize = 16 << 10;
 /// Bytes that are asked for at once, and how far ahead: of blocks that are in no cache, 15 GB/s instead of 13.
 const AT_ONCE: usize = 2 << 10;
@@ -30,7 +30,7 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
 pub struct Crc32c(Digest);
 
 impl Crc32c {
-    /// Of nothing yet.
+    /// The checksum of no bytes yet.
     pub fn new() -> Crc32c {
         Crc32c(Digest::new(CrcAlgorithm::Crc32Iscsi))
     }

@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 /// Bytes of a huge page.
 const HUGE: usize = 2 << 20;
 
-/// What goes with a mapping, by who has put it there.
+/// Things attached to a mapping, each with the key of its owner.
 type Attached = Vec<(usize, Arc<dyn Any + Send + Sync>)>;
 
 /// A run of mapped pages, unmapped when dropped.
@@ -68,8 +68,8 @@ impl Mapping {
         Mapping::of(fd, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
     }
 
-    /// The first `len` bytes (> 0) of what `fd` is of. The caller has seen that there are so many and that nobody can
-    /// make them fewer: touching what is no longer there ends the process.
+    /// The first `len` bytes (> 0) of the file `fd`. The caller has checked that there are so many and that
+    /// nobody can make them fewer: an access to memory that is no longer there ends the process.
     ///
     /// # Errors
     /// ENOMEM, EACCES or what else the kernel says.
@@ -102,12 +102,12 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// What was attached under `key`, or what `make` makes of the mapping, attached from now on: it is dropped with the
-    /// mapping, before its pages go. A registration with a device, for instance, which is made once for each buffer,
-    /// and found again by the buffer.
+    /// The thing attached under `key`. If there is none, `make` makes it of the mapping, and it is attached
+    /// from now on: it is dropped with the mapping, before its pages go. An example is a registration with a
+    /// device, which is made once for each buffer, and found again by the buffer.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// The errors of `make`.
     pub fn attached<T: Any + Send + Sync, E>(
         &self,
         key: usize,
@@ -123,7 +123,7 @@ impl Mapping {
         Ok(made)
     }
 
-    /// What was attached under `key` is dropped when nobody else has it.
+    /// Detaches the thing under `key`, which is dropped when nobody else has it.
     pub fn detach(&self, key: usize) {
         self.attached.lock().retain(|(of, _)| *of != key);
     }
@@ -131,7 +131,7 @@ impl Mapping {
     /// From now on nobody can make the memfd shorter or longer: others can map it without fear of its end.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn fix_size(&self) -> io::Result<()> {
         if let Some(fd) = &self.fd {
             fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW))?;
@@ -143,7 +143,7 @@ impl Mapping {
     /// stays writable.
     ///
     /// # Errors
-    /// What the kernel says (before Linux 5.1: EINVAL).
+    /// The kernel's error (before Linux 5.1: EINVAL).
     pub fn seal(&self) -> io::Result<()> {
         if let Some(fd) = &self.fd {
             let seals = SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW;
@@ -183,15 +183,15 @@ impl Mapping {
     }
 
     /// Gathers a memfd in huge pages: reading it through the kernel then takes half the time. The advice
-    /// works whatever `shmem_enabled` says; where there are no huge pages (or before Linux 6.1) it is
-    /// refused, and small ones will do.
+    /// works whatever `shmem_enabled` says. Without huge pages (or before Linux 6.1) it is refused, and small
+    /// pages will do.
     fn collapse(&self) {
         const MADV_COLLAPSE: libc::c_int = 25;
         for offset in (0..self.len).step_by(HUGE).take_while(|offset| offset + HUGE <= self.len) {
             // SAFETY: both ranges lie inside the mapping; neither advice changes contents.
             let refused = unsafe {
                 let page = self.address.as_ptr().add(offset).cast();
-                // There has to be one page to begin with.
+                // One page has to exist to begin with.
                 libc::madvise(page, 4096, libc::MADV_POPULATE_WRITE) != 0
                     || libc::madvise(page, HUGE, MADV_COLLAPSE) != 0
             };
@@ -205,7 +205,7 @@ impl Mapping {
         use std::sync::atomic::{AtomicU8, Ordering};
         for offset in (0..self.len).step_by(4096) {
             // SAFETY: in bounds; exchanging zero for zero takes the page for writing and changes no byte,
-            // whoever else is at work on it. (Adding zero would be optimised into a load.)
+            // whatever other threads do with it. (Adding zero would be optimised into a load.)
             unsafe {
                 let byte = self.address.as_ptr().add(offset).cast::<AtomicU8>();
                 let _ = (*byte).compare_exchange(0, 0, Ordering::SeqCst, Ordering::Relaxed);
@@ -219,7 +219,7 @@ impl Mapping {
         self.len
     }
 
-    /// Where it begins: for accesses that make no reference.
+    /// The start address, for accesses that make no reference.
     pub fn start(&self) -> NonNull<u8> {
         self.address
     }
@@ -244,7 +244,7 @@ impl Mapping {
     /// Reads `len` bytes of `file` at `offset` straight into the mapping at `at`.
     ///
     /// # Errors
-    /// What reading says; `UnexpectedEof` when the file ends early, `InvalidInput` out of bounds.
+    /// The error of reading; `UnexpectedEof` when the file ends early, `InvalidInput` out of bounds.
     pub fn fill_from(&self, file: &File, offset: u64, at: usize, len: usize) -> io::Result<()> {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -252,8 +252,8 @@ impl Mapping {
         let mut done = 0;
         while done < len {
             let from = i64::try_from(offset + done as u64).map_err(|_| io::ErrorKind::InvalidInput)?;
-            // SAFETY: in bounds; the kernel writes through the pointer, no reference is made. Whoever reads
-            // the range meanwhile sees old or new bytes, as with any shared mapping.
+            // SAFETY: in bounds; the kernel writes through the pointer, no reference is made. A reader of the
+            // range sees old or new bytes meanwhile, as with any shared mapping.
             let got = unsafe {
                 let target = self.address.as_ptr().add(at + done).cast();
                 libc::pread(file.as_raw_fd(), target, len - done, from)
@@ -305,7 +305,7 @@ impl Mapping {
     /// When the range is out of bounds.
     ///
     /// # Safety
-    /// As for [`Mapping::bytes`].
+    /// The conditions of [`Mapping::bytes`].
     pub unsafe fn floats(&self, range: Range<usize>) -> &[f32] {
         assert!(range.start <= range.end && range.end <= self.len / 4, "{range:?} of {} bytes", self.len);
         // SAFETY: page-aligned start plus a multiple of four; any bits are an f32.
@@ -320,7 +320,7 @@ impl Mapping {
     /// When the range is out of bounds.
     ///
     /// # Safety
-    /// As for [`Mapping::bytes_mut`].
+    /// The conditions of [`Mapping::bytes_mut`].
     #[allow(clippy::mut_from_ref)] // as for bytes_mut
     pub unsafe fn floats_mut(&self, range: Range<usize>) -> &mut [f32] {
         assert!(range.start <= range.end && range.end <= self.len / 4, "{range:?} of {} bytes", self.len);

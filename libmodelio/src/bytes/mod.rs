@@ -1,4 +1,4 @@
-//! Memory, and what is computed over plain bytes.
+//! Memory, and computations over plain bytes.
 
 pub mod block;
 pub mod crc32c;

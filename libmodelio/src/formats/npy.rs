@@ -12,16 +12,16 @@ const MAGIC: &[u8] = b"\x93NUMPY";
 
 /// A complete `.npy` header for `tensor`: little-endian, C order, length a multiple of 64 bytes.
 ///
-/// Format version 1.0, or 2.0 where the shape needs more than 64 KiB. What NumPy has no type for is
-/// described by size: bfloat16 as `V2` and 8-bit floats as `V1`, to be viewed as one of `ml_dtypes`;
-/// packed types (less than a byte an element) as plain bytes, one dimension of as many as there are.
+/// Format version 1.0, or 2.0 where the shape needs more than 64 KiB. Types that NumPy does not have are
+/// described by size: bfloat16 as `V2` and 8-bit floats as `V1`, to be viewed as one of `ml_dtypes`; packed
+/// types (less than a byte an element) as a single dimension of plain bytes.
 pub fn npy_header(tensor: &Tensor) -> Vec<u8> {
     let (descr, shape) = match descr(tensor.dtype) {
         Some(descr) => (descr, shape_tuple(&tensor.shape)),
         None => ("|u1", format!("({},)", tensor.bytes.end - tensor.bytes.start)),
     };
     let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}");
-    // Version 1.0 has two bytes for the length of what follows them, 2.0 has four.
+    // Version 1.0 has two bytes for the length of the rest, 2.0 has four.
     let (version, fixed) = match padded(MAGIC.len() + 4, &dict) {
         total if total - (MAGIC.len() + 4) <= usize::from(u16::MAX) => (1, MAGIC.len() + 4),
         _ => (2, MAGIC.len() + 6),
@@ -42,7 +42,7 @@ fn padded(fixed: usize, dict: &str) -> usize {
     (fixed + dict.len() + 1).next_multiple_of(ALIGNMENT)
 }
 
-/// As Python writes a tuple: `()`, `(3,)`, `(3, 4)`.
+/// The shape as Python writes a tuple: `()`, `(3,)`, `(3, 4)`.
 fn shape_tuple(shape: &[usize]) -> String {
     let mut tuple = String::from("(");
     for (i, dim) in shape.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! Safetensors files: reading the header of one to load a model.
 //!
-//! Only headers are touched here. A plan says which bytes of a file go where in the model's flat range,
-//! and whoever owns the buffers moves them.
+//! This module touches headers only. A plan maps bytes of files to the model's flat range, and the owner of
+//! the buffers moves them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
@@ -25,11 +25,11 @@ pub struct FileTensor {
     pub dtype: DType,
     /// Dimensions; empty for a scalar.
     pub shape: Vec<usize>,
-    /// Where its data is, in bytes from the beginning of the file.
+    /// Its data, in bytes from the beginning of the file.
     pub bytes: Range<u64>,
 }
 
-/// What the header of a safetensors file says, checked against the file's length.
+/// The header of a safetensors file, checked against the file's length.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Tensors by rising offset; together they cover the file from `data_start` to its end.
@@ -43,7 +43,7 @@ pub struct Header {
 /// A range to copy from a file to the model; see [`plan_load`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyRange {
-    /// Which of the model's files.
+    /// The index of the file among the model's files.
     pub file: usize,
     /// First byte in the file.
     pub file_offset: u64,
@@ -76,7 +76,7 @@ pub enum ModelFileError {
         expected: u64,
         /// Bytes it has.
         actual: u64,
-        /// What is missing first: `the header`, or a tensor.
+        /// The first missing part: `the header`, or a tensor.
         at: String,
     },
     /// The file goes on behind the last tensor.
@@ -94,7 +94,7 @@ pub enum ModelFileError {
     UnknownDType {
         /// The tensor.
         name: String,
-        /// What the file calls its type.
+        /// The file's name for its type.
         dtype: String,
     },
     /// The offsets do not enclose as many bytes as shape and dtype need.
@@ -147,7 +147,7 @@ pub enum ModelFileError {
 /// Reads and checks the header of a safetensors file. Reads no data and leaves the file's cursor alone.
 ///
 /// # Errors
-/// [`ModelFileError`]. What passes is also accepted by the reference implementation.
+/// [`ModelFileError`]. The reference implementation accepts every header that passes.
 pub fn read_header(file: &File) -> Result<Header, ModelFileError> {
     let stat = file.metadata()?;
     if !stat.is_file() {
@@ -185,10 +185,11 @@ pub fn read_header(file: &File) -> Result<Header, ModelFileError> {
     Ok(Header { tensors, metadata: raw.metadata, data_start })
 }
 
-/// The layout of the model in some files, one behind the other, and which bytes of them go where in its flat range.
+/// The layout of the model in some files, one behind the other, and the place of their bytes in its flat
+/// range.
 ///
-/// The ranges cover the flat range once, by rising `flat_offset`; ranges adjacent on both sides are one.
-/// Where the files' order needs no change (see [`ModelLayout::new`]) there is a single range of each.
+/// The ranges cover the flat range once, by rising `flat_offset`; ranges adjacent on both sides are one. If
+/// the files' order needs no change (see [`ModelLayout::new`]), there is a single range of each.
 ///
 /// # Errors
 /// [`ModelFileError::Layout`].

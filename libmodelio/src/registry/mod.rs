@@ -10,16 +10,16 @@ use crate::admin::AdminError;
 use crate::vocabulary::ids::{Epoch, Generation, ShardId};
 use crate::wire::{Fate, Held, ModelRecord, RecordError, Refusal, RefusedShard, ShardRecord};
 
-/// Where shards announce themselves and models are found.
+/// The directory of a cluster: shards announce themselves here, and clients find models.
 ///
 /// All calls block until `deadline` at most. All can be made again when it is not known whether they took effect:
 /// the second time changes nothing. A table with leases and compare-and-swap is all that an implementation needs.
 pub trait Registry: Send + Sync {
-    /// A shard is there for the length of `lease`, and says so again before that is over. Returns its number,
-    /// which is the same as long as it announces itself from the same address. `record.shard` is what it was told
-    /// before, or 0. A registry that was started anew gives the number to whoever says so first; a shard that is
-    /// `bound` to it, by parts of models that it holds, has it in any case. `record.draining` counts only where the
-    /// registry does not know the shard.
+    /// Announces a shard for the length of `lease`; the shard repeats it before that is over. Returns the
+    /// shard's number, which is the same as long as it announces itself from the same address. `record.shard`
+    /// is the number that it got before, or 0. A registry that was started anew gives a number to the first
+    /// shard that claims it; a shard that is `bound` to it, by parts of models that it holds, has it in any
+    /// case. `record.draining` counts only where the registry does not know the shard.
     ///
     /// # Errors
     /// [`RegistryError::Refused`] for a record that is none, one shard too many, or a number that another shard is
@@ -88,16 +88,15 @@ pub trait Registry: Send + Sync {
         deadline: Instant,
     ) -> Result<(), RegistryError>;
 
-    /// Forgets a model in this life of it. One that is not there is forgotten.
+    /// Forgets a model in this life of it. A model that is not there counts as forgotten.
     ///
     /// # Errors
     /// [`RegistryError::Generation`] if the name has another life.
     fn delete(&self, name: &str, generation: Generation, deadline: Instant) -> Result<(), RegistryError>;
 
-    /// What becomes of the parts that a shard holds: whether it is to take no new models, and one [`Fate`] a part.
-    /// `deleted` are models that it was told to forget, for a registry that was started anew. At most
-    /// [`MAX_HELD`](crate::wire::MAX_HELD)
-    /// of each.
+    /// The fate of the parts that a shard holds: whether it is to take no new models, and one [`Fate`] a
+    /// part. `deleted` are models that the shard had to forget, for a registry that was started anew. At most
+    /// [`MAX_HELD`](crate::wire::MAX_HELD) of each.
     ///
     /// # Errors
     /// Only if the registry does not answer.
@@ -109,8 +108,8 @@ pub trait Registry: Send + Sync {
         deadline: Instant,
     ) -> Result<(bool, Vec<Fate>), RegistryError>;
 
-    /// A model that is there, told by a shard that holds a part of it, and its shards as far as they are known. What
-    /// a registry knows of a newer epoch stays, and so does that it is ready.
+    /// Restores a model that a shard reports because it holds a part of it, with its shards as far as they
+    /// are known. A newer epoch that the registry knows stays, and so does the fact that the model is ready.
     ///
     /// # Errors
     /// [`RegistryError::Exists`] if the name has another life, [`RegistryError::Deleted`],
@@ -127,16 +126,16 @@ pub trait Registry: Send + Sync {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegistryError {
-    /// It is not reached, or does not talk as it should. Whether the call took effect is not known.
+    /// The registry is not reached, or answers wrongly. It is unknown whether the call took effect.
     #[error("registry: {0}")]
     Peer(#[from] AdminError),
     /// No model of this name.
     #[error("there is no model {0:?}")]
     NoModel(String),
-    /// There is one.
+    /// There is a model of that name.
     #[error("there is already a model {0:?}: delete it first")]
     Exists(String),
-    /// It was, and does not come back in this life.
+    /// The model was deleted, and does not come back in this life.
     #[error("model {0:?} was deleted")]
     Deleted(String),
     /// Somebody else has changed the record.
@@ -150,7 +149,7 @@ pub enum RegistryError {
     /// The name has another life.
     #[error("model {model:?} is of generation {expected}, not {got}: it was created again")]
     Generation {
-        /// Which.
+        /// The model.
         model: String,
         /// The registry's.
         expected: Generation,

@@ -11,8 +11,8 @@ use crate::wire::{
     Fate, Held, Message, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
 };
 
-/// The registry at an address. One call at a time; a call that fails ends the connection, and the next one makes
-/// another.
+/// The registry at an address. It makes one call at a time. A call that fails ends the connection, and the
+/// next call makes another.
 #[derive(Debug)]
 pub struct RemoteRegistry {
     address: String,
@@ -25,7 +25,7 @@ impl RemoteRegistry {
         RemoteRegistry { address: address.into(), peer: Mutex::new(None) }
     }
 
-    /// Where it is.
+    /// Its address.
     pub fn address(&self) -> &str {
         &self.address
     }

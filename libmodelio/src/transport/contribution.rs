@@ -1,5 +1,5 @@
-//! What a learner hands to a shard, whatever the transport: memory, blocks, what a commit says of them; and what a shard
-//! refuses.
+//! The contribution of a learner to a shard, whatever the transport: memory, blocks, the commit's notice; and
+//! the refusals of a shard.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
 
-/// Which way the bytes go. Named at start, in `status.json` and in messages.
+/// The transport that bytes go by. It is named at start, in `status.json` and in messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransportKind {
     /// Shard and mount share one address space.
@@ -72,17 +72,17 @@ impl Region {
 /// Names one block of one contribution: the exactly-once key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockSlot {
-    /// Whose.
+    /// The learner.
     pub learner: LearnerId,
     /// In which life.
     pub incarnation: Incarnation,
-    /// Which of its steps.
+    /// The step of the learner.
     pub step: Step,
-    /// Which block.
+    /// The block.
     pub block: BlockId,
 }
 
-/// What the shard did with a block that was offered.
+/// What the shard did with an offered block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// Reduced on arrival; the payload may be forgotten.
@@ -94,19 +94,19 @@ pub enum Placement {
     Duplicate,
 }
 
-/// What a contribution consists of when it ends.
+/// The contents of a contribution when it ends.
 #[derive(Clone, Debug)]
 pub struct CommitNotice {
     /// Blocks that were sent; others count as zero.
     pub sent: FixedBitSet,
-    /// Those of them to be read from `staging`.
+    /// The blocks of them to be read from `staging`.
     pub deferred: FixedBitSet,
-    /// Those of `deferred` that were never offered whole, so nobody has looked for NaN in them.
+    /// The blocks of `deferred` that were never offered whole, so nobody has looked for NaN in them.
     pub unchecked: FixedBitSet,
     /// Tensors of which something was written, by number; others stay as they are, unless another learner has written
     /// them.
     pub tensors: FixedBitSet,
-    /// What of its blocks was written, where that is not all; the rest is zero. `None` if that is in more than
+    /// The written parts of blocks that were written in part; the rest is zero. `None` if there are more than
     /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces: then it cannot be of values.
     pub partly: Option<PartlyWritten>,
     /// The learner's staging region.
@@ -136,7 +136,7 @@ impl CommitNotice {
         }
     }
 
-    /// Whether it can be looked at without harm.
+    /// Checks that the shard can use it without harm.
     ///
     /// # Errors
     /// [`ShardError::OutOfRange`] when it names other blocks or tensors than `layout` has, sets are not part of each other, or the
@@ -153,7 +153,7 @@ impl CommitNotice {
     }
 }
 
-/// What a shard refuses, and why. State is unchanged by a refused request.
+/// The refusal of a shard, and its reason. A refused request changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum ShardError {
     /// The learner is not (or no longer) in the job, or in another life.
@@ -168,9 +168,9 @@ pub enum ShardError {
     /// A step that is neither the learner's next nor an earlier one.
     #[error("step {got} is out of order: step {expected} is next")]
     StepOutOfOrder {
-        /// What came.
+        /// The received value.
         got: Step,
-        /// What is next.
+        /// The next step.
         expected: Step,
     },
     /// A block the model does not have, or a payload of another length than the block.
@@ -201,19 +201,19 @@ pub enum ShardError {
     /// The commit was withdrawn before it was taken.
     #[error("interrupted before the contribution was taken")]
     Interrupted,
-    /// Nobody there, or it is shutting down.
+    /// Nobody is there, or the shard is shutting down.
     #[error("the shard is not reachable")]
     Unreachable,
-    /// No memory for what is asked.
+    /// There is no memory for the request.
     #[error("out of memory: {0}")]
     OutOfMemory(String),
-    /// Not in this state.
+    /// The request is not allowed in this state.
     #[error("{0}")]
     NotAllowed(String),
     /// A shard has lost its blocks, or contradicts the others: the job cannot go on.
     #[error("the job has failed: {0}")]
     Lost(String),
-    /// No descriptor for what is asked.
+    /// There is no descriptor for the request.
     #[error(
         "out of open files: {0}; start gradfs with a higher limit (ulimit -Hn), or have fewer learners and versions"
     )]

@@ -10,8 +10,8 @@
 //! | `rdma` | byte streams and payload between registered memory of two machines | `reactor`, `stream` |
 //! | `local` | a model whose client, coordinator and partition are in one process | |
 //!
-//! A module uses no others of these than its row says. So what a connection says (`frames`) and how its bytes move (the
-//! three transports) do not know of each other, and meet in [`stream::Stream`].
+//! A module uses only those modules that its row names. So messages (`frames`) and the ways of moving bytes
+//! (the three transports) do not know of each other, and meet in [`stream::Stream`].
 //!
 //! Two more use none of them, nor are used by them:
 //!

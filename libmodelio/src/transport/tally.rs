@@ -1,15 +1,15 @@
 //! How much payload goes between learners and shards, and how much of it CPUs copy. Each block is counted once, where it
 //! moves.
 //!
-//! What counts as a copy lies between the learner's staging memory and the sum that it is added to, or between the
-//! shard's version and the buffer that it is pulled into. Adding up is none, nor is what the kernel copies into and
-//! out of its sockets, or what a program writes into staging memory before it contributes.
+//! A copy counts if it lies between the learner's staging memory and the sum that it is added to, or between
+//! the shard's version and the buffer that it is pulled into. Adding up is no copy. The kernel's copies into
+//! and out of its sockets do not count, nor does a program's write into staging memory before it contributes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-/// Which way payload goes.
+/// The direction of payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
     /// From a learner to a shard.
@@ -21,16 +21,17 @@ pub enum Flow {
 /// Bytes of payload so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Payloads {
-    /// Those that have gone to shards, or come from learners. What was sent again counts again.
+    /// Bytes that have gone to shards, or come from learners. Bytes that were sent again count again.
     pub pushed_bytes: u64,
-    /// Of pushes, those that were copied here.
+    /// Bytes of pushes that were copied here.
     pub push_copied_bytes: u64,
-    /// Of pushes, those that came straight into a sum, as the first of their blocks can.
+    /// Bytes of pushes that came straight into a sum, as the first contribution to a block can.
     #[serde(default)]
     pub push_stored_bytes: u64,
-    /// Those that have come from shards, or gone to learners. A shard knows nothing of what is read by RDMA.
+    /// Bytes that have come from shards, or gone to learners. A shard does not count bytes that are read by
+    /// RDMA.
     pub pulled_bytes: u64,
-    /// Of pulls, those that were copied here.
+    /// Bytes of pulls that were copied here.
     pub pull_copied_bytes: u64,
 }
 

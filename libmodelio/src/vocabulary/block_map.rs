@@ -1,8 +1,9 @@
-//! Which shard owns which block: striped over the shards, with an epoch that fences older maps.
+//! The block map: the owner of each block. Blocks are striped over the shards, and an epoch fences older
+//! maps.
 //!
 //! Blocks go round the shards in turn, so that a sequential write or read keeps all of them busy and shares
 //! differ by one block at most, whatever the size of the model. A shard that goes gives its blocks to the
-//! others evenly, one that comes takes an even part of everybody's; no other block moves. Pure.
+//! others evenly, a new shard takes an even part of everybody's; no other block moves. Pure.
 //!
 //! On one machine a model has one shard and no map; this is for those on several.
 
@@ -39,7 +40,7 @@ pub enum MapError {
     /// The model has no such block.
     #[error("block {block} is outside of the model's {blocks} blocks")]
     NoBlock {
-        /// What was asked for.
+        /// The requested block.
         block: BlockId,
         /// How many there are.
         blocks: u32,
@@ -91,7 +92,7 @@ impl BlockMap {
         &self.owners
     }
 
-    /// Who owns `block`, for a request that was made under `epoch`.
+    /// The owner of `block`, for a request that was made under `epoch`.
     ///
     /// # Errors
     /// [`MapError::Epoch`] for a request of another map, [`MapError::NoBlock`].
@@ -133,7 +134,8 @@ impl BlockMap {
         let mut shares = self.shares();
         let mut owners = self.owners.clone();
         for owner in owners.iter_mut().filter(|owner| **owner == gone) {
-            // Whoever has least; in turn among equals, for the count rises with each.
+            // Chooses the shard with the fewest blocks. Equal shards take turns, since the count rises with
+            // each.
             let least = others.iter().min_by_key(|shard| (shares.get(shard).copied().unwrap_or(0), **shard));
             let least = *least.ok_or(MapError::NoShards)?;
             *shares.entry(least).or_insert(0) += 1;
@@ -171,7 +173,7 @@ impl BlockMap {
                 }
             }
         }
-        // Where shares were even but for one block, those with one more than the rest give the rest.
+        // If shares are even but for one block, the shards with one block more give the rest.
         for owner in &mut owners {
             let share = shares.entry(*owner).or_default();
             if taken < wanted && *owner != new && *share >= keep {
@@ -183,8 +185,9 @@ impl BlockMap {
         Ok(BlockMap { epoch: self.next_epoch(), owners })
     }
 
-    /// Which of `takers`, who all may be given blocks, are to own blocks when `gone` has left: those who do already,
-    /// and one in its place, if there is one who does not. Which one that is, is up to `choice`.
+    /// The shards of `takers`, which all may be given blocks, that are to own blocks when `gone` has left:
+    /// those that own some already, and one in its place, if there is one that owns none. `choice` picks that
+    /// one.
     ///
     /// # Errors
     /// [`MapError::NoShards`].

@@ -21,7 +21,7 @@ pub enum RangesError {
         /// How many.
         got: usize,
     },
-    /// One that holds no block.
+    /// A range that holds no block.
     #[error("range {start}..{end} is empty")]
     Empty {
         /// Its first block.
@@ -29,26 +29,26 @@ pub enum RangesError {
         /// The one after its last.
         end: u32,
     },
-    /// One that does not begin behind the gap after the one before.
+    /// A range that does not begin behind the gap after the one before.
     #[error("a range begins at block {got}, expected {expected} or later")]
     Order {
         /// The first block that it may begin with.
         expected: u32,
-        /// Where it begins.
+        /// The first block.
         got: u32,
     },
-    /// One that leaves the model.
+    /// A range that leaves the model.
     #[error("a range ends at block {got}, the model ends at {blocks}")]
     Outside {
         /// Blocks of the model.
         blocks: u32,
-        /// Where the range ends.
+        /// The end of the range.
         got: u32,
     },
 }
 
-/// Whether `ranges` is a set of a model of `blocks` blocks: sorted, disjoint, with gaps between, none empty, not too
-/// many.
+/// Checks that `ranges` is a set of blocks of a model of `blocks` blocks: sorted, disjoint, with gaps
+/// between, none empty, not too many.
 ///
 /// # Errors
 /// [`RangesError`] for the first that is not.
@@ -79,7 +79,7 @@ pub fn count(ranges: &BlockRanges) -> u32 {
     ranges.iter().map(|range| range.end - range.start).sum()
 }
 
-/// Whether `ranges` names `block`; it was [`check`]ed.
+/// Whether `ranges`, which was [`check`]ed, names `block`.
 pub fn contains(ranges: &BlockRanges, block: u32) -> bool {
     let after = ranges.partition_point(|range| range.start <= block);
     after.checked_sub(1).is_some_and(|at| block < ranges[at].end)
@@ -88,7 +88,7 @@ pub fn contains(ranges: &BlockRanges, block: u32) -> bool {
 /// The set of `ranges` in a model of `blocks` blocks.
 ///
 /// # Errors
-/// As [`check`].
+/// Fails as [`check`] does.
 pub fn to_bits(ranges: &BlockRanges, blocks: u32) -> Result<FixedBitSet, RangesError> {
     check(ranges, blocks)?;
     let mut bits = FixedBitSet::with_capacity(blocks as usize);

@@ -13,14 +13,15 @@ use serde::{Deserialize, Serialize};
 use crate::vocabulary::frozen::{Frozen, NoMatch};
 use crate::vocabulary::reducer::{Domain, Hyper, PARAMETERS, Reducer};
 
-/// Which contributions a version waits for.
+/// The contributions that a version waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Consistency {
     /// All active learners.
     Sync,
     /// Any one: every contribution makes a version.
     Async,
-    /// As many as this, or all active learners if they are fewer; it has whatever else is in by then.
+    /// This number of contributions, or all active learners if they are fewer. The version has every
+    /// contribution that is in by then.
     Quorum(u32),
     /// Any one, as with `Async`; but who is more than so many steps ahead of the slowest learner waits.
     Ssp(u32),
@@ -37,10 +38,10 @@ impl fmt::Display for Consistency {
     }
 }
 
-/// What a consistency can be.
+/// The values of `consistency`.
 const CONSISTENCY: &str = "sync, async, quorum(k) with k from 1 to 65536, or ssp(s) with s from 0 to 65536";
 
-/// Not a consistency. The message also says what was probably meant.
+/// The text is no consistency. The message also says what was probably meant.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct NoConsistency(String);
@@ -98,7 +99,7 @@ pub const MAX_LEARNERS: u32 = 4096;
 /// Bytes of patterns in `frozen`, at most: every state of the job tells them.
 const LONGEST: usize = 4096;
 
-/// What happens to NaN and Inf in a contribution.
+/// The treatment of NaN and Inf in a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NonFinite {
     /// The contribution fails with EINVAL and counts nowhere.
@@ -110,11 +111,11 @@ pub enum NonFinite {
 /// All settings of a job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Controls {
-    /// What a shard does with contributions.
+    /// The work of a shard on contributions.
     pub reducer: Reducer,
     /// Its hyper-parameters.
     pub hyper: Hyper,
-    /// Which contributions a version waits for.
+    /// The contributions that a version waits for.
     pub consistency: Consistency,
     /// Contributions are added up in the order of learners, also those that are mapped: none is folded ahead
     /// of the others of its version.
@@ -171,9 +172,9 @@ pub enum ControlError {
     Invalid {
         /// The setting.
         name: &'static str,
-        /// What was given.
+        /// The given value.
         value: String,
-        /// What would do.
+        /// The accepted values.
         expected: String,
     },
     /// The value contradicts another setting.
@@ -227,14 +228,15 @@ const OTHERS: &[(&str, &str)] = &[
     ("frozen", "tensors that are never reduced: name patterns with * and ?, one a line"),
 ];
 
-/// What a reducer can be.
+/// The names of the reducers.
 fn reducers() -> String {
     let (last, others) = Reducer::NAMES.split_last().unwrap_or((&"", &[]));
     format!("{} or {last}", others.join(", "))
 }
 
 impl Controls {
-    /// Whether the reducer changes anything of the model. `is_trainable`: the model has a tensor that can be reduced.
+    /// Checks that the reducer changes anything of the model. `is_trainable`: the model has a tensor that can
+    /// be reduced.
     ///
     /// # Errors
     /// Training would change nothing.
@@ -388,7 +390,7 @@ impl Controls {
         }
     }
 
-    /// Whether each setting has a value that it can have: what came from elsewhere may be anything.
+    /// Checks that each setting has an allowed value: settings from elsewhere may have any.
     ///
     /// # Errors
     /// The first [`ControlError`].

@@ -70,7 +70,8 @@ impl DType {
         bits.is_multiple_of(8).then_some(bits / 8)
     }
 
-    /// What offsets of this type must be multiples of, in bytes: the element size, 1 for packed types.
+    /// The number of bytes that offsets of this type must be multiples of: the element size, 1 for packed
+    /// types.
     pub fn alignment(self) -> usize {
         self.size_bytes().filter(|bytes| bytes.is_power_of_two()).unwrap_or(1)
     }

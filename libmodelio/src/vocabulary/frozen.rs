@@ -34,7 +34,7 @@ impl fmt::Display for Frozen {
 }
 
 impl Frozen {
-    /// Which of a model's tensors are meant, which have these `names` in their order.
+    /// The tensors that the patterns mean, of a model whose tensors have these `names`, in order.
     ///
     /// # Errors
     /// [`NoMatch`] names a pattern that matches none.
@@ -57,10 +57,10 @@ impl Frozen {
     }
 }
 
-/// Whether all of `name` is as `pattern` has it.
+/// Whether `pattern` matches all of `name`.
 fn matches(pattern: &str, name: &str) -> bool {
     let (mut pattern, mut name) = (pattern.chars(), name.chars());
-    // Where the last star stands for one character more.
+    // The position to continue from when the last star has to stand for one character more.
     let mut again = None;
     loop {
         let (before, here) = (name.clone(), pattern.next());

@@ -34,11 +34,11 @@ id!(
     LearnerId(u32)
 );
 id!(
-    /// Which life of a learner name this is: a learner that returns has a new one.
+    /// One life of a learner name: a learner that returns has a new incarnation.
     Incarnation(u32)
 );
 id!(
-    /// A complete, immutable state of the model. Version 0 is what was loaded.
+    /// A complete, immutable state of the model. Version 0 is the loaded model.
     Version(u64)
 );
 id!(
@@ -50,16 +50,17 @@ id!(
     Epoch(u64)
 );
 id!(
-    /// One life of a process that contributes or reads over a network: a mount's daemon, or a program that uses
-    /// the client library. Drawn at random when it starts.
+    /// One life of a process that contributes or reads over a network: a mount's daemon, or a program that
+    /// uses the client library. The number is drawn at random when the process starts.
     ClientId(u64)
 );
 id!(
-    /// One piece of work that a model's coordinator has its shards do: add up, make a version. Never used twice.
+    /// One piece of work that a model's coordinator gives its shards: adding up, or making a version. A
+    /// number is never used twice.
     PlanId(u64)
 );
 id!(
-    /// One life of a model name: one that is deleted and created again is another model.
+    /// One life of a model name: a model that is deleted and created again is another model.
     Generation(u64)
 );
 
@@ -78,7 +79,7 @@ impl Step {
 }
 
 impl BlockId {
-    /// As an index into per-block tables.
+    /// The number as an index into per-block tables.
     pub fn index(self) -> usize {
         self.0 as usize
     }

@@ -1,7 +1,7 @@
 //! How a model's tensors lie in one flat byte range, and how that range is cut into blocks.
 //!
-//! The range is what a safetensors file has behind its header: tensors back to back, no padding.
-//! Blocks are what moves, is reduced, locked and versioned (iRDMA §IV-C).
+//! The range is the data of a safetensors file, behind its header: tensors back to back, no padding. Blocks
+//! are the unit of moving, reducing, locking and versioning (iRDMA §IV-C).
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, TryReserveError};
@@ -33,10 +33,10 @@ pub const MAX_BLOCKS: u32 = 1 << 26;
 /// Longest tensor name in bytes: `tensors/<name>.npy` is a path, and those end at 4,096 with that of the mount.
 pub const MAX_NAME_LEN: usize = 2048;
 
-/// What of the header size is left to `__metadata__`, which the layout does not know.
+/// The part of the header size that is left to `__metadata__`, which the layout does not know.
 const METADATA_ROOM: usize = 1 << 20;
 
-/// Why no layout can be made, and what to do about it.
+/// The reason why no layout can be made, and the remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -51,13 +51,13 @@ pub enum LayoutError {
     BadName {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// The fault.
         reason: &'static str,
     },
     /// Two tensors of one name.
     #[error("two tensors are named {0:?}: rename one of them")]
     DuplicateName(String),
-    /// One tensor's file would be the directory of another.
+    /// The file of one tensor would be the directory of another.
     #[error(
         "tensor {file:?} is the file \"{file}.npy\", which is a directory of tensor {other:?}: rename one of them"
     )]
@@ -70,7 +70,7 @@ pub enum LayoutError {
     /// More than [`MAX_DIRECTORIES`].
     #[error("the tensor names make {0} directories, more than {MAX_DIRECTORIES}: use fewer '/' in them")]
     TooManyDirectories(usize),
-    /// Not a power of two in the allowed range.
+    /// The block size is not a power of two in the allowed range.
     #[error(
         "block size {0} is not a power of two from {MIN_BLOCK_SIZE} (64 KiB) to {MAX_BLOCK_SIZE} (4 MiB): \
          choose one that is; {DEFAULT_BLOCK_SIZE} (256 KiB) suits most models"
@@ -125,7 +125,7 @@ pub enum LayoutError {
     /// A partition with a block that the model does not have.
     #[error("block {block} is outside of the model's {blocks} blocks")]
     NoSuchBlock {
-        /// What was asked for.
+        /// The requested block.
         block: BlockId,
         /// How many there are.
         blocks: u32,
@@ -226,11 +226,11 @@ impl ModelLayout {
         Ok(layout)
     }
 
-    /// Whether there is a layout of these tensors, and in which order it has them; without a table of its blocks, which
-    /// may be millions.
+    /// The order that a layout of these tensors would have, if there is one. Makes no table of blocks, of
+    /// which there may be millions.
     ///
     /// # Errors
-    /// Those of [`ModelLayout::new`], but for a lack of memory.
+    /// Fails as [`ModelLayout::new`] does, but for a lack of memory.
     pub fn order(
         tensors: Vec<(String, DType, Vec<usize>)>,
         block_size: u32,
@@ -274,7 +274,7 @@ impl ModelLayout {
     /// A model that is one tensor, `weights`, of `size_bytes` bytes: for jobs that bring no file.
     ///
     /// # Errors
-    /// [`LayoutError::NotWholeElements`], and those of [`ModelLayout::new`].
+    /// [`LayoutError::NotWholeElements`], and the errors of [`ModelLayout::new`].
     pub fn blank(size_bytes: u64, dtype: DType, block_size: u32) -> Result<ModelLayout, LayoutError> {
         let bits = dtype.size_bits();
         let total = u128::from(size_bytes) * 8;
@@ -288,7 +288,7 @@ impl ModelLayout {
         }
     }
 
-    /// Where in [`ModelLayout::tensors`] the tensor called `name` is.
+    /// The index in [`ModelLayout::tensors`] of the tensor called `name`.
     pub fn tensor_index(&self, name: &str) -> Option<usize> {
         let tensor = |index: &u32| self.tensors[*index as usize].name.as_str();
         let found = self.by_name.binary_search_by(|index| tensor(index).cmp(name)).ok()?;
@@ -316,7 +316,7 @@ impl ModelLayout {
         self.elements
     }
 
-    /// Whether it has a tensor that reducers other than `assign` take.
+    /// Whether the model has a tensor that reducers other than `assign` take.
     pub fn is_trainable(&self) -> bool {
         self.tensors.iter().any(|tensor| tensor.dtype.is_reducible())
     }

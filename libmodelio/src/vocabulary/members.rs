@@ -1,4 +1,4 @@
-//! The learners of a job: why they leave it, whether they are used, and what is shown of them.
+//! The learners of a job: why they leave it, whether they are used, and how they are shown.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,7 +14,7 @@ pub enum LeaveReason {
     Asked,
     /// Its process was killed or failed.
     Died,
-    /// It was silent past its lease.
+    /// The learner was silent past its lease.
     LeaseExpired,
     /// Its last process had exited, and others waited for it.
     Exited,
@@ -23,9 +23,9 @@ pub enum LeaveReason {
 /// Whether a process uses a learner, as its mount sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Attached {
-    /// None is known to.
+    /// No process is known to use it.
     No,
-    /// One that lives is known to.
+    /// A living process is known to use it.
     Yes,
     /// The last one that did has exited, or has ended otherwise than by a signal.
     Exited,
@@ -63,7 +63,7 @@ pub struct MemberView {
     pub silent: Duration,
     /// Versions it takes part in begin after this one.
     pub joined_at: Version,
-    /// Whether a process uses it, as far as was said.
+    /// Whether a process uses it, as far as its client has said.
     pub attached: Attached,
 }
 
@@ -76,7 +76,7 @@ pub struct WaitedFor {
     pub more: usize,
 }
 
-/// As one says it in a line.
+/// One line for people.
 impl fmt::Display for WaitedFor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.learners[..], self.more) {

@@ -1,5 +1,5 @@
-//! Which bytes of a contribution's blocks were written, where not all of them were. Gradients do not need it: what was
-//! not written counts as zero. Values do.
+//! The written bytes of a contribution's blocks, where not all bytes were written. Gradients do not need it:
+//! unwritten bytes count as zero. Values do.
 
 use std::ops::Range;
 
@@ -11,8 +11,8 @@ use crate::vocabulary::ids::BlockId;
 /// Most pieces that a version takes, of all its contributions together: an order to a shard names them all.
 pub const MAX_PIECES: usize = 16 << 10;
 
-/// The written bytes of blocks that were written in part, by block. What is sent of any other block was written as a
-/// whole. Ranges are relative to their block.
+/// The written bytes of blocks that were written in part, by block. Any other block that is sent was written
+/// as a whole. Ranges are relative to their block.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartlyWritten(Vec<(BlockId, Vec<Range<u32>>)>);
 
@@ -25,7 +25,7 @@ impl PartlyWritten {
         }
     }
 
-    /// Those of `block`; `None` if it is not one that was written in part.
+    /// The written ranges of `block`; `None` if it was not written in part.
     pub fn of(&self, block: BlockId) -> Option<&[Range<u32>]> {
         let at = self.0.binary_search_by_key(&block, |(block, _)| *block).ok()?;
         Some(&self.0[at].1)
@@ -51,7 +51,8 @@ impl PartlyWritten {
         self.0.iter().map(|(_, written)| written.len()).sum()
     }
 
-    /// Whether it is one that could be of a model with `blocks` blocks, which may be shorter than what it says.
+    /// Checks that this can be of a model with `blocks` blocks, which may be fewer than the block numbers
+    /// here.
     ///
     /// # Errors
     /// [`RangesError`] for the first thing that is not.

@@ -1,4 +1,4 @@
-//! What a job is doing.
+//! The phases of a job.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,7 +11,7 @@ pub const AWAY: Duration = Duration::from_secs(2);
 /// Learners that others have been waiting for so long are named.
 pub const LONG: Duration = Duration::from_secs(5);
 
-/// What a job is doing, as far as one knows it.
+/// The phase of a job, as far as this end knows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum JobPhase {
     /// It takes contributions.
@@ -30,7 +30,7 @@ pub enum JobPhase {
 }
 
 impl JobPhase {
-    /// As status shows it.
+    /// The name in status.
     pub fn name(self) -> &'static str {
         match self {
             JobPhase::Running => "running",

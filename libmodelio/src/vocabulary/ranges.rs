@@ -18,7 +18,7 @@ pub fn insert<T: Ord + Copy>(ranges: &mut Vec<Range<T>>, new: Range<T>) {
     }
 }
 
-/// What of a sorted list of disjoint ranges is in none of `others`, which are another such list.
+/// The parts of a sorted list of disjoint ranges that are in none of `others`, another such list.
 pub fn without<T: Ord + Copy>(ranges: &[Range<T>], others: &[Range<T>]) -> Vec<Range<T>> {
     let mut rest = Vec::with_capacity(ranges.len());
     for range in ranges {

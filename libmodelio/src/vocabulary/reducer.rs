@@ -1,4 +1,5 @@
-//! What a shard does with contributions: the reducers, their hyper-parameters and the constants of one step.
+//! The reducers, which say what a shard does with contributions; their hyper-parameters and the constants of
+//! one step.
 //!
 //! Plain data and parsing only. The arithmetic is in `ps_backend::reducers`; semantics follow PyTorch's
 //! optimizers of the same names, with the hyper-parameters in fp32.
@@ -15,15 +16,16 @@ pub enum Combine {
     Last,
 }
 
-/// What is known of a reducer besides its arithmetic.
+/// The properties of a reducer besides its arithmetic.
 struct Facts {
     combine: Combine,
     state_slots: usize,
     reads: &'static [&'static str],
 }
 
-/// The reducers, one entry each: how it combines contributions, how many values of state it keeps for each weight, and
-/// which hyper-parameters it reads. Lower case, its name is its word in control files, messages and help.
+/// The reducers, one entry each: how it combines contributions, how many values of state it keeps for each
+/// weight, and which hyper-parameters it reads. A reducer's name in lower case is its word in control files,
+/// messages and help.
 macro_rules! reducers {
     ($($(#[$about:meta])* $name:ident: $combine:ident, $slots:literal, [$($read:ident),*];)*) => {
         /// How contributions become the next weights.
@@ -88,7 +90,8 @@ impl Reducer {
         self.facts().combine
     }
 
-    /// Whether it takes elements of all types: what is no float can replace another value, but not be added to it.
+    /// Whether the reducer takes elements of all types: elements that are not floats can replace others, but
+    /// not be added to them.
     pub fn takes_all_types(self) -> bool {
         self.combine() == Combine::Last
     }
@@ -98,7 +101,7 @@ impl Reducer {
         self.facts().state_slots
     }
 
-    /// Whether the hyper-parameter of this name makes a difference to it.
+    /// Whether the reducer reads the hyper-parameter of this name.
     pub fn reads(self, name: &str) -> bool {
         self.facts().reads.contains(&name)
     }
@@ -109,7 +112,7 @@ impl Reducer {
     }
 }
 
-/// What a sum of contributions becomes before an optimizer sees it.
+/// The form of a sum of contributions that an optimizer sees.
 #[derive(
     Clone,
     Copy,
@@ -155,9 +158,9 @@ fn no_aggregation(got: &str) -> UnknownWord {
 /// The numbers that a hyper-parameter can be.
 #[derive(Debug)]
 pub struct Domain {
-    /// Whether this is one of them.
+    /// Whether this value is allowed.
     pub holds: fn(f32) -> bool,
-    /// What they are.
+    /// The allowed values, in words.
     pub text: &'static str,
 }
 
@@ -173,9 +176,9 @@ const BELOW_ONE: Domain = Domain { holds: |x| (0.0..1.0).contains(&x), text: "a 
 pub struct Parameter {
     /// Its name, which is that of its control file.
     pub name: &'static str,
-    /// What it can be.
+    /// The allowed values.
     pub domain: Domain,
-    /// What it is for.
+    /// Its purpose.
     pub meaning: &'static str,
     /// Its place.
     pub of: fn(&mut Hyper) -> &mut f32,
@@ -193,7 +196,7 @@ impl Parameter {
         if self.name == "epsilon" { format!("{value:e}") } else { value.to_string() }
     }
 
-    /// Who reads it, as help texts say.
+    /// The reducers that read it, for help texts.
     pub fn readers(&self) -> String {
         let reads = |reducer: &Reducer| reducer.reads(self.name);
         if Reducer::all().filter(|reducer| reducer.averages()).all(|reducer| reads(&reducer)) {
@@ -246,7 +249,7 @@ parameters! {
 /// One application of a reducer to a version.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Step {
-    /// What to compute.
+    /// The reducer to compute.
     pub reducer: Reducer,
     /// With which constants.
     pub hyper: Hyper,

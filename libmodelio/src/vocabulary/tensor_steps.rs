@@ -1,4 +1,5 @@
-//! Optimizer steps, tensor by tensor: which tensors a version changes, and how many steps each has behind it.
+//! Optimizer steps, tensor by tensor: the tensors that a version changes, and the number of steps that each
+//! has taken.
 //!
 //! Plain data. A step normally changes all tensors, and all have as many steps behind them: one run says it.
 use std::ops::Range;
@@ -33,7 +34,7 @@ impl TensorSteps {
         &self.0
     }
 
-    /// Of how many tensors.
+    /// The number of tensors.
     pub fn tensors(&self) -> u64 {
         self.0.iter().map(|&(count, _)| u64::from(count)).sum()
     }
@@ -67,7 +68,7 @@ impl TensorSteps {
         next
     }
 
-    /// What is behind each tensor when a version with the steps `made` is out.
+    /// The steps of each tensor when a version with the steps `made` is out.
     #[must_use]
     pub fn after(&self, made: &TensorSteps) -> TensorSteps {
         let mut after = TensorSteps::default();
@@ -94,7 +95,7 @@ impl TensorSteps {
 /// The same for the bytes of a layout.
 #[derive(Clone, Debug, Default)]
 pub struct ByteSteps {
-    /// Where each run ends, and its step.
+    /// The end of each run, and its step.
     runs: Vec<(u64, u64)>,
 }
 

@@ -6,7 +6,8 @@ use std::marker::PhantomData;
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-/// A list of at most `MOST` elements: what is decoded takes many times the room of what was sent.
+/// A list of at most `MOST` elements. The limit is needed because a decoded list takes many times the memory
+/// of its encoding.
 pub(super) fn list<'de, const MOST: usize, D, T>(from: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
@@ -15,7 +16,7 @@ where
     from.deserialize_seq(AtMost::<MOST, Vec<T>>(PhantomData))
 }
 
-/// As [`list`].
+/// Like [`list`], for a map.
 pub(super) fn map<'de, const MOST: usize, D>(from: D) -> Result<BTreeMap<String, String>, D::Error>
 where
     D: Deserializer<'de>,

@@ -1,4 +1,4 @@
-//! Messages to bodies and back; frames; which message may have which payload.
+//! Messages to bodies and back; frames; the payload that each message may have.
 
 use std::ops::RangeInclusive;
 
@@ -15,13 +15,13 @@ use crate::vocabulary::partly::PartlyWritten;
 const MAX_REASON: usize = 1024;
 
 impl Message {
-    /// As in `docs/protocol.md`.
+    /// The name in `docs/protocol.md`.
     pub fn name(&self) -> &'static str {
         self.into()
     }
 
-    /// How long a payload this message may have, in bytes; `0..=0` for none. Whoever knows the model knows more:
-    /// see [`super::Received::expect_payload`].
+    /// The allowed length of this message's payload, in bytes; `0..=0` for none. An end that knows the model
+    /// can be stricter: see [`super::Received::expect_payload`].
     pub fn payload_limits(&self) -> RangeInclusive<u32> {
         match self {
             // Half-precision elements take twice their room as fp32.
@@ -55,8 +55,8 @@ impl Message {
     /// The message of a body, for a frame with so many bytes of payload.
     ///
     /// # Errors
-    /// [`WireError::Protocol`] for a greeting of another version, whatever else is in it; otherwise what is wrong
-    /// with body or payload.
+    /// [`WireError::Protocol`] for a greeting of another version, whatever else is in it; otherwise the fault
+    /// of body or payload.
     pub fn decode(body: &[u8], payload_len: u32) -> Result<Message, WireError> {
         greeted_by(body)?;
         let (message, rest) = postcard::take_from_bytes::<Message>(body)?;
@@ -71,7 +71,7 @@ impl Message {
         Ok(message)
     }
 
-    /// What types do not say. Both ends check it.
+    /// Checks what the types do not say. Both ends do.
     fn check(&self, payload_len: u32) -> Result<(), WireError> {
         let allowed = self.payload_limits();
         if !allowed.contains(&payload_len) {
@@ -133,7 +133,7 @@ fn greeted_by(body: &[u8]) -> Result<(), WireError> {
 /// made under. Allocates only where `buffer` must grow.
 ///
 /// # Errors
-/// [`WireError`] for what the other end would not take; `buffer` is as it was.
+/// [`WireError`] for a message that the other end would not take; `buffer` is as it was.
 pub fn append_frame(
     buffer: &mut Vec<u8>,
     message: &Message,
@@ -169,7 +169,7 @@ fn append(
 /// Header and body of a message, to be followed on the wire by `payload`; otherwise as [`append_frame`].
 ///
 /// # Errors
-/// [`WireError`] for what the other end would not take.
+/// [`WireError`] for a message that the other end would not take.
 pub fn frame(message: &Message, request: u64, epoch: Epoch, payload: &[u8]) -> Result<Vec<u8>, WireError> {
     let mut buffer = Vec::new();
     append_frame(&mut buffer, message, request, epoch, Payload::of(payload)?)?;

@@ -1,9 +1,9 @@
-//! What can be wrong with a frame.
+//! The faults of a frame.
 
 use super::Refusal;
 use crate::vocabulary::block_ranges::RangesError;
 
-/// What is wrong with a frame, received or to be sent. The connection that such bytes came on is closed; nothing
+/// The fault of a frame, received or to be sent. The connection on which such bytes came is closed; nothing
 /// else changes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -11,9 +11,9 @@ pub enum WireError {
     /// Something else speaks on this port.
     #[error("not gradfs: a frame begins with {got:#06x}, expected {expected:#06x}")]
     Magic {
-        /// What frames begin with.
+        /// The first two bytes of frames.
         expected: u16,
-        /// What came.
+        /// The received bytes.
         got: u16,
     },
     /// Damaged on the way, or not a frame.
@@ -21,27 +21,27 @@ pub enum WireError {
     Checksum {
         /// Header, body or payload.
         what: &'static str,
-        /// As the frame says.
+        /// The checksum in the frame.
         expected: u32,
-        /// As the bytes are.
+        /// The checksum of the received bytes.
         got: u32,
     },
     /// Flags that this version does not have.
     #[error("unknown flags {got:#06x}, expected {expected:#06x}")]
     Flags {
-        /// Those of this version.
+        /// The flags of this version.
         expected: u16,
-        /// What came.
+        /// The received flags.
         got: u16,
     },
     /// A length beyond its limit, in bytes.
     #[error("{what} of {got} bytes, the limit is {limit}")]
     TooLong {
-        /// Of what.
+        /// The part of the frame.
         what: &'static str,
         /// The limit.
         limit: u64,
-        /// What was announced.
+        /// The announced length.
         got: u64,
     },
     /// A payload that does not fit its message, in bytes.
@@ -53,7 +53,7 @@ pub enum WireError {
         least: u32,
         /// The longest that fits.
         most: u32,
-        /// What was announced.
+        /// The announced length.
         got: u32,
     },
     /// The peer speaks another version of the protocol.
@@ -77,17 +77,17 @@ pub enum WireError {
     Ranges {
         /// The message's name.
         message: &'static str,
-        /// What is wrong with them.
+        /// The fault.
         error: RangesError,
     },
-    /// This end was asked for what does not belong here: an error in gradfs.
+    /// This end was given something that does not belong here: an error in gradfs.
     #[error("{0} out of order")]
     Order(&'static str),
 }
 
 impl WireError {
-    /// What to answer before the connection is closed. The peer can read a refusal of its protocol whatever
-    /// version it speaks.
+    /// The refusal to answer before the connection is closed. A peer of any protocol version can read a
+    /// refusal of its protocol.
     pub fn to_refusal(&self) -> Refusal {
         let frame =
             |what: &str, expected: String, got: String| Refusal::Frame { what: what.into(), expected, got };

@@ -1,6 +1,7 @@
 //! The header that every frame begins with, and the one place where it is made and validated.
 //!
-//! It is the same in all versions of the protocol, so that ends of different versions can tell each other.
+//! The header is the same in all versions of the protocol, so that ends of different versions recognise each
+//! other.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -52,7 +53,7 @@ impl Payload {
     /// No payload.
     pub const NONE: Payload = Payload { len: 0, crc: 0 };
 
-    /// Of these bytes.
+    /// The payload of these bytes.
     ///
     /// # Errors
     /// [`WireError::TooLong`] beyond [`super::MAX_PAYLOAD`].
@@ -63,7 +64,7 @@ impl Payload {
 }
 
 impl Header {
-    /// Of a frame with this body and payload.
+    /// The header of a frame with this body and payload.
     ///
     /// # Errors
     /// [`WireError::TooLong`].
@@ -89,7 +90,7 @@ impl Header {
         Ok(Header(header))
     }
 
-    /// As it was received. Nothing of it is to be believed before this returns.
+    /// Parses a received header. Nothing in it can be trusted before this returns.
     ///
     /// # Errors
     /// [`WireError`] naming what is wrong first: no frame, damage, then what a correct peer does not send.
@@ -107,7 +108,7 @@ impl Header {
         Ok(Header(header))
     }
 
-    /// The number that the answer repeats; 0 for what nobody asked for and nobody answers.
+    /// The number that the answer repeats; 0 for messages that are neither requests nor answers.
     pub fn request(&self) -> u64 {
         self.0.request.get()
     }
@@ -132,12 +133,12 @@ impl Header {
         self.0.payload_crc.get()
     }
 
-    /// Whether the body is what was sent.
+    /// Checks that the body arrived unchanged.
     pub(super) fn check_body(&self, body: &[u8]) -> Result<(), WireError> {
         same("body", self.0.body_crc.get(), crc32c(body))
     }
 
-    /// Whether the payload is what was sent, given its CRC32C.
+    /// Checks that the payload arrived unchanged, given its CRC32C.
     ///
     /// # Errors
     /// [`WireError::Checksum`].

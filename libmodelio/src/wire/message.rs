@@ -1,8 +1,8 @@
-//! What is said on a connection. `docs/protocol.md` has the tables, `docs/network.md` the conversations.
+//! The messages on a connection. `docs/protocol.md` has the tables, `docs/network.md` the conversations.
 //!
-//! A message is a frame's body, encoded with postcard (little-endian, varints). What is bulk (bytes of blocks, a
-//! model's header, long lists) is the frame's payload and not in here. Requests carry a number in the frame's header
-//! that the answer repeats; what nobody asked for has the number 0.
+//! A message is a frame's body, encoded with postcard (little-endian, varints). Bulk data (bytes of blocks, a
+//! model's header, long lists) is the frame's payload, outside of the message. Requests carry a number in the
+//! frame's header that the answer repeats; messages that are neither have the number 0.
 //!
 //! Everything that a peer may have to send twice can be sent twice: it names what it is about, and the second time
 //! changes nothing.
@@ -22,14 +22,14 @@ use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 
-/// What a connection is for. The first frame says so and it does not change.
+/// The purpose of a connection. The first frame names it, and it does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Role {
     /// A client's requests to a model's coordinator, and the coordinator's notices to it.
     Control,
     /// A client's blocks to and from one shard of a model.
     Data,
-    /// A model's lead to one of its shards.
+    /// A model's coordinator to one of its shards.
     Coordinator,
     /// Creating, deleting, draining, asking for status; the registry.
     Admin,
@@ -39,26 +39,26 @@ pub enum Role {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
 pub enum Message {
     // -- the connection
-    /// The first frame of whoever connects.
+    /// The first frame of the end that connects.
     Hello {
         /// [`super::Protocol`] number.
         protocol: u16,
-        /// What the connection is for.
+        /// The purpose of the connection.
         role: Role,
         /// The model; empty for [`Role::Admin`].
         model: String,
-        /// Which life of the model, as the registry says; 0 for [`Role::Admin`].
+        /// The life of the model, as the registry says; 0 for [`Role::Admin`].
         generation: Generation,
-        /// Who.
+        /// The client.
         client: ClientId,
     },
     /// The answer to it.
     Welcome {
         /// [`super::Protocol`] number.
         protocol: u16,
-        /// Which shard answers.
+        /// The shard that answers.
         shard: ShardId,
-        /// Of the block map.
+        /// The epoch of the block map.
         epoch: Epoch,
         /// Longest silence on this connection, in milliseconds, before it is taken for dead.
         silence_ms: u32,
@@ -67,7 +67,7 @@ pub enum Message {
     Refused(Refusal),
     /// A request without a result was carried out.
     Done,
-    /// Nothing to say but that the peer lives.
+    /// Shows only that the peer lives.
     Ping,
     /// The answer to it.
     Pong,
@@ -75,7 +75,7 @@ pub enum Message {
     // -- a client to the coordinator
     /// A learner joins. Answered by `Joined`.
     Join {
-        /// As in `learners/<name>`.
+        /// The name in `learners/<name>`.
         name: String,
     },
     /// It has.
@@ -89,17 +89,17 @@ pub enum Message {
     },
     /// A learner leaves. Answered by `Done`.
     Leave {
-        /// Who.
+        /// The learner.
         learner: LearnerId,
         /// Why.
         reason: LeaveReason,
     },
     /// The first write of a contribution. Answered by `Opened`.
     Open {
-        /// Who.
+        /// The learner.
         learner: LearnerId,
     },
-    /// Which step it is.
+    /// The answer: the step.
     Opened {
         /// The step.
         step: Step,
@@ -108,15 +108,16 @@ pub enum Message {
     },
     /// A contribution is complete and waits at the client. Answered by `Done` when its blocks are at the shards.
     Commit {
-        /// Who.
+        /// The learner.
         learner: LearnerId,
-        /// Which of its steps.
+        /// The step of the learner.
         step: Step,
         /// Blocks that it holds; others count as zero.
         blocks: BlockRanges,
         /// Tensors of which something was written.
         tensors: TensorRanges,
-        /// What of its blocks was written, where that is not all; the rest is zero. None if that is in too many pieces.
+        /// The written parts of blocks that were written in part; the rest is zero. None if there are too
+        /// many pieces.
         partly: Option<PartlyWritten>,
         /// For how long it may wait to be taken, in milliseconds.
         timeout_ms: u32,
@@ -129,26 +130,26 @@ pub enum Message {
     },
     /// The open contribution is dropped. Answered by `Done`.
     Abort {
-        /// Who.
+        /// The learner.
         learner: LearnerId,
     },
     /// Nobody waits for the commit any more. Answered by `Done`.
     Withdraw {
-        /// Who.
+        /// The learner.
         learner: LearnerId,
     },
     /// Signs of life of learners. Not answered.
     Touch {
-        /// Who.
+        /// The learners.
         learners: Vec<LearnerId>,
-        /// Whether living processes are known to use them, where that is known anew.
+        /// Whether living processes are known to use them, if that has changed.
         attached: Option<Attached>,
     },
     /// Changes one setting. Answered by `Done`.
     SetControl {
-        /// As in `control/<name>`.
+        /// The name in `control/<name>`.
         name: String,
-        /// As written to it.
+        /// The value, as written to the file.
         value: String,
     },
     /// New weights wait at the client: publish them. Answered by `Done` when they are a version.
@@ -162,29 +163,29 @@ pub enum Message {
     },
     /// Nobody waits for them any more. Answered by `Done`.
     WithdrawAssign {
-        /// Which.
+        /// The token of the weights.
         token: u64,
     },
-    /// A contribution that was granted holds NaN or Inf that is to be refused, as the client has found when it
-    /// added it to others. Not answered; said again when the shard asks for the block again.
+    /// A granted contribution holds NaN or Inf, which is to be refused; the client found it when it added the
+    /// contribution to others. Not answered; said again when the shard asks for the block again.
     NonFiniteContribution {
         /// The plan.
         plan: PlanId,
-        /// Whose.
+        /// The learner who contributed.
         learner: LearnerId,
-        /// Where.
+        /// The block with the number.
         block: BlockId,
     },
-    /// What was granted is no longer here: whoever waited for it has given it up. Not answered; said again with the
-    /// grant.
+    /// The granted bytes are no longer here: their program has given them up. Not answered; said again with
+    /// the grant.
     Lacks {
         /// The plan.
         plan: PlanId,
-        /// Whose contribution; none for new weights.
+        /// The learner of the contribution; none for new weights.
         learner: Option<LearnerId>,
     },
-    /// Which numbers the client's requests have. Not answered. It is the first message over a connection: what came under
-    /// other numbers over an earlier one was somebody else's.
+    /// Acknowledges answers, and says which numbers the client's requests have. Not answered. It is the first
+    /// message over a connection: requests under other numbers over an earlier one were somebody else's.
     Heard {
         /// The client has every answer up to this number, and will not ask again.
         request: u64,
@@ -192,7 +193,7 @@ pub enum Message {
         newest: u64,
     },
 
-    // -- the lead to a client, unasked (request 0); each says how things are, so the newest counts
+    // -- the coordinator to a client, unasked (request 0); each says how things are, so the newest counts
     /// The state of the job, after a welcome and whenever it changes.
     State(JobState),
     /// Send the sum of these contributions of yours to the shards, under this plan. Sent again until the plan is
@@ -200,7 +201,7 @@ pub enum Message {
     Grant {
         /// The plan.
         plan: PlanId,
-        /// What is to be sent.
+        /// The data to send.
         payload: Granted,
     },
     /// The plan is over; nothing of it need be sent any more.
@@ -210,19 +211,19 @@ pub enum Message {
     },
     /// A learner is no longer in the job.
     Left {
-        /// Who.
+        /// The learner.
         learner: LearnerId,
         /// Why.
         reason: LeaveReason,
     },
 
     // -- a client to a shard
-    /// One block of what was granted. The payload is the block as it lies in the model or, if it is `wide`, with its
+    /// One granted block. The payload is the block as it lies in the model or, if it is `wide`, with its
     /// reducible elements as fp32: sums of several half-precision contributions. Not answered.
     Push {
         /// Under which plan.
         plan: PlanId,
-        /// Which block of the model.
+        /// The block, in the model.
         block: BlockId,
         /// See above.
         wide: bool,
@@ -236,29 +237,29 @@ pub enum Message {
     Missing {
         /// The plan.
         plan: PlanId,
-        /// Which.
+        /// The blocks.
         blocks: BlockRanges,
     },
     /// Send the blocks of this range that this shard owns. Answered by a `Block` for each, in order, or by one
     /// refusal.
     Pull {
-        /// Of which version.
+        /// The version of the blocks.
         version: Version,
-        /// Which.
+        /// The blocks.
         blocks: Range<u32>,
     },
-    /// One of them, as the payload.
+    /// One of the fetched blocks, as the payload.
     Block {
-        /// Which version's.
+        /// The version.
         version: Version,
-        /// Which.
+        /// The block.
         block: BlockId,
     },
 
-    // -- the lead to a shard
+    // -- the coordinator to a shard
     /// Gather blocks. Answered by `Ready` when all are there and computed, or by `NonFinitePayload`.
     Start(Plan),
-    /// It is.
+    /// The answer: the plan is ready.
     Ready {
         /// The plan.
         plan: PlanId,
@@ -267,18 +268,18 @@ pub enum Message {
     NonFinitePayload {
         /// The plan.
         plan: PlanId,
-        /// Whose.
+        /// The client of the source.
         client: ClientId,
-        /// Where.
+        /// The block.
         block: BlockId,
     },
-    /// What the plan has computed counts from now on: it is the newest version, or part of what later plans add
-    /// to. Answered by `Done`.
+    /// The plan's results count from now on: they are the newest version, or part of the sum that later plans
+    /// add to. Answered by `Done`.
     Conclude {
         /// The plan.
         plan: PlanId,
     },
-    /// The plan is given up; what it has computed is void. Answered by `Done`.
+    /// The plan is given up, and its results are void. Answered by `Done`.
     Drop {
         /// The plan.
         plan: PlanId,
@@ -287,26 +288,27 @@ pub enum Message {
     // -- administration
     /// Make room for this shard's part of a model. The payload is a [`super::ModelRecord`]. Answered by `Done`.
     Create,
-    /// A piece of what the model begins with, as the payload: a block of its weights, and after that, if it begins at a
-    /// snapshot, what else is kept of the block; no payload is optimizer state of zero. Not answered.
+    /// A piece of the model's first version, as the payload: a block of its weights. If the model begins at a
+    /// snapshot, the rest that is kept of the block follows; no payload is optimizer state of zero. Not
+    /// answered.
     Load {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Which block.
+        /// The block.
         block: BlockId,
-        /// What of it.
+        /// The kind of data.
         what: super::Kept,
     },
     /// All blocks were sent. Answered by `Done` if they are there.
     Loaded {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
     },
     /// Forget the model. Answered by `Done`.
     Delete {
         /// The model.
         model: String,
-        /// Which life of it.
+        /// The life of the model.
         generation: Generation,
     },
     /// Answered by `Text`: JSON.
@@ -315,7 +317,7 @@ pub enum Message {
     Text,
     /// To the registry.
     Registry(super::RegistryRequest),
-    /// From it; long records are the payload.
+    /// The answer of the registry; long records are the payload.
     Registered(super::RegistryAnswer),
 
     // -- a client and a shard that share memory; a region belongs to the end that has said so, and to the connection
@@ -326,35 +328,35 @@ pub enum Message {
         /// How long it is.
         bytes: u64,
     },
-    /// It does so no longer. Not answered.
+    /// The sender stops sharing the memory. Not answered.
     Unshare {
-        /// Which.
+        /// The region.
         region: u32,
     },
-    /// As `Push`, of bytes that lie in a region of the client's. If it has a request's number it is answered by `Done`
-    /// when they are not needed there any more.
+    /// Like `Push`, for bytes that lie in a region of the client's. If it has a request's number, it is
+    /// answered by `Done` when the bytes are not needed there any more.
     PushAt {
         /// Under which plan.
         plan: PlanId,
-        /// Which block of the model.
+        /// The block.
         block: BlockId,
-        /// As in `Push`.
+        /// Whether the block is wide, as in `Push`.
         wide: bool,
-        /// Which region.
+        /// The region.
         region: u32,
-        /// Where it begins there.
+        /// The offset in the region.
         offset: u64,
     },
-    /// As `Block`, of bytes that lie in a region of the shard's. It has a request's number, and is answered by `Done`
-    /// when they are not needed there any more.
+    /// Like `Block`, for bytes that lie in a region of the shard's. It has a request's number, and is
+    /// answered by `Done` when the bytes are not needed there any more.
     BlockAt {
-        /// Which version's.
+        /// The version.
         version: Version,
-        /// Which.
+        /// The block.
         block: BlockId,
-        /// Which region.
+        /// The region.
         region: u32,
-        /// Where it begins there.
+        /// The offset in the region.
         offset: u64,
     },
 
@@ -367,11 +369,11 @@ pub enum Message {
     Move {
         /// The model.
         model: String,
-        /// Which life of it.
+        /// The life of the model.
         generation: Generation,
         /// Off this shard.
         off: ShardId,
-        /// Until then the new map is in force, or nothing has changed; in milliseconds.
+        /// The time by which the new map is in force, or nothing has changed; in milliseconds.
         timeout_ms: u32,
         /// Longest time for which the job may stand still, in milliseconds; 0 for what the model's settings allow.
         hold_ms: u32,
@@ -381,23 +383,23 @@ pub enum Message {
     Adopt,
     /// Fill it with this version, from the shards that own the blocks. Answered by `Done` at once.
     Fill {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Which attempt.
+        /// The number of the attempt.
         attempt: u64,
-        /// Which version; none newer is made meanwhile.
+        /// The version; no newer one is made meanwhile.
         version: Version,
-        /// Whose optimizer state there is.
+        /// The reducer whose optimizer state there is.
         reducer: Reducer,
     },
     /// How far is it? Answered by `Adopted`, or by the refusal that ended it.
     Adopting {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Which attempt.
+        /// The number of the attempt.
         attempt: u64,
     },
-    /// So far.
+    /// The answer: the progress so far.
     Adopted {
         /// Blocks that are there.
         blocks: u32,
@@ -406,15 +408,15 @@ pub enum Message {
     },
     /// Send what is kept of a block. Answered by `Fetched`.
     Fetch {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Of the block map under which the shard owns it.
+        /// The epoch of the block map under which the shard owns the block.
         epoch: Epoch,
-        /// Which version, the newest there.
+        /// The version, the newest there.
         version: Version,
-        /// Which block.
+        /// The block.
         block: BlockId,
-        /// What of it.
+        /// The kind of data.
         what: super::Kept,
     },
     /// It, as the payload; none if nothing of the kind is kept.
@@ -422,11 +424,11 @@ pub enum Message {
     /// The coordinator's state, for the coordinator under the new map: a piece of it, as the payload. Answered by
     /// `Done`.
     HandOver {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Which attempt.
+        /// The number of the attempt.
         attempt: u64,
-        /// Where the piece begins. One at 0 begins anew.
+        /// The start of the piece. A piece at 0 begins anew.
         at: u64,
         /// Bytes of all pieces.
         of: u64,
@@ -437,26 +439,26 @@ pub enum Message {
     Switch,
     /// The new map never will be. Answered by `Done`.
     Abandon {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Which attempt.
+        /// The number of the attempt.
         attempt: u64,
     },
 
     // -- a shard to a client, on a connection for blocks
-    /// Whether other connections of the client's are to be used instead of this one, unless something was lost.
+    /// Whether the client is to use its other connections instead of this one, unless something was lost.
     Rest {
         /// They are.
         rests: bool,
     },
 
     // -- to the coordinator again
-    /// Stop what moves the model's blocks off a shard, unless the new map may be in force already. To its coordinator.
-    /// Answered by `Done` when nothing does any more, whatever has come of it.
+    /// Stops the move of the model's blocks off a shard, unless the new map may be in force already. It goes
+    /// to the model's coordinator. `Done` answers when nothing moves them any more, whatever the outcome.
     StopMove {
         /// The model.
         model: String,
-        /// Which life of it.
+        /// The life of the model.
         generation: Generation,
         /// Off this shard.
         off: ShardId,
@@ -469,14 +471,15 @@ pub enum Message {
         region: u32,
         /// Its length.
         bytes: u64,
-        /// Where it begins.
+        /// The start address.
         address: u64,
         /// The key to it.
         key: u32,
     },
-    /// Where the shard's directory of published versions is (see [`published`](crate::transport::rdma::published)).
+    /// The place of the shard's directory of published versions (see
+    /// [`published`](crate::transport::rdma::published)).
     Directory {
-        /// Where it begins.
+        /// The start address.
         address: u64,
         /// The key to it.
         key: u32,
@@ -487,7 +490,7 @@ pub enum Message {
         count: u32,
         /// Bytes of each.
         bytes: u32,
-        /// Where they begin.
+        /// The start address of the slots.
         address: u64,
         /// The key to them.
         key: u32,
@@ -498,9 +501,9 @@ pub enum Message {
         plan: PlanId,
         /// The block.
         block: BlockId,
-        /// It is a sum: its half-precision elements are fp32.
+        /// Whether the block is a sum: its half-precision elements are fp32.
         wide: bool,
-        /// Which slot.
+        /// The slot.
         slot: u32,
     },
 
@@ -517,7 +520,7 @@ pub enum Message {
     Capture {
         /// The model.
         model: String,
-        /// Which life of it.
+        /// The life of the model.
         generation: Generation,
         /// Under this block map.
         epoch: Epoch,
@@ -530,7 +533,7 @@ pub enum Message {
     /// Take the memory for a copy; or, once that is there, begin no plan from now on, for 10 s at most. Said again, it is about
     /// the version that is the newest then. Answered by `Pinned`.
     Pin {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
         /// Under this block map.
         epoch: Epoch,
@@ -541,68 +544,70 @@ pub enum Message {
         /// No plan begins.
         holds: bool,
     },
-    /// It is so.
+    /// The answer: the version is pinned.
     Pinned {
         /// The newest version.
         version: Version,
     },
     /// Copy it, and go on. Answered by `Done` when it is copied.
     Copy {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Which snapshot.
+        /// The number of the snapshot.
         snapshot: u64,
-        /// Which version.
+        /// The version.
         version: Version,
         /// How many kinds of optimizer state are wanted.
         slots: u8,
     },
-    /// As `Fetch`, of a copy.
+    /// Like `Fetch`, for a copy.
     FetchCopy {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Which snapshot.
+        /// The number of the snapshot.
         snapshot: u64,
-        /// Which block.
+        /// The block.
         block: BlockId,
-        /// What of it.
+        /// The kind of data.
         what: super::Kept,
     },
     /// Nobody needs the copy any more. Answered by `Done`.
     Release {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
-        /// Which snapshot.
+        /// The number of the snapshot.
         snapshot: u64,
     },
-    /// The model that was created begins at a snapshot: what is loaded is of this version. The payload is JSON: the record
-    /// of the job. Answered by `Done`.
+    /// The created model begins at a snapshot, and the loaded data is of this version. The payload is JSON:
+    /// the record of the job. Answered by `Done`.
     BeginAt {
-        /// Of which life of the model.
+        /// The life of the model.
         generation: Generation,
     },
 }
 
-/// What a client needs to know of a job.
+/// The state of a job that a client needs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobState {
-    /// Rises with every state that the coordinator tells this client: an older one that comes late is told apart.
+    /// Rises with every state that the coordinator sends this client, so that an older one that comes late is
+    /// recognised.
     pub sequence: u64,
     /// The newest version.
     pub version: Version,
     /// Plans up to this one are over.
     pub over: PlanId,
-    /// As the client has last said by `Heard`; none if it has not yet over this connection.
+    /// The last number that the client has acknowledged by `Heard`; none if it has not yet over this
+    /// connection.
     pub heard: Option<u64>,
     /// The settings.
     pub controls: Controls,
-    /// What the job is doing.
+    /// The phase of the job.
     pub phase: JobPhase,
     /// The client's own learners.
     pub learners: Vec<LearnerState>,
     /// Learners in the job, everybody's.
     pub members: u32,
-    /// Of them, those whose contribution to the coming version is in.
+    /// The number of active learners whose contribution to the coming version is in.
     pub committed: u32,
     /// Contributions that are part of a version.
     pub contributions: u64,
@@ -623,22 +628,22 @@ pub struct LearnerState {
     pub incarnation: Incarnation,
     /// Its last committed step.
     pub step: Step,
-    /// That step waits for its version.
+    /// Whether that step waits for its version.
     pub unpublished: bool,
     /// The version that its last published step is part of.
     pub published_in: Version,
     /// Versions that it takes part in begin after this one.
     pub joined_at: Version,
-    /// Whether a process uses it, as the client has last said by `Touch`.
+    /// Whether a process uses the learner, as the client has last said by `Touch`.
     pub attached: Attached,
 }
 
-/// What a grant is for.
+/// The kind of data that is granted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Granted {
     /// The sum of these learners' committed steps, added in this order.
     Contributions {
-        /// Which.
+        /// The learners and their steps.
         of: Vec<(LearnerId, Step)>,
         /// They are not added: of each block, the last one that holds it counts.
         replaces: bool,
@@ -650,23 +655,23 @@ pub enum Granted {
     Weights(u64),
 }
 
-/// What a shard is to gather and compute.
+/// Work for a shard: the blocks to gather and the computation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     /// Its name.
     pub plan: PlanId,
-    /// The version that it starts from: what the shard has computed for the plan before this one is concluded
-    /// first, if that makes it.
+    /// The version that the plan starts from. If the plan before it makes that version, the shard concludes
+    /// that plan first.
     pub base: Version,
-    /// What becomes of the blocks.
+    /// The work on the blocks.
     pub work: Work,
-    /// Who sends which blocks, in the order in which they are added where that is to be kept.
+    /// The blocks that each client sends. If the order of addition is to be kept, the list is in that order.
     pub sources: Vec<PlanSource>,
     /// Blocks are added in the order of `sources`, and not as they come.
     pub ordered: bool,
 }
 
-/// What becomes of the blocks.
+/// The work on a plan's blocks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Work {
     /// They are added up, together with what earlier plans of this version have added up.
@@ -674,7 +679,7 @@ pub enum Work {
         /// They are not added: the last one counts.
         replaces: bool,
     },
-    /// The next version is made from their sum, and what earlier plans of this version have added up.
+    /// The next version is made of their sum, together with the sums of earlier plans of this version.
     Reduce {
         /// Reducer, hyper-parameters and counts.
         step: reducer::Step,
@@ -683,7 +688,7 @@ pub enum Work {
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },
-    /// The next version is this one with these blocks in place of its own. What earlier plans have added up stays for
+    /// The next version is this one with these blocks in place of its own. The sums of earlier plans stay for
     /// the version after it, and so does optimizer state.
     Assign,
 }
@@ -691,24 +696,25 @@ pub enum Work {
 /// One client's part of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanSource {
-    /// Who.
+    /// The client.
     pub client: ClientId,
     /// The blocks that it sends.
     pub blocks: BlockRanges,
-    /// NaN and Inf in them are refused. Not for sums of several learners: those have been looked at one by one.
+    /// Whether NaN and Inf in them are refused. Sums of several learners are not checked here: their parts
+    /// were checked one by one.
     pub check: bool,
-    /// What counts of those of them that it sends in part. Only where values are replaced; what others send of them is
-    /// something else.
+    /// The written parts of those blocks that it sends in part. Only for replacing values. Blocks that others
+    /// send are not meant.
     pub partly: PartlyWritten,
-    /// It may send any block: `blocks` are all. The plan is provisional, and is not ready before its start is repeated
-    /// with the blocks that it does send.
+    /// Whether it may send any block: `blocks` are all. Then the plan is provisional, and is ready only after
+    /// its start is repeated with the blocks that the client does send.
     pub provisional: bool,
 }
 
 /// Why a request is refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Refusal {
-    /// As an in-process shard would.
+    /// The refusal that an in-process shard would give.
     #[error(transparent)]
     Shard(#[from] ShardError),
     /// Another protocol.
@@ -727,7 +733,7 @@ pub enum Refusal {
     /// The model was deleted and created again.
     #[error("model {model:?} is of generation {expected}, not {got}: it was created again")]
     Generation {
-        /// Which.
+        /// The model.
         model: String,
         /// This end's.
         expected: Generation,
@@ -748,7 +754,7 @@ pub enum Refusal {
     /// A block that the shard does not own.
     #[error("block {block} is not one of this shard's")]
     NotMine {
-        /// Which.
+        /// The block.
         block: BlockId,
     },
     /// The version is no longer, or not yet, here.
@@ -756,7 +762,7 @@ pub enum Refusal {
     NoVersion {
         /// Asked for.
         wanted: Version,
-        /// There is.
+        /// The newest version there.
         newest: Version,
     },
     /// The message does not belong on this connection.
@@ -774,11 +780,11 @@ pub enum Refusal {
     /// Bytes that are no frame, or do not fit: nothing of it was taken.
     #[error("{what}: expected {expected}, got {got}")]
     Frame {
-        /// Of the frame.
+        /// The part of the frame.
         what: String,
-        /// What the protocol allows.
+        /// The values that the protocol allows.
         expected: String,
-        /// What came.
+        /// The received value.
         got: String,
     },
     /// The model is no more, and does not come back in this life.
@@ -789,9 +795,9 @@ pub enum Refusal {
         "number {shard} is that of the shard at {address}, which has blocks of models: one of the two has to go"
     )]
     NumberTaken {
-        /// Which.
+        /// The shard.
         shard: ShardId,
-        /// Whose.
+        /// Its address.
         address: String,
     },
     /// The shard cannot serve the connection by RDMA; by TCP it may.
@@ -800,7 +806,7 @@ pub enum Refusal {
     /// A plan that cannot begin, or end, here: it is over, or its turn has not come.
     #[error("plan {plan} is past, or not the next one: the newest here is {newest}")]
     Plan {
-        /// Which.
+        /// The plan.
         plan: PlanId,
         /// The newest one here.
         newest: PlanId,

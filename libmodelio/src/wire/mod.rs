@@ -51,14 +51,14 @@ pub const MAX_NUMBER: u64 = 1 << 48;
 /// How long what a peer sends may be, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Of a body.
+    /// The longest body.
     pub body: u32,
-    /// Of a payload.
+    /// The longest payload.
     pub payload: u32,
 }
 
 impl Limits {
-    /// Until the peers have greeted each other.
+    /// The limits until the peers have greeted each other.
     pub const GREETING: Limits = Limits { body: MAX_GREETING, payload: 0 };
     /// Afterwards.
     pub const MAX: Limits = Limits { body: MAX_BODY, payload: MAX_PAYLOAD };
@@ -66,7 +66,7 @@ impl Limits {
 
 /// Versions of the protocol. A variant says what it changed.
 ///
-/// Of all versions are: the header; of the messages `Hello` and `Welcome` their place and `protocol`, and
+/// Versions of the protocol. All share the header, the place and `protocol` of `Hello` and `Welcome`, and
 /// `Refused` with `Refusal::Protocol`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u16)]
@@ -88,10 +88,10 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// What this program speaks.
+    /// The version that this program speaks.
     pub const NEWEST: Protocol = Protocol::V3;
 
-    /// As in a greeting.
+    /// The number in a greeting.
     pub fn number(self) -> u16 {
         self as u16
     }

@@ -1,5 +1,5 @@
-//! Where a model is now: what a shard answers to whoever speaks of an older block map. And what a shard is told that is
-//! to own blocks of it.
+//! The new place of a model. A shard gives it as the answer to a peer that uses an older block map, and gets
+//! it when it is to own blocks of the model.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use super::{MAX_PAYLOAD, ModelRecord, RecordError, ShardRecord};
 use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS};
 use crate::vocabulary::ids::{Epoch, ShardId};
 
-/// What a shard keeps of a block besides sums.
+/// The data that a shard keeps of a block, besides sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Kept {
     /// Its bytes.
@@ -23,13 +23,13 @@ pub enum Kept {
 /// The payload of [`super::Message::Adopt`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Adoption {
-    /// Which attempt: the numbers of a model's attempts rise.
+    /// The number of the attempt: the numbers of a model's attempts rise.
     pub attempt: u64,
     /// The model with the block map that is to be.
     pub record: ModelRecord,
     /// The epoch of the one that is in force.
     pub epoch: Epoch,
-    /// That one's runs of blocks, as in a record.
+    /// Runs of blocks in that map, as in a record.
     pub owners: Vec<(ShardId, u32)>,
     /// The shards of both, and where they listen.
     #[serde(deserialize_with = "list::<MAX_SHARDS, _, _>")]
@@ -37,10 +37,10 @@ pub struct Adoption {
 }
 
 impl Adoption {
-    /// As bytes: postcard's.
+    /// The encoding in bytes, by postcard.
     ///
     /// # Errors
-    /// As of [`Moved::encode`].
+    /// Fails as [`Moved::encode`] does.
     pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
         self.record.check_heads()?;
         encode(self)
@@ -112,7 +112,7 @@ pub struct Moved {
 }
 
 impl Moved {
-    /// As bytes: postcard's.
+    /// The encoding in bytes, by postcard.
     ///
     /// # Errors
     /// [`RecordError::TooLong`], and others for a record that [`ModelRecord::encode`] would not take.
@@ -156,7 +156,7 @@ mod tests {
         }
     }
 
-    /// A model that has left shard 2 for 3, and what was said of it before.
+    /// A model that has left shard 2 for 3, and its earlier adoption.
     fn samples() -> (Moved, Adoption) {
         let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).unwrap();
         let map = BlockMap::striped(layout.blocks(), &[ShardId(1), ShardId(2)]).unwrap();
@@ -177,7 +177,7 @@ mod tests {
         (moved, Adoption { attempt: 7, record, epoch: Epoch(1), owners, shards })
     }
 
-    /// What is taken is sound, and can be said again.
+    /// Bytes that decode are sound, and encode again.
     fn decode_both(bytes: &[u8]) {
         if let Ok(moved) = Moved::decode(bytes) {
             moved.record.check().unwrap();

@@ -2,7 +2,7 @@
 
 use super::{HEADER, Header, Limits, Message, WireError};
 
-/// What is kept of the buffer for bodies between frames, in bytes. Blocks' messages are far shorter.
+/// The number of bytes that the buffer for bodies keeps between frames. Messages with blocks are far shorter.
 const KEPT: usize = 16 << 10;
 
 /// Header and message of a frame. Its payload, if it has one, follows.
@@ -15,7 +15,7 @@ pub struct Received {
 }
 
 impl Received {
-    /// Whether the payload is as long as who knows the model expects.
+    /// Checks that the payload has the length that the model makes the caller expect.
     ///
     /// # Errors
     /// [`WireError::Payload`].
@@ -45,12 +45,12 @@ impl Receiver {
         Receiver { limits, bytes: Vec::new(), header: None, in_payload: false, broken: None }
     }
 
-    /// Other limits from the next header on: once the peers know each other, and what they talk about.
+    /// Sets other limits from the next header on: the peers now know each other, and the model.
     pub fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
     }
 
-    /// Whether a frame has begun and is not over.
+    /// Whether a frame has begun and is not complete.
     pub fn is_within_frame(&self) -> bool {
         self.header.is_some() || !self.bytes.is_empty()
     }
@@ -65,8 +65,8 @@ impl Receiver {
         }
     }
 
-    /// Takes bytes of header and body, and says how many it took: fewer than were given where they go beyond the
-    /// frame's body. Those behind it are the payload's, then the next frame's.
+    /// Takes bytes of header and body, and returns how many it took: fewer than given if they go beyond the
+    /// frame's body. The bytes behind it are the payload's, then the next frame's.
     ///
     /// A message whose header tells of a payload is followed by so many bytes, wherever they belong, whose CRC32C
     /// then goes to [`Receiver::payload_done`]. Before that nothing is taken.
@@ -119,7 +119,7 @@ impl Receiver {
         Ok((used, Some(Received { header, message })))
     }
 
-    /// As many of `bytes` as are wanted.
+    /// Takes as many of `bytes` as it needs.
     fn fill(&mut self, bytes: &[u8]) -> usize {
         let count = self.wanted().min(bytes.len());
         self.bytes.extend_from_slice(&bytes[..count]);
@@ -134,7 +134,7 @@ impl Receiver {
     /// The payload was delivered whole and has this CRC32C.
     ///
     /// # Errors
-    /// [`WireError::Checksum`]: what was delivered is worthless and the connection is to be closed.
+    /// [`WireError::Checksum`]: the delivered bytes are worthless, and the caller must close the connection.
     pub fn payload_done(&mut self, crc: u32) -> Result<(), WireError> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone());

@@ -24,7 +24,7 @@ pub enum RecordError {
         /// Its length in bytes.
         got: usize,
     },
-    /// Not the encoding of one, or a list in it is too long.
+    /// The bytes are no record, or a list in it is too long.
     #[error("not a model's record: {0}")]
     Encoding(#[from] postcard::Error),
     /// Bytes behind its end.
@@ -35,7 +35,7 @@ pub enum RecordError {
     Name {
         /// The name, shortened.
         name: String,
-        /// What is wrong with it.
+        /// The fault.
         reason: &'static str,
     },
     /// The generation that stands for none.
@@ -46,7 +46,7 @@ pub enum RecordError {
     DType {
         /// The tensor.
         tensor: String,
-        /// As in the record.
+        /// The name in the record.
         got: String,
     },
     /// Tensors that have no layout.
@@ -89,7 +89,7 @@ pub enum RecordError {
     /// More than [`MAX_METADATA`].
     #[error("{got} {what}, the limit is {limit}")]
     TooMany {
-        /// Of what.
+        /// The kind of items.
         what: &'static str,
         /// The limit.
         limit: usize,
@@ -98,7 +98,7 @@ pub enum RecordError {
     },
 }
 
-/// Whether a model can be called so: it is the name of a directory.
+/// Checks that a model can have this name: it is the name of a directory.
 ///
 /// # Errors
 /// [`RecordError::Name`].
@@ -115,7 +115,7 @@ pub fn check_model_name(name: &str) -> Result<(), RecordError> {
 }
 
 impl ModelRecord {
-    /// Of a new model, whose blocks are not at their shards yet.
+    /// The record of a new model, whose blocks are not at their shards yet.
     ///
     /// # Errors
     /// [`RecordError`] where the parts do not fit each other or their limits.
@@ -231,8 +231,8 @@ impl ModelRecord {
         }
     }
 
-    /// Whether all of it is sound: what else asks [`Self::layout`] and [`Self::block_map`] finds no error. Makes no table
-    /// of the blocks.
+    /// Checks everything: [`Self::layout`] and [`Self::block_map`] then find no error. Makes no table of the
+    /// blocks.
     ///
     /// # Errors
     /// [`RecordError`] for the first thing that is not.
@@ -243,10 +243,10 @@ impl ModelRecord {
         self.check_coordinator()
     }
 
-    /// As bytes: postcard's.
+    /// The encoding in bytes, by postcard.
     ///
     /// # Errors
-    /// [`RecordError::TooLong`], and others for what [`Self::decode`] would not take.
+    /// [`RecordError::TooLong`], and the errors of [`Self::decode`].
     pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
         self.check_heads()?;
         let bytes = postcard::to_stdvec(self)?;
@@ -256,10 +256,10 @@ impl ModelRecord {
         Ok(bytes)
     }
 
-    /// From bytes. That its parts fit each other is only known after [`Self::check`].
+    /// Decodes bytes. Only [`Self::check`] tells whether the parts fit each other.
     ///
     /// # Errors
-    /// [`RecordError`] for what is no record, or has a name or lists beyond their limits.
+    /// [`RecordError`] for bytes that are no record, or have a name or lists beyond their limits.
     pub fn decode(bytes: &[u8]) -> Result<ModelRecord, RecordError> {
         if bytes.len() > MAX_PAYLOAD as usize {
             return Err(RecordError::TooLong { got: bytes.len() });
@@ -272,7 +272,7 @@ impl ModelRecord {
         Ok(record)
     }
 
-    /// What is cheap to check.
+    /// Checks everything that is cheap to check.
     pub(super) fn check_heads(&self) -> Result<(), RecordError> {
         check_model_name(&self.name)?;
         if self.generation == Generation(0) {

@@ -1,4 +1,4 @@
-//! What a registry knows, and how it is asked: which shards there are, and which models.
+//! The registry's records of shards and models, and its requests and answers.
 
 use std::collections::BTreeMap;
 
@@ -19,13 +19,14 @@ pub const MAX_HELD: usize = 1024;
 pub struct ShardRecord {
     /// Its number, as long as it announces itself from the same address.
     pub shard: ShardId,
-    /// Where it listens, `host:port`.
+    /// The address that it listens on, `host:port`.
     pub address: String,
-    /// Which machine it runs on (boot ID and network namespace), so that a client on the same one knows.
+    /// The machine that it runs on (boot ID and network namespace), so that a client on the same machine
+    /// knows.
     pub host: String,
     /// It takes no new models, and its blocks are moving elsewhere.
     pub draining: bool,
-    /// Where it takes connections by RDMA, `host:port`; empty if it does not.
+    /// The address where it takes connections by RDMA, `host:port`; empty if it does not.
     pub rdma: String,
 }
 
@@ -34,7 +35,7 @@ pub struct ShardRecord {
 pub struct RefusedShard {
     /// Its record, with the number that it has asked for.
     pub record: ShardRecord,
-    /// What it was answered.
+    /// The refusal.
     pub why: String,
 }
 
@@ -43,7 +44,7 @@ pub struct RefusedShard {
 pub struct ModelRecord {
     /// Its name.
     pub name: String,
-    /// Which life of that name.
+    /// The life of that name.
     pub generation: Generation,
     /// Tensors in the order of the layout: name, element type as safetensors spells it, shape.
     #[serde(deserialize_with = "list::<MAX_TENSORS, _, _>")]
@@ -53,7 +54,7 @@ pub struct ModelRecord {
     pub metadata: BTreeMap<String, String>,
     /// Bytes of a block.
     pub block_size: u32,
-    /// Of the block map.
+    /// The epoch of the block map.
     pub epoch: Epoch,
     /// The block map: runs of blocks with their owner, in order.
     pub owners: Vec<(ShardId, u32)>,
@@ -70,13 +71,13 @@ pub struct ModelRecord {
 pub struct Held {
     /// The model.
     pub model: String,
-    /// Which life of it.
+    /// The life of the model.
     pub generation: Generation,
-    /// Of the block map that the part is of.
+    /// The epoch of the block map that the part belongs to.
     pub epoch: Epoch,
 }
 
-/// What the registry knows of a part.
+/// The registry's verdict on a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Fate {
     /// The model is there, under this block map.
@@ -84,13 +85,13 @@ pub enum Fate {
         /// Its epoch.
         epoch: Epoch,
     },
-    /// The registry has not heard of it. That says nothing: it may have been started anew.
+    /// The registry does not know the model. That proves nothing: it may have been started anew.
     Unknown,
-    /// It was deleted.
+    /// The model was deleted.
     Deleted,
     /// The name has another life.
     Taken {
-        /// Which.
+        /// The life of the model.
         generation: Generation,
     },
 }
@@ -100,7 +101,7 @@ pub enum Fate {
 pub enum RegistryRequest {
     /// A shard is there, and says so again before its lease is over. Answered by `Shard`.
     Announce {
-        /// Its record; the number is what it was told before, or 0.
+        /// The shard's record; its number is the one that it was given before, or 0.
         record: ShardRecord,
         /// Silence after which it is gone, in milliseconds.
         lease_ms: u32,
@@ -109,19 +110,19 @@ pub enum RegistryRequest {
     },
     /// It goes. Answered by `Done`.
     Withdraw {
-        /// Which.
+        /// The shard.
         shard: ShardId,
     },
     /// A shard is to take no new models. Answered by `Done`.
     Drain {
-        /// Which.
+        /// The shard.
         shard: ShardId,
     },
-    /// Which shards are there? Answered by `Shards`.
+    /// Asks for the shards. Answered by `Shards`.
     Shards,
-    /// Which models are there? Answered by `Models`.
+    /// Asks for the models. Answered by `Models`.
     Models,
-    /// What is this one? Answered by `Model` with the record as the payload.
+    /// Asks for one model. Answered by `Model` with the record as the payload.
     Model {
         /// Its name.
         name: String,
@@ -135,22 +136,22 @@ pub enum RegistryRequest {
     Delete {
         /// Its name.
         name: String,
-        /// Which life of it.
+        /// The life of the model.
         generation: Generation,
     },
     /// A shard may take models again. Answered by `Done`.
     Undrain {
-        /// Which.
+        /// The shard.
         shard: ShardId,
     },
-    /// What a shard holds: what becomes of it? Answered by `Fates`.
+    /// Asks for the fate of the parts that a shard holds. Answered by `Fates`.
     Holding {
-        /// Who asks.
+        /// The shard that asks.
         shard: ShardId,
         /// Its parts.
         #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
         held: Vec<Held>,
-        /// Models that it was told to forget: the newest ones.
+        /// Deleted models that the shard still remembers: the newest ones.
         #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
         deleted: Vec<(String, Generation)>,
     },
@@ -160,11 +161,11 @@ pub enum RegistryRequest {
         /// Its shards, as far as they are known; `draining` means nothing here.
         shards: Vec<ShardRecord>,
     },
-    /// Which shards ask to be listed and are refused? Answered by `Refused`.
+    /// Asks for the shards that want to be listed and are refused. Answered by `Refused`.
     Refused,
 }
 
-/// What the registry answers.
+/// The answers of the registry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RegistryAnswer {
     /// The shard's number.
@@ -175,13 +176,13 @@ pub enum RegistryAnswer {
     Models(Vec<String>),
     /// The payload is a [`ModelRecord`].
     Model,
-    /// It is done.
+    /// The request is carried out.
     Done,
     /// To `Holding`.
     Fates {
         /// The shard is to take no new models.
         draining: bool,
-        /// Of each part, in order.
+        /// The fate of each part, in order.
         fates: Vec<Fate>,
     },
     /// Shards that were refused, as long as they go on asking.

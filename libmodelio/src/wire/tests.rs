@@ -117,7 +117,7 @@ proptest! {
         let _ = Message::decode(&bytes, 0);
     }
 
-    /// What can be read can be said, and means the same.
+    /// A message that can be decoded can be encoded, and means the same.
     #[test]
     fn garbage_in_a_sound_frame_is_a_message_or_refused(mut body in vec(any::<u8>(), 1..60)) {
         body[0] %= Message::VARIANTS.len() as u8;

@@ -16,7 +16,7 @@ use crate::core::{Contribution, Now, Ticket};
 /// Longest name of a setting and longest value of one, in bytes.
 const MAX_SETTING: (usize, usize) = (64, 64 << 10);
 
-/// Longest reason of a refusal that is made of what a client has said, in characters.
+/// Longest reason of a refusal that quotes a client, in characters.
 const MAX_REASON: usize = 1000;
 
 /// A client that is not connected and has nothing in the job is forgotten after this where leases never end.
@@ -34,17 +34,17 @@ pub(super) struct Client {
     told: Option<Told>,
 }
 
-/// The state that a client was told last, but for its number.
+/// The last state that a client was sent, without its number.
 #[derive(Debug)]
 struct Told {
     state: JobState,
     at: Now,
-    /// When it was first told the same.
+    /// The time when the client was first sent the same state.
     since: Now,
 }
 
 impl Client {
-    /// One whose requests up to `before` were made before it was given up.
+    /// A client whose requests up to `before` were made before it was given up.
     fn new(before: u64) -> Client {
         let requests = Requests::new(before);
         Client { connected: false, last_seen: Now::ZERO, learners: BTreeMap::new(), requests, told: None }
@@ -60,7 +60,7 @@ impl Client {
         self.last_seen = now;
     }
 
-    /// Whether it has to be told: that is news to it, or it was told long enough ago.
+    /// Whether the client must be sent the state: it is new to the client, or was sent long enough ago.
     pub(super) fn must_hear(&self, state: &JobState, now: Now) -> bool {
         self.told.as_ref().is_none_or(|told| {
             let known = told.at.saturating_sub(told.since);
@@ -106,13 +106,15 @@ impl CoordinatorCore {
         Ok(())
     }
 
-    /// The client that is not connected and has nothing in the job but answers, and was heard of least lately.
+    /// The client that has been silent for longest, among those that are not connected and have nothing in
+    /// the job but answers.
     fn idle_client(&self) -> Option<ClientId> {
         let idle = self.clients.iter().filter(|(id, client)| !client.connected && !self.takes_part(**id));
         idle.min_by_key(|(_, client)| client.last_seen).map(|(&id, _)| id)
     }
 
-    /// Its connection is gone. It may come back within its lease; one that only reads need not be waited for.
+    /// The client's connection is gone. It may come back within its lease; a client that only reads need not
+    /// be waited for.
     pub fn client_down(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         client.connected = false;
@@ -121,7 +123,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// Whether the job has something of this client's.
+    /// Whether the job has contributions or learners of this client's.
     fn takes_part(&self, id: ClientId) -> bool {
         self.clients.get(&id).is_some_and(|client| !client.learners.is_empty())
             || self.core.unread().any(|(_, source)| source.client == id)
@@ -160,7 +162,7 @@ impl CoordinatorCore {
             Known::New => {}
             Known::Nothing => return,
             Known::Late => {
-                // It may have been carried out.
+                // The request may have been carried out.
                 let late = ShardError::TimedOut("the client was silent past the lease".into());
                 return actions.push(Action::ToClient(id, request, Message::Refused(late.into())));
             }
@@ -175,8 +177,8 @@ impl CoordinatorCore {
             return self.client_down(id, now, actions);
         }
         let asked = client.requests.opens(request);
-        // A commit that comes after what ended it must not count: each learner's requests are taken in order. But one
-        // that repeats what was taken is told so.
+        // A commit that comes after its contribution was ended must not count: each learner's requests are
+        // taken in order. But a commit that repeats a taken one is answered so.
         let repeats = match &message {
             Message::Commit { learner, step, .. } => {
                 self.core.member(*learner, now).is_some_and(|member| *step == member.step)
@@ -199,7 +201,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// What needs no answer.
+    /// Takes messages that need no answer.
     fn told(&mut self, id: ClientId, message: Message, now: Now, actions: &mut Vec<Action>) {
         match message {
             Message::Heard { request, newest } => {
@@ -218,7 +220,7 @@ impl CoordinatorCore {
             Message::NonFiniteContribution { plan, learner, block } => {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
-            // What it has staged lies in this process: another plan would lack it, too.
+            // The staged contribution lies in this process: another plan would lack it, too.
             Message::Lacks { plan, learner } if self.in_process => {
                 let who = learner.map_or("new weights".to_owned(), |learner| format!("learner {learner}"));
                 let why = format!("plan {plan}: the contribution of {who} is gone");
@@ -227,7 +229,7 @@ impl CoordinatorCore {
             Message::Lacks { plan, learner } => {
                 self.withheld(id, plan, learner, ShardError::Interrupted, now, actions);
             }
-            // Signs of life, and what a later release may say.
+            // Signs of life, and messages of a later release.
             _ => {}
         }
     }
@@ -247,7 +249,7 @@ impl CoordinatorCore {
             message
             && self.owners.get(&learner) == Some(&id)
         {
-            // Nobody waits for what it has lent.
+            // Nobody waits for the lent memory.
             self.reclaim(learner, ShardError::Interrupted, now, actions);
         }
         let mut wanted = Vec::new();
@@ -264,7 +266,8 @@ impl CoordinatorCore {
                 if let Some(client) = self.clients.get_mut(&id) {
                     client.learners.insert(learner, asked);
                 }
-                // The state comes first: whoever has joined may begin at once, in a job that runs since then.
+                // The state comes first: a learner that has joined may begin at once, in a job that runs
+                // since then.
                 self.perform(std::mem::take(&mut wanted), now, actions);
                 self.tell_all(now, actions);
                 Some(Message::Joined { learner, incarnation, since: self.sequence })
@@ -380,7 +383,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A client that is not heard of for so long is given up.
+    /// The time of silence after which a client is given up.
     fn longest_absence(&self) -> Now {
         let lease = self.core.controls().lease;
         if lease.is_zero() { FORGET } else { lease }
@@ -408,7 +411,7 @@ impl CoordinatorCore {
     /// A client and what waited there are lost.
     fn client_gone(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.remove(&id) else { return };
-        // One that has asked for nothing has nothing that could come late.
+        // A client that has asked for nothing has nothing that could come late.
         if client.requests.newest() > 0 {
             if self.given_up.len() >= MAX_CLIENTS {
                 self.given_up.pop_front();

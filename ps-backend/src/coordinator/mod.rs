@@ -34,7 +34,7 @@ pub use moving::TakeOverError;
 use plans::{Run, is_provisional};
 use requests::Asked;
 
-/// Where a contribution, or new weights, wait to be sent.
+/// The place where a contribution, or new weights, wait to be sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Source {
     /// At this client.
@@ -48,7 +48,7 @@ pub struct Source {
 /// Index of a shard among those of the model.
 pub type Partition = usize;
 
-/// What the edge has to do.
+/// Work for the edge.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Send to a client: the answer to a request, or unasked under number 0.
@@ -61,10 +61,10 @@ pub enum Action {
     Published(Version),
 }
 
-/// What is repeated until it is answered is repeated this often, and so often it is looked whether the state is another one
-/// than clients were told. It is repeated, too, in case it was lost: after this at first,
+/// The interval in which unanswered messages are repeated, and in which the state is compared with the one
+/// that clients know. It is also the first interval in which an unchanged state is repeated, in case it was lost.
 const REPEAT: Now = Now::from_millis(500);
-/// and after this at last, if it stays the same.
+/// The longest interval in which an unchanged state is repeated.
 const REPEAT_SELDOM: Now = Now::from_secs(4);
 
 /// Clients of one model.
@@ -76,10 +76,10 @@ pub struct CoordinatorCore {
     core: JobCore<Source>,
     blocks: u32,
     tensors: u32,
-    /// Of the tensors.
+    /// The names of the tensors.
     #[serde(skip)]
     names: Arc<[String]>,
-    /// Whether it has a tensor that can be reduced.
+    /// Whether the model has a tensor that can be reduced.
     #[serde(skip)]
     is_trainable: bool,
     partitions: usize,
@@ -95,13 +95,13 @@ pub struct CoordinatorCore {
     next_ticket: Ticket,
     #[serde(skip)]
     run: Option<Run>,
-    /// What the core wants next, while a run is being wound up.
+    /// The core's next actions, while a run is being wound up.
     #[serde(skip)]
     queue: VecDeque<core::Action<Source>>,
     next_plan: PlanId,
-    /// Of the states that clients are told.
+    /// The number of the last state that clients were sent.
     sequence: u64,
-    /// Clients have to be told.
+    /// Whether clients must be sent the state.
     changed: bool,
     told_at: Now,
     /// Why nothing goes any more.
@@ -169,9 +169,10 @@ impl CoordinatorCore {
         CoordinatorCore { core: self.core.with_provisional_plans(), ..self }
     }
 
-    /// The only client and the only shard are in this process. So what the client has staged is not lost while the job
-    /// lives, the client is never given up, and plans begin while their last contribution is written. Whether the next
-    /// version has a buffer has to be said after each version ([`Self::buffer`]).
+    /// The only client and the only shard are in this process. So the client's staging memory is not lost
+    /// while the job lives, the client is never given up, and plans begin while their last contribution is
+    /// written. The edge has to report after each version whether the next one has a buffer
+    /// ([`Self::buffer`]).
     #[must_use]
     pub fn in_process(self) -> CoordinatorCore {
         let core = self.core.with_provisional_plans().of_whole_blocks();
@@ -185,7 +186,7 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// Whether the next version has a buffer.
+    /// Reports whether the next version has a buffer.
     pub fn buffer(&mut self, ready: bool, now: Now, actions: &mut Vec<Action>) {
         let mut wanted = Vec::new();
         self.core.set_buffer_ready(ready, now, &mut wanted);
@@ -212,7 +213,7 @@ impl CoordinatorCore {
         self.failed.as_ref()
     }
 
-    /// These shards have not been reached for long: what waits may wait for them.
+    /// These shards have not been reached for long: waiting requests may wait for them.
     pub fn are_away(&mut self, shards: Vec<ShardId>, now: Now, actions: &mut Vec<Action>) {
         if self.away != shards {
             self.away = shards;
@@ -225,7 +226,7 @@ impl CoordinatorCore {
         &self.away
     }
 
-    /// What the job is doing, in a word.
+    /// The phase of the job.
     pub fn doing(&self) -> JobPhase {
         match (&self.failed, self.away.is_empty()) {
             (Some(_), _) => JobPhase::Failed,
@@ -272,7 +273,7 @@ impl CoordinatorCore {
         if std::mem::take(&mut self.changed) {
             self.tell_all(now, actions);
         }
-        // After the state that it is part of: whoever has its answer knows what came of it.
+        // Answers come after the state that they are part of: a client that has its answer knows the outcome.
         for (client, asked, answer) in answers {
             self.answer(client, asked, answer, actions);
         }
@@ -297,7 +298,7 @@ impl CoordinatorCore {
         deadlines.flatten().min().unwrap_or(Now::MAX)
     }
 
-    /// Time passes: deadlines, leases, and what has to be said again.
+    /// Time passes: deadlines, leases, and messages that have to be repeated.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.expire_clients(now, actions);
         let mut wanted = Vec::new();

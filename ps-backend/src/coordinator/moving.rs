@@ -6,7 +6,7 @@ use libmodelio::vocabulary::layout::ModelLayout;
 use super::{Action, CoordinatorCore, Now};
 use crate::core::JobRecord;
 
-/// What was handed over is no coordinator of this model.
+/// The received state is no coordinator of this model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the state of the model's coordinator cannot be used: {0}")]
 pub struct TakeOverError(String);
@@ -24,12 +24,12 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// Whether nothing is begun any more, and all shards have carried out all that was.
+    /// Whether no new work begins, and all shards have carried out all earlier work.
     pub fn is_held(&self) -> bool {
         self.core.is_held() && self.run.is_none() && self.queue.is_empty()
     }
 
-    /// What keeps the job from being held, for people.
+    /// The reason why the job is not held yet, for people.
     pub fn held_up_by(&self) -> String {
         if let Some(failed) = &self.failed {
             return format!("the job has failed: {failed}");
@@ -65,7 +65,7 @@ impl CoordinatorCore {
     /// once: clients come back to it.
     ///
     /// # Errors
-    /// [`TakeOverError`] for what [`Self::hand_over`] does not make.
+    /// [`TakeOverError`] for anything that [`Self::hand_over`] does not make.
     pub fn taken_over(
         bytes: &[u8],
         layout: &ModelLayout,
@@ -91,7 +91,8 @@ impl CoordinatorCore {
         Ok(coordinator)
     }
 
-    /// Goes on from what a snapshot has of a job, with the settings that this one has. Of a job that has just begun.
+    /// Goes on from the snapshot's record of a job, with the settings that this job has. The job must have
+    /// just begun.
     ///
     /// # Errors
     /// [`TakeOverError`] for the record of another model.
@@ -100,7 +101,7 @@ impl CoordinatorCore {
         Ok(self)
     }
 
-    /// After [`Self::taken_over`]: what the job waits for, if there is something, begins.
+    /// Called after [`Self::taken_over`]: work that the job waits for begins, if there is any.
     pub fn go_on(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.core.hold();
         self.release(now, actions);

@@ -1,4 +1,5 @@
-//! The coordinator's plans: what the core calls accumulating and reducing, done by clients that send and shards that add.
+//! The coordinator's plans: the core's accumulating and reducing, done by clients that send and shards that
+//! add.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -22,11 +23,11 @@ enum Kind {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Until all shards are ready.
+    /// The plan gathers blocks, until all shards are ready.
     Gathering,
     /// All were: until all know that it counts.
     Concluding,
-    /// It is void: until all know.
+    /// The plan is void, until all shards know.
     Dropping,
 }
 
@@ -34,7 +35,7 @@ enum Stage {
 #[derive(Debug)]
 pub(super) struct Run {
     id: PlanId,
-    /// What the core has asked for.
+    /// The core's action.
     work: core::Action<Source>,
     kind: Kind,
     senders: Vec<Sender>,
@@ -67,7 +68,7 @@ impl Run {
         Action::ToClient(sender.client, 0, message)
     }
 
-    /// What the stage says to the shards.
+    /// The message of the stage to the shards.
     fn order(&self) -> (u64, Message) {
         match self.stage {
             Stage::Gathering => (self.id.0, self.start.clone()),
@@ -76,8 +77,8 @@ impl Run {
         }
     }
 
-    /// The same, for one that may have missed it, or has heard something else over another connection: which plan is
-    /// meant is said, too.
+    /// The same, for a shard that may have missed it, or has got another message over another connection: the
+    /// messages also say which plan is meant.
     fn orders(&self) -> impl Iterator<Item = (u64, Message)> {
         let start = (self.stage != Stage::Gathering).then(|| (self.id.0, self.start.clone()));
         start.into_iter().chain([self.order()])
@@ -140,7 +141,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A shard is there again: what it may have missed is said again.
+    /// A shard is there again: messages that it may have missed are repeated.
     pub fn partition_up(&mut self, partition: Partition, actions: &mut Vec<Action>) {
         if let Some(run) = &self.run
             && run.waiting.contains(&partition)
@@ -210,7 +211,8 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// The memory that `learner` has lent for its last commit is its program's again: whatever reads it is void.
+    /// The memory that `learner` has lent for its last commit is its program's again: work that reads it is
+    /// void.
     pub(super) fn reclaim(
         &mut self,
         learner: LearnerId,
@@ -283,7 +285,8 @@ impl CoordinatorCore {
         }
     }
 
-    /// Who sends what for a work, and how shards are told of it under this number. None for what is no work of theirs.
+    /// The senders and the work of an action, as a plan for shards under this number. None for actions that
+    /// are no work of theirs.
     fn plan_of(&self, work: &core::Action<Source>, id: PlanId) -> Option<(Kind, Vec<Sender>, Message)> {
         let (kind, senders, todo) = match work {
             core::Action::Accumulate { contributions, combine } => {
@@ -350,7 +353,7 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// What the plan has done is void.
+    /// The results of the plan are void.
     fn drop_run(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.wind_up(Stage::Dropping, now, actions);
     }
@@ -369,7 +372,8 @@ impl CoordinatorCore {
         );
     }
 
-    /// A shard takes the plan for one that is over, as somebody else may have told it: the same is done by another one.
+    /// A shard takes the plan for one that is over, as somebody else may have told it. Another plan does the
+    /// same work.
     fn begin_again(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
         self.queue.push_front(run.work.clone());
@@ -425,8 +429,8 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// What the core works at is void. It has one accumulation or version at a time, and besides an accumulation perhaps
-    /// new weights: it is under way, or waits for the plan before.
+    /// The core's present work is void. The core has one accumulation or version at a time, and besides an
+    /// accumulation perhaps new weights. The work is under way, or waits for the plan before.
     pub(super) fn drop_work(
         &mut self,
         is_it: impl Fn(&core::Action<Source>) -> bool,
@@ -445,7 +449,7 @@ impl CoordinatorCore {
         PlanId(self.next_plan.0 - 1 - u64::from(gathers))
     }
 
-    /// Whether new weights of `client` are what the core works at.
+    /// Whether the core works at new weights of `client`.
     pub(super) fn assigns_from(&self, client: ClientId) -> bool {
         let of_client = |plan: &core::Plan<Source>| matches!(&plan.work, core::Work::Assign { buffer } if buffer.client == client);
         let waits =

@@ -1,9 +1,10 @@
-//! The numbers of one client's requests: which have come, which are answered, and which answers the client has.
+//! The numbers of one client's requests: which have come, which are answered, and which answers the client
+//! has.
 //!
-//! Anybody can connect under a client's number. What a connection says of the numbers holds as long as the connection
-//! does: a request that the client had not made when it connected was somebody else's, and answers of earlier connections
-//! are kept until this one has lasted for long. If it were a stranger's, the client itself would have connected by then.
-//! Answers over one connection do not push out those of another.
+//! Anybody can connect under a client's number. The numbers that a connection states hold as long as the
+//! connection does. A request that the client had not made when it connected was somebody else's. Answers of
+//! earlier connections are kept until this one has lasted for long: if it were a stranger's, the client
+//! itself would have connected by then. Answers over one connection do not push out those of another.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +13,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::Now;
 
-/// Answers that are kept for a connection that does not say what it has heard, and for all earlier ones.
+/// The number of answers that are kept for a connection that acknowledges none, and for all earlier ones.
 pub(super) const MAX_ANSWERS: usize = 8192;
 
-/// Of a setting that was refused this much of the reason is kept, in characters.
+/// The part of the reason that is kept of a refused setting, in characters.
 const KEPT_REASON: usize = 100;
 
 /// A connection of the client, counted.
@@ -28,19 +29,19 @@ pub(super) struct Asked {
     over: Connection,
 }
 
-/// What is known of a request that comes.
+/// The record of an incoming request.
 pub(super) enum Known<'a> {
-    /// Nothing.
+    /// There is no record.
     New,
     /// It waits for its answer, or the client has that.
     Nothing,
-    /// It was made before the client was given up.
+    /// The request was made before the client was given up.
     Late,
     /// Its answer.
     Answered(&'a Message),
 }
 
-/// What one client has asked.
+/// The requests of one client.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Requests {
     /// The one that counts, since when, and whether that is long ago.
@@ -51,7 +52,7 @@ pub(super) struct Requests {
     made: u64,
     /// It has all answers up to this one, as it says over this connection.
     heard: u64,
-    /// What it has said of that, of which requests that never came are part.
+    /// The newest number that the client has stated; it includes requests that never came.
     said: Option<u64>,
     /// The highest number of a request that came, over whichever connection.
     newest: u64,
@@ -64,7 +65,7 @@ pub(super) struct Requests {
 }
 
 impl Requests {
-    /// Of a client that was given up when the highest number was `before`; 0 for another one.
+    /// The requests of a client that was given up when the highest number was `before`; 0 for another client.
     pub(super) fn new(before: u64) -> Requests {
         Requests {
             connection: 0,
@@ -80,7 +81,7 @@ impl Requests {
         }
     }
 
-    /// The client connects: what was said of the numbers over its earlier connections holds no longer.
+    /// The client connects: numbers that were stated over its earlier connections no longer hold.
     pub(super) fn connects(&mut self, now: Now) {
         self.connection += 1;
         (self.since, self.settled) = (now, false);
@@ -113,7 +114,7 @@ impl Requests {
         )))
     }
 
-    /// The client says that it has all answers up to `heard`, and has made no request above `newest`.
+    /// The client states that it has all answers up to `heard`, and has made no request above `newest`.
     ///
     /// # Errors
     /// If it cannot have asked so often.
@@ -121,7 +122,8 @@ impl Requests {
         self.reaches(heard.max(newest))?;
         self.made = self.made.min(newest);
         self.said = Some(heard);
-        // The client may have given up requests that are still on their way here: they are not taken as heard.
+        // The client may have given up requests that are still on their way here: they do not count as
+        // acknowledged.
         self.heard = heard.min(self.newest);
         self.forget();
         Ok(())
@@ -145,7 +147,7 @@ impl Requests {
         });
     }
 
-    /// What is known of this request.
+    /// The record of this request.
     pub(super) fn known(&self, number: u64) -> Known<'_> {
         let is_open = self.open.get(&number).is_some_and(|over| self.is_its_own(number, *over));
         let answer = self.answered.get(&number).filter(|(over, _)| self.is_its_own(number, *over));
@@ -157,14 +159,14 @@ impl Requests {
         }
     }
 
-    /// It is taken, and will be answered.
+    /// The request is taken, and will be answered.
     pub(super) fn opens(&mut self, number: u64) -> Asked {
         self.open.insert(number, self.connection);
         self.newest = self.newest.max(number);
         Asked { number, over: self.connection }
     }
 
-    /// Whether it waits for its answer.
+    /// Whether the request waits for its answer.
     pub(super) fn is_open(&self, asked: Asked) -> bool {
         self.open.get(&asked.number) == Some(&asked.over)
     }
@@ -174,8 +176,8 @@ impl Requests {
         number < asked.number && (asked.over == self.connection || number < asked.number.min(self.made))
     }
 
-    /// Its answer, which is kept until the client has it. Whether it is to be sent: nobody waits for the answer to a
-    /// stranger's request.
+    /// Records the answer, which is kept until the client has it. Returns whether to send it: nobody waits
+    /// for the answer to a stranger's request.
     pub(super) fn answers(&mut self, asked: Asked, answer: &Message) -> bool {
         let Asked { number, over } = asked;
         if !self.is_open(asked) {
@@ -198,7 +200,7 @@ impl Requests {
         self.answered.len()
     }
 
-    /// Whether more answers are kept over this connection than a client leaves unheard.
+    /// Whether more answers are kept over this connection than a client leaves unacknowledged.
     pub(super) fn is_full(&self) -> bool {
         let over_this = |(over, _): &&(Connection, Message)| *over == self.connection;
         self.answered.len() >= MAX_ANSWERS && self.answered.values().filter(over_this).count() >= MAX_ANSWERS
@@ -209,13 +211,13 @@ impl Requests {
         self.open.is_empty() && self.answered.is_empty()
     }
 
-    /// What the client has said of that over this connection.
+    /// The number that the client has acknowledged over this connection.
     pub(super) fn heard(&self) -> Option<u64> {
         self.said
     }
 }
 
-/// What is kept of an answer: reasons may be long, and a setting that is asked for again is refused again.
+/// The kept form of an answer: reasons may be long, and a setting that is asked for again is refused again.
 fn in_short(answer: &Message) -> Message {
     match answer {
         Message::Refused(Refusal::Control(why)) => {

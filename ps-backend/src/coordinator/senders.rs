@@ -1,4 +1,4 @@
-//! Who sends what to a plan.
+//! The senders of a plan.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -16,11 +16,11 @@ use crate::core::{Contribution, Now};
 #[derive(Debug)]
 pub(super) struct Sender {
     pub(super) client: ClientId,
-    /// Whose contributions, in the order in which they are added; none for new weights.
+    /// The learners whose contributions it sends, in the order in which they are added; none for new weights.
     pub(super) learners: Vec<LearnerId>,
     pub(super) payload: Granted,
     pub(super) blocks: FixedBitSet,
-    /// What counts of those of them that others send, too, or nobody has written as a whole.
+    /// The counting parts of those blocks that others send, too, or that nobody has written as a whole.
     pub(super) partly: PartlyWritten,
 }
 
@@ -31,7 +31,7 @@ impl Sender {
 }
 
 impl CoordinatorCore {
-    /// Adds the sender of a learner that is still writing: its client, with whatever else that sends.
+    /// Adds the sender of a learner that is still writing: its client, with its other contributions.
     pub(super) fn add_open_sender(
         &self,
         learner: LearnerId,
@@ -57,8 +57,9 @@ impl CoordinatorCore {
     }
 }
 
-/// Contributions by client; clients in the order of their first learners. Where the last one `replaces` the others, the
-/// highest learner's counts of each byte, whatever others send, or have sent before, which is `accumulated`.
+/// Contributions by client; clients in the order of their first learners. If the last contribution `replaces`
+/// the others, the highest learner's values count for each byte, whatever others send, or have sent before
+/// (`accumulated`).
 pub(super) fn senders<'a>(
     contributions: &'a [Arc<Contribution<Source>>],
     accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,

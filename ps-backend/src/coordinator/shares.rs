@@ -1,5 +1,5 @@
-//! Who sends what of each block where values are replaced: of each byte, the highest learner that has written it counts.
-//! Pure.
+//! The shares of clients in each block, if values are replaced: for each byte, the highest learner that has
+//! written it counts. Pure.
 
 use std::collections::BTreeMap;
 
@@ -8,30 +8,30 @@ use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId};
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::ranges;
 
-/// What one learner has written.
+/// The written values of one learner.
 #[derive(Clone, Debug)]
 pub(super) struct Values<'a> {
     pub(super) learner: LearnerId,
-    /// Who sends it; nobody, if it has been sent.
+    /// The client that sends them; none if they have been sent.
     pub(super) sender: Option<ClientId>,
     pub(super) sent: &'a FixedBitSet,
     pub(super) partly: Option<&'a PartlyWritten>,
 }
 
-/// What a client sends that counts.
+/// The counting values of one client.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Share {
     pub(super) blocks: FixedBitSet,
-    /// Of those, blocks of which not all counts.
+    /// The blocks of those of which only parts count.
     pub(super) partly: PartlyWritten,
 }
 
-/// What counts of what each client sends. No byte is in two shares.
+/// The share of each client. No byte is in two shares.
 pub(super) fn shares(mut values: Vec<Values<'_>>) -> BTreeMap<ClientId, Share> {
     values.sort_by_key(|of| std::cmp::Reverse(of.learner));
     let mut shares = BTreeMap::<ClientId, Share>::new();
     let mut pieces = BTreeMap::<(ClientId, usize), Vec<_>>::new();
-    // What higher learners have written.
+    // The values of higher learners.
     let mut whole = FixedBitSet::new();
     let mut partly = BTreeMap::<usize, Vec<_>>::new();
     for Values { sender, sent, partly: own, .. } in values {
@@ -88,7 +88,7 @@ mod tests {
     const BLOCKS: usize = 4;
     const BYTES: u32 = 12;
 
-    /// Of each byte of each block, whether it is written.
+    /// For each byte of each block, whether it is written.
     type Bytes = [[bool; BYTES as usize]; BLOCKS];
 
     fn written(bytes: &Bytes) -> (FixedBitSet, PartlyWritten) {

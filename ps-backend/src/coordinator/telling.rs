@@ -1,4 +1,4 @@
-//! What clients are told of the job, and how often.
+//! The state that clients are sent, and how often.
 use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::wire::{JobState, LearnerState, Message};
 
@@ -50,7 +50,7 @@ impl CoordinatorCore {
         self.tell_those(&self.connected(), |_, _| true, now, actions);
     }
 
-    /// Tells those to whom it is news, and repeats it to the others ever more seldom.
+    /// Sends the state to the clients that do not know it, and repeats it to the others ever more seldom.
     pub(super) fn tell_again(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.told_at = now;
         self.sequence += 1;

@@ -28,7 +28,7 @@ fn layout(blocks: usize) -> ModelLayout {
 struct Bench {
     coordinator: CoordinatorCore,
     now: Now,
-    /// What the coordinator has done since it was last asked.
+    /// The coordinator's actions since the last check.
     said: Vec<Action>,
 }
 
@@ -105,7 +105,7 @@ impl Bench {
         self.client(client, request, commit);
     }
 
-    /// What was said to a client, but for the state of the job.
+    /// The messages to a client, without the state of the job.
     fn heard_by(&mut self, client: ClientId) -> Vec<(u64, Message)> {
         let said =
             self.said.extract_if(.., |action| matches!(action, Action::ToClient(id, ..) if *id == client));
@@ -138,7 +138,8 @@ fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
     (0, Message::Grant { plan, payload: Granted::Contributions { of, replaces: false, open: None } })
 }
 
-/// When a client is told the state, in milliseconds from now, and what it says of commits, if it is looked every 100 ms.
+/// The times, in milliseconds from now, when a client is sent the state, and its count of commits, if the
+/// clock ticks every 100 ms.
 fn told(bench: &mut Bench, client: ClientId, millis: u64) -> Vec<(u64, u32)> {
     let begun = bench.now;
     let mut told = Vec::new();
@@ -162,12 +163,12 @@ fn a_state_that_stays_the_same_is_repeated_ever_more_seldom() {
     let mut bench = Bench::new();
     let repeated = told(&mut bench, A, 20_000);
     assert_eq!(repeated, [500, 1000, 2000, 4000, 8000, 12_000, 16_000, 20_000].map(|at| (at, 0)));
-    // News are told within half a second, and once more soon.
+    // A new state is sent within half a second, and once more soon.
     bench.commit(B, 2, 1, 2);
     let news = told(&mut bench, A, 4_000);
     assert!(news[0].0 <= 500 && news.iter().all(|&(_, committed)| committed == 1), "{news:?}");
     assert!(news[1].0 <= news[0].0 + 500 && news.len() <= 5, "{news:?}");
-    // Who comes back is told at once.
+    // A client that comes back is sent the state at once.
     bench.coordinator.client_down(A, bench.now, &mut bench.said);
     bench.said.clear();
     bench.coordinator.client_up(A, bench.now, &mut bench.said).unwrap();
@@ -230,7 +231,7 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
     let next = bench.started();
     assert!(next.plan > plan.plan);
     assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A]);
-    // What comes of the old plan is not heard.
+    // Answers about the old plan do not count.
     bench.partition(0, Message::Ready { plan: plan.plan });
     assert_eq!(bench.coordinator.running(), Some((next.plan, vec![0])));
 }
@@ -357,7 +358,7 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_nobody_waits_for_it() {
                 "{heard:?}"
             );
         }
-        // What is not lent is kept by its client until the plan is over.
+        // Memory that is not lent stays at its client until the plan is over.
         let mut bench = Bench::new();
         bench.commit(A, 1, 1, 2);
         bench.commit(B, 2, 1, 2);

@@ -1,4 +1,4 @@
-//! What the core asks of whoever runs it.
+//! The core's requests to its edge.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,10 +19,10 @@ pub type Now = Duration;
 /// Names a request whose answer comes later.
 pub type Ticket = u64;
 
-/// One learner's committed contribution. `S` is where its payload lies.
+/// One learner's committed contribution. `S` is the place of its payload.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Contribution<S> {
-    /// Whose.
+    /// The learner.
     pub learner: LearnerId,
     /// Blocks it holds; the others count as zero.
     #[serde(deserialize_with = "bits::deserialize")]
@@ -30,9 +30,9 @@ pub struct Contribution<S> {
     /// Tensors of which it holds something.
     #[serde(deserialize_with = "bits::deserialize")]
     pub tensors: FixedBitSet,
-    /// What of its blocks was written, where that is not all. `None` if that is in too many pieces to be of values.
+    /// The written parts of blocks that were written in part. `None` if there are too many pieces for values.
     pub partly: Option<PartlyWritten>,
-    /// Where its payload lies.
+    /// The place of its payload.
     pub source: S,
     /// Its payload is in this process, and stays as it is until its version is made: it is safe as soon as it is taken.
     pub steady: bool,
@@ -41,7 +41,7 @@ pub struct Contribution<S> {
     pub lent: bool,
 }
 
-/// What to compute for the next version.
+/// The computation of the next version.
 #[derive(Clone, Debug)]
 pub struct Plan<S> {
     /// How.
@@ -68,18 +68,18 @@ pub enum Work<S> {
     },
     /// Publish new values that were written to `weights`.
     Assign {
-        /// Where they lie.
+        /// The place of the new weights.
         buffer: S,
     },
 }
 
-/// What the edge has to do.
+/// Work for the edge.
 #[derive(Clone, Debug)]
 pub enum Action<S> {
     /// Add all of these into the accumulator, then call [`JobCore::accumulated`], or [`JobCore::accumulate_failed`] if
     /// nothing was added.
     Accumulate {
-        /// What to add, by learner; at least one.
+        /// The contributions to add, by learner; at least one.
         contributions: Vec<Arc<Contribution<S>>>,
         /// Or the last one replaces what is there.
         combine: Combine,
@@ -88,7 +88,7 @@ pub enum Action<S> {
     Reduce(Arc<Plan<S>>),
     /// The provisional plan under way is this one: its last contribution is committed.
     Seal(Arc<Plan<S>>),
-    /// The provisional plan under way is void: what it has computed never counts.
+    /// The provisional plan under way is void: its results never count.
     Drop,
     /// Answer a request: it is done, for good.
     Reply(Ticket, Result<(), ShardError>),
@@ -96,7 +96,7 @@ pub enum Action<S> {
     Published(Version),
     /// A learner is no longer in the job.
     Left {
-        /// Who.
+        /// The learner.
         learner: LearnerId,
         /// Why.
         reason: LeaveReason,
@@ -106,7 +106,7 @@ pub enum Action<S> {
 /// Answer to the first write of a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// Which step of the learner it is.
+    /// The step of the learner.
     pub step: Step,
     /// The learner's last contribution is still to be read from its staging region: this one must be
     /// staged elsewhere.

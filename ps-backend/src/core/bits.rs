@@ -4,10 +4,10 @@ use fixedbitset::FixedBitSet;
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
 
-/// Of a block of the set's memory.
+/// Bytes of one word of the set's memory.
 const WORD: usize = size_of::<usize>();
 
-/// As [`FixedBitSet`] is serialised; any other bytes are refused.
+/// Reads the serialised form of [`FixedBitSet`]; any other bytes are refused.
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<FixedBitSet, D::Error> {
     let (length, data): (u64, &'de [u8]) = Deserialize::deserialize(from)?;
     let length = usize::try_from(length).map_err(D::Error::custom)?;

@@ -148,8 +148,8 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Nobody waits for the last commit of `learner` any more. If it is not taken yet, or nothing of it was read
-    /// yet, it fails and the contribution is open again.
+    /// Nobody waits for the last commit of `learner` any more. If the commit is not taken yet, or nothing of
+    /// it was read yet, it fails and the contribution is open again.
     ///
     /// # Errors
     /// [`ShardError::UnknownLearner`].
@@ -179,8 +179,8 @@ impl<S: Clone> JobCore<S> {
         Ok(())
     }
 
-    /// Nobody waits any more for the publication of the buffers that `is_it` knows. Those that have not begun do not take
-    /// place.
+    /// Nobody waits any more for the publication of the buffers that `is_it` matches. Publications that have
+    /// not begun do not take place.
     pub fn withdraw_assign(&mut self, is_it: impl Fn(&S) -> bool, now: Now, actions: &mut Vec<Action<S>>) {
         let is_it = |pending: &Pending<S>| matches!(&pending.kind, PendingKind::Assign { buffer, .. } if is_it(buffer));
         self.pending.retain(|pending| {

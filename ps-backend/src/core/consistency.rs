@@ -1,5 +1,5 @@
-//! What the consistencies have in common and where they differ: which commits can be taken, when a version
-//! has all it waits for, who is waited for.
+//! The rules in which the consistencies differ: which commits can be taken, when a version has everything it
+//! waits for, who is waited for.
 //!
 //! | | a version has | whose commit waits |
 //! |---|---|---|
@@ -16,7 +16,8 @@ use libmodelio::vocabulary::ids::LearnerId;
 use super::{JobCore, Member, PendingKind, Phase, Place};
 
 impl<S: Clone> JobCore<S> {
-    /// Takes over the consistency that is set. Who ran ahead under another one starts level with the others.
+    /// Takes over the consistency that is set. Learners that ran ahead under another one start level with the
+    /// others.
     pub(super) fn follow_consistency(&mut self) {
         let before = std::mem::replace(&mut self.consistency, self.controls.consistency);
         if self.limits_head_start() && !matches!(before, Consistency::Ssp(_)) {
@@ -46,7 +47,7 @@ impl<S: Clone> JobCore<S> {
         let Some(member) = self.members.get(&learner).filter(|member| !member.unpublished) else {
             return false;
         };
-        // What a provisional plan has computed was computed without it.
+        // A provisional plan was computed without it.
         let is_alone = self.early.is_none_or(|early| early == learner);
         match self.consistency {
             Consistency::Sync => {
@@ -86,13 +87,14 @@ impl<S: Clone> JobCore<S> {
         self.formed && (quorum || !missing)
     }
 
-    /// Those who take part in the coming version and have not committed.
+    /// Learners who take part in the coming version and have not committed.
     fn missing(&self) -> impl Iterator<Item = LearnerId> {
         let missing = |member: &Member| self.takes_part(member) && !member.unpublished;
         self.members.iter().filter(move |(_, member)| missing(member)).map(|(&learner, _)| learner)
     }
 
-    /// Who alone can still add to the coming version, so that a plan may begin while it writes.
+    /// The only learner who can still add to the coming version, if there is one: a plan may begin while it
+    /// writes.
     pub(super) fn last_outstanding(&self) -> Option<LearnerId> {
         if !self.gathers() {
             return match self.members.len() {
@@ -125,7 +127,7 @@ impl<S: Clone> JobCore<S> {
         pace.saturating_sub(self.slowest()) > u64::from(most)
     }
 
-    /// Whether somebody who waits may be waiting for `learner`.
+    /// Whether a waiting learner may be waiting for `learner`.
     pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
         if self.early == Some(learner) {
             return true;

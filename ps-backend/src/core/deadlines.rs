@@ -1,4 +1,4 @@
-//! Time passes: requests that are not answered by their deadlines, leases, and what is looked at now and then.
+//! The passing of time: deadlines of requests, leases, and periodic checks.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -14,7 +14,7 @@ impl<S: Clone> JobCore<S> {
     /// look now and then besides.
     pub fn next_deadline(&self) -> Option<Now> {
         let pending = self.pending.iter().map(|pending| pending.deadline);
-        // Who reads what is lent looks at its deadline: see `overdue`.
+        // A reader of lent memory checks its deadline itself: see `overdue`.
         let taken = self.committed.iter().filter(|c| !c.is_read_on_loan());
         let taken = taken.filter_map(|c| c.ticket).chain(self.running_ticket);
         pending.chain(taken.map(|(_, deadline)| deadline)).chain(self.next_accumulation()).min()
@@ -50,7 +50,7 @@ impl<S: Clone> JobCore<S> {
         let mut timed_out = |ticket, what: Cow<'static, str>| {
             actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what))));
         };
-        // Who has waited until now was not silent.
+        // A learner that has waited until now was not silent.
         let mut alive = Vec::new();
         let mut kept = VecDeque::new();
         for pending in std::mem::take(&mut self.pending) {

@@ -1,5 +1,5 @@
-//! Plans that begin early, while their last contribution is still written: when one begins, and what ends it before its
-//! commit.
+//! Plans that begin early, while their last contribution is still written: when one begins, and when it ends
+//! before its commit.
 
 use std::sync::Arc;
 
@@ -27,8 +27,8 @@ impl<S: Clone> JobCore<S> {
         if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
             return None;
         }
-        // Values of several learners replace each other byte by byte: what is committed later may change what a block is
-        // made of.
+        // Values of several learners replace each other byte by byte: a later commit may change the result of
+        // a block.
         if self.params().0.combine() == Combine::Last && !self.committed.is_empty() {
             return None;
         }
@@ -48,7 +48,8 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// What has come early of `learner` is void, and so is the plan that it has come to. What is committed is read.
+    /// The blocks of `learner` that came early are void, and so is the plan that has them. Committed
+    /// contributions are read instead.
     pub fn drop_early(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
         if self.early.take_if(|early| *early == learner).is_some() {
             self.release_params();

@@ -1,8 +1,8 @@
 //! Holding the job at a moment when all that there is of it are a version and this core: it can be taken elsewhere then.
 //!
-//! Nothing of the coming version may be in the accumulator. So contributions are no longer accumulated; they stay where
-//! they are, and their commits wait for the version. When it is out, nothing is begun any more. Requests are taken as ever,
-//! and deadlines and leases go on.
+//! The accumulator must hold nothing of the coming version. So contributions are no longer accumulated; they
+//! stay where they are, and their commits wait for the version. When the version is out, no new work begins.
+//! Requests are still taken, and deadlines and leases go on.
 use libmodelio::vocabulary::reducer::Reducer;
 
 use super::{Action, Committed, Contribution, JobCore, Now, Pending, PendingKind, Place};
@@ -20,7 +20,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Whether nothing is begun any more, and nothing that was is left.
+    /// Whether no work begins any more, and all earlier work is done.
     pub fn is_held(&self) -> bool {
         self.holds && !self.is_under_way()
     }
@@ -31,19 +31,20 @@ impl<S: Clone> JobCore<S> {
         missing.map(|member| member.name.as_str()).collect()
     }
 
-    /// Whose optimizer state there is.
+    /// The reducer whose optimizer state there is.
     pub fn state_of(&self) -> Reducer {
         self.params.as_ref().map_or(self.state_of, |(reducer, ..)| *reducer)
     }
 
-    /// The job was taken elsewhere while it was held: nobody could be heard meanwhile, so all leases begin anew.
+    /// Another coordinator has taken the job over while it was held. Learners could not be heard meanwhile,
+    /// so all leases begin anew.
     pub fn taken_over(&mut self, now: Now) {
         self.stall = None;
         self.members.values_mut().for_each(|member| member.last_seen = now);
     }
 
-    /// Whether all of it is of a job of `blocks` blocks and `tensors` tensors that was held. What came from elsewhere may
-    /// be anything.
+    /// Checks that this is the state of a held job of `blocks` blocks and `tensors` tensors. State from
+    /// elsewhere may be anything.
     pub fn is_sound(&self, blocks: u32, tensors: usize) -> bool {
         let of_model = |set: &fixedbitset::FixedBitSet| set.len() == blocks as usize;
         let contributed = |contribution: &Contribution<S>| {

@@ -1,4 +1,4 @@
-//! Who is in the job: joining, leaving, and when there are too few.
+//! Membership of the job: joining, leaving, and too few learners.
 
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
@@ -8,7 +8,7 @@ use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase};
 /// Longest name of a learner, in bytes.
 const MAX_NAME: usize = 64;
 
-/// Names are those of directories: whoever asks has looked already, unless it is no mount.
+/// Checks a name, which is that of a directory. Mounts check it before they ask; other clients may not.
 pub(super) fn check_name(name: &str) -> Result<(), ShardError> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if !name.is_empty() && name.len() <= MAX_NAME && !name.starts_with('.') && name.chars().all(fits) {
@@ -67,7 +67,7 @@ impl<S: Clone> JobCore<S> {
         Ok((learner, incarnation))
     }
 
-    /// A learner leaves. What it committed stays; what it was writing is dropped.
+    /// A learner leaves. Its committed contribution stays; its open one is dropped.
     ///
     /// # Errors
     /// [`ShardError::UnknownLearner`].
@@ -97,8 +97,8 @@ impl<S: Clone> JobCore<S> {
         Ok(())
     }
 
-    /// A name is free, and comes back as another incarnation. Of the names that have left the newest are known one by one;
-    /// of the others, the highest incarnation that any of them has had.
+    /// Frees a name, which comes back as another incarnation. The newest names that have left are known one
+    /// by one; for the others, only the highest incarnation that any of them has had.
     fn remember(&mut self, name: String) {
         self.left.push_back(name);
         if self.left.len() > MAX_LEARNERS
@@ -110,13 +110,13 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// What follows when learners have left.
+    /// The consequences of learners leaving.
     pub(super) fn after_departure(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         self.stop_if_too_few(actions);
         self.advance(now, actions);
         if self.members.is_empty() {
-            // The next ones are a new job: it waits again until all are there. What the last ones committed
-            // need not wait for that if it makes a version of its own.
+            // The next learners are a new job: it waits again until all are there. Commits of the last
+            // learners need not wait for that if they make a version of their own.
             let flushes = self.formed && self.committed.len() >= self.controls.min_learners as usize;
             self.reform = flushes && !self.committed.is_empty();
             self.formed = self.reform;
@@ -153,7 +153,7 @@ impl<S: Clone> JobCore<S> {
         } else if let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner)
             && taken.undo.is_some()
         {
-            // It is taken; but should that fail yet, nothing is to be open again.
+            // The commit is taken; but if it still fails, the contribution must not be open again.
             taken.undo = Some(Phase::Idle);
         }
         Ok(())

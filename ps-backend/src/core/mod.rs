@@ -5,12 +5,12 @@
 //! Every learner has at most one open contribution, whose payload waits at its client. When the contributions of a version
 //! are committed, a plan adds them up and computes the version ([`Action::Reduce`]).
 //!
-//! A plan may begin *early*, while its last contribution is still written: then blocks are added as they are whole. That
-//! may happen only when nothing but that learner can still undo the result: where a version waits for several (`sync`,
-//! `quorum`) when all other learners have committed, where every contribution makes one (`async`, `ssp`) when the learner
-//! is alone. Such a plan is provisional: the commit seals it ([`Action::Seal`]); a learner that dies or aborts drops it
-//! ([`Action::Drop`]), and the version is computed again without that contribution. What a learner has committed stays,
-//! whatever becomes of it.
+//! A plan may begin *early*, while its last contribution is still written: blocks are then added as soon as
+//! they are whole. The plan may begin only when no other learner can undo the result. Where a version waits
+//! for several (`sync`, `quorum`), all other learners must have committed; where every contribution makes one
+//! (`async`, `ssp`), the learner must be alone. Such a plan is provisional: the commit seals it
+//! ([`Action::Seal`]); a learner that dies or aborts drops it ([`Action::Drop`]), and the version is computed
+//! again without that contribution. Commits of a learner stay, whatever becomes of it.
 //!
 //! Memory does not grow with the learners: payloads wait at the clients, and one fp32 accumulator takes what must leave
 //! them before the version is made (iRDMA §IV-C).
@@ -78,7 +78,7 @@ pub struct JobCore<S> {
     /// The highest incarnation of a name that is known no more.
     forgotten: Incarnation,
     next_learner: u32,
-    /// As many learners as expected have been here.
+    /// Whether as many learners as expected have been here.
     formed: bool,
     committed: Vec<Committed<S>>,
     pending: VecDeque<Pending<S>>,
@@ -91,24 +91,25 @@ pub struct JobCore<S> {
     accumulate_patience: Now,
     /// Plans begin while their last contribution is still written.
     provisional: bool,
-    /// Of a whole block.
+    /// Whether early plans wait for a whole block.
     #[serde(skip)]
     of_whole_blocks: bool,
     /// The plan that had begun early for this step could not take it: it is read when it is committed.
     failed_early: Option<(LearnerId, Step)>,
     /// The write of `weights` that the running plan publishes.
     running_ticket: Option<(Ticket, Now)>,
-    /// Reducer and constants of the coming version, and what is frozen in it, fixed once something of it was computed.
+    /// Reducer and constants of the coming version, and its frozen tensors; fixed once part of it was
+    /// computed.
     params: Option<(Reducer, Hyper, Tensors)>,
     /// Tensors that are never reduced, as the settings have them.
     frozen: Tensors,
-    /// Whose optimizer state there is.
+    /// The reducer whose optimizer state there is.
     state_of: Reducer,
     /// `learners` was raised, or all have left, in mid-step: count again after it.
     reform: bool,
     /// The next version has a buffer.
     buffer_ready: bool,
-    /// Nothing is begun any more once nothing that was begun is left.
+    /// Whether no new work begins once earlier work is done.
     #[serde(skip)]
     holds: bool,
     /// Somebody waits for other learners.
@@ -158,9 +159,9 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Waits up to `patience` for the rest of a step before a contribution whose memory is needed back is
-    /// accumulated: what is summed in one pass with the others need not be accumulated at all. As long as accumulating
-    /// takes is a good choice: then waiting in vain at most doubles the cost.
+    /// Waits up to `patience` for the rest of a step before it accumulates a contribution whose memory is
+    /// needed back: contributions that are summed in one pass need no accumulation. The time that
+    /// accumulating takes is a good choice: waiting in vain then at most doubles the cost.
     #[must_use]
     pub fn with_accumulate_patience(mut self, patience: Now) -> JobCore<S> {
         self.accumulate_patience = patience;

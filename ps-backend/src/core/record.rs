@@ -1,7 +1,8 @@
-//! The record of a job: all that is true of its newest version, whoever is connected and whatever is under way.
+//! The record of a job: everything that is true of its newest version, whoever is connected and whatever is
+//! under way.
 //!
-//! What a snapshot has of the coordinator. A contribution that is part of no version yet is not in it: its learner is
-//! recorded at the step before.
+//! It is the coordinator's part of a snapshot. A contribution that is part of no version yet is not in it:
+//! its learner is recorded at the step before.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +20,7 @@ use super::{JobCore, MAX_LEARNERS, Member};
 pub struct JobRecord {
     /// The version.
     pub version: Version,
-    /// Whose optimizer state there is.
+    /// The reducer whose optimizer state there is.
     pub optimizer: Reducer,
     /// Optimizer steps of each tensor since its state was zero, as runs of tensors.
     pub steps: TensorSteps,
@@ -31,10 +32,10 @@ pub struct JobRecord {
     pub unlisted: Incarnation,
 }
 
-/// What is known of a name.
+/// The facts about a name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LearnerRecord {
-    /// As in `learners/<name>`.
+    /// The name in `learners/<name>`.
     pub name: String,
     /// The last life under it.
     pub incarnation: Incarnation,
@@ -43,7 +44,7 @@ pub struct LearnerRecord {
 }
 
 impl<S: Clone> JobCore<S> {
-    /// What is true of the newest version.
+    /// The facts about the newest version.
     pub fn record(&self) -> JobRecord {
         let of_member = |member: &Member| LearnerRecord {
             name: member.name.clone(),
@@ -68,8 +69,8 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Goes on from a record, without learners: those that were in the job join again, as other incarnations. Of a
-    /// job that has just begun.
+    /// Goes on from a record, without learners: those that were in the job join again, as other incarnations.
+    /// The job must have just begun.
     ///
     /// # Errors
     /// A record of a job with other tensors, or one that no job has.

@@ -1,8 +1,8 @@
-//! Work that was begun and cannot be ended: what it leaves behind, and what is begun anew.
+//! Work that was begun and cannot be finished: its remains, and the work that is begun anew.
 //!
-//! Until it is accumulated or part of a version, a commit that is not steady can be taken out again, and with it
-//! the plan or the accumulation that has it. Everybody else's contributions go back to where they can be read
-//! again; what the accumulator held before stays.
+//! Until it is accumulated or part of a version, a commit that is not steady can be taken out again, and with
+//! it the plan or the accumulation that has it. The contributions of all others go back to where they can be
+//! read again; the earlier contents of the accumulator stay.
 
 use std::sync::Arc;
 
@@ -35,12 +35,12 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// The payload of these learners' commits cannot be had any more. Those that are neither steady (their
-    /// payload is the shard's own) nor accumulated are not part of the job: they fail. Of the learners, those
-    /// still in the job leave it with [`LeaveReason::Died`].
+    /// The payload of these learners' commits is lost. Commits that are neither steady (their payload is the
+    /// shard's own) nor accumulated are not part of the job: they fail. Learners still in the job leave it
+    /// with [`LeaveReason::Died`].
     ///
-    /// Returns whether the plan or the accumulation under way needed one of these payloads. Then it is void, and must
-    /// not be reported as done; `actions` may begin another.
+    /// Returns whether the plan or the accumulation under way needed one of these payloads. If it did, that
+    /// work is void, and must not be reported as done; `actions` may begin another.
     pub fn lost(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action<S>>) -> bool {
         let is_gone = |committed: &Committed<S>| {
             !committed.contribution.steady
@@ -66,7 +66,7 @@ impl<S: Clone> JobCore<S> {
         }
         self.release_params();
         for &learner in learners {
-            // One that has left before is only to be forgotten.
+            // A learner that has left before only has to be forgotten.
             let _ = self.depart(learner, LeaveReason::Died, actions);
         }
         self.after_departure(now, actions);
@@ -129,7 +129,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Nothing of what was being accumulated is in the accumulator.
+    /// The contributions that were being accumulated are not in the accumulator.
     fn stop_accumulation(&mut self) {
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
             committed.place = Place::ToAccumulate;
@@ -158,8 +158,8 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Undoes a commit of which nothing has been read yet: the contribution is open again. What came after it is
-    /// dropped.
+    /// Undoes a commit of which nothing has been read yet: the contribution is open again. Blocks that came
+    /// after it are dropped.
     pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
         let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
         let committed = self.committed.remove(at);

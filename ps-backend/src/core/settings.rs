@@ -32,7 +32,7 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// Whether these settings can be had now.
+    /// Checks that these settings are possible now.
     ///
     /// # Errors
     /// Why not: contributions that were taken as gradients are written in too many pieces to be values.
@@ -46,8 +46,8 @@ impl<S: Clone> JobCore<S> {
         Err(ControlError::Conflict(why.into()))
     }
 
-    /// In how many pieces partly written blocks of contributions to the coming version are, and of those that wait to be
-    /// taken, but for the one of `sender`. None if of one of them that is not known.
+    /// The number of pieces of partly written blocks, in contributions to the coming version and in those
+    /// that wait to be taken, except the one of `sender`. None if it is unknown for one of them.
     pub(super) fn pieces(&self, sender: Option<LearnerId>) -> Option<usize> {
         let waiting = self.pending.iter().filter_map(|pending| match &pending.kind {
             PendingKind::Commit { contribution, .. } => {
@@ -85,7 +85,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// What the coming version is computed with.
+    /// The parameters of the coming version.
     pub(super) fn params(&self) -> (Reducer, Hyper, Tensors) {
         let set = || (self.controls.reducer, self.controls.hyper.clone(), self.frozen.clone());
         self.params.clone().unwrap_or_else(set)

@@ -1,4 +1,4 @@
-//! What the core keeps of learners and of their contributions.
+//! The core's state of learners and of their contributions.
 
 use std::sync::Arc;
 
@@ -27,11 +27,11 @@ pub(super) struct Member {
     pub(super) last_seen: Now,
     /// Some process that is known to live uses it.
     pub(super) attached: bool,
-    /// When its last process had exited. None if it has one, or nothing is known of any.
+    /// The time when its last process exited. None if a process uses it, or none is known.
     pub(super) exited: Option<Now>,
     /// Last committed step.
     pub(super) step: Step,
-    /// That step waits for its version.
+    /// Whether that step waits for its version.
     pub(super) unpublished: bool,
     /// The version that its last published step is part of.
     pub(super) published_in: Version,
@@ -68,18 +68,18 @@ pub(super) struct Committed<S> {
     pub(super) ticket: Option<(Ticket, Now)>,
     /// When it is accumulated unless its version is made before.
     pub(super) accumulate_at: Now,
-    /// What its learner's phase was: until the payload has left its program's memory and was found to be
-    /// good, the commit can be taken back.
+    /// The learner's phase before: the commit can be taken back until the payload has left its program's
+    /// memory and was found to be good.
     pub(super) undo: Option<Phase>,
 }
 
 impl<S> Committed<S> {
-    /// Whether its payload is being read where it is not the shard's own.
+    /// Whether its payload is being read from memory that is not the shard's own.
     pub(super) fn is_read(&self) -> bool {
         self.place == Place::Accumulating || self.place == Place::Kept && !self.contribution.steady
     }
 
-    /// Whether it is being read in memory that is lent.
+    /// Whether its payload is being read from lent memory.
     pub(super) fn is_read_on_loan(&self) -> bool {
         self.contribution.lent && self.is_read()
     }

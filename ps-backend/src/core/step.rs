@@ -45,7 +45,7 @@ impl<S: Clone> JobCore<S> {
                 self.end_step(now, actions);
             }
             Work::Assign { .. } => {
-                // The step goes on: whoever came in the middle of it still waits for the one after.
+                // The step goes on: a learner who came in the middle of it still waits for the next one.
                 let version = self.version;
                 for member in self.members.values_mut().filter(|member| member.joined_at >= version) {
                     member.joined_at = version.next();
@@ -68,7 +68,7 @@ impl<S: Clone> JobCore<S> {
             if let Some(member) = self.members.get_mut(&committed.contribution.learner) {
                 member.unpublished = false;
                 member.published_in = self.version;
-                // Until now it had nothing to say.
+                // Until now the learner had nothing to say.
                 member.last_seen = now;
             }
         }
@@ -111,7 +111,7 @@ impl<S: Clone> JobCore<S> {
                         self.start_step(actions);
                     }
                 }
-                // What was allowed when it was asked for may have been overtaken by the first version.
+                // The first version may have overtaken a publication that was allowed when it was asked for.
                 PendingKind::Assign { buffer } if self.early.is_none() && !self.is_held() => {
                     match self.may_assign() {
                         Ok(()) => {
@@ -160,7 +160,7 @@ impl<S: Clone> JobCore<S> {
             }
             return;
         }
-        // What was to be accumulated is read in place instead: the version is made now.
+        // Contributions that were to be accumulated are read in place instead: the version is made now.
         for committed in &mut self.committed {
             if committed.place == Place::ToAccumulate {
                 committed.place = Place::Kept;
@@ -189,7 +189,7 @@ impl<S: Clone> JobCore<S> {
         Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional }
     }
 
-    /// Whether something still goes on in the memory that the coming version would be made in or from.
+    /// Whether work still goes on in the memory that the coming version would be made in or from.
     fn is_busy(&self) -> bool {
         let committed = |learner| self.committed.iter().any(|c| c.contribution.learner == learner);
         self.is_accumulating() || self.early.is_some_and(|early| !committed(early))
@@ -204,7 +204,7 @@ impl<S: Clone> JobCore<S> {
 
     /// When the next contribution is to be accumulated.
     pub(super) fn next_accumulation(&self) -> Option<Now> {
-        // What is accumulated is added up in the order in which it came.
+        // Accumulation adds contributions in the order in which they come.
         if self.running.is_some() || self.is_accumulating() || self.controls.deterministic || self.holds {
             return None;
         }

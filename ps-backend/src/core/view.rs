@@ -1,4 +1,4 @@
-//! What the job is doing, for whoever shows it or works for it: nothing here decides.
+//! The state of the job, for those that show it or work for it: nothing here decides.
 use std::sync::Arc;
 
 use libmodelio::transport::Attached;
@@ -52,7 +52,7 @@ impl<S: Clone> JobCore<S> {
         self.committed.len()
     }
 
-    /// Where the contributions lie that are taken and still have to be read, by whose they are.
+    /// The places of contributions that are taken and still have to be read, by learner.
     pub fn unread(&self) -> impl Iterator<Item = (LearnerId, &S)> {
         let unread =
             self.committed.iter().filter(|c| !c.contribution.steady && c.place != Place::Accumulated);
@@ -70,12 +70,12 @@ impl<S: Clone> JobCore<S> {
         accumulated.map(|committed| &committed.contribution)
     }
 
-    /// Whether something of the coming version has been computed, or is being.
+    /// Whether part of the coming version has been computed, or is being computed.
     pub(super) fn is_under_way(&self) -> bool {
         self.running.is_some() || self.early.is_some() || self.is_accumulating() || self.has_accumulated()
     }
 
-    /// Whether the accumulator holds something of the coming version.
+    /// Whether the accumulator holds contributions to the coming version.
     pub(super) fn has_accumulated(&self) -> bool {
         self.committed.iter().any(|c| c.place == Place::Accumulated && !c.contribution.sent.is_clear())
     }
@@ -90,7 +90,7 @@ impl<S: Clone> JobCore<S> {
         self.members.get(&learner).map(|member| view(learner, member, now))
     }
 
-    /// Short description of what the job is doing.
+    /// The job's phase.
     pub fn state(&self) -> JobPhase {
         if self.is_stopped() {
             JobPhase::Stopped

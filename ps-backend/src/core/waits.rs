@@ -1,4 +1,4 @@
-//! Who waits for whom: who is named for it, and who leaves because others wait for it.
+//! Waiting learners: who is named as the cause, and who leaves because others wait.
 
 use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::LearnerId;
@@ -21,7 +21,7 @@ impl<S: Clone> JobCore<S> {
             && !self.is_held()
             && (step_waits || !self.pending.is_empty());
         let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
-        // If whoever was the slowest has moved, or left, the wait is for others now.
+        // If the slowest learner has moved, or left, the wait is for others now.
         self.stall.take_if(|stall| stall.slowest != slowest);
         if waits {
             let stall = self.stall.get_or_insert(Stall { since: now, until: now, slowest });
@@ -44,7 +44,8 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Learners whose last process exited so long ago, and for whom somebody has been waiting for as long.
+    /// Removes learners whose last process exited this long ago, and for whom another learner has been
+    /// waiting for as long.
     pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let Some(wait) = self.wait.filter(|wait| self.formed && wait.paused.is_none()) else { return };
         let linger = self.controls.linger;
@@ -68,7 +69,8 @@ impl<S: Clone> JobCore<S> {
         self.members.iter().filter(is_one).map(|(&learner, member)| (learner, member))
     }
 
-    /// Who is waited for, if somebody has been waiting for long, and since when. That tells waits apart.
+    /// The learners that are waited for, if a wait has lasted long, and the time since when. The time tells
+    /// waits apart.
     pub fn late(&self, now: Now) -> Option<(Now, WaitedFor)> {
         let wait = self.wait.filter(|wait| now.saturating_sub(wait.since) >= LONG)?;
         let late = if self.formed {

@@ -1,10 +1,11 @@
-//! What becomes of each block that reaches a shard's partition of a model. Pure: events go in, placements and actions
-//! come out; no bytes, no socket, no clock.
+//! The decisions about each block that reaches a shard's partition of a model. Pure: events go in, placements
+//! and actions come out; no bytes, no socket, no clock.
 //!
-//! One plan is under way at a time. Each of its blocks is stored, added to or finished as the payloads of its sources
-//! come; the core reserves the block for one of them at a time and says which of these it is for, the edge does it and
-//! says how that has ended ([`PartitionCore::end`]). A payload that is refused here changes nothing, whatever it holds: late, repeated and reordered ones are told apart
-//! by the plan's number and its record of who has sent which block.
+//! One plan is under way at a time. Each of its blocks is stored, added to or finished as the payloads of its
+//! sources come. The core reserves the block for one of them at a time and says which of these it is for; the
+//! edge does it and reports how that has ended ([`PartitionCore::end`]). A refused payload changes nothing,
+//! whatever it holds: the plan's number, and its record of who has sent which block, tell late, repeated and
+//! reordered ones apart.
 //!
 //! Numbers of plans follow each other, and the coordinator says with each connection where it is, so what somebody else
 //! has said over another connection does not last: see [`PartitionCore::coordinated_anew`].
@@ -42,16 +43,16 @@ impl From<&Work> for Kind {
     }
 }
 
-/// What a source sends, and what it has sent.
+/// The blocks that a source sends, and those that it has sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Source {
-    /// Who.
+    /// The client.
     pub client: ClientId,
-    /// Which blocks.
+    /// The blocks that it sends.
     pub blocks: FixedBitSet,
     /// NaN and Inf in them are refused.
     pub check: bool,
-    /// It may send any block. Which it does send is said when the plan is sealed.
+    /// Whether it may send any block. The sealed plan names the blocks that it does send.
     pub provisional: bool,
 }
 
@@ -60,11 +61,11 @@ pub struct Source {
 pub struct Plan {
     /// Its number, above those of all plans before it.
     pub id: PlanId,
-    /// What becomes of the blocks.
+    /// The work on the blocks.
     pub work: Work,
     /// The version that it starts from.
     pub base: Version,
-    /// Who sends what.
+    /// The senders and their blocks.
     pub sources: Vec<Source>,
     /// Add in the order of the sources.
     pub ordered: bool,
@@ -75,18 +76,18 @@ impl Plan {
         Kind::from(&self.work)
     }
 
-    /// Which of its sources sends this block for `client`.
+    /// The index of the source that sends this block for `client`.
     fn source_of(&self, client: ClientId, block: usize) -> Option<usize> {
         let wants = |source: &Source| source.client == client && source.blocks.contains(block);
         self.sources.iter().position(wants)
     }
 
-    /// Whether it is still to be sealed.
+    /// Whether the plan is still to be sealed.
     pub fn is_provisional(&self) -> bool {
         self.sources.iter().any(|source| source.provisional)
     }
 
-    /// Whether this plan, sealed, is `sealed`: what has been computed under it stays.
+    /// Whether `sealed` is this plan, sealed: everything computed under it then stays.
     fn becomes(&self, sealed: &Plan) -> bool {
         let same_work = match (&self.work, &sealed.work) {
             (
@@ -111,12 +112,13 @@ impl Plan {
     }
 }
 
-/// Where a payload goes that has been reserved for.
+/// The place of a payload that has a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// It is the first of its block: it is stored in the running plan's accumulator, to which others are added.
+    /// The payload is the first of its block: it is stored in the running plan's accumulator, to which others
+    /// are added.
     pub first: bool,
-    /// It is the last: the block of the next version is computed with it, and with what the accumulator holds.
+    /// The payload is the last: the block of the next version is computed with it, and with the accumulator.
     pub last: bool,
     /// NaN and Inf in it are refused.
     pub check: bool,
@@ -124,10 +126,10 @@ pub struct Place {
     pub kept: bool,
 }
 
-/// What becomes of a payload that is about to come.
+/// The decision about a payload that is about to come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// It may come. Once it is reserved for, its end is told by [`PartitionCore::end`].
+    /// The payload may come. Once the block is reserved, the edge reports its end by [`PartitionCore::end`].
     Ready(Place),
     /// It can be read where it lies, and others of its block are still to come: it is kept, and read with the last of
     /// them. If it does not stay there, say so by [`PartitionCore::is_gone`].
@@ -136,8 +138,8 @@ pub enum Placement {
     Duplicate,
     /// The plan is over, or does not want this block of this client: pass it over.
     Unwanted,
-    /// Not now: another payload of the block is reserved for, it is not its turn, or the plan has not begun here. Ask
-    /// again when a reservation has ended or a plan begun.
+    /// Not now: the block is reserved for another payload, it is not this one's turn, or the plan has not
+    /// begun here. Ask again when a reservation has ended or a plan begun.
     Later,
 }
 
@@ -148,22 +150,24 @@ pub enum Outcome {
     Complete,
     /// It holds NaN or Inf, which is refused: nothing of the plan can count.
     NonFinite,
-    /// It was read in memory that may not have been lent any more when it was: nothing of the plan can count.
+    /// The payload was read from memory whose loan may have ended before: nothing of the plan can count.
     Torn,
     /// It did not come, or not as it was sent: it can come again.
     Released,
 }
 
-/// What the edge has to do.
+/// Work for the edge.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Take the memory for the plan; then call [`PartitionCore::begun`].
     Begin(PlanId),
-    /// All is known of the running plan, which was provisional: what is computed from now on is computed with that.
+    /// The running plan, which was provisional, is sealed: from now on blocks are computed with its final
+    /// form.
     Sealed(PlanId),
     /// Compute these blocks, for which nobody sends anything (more); then call [`PartitionCore::computed`].
     Compute(PlanId, FixedBitSet),
-    /// All that comes of these blocks has come, or is kept: reserve for what is by [`PartitionCore::reserve_kept`].
+    /// All payloads of these blocks have come, or are kept: reserve the kept ones by
+    /// [`PartitionCore::reserve_kept`].
     Gather(PlanId, FixedBitSet),
     /// Tell the coordinator that all blocks are there and computed.
     Ready(PlanId),
@@ -171,16 +175,16 @@ pub enum Action {
     NonFinite {
         /// The plan.
         plan: PlanId,
-        /// Whose.
+        /// The client.
         client: ClientId,
-        /// Where.
+        /// The block.
         block: u32,
     },
     /// Tell the coordinator that the plan cannot be completed here: a payload may have changed while it was read.
     Torn(PlanId),
-    /// What the plan has made counts: publish the version, or keep the sum.
+    /// The plan's result counts: publish the version, or keep the sum.
     Conclude(PlanId, Kind),
-    /// What the plan has made is void. No reservation of it is left.
+    /// The plan's result is void. No reservation of it is left.
     Void(PlanId),
     /// See to it that the reservations of this plan end soon.
     Abandon(PlanId),
@@ -207,9 +211,9 @@ pub enum PartitionError {
     /// A plan begins while another one is under way.
     #[error("plan {new} begins while plan {running} is under way")]
     Overlap {
-        /// What begins.
+        /// The plan that begins.
         new: PlanId,
-        /// What is under way.
+        /// The plan under way.
         running: PlanId,
     },
     /// The plan is over, or is not the one that follows the newest; or another one is ready here, which its coordinator
@@ -249,7 +253,7 @@ enum Stage {
 struct Running {
     plan: Plan,
     stage: Stage,
-    /// Whoever coordinates by the newest connection has started it, or its start was repeated there.
+    /// Whether the coordinator of the newest connection has started it, or has repeated its start there.
     vouched: bool,
     /// By source: blocks that have come.
     got: Vec<FixedBitSet>,
@@ -260,7 +264,7 @@ struct Running {
     wanted: Vec<u32>,
     /// By block: it is reserved, or is being computed.
     busy: FixedBitSet,
-    /// Of those, and of all: blocks that are computed with their last payload, or are.
+    /// The blocks, of those and of all, that are computed with their last payload, or already are.
     last: FixedBitSet,
     /// Blocks that are being computed without a payload.
     computing: FixedBitSet,
@@ -302,14 +306,14 @@ impl PartitionCore {
         self.running.as_ref().map(|running| (running.plan.id, running.left))
     }
 
-    /// Whether the partition has heard of this plan, or of one after it.
+    /// Whether the partition knows this plan, or a later one.
     pub fn has_heard_of(&self, plan: PlanId) -> bool {
         plan <= self.newest
     }
 
-    /// The coordinator has a new connection, and says over it that its plans up to `over` are over: the next one
-    /// follows that. Whatever was said of numbers over other connections is void. What is under way goes on if the
-    /// coordinator names it again.
+    /// The coordinator has a new connection, and states over it that its plans up to `over` are over: the
+    /// next plan follows that number. Numbers stated over other connections are void. The plan under way goes
+    /// on if the coordinator names it again.
     pub fn coordinated_anew(&mut self, over: PlanId) {
         let mut newest = over;
         if let Some(running) = &mut self.running {
@@ -361,7 +365,7 @@ impl PartitionCore {
         self.fits(&plan)?;
         if let Some(running) = &mut self.running {
             match running.stage {
-                // It is said again when that has come to its end.
+                // The coordinator repeats the order when that plan has ended.
                 Stage::Dropped | Stage::Disowned => return Ok(()),
                 _ if running.vouched => {
                     return Err(PartitionError::Overlap { new: plan.id, running: running.plan.id });
@@ -414,7 +418,7 @@ impl PartitionCore {
         Ok(())
     }
 
-    /// Whether the plan is to go on: an edge that waits for memory need not when it is not.
+    /// Whether the plan is to go on: if not, an edge that waits for memory can stop.
     pub fn wants(&self, plan: PlanId) -> bool {
         let live = |running: &Running| running.plan.id == plan && !running.is_void();
         self.running.as_ref().is_some_and(live)
@@ -437,7 +441,7 @@ impl PartitionCore {
         let Some(running) = &mut self.running else { return };
         let id = plan.id;
         running.vouched = true;
-        // What was not to come has come: somebody else has sent it.
+        // Blocks have come that were not to come: somebody else has sent them.
         running.kept.iter_mut().zip(&plan.sources).for_each(|(kept, of)| kept.intersect_with(&of.blocks));
         let strays =
             running.got.iter().zip(&plan.sources).any(|(got, source)| !got.is_subset(&source.blocks));
@@ -502,7 +506,7 @@ impl PartitionCore {
         placement
     }
 
-    /// What [`Self::reserve`] would say just now; nothing comes yet.
+    /// The answer that [`Self::reserve`] would give just now; reserves nothing.
     pub fn look(&self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
         if plan > self.newest {
             return Placement::Later;
@@ -608,7 +612,7 @@ impl PartitionCore {
         };
         match running.stage {
             Stage::Beginning => return None,
-            // Nobody knows yet.
+            // The sources are not known yet.
             Stage::Gathering if running.plan.is_provisional() => return None,
             Stage::Gathering => {}
             Stage::Ready | Stage::NonFinite { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
@@ -625,7 +629,7 @@ impl PartitionCore {
         Some(missing)
     }
 
-    /// What the plan has made counts. Repeated, it is answered again.
+    /// The plan's result counts. A repeated order is answered again.
     ///
     /// # Errors
     /// [`PartitionError::NotReady`], or [`PartitionError::Order`] if the start is to be repeated before.
@@ -702,7 +706,8 @@ impl PartitionCore {
 }
 
 impl Running {
-    /// Computes the blocks of a version of which nothing more comes, and whose last payload has not computed them.
+    /// Computes the blocks of a version that get no more payloads, and that their last payload has not
+    /// computed.
     fn compute_rest(&mut self, actions: &mut Vec<Action>) {
         if self.plan.kind() == Kind::Add || self.plan.is_provisional() || !self.computing.is_clear() {
             return;
@@ -722,7 +727,7 @@ impl Running {
         actions.push(Action::Compute(self.plan.id, alone));
     }
 
-    /// Nothing more comes of it.
+    /// Nothing more comes of this plan.
     fn is_void(&self) -> bool {
         matches!(self.stage, Stage::Dropped | Stage::Disowned)
     }

@@ -1,14 +1,15 @@
 //! Payloads that lie with clients, and the slots into which they are fetched before they are used. Pure.
 //!
-//! What a connection names is used in the order in which it was named. It is fetched ahead of its turn, as long as
-//! nobody lacks a slot for something whose turn it is: such a connection is *short*. Then those that have fetched what
-//! has to wait, as contributions that are added up in a fixed order do, give their slots back, and fetch again what was
-//! in them when its turn has come, and not before. So there is always a slot for what others wait for, and a payload is
-//! fetched in vain once at most, unless something else of its block has landed meanwhile. Half of the slots at most are
-//! under way for one client: if it stalls, others have the rest.
+//! Payloads that a connection names are used in the order in which they were named. A payload is fetched
+//! ahead of its turn, as long as no connection lacks a slot for a payload whose turn it is: a connection that
+//! lacks one is *short*. Then connections give back slots with payloads that have to wait, as contributions
+//! that are added up in a fixed order do. They fetch these again when their turn has come, and not before. So
+//! there is always a slot for payloads that others wait for, and a payload is fetched in vain once at most,
+//! unless another payload of its block has come meanwhile. At most half of the slots are under way for one
+//! client: if it stalls, others have the rest.
 //!
-//! What can be fetched to where it belongs, as the first contribution to a block can, takes no slot, and is used as soon as
-//! it comes, though what was named before it may still wait in a slot.
+//! A payload that can be fetched straight to its place, as the first contribution to a block can, takes no
+//! slot. It is used as soon as it comes, though payloads named before it may still wait in slots.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -17,29 +18,29 @@ use libmodelio::vocabulary::ids::ClientId;
 /// Fetches that are under way on one connection, at most.
 const UNDER_WAY: usize = 16;
 
-/// What is to become of a payload that is not here.
+/// The decision about a payload that is not here yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// It would be used at once.
     Now,
     /// It would have to wait. Its connection goes on when that may have changed.
     Later,
-    /// Nobody wants it.
+    /// Nobody wants the payload.
     Never,
 }
 
-/// What the queue of a connection asks, and has done.
+/// The queue's questions to a connection, and its orders.
 pub trait Edge<T, S> {
-    /// What ends the connection.
+    /// The error that ends the connection.
     type Error;
 
-    /// What is to become of the next one.
+    /// The decision about the next payload.
     ///
     /// # Errors
     /// [`Self::Error`].
     fn turn(&mut self, what: &T) -> Result<Turn, Self::Error>;
 
-    /// Whether [`Self::turn`] would say [`Turn::Now`] of one that is not the next.
+    /// Whether [`Self::turn`] would say [`Turn::Now`] of a payload that is not the next.
     fn is_due(&mut self, what: &T) -> bool;
 
     /// Uses it, or sees that nobody wants it. False if it has to wait: then as with [`Turn::Later`].
@@ -48,7 +49,7 @@ pub trait Edge<T, S> {
     /// [`Self::Error`].
     fn land(&mut self, what: &T, slot: &S) -> Result<bool, Self::Error>;
 
-    /// Nothing more becomes of it.
+    /// The payload is done with.
     fn over(&mut self, what: T);
 
     /// Begins to fetch it to where it belongs, if it may come there at once and there is room for a fetch;
@@ -58,7 +59,7 @@ pub trait Edge<T, S> {
     /// [`Self::Error`].
     fn fetch_direct(&mut self, what: &T) -> Result<bool, Self::Error>;
 
-    /// Whether a fetch more into a slot can be under way. If not, the connection goes on when one may.
+    /// Whether one more fetch into a slot can be under way. If not, the connection goes on when one may.
     fn has_room(&self) -> bool;
 
     /// Whether another connection is short.
@@ -79,9 +80,9 @@ pub trait Edge<T, S> {
 pub enum Stand {
     /// It has what it needs, or waits without a slot.
     Well,
-    /// It is its turn, and it finds no slot.
+    /// The turn of a payload has come, and there is no slot for it.
     Short,
-    /// What it has in slots has to wait.
+    /// The payloads in its slots have to wait.
     Idle,
 }
 
@@ -102,8 +103,8 @@ enum Where<S> {
     Used,
 }
 
-/// What one connection has named, in order. Whatever is in a slot, or comes there and is wanted, has nothing before it that is
-/// not here, and does not come.
+/// The payloads that one connection has named, in order. All payloads before one that is in a slot, or that
+/// comes into a slot and is wanted, are here or on their way.
 #[derive(Debug)]
 pub struct Fetches<T, S> {
     queue: VecDeque<(T, Where<S>)>,
@@ -120,7 +121,7 @@ impl<T, S> Default for Fetches<T, S> {
 }
 
 impl<T, S> Fetches<T, S> {
-    /// One more.
+    /// Adds a payload.
     pub fn name(&mut self, what: T) {
         self.queue.push_back((what, Where::Named { ahead: true }));
     }
@@ -130,12 +131,12 @@ impl<T, S> Fetches<T, S> {
         self.queue.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no payloads.
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
-    /// What was asked for first has come, into a slot, or to where it belongs.
+    /// The payload that was asked for first has come, into a slot, or to its place.
     pub fn came(&mut self, slot: Option<S>) {
         let Some(number) = self.coming.pop_front() else { return };
         if let Some((_, state)) = self.queue.get_mut((number - self.first) as usize) {
@@ -147,11 +148,11 @@ impl<T, S> Fetches<T, S> {
         }
     }
 
-    /// Uses what can be used, and fetches what can be fetched. What it stands like then is everybody's business: see
-    /// [`Turns::stands`].
+    /// Uses payloads that can be used, and fetches those that can be fetched. Report the resulting state to
+    /// [`Turns::stands`], because it concerns all connections.
     ///
     /// # Errors
-    /// Those of `edge`.
+    /// The errors of `edge`.
     pub fn advance<E: Edge<T, S>>(&mut self, edge: &mut E) -> Result<Stand, E::Error> {
         loop {
             let Some((what, state)) = self.queue.front() else { return Ok(Stand::Well) };
@@ -182,7 +183,7 @@ impl<T, S> Fetches<T, S> {
         Ok(Stand::Well)
     }
 
-    /// Gives back all slots that it has. Those that are being filled are free when they are full.
+    /// Gives back all its slots. Slots that are being filled are free when they are full.
     pub fn give_back(&mut self) -> Vec<S> {
         let mut slots = Vec::new();
         for (_, state) in &mut self.queue {
@@ -257,7 +258,7 @@ impl<T, S> Fetches<T, S> {
     }
 }
 
-/// What a connection is to do about others.
+/// The instruction to a connection about others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Then {
     /// Give its slots back.
@@ -266,8 +267,8 @@ pub enum Then {
     Wake(Vec<u64>),
 }
 
-/// Those who have slots in common, by their numbers: who is short, and who has slots that it cannot use; and what is under
-/// way for each client.
+/// The connections that share slots, by their numbers: which are short, and which have slots that they cannot
+/// use; and the fetches under way for each client.
 #[derive(Debug)]
 pub struct Turns {
     short: HashSet<u64>,
@@ -280,14 +281,15 @@ pub struct Turns {
 }
 
 impl Turns {
-    /// Of so many slots that clients have in common; or that one has for itself.
+    /// For this number of slots, shared by clients or one client's own.
     pub fn new(slots: usize, in_common: bool) -> Turns {
         let most = if in_common { (slots / 2).max(1) } else { slots };
         let (short, idle) = (HashSet::new(), HashSet::new());
         Turns { short, idle, most, under_way: HashMap::new(), barred: HashMap::new() }
     }
 
-    /// Whether a fetch more may be under way for the client of `who`. If not, [`Self::came`] says when it may.
+    /// Whether one more fetch may be under way for the client of `who`. If not, [`Self::came`] says when it
+    /// may.
     pub fn may_begin(&mut self, who: u64, client: ClientId) -> bool {
         if self.under_way.get(&client).is_none_or(|&count| count < self.most) {
             return true;
@@ -296,12 +298,12 @@ impl Turns {
         false
     }
 
-    /// One more is.
+    /// One more fetch is under way for `client`.
     pub fn began(&mut self, client: ClientId) {
         *self.under_way.entry(client).or_default() += 1;
     }
 
-    /// So many are not any more: who is to go on.
+    /// `count` fetches have ended; returns the connections that are to go on.
     pub fn came(&mut self, client: ClientId, count: usize) -> Vec<u64> {
         if let Some(left) = self.under_way.get_mut(&client) {
             *left = left.saturating_sub(count);
@@ -312,7 +314,7 @@ impl Turns {
         self.barred.extract_if(|_, of| *of == client).map(|(who, _)| who).collect()
     }
 
-    /// Whether one other than `who` is short.
+    /// Whether a connection other than `who` is short.
     pub fn is_pressed(&self, who: u64) -> bool {
         self.short.iter().any(|&short| short != who)
     }

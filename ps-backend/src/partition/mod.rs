@@ -1,4 +1,4 @@
-//! One shard's partition of a model: its memory, and what becomes of each block that comes.
+//! One shard's partition of a model: its memory, and the decisions about each block that comes.
 
 pub mod core;
 pub mod fetches;

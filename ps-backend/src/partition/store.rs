@@ -1,17 +1,18 @@
 //! The memory of a shard's partition of a model: versions, optimizer state, masters and sums.
 //!
-//! What is to be done with each block is decided elsewhere; this carries it out. Network threads bring blocks under
-//! a [`PartitionJob`], which adds them up or computes the block of the next version from them. Nothing that they do
-//! counts before [`PartitionStore::conclude`]: until then the newest version and what earlier plans have added up are
-//! untouched, and a plan that is dropped leaves nothing behind.
+//! The core decides about each block; this store carries it out. Network threads bring blocks under a
+//! [`PartitionJob`], which adds them up or computes the block of the next version from them. Nothing of this
+//! counts before [`PartitionStore::conclude`]: until then the newest version and the sums of earlier plans
+//! are untouched, and a dropped plan leaves nothing behind.
 //!
-//! A partition has two sums of a block at most, whatever the number of those who send: the *sealed* one, of concluded
-//! plans, and the *open* one, of the plan that runs. Their pages are taken when they are first needed.
+//! A partition has at most two sums of a block, whatever the number of senders: the *sealed* one, of
+//! concluded plans, and the *open* one, of the running plan. Their pages are taken when they are first
+//! needed.
 //!
-//! This module and those below it may hold `unsafe`. What makes it sound is that blocks are claimed: every operation
-//! on a block of a job first takes a mark that one thread can hold at a time, and a block that is computed, or whose
-//! job is concluded, cannot be claimed any more. Nothing else can write a buffer while a job exists, for
-//! [`PartitionStore::begin`] waits until all of the last job is gone.
+//! This module and those below it may hold `unsafe`. The code is sound because blocks are claimed: every
+//! operation on a block of a job first takes a mark that one thread can hold at a time, and a block that is
+//! computed, or whose job is concluded, cannot be claimed any more. Nothing else can write a buffer while a
+//! job exists, for [`PartitionStore::begin`] waits until all of the last job is gone.
 
 mod job;
 mod kept;
@@ -43,14 +44,14 @@ pub use merge::Merge;
 pub use pinned::PinnedVersion;
 use sums::Sums;
 
-/// Why something was not done. Nothing has changed then.
+/// The reason why an operation failed. Nothing has changed then.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PartitionError {
     /// A block that the partition does not have.
     #[error("block {block} is outside of the partition's {blocks} blocks")]
     NoBlock {
-        /// Which.
+        /// The block.
         block: BlockId,
         /// How many there are.
         blocks: u32,
@@ -58,19 +59,19 @@ pub enum PartitionError {
     /// A payload of another length than the block.
     #[error("a payload of block {block} has {got} bytes, not {expected}")]
     Length {
-        /// Of which block.
+        /// The block.
         block: BlockId,
-        /// As many bytes should come.
+        /// The expected number of bytes.
         expected: usize,
-        /// As many came.
+        /// The received number of bytes.
         got: usize,
     },
     /// Masters or optimizer state that the block has no room for, or of another length.
     #[error("{got} bytes of masters or optimizer state do not fit block {block}")]
     State {
-        /// Of which block.
+        /// The block.
         block: BlockId,
-        /// As many bytes came.
+        /// The received number of bytes.
         got: usize,
     },
     /// Another thread is at work on the block.
@@ -108,7 +109,7 @@ pub enum PartitionError {
     /// All buffers are versions that are read. It will pass.
     #[error("all {max} version buffers are in use")]
     NoBuffer {
-        /// As many there may be.
+        /// The largest number.
         max: usize,
     },
     /// A block of the plan is not computed.
@@ -123,13 +124,13 @@ pub enum PartitionError {
 }
 
 impl PartitionError {
-    /// Whether the same may work a little later.
+    /// Whether the same operation may succeed a little later.
     pub fn is_transient(&self) -> bool {
         matches!(self, PartitionError::Busy | PartitionError::NoBuffer { .. } | PartitionError::Memory(_))
     }
 }
 
-/// What a plan makes of the blocks that come.
+/// The result that a plan makes of its blocks.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PartitionWork {
     /// They are added up, with what concluded plans of the coming version have added up.
@@ -188,14 +189,15 @@ pub struct PartitionStore {
     shared: Arc<Shared>,
 }
 
-/// What pinned versions keep alive.
+/// The data that pinned versions keep alive.
 #[derive(Debug)]
 struct Shared {
     partition: PartitionLayout,
     inner: Mutex<Inner>,
     sums: Arc<Sums>,
     tally: Arc<Tally>,
-    /// What of version 0 is there: nothing; `COMING`, while a thread is at the block; or the marks of what is there.
+    /// The loaded parts of each block of version 0: none; `COMING`, while a thread is at the block; or the
+    /// marks of the parts that are there.
     loaded: Box<[AtomicU8]>,
 }
 
@@ -203,20 +205,20 @@ struct Shared {
 struct Inner {
     store: RegionStore,
     limits: Limits,
-    /// Until version 0 is complete.
+    /// Set until version 0 is complete.
     loading: Option<Arc<Loading>>,
-    /// What is loaded has masters and optimizer state: all that there is room for has to come.
+    /// Whether masters and optimizer state are loaded, too: then all that there is room for has to come.
     loads_state: bool,
     /// Gone when all of the last job is.
     running: Weak<Alive>,
-    /// Who reads the newest version's state.
+    /// The number of readers of the newest version's state.
     readers: usize,
 }
 
 const COMING: u8 = 1;
 const THERE: u8 = 2;
 
-/// The mark of what is kept of a block besides weights, once it is there.
+/// The mark of a kind of data besides weights, once it is there.
 fn mark_of(what: Kept) -> u8 {
     match what {
         Kept::Weights => THERE,
@@ -261,7 +263,7 @@ impl PartitionStore {
         Ok(PartitionStore { shared: Arc::new(Shared { partition, inner, sums, tally, loaded }) })
     }
 
-    /// Which blocks it is the memory of.
+    /// The blocks that it holds.
     pub fn partition(&self) -> &PartitionLayout {
         &self.shared.partition
     }
@@ -297,7 +299,8 @@ impl PartitionStore {
     /// Fills version 0 as a whole, by its memory, in which blocks lie one behind the other; then it is complete.
     ///
     /// # Errors
-    /// What `fill` says; [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded.
+    /// The errors of `fill`; [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being
+    /// loaded.
     pub fn load_whole(&self, fill: impl FnOnce(&Mapping) -> io::Result<()>) -> Result<(), PartitionError> {
         let loading = self.shared.inner.lock().loading.clone().ok_or(PartitionError::Loaded)?;
         let mark = |from: u8, to: u8| {
@@ -322,7 +325,7 @@ impl PartitionStore {
         self.shared.inner.lock().loading.is_none()
     }
 
-    /// Version 0 is complete: it can be read, and plans can begin. Nothing happens the second time.
+    /// Version 0 is complete: it can be read, and plans can begin. A second call does nothing.
     ///
     /// # Errors
     /// [`PartitionError::NotLoaded`] names the first block that has not come. [`PartitionError::Busy`] while one that
@@ -396,15 +399,15 @@ impl PartitionStore {
         Ok(Arc::new(job))
     }
 
-    /// The steps of tensors under a job that has begun before they were all known. Of blocks that are computed already
-    /// they are what they were.
+    /// Sets the steps of tensors for a job that has begun before all of them were known. Blocks that are
+    /// computed already do not change.
     pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps) {
         if let Some(making) = job.making() {
             making.seal(ByteSteps::of_partition(&self.shared.partition, tensors));
         }
     }
 
-    /// Whether the next version has a buffer, after those are found that nobody needs any more.
+    /// Whether the next version has a buffer, after buffers that nobody needs any more are found.
     pub fn find_buffer(&self) -> bool {
         let mut inner = self.shared.inner.lock();
         let max = inner.limits.max();
@@ -427,7 +430,7 @@ impl PartitionStore {
         inner.store.take_buffer(max)
     }
 
-    /// Whether [`Self::begin`] would find all memory that it needs, so that it takes no time.
+    /// Whether [`Self::begin`] would find all the memory that it needs, and so take no time.
     pub fn is_prepared(&self, work: &PartitionWork) -> bool {
         let inner = self.shared.inner.lock();
         match work {
@@ -439,8 +442,8 @@ impl PartitionStore {
         }
     }
 
-    /// What the job has done counts from now on: it is the newest version, or part of the sum that later plans go on
-    /// from. If a [`Merge`] is returned, sums have to be added to each other first, on whatever threads.
+    /// The job's result counts from now on: it is the newest version, or part of the sum that later plans go
+    /// on from. If a [`Merge`] is returned, sums have to be added to each other first, on any threads.
     ///
     /// # Errors
     /// [`PartitionError::Over`] if the job was concluded or given up. [`PartitionError::Unfinished`] names a block of
@@ -467,8 +470,8 @@ impl PartitionStore {
         Ok(None)
     }
 
-    /// Takes the memory of what `reducer` needs now, and not when the next plan begins; `fresh` starts its state from
-    /// zero.
+    /// Takes the memory that `reducer` needs now, instead of when the next plan begins; `fresh` starts its
+    /// state from zero.
     ///
     /// # Errors
     /// [`PartitionError::Busy`] while a job exists, [`PartitionError::Loading`], [`PartitionError::Memory`].
@@ -536,7 +539,7 @@ impl PartitionStore {
         self.shared.inner.lock().store.versions().collect()
     }
 
-    /// The memory of versions, of the next one, and of those to come.
+    /// The memory of versions, including the next one and later ones.
     pub fn buffers(&self) -> Vec<Arc<Mapping>> {
         self.shared.inner.lock().store.memory().map(Arc::clone).collect()
     }
@@ -546,7 +549,7 @@ impl PartitionStore {
         self.shared.sums.memory().map(Arc::clone)
     }
 
-    /// From now on `watch` is told which versions there are, those that are there now first. While version 0 is being
+    /// From now on `watch` hears of all versions, first of those that exist now. While version 0 is being
     /// loaded there are none.
     pub fn watch(&self, watch: Arc<dyn VersionWatch>) {
         self.shared.inner.lock().store.watch(watch);
@@ -570,7 +573,8 @@ impl Inner {
         if self.running.strong_count() > 0 || self.readers > 0 {
             return Err(PartitionError::Busy);
         }
-        // Whoever let go of the job last did so with release: what they all have written is seen from here on.
+        // The last holder of the job let go of it with release: everything that the holders have written is
+        // visible from here on.
         fence(Ordering::Acquire);
         self.store.versions().next_back().ok_or(PartitionError::Busy)
     }

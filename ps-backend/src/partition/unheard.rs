@@ -1,9 +1,9 @@
-//! Blocks of plans that the partition has not heard of. Pure.
+//! Blocks of plans that the partition does not know yet. Pure.
 //!
-//! A block may overtake the coordinator's word of its plan, so it waits for that, and what is behind it on its
-//! connection with it. But not for ever: the coordinator repeats itself, so if nothing is heard for a while, the plan
-//! is over, or was never there, or will begin again. Passing the block over is harmless then; its sender asks what is
-//! missing once the plan is known, and sends it again.
+//! A block may overtake the coordinator's message about its plan. So it waits for the message, and later
+//! blocks on its connection wait behind it. The wait has a limit: the coordinator repeats itself, so if no
+//! message comes for a while, the plan is over, or was never there, or will begin again. Passing the block
+//! over is then harmless; its sender asks what is missing once the plan is known, and sends it again.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use libmodelio::vocabulary::ids::PlanId;
 /// Longest wait for word of a plan. The coordinator repeats it more often.
 pub const LONGEST: Duration = Duration::from_secs(3);
 
-/// What one connection waits for.
+/// The plan that one connection waits for.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Unheard {
     waits: Option<(PlanId, Instant)>,

@@ -76,7 +76,7 @@ fn examples_parse() {
         assert!(!commands.is_empty());
         for words in commands {
             let words = words.split(" | ").next().unwrap();
-            // What a shell would have put there.
+            // A shell would have put the host's name there.
             let words = words.replace("\"$(hostname -f)\"", "node3");
             assert!(parsed(&words).is_ok(), "{words}");
         }
@@ -168,7 +168,7 @@ fn the_environment_makes_everything_short() {
     assert_eq!(config!(Delete, "delete m", registry).unwrap().registry.host, "node1");
     let listen = &[("GRADFS_REGISTRY", "node1"), ("GRADFS_LISTEN", "node2")];
     assert_eq!(config!(Shard, "shard", listen).unwrap().advertise.host, "node2");
-    // What is to be destroyed is said.
+    // The command line must name the model to destroy.
     let name = &[("GRADFS_REGISTRY", "node1"), ("GRADFS_NAME", "m"), ("GRADFS_MODELS", "a,b")];
     assert_eq!(config!(Create, "create --size 1MiB", name).unwrap().name, "m");
     assert_eq!(config!(Mount, "mount /mnt", name).unwrap().models, ["a", "b"]);
@@ -215,7 +215,7 @@ fn wrong_words_are_refused_with_exit_code_2() {
     ] {
         assert_eq!(config!(Drain, words).unwrap_err().exit_code(), 2, "{words}");
     }
-    // What is out of range is found by the same code wherever it comes from.
+    // The same code finds values out of range, from every source.
     assert_eq!(config!(Create, "create m --size 1MiB --shards 0 --registry n").unwrap_err().exit_code(), 2);
 }
 

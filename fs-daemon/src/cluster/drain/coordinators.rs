@@ -30,8 +30,8 @@ fn coordinator_of(
     }))
 }
 
-/// Asks the lead to move a model, and shows how far it is. What it refuses, or why it does not answer, is the inner
-/// error.
+/// Asks the coordinator to move a model, and shows the progress. The inner error is the coordinator's
+/// refusal, or the reason why it does not answer.
 pub(super) fn ask_coordinator(
     config: &DrainConfig,
     table: &impl Registry,
@@ -57,7 +57,7 @@ pub(super) fn ask_coordinator(
     let asks = move || {
         let answer = AdminPeer::connect(&address, deadline())
             .and_then(|mut peer| peer.request(&message, &[], until + GRACE));
-        // Nobody waits any more.
+        // Sending fails only when nobody waits any more.
         let _ = tell.send(answer);
     };
     if let Err(error) = std::thread::Builder::new().name("asks-coord".into()).spawn(asks) {
@@ -102,7 +102,7 @@ fn stop_at(coordinator: &ShardRecord, shard: &ShardRecord, record: &ModelRecord)
     let asked = AdminPeer::connect(&coordinator.address, deadline())
         .and_then(|mut peer| peer.request(&message, &[], deadline()));
     match asked {
-        // It is deleted, or has moved: nothing moves it from there.
+        // The model is deleted, or has moved: nothing moves it from there.
         Ok(_) | Err(AdminError::Refusal(Refusal::NoModel(_) | Refusal::Generation { .. })) => Ok(()),
         Err(error) => Err(error.to_string()),
     }
@@ -121,7 +121,7 @@ fn show(progress: &Progress, record: &ModelRecord, coordinator: &ShardRecord) {
     }
 }
 
-/// What a shard says of itself, if it answers.
+/// The status of a shard, if it answers.
 pub fn status_of(address: &str) -> Option<Value> {
     let asked = AdminPeer::connect(address, deadline())
         .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));

@@ -15,9 +15,9 @@ use crate::error::Error;
 pub const RDMA_USES: &[&str] = &["off", "auto", "on"];
 /// How threads learn of news.
 pub const POLLINGS: &[&str] = &["busy", "event", "adaptive"];
-/// How peers learn of what was written.
+/// The ways in which peers learn of written data.
 pub const NOTICES: &[&str] = &["auto", "immediate", "flag"];
-/// Which memory payload is fetched into.
+/// The kinds of memory that payload is fetched into.
 pub const BUFFERS: &[&str] = &["shared", "looped", "own"];
 /// How blocks are pushed.
 pub const PLACEMENTS: &[&str] = &["auto", "static", "dynamic"];

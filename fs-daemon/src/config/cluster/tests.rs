@@ -44,7 +44,7 @@ fn mount(pairs: &[(&'static str, &str)]) -> Result<MountConfig, Error> {
     MountConfig::merge(&[flags(&all)])
 }
 
-/// What an error says, in one line with what to do.
+/// The text of an error, in one line with its hint.
 fn said<T: std::fmt::Debug>(outcome: Result<T, Error>) -> String {
     let error = outcome.unwrap_err();
     assert_eq!(error.exit_code(), 2, "{}", error.message);
@@ -146,7 +146,7 @@ fn unknown_keys_are_refused_by_name() {
     assert!(error("replicas = 2").contains("gradfs COMMAND --help lists"));
     let twice = CLUSTER.parse(Path::new("cluster.toml"), "listen = ['a', 'b']").unwrap_err();
     assert_eq!(twice.message, "cluster.toml: listen must be a single value");
-    // What only a cluster has is none of `gradfs up`'s.
+    // `gradfs up` has none of the options that only a cluster has.
     assert!(crate::cli::UP.parse(Path::new("job.toml"), "registry = 'x'").is_err());
 }
 
@@ -281,7 +281,7 @@ fn settings_are_those_of_the_job() {
     assert!(said_maybe_bare(create(&[("retain", "20")])).contains("max_versions"));
 }
 
-/// As [`said`]; a job's own complaint says what would do, and needs no hint.
+/// Like [`said`]. A job's own complaint says what would do, and needs no hint.
 fn said_maybe_bare(outcome: Result<CreateConfig, Error>) -> String {
     let error = outcome.unwrap_err();
     assert_eq!(error.exit_code(), 2, "{}", error.message);

@@ -1,5 +1,5 @@
-//! The tree over a job whose coordinator takes its time: what is asked of it is held back in the mailbox of the job until the
-//! test lets it go.
+//! The tree over a job with a slow coordinator: the job's mailbox holds requests to it back until the test
+//! lets them go.
 
 use std::ffi::OsStr;
 use std::sync::mpsc::{Receiver, channel};
@@ -22,7 +22,7 @@ use crate::session::model::Snapshots;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Whether the coordinator hears this late.
+/// Whether the coordinator gets this late.
 fn is_held(to: End, word: &Word) -> bool {
     use Message::{Join, Leave, SetControl};
     let is_late = matches!(word, Word::Says(_, Join { .. } | Leave { .. } | SetControl { .. }));
@@ -109,7 +109,7 @@ fn a_setting_is_answered_when_the_job_has_answered() {
     assert_eq!(written.recv_timeout(PATIENCE).unwrap(), Ok(()));
     assert_eq!(mounted.job().controls().hyper.learning_rate, 0.5);
 
-    // What is wrong by itself need not be asked.
+    // A value that is wrong by itself is refused without asking the coordinator.
     let refused = mounted.set("learning_rate", "fast");
     let error = refused.recv_timeout(PATIENCE).unwrap().unwrap_err();
     assert_eq!((error.errno, error.message.contains("control/learning_rate")), (libc::EINVAL, true));
@@ -131,7 +131,7 @@ fn a_version_that_goes_while_its_name_is_looked_up_gives_way_to_the_next_one() {
     let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
     let mounted = Mounted::of(layout, &[("reducer", "assign"), ("retain", "0")]);
     let (fs, job) = (&mounted.fs, mounted.job());
-    // Whoever wants this version is too late: there is another one.
+    // A lookup of this version is too late: there is another one.
     let goes = |version| {
         move |node| {
             if matches!(node, Node::Model(_, file) if file.pins() == Some(version))
@@ -147,7 +147,7 @@ fn a_version_that_goes_while_its_name_is_looked_up_gives_way_to_the_next_one() {
     assert_eq!(job.version(), Version(1));
     assert_eq!(Node::from_ino(found.ino), Some(Node::Model(0, File::Weights(Version(1)))));
     fs.forget(found.ino, 1);
-    // What names one version ends with it.
+    // Names of one version end with it.
     let versions = Node::Model(0, File::Versions).ino();
     let gone = fs.lookup_by(versions, OsStr::new("1"), goes(Version(1))).unwrap_err();
     assert_eq!((gone.errno, job.version()), (libc::ENOENT, Version(2)));

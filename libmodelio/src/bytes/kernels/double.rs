@@ -105,7 +105,7 @@ impl Eight {
     }
 }
 
-/// Where each eight of `elements` begin, and how many they are.
+/// The start and length of each group of eight `elements`.
 #[inline(always)]
 fn eights(elements: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..elements).step_by(LANES).map(move |at| (at, LANES.min(elements - at)))
@@ -116,7 +116,7 @@ pub struct Reduce<'a, O> {
     pub op: O,
     pub sources: &'a [Source<'a>],
     pub weights: (&'a [u8], &'a mut [u8]),
-    /// As many as the operation has.
+    /// The slots, as many as the operation has.
     pub slots: [(&'a [u8], &'a mut [u8]); 2],
 }
 

@@ -1,4 +1,4 @@
-//! Which instructions the kernels use, decided at run time.
+//! The instruction set of the kernels, chosen at run time.
 
 use std::cell::Cell;
 

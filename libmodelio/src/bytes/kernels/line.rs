@@ -1,4 +1,4 @@
-//! A cache line of sixteen fp32 lanes: what every kernel is written in.
+//! A cache line of sixteen fp32 lanes, over which every kernel is written.
 //!
 //! [`Line`] is one line in registers. Its operations are IEEE operations on each lane, never fused or
 //! reassociated, so that every implementation gives the same bits. [`Portable`] is the one that any CPU
@@ -16,7 +16,7 @@ pub type Raw = [u8; 64];
 /// Sixteen half-precision values as bytes, at any address.
 pub type RawHalf = [u8; 32];
 
-/// What arithmetic is written over: several numbers of one type.
+/// The unit that arithmetic is written over: several numbers of one type.
 pub trait Lanes:
     Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
 {
@@ -63,7 +63,7 @@ pub trait Line: Lanes<Scalar = f32> {
     /// # Safety
     /// `dst` is 64-byte aligned, and [`Line::fence`] follows before another thread may look.
     unsafe fn stream(self, dst: &mut Raw);
-    /// As [`Line::stream`] for half a line.
+    /// Like [`Line::stream`], for half a line.
     ///
     /// # Safety
     /// `dst` is 32-byte aligned, and [`Line::fence`] follows before another thread may look.
@@ -75,7 +75,7 @@ pub trait Line: Lanes<Scalar = f32> {
 
     /// Bits that say, gathered over many lines, whether a lane was infinite or NaN.
     type Exponents: Copy;
-    /// Of no line.
+    /// The exponents of no line.
     fn no_exponents() -> Self::Exponents;
     /// `seen` and this line.
     fn exponents(self, seen: Self::Exponents) -> Self::Exponents;

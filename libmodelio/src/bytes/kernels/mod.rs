@@ -1,13 +1,13 @@
 //! Loops over the elements of a segment: added up, checked, copied, widened, or put through an [`Op`], in one pass.
 //!
-//! [`Operands::reduce`] reads each contribution, the old weights and the old state once and writes the
-//! next ones elsewhere, so that the double buffer costs no extra pass. Large outputs bypass the caches: nobody
-//! reads them soon, and a line that is streamed need not be fetched first. What bounds a pass is then memory.
+//! [`Operands::reduce`] reads each contribution, the old weights and the old state once and writes the next
+//! ones elsewhere, so that the double buffer costs no extra pass. Large outputs bypass the caches: nobody
+//! reads them soon, and a line that is streamed need not be fetched first. Memory then bounds a pass.
 //!
 //! Everything is written once over `Line` and compiled for several instruction sets, chosen at run time in
-//! `level`. Doubles have plain loops over arrays of eight, compiled for the same sets. Results are the same bit
-//! for bit (but for which NaN a NaN is) whatever the instruction set, address or length: sources are added in the
-//! given order, and nothing is fused.
+//! `level`. Doubles have plain loops over arrays of eight, compiled for the same sets. Results are the same
+//! bit for bit (except that one NaN may be another) whatever the instruction set, address or length: sources
+//! are added in the given order, and nothing is fused.
 
 mod double;
 mod level;
@@ -70,13 +70,13 @@ impl Wire {
         if self == Self::F64 { 2 } else { 1 }
     }
 
-    /// Whether its arithmetic is wider than itself, so that its weights have masters.
+    /// Whether its arithmetic is wider than the type, so that its weights have masters.
     #[inline]
     pub fn is_half(self) -> bool {
         matches!(self, Self::F16 | Self::BF16)
     }
 
-    /// What its sums, masters and optimizer state are.
+    /// The type of its sums, masters and optimizer state.
     #[inline]
     pub fn wide(self) -> Self {
         if self == Self::F64 { Self::F64 } else { Self::F32 }
@@ -109,11 +109,11 @@ pub struct Input<'a> {
     /// fp32 master of half-precision weights. Without one the weights are widened and rounded again at
     /// each step; F32 and F64 have none.
     pub master: Option<&'a [f32]>,
-    /// State; what the operation does not have is empty. Of F64, the bytes of f64.
+    /// State; slots that the operation does not have are empty. For F64, these are the bytes of f64.
     pub slots: [&'a [f32]; 2],
 }
 
-/// Where the next version goes: the same lengths as in [`Input`], and the same parts.
+/// The place of the next version: the same lengths as in [`Input`], and the same parts.
 ///
 /// Large outputs are fastest where equal elements of all parts lie equally far from a 64-byte boundary
 /// (halves: half as far), and where no input lies less than 128 bytes before an output modulo 4096: the CPU
@@ -124,7 +124,7 @@ pub struct Output<'a> {
     pub weights: &'a mut [u8],
     /// fp32 master of half-precision weights.
     pub master: Option<&'a mut [f32]>,
-    /// State; what the operation does not have is empty.
+    /// State; slots that the operation does not have are empty.
     pub slots: [&'a mut [f32]; 2],
 }
 
@@ -140,18 +140,18 @@ fn elements(wire: Wire, bytes: &[u8]) -> usize {
 /// All that one pass over a segment reads and writes.
 #[derive(Debug)]
 pub struct Operands<'a> {
-    /// What the elements are.
+    /// The type of the elements.
     pub wire: Wire,
-    /// What is added up, in this order.
+    /// The sources to add up, in this order.
     pub sources: &'a [Source<'a>],
-    /// Where the pass starts from.
+    /// The input of the pass.
     pub input: Input<'a>,
-    /// Where its results go.
+    /// The place of its results.
     pub output: Output<'a>,
 }
 
 impl Operands<'_> {
-    /// Whether there is as much of everything as of the old weights, of `slots` slots.
+    /// Checks that everything is as long as the old weights, for `slots` slots.
     ///
     /// # Panics
     /// If not, or if parts are there that the type does not have.
@@ -248,7 +248,7 @@ pub fn fold(wire: Wire, src: &[u8], acc: &mut [f32], first: bool) -> bool {
     fold_bytes(wire, src, bytes_mut(acc), first)
 }
 
-/// As [`fold`], into the bytes of an accumulator at any address.
+/// Like [`fold`], into the bytes of an accumulator at any address.
 ///
 /// # Panics
 /// If the lengths disagree.
@@ -300,8 +300,8 @@ pub fn stream_copy(src: &[u8], dst: &mut [u8]) {
     dispatch(pass::Copy { src, dst });
 }
 
-/// Copy, past the caches when large, and tell whether all elements of the copy are finite, whatever others store into the
-/// source meanwhile. Bits of NaN may change.
+/// Copies, past the caches when large, and returns whether all elements of the copy are finite, whatever
+/// others store into the source meanwhile. Bits of NaN may change.
 ///
 /// # Panics
 /// If the lengths disagree or are not whole elements.

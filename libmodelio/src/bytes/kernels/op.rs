@@ -1,4 +1,4 @@
-//! What a pass computes, one line of elements at a time.
+//! The computations of a pass, one line of elements at a time.
 
 use std::marker::PhantomData;
 
@@ -6,16 +6,16 @@ use super::line::{Lanes, Scalar};
 
 /// How one line becomes the next.
 pub trait Op: Copy {
-    /// What it computes in.
+    /// The type that it computes in.
     type Scalar: Scalar;
-    /// Whether the old weights are looked at.
+    /// Whether it reads the old weights.
     const READS_WEIGHTS: bool = true;
-    /// Whether the old state is looked at.
+    /// Whether it reads the old state.
     const READS_SLOTS: bool = true;
     /// Values of state for each weight.
     const SLOTS: usize = 0;
 
-    /// `g` is the sum of the sources; what is not read comes as zero.
+    /// `g` is the sum of the sources. Operands that are not read come as zero.
     fn step<L: Lanes<Scalar = Self::Scalar>>(&self, g: L, w: L, slots: [L; 2]) -> (L, [L; 2]);
 }
 
@@ -24,7 +24,7 @@ pub trait Op: Copy {
 pub struct Total<S>(PhantomData<S>);
 
 impl<S> Total<S> {
-    /// Of either type of numbers.
+    /// A total of either type of numbers.
     pub fn new() -> Self {
         Self(PhantomData)
     }

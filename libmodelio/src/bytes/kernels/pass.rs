@@ -22,7 +22,7 @@ pub fn bytes(values: &[f32]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-/// As [`bytes`], to write to.
+/// Like [`bytes`], to write to.
 pub fn bytes_mut(values: &mut [f32]) -> &mut [u8] {
     // SAFETY: the same memory, exclusively borrowed; any bytes make a valid f32.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
@@ -62,8 +62,8 @@ impl Split {
     }
 }
 
-/// A computation that goes over a segment piece by piece. Not closures: those cannot be `#[inline(always)]`,
-/// which [`Job::run`] needs of all that it calls.
+/// A computation that goes over a segment piece by piece. It is no closure: closures cannot be
+/// `#[inline(always)]`, which [`Job::run`] needs of all that it calls.
 trait Pass {
     fn split(&self) -> Split;
     /// Do one piece, streaming it if it says so; returns `seen` with the exponents of its sources.
@@ -119,7 +119,7 @@ fn get<L: Line>(wire: Wire, src: &[u8], piece: Piece) -> L {
     }
 }
 
-/// As [`get`], asking for what follows it.
+/// Like [`get`], and asks for the memory behind it.
 #[inline(always)]
 fn get_cold<L: Line>(wire: Wire, src: &[u8], piece: Piece) -> L {
     L::prefetch(src.as_ptr().wrapping_add(piece.at * wire.size() + AHEAD));
@@ -185,7 +185,7 @@ pub struct Reduce<'a, O, const N: usize> {
     pub plain: [&'a [u8]; N],
     pub weights: (&'a [u8], &'a mut [u8]),
     pub master: Option<(&'a [u8], &'a mut [u8])>,
-    /// As many as the operation has.
+    /// The slots, as many as the operation has.
     pub slots: [(&'a [u8], &'a mut [u8]); 2],
     /// Half a line on its way; any value at first.
     pub staged: RawHalf,
@@ -208,7 +208,7 @@ impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
         let wire = if N > 0 { Wire::F32 } else { self.wire };
         let mut sum = L::splat(0.0);
         for (i, source) in self.plain.iter().enumerate() {
-            // One that has just arrived is in the cache; of several, most wait in staging.
+            // A single source has just arrived and is in the cache; of several sources, most wait in staging.
             let value: L = if N > 1 { get_cold(wire, source, piece) } else { get(wire, source, piece) };
             seen = value.exponents(seen);
             sum = if i == 0 { value } else { sum + value };

@@ -1,18 +1,18 @@
 //! The payload that is being received: where it goes, how much of it is there, and its checksum.
 //!
-//! One of the modules that hold `unsafe`: bytes are copied to where the payload goes, and looked at there.
+//! One of the modules that hold `unsafe`: payload is copied to its place, and shown from there.
 
 use crate::bytes::crc32c::Crc32c;
 use crate::transport::stream::{Buffer, Target};
 use crate::wire::Received;
 
-/// Where a payload goes.
+/// The place of a payload.
 pub(super) enum Place {
-    /// Nobody wants it.
+    /// Nobody wants the payload.
     Skip,
     /// Into memory of the connection.
     Scratch,
-    /// Where the conversation wants it.
+    /// The place that the conversation has named.
     Target(Target),
 }
 
@@ -20,7 +20,7 @@ struct Incoming {
     received: Received,
     place: Place,
     got: usize,
-    /// Of the first `summed` bytes.
+    /// The checksum of the first `summed` bytes.
     crc: Crc32c,
     summed: usize,
 }
@@ -37,9 +37,10 @@ pub(super) struct Arrived<'a> {
     pub received: Received,
     /// Its checksum.
     pub crc: u32,
-    /// What the conversation gets to see of it: nothing of what lies where it wants it. `None` if nobody wants it.
+    /// The bytes that the conversation gets to see: none of those that go to its own place. `None` if nobody
+    /// wants the payload.
     pub bytes: Option<&'a [u8]>,
-    /// Keeps the memory where it is until the conversation has been told.
+    /// Keeps the memory in place until the conversation has been called.
     _place: Place,
 }
 
@@ -76,7 +77,7 @@ impl Arriving {
         self.incoming.as_ref().map_or(0, |incoming| incoming.len() - incoming.got)
     }
 
-    /// Where the payload under way begins.
+    /// The start of the place of the payload under way.
     fn start(&self) -> Option<(*mut u8, &Incoming)> {
         let incoming = self.incoming.as_ref()?;
         let start = match &incoming.place {
@@ -86,8 +87,8 @@ impl Arriving {
         Some((start, incoming))
     }
 
-    /// Where the rest of it goes: [`left`](Self::left) bytes. It is this connection's until the payload is whole, or
-    /// the connection is closed.
+    /// The place for the rest of the payload: [`left`](Self::left) bytes. It is this connection's until the
+    /// payload is complete, or the connection is closed.
     pub fn rest(&self) -> Option<*mut u8> {
         let (start, incoming) = self.start()?;
         Some(start.wrapping_add(incoming.got))
@@ -100,8 +101,8 @@ impl Arriving {
     pub fn store(&mut self, bytes: &[u8]) -> bool {
         assert!(bytes.len() <= self.left(), "{} bytes of {}", bytes.len(), self.left());
         if let Some(rest) = self.rest() {
-            // SAFETY: the place is as long as the payload, of which so many bytes are still to come. It is this
-            // connection's until the payload is complete, and no operation is outstanding.
+            // SAFETY: the place is as long as the payload, and at least this many bytes are still to come. It
+            // is this connection's until the payload is complete, and no operation is outstanding.
             unsafe { rest.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         }
         self.filled(bytes.len());
@@ -139,7 +140,7 @@ impl Arriving {
         Some(Arrived { received, crc: crc.finish(), bytes, _place: place })
     }
 
-    /// Forgets the payload under way. There is room to pass over `len` bytes at once from now on.
+    /// Forgets the payload under way. From now on there is room to pass over `len` bytes at once.
     pub fn give_up(&mut self, len: usize) {
         self.incoming = None;
         self.make_room(len);

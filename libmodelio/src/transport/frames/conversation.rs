@@ -1,4 +1,4 @@
-//! What a connection says: a [`Conversation`] speaks messages, and knows nothing of frames and bytes.
+//! The messages of a connection: a [`Conversation`] handles messages, and knows nothing of frames and bytes.
 
 use std::time::{Duration, Instant};
 
@@ -6,9 +6,9 @@ use super::link::{Link, Outgoing};
 use crate::transport::stream::{Close, Target};
 use crate::wire::{Limits, Message, Received, Refusal};
 
-/// What becomes of the payload of a message.
+/// What to do with the payload of a message.
 pub enum Take {
-    /// There is none, or it is passed over.
+    /// There is no payload, or it is passed over.
     Nothing,
     /// Received into memory of the link, and lent to [`Conversation::payload`].
     Buffered,
@@ -48,12 +48,12 @@ pub trait Conversation: Send {
     /// Longest silence before the peer is taken for dead; `None` until the greeting is over.
     fn silence(&self) -> Option<Duration>;
 
-    /// So many bytes of the payload under way came ahead with its message, and were copied to where it goes.
+    /// `bytes` of the payload under way came with its message, and were copied to its place.
     fn copied(&mut self, bytes: usize) {
         let _ = bytes;
     }
 
-    /// Bytes have come, of whatever. Told now and then.
+    /// Some bytes have come. This is called now and then.
     fn heard(&mut self) {}
 
     /// Time passes, or the connection was woken; when to call again at the latest.
@@ -65,16 +65,16 @@ pub trait Conversation: Send {
         Ok(None)
     }
 
-    /// What is said to a peer before the connection is closed, as what it sends is no frame, or does not fit. Nothing
-    /// by default, unless the peer can know better by it: a refusal of its protocol.
+    /// The last message to a peer whose bytes are no frame, or do not fit, before the connection is closed.
+    /// By default it is sent only if the peer can learn from it: a refusal of its protocol.
     fn last_words(&mut self, refusal: Refusal) -> Option<Outgoing> {
         let protocol = matches!(refusal, Refusal::Protocol { .. });
         protocol.then(|| Outgoing::new(0, Message::Refused(refusal)))
     }
 
-    /// Nothing is taken any more, and the last words are being said: the payload under way does not come.
+    /// Nothing is taken any more, and the last message is being sent: the payload under way does not come.
     fn given_up(&mut self) {}
 
-    /// It is over.
+    /// The conversation is over.
     fn closed(&mut self, why: &Close);
 }

@@ -1,5 +1,5 @@
-//! A conversation as a stream of bytes: what is received is read, what is to be said is sent, and when it ends, the
-//! last words are said first.
+//! A conversation as a stream of bytes: received bytes are read, messages are sent, and when it ends, the
+//! last messages are sent first.
 
 use std::time::{Duration, Instant};
 
@@ -17,8 +17,8 @@ const FAREWELL: Duration = Duration::from_secs(2);
 struct Farewell {
     why: Close,
     deadline: Instant,
-    /// What the peer still sends is received and passed over. A connection that is closed with bytes unread is reset,
-    /// and that may overtake the last words.
+    /// Whether further bytes of the peer are received and passed over. A connection that is closed with bytes
+    /// unread is reset, and the reset may overtake the last messages.
     drains: bool,
     said: bool,
 }
@@ -76,18 +76,18 @@ impl<C: Conversation> Stream for Framed<C> {
 
     fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
         if self.reading.is_held_up() {
-            // It was woken: perhaps it can go on.
+            // The conversation was woken: perhaps it can go on.
             if let Err(why) = self.go_on() {
                 self.link.close(why);
                 return Receive::Paused;
             }
-            // From here on the rest of its frame is to come; perhaps nothing ever does.
+            // From now on the rest of its frame is expected; perhaps it never comes.
             self.mark(Instant::now());
         }
         match &self.farewell {
             Some(farewell) if farewell.drains => self.reading.drain(into),
             Some(_) => Receive::Paused,
-            // Who asks for more than it takes is not heard until it has taken it.
+            // A peer that asks for more than it takes is not read until it has taken it.
             None if !reads(&self.reading, &self.link) => Receive::Paused,
             None => self.reading.name(into),
         }
@@ -145,7 +145,7 @@ impl<C: Conversation> Stream for Framed<C> {
             return if now >= *deadline { Err(why.clone()) } else { Ok(Some(*deadline)) };
         }
         match self.watch.tick(now, &self.reading, &mut self.conversation, &self.link) {
-            // Here something may be being received: it is not taken away before the connection is closed.
+            // The kernel may be receiving into the memory, which stays until the connection is closed.
             Err(why) if self.link.is_ending() => {
                 let deadline = now + FAREWELL;
                 self.farewell = Some(Farewell { why, deadline, drains: false, said: false });

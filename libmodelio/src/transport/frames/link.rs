@@ -1,4 +1,4 @@
-//! What is to be said on a connection, by whichever thread.
+//! The messages that are to be sent on a connection, from any thread.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,13 +17,13 @@ const MAX_QUEUED_BYTES: usize = 32 << 20;
 
 /// A message on its way out.
 pub struct Outgoing {
-    /// What is said.
+    /// The message.
     pub message: Message,
-    /// The request's number, which the answer repeats; 0 for what needs none.
+    /// The request's number, which the answer repeats; 0 for messages without answer.
     pub request: u64,
-    /// Of the block map.
+    /// The epoch of the block map.
     pub epoch: Epoch,
-    /// What follows it.
+    /// The payload.
     pub payload: Option<Piece>,
 }
 
@@ -34,14 +34,14 @@ impl Outgoing {
     }
 }
 
-/// What other threads, and the conversation itself, say something by. Cheap to clone.
+/// Sends messages, for other threads and for the conversation itself. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Link(Arc<LinkState>);
 
 #[derive(Default)]
 struct LinkState {
     queue: Mutex<VecDeque<Outgoing>>,
-    /// Of payload that is queued.
+    /// Queued bytes of payload.
     queued_bytes: AtomicUsize,
     connection: OnceLock<Connection>,
     /// The connection ends when all is said.
@@ -65,7 +65,7 @@ impl Link {
         queue.push_back(outgoing);
     }
 
-    /// So much is queued that the peer is not to be heard before it takes some.
+    /// Whether so much is queued that the peer is not read before it takes some.
     pub(super) fn is_full(&self) -> bool {
         self.0.queued_bytes.load(Ordering::Relaxed) > MAX_QUEUED_BYTES
     }
@@ -83,7 +83,7 @@ impl Link {
         let _ = self.0.connection.set(connection.clone());
     }
 
-    /// Whether the connection ends when all is said.
+    /// Whether the connection ends when everything is sent.
     pub(super) fn is_ending(&self) -> bool {
         self.0.ending.load(Ordering::Relaxed)
     }
@@ -93,12 +93,12 @@ impl Link {
         self.0.queue.lock().is_empty()
     }
 
-    /// Whether so many messages are queued that the peer is too slow to live.
+    /// Whether so many messages are queued that the peer is given up as too slow.
     pub(super) fn is_stuffed(&self) -> bool {
         self.0.queue.lock().len() > MAX_QUEUED
     }
 
-    /// What is queued is not said any more.
+    /// Drops the queued messages.
     pub(super) fn clear(&self) {
         self.0.queue.lock().clear();
     }
@@ -108,14 +108,14 @@ impl Link {
         self.send(Outgoing::new(request, message));
     }
 
-    /// Says something; when it is with the kernel, the connection ends. What is said afterwards is lost.
+    /// Sends a message; when it is with the kernel, the connection ends. Messages sent afterwards are lost.
     pub fn say_last(&self, outgoing: Outgoing) {
         self.queue(outgoing);
         self.0.ending.store(true, Ordering::Relaxed);
         self.wake();
     }
 
-    /// Has the conversation asked again for what it takes and sends.
+    /// Has the conversation asked again what it takes and sends.
     pub fn wake(&self) {
         if let Some(connection) = self.0.connection.get() {
             connection.wake();

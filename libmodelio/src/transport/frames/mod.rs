@@ -1,5 +1,5 @@
-//! Frames on a byte stream: what turns a [`Conversation`], which speaks messages, into a
-//! [`Stream`](super::stream::Stream), which moves bytes. The same for both ends and for every role.
+//! Frames on a byte stream: they turn a [`Conversation`], which handles messages, into a
+//! [`Stream`](super::stream::Stream), which moves bytes. Both ends and every role use the same code.
 //!
 //! Headers and bodies come through a small buffer. A payload is received straight into where the conversation says, and
 //! sent straight from where it lies. Both are checked by CRC32C while they are in cache. Pings are answered here.

@@ -1,16 +1,18 @@
-//! Whether the frame that a peer is sending moves on. Pure: it is told the time, and how many bytes have come.
+//! Detects a frame that a peer has begun and does not finish. Pure: the caller passes the time and the number
+//! of bytes received.
 //!
-//! Between frames a peer may be silent, and says so by pings. In the middle of one it has all the rest at hand, so it
-//! comes as fast as the network takes it; on a slow one, little by little. What does not move on has lost bytes on the
-//! way (a relay dropped them), and the rest never comes. Everything that the peer says afterwards, pings included, is
-//! taken for that rest, so that such a connection is not silent: it brings crumbs.
+//! Between frames a peer may be silent, and sends pings. In the middle of a frame the peer has all the rest
+//! at hand, so it comes as fast as the network takes it; on a slow network, little by little. A frame that
+//! does not move on has lost bytes on the way (a relay dropped them), and the rest never comes. Everything
+//! that the peer sends afterwards, pings included, is taken for that rest, so such a connection is not
+//! silent: small pieces keep coming.
 
 use std::time::{Duration, Instant};
 
 /// Bytes that are crumbs: more than the pings and questions that a peer sends within the longest pause.
 pub(super) const CRUMBS: u64 = 4 << 10;
 
-/// What has come of the frame under way, and when it last moved on.
+/// The received bytes of the frame under way, and the time when it last moved on.
 #[derive(Clone, Copy)]
 struct Mark {
     frame: u64,
@@ -40,7 +42,7 @@ impl Progress {
         self.due.is_none_or(|due| due > now + often(pause))
     }
 
-    /// None is, or this end does not read just now.
+    /// No frame is under way, or this end does not read just now.
     pub(super) fn rests(&mut self) {
         self.mark = None;
     }
@@ -56,7 +58,8 @@ impl Progress {
         pause: Duration,
     ) -> Result<Option<Instant>, Stuck> {
         let often = often(pause);
-        // Who looks late has not run: what came meanwhile may not have been counted yet.
+        // A late call means that this thread did not run: bytes that came meanwhile may not have been counted
+        // yet.
         let late = self.due.is_some_and(|due| now > due + often);
         let Some(mark) = &mut self.mark else { return Ok(None) };
         if late || seen >= mark.seen + CRUMBS {

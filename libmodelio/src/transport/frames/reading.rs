@@ -1,6 +1,6 @@
 //! Frames that are received: bytes become messages, which a conversation takes, and payload, which goes where it says.
 //!
-//! One of the modules that hold `unsafe`: buffers and payloads are named to whoever moves the bytes.
+//! One of the modules that hold `unsafe`: it names buffers and payloads to the driver that moves the bytes.
 
 use super::arriving::{Arriving, Place};
 use super::conversation::{Conversation, Take};
@@ -8,7 +8,8 @@ use super::link::Link;
 use crate::transport::stream::{Buffer, Close, Receive, ReceiveSlices};
 use crate::wire::{Message, Received, Receiver, Refusal, WireError};
 
-/// Of a longer payload, bytes that are received before their checksum is made, while they are in the core's own cache.
+/// The number of bytes of a longer payload that are received before their checksum is made, while they are in
+/// the core's own cache.
 const SUM_AT_ONCE: usize = 512 << 10;
 /// Bytes that are passed over at once.
 const DRAIN: usize = 2 << 10;
@@ -46,7 +47,7 @@ impl Reading {
         }
     }
 
-    /// Whether the conversation does not take a message that has come.
+    /// Whether the conversation does not take the received message.
     pub fn is_held_up(&self) -> bool {
         self.waiting.is_some()
     }
@@ -62,7 +63,7 @@ impl Reading {
         self.seen
     }
 
-    /// So many bytes of what [`name`](Self::name) asked for have come, though not enough yet. True if some are news.
+    /// `bytes` of what [`name`](Self::name) asked for have come, though not enough yet. True if some are new.
     pub fn arriving(&mut self, bytes: usize) -> bool {
         let seen = self.taken + bytes as u64;
         let is_news = seen > self.seen;
@@ -70,7 +71,7 @@ impl Reading {
         is_news
     }
 
-    /// So many bytes were received.
+    /// `bytes` were received.
     pub fn received(&mut self, bytes: usize) {
         self.taken += bytes as u64;
         self.seen = self.seen.max(self.taken);
@@ -86,7 +87,7 @@ impl Reading {
         }
     }
 
-    /// Names where the next bytes go: the rest of the payload under way, and what comes after it.
+    /// Names the place of the next bytes: the rest of the payload under way, and what comes after it.
     pub fn name(&mut self, into: &mut ReceiveSlices) -> Receive {
         let left = self.arriving.left();
         if left > 0
@@ -104,7 +105,7 @@ impl Reading {
         Receive::Into { least: left.clamp(1, SUM_AT_ONCE) }
     }
 
-    /// Takes what lies in `ahead`, as far as it goes. Nothing is being received meanwhile.
+    /// Takes the bytes in `ahead`, as far as possible. No receive is outstanding meanwhile.
     pub fn digest(&mut self, conversation: &mut impl Conversation, link: &Link) -> Result<(), Close> {
         loop {
             if let Some(received) = self.waiting.take() {
@@ -184,7 +185,8 @@ impl Reading {
         }
     }
 
-    /// What is under way, how long it is, and how much of that has come, for a peer that is told that it does not come.
+    /// The message under way, its length, and the number of received bytes, for the refusal of a frame that
+    /// does not move on.
     pub fn describe(&self) -> (String, String, String) {
         match self.arriving.message() {
             Some(received) => {
@@ -196,7 +198,7 @@ impl Reading {
         }
     }
 
-    /// Nothing is taken any more: what still comes is passed over.
+    /// Nothing is taken any more: further bytes are passed over.
     pub fn give_up(&mut self) {
         self.waiting = None;
         self.arriving.give_up(DRAIN);
@@ -216,7 +218,7 @@ impl Reading {
     }
 }
 
-/// What is wrong with what came. The peer hears it if that is this end's to say.
+/// Refuses received bytes, and gives the reason. The peer hears of it if this end may speak.
 fn refuse(conversation: &mut impl Conversation, link: &Link, error: &WireError) -> Close {
     say_last_words(conversation, link, error.to_refusal());
     Close::Asked(error.to_string().into())

@@ -1,13 +1,14 @@
-//! Frames that are sent: what of them the driver may be reading, and how much of that is not with the kernel yet.
+//! Frames that are sent: the memory that the driver may be reading, and how much of it is not with the kernel
+//! yet.
 //!
-//! One of the modules that hold `unsafe`: heads and payloads are named to whoever moves the bytes.
+//! One of the modules that hold `unsafe`: it names heads and payloads to the driver that moves the bytes.
 
 use super::link::Outgoing;
 use crate::transport::stream::{Buffer, SendSlices};
 use crate::wire::{self, Payload};
 
-/// Bytes that are handed to the kernel at once. Their checksums are made before: what is sent should still be in the
-/// core's own cache when the kernel copies it, and the peer should not have to wait.
+/// Bytes that are handed to the kernel at once. Their checksums are made before. The bytes should still be in
+/// the core's own cache when the kernel copies them, and the peer should not have to wait.
 const SEND_AT_ONCE: usize = 512 << 10;
 /// Room for the heads that are sent at once, on a connection where much is sent; longer ones get memory of their own.
 const HEADS: usize = 32 << 10;
@@ -19,7 +20,7 @@ pub(super) struct Sending {
     heads: Buffer,
     /// Bytes of `heads` that were used when something was last sent.
     used: usize,
-    /// What the kernel may be reading.
+    /// The frames that the kernel may be reading.
     frames: Vec<Outgoing>,
     /// Heads that `heads` had no room for.
     long: Vec<Vec<u8>>,
@@ -64,7 +65,7 @@ impl Sending {
             payload.map_or(Payload::NONE, |piece| Payload { len: piece.len() as u32, crc: piece.crc() });
         let Outgoing { message, request, epoch, .. } = &outgoing;
         if let Err(error) = wire::append_frame(&mut self.encoded, message, *request, *epoch, payload) {
-            // It is this end that says what cannot be said.
+            // The error is this end's own: it has made a message that cannot be sent.
             tracing::error!(%error, message = message.name(), "not sent");
             return;
         }
@@ -88,12 +89,12 @@ impl Sending {
         self.frames.push(outgoing);
     }
 
-    /// So many bytes of it are with the kernel.
+    /// `bytes` of it are with the kernel.
     pub fn transmitted(&mut self, bytes: usize) {
         self.unsent = self.unsent.saturating_sub(bytes);
     }
 
-    /// Whether all that was handed out is with the kernel.
+    /// Whether everything that was handed out is with the kernel.
     pub fn is_sent(&self) -> bool {
         self.unsent == 0
     }

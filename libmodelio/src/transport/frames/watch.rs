@@ -10,17 +10,17 @@ use super::reading::{Reading, say_last_words};
 use crate::transport::stream::Close;
 use crate::wire::{self, HELLO_DEADLINE, Message, Refusal};
 
-/// How often a conversation is told at most that bytes have come.
+/// The shortest interval in which a conversation is told that bytes have come.
 const REPORT: Duration = Duration::from_millis(50);
 
-/// When what was heard and said.
+/// The times of the last bytes in each direction.
 pub(super) struct Watch {
     opened: Instant,
     heard: Instant,
     spoke: Instant,
-    /// When the conversation was last told that bytes have come.
+    /// The time when the conversation was last told that bytes have come.
     reported: Instant,
-    /// Of the frame under way.
+    /// The progress of the frame under way.
     pub(super) progress: Progress,
 }
 
@@ -41,7 +41,7 @@ impl Watch {
         self.heard = now;
     }
 
-    /// Whether the conversation is to be told that bytes have come.
+    /// Whether it is time to tell the conversation that bytes have come.
     pub fn is_to_report(&mut self, now: Instant) -> bool {
         let due = now.duration_since(self.reported) > REPORT;
         if due {
@@ -55,7 +55,7 @@ impl Watch {
         self.spoke = Instant::now();
     }
 
-    /// What time brings, and when to look again.
+    /// The actions that are due, and the time of the next call.
     ///
     /// # Errors
     /// The connection ends.
@@ -117,12 +117,12 @@ impl Watch {
     }
 }
 
-/// Whether this end takes what comes; while it does not, it cannot tell what the peer does.
+/// Whether this end takes bytes; while it does not, it cannot see what the peer does.
 pub(super) fn reads(reading: &Reading, link: &Link) -> bool {
     !reading.is_held_up() && !link.is_full()
 }
 
-/// What is under way and does not move on.
+/// The refusal of a frame that does not move on.
 fn stuck(reading: &Reading, pause: Duration) -> Refusal {
     let (what, expected, got) = reading.describe();
     let got = format!("{got}, and then not {CRUMBS} more in {pause:.1?}");

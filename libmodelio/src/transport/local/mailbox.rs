@@ -1,9 +1,10 @@
-//! What the ends of a model in one process say to each other: its coordinator, the partition beside it, and a client.
+//! The messages between the ends of a model in one process: its coordinator, the partition beside it, and a
+//! client.
 //!
-//! An end puts a word in under its own lock, so that words keep the order of the decisions that they come from. Once it
-//! has let go of that lock it has the mailbox emptied ([`Mailbox::drain`]): here, on the same thread, unless a thread is
-//! at it already, which then takes what was put in, too. So no end is ever called from another one's stack, and at any
-//! time one thread carries words.
+//! An end puts a word in under its own lock, so that words keep the order of the decisions behind them. Once
+//! it has released that lock, it empties the mailbox ([`Mailbox::drain`]) on the same thread, unless another
+//! thread is already doing so and takes the new word, too. So no end is ever called from another end's stack,
+//! and one thread at a time carries words.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
@@ -18,8 +19,8 @@ pub trait Hears: Send + Sync {
     /// An end has said this. No lock is held.
     fn hears(self: Arc<Self>, from: End, word: Word);
 
-    /// All words have been heard, and nobody carries any: whoever waits for an answer may have it now, and finds the
-    /// mailbox free for what it asks next.
+    /// The mailbox is empty, and no thread carries words: callers may now get their answers, and find the
+    /// mailbox free for their next request.
     fn rests(&self) {}
 }
 
@@ -34,7 +35,7 @@ pub enum End {
     Client,
 }
 
-/// What is said.
+/// A message from one end to another.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(
     clippy::large_enum_variant,
@@ -51,7 +52,7 @@ pub enum Word {
     GoOn,
 }
 
-/// Between the ends of one model. It keeps none of them.
+/// The mailbox between the ends of one model. It keeps none of the ends alive.
 pub struct Mailbox {
     coordinator: Weak<dyn Hears>,
     partition: Weak<dyn Hears>,
@@ -65,7 +66,7 @@ type Holds = Box<dyn Fn(End, &Word) -> bool + Send>;
 #[derive(Default)]
 struct Queue {
     words: VecDeque<(End, End, Word)>,
-    /// What is held back, and by what.
+    /// The held-back words, with sender and receiver.
     held: VecDeque<(End, End, Word)>,
     holds: Option<Holds>,
     /// A thread is at it.
@@ -73,7 +74,7 @@ struct Queue {
 }
 
 impl Mailbox {
-    /// Between a coordinator and a partition.
+    /// A mailbox between a coordinator and a partition.
     pub fn new(coordinator: Weak<dyn Hears>, partition: Weak<dyn Hears>) -> Mailbox {
         Mailbox { coordinator, partition, client: OnceLock::new(), queue: Mutex::default() }
     }
@@ -83,7 +84,7 @@ impl Mailbox {
         self.client.set(client).is_ok()
     }
 
-    /// Puts a word in. Whoever does has it emptied, once its locks are let go of.
+    /// Puts a word in. The caller empties the mailbox once it has released its locks.
     pub fn put(&self, from: End, to: End, word: Word) {
         let mut queue = self.queue.lock();
         let is_held = queue.holds.as_ref().is_some_and(|holds| holds(to, &word));
@@ -106,8 +107,8 @@ impl Mailbox {
         true
     }
 
-    /// Hands over all that is in it, and what is put in meanwhile; nothing if a thread is at it, which does. No lock of
-    /// any end may be held.
+    /// Hands over all words in it, and those that are put in meanwhile. Does nothing if another thread is
+    /// already doing so. The caller must hold no lock of any end.
     pub fn drain(&self) {
         {
             let mut queue = self.queue.lock();

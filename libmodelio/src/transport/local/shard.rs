@@ -1,5 +1,5 @@
-//! What a client asks of a partition in its own process: blocks are reduced where they lie, and versions are shown where
-//! they were made.
+//! The interface of a partition for a client in its own process: blocks are reduced where they lie, and
+//! versions are shown where they were made.
 
 use std::any::Any;
 use std::fmt;
@@ -19,18 +19,18 @@ pub struct SharedPayload<'a> {
     pub bytes: &'a [u8],
     /// With `assign`, what of it was written, if that is not all; relative to the block.
     pub written: Option<&'a [Range<u32>]>,
-    /// Nobody has looked for NaN and Inf in it.
+    /// Whether the shard has to look for NaN and Inf in it.
     pub check: bool,
 }
 
 /// All that a client has of one block for one plan.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedBlock<'a> {
-    /// Who.
+    /// The client.
     pub client: ClientId,
     /// For which plan.
     pub plan: PlanId,
-    /// Of the model.
+    /// The block of the model.
     pub block: BlockId,
     /// In the order in which they are added.
     pub payloads: &'a [SharedPayload<'a>],
@@ -39,10 +39,10 @@ pub struct SharedBlock<'a> {
     pub is_own: bool,
 }
 
-/// What became of a block.
+/// What the shard did with a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pushed {
-    /// It is part of the plan.
+    /// The block is part of the plan.
     Taken,
     /// The payload of this index holds NaN or Inf, which is refused. The block was not taken.
     NonFinite(usize),
@@ -59,7 +59,7 @@ pub struct HeldVersion {
     pub region: Region,
     /// When it was published.
     pub published: SystemTime,
-    /// What keeps it.
+    /// Keeps the memory.
     pub hold: Arc<dyn Any + Send + Sync>,
 }
 
@@ -71,7 +71,7 @@ impl fmt::Debug for HeldVersion {
 
 /// A shard in this process that holds all blocks of a model, and coordinates it.
 pub trait Shard: Send + Sync {
-    /// What the client says goes here.
+    /// The mailbox for the client's messages.
     fn mailbox(&self) -> &Mailbox;
 
     /// Adds a block to the plan under way, in this thread. `stands` says, once the payload was read, whether it was
@@ -93,7 +93,7 @@ pub trait Shard: Send + Sync {
     /// Somebody is about to contribute: the memory of the versions after the next one is taken, beside the caller.
     fn warm_up(&self);
 
-    /// There may be so many version buffers from now on.
+    /// Sets the most version buffers that there may be from now on.
     fn set_buffers(&self, most: usize);
 
     /// Looks whether the next version has a buffer, now that one may have been given back, and tells the coordinator if
@@ -109,9 +109,9 @@ pub trait Shard: Send + Sync {
     /// When too many are in use, or there is no memory.
     fn take_buffer(&self) -> Result<Region, ShardError>;
 
-    /// What the job does at this moment.
+    /// The state of the job at this moment.
     fn state(&self) -> JobState;
 
-    /// For how long nothing was heard of a learner.
+    /// The time for which a learner has been silent.
     fn silence(&self, learner: LearnerId) -> Duration;
 }

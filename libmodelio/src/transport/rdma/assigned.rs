@@ -1,4 +1,4 @@
-//! Which queue pairs a thread serves, and which it is to serve.
+//! The queue pairs that a thread serves, and those that it will serve.
 
 use std::collections::HashMap;
 use std::os::fd::RawFd;
@@ -30,6 +30,6 @@ impl Assigned {
     }
 }
 
-/// The queue pairs that a thread is to serve, by the descriptor that stands for each. With it is the other end of that
-/// descriptor.
+/// The queue pairs that a thread will serve, by the descriptor that stands for each, with the other end of
+/// that descriptor.
 pub(super) type Expected = Mutex<HashMap<RawFd, (Arc<QueuePair>, UnixStream)>>;

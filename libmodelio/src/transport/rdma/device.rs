@@ -1,4 +1,4 @@
-//! A device in use: its arena, its completion queues, and which memory is registered with it (RPCH §3.1).
+//! A device in use: its arena, its completion queues, and the memory that is registered with it (RPCH §3.1).
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
@@ -37,8 +37,8 @@ impl Device {
         Device::open_with(options, None)
     }
 
-    /// The same, with memory of another device, such as a GPU, for payload that comes from peers: iRDMA measured that
-    /// best for what is written to a shard, and the host's memory for what is read from it (§IV-A).
+    /// The same, with memory of another device, such as a GPU, for payload from peers. iRDMA measured that
+    /// this is best for writes to a shard, and the host's memory for reads from it (§IV-A).
     ///
     /// # Errors
     /// [`VerbsError`], which says what is missing.
@@ -153,8 +153,8 @@ impl Device {
         self.context.trouble()
     }
 
-    /// Says in the log what the device reports that is no outcome of work: ports that go down, queues that fail. What
-    /// it costs is noticed by each connection itself, at the latest by its peer's silence.
+    /// Logs reports of the device that are no outcome of work: ports that go down, queues that fail. Each
+    /// connection notices the consequences itself, at the latest by its peer's silence.
     pub(super) fn hear_trouble(&self) {
         while let Some(Trouble { what, is_bad }) = self.context.next_trouble() {
             let device = self.context.name();
@@ -190,7 +190,7 @@ impl Device {
         self.context.is_iwarp()
     }
 
-    /// Memory for rings, and what else the CPU reads and writes.
+    /// Memory for rings and everything else that the CPU reads and writes.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
@@ -205,7 +205,7 @@ impl Device {
         &self.pollers
     }
 
-    /// How peers learn of what was written.
+    /// How peers learn of written data.
     pub fn notify(&self) -> Notify {
         self.notify
     }

@@ -1,5 +1,5 @@
-//! Memory of another device, such as a GPU, that the network's device reads and writes by itself (GPUDirect). The CPU
-//! never touches it: what is to be computed there is computed by its device, or copied out by it.
+//! Memory of another device, such as a GPU, that the network's device reads and writes by itself (GPUDirect).
+//! The CPU never touches it: its own device computes there, or copies data out.
 
 use std::fmt::Debug;
 use std::io;
@@ -10,20 +10,21 @@ use std::os::fd::BorrowedFd;
 pub enum Export<'a> {
     /// By a `dma_buf`, from this byte of it on (Linux 5.12, and a driver that can: mlx5, irdma).
     DmaBuf {
-        /// What its driver exports.
+        /// The memory that its driver exports.
         fd: BorrowedFd<'a>,
-        /// Where it begins there.
+        /// The offset in the region.
         offset: u64,
     },
-    /// By an address that its driver has told the kernel of, as nvidia-peermem does. It need not be mapped.
+    /// By an address that its driver has registered with the kernel, as nvidia-peermem does. It need not be
+    /// mapped.
     Address(u64),
 }
 
 /// Memory of another device.
 ///
 /// # Safety
-/// What is exported is no memory that Rust has references to, or may hand out otherwise: the network's device writes
-/// it. It stays what it is as long as the object lives.
+/// The exported memory is no memory that Rust has references to, or may hand out otherwise: the network's
+/// device writes it. It stays valid as long as the object lives.
 pub unsafe trait DeviceMemory: Debug + Send + Sync {
     /// Length in bytes.
     fn bytes(&self) -> usize;

@@ -1,5 +1,5 @@
-//! An RDMA endpoint: a device in use, whose connections come about by one thread, which asks for them, is asked for
-//! them, and hears of their ends. What is served on them is its callers' business.
+//! An RDMA endpoint: a device in use. One thread makes its connections: it asks for them, takes requests for
+//! them, and hears of their ends. The callers decide what is served on them.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,5 +1,5 @@
-//! What both ends of a connection say of themselves when it begins, as private data of rdma_cm: 24 bytes, documented in
-//! `docs/protocol.md`; and what keeps a shard from taking a connection, which goes the same way.
+//! The private data of rdma_cm with which both ends begin a connection: 24 bytes, documented in
+//! `docs/protocol.md`. A shard that takes no connection sends its reason the same way.
 
 use super::options::Mtu;
 use super::queue_pair::QueuePair;
@@ -11,12 +11,12 @@ const MAGIC: [u8; 4] = *b"GFRD";
 /// Bytes of it.
 const OFFER: usize = 24;
 
-/// What an end says of itself when a connection begins.
+/// The data that an end sends when a connection begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// Which protocol it speaks.
+    /// The protocol that it speaks.
     pub protocol: u16,
-    /// How it is to be told of what was written.
+    /// How the peer is to notify it of written data.
     pub notify: Notify,
     /// Bytes of payload in a packet that it wants at most; an answer's are what both use. `None`: as many as the path
     /// allows.
@@ -28,7 +28,7 @@ pub struct Offer {
 /// Why an offer is not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Strange {
-    /// It is something else.
+    /// The data is something else.
     #[error("something else than gradfs is there")]
     Magic,
     /// It speaks another protocol.
@@ -39,7 +39,7 @@ pub enum Strange {
         /// The peer's.
         got: u16,
     },
-    /// It wants to be told otherwise than this end does.
+    /// The peer wants another notification than this end.
     #[error(
         "it is told of what was written by {got:?}, this end by {expected:?}: set the same --rdma-notice for both"
     )]
@@ -49,7 +49,7 @@ pub enum Strange {
         /// The peer's.
         got: Notify,
     },
-    /// There is no such MTU.
+    /// The MTU does not exist.
     #[error("it wants the MTU numbered {0}, expected 0 to 5")]
     Mtu(u8),
 }
@@ -57,10 +57,10 @@ pub enum Strange {
 /// Why a shard that understands its peer takes no connection all the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Lack {
-    /// There are no rings.
+    /// The peer has no rings.
     #[error("its registered memory is full: raise its --rdma-arena, or lower its --rdma-slots")]
     Rings,
-    /// There is no room for completions.
+    /// The peer has no room for completions.
     #[error("its completion queues are full: raise its --rdma-queues, or lower its --rdma-depth")]
     Completions,
     /// The peer comes by a device or a port that is not the shard's.
@@ -72,7 +72,7 @@ pub enum Lack {
 }
 
 impl Lack {
-    /// As it is sent, u32 little-endian in byte 12 of what a shard says that takes no connection.
+    /// The code on the wire: u32 little-endian in byte 12 of the data of a shard that takes no connection.
     pub fn code(self) -> u32 {
         match self {
             Lack::Other => 0,
@@ -82,7 +82,7 @@ impl Lack {
         }
     }
 
-    /// What a peer has sent. A code that is not known is anything.
+    /// Decodes the peer's code. An unknown code is `Other`.
     pub fn decode(bytes: &[u8]) -> Lack {
         let code =
             bytes.get(12..).and_then(|bytes| bytes.first_chunk()).map(|&code| u32::from_le_bytes(code));
@@ -97,7 +97,8 @@ impl Offer {
         Offer { protocol, notify: queue_pair.device().notify(), mtu, ring: queue_pair.invitation() }
     }
 
-    /// As it is sent: magic, protocol u16, notice u8, MTU u8, key u32, address u64 from byte 16, little-endian.
+    /// The encoding: magic, protocol u16, notice u8, MTU u8, key u32, address u64 from byte 16,
+    /// little-endian.
     pub fn encode(&self) -> [u8; OFFER] {
         let mut bytes = [0; OFFER];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -109,7 +110,7 @@ impl Offer {
         bytes
     }
 
-    /// What a peer has sent, if this end, which is told by `notify`, can do with it.
+    /// Decodes the peer's data, if this end, which is notified by `notify`, can use it.
     ///
     /// # Errors
     /// [`Strange`].

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// How a thread learns of what is done.
+/// How a thread learns of completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polling {
     /// It asks without pause, and takes a core.
@@ -15,7 +15,7 @@ pub enum Polling {
     Adaptive(Duration),
 }
 
-/// Which memory a shard fetches payload into (the buffer models of PS-RDMA §3).
+/// The memory that a shard fetches payload into (the buffer models of PS-RDMA §3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Buffers {
     /// Slots that all queue pairs have in common; any free one will do. Memory does not grow with the learners.
@@ -27,7 +27,7 @@ pub enum Buffers {
     Own,
 }
 
-/// How the peer learns of what was written.
+/// How the peer learns of written data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Notice {
     /// By immediate data where the device has it, else by a flag.
@@ -101,12 +101,12 @@ impl Mtu {
         (1..=5).map(Mtu).find(|mtu| mtu.bytes() == bytes)
     }
 
-    /// As it is sent and as verbs number it: 1 to 5.
+    /// The MTU of a code on the wire, which is also that of verbs: 1 to 5.
     pub fn from_code(code: u8) -> Option<Mtu> {
         (1..=5).contains(&code).then_some(Mtu(code))
     }
 
-    /// As it is sent.
+    /// The code on the wire.
     pub fn code(self) -> u8 {
         self.0
     }
@@ -123,7 +123,7 @@ impl fmt::Display for Mtu {
     }
 }
 
-/// What a process may be told of RDMA.
+/// The RDMA settings of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaOptions {
     /// The device; `None` for the first one that has an active port.
@@ -132,9 +132,9 @@ pub struct RdmaOptions {
     pub port: Option<u8>,
     /// The GID that packets come from; `None` for the one that leads to the peer.
     pub gid_index: Option<u32>,
-    /// Of packets (RoCE: DSCP and ECN).
+    /// The traffic class of packets (RoCE: DSCP and ECN).
     pub traffic_class: Option<u8>,
-    /// Of packets, at most; `None` for what the path allows. Not with iWARP.
+    /// The largest MTU of packets; `None` for what the path allows. Not with iWARP.
     pub mtu: Option<Mtu>,
     /// Bytes that go with the work itself.
     pub inline: u32,
@@ -148,7 +148,7 @@ pub struct RdmaOptions {
     pub polling: Polling,
     /// Messages of peers that are waited for; the queue pairs of a completion queue have them in common.
     pub shared_receives: u32,
-    /// How peers learn of what was written.
+    /// How peers learn of written data.
     pub notice: Notice,
     /// Memory that payload is fetched into.
     pub buffers: Buffers,

@@ -95,7 +95,7 @@ impl Pollers {
     /// Ends all connections and the threads, up to `patience`.
     ///
     /// # Errors
-    /// As many as did not end.
+    /// The number of threads that did not end.
     pub(super) fn shut_down(&self, patience: Duration) -> Result<(), StillRunning> {
         let deadline = Instant::now() + patience;
         for thread in &self.0 {

@@ -1,4 +1,4 @@
-//! A directory of published versions in plain memory, for whoever reads them past the CPU of the shard that has them.
+//! A directory of published versions in plain memory, for clients that read them past the CPU of their shard.
 //!
 //! A client copies the directory, finds a version's entry in it ([`find`]), copies what it wants of the version's
 //! buffer, and then copies the entry once more. If that still says the same ([`Seen::still_there`]), the bytes are the
@@ -6,26 +6,26 @@
 //! no part in any of that, and knows of no reader: nothing is pinned.
 //!
 //! # Why that is enough
-//! An entry has a sequence number that only rises, by one with each change: even while the entry stands, odd while it
-//! is empty or being changed. So no two versions ever have the same slot and sequence number, and what has gone never
-//! comes back.
-//! - The shard takes the entry away *before* anybody stores into the version's buffer ([`Directory::retire`]): the
-//!   number becomes odd, and a full fence follows. Whoever finds any byte of a later store in the buffer, and looks at
-//!   the number after that, finds it changed. A release fence would not do: on x86 that is no instruction, because
-//!   stores are seen in their order anyway, but this does not hold for stores past the caches, by which versions are
-//!   made.
+//! An entry has a sequence number that only rises, by one with each change: even while the entry stands, odd
+//! while it is empty or being changed. So no two versions ever have the same slot and sequence number, and an
+//! entry that is gone never comes back.
+//! - The shard takes the entry away *before* anybody stores into the version's buffer
+//!   ([`Directory::retire`]): the number becomes odd, and a full fence follows. A reader that finds any byte
+//!   of a later store in the buffer, and looks at the number after that, finds it changed. A release fence
+//!   would not do: on x86 it is no instruction, because stores are seen in their order anyway, but this does
+//!   not hold for stores past the caches, which make versions.
 //! - The reader looks at the entry *after* it has the bytes: the second READ of the entry is asked for when those of
 //!   the bytes are complete. READs that are under way together may be carried out in any order, those of one
 //!   connection too.
-//! - The number becomes even last, by a store with release. Whoever finds it even and goes on to the buffer finds all
-//!   that was stored there before [`Directory::publish`].
+//! - A store with release makes the number even, last of all. A reader that finds it even and goes on to the
+//!   buffer finds everything that was stored there before [`Directory::publish`].
 //!
 //! A NIC copies word by word, or worse, so that a copy of the directory may have anything in it: half an entry and
 //! half the next one. An entry has a checksum, numbers included, so that such a mixture is taken for none, nor is
 //! garbage. If it is by chance, the second look at the entry finds something else.
 //!
-//! One of the modules that hold `unsafe`: the directory is read while it is written. In this process, all access to it
-//! is by atomics.
+//! One of the modules that hold `unsafe`: the directory is read while it is written. In this process, all
+//! access to it is atomic.
 
 use std::io;
 use std::sync::Arc;
@@ -70,7 +70,7 @@ impl Raw {
     }
 }
 
-/// What the shard knows of an entry. Nothing is ever read back from memory that others see.
+/// The shard's own copy of an entry. Nothing is ever read back from memory that others see.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     sequence: u64,
@@ -86,8 +86,8 @@ pub struct Directory {
 
 /// The words of memory that is only accessed as such.
 fn words(memory: &Mapping) -> &[AtomicU64] {
-    // SAFETY: within the mapping, which begins on a page and lives as long as the slice. In this process nobody gets at
-    // the memory but through here, and whoever copies it from outside does not write it.
+    // SAFETY: within the mapping, which begins on a page and lives as long as the slice. In this process only
+    // this function accesses the memory, and those who copy it from outside do not write it.
     unsafe { std::slice::from_raw_parts(memory.start().as_ptr().cast(), memory.len() / 8) }
 }
 
@@ -108,7 +108,7 @@ impl Directory {
         Ok(directory)
     }
 
-    /// What others may read, [`DIRECTORY`] bytes. Nobody but the directory may write there.
+    /// The memory that others may read, [`DIRECTORY`] bytes. Nobody but the directory may write there.
     pub fn memory(&self) -> &Arc<Mapping> {
         &self.memory
     }
@@ -140,7 +140,7 @@ impl Directory {
         for (word, value) in words.iter().zip(values).skip(1) {
             word.store(u64::from_ne_bytes(*value), Ordering::Relaxed);
         }
-        // What is in the entry, and in the version's buffer, is seen by whoever sees this.
+        // A reader that sees this store sees the entry, and the version's buffer.
         words[0].store(sequence.to_le(), Ordering::Release);
     }
 
@@ -149,8 +149,8 @@ impl Directory {
         self.publish(version, 0, 0, 0);
     }
 
-    /// The buffer of `version` is about to be used for something else. When this returns, whoever then finds anything
-    /// new in there finds the entry gone. Nothing happens if it is not in the directory.
+    /// The buffer of `version` is about to be used for something else. When this returns, a reader that finds
+    /// anything new in the buffer finds the entry gone. Does nothing if the version is not in the directory.
     pub fn retire(&mut self, version: Version) {
         if let Some(slot) = self.slots.iter().position(|slot| slot.version == Some(version)) {
             self.clear(slot);
@@ -185,15 +185,15 @@ impl Drop for Directory {
 /// An entry that a reader has found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Seen {
-    /// Which entry it is.
+    /// The index of the entry.
     pub slot: usize,
     /// The entry's sequence number.
     pub sequence: u64,
-    /// Which version it is of.
+    /// The version of the entry.
     pub version: Version,
-    /// Where that begins, in the shard's memory.
+    /// The start of the version in the shard's memory.
     pub address: u64,
-    /// What it is read under.
+    /// The key to read it under.
     pub key: u32,
     /// How long it is.
     pub bytes: u64,
@@ -203,7 +203,7 @@ pub struct Seen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("version {wanted} is not published, or no longer; the newest is {}", Said(*newest))]
 pub struct Absent {
-    /// Which it is.
+    /// The wanted version.
     pub wanted: Version,
     /// The newest that is there, if there is any.
     pub newest: Option<Version>,
@@ -250,12 +250,12 @@ impl Seen {
         })
     }
 
-    /// Whether the version can be read where it lies. If not, its blocks are to be asked for.
+    /// Whether the version can be read where it lies. If not, the client has to ask for its blocks.
     pub fn is_readable(&self) -> bool {
         self.bytes > 0
     }
 
-    /// Where its entry begins in the directory, in bytes.
+    /// The offset of its entry in the directory, in bytes.
     pub fn offset(&self) -> usize {
         self.slot * ENTRY
     }

@@ -86,13 +86,14 @@ impl Pump {
         Ok(number)
     }
 
-    /// The queue fails: all that is served by it ends, and what is to be, at once. Others of the process go on.
+    /// The queue fails: all connections on it end, and later ones end at once. Other queues of the process go
+    /// on.
     fn lose(&mut self, error: &VerbsError) {
         if std::mem::replace(&mut self.lost, true) {
             return;
         }
         tracing::error!(%error, "a completion queue is lost: its connections end, and new ones on it until a restart");
-        // What it has to tell nobody asks for any more.
+        // Nobody asks for its events any more.
         let _ = self.epoll.delete(self.poller.as_ref().as_fd());
         for served in self.served.values() {
             served.queue_pair.break_off(format!("a completion queue is lost: {error}"));
@@ -232,7 +233,7 @@ impl Driver for Pump {
 
     fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         (port.receiving, port.sending) = (Phase::Idle, Phase::Idle);
-        // It may not have got as far as to be bound.
+        // The connection may not have been bound yet.
         if let Some((queue_pair, _)) = self.expected.lock().remove(&port.fd.as_raw_fd()) {
             self.assigned.leave(&queue_pair);
             queue_pair.end();
@@ -258,7 +259,7 @@ impl Driver for Pump {
         self.hear();
         self.progress(table, done);
         if !done.is_empty() || timeout.is_zero() {
-            // What was said is looked for now and then, even if there is always something to do.
+            // Finished streams are checked now and then, even if there is always something to do.
             return if self.served.is_empty() { Ok(()) } else { self.rest(EpollTimeout::ZERO) };
         }
         let until = Instant::now() + timeout;
@@ -277,7 +278,7 @@ impl Driver for Pump {
                 break;
             }
             if now.duration_since(rested) >= LOOK {
-                // What streams have said is told by nobody else.
+                // Only this call handles what streams have sent.
                 self.rest(EpollTimeout::ZERO)?;
                 rested = now;
             }
@@ -293,11 +294,11 @@ impl Driver for Pump {
             {
                 self.lose(&error);
             }
-            // What was done before it was armed rings no bell.
+            // Work that was done before the queue was armed makes no event.
             if !self.hear() && !self.possible() {
                 let left = until.saturating_duration_since(Instant::now());
                 if self.flags && !self.served.is_empty() {
-                    // Nobody rings a bell for a flag.
+                    // A flag makes no event.
                     let pause = if self.last.elapsed() < RESTLESS { LOOK } else { 5 * LOOK };
                     std::thread::sleep(pause.min(left));
                     self.rest(EpollTimeout::ZERO)?;

@@ -21,7 +21,7 @@ const KEPT: usize = 8;
 pub struct QueuePair {
     pair: Arc<Pair>,
     talk: Mutex<Talk>,
-    /// Where the peer's ring is.
+    /// The peer's ring.
     peer: OnceLock<Remote>,
     device: Arc<Device>,
     /// The peer is gone, or its network is.
@@ -29,7 +29,7 @@ pub struct QueuePair {
     connection: OnceLock<Connection>,
     /// Its conversation has found no room for work, and goes on when there is some.
     lacks_room: AtomicBool,
-    /// The peer was not told how much was read, for want of room.
+    /// The peer does not know yet how much was read, for want of room.
     owes: AtomicBool,
     /// Why it is to end, if that was found before there was a connection, too.
     broken: OnceLock<String>,
@@ -38,13 +38,13 @@ pub struct QueuePair {
 #[derive(Debug)]
 struct Talk {
     rings: Rings,
-    /// What they want done; empty but while it is being asked for.
+    /// Work that the rings want done; empty except while they are asked for it.
     work: Vec<Work>,
 }
 
 impl QueuePair {
-    /// Of a connection that knows its way, with `rings` of the device's, and room that was reserved there. If it
-    /// cannot be, its identifier comes back.
+    /// A queue pair for a connection whose way is resolved, with `rings` of the device's, and room that was
+    /// reserved there. If it cannot be made, its identifier comes back.
     #[allow(clippy::result_large_err)] // Seldom.
     pub(super) fn new(
         device: &Arc<Device>,
@@ -60,12 +60,12 @@ impl QueuePair {
         Ok(Arc::new(QueuePair { pair, talk, peer, device, gone, connection, lacks_room, owes, broken }))
     }
 
-    /// Where the peer is to write what it says.
+    /// The ring that the peer is to write into.
     pub(super) fn invitation(&self) -> Remote {
         self.talk.lock().rings.invitation()
     }
 
-    /// Where this end writes what it says.
+    /// Sets the ring that this end writes into.
     pub(super) fn invited(&self, to: Remote) {
         let _ = self.peer.set(to);
     }
@@ -97,7 +97,7 @@ impl QueuePair {
         self.pair.counts()
     }
 
-    // What a conversation does with it.
+    // Calls of the conversation.
 
     /// Pieces of work that [`Self::read`] and the like take just now. If fewer than `least`, the conversation is woken
     /// when it may be otherwise.
@@ -145,7 +145,7 @@ impl QueuePair {
         self.pair.add(token, work).map_err(|(error, _)| error)
     }
 
-    /// Puts a payload where the peer wants it. What is said afterwards comes after it.
+    /// Writes a payload to the place that the peer has named. Later messages arrive after it.
     ///
     /// # Errors
     /// [`VerbsError`].
@@ -189,9 +189,9 @@ impl QueuePair {
         }
     }
 
-    // What drives it.
+    // Calls of the driver.
 
-    /// It is served by this connection.
+    /// `connection` serves it.
     pub(crate) fn attach(&self, connection: &Connection) {
         let _ = self.connection.set(connection.clone());
         self.close_if_broken();
@@ -232,7 +232,7 @@ impl QueuePair {
         self.connection.get()
     }
 
-    /// Looks at what the peer has written, where that is not told.
+    /// Looks for data that the peer has written without notification.
     pub(crate) fn look(&self) -> Result<(), String> {
         self.talk.lock().rings.look().map_err(|broken| broken.to_string())
     }
@@ -241,7 +241,7 @@ impl QueuePair {
     /// `None` nothing.
     pub(crate) fn receive(&self, into: &ReceiveSlices, gone: bool) -> Result<Option<usize>, VerbsError> {
         if self.broken.get().is_some() {
-            // It is about to be closed, for that reason and no other.
+            // The connection is about to be closed, for that reason and no other.
             return Ok(None);
         }
         let mut talk = self.talk.lock();
@@ -315,7 +315,7 @@ impl QueuePair {
         Ok(said)
     }
 
-    /// Whether it can go on: bytes to take, or room to send.
+    /// Whether there is something to do: bytes to take, or room to send.
     pub(crate) fn possible(&self, receiving: bool, sending: bool, gone: bool) -> bool {
         if self.broken.get().is_some() {
             return false;

@@ -1,4 +1,4 @@
-//! One queue pair at work: what its stream wants, and whether its stream has said all.
+//! One queue pair at work: the requests of its stream, and whether its stream has finished.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ pub(super) struct Served {
     pub token: Token,
     pub receiving: bool,
     pub sending: bool,
-    /// The peer was gone when the queue was last asked: what it has said before was heard then.
+    /// The peer was gone when the queue was last asked: everything that it had sent before was read then.
     pub gone: bool,
-    /// The other end of what stands for its socket: closed when all is said.
+    /// The other end of the descriptor that stands for its socket: closed when everything is sent.
     pub said: UnixStream,
     finished: Finished,
 }
 
-/// Whether a stream has said all, and its peer knows.
+/// Whether a stream has finished, and its peer knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Finished {
     Not,
-    /// There was no room to tell.
+    /// There was no room to notify the peer.
     Untold,
     Told,
 }

@@ -1,12 +1,12 @@
-//! Which way a reactor moves bytes: by io_uring, or by plain sockets and epoll where io_uring cannot be used. The
-//! choice is made once, at start, and says why.
+//! The way in which a reactor moves bytes: io_uring, or plain sockets and epoll if io_uring cannot be used.
+//! The choice is made once, at start, with a stated reason.
 
 use std::fmt;
 use std::str::FromStr;
 
 use nix::errno::Errno;
 
-/// What is wished for. Read from text as `auto`, `uring` or `poll`.
+/// The configured choice. Read from text as `auto`, `uring` or `poll`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Choice {
     /// io_uring if it can be used.
@@ -36,7 +36,7 @@ impl FromStr for Choice {
 #[error("{0:?} is no way to move bytes: expected \"auto\", \"uring\" or \"poll\"")]
 pub struct UnknownChoice(pub String);
 
-/// What is used.
+/// The way in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// io_uring.
@@ -60,7 +60,7 @@ impl fmt::Display for Backend {
 /// Why io_uring is not used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotUring {
-    /// It was asked for.
+    /// It was configured.
     #[error("as configured")]
     Configured,
     /// The kernel has none, or a filter says so.
@@ -69,7 +69,7 @@ pub enum NotUring {
     /// An administrator has turned it off.
     #[error("io_uring is turned off: sysctl kernel.io_uring_disabled is {0}")]
     TurnedOff(u8),
-    /// It is denied, though the sysctl allows it.
+    /// io_uring is denied, though the sysctl allows it.
     #[error("io_uring is denied: {0}, probably by a seccomp filter")]
     Denied(Errno),
     /// The kernel's io_uring lacks what is needed here, which Linux 6.1 has.

@@ -1,4 +1,5 @@
-//! What a serving thread asks of a way of moving bytes: io_uring, epoll, rings in shared memory, queue pairs.
+//! The interface between a serving thread and a way of moving bytes: io_uring, epoll, rings in shared memory,
+//! queue pairs.
 
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ pub(in crate::transport) trait Driver {
     /// Begins to wait until the descriptor is ready; `port.readiness` is set until it is reported.
     fn watch(&mut self, token: Token, port: &mut Port, readiness: Readiness) -> Result<(), Errno>;
 
-    /// Ends what is outstanding, soon; what cannot be ended on the spot is reported as ever.
+    /// Ends outstanding operations soon; those that cannot be ended at once are reported as usual.
     fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
 
     /// Whether `wait` has something to report without waiting.

@@ -1,4 +1,4 @@
-//! How descriptors of a serving thread end, and what a panic says.
+//! The ends of a serving thread's descriptors, and the text of a panic.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,7 +7,7 @@ use super::inbox::Arrival;
 use super::waiting::Kind;
 use crate::transport::stream::Close;
 
-/// Tells whoever is concerned that a descriptor is over. A panic goes no further.
+/// Tells the owner that a descriptor is over. A panic goes no further.
 pub(super) fn farewell(mut kind: Kind, why: &Close) {
     let outcome = catch_unwind(AssertUnwindSafe(move || kind.closed(why)));
     if let Err(panic) = outcome {
@@ -15,7 +15,7 @@ pub(super) fn farewell(mut kind: Kind, why: &Close) {
     }
 }
 
-/// What arrives when the thread ends is over before it began.
+/// Refuses an arrival at a thread that is ending: it is over before it began.
 pub(super) fn refuse(arrival: Arrival) {
     let Arrival { fd, kind, connection } = arrival;
     drop(fd);
@@ -23,7 +23,7 @@ pub(super) fn refuse(arrival: Arrival) {
     connection.state().ended();
 }
 
-/// What a panic says.
+/// The text of a panic.
 pub(super) fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")

@@ -80,7 +80,7 @@ impl<D: Driver> Engine<D> {
         until.map_or(NAP, |at| at.saturating_duration_since(Instant::now()).min(NAP))
     }
 
-    /// What other threads want.
+    /// Takes the requests of other threads.
     fn hear(&mut self, inbox: &mut Inbox) {
         for arrival in inbox.arrivals.drain(..) {
             if self.stop_at.is_some() { refuse(arrival) } else { self.serving.take(arrival) }

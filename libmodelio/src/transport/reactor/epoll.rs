@@ -62,7 +62,8 @@ impl Poll {
         Ok(())
     }
 
-    /// An error and a hang-up are reported whatever is registered: with nothing outstanding, nobody wants to know.
+    /// epoll reports errors and hang-ups whatever is registered. With nothing outstanding, nobody wants these
+    /// reports.
     fn withdraw(&self, port: &mut Port) -> Result<(), Errno> {
         if port.registered.take().is_some() { self.epoll.delete(&port.fd) } else { Ok(()) }
     }

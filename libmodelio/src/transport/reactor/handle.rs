@@ -1,4 +1,4 @@
-//! What others hold of a reactor: a [`Handle`] adds connections to it, from any thread.
+//! The handle of a reactor for others: a [`Handle`] adds connections to it, from any thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use super::inbox::{Refused, ThreadState};
 use super::waiting::Kind;
 use crate::transport::stream::{Connection, Stream};
 
-/// Which thread of a reactor serves a connection.
+/// The thread of a reactor that serves a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Thread {
-    /// The one with the fewest busy connections, and of those the one with the fewest.
+    /// The thread with the fewest busy connections, and among those the one with the fewest connections.
     Any,
     /// This one, modulo their number: connections that belong together can be on one thread, or apart.
     Number(usize),
@@ -25,7 +25,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// What moves the bytes.
+    /// The way of moving bytes.
     pub fn backend(&self) -> &Backend {
         &self.backend
     }

@@ -1,5 +1,5 @@
-//! What a serving thread shares with others: its inbox, and how many connections it has. Others fill the inbox and wake
-//! the thread by an eventfd, which is written only while the thread sleeps.
+//! The state that a serving thread shares with others: its inbox, and the number of its connections. Others
+//! fill the inbox and wake the thread by an eventfd, which is written only while the thread sleeps.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -33,25 +33,25 @@ const AWAKE: u8 = 0;
 const ASLEEP: u8 = 1;
 const NOTIFIED: u8 = 2;
 
-/// What a thread shares with others.
+/// The state that a thread shares with others.
 pub(in crate::transport) struct ThreadState {
     inbox: Mutex<Inbox>,
     sleep: AtomicU8,
     pub wakeup: EventFd,
     /// Connections, with those on their way here.
     load: AtomicUsize,
-    /// Of them, those that are known to be busy.
+    /// The number of those that are known to be busy.
     busy: AtomicUsize,
     limit: usize,
 }
 
-/// What waits for a thread.
+/// Requests that wait for a thread.
 #[derive(Default)]
 pub(in crate::transport) struct Inbox {
     pub arrivals: Vec<Arrival>,
     pub woken: Vec<Arc<ConnectionState>>,
     pub shut_down: Option<Instant>,
-    /// Nobody looks any more.
+    /// The thread reads the inbox no more.
     over: bool,
 }
 
@@ -90,7 +90,7 @@ impl ThreadState {
         true
     }
 
-    /// Takes what waits; `empty` is what the inbox is filled into next, so that nothing is allocated.
+    /// Takes the waiting requests; `empty` becomes the new inbox, so that nothing is allocated.
     pub fn take(&self, empty: &mut Inbox) {
         let mut inbox = self.inbox.lock();
         std::mem::swap(&mut inbox.arrivals, &mut empty.arrivals);
@@ -98,8 +98,8 @@ impl ThreadState {
         empty.shut_down = inbox.shut_down.take();
     }
 
-    /// The thread is going to sleep: true if it may, as nothing was posted since the last [`take`](Self::take).
-    /// What is posted later writes the eventfd.
+    /// The thread is going to sleep: true if it may, because nothing was posted since the last
+    /// [`take`](Self::take). Later posts write the eventfd.
     pub fn fall_asleep(&self) -> bool {
         self.sleep.store(ASLEEP, Ordering::SeqCst);
         let inbox = self.inbox.lock();
@@ -110,12 +110,12 @@ impl ThreadState {
         self.sleep.store(AWAKE, Ordering::SeqCst);
     }
 
-    /// The thread ends: what came too late.
+    /// The thread ends. Returns the requests that came too late.
     pub fn end(&self) -> Inbox {
         std::mem::replace(&mut *self.inbox.lock(), Inbox { over: true, ..Inbox::default() })
     }
 
-    /// Whether something was posted since the thread has said that it sleeps.
+    /// Whether something was posted since the thread announced that it sleeps.
     #[cfg(feature = "rdma")]
     pub fn is_notified(&self) -> bool {
         self.sleep.load(Ordering::SeqCst) == NOTIFIED
@@ -134,7 +134,7 @@ impl ThreadState {
         (self.busy.load(Ordering::Relaxed), self.load.load(Ordering::Relaxed))
     }
 
-    /// A connection that the thread is to serve. Nobody has placed it yet.
+    /// A connection for the thread to serve. It has no place in the thread's table yet.
     pub fn connection(self: &Arc<ThreadState>) -> Connection {
         Connection::new(Arc::clone(self) as Arc<dyn ServingThread>)
     }

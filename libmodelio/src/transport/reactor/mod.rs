@@ -1,9 +1,9 @@
 //! Reactors: threads that each drive many streams, with io_uring or with plain sockets and epoll.
 //!
-//! A serving thread asks a [`Stream`](super::stream::Stream) where bytes go and which are to be sent, and tells it
-//! what came of it. Payload is received straight into its place and sent straight from it, many pieces at once.
-//! Nothing is allocated or copied for an operation, and a stream that cannot go on holds up no other. Other transports
-//! run the same loop with a driver of their own.
+//! A serving thread asks a [`Stream`](super::stream::Stream) for the places of incoming bytes and for the
+//! bytes to send, and tells it the outcome. Payload is received straight into its place and sent straight
+//! from it, many pieces at once. Nothing is allocated or copied for an operation, and a stream that cannot go
+//! on holds up no other. Other transports run the same loop with a driver of their own.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! A descriptor of a serving thread, and what is outstanding on it.
+//! A descriptor of a serving thread, and the operations outstanding on it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -14,10 +14,10 @@ const LOW_WATER_MIN: usize = 16 << 10;
 /// when it is taken.
 const LOW_WATER_MAX: usize = 128 << 10;
 
-/// What waits below the low-water mark is looked at no more often.
+/// The shortest interval in which bytes below the low-water mark are looked at.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// What is outstanding on a descriptor.
+/// An outstanding operation on a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::transport) enum Op {
     Receive,
@@ -34,21 +34,21 @@ pub(in crate::transport) struct Completion {
     pub result: Result<usize, Errno>,
 }
 
-/// Which readiness is waited for.
+/// The readiness that is waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::transport) enum Readiness {
     Readable,
     Writable,
 }
 
-/// Where an operation is.
+/// The state of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::transport) enum Phase {
-    /// There is none.
+    /// There is no operation.
     Idle,
     /// The kernel may touch its memory.
     Outstanding,
-    /// It is over, and the stream has not heard of it yet.
+    /// The operation is over, and the stream has not been told yet.
     Over,
 }
 

@@ -1,5 +1,5 @@
-//! What a serving thread does for each of its descriptors: it asks the stream what it wants, has a [`Driver`] do it,
-//! and tells the stream what came of it.
+//! The loop of a serving thread over its descriptors: it asks the stream for the next operation, has a
+//! [`Driver`] do it, and tells the stream the outcome.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::transport::stream::{Close, ConnectionState, Receive, Token, in_use};
 /// When the kernel lacks memory for an operation, it is tried again after this time.
 const MEMORY_PAUSE: Duration = Duration::from_millis(5);
 
-/// The descriptors of one thread, and what moves their bytes.
+/// The descriptors of one thread, and the driver that moves their bytes.
 pub(super) struct Serving<D> {
     pub driver: D,
     pub table: Table,
@@ -34,7 +34,7 @@ impl<D: Driver> Serving<D> {
         Serving { driver, table: Table::default(), timers: Timers::default(), now: Instant::now() }
     }
 
-    // What other threads want.
+    // Requests of other threads.
 
     /// Serves one descriptor more.
     pub fn take(&mut self, arrival: Arrival) {
@@ -86,7 +86,7 @@ impl<D: Driver> Serving<D> {
             stream.opened(&entry.connection);
             Ok(())
         });
-        // It may have been closed before it was here.
+        // The connection may have been closed before it was here.
         let closing = self.table.get(token).and_then(|entry| entry.state().heard().1);
         if let Some(why) = closing {
             self.close(token, why);
@@ -96,7 +96,7 @@ impl<D: Driver> Serving<D> {
         self.pump(token);
     }
 
-    // What streams want.
+    // Operations that streams want.
 
     /// Runs `what` for an entry that is not closing; an error closes it, so does a panic.
     fn ask(&mut self, token: Token, what: impl FnOnce(&mut Entry, Instant) -> Result<(), Close>) {
@@ -231,7 +231,7 @@ impl<D: Driver> Serving<D> {
         }
     }
 
-    // What came of it.
+    // Outcomes of operations.
 
     /// An operation is over.
     pub fn complete(&mut self, done: Completion) {
@@ -290,7 +290,7 @@ impl<D: Driver> Serving<D> {
             let Kind::Stream(stream) = &mut entry.kind else { return Ok(()) };
             stream.transmitted(bytes)?;
             if entry.port.send.bytes() == 0 && stream.is_finished() {
-                // If the peer is gone already, that is noticed when it is heard.
+                // If the peer is gone already, the next receive notices it.
                 let _ = SockRef::from(&entry.port.fd).shutdown(std::net::Shutdown::Write);
             }
             Ok(())
@@ -334,7 +334,7 @@ impl<D: Driver> Serving<D> {
         entry.due = None;
         entry.retry = None;
         if let Err(errno) = self.driver.cancel(token, &mut entry.port) {
-            // What is outstanding ends when the socket does, which is no later than the peer.
+            // Outstanding operations end when the socket does, which is no later than the peer.
             tracing::error!(%errno, "an operation cannot be cancelled");
             let _ = SockRef::from(&entry.port.fd).shutdown(std::net::Shutdown::Both);
         }

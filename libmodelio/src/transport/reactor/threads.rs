@@ -21,14 +21,14 @@ const START: Duration = Duration::from_secs(10);
 /// How long a reactor that is dropped waits for its threads.
 const DROP: Duration = Duration::from_secs(5);
 
-/// What a reactor is started with.
+/// The options of a reactor.
 #[derive(Clone, Debug)]
 pub struct ReactorOptions {
     /// Threads are called `<name>-<number>`.
     pub name: String,
     /// How many; one or more.
     pub threads: usize,
-    /// What moves the bytes.
+    /// The way of moving bytes.
     pub choice: Choice,
     /// The most connections (and listeners) of one thread.
     pub connections_a_thread: usize,
@@ -59,7 +59,7 @@ pub enum StartError {
     Thread(#[source] io::Error),
 }
 
-/// Some threads did not end before the deadline. What they hold is leaked, for the kernel may still use it.
+/// Some threads did not end before the deadline. Their memory is leaked, for the kernel may still use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0} threads of the network did not end in time")]
 pub struct StillRunning(pub usize);
@@ -136,7 +136,7 @@ impl Reactor {
         self.handle.clone()
     }
 
-    /// What moves the bytes, and why not io_uring: to be named loudly.
+    /// The way of moving bytes, with the reason why it is not io_uring, which is to be logged loudly.
     pub fn backend(&self) -> &Backend {
         self.handle.backend()
     }

@@ -7,12 +7,12 @@ use std::time::Instant;
 use super::table::Entry;
 use crate::transport::stream::Token;
 
-/// Timers, the earliest first. One that an entry no longer waits for stays queued, and is passed over.
+/// Timers, the earliest first. A timer that its entry no longer waits for stays queued, and is passed over.
 #[derive(Default)]
 pub(super) struct Timers(BinaryHeap<Reverse<(Instant, Token)>>);
 
 impl Timers {
-    /// Sees to it that a timer is queued for what the entry waits for next.
+    /// Makes sure that a timer is queued for the entry's next deadline.
     pub fn queue(&mut self, token: Token, entry: &mut Entry) {
         let Some(next) = entry.due.into_iter().chain(entry.retry).min() else { return };
         if entry.queued.is_none_or(|queued| next < queued) {

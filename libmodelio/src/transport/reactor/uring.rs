@@ -1,9 +1,10 @@
 //! Moving bytes with io_uring. One of the modules that hold `unsafe`.
 //!
-//! A ring a thread. One operation a direction and connection is outstanding at most; its memory (the slices, and what
-//! they point to) stays until its completion has been reaped, for closing a connection cancels and then waits. A
-//! receive of much begins with polling, so that it happens once and when enough is there (`Port::adjust_low_water`);
-//! a send goes on until all is with the kernel (MSG_WAITALL).
+//! Each thread has a ring. At most one operation is outstanding for each direction of a connection. Its
+//! memory (the slices, and what they point to) stays until its completion has been reaped, because closing a
+//! connection cancels and then waits. A large receive begins with polling, so that it happens once and when
+//! enough is there (`Port::adjust_low_water`); a send goes on until everything is with the kernel
+//! (MSG_WAITALL).
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use crate::transport::stream::{Token, errno};
 const SUBMISSIONS: u32 = 256;
 /// More completions than this wait in the kernel, at some cost.
 const COMPLETIONS: u32 = 4096;
-/// Of linux/io_uring.h: do not try before the socket is ready.
+/// From linux/io_uring.h: do not try before the socket is ready.
 const RECVSEND_POLL_FIRST: u16 = 1;
 
 const CANCEL: u64 = 3;
@@ -51,7 +52,8 @@ fn build(submissions: u32, completions: u32) -> Result<IoUring, Errno> {
         .map_err(|err| errno(&err))
 }
 
-/// Whether io_uring can be used: a ring is made and used once, as a filter may forbid the one and not the other.
+/// Checks that io_uring can be used: a ring is made and used once, because a filter may forbid one and not
+/// the other.
 pub(super) fn probe() -> Result<(), NotUring> {
     let refused = |errno| {
         let sysctl = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").ok();
@@ -93,7 +95,7 @@ impl Uring {
     /// Queues an operation.
     ///
     /// # Safety
-    /// What it names stays valid until its completion is reaped.
+    /// The memory that the entry names stays valid until its completion is reaped.
     unsafe fn push(&mut self, entry: &squeue::Entry) -> Result<(), Errno> {
         // SAFETY: the caller's promise.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
@@ -234,7 +236,7 @@ fn fd(of: &impl AsRawFd) -> Fd {
     Fd(of.as_raw_fd() as RawFd)
 }
 
-/// 32 bits of slot, 24 of generation, 8 of what it is.
+/// 32 bits of slot, 24 of generation, 8 of the operation's kind.
 fn pack(token: Token, tag: u64) -> u64 {
     u64::from(token.slot) << 32 | u64::from(token.generation) << 8 | tag
 }

@@ -1,5 +1,5 @@
-//! What a descriptor of a serving thread is for: a stream, or something that waits until the descriptor is ready, such
-//! as a connection that is being made, or a listener.
+//! The use of a serving thread's descriptor: a stream, or something that waits until the descriptor is ready,
+//! such as a connection that is being made, or a listener.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use super::port::Readiness;
 use crate::transport::stream::{Close, Stream};
 
-/// What a descriptor is for.
+/// The use of a descriptor.
 pub(in crate::transport) enum Kind {
     Stream(Box<dyn Stream>),
     Waiting(Box<dyn Waiting>),
 }
 
-/// What comes of it that a descriptor is ready.
+/// The next state of a descriptor that is ready.
 pub(in crate::transport) enum Ready {
-    /// It is waited for again.
+    /// The descriptor is waited for again.
     Again,
     /// The same, after a pause.
     After(Duration),
@@ -23,7 +23,7 @@ pub(in crate::transport) enum Ready {
     Stream(Box<dyn Stream>),
 }
 
-/// Whoever waits for a descriptor. All calls come from one thread; none may block.
+/// Something that waits for a descriptor. All calls come from one thread; none may block.
 pub(in crate::transport) trait Waiting: Send {
     /// Begins, before the descriptor is waited for.
     ///
@@ -34,10 +34,10 @@ pub(in crate::transport) trait Waiting: Send {
         Ok(())
     }
 
-    /// What is waited for.
+    /// The readiness to wait for.
     fn readiness(&self) -> Readiness;
 
-    /// When it is too late, and what the descriptor is closed with then.
+    /// The deadline, and the reason with which the descriptor is closed then.
     fn deadline(&self) -> Option<(Instant, Close)> {
         None
     }
@@ -48,14 +48,14 @@ pub(in crate::transport) trait Waiting: Send {
     /// Closes the descriptor.
     fn ready(&mut self, fd: &OwnedFd) -> Result<Ready, Close>;
 
-    /// It is over, and there was no stream.
+    /// The descriptor is over, and there was no stream.
     fn closed(&mut self, why: &Close) {
         let _ = why;
     }
 }
 
 impl Kind {
-    /// Tells whoever is concerned that it is over.
+    /// Tells the owner that the descriptor is over.
     pub fn closed(&mut self, why: &Close) {
         match self {
             Kind::Stream(stream) => stream.closed(why),

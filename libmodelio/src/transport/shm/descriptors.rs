@@ -14,7 +14,8 @@ use nix::sys::socket::{
     ControlMessage, ControlMessageOwned, MsgFlags, Shutdown, UnixAddr, recvmsg, sendmsg, shutdown,
 };
 
-/// As many as the kernel passes on at once (SCM_MAX_FD): room for fewer would lose those that do not fit.
+/// The number of descriptors that the kernel passes on at once (SCM_MAX_FD): room for fewer would lose those
+/// that do not fit.
 const AT_ONCE: usize = 253;
 
 /// Why a descriptor does not come or go.
@@ -33,7 +34,7 @@ pub enum DescriptorError {
     Unexpected {
         /// For which it should be.
         expected: u32,
-        /// What it was.
+        /// The received kind.
         got: String,
     },
 }
@@ -54,13 +55,13 @@ impl Descriptors {
         let _ = shutdown(self.0.as_raw_fd(), Shutdown::Both);
     }
 
-    /// Whether the peer, or this end, has ended the connection. What was read of the peer's memory before is looked at
-    /// after it was read.
+    /// Whether the peer, or this end, has ended the connection. Ask this after reading the peer's memory, to
+    /// know whether the read was in time.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub fn is_hung_up(&self) -> Result<bool, Errno> {
-        // What was read is read before this is asked.
+        // Earlier reads are done before this is asked.
         fence(Ordering::SeqCst);
         let ended = PollFlags::POLLHUP | PollFlags::POLLERR;
         let mut socket = [PollFd::new(self.0.as_fd(), ended)];
@@ -73,8 +74,8 @@ impl Descriptors {
         }
     }
 
-    /// Sends the descriptor of region `number`. The message that tells of it is said afterwards, so that whoever has
-    /// that finds this.
+    /// Sends the descriptor of region `number`. The message about it must be sent afterwards, so that the
+    /// peer finds the descriptor when it has the message.
     ///
     /// # Errors
     /// [`DescriptorError::System`]; EAGAIN if the peer takes none.
@@ -83,7 +84,7 @@ impl Descriptors {
         sent.map_err(|errno| DescriptorError::System { doing: "sent", errno })
     }
 
-    /// The descriptor of region `number`, which the peer has told of.
+    /// The descriptor of region `number`, which the peer has announced.
     ///
     /// # Errors
     /// [`DescriptorError`].

@@ -4,9 +4,10 @@
 //! carry the frames that a socket would (see [`Threads`]). Payload is not in them: a message names a
 //! region, memory that its owner has shared by its descriptor, and where in there the bytes lie.
 //!
-//! What a peer can do to memory that both see, it can do at any time. So what is read from there is read once and
-//! checked: positions of a ring, as bytes that are copied out before they are parsed. Regions are mapped to be read
-//! only, and only if nobody can make them shorter. Bytes of payload are numbers to add up, and decide nothing.
+//! A peer can change memory that both see at any time. So everything from there is read once and checked:
+//! positions of a ring, and bytes, which are copied out before they are parsed. Regions are mapped to be read
+//! only, and only if nobody can make them shorter. Bytes of payload are numbers to add up, and decide
+//! nothing.
 //!
 //! | module | holds |
 //! |---|---|
@@ -32,8 +33,8 @@ pub use ring::{Broken, End, RING, Wants};
 pub use setup::{Meeting, SetupError, listen, meet, receive};
 pub use threads::Threads;
 
-/// Which machine this is: processes whose answers are the same can share memory. Boot ID and network namespace, for
-/// the names of sockets are the namespace's.
+/// The identity of this machine: processes with the same one can share memory. It has the boot ID and the
+/// network namespace, because names of sockets belong to the namespace.
 pub fn host() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();

@@ -1,8 +1,8 @@
-//! Whose a socket in the abstract namespace is: any process of the host can bind a name that is free, so one that is
-//! there need not be the shard's.
+//! The owner of a socket in the abstract namespace: any process of the host can bind a free name, so a socket
+//! that is there need not be the shard's.
 //!
-//! It is taken for the shard's if it belongs to this process's own user, to root, or to the user that listens on the
-//! shard's TCP port: whoever could do that could pretend to be the shard anyway.
+//! It is taken for the shard's if it belongs to this process's own user, to root, or to the user that listens
+//! on the shard's TCP port: these users could pretend to be the shard anyway.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::os::fd::OwnedFd;
@@ -17,7 +17,7 @@ pub(super) fn stranger(socket: &OwnedFd, address: &str) -> Result<Option<u32>, E
         return Ok(None);
     }
     let at: Vec<SocketAddr> = address.to_socket_addrs().map(Iterator::collect).unwrap_or_default();
-    // What cannot be read is not there.
+    // A table that cannot be read counts as absent.
     let tables =
         ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| std::fs::read_to_string(path).unwrap_or_default());
     let mut users: Vec<u32> = tables.iter().flat_map(|table| listening(table, &at)).collect();

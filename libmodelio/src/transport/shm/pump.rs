@@ -1,6 +1,6 @@
 //! Moves the bytes of one connection to and from its rings. The Unix socket tells whether the peer is still there.
 //!
-//! One of the modules that hold `unsafe`: slices that a stream has named are handed to the rings.
+//! One of the modules that hold `unsafe`: it hands slices that a stream has named to the rings.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(super) struct Pump {
     token: Option<Token>,
     receiving: bool,
     sending: bool,
-    /// The peer's socket has hung up: what is in the ring is the last.
+    /// The peer's socket has hung up: no more bytes come than are in the ring.
     gone: bool,
 }
 
@@ -40,7 +40,7 @@ impl Pump {
         Ok(Pump { end, epoll, thread, token, receiving, sending, gone })
     }
 
-    /// Whether something can be moved. A peer that breaks the rules is found out when it is.
+    /// Whether something can be moved. A peer that breaks the rules is found out when bytes are moved.
     fn possible(&self) -> bool {
         let readable = self.receiving && (self.gone || self.end.readable() != Ok(0));
         readable || self.sending && (self.gone || self.end.room() != Ok(0))

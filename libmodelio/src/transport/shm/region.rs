@@ -29,33 +29,33 @@ pub enum RegionError {
     /// Its descriptor did not come.
     #[error(transparent)]
     Descriptor(#[from] DescriptorError),
-    /// It is no memfd: what it is could end or block.
+    /// The descriptor is no memfd: another kind of file could end or block.
     #[error("region {0} is no memfd of ordinary pages")]
     Kind(u32),
     /// The peer could make it shorter while it is read.
     #[error("region {0} is not sealed against shrinking")]
     NotSealed(u32),
-    /// It is not as long as was said.
+    /// The region does not have the announced length.
     #[error("region {number} has {got} bytes, not {expected}")]
     Length {
-        /// Which.
+        /// The number of the region.
         number: u32,
-        /// As was said.
+        /// The announced length.
         expected: u64,
-        /// As it is.
+        /// The actual length.
         got: u64,
     },
-    /// It is longer than any that is of use here.
+    /// The region is longer than any useful one.
     #[error("region {number} has {got} bytes, more than {most}")]
     TooLong {
-        /// Which.
+        /// The number of the region.
         number: u32,
-        /// As many as there may be.
+        /// The limit.
         most: u64,
-        /// As many as there are.
+        /// The actual length.
         got: u64,
     },
-    /// There are enough.
+    /// The peer has shared enough regions.
     #[error("more than {MAX_REGIONS} regions on one connection")]
     TooMany,
     /// The number is taken.
@@ -64,12 +64,12 @@ pub enum RegionError {
     /// There is no region of that number.
     #[error("there is no region {0}")]
     Unknown(u32),
-    /// It is outside.
+    /// The bytes are outside of the region.
     #[error("{len} bytes at {offset} leave region {number}")]
     OutOfRange {
-        /// Of which region.
+        /// The number of the region.
         number: u32,
-        /// Where.
+        /// The offset.
         offset: u64,
         /// How many.
         len: usize,
@@ -77,7 +77,7 @@ pub enum RegionError {
     /// The system says so.
     #[error("region {number} cannot be mapped: {error}")]
     System {
-        /// Which.
+        /// The number of the region.
         number: u32,
         /// Why.
         error: io::Error,
@@ -129,7 +129,7 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Where they are, and how many.
+    /// Their address and number.
     pub fn raw(&self) -> (*const u8, usize) {
         // SAFETY: `Regions::piece` has checked that it is within the mapping.
         (unsafe { self.region.0.start().as_ptr().add(self.range.start) }, self.range.len())
@@ -138,16 +138,16 @@ impl Piece {
     /// The bytes.
     ///
     /// # Safety
-    /// The peer has said that it leaves them alone while they are read, and may lie. So whoever reads them makes of
-    /// them numbers only: no lengths, no positions, no branches that memory depends on. As with memory that a program
-    /// has mapped and goes on writing, all that comes of a lie is other numbers.
+    /// The peer has said that it leaves them alone while they are read, and may lie. So the reader makes of
+    /// them numbers only: no lengths, no positions, no branches that memory depends on. As with memory that a
+    /// program has mapped and goes on writing, a lie only leads to other numbers.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: in bounds; the rest is the caller's promise.
         unsafe { self.region.0.bytes(self.range.clone()) }
     }
 }
 
-/// What the peer has shared.
+/// The regions that the peer has shared.
 #[derive(Debug)]
 pub struct Regions {
     known: HashMap<u32, Arc<Borrowed>>,
@@ -155,7 +155,7 @@ pub struct Regions {
 }
 
 impl Regions {
-    /// None yet; one has `most_bytes` at most.
+    /// No regions yet; each has `most_bytes` at most.
     pub fn new(most_bytes: u64) -> Regions {
         Regions { known: HashMap::new(), most_bytes }
     }
@@ -179,7 +179,7 @@ impl Regions {
         Ok(())
     }
 
-    /// It shares it no longer. It is unmapped when nobody reads it.
+    /// The peer stops sharing it. It is unmapped when nobody reads it.
     ///
     /// # Errors
     /// [`RegionError::Unknown`].
@@ -202,7 +202,7 @@ impl Regions {
     }
 }
 
-/// What this end has shared with the peer, by its memory.
+/// The regions that this end has shared with the peer, by their memory.
 #[derive(Debug, Default)]
 pub struct Lender {
     lent: HashMap<usize, (u32, Weak<Mapping>)>,
@@ -210,8 +210,8 @@ pub struct Lender {
 }
 
 impl Lender {
-    /// The number under which the peer knows `memory`. If it has just been sent to it, its length, too, which the peer
-    /// is to be told now.
+    /// The number under which the peer knows `memory`. If the region has just been sent to the peer, this
+    /// also returns its length, which the caller announces to the peer now.
     ///
     /// # Errors
     /// When it cannot be shared: it is not in a memfd, there are too many, or the descriptor does not go.
@@ -221,7 +221,7 @@ impl Lender {
         to: &Descriptors,
     ) -> Result<(u32, Option<u64>), RegionError> {
         let key = Arc::as_ptr(memory) as usize;
-        // What is noted keeps its address from being used for another one.
+        // The entry keeps the memory's address from being used again.
         if let Some((number, _)) = self.lent.get(&key) {
             return Ok((*number, None));
         }
@@ -232,7 +232,7 @@ impl Lender {
         let system = |error| RegionError::System { number, error };
         let fd = memory.fd().ok_or(RegionError::Kind(number))?;
         memory.fix_size().map_err(system)?;
-        // One that cannot be written through, nor sealed further.
+        // A descriptor that cannot be written through, nor sealed further.
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
         let read_only = File::open(path).map_err(system)?;
         to.send(number, read_only.as_fd())?;
@@ -241,7 +241,7 @@ impl Lender {
         Ok((number, Some(memory.len() as u64)))
     }
 
-    /// Numbers of regions whose memory is gone, which the peer is to be told now.
+    /// Numbers of regions whose memory is gone; the caller tells the peer now.
     pub fn gone(&mut self) -> Vec<u32> {
         let gone = |(number, known): &(u32, Weak<Mapping>)| (known.strong_count() == 0).then_some(*number);
         let numbers: Vec<u32> = self.lent.values().filter_map(gone).collect();

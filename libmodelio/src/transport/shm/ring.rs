@@ -1,15 +1,17 @@
 //! Two rings of bytes in a memfd, one each way, and a bell each way.
 //!
-//! A ring has one writer and one reader. Each counts the bytes that it has moved, in a word that the other reads; the
-//! difference says what there is to read, the rest of the ring is room. Counts wrap around. What this end has counted
-//! it keeps for itself, so that the peer can spoil only its own count, which is checked every time it is read.
+//! A ring has one writer and one reader. Each counts the bytes that it has moved, in a word that the other
+//! reads. The difference is the number of bytes to read; the rest of the ring is room. Counts wrap around.
+//! Each end keeps its own count, so the peer can spoil only its own, which is checked every time it is read.
 //!
-//! Whoever finds nothing to do says so in a word of its own ([`End::wait`]), looks once more, and sleeps until its
-//! bell rings. The other end moves bytes, then looks at that word. As both order what they store before what they
-//! look at, one of them notices. Bells are eventfds, and are never read: an epoll that reports each ring once does.
+//! An end that finds nothing to do says so in a word of its own ([`End::wait`]), looks once more, and sleeps
+//! until its bell rings. The other end moves bytes, then looks at that word. Both order their stores before
+//! their looks, so one of them notices. Bells are eventfds, and are never read: an epoll that reports each
+//! ring once does.
 //!
-//! One of the modules that hold `unsafe`: the memory is the peer's, too. Bytes are copied by raw pointers, no reference
-//! to them is ever made; words are atomics. Whatever the peer does to either changes values, and those are checked.
+//! One of the modules that hold `unsafe`: the memory is the peer's, too. Bytes are copied by raw pointers,
+//! and no reference to them is ever made; words are atomics. The peer can only change values, and those are
+//! checked.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -33,7 +35,7 @@ const WRITTEN: usize = 0;
 const READ: usize = 2 * APART;
 const WAITS: usize = 4 * APART;
 
-/// What an end waits for.
+/// The events that an end waits for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wants {
     /// Bytes to read.
@@ -56,14 +58,14 @@ pub enum Broken {
     Bell(Errno),
 }
 
-/// Which of the two ends.
+/// One of the two ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     Connects = 0,
     Accepts = 1,
 }
 
-/// One end of both rings: of one it is the writer, of the other the reader.
+/// One end of both rings: it writes one and reads the other.
 #[derive(Debug)]
 pub struct End {
     memory: Mapping,
@@ -178,7 +180,7 @@ impl End {
             while done < len.min(left) {
                 let at = self.written as usize % RING;
                 let count = (len.min(left) - done).min(RING - at);
-                // SAFETY: as above. What lies there was read, or the peer says so.
+                // SAFETY: as above. The bytes that lay there were read, or the peer says so.
                 unsafe { ring.add(at).copy_from_nonoverlapping(from.add(done), count) };
                 done += count;
                 self.written = self.written.wrapping_add(count as u32);
@@ -195,15 +197,16 @@ impl End {
         Ok(self.written.wrapping_sub(before) as usize)
     }
 
-    /// Has the peer ring when there is what this end wants. Look once more before sleeping.
+    /// Has the peer ring on the events that this end wants. Look once more before sleeping.
     pub fn wait(&self, wants: Wants) {
         let bits = if wants.bytes { BYTES } else { 0 } | if wants.room { ROOM } else { 0 };
         self.word(WAITS + self.side * APART).store(bits, Ordering::Relaxed);
-        // What is said is seen before what is looked at from here on is old: the other half is in `ring_bell`.
+        // The announcement is visible before anything is looked at from here on. `ring_bell` has the other
+        // half.
         fence(Ordering::SeqCst);
     }
 
-    /// It is awake: no ringing.
+    /// This end is awake and needs no bell.
     pub fn awake(&self) {
         self.word(WAITS + self.side * APART).store(0, Ordering::Relaxed);
     }

@@ -1,10 +1,10 @@
 //! How a client and a shard come to share rings.
 //!
-//! A shard listens on a Unix socket in the abstract namespace, whose name follows from the address that it announces:
-//! it is gone with its process, and it is there only within one network namespace. Who connects makes the memory of the
-//! rings and the bells, and sends their descriptors with its greeting; the other end looks at them, and says that it
-//! takes them or why not. From then on the socket carries descriptors of regions, and tells either end by its hang-up
-//! that the other is gone.
+//! A shard listens on a Unix socket in the abstract namespace, whose name follows from the address that it
+//! announces. The socket is gone with its process, and it is there only within one network namespace. The end
+//! that connects makes the memory of the rings and the bells, and sends their descriptors with its greeting.
+//! The other end checks them, and accepts them or answers why not. From then on the socket carries
+//! descriptors of regions, and its hang-up tells either end that the other is gone.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -24,7 +24,7 @@ use super::ring::{End, MEMORY, Side};
 use crate::bytes::crc32c::crc32c;
 use crate::bytes::mmap::Mapping;
 
-/// The greeting: what it is, of which version, and how long the memory of the rings is.
+/// The greeting begins with this: kind and version. The length of the rings' memory follows.
 const MAGIC: &[u8; 8] = b"gradfs\0\x01";
 /// The first byte of the answer if it is a yes; otherwise all of it says why not.
 const YES: u8 = 0;
@@ -37,18 +37,18 @@ pub enum SetupError {
     /// The system says so.
     #[error("{doing}: {error}")]
     System {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
         /// Why it failed.
         error: io::Error,
     },
-    /// Nothing came in time.
+    /// No answer came in time.
     #[error("no answer within {0:?} from whoever has bound the socket's name")]
     Late(Duration),
     /// Another user's process listens there.
     #[error("user {owner} has bound the socket's name, who is not the shard's")]
     Foreign {
-        /// Who.
+        /// Its owner.
         owner: u32,
     },
     /// The peer closed its end.
@@ -57,13 +57,13 @@ pub enum SetupError {
     /// The peer does not take this end's rings.
     #[error("refused: {0}")]
     Refused(String),
-    /// What came is no greeting.
+    /// The received bytes are no greeting.
     #[error("the peer does not greet as gradfs {0}")]
     Stranger(String),
 }
 
 impl SetupError {
-    /// Whether there is somebody who may answer a little later: one that is stopped, overrun, or just ending.
+    /// Whether the peer may answer a little later: it is stopped, overrun, or just ending.
     pub fn is_transient(&self) -> bool {
         match self {
             SetupError::Late(_) | SetupError::Gone => true,
@@ -77,7 +77,7 @@ fn system(doing: &'static str) -> impl Fn(Errno) -> SetupError {
     move |errno| SetupError::System { doing, error: errno.into() }
 }
 
-/// The same for what is said to a peer, or heard from it: it may be gone.
+/// The same for sending to a peer, or receiving from it: it may be gone.
 fn talking(doing: &'static str) -> impl Fn(Errno) -> SetupError {
     move |errno| match errno {
         Errno::EPIPE | Errno::ECONNRESET => SetupError::Gone,
@@ -85,7 +85,7 @@ fn talking(doing: &'static str) -> impl Fn(Errno) -> SetupError {
     }
 }
 
-/// What two ends have when they have met.
+/// The shared state of two ends that have met.
 #[derive(Debug)]
 pub struct Meeting {
     /// The rings.
@@ -96,7 +96,7 @@ pub struct Meeting {
 
 /// The name of the socket of the shard that announces itself from `address`.
 fn name(address: &str) -> Result<UnixAddr, SetupError> {
-    /// Longer addresses are cut, and told apart by their checksum.
+    /// Longer addresses are cut, and their checksum tells them apart.
     const LONGEST: usize = 80;
     let mut name = format!("gradfs/{address}");
     if name.len() > LONGEST {
@@ -155,7 +155,8 @@ pub fn meet(address: &str, patience: Duration) -> Result<Meeting, SetupError> {
     Ok(Meeting { end, socket: Arc::new(socket) })
 }
 
-/// Takes the greeting of whoever has connected. Waits for up to `patience`. A refusal is told to the peer.
+/// Takes the greeting of a peer that has connected. Waits for up to `patience`. The peer gets the reason of a
+/// refusal.
 ///
 /// # Errors
 /// [`SetupError`].

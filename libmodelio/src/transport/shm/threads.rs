@@ -1,7 +1,8 @@
 //! The threads of connections over shared memory: each connection has its own.
 //!
-//! Whoever serves a connection works on memory that both ends see, and connections are to do that side by side. A
-//! thread runs the loop of a reactor with a driver that copies to and from the rings and sleeps until a bell rings.
+//! Serving a connection means working on memory that both ends see, and connections are to do that side by
+//! side. A thread runs the loop of a reactor with a driver that copies to and from the rings and sleeps until
+//! a bell rings.
 
 use std::io;
 use std::sync::Arc;
@@ -75,7 +76,7 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// None yet, and never more than `limit`.
+    /// No threads yet, and never more than `limit`.
     pub fn new(limit: usize) -> Arc<Threads> {
         Arc::new(Threads { limit, ..Threads::default() })
     }
@@ -109,7 +110,8 @@ impl Threads {
         spawned.map(drop)
     }
 
-    /// Serves a connection until it is over. Its stream is told of everything that happens to it, on this thread.
+    /// Serves a connection until it is over. Its stream hears of everything that happens to it, on this
+    /// thread.
     pub fn serve(&self, meeting: Meeting, mut stream: Box<dyn Stream>) {
         let Meeting { end, socket } = meeting;
         let begun = ThreadState::new(1).and_then(|state| {
@@ -132,7 +134,7 @@ impl Threads {
             }
             inner.connections.push(connection.clone());
         }
-        // It is the only one of its thread.
+        // The connection is the only one of its thread.
         let _ = state.reserve();
         let stream = Box::new(Last { stream, thread: Arc::clone(&state) });
         let arrival = Arrival { fd, kind: Kind::Stream(stream), connection: connection.clone() };
@@ -143,10 +145,10 @@ impl Threads {
         self.inner.lock().connections.retain(|other| !other.is(&connection));
     }
 
-    /// Ends all connections, and waits for their threads, up to `patience`. There are no new ones.
+    /// Ends all connections, and waits for their threads, up to `patience`. Later connections are refused.
     ///
     /// # Errors
-    /// As many threads as did not end in time.
+    /// The number of threads that did not end in time.
     pub fn shut_down(&self, patience: Duration) -> Result<(), StillRunning> {
         let deadline = Instant::now() + patience;
         let mut inner = self.inner.lock();

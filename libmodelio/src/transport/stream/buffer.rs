@@ -3,8 +3,8 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 
-/// Memory of fixed size that is no part of what owns it: what headers and tests are received into and sent from.
-/// Whoever pushes a slice of it promises not to call [`bytes`](Buffer::bytes) or
+/// Memory of fixed size, apart from its owner's: headers and tests are received into it and sent from it. A
+/// caller that pushes a slice of it promises not to call [`bytes`](Buffer::bytes) or
 /// [`bytes_mut`](Buffer::bytes_mut), nor to drop it, in the meantime.
 pub struct Buffer {
     start: NonNull<u8>,
@@ -30,7 +30,7 @@ impl Buffer {
         Buffer { start, layout }
     }
 
-    /// Where it starts.
+    /// Its start.
     pub fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -41,13 +41,13 @@ impl Buffer {
         self.layout.size()
     }
 
-    /// What it holds.
+    /// Its contents.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: allocated, initialised, and nobody writes meanwhile: see the type.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len()) }
     }
 
-    /// What it holds, to be changed.
+    /// Its contents, to be changed.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed for writing.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len()) }

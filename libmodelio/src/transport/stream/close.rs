@@ -15,7 +15,7 @@ pub enum Close {
     /// The system says so.
     #[error("{doing} failed: {errno}")]
     Socket {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
         /// The reason.
         errno: Errno,
@@ -23,7 +23,7 @@ pub enum Close {
     /// No connection came about.
     #[error("no connection to {address}: {errno}")]
     Connect {
-        /// To whom.
+        /// The address of the peer.
         address: SocketAddr,
         /// The reason; `ETIMEDOUT` when the deadline passed.
         errno: Errno,

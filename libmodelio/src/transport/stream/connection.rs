@@ -1,4 +1,4 @@
-//! What other threads hold of a stream that is served: a [`Connection`] wakes it and closes it.
+//! The handle of a served stream for other threads: a [`Connection`] wakes it and closes it.
 //!
 //! The thread that serves it is known here as a [`ServingThread`] only, so that nothing of this depends on how a
 //! transport moves bytes. A connection has one wake-up queued at most.
@@ -17,10 +17,10 @@ pub(in crate::transport) trait ServingThread: Send + Sync {
     /// Has the thread look at the connection, soon.
     fn wake(&self, connection: &Arc<ConnectionState>);
 
-    /// One of its connections has become a busy one.
+    /// A connection of the thread has become busy.
     fn becomes_busy(&self);
 
-    /// One of its connections is over.
+    /// A connection of the thread is over.
     fn lets_go(&self, was_busy: bool);
 }
 
@@ -41,10 +41,10 @@ pub(in crate::transport) struct ConnectionState {
     /// A wake-up is queued already.
     woken: AtomicBool,
     over: AtomicBool,
-    /// It is known to be busy.
+    /// The connection is known to be busy.
     busy: AtomicBool,
     in_use: OnceLock<InUse>,
-    /// What other threads ask for, and where the serving thread finds it.
+    /// The requests of other threads, for the serving thread to take.
     asked: Mutex<Asked>,
 }
 
@@ -76,12 +76,12 @@ impl Connection {
         &self.0
     }
 
-    /// Whether it is the same one.
+    /// Whether both are the same connection.
     pub(crate) fn is(&self, other: &Connection) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Has the stream asked again for what it receives and transmits, soon and on its own thread. Costs no system
+    /// Has the stream asked again for its next receive and send, soon and on its own thread. Costs no system
     /// call if that thread is awake, and almost nothing if the stream is to be asked anyway.
     pub fn wake(&self) {
         if !self.0.woken.swap(true, Ordering::AcqRel) {
@@ -89,8 +89,8 @@ impl Connection {
         }
     }
 
-    /// Ends the connection, soon and on its own thread; the first reason counts. What is not yet with the kernel is
-    /// not sent.
+    /// Ends the connection, soon and on its own thread; the first reason counts. Bytes that are not yet with
+    /// the kernel are not sent.
     pub fn close(&self, why: Close) {
         self.0.asked.lock().close.get_or_insert(why);
         self.wake();
@@ -108,12 +108,13 @@ impl Connection {
         Arc::as_ptr(&self.0.thread).addr()
     }
 
-    /// What its socket uses, from when the stream is opened; `None` before, and for what is not TCP.
+    /// The settings of its socket, from when the stream is opened; `None` before, and for connections that
+    /// are not TCP.
     pub fn in_use(&self) -> Option<&InUse> {
         self.0.in_use.get()
     }
 
-    /// Whether its stream was told that it is closed.
+    /// Whether its stream has been closed.
     pub fn is_closed(&self) -> bool {
         self.0.over.load(Ordering::Acquire)
     }
@@ -138,7 +139,7 @@ impl ConnectionState {
         self.asked.lock().token = Some(token);
     }
 
-    /// Its stream was told that it is closed.
+    /// Its stream has been closed.
     pub fn ended(&self) {
         self.over.store(true, Ordering::Release);
         self.thread.lets_go(self.busy.swap(false, Ordering::Relaxed));

@@ -1,4 +1,4 @@
-//! What a connected TCP socket uses, for status and log.
+//! The settings in use on a connected TCP socket, for status and log.
 
 use std::fmt;
 use std::io;
@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use socket2::SockRef;
 
-/// What a TCP socket uses, for status and log.
+/// The settings in use on a TCP socket, for status and log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InUse {
     /// Whether both ends are on this host.
@@ -32,7 +32,7 @@ impl fmt::Display for InUse {
     }
 }
 
-/// What a connected TCP socket uses.
+/// The settings in use on a connected TCP socket.
 ///
 /// # Errors
 /// The system's.

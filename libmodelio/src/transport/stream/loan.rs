@@ -10,17 +10,17 @@ use std::sync::Arc;
 use super::Close;
 use crate::bytes::crc32c::crc32c;
 
-/// Whatever keeps memory where it is.
+/// Keeps memory in place while it lives.
 pub type Guard = Arc<dyn Any + Send + Sync>;
 
-/// Where a payload is to be received.
+/// The place where a payload is to be received.
 pub struct Target {
     start: *mut u8,
     len: usize,
     _guard: Guard,
 }
 
-// SAFETY: it is memory that `new`'s caller has promised to whoever holds the target, on any thread.
+// SAFETY: `new`'s caller has promised the memory to any holder of the target, on any thread.
 unsafe impl Send for Target {}
 
 impl Target {
@@ -83,8 +83,8 @@ impl Piece {
     /// `bytes`, which stay there as long as `guard` lives; `crc` is their CRC32C if it is known.
     ///
     /// # Safety
-    /// Nobody writes them until the piece is dropped. The connection drops it when the bytes are with the kernel, or
-    /// when it is over.
+    /// Nobody writes them until the piece is dropped. The connection drops the piece when the bytes are with
+    /// the kernel, or when the connection is over.
     pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
         let crc = crc.unwrap_or_else(|| crc32c(bytes));
         Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }

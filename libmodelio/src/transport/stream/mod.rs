@@ -1,6 +1,6 @@
-//! The seam between what a connection says and how its bytes move: a [`Stream`] is one end of one byte stream, a state
-//! machine without a socket. Whoever drives it asks it where bytes go and which are to be sent: a reactor over TCP,
-//! rings in shared memory, a queue pair, or a test.
+//! The seam between the messages of a connection and the way its bytes move: a [`Stream`] is one end of one
+//! byte stream, a state machine without a socket. Its driver asks it for the places of incoming bytes and for
+//! the bytes to send. The driver is a reactor over TCP, rings in shared memory, a queue pair, or a test.
 //!
 //! Everything here is below the transports and uses none of them.
 //!
@@ -37,8 +37,8 @@ pub use slices::{ReceiveSlices, SLICES_MAX, SendSlices};
 /// The order: [`opened`](Stream::opened) once; then the others, as bytes and wake-ups come; [`closed`](Stream::closed)
 /// once, and nothing after it. If a connection never comes about, `closed` is the only call.
 ///
-/// After each wake-up and after each `received` and `transmitted` the reactor asks `receive` again if no receive
-/// is outstanding, and `transmit` if no send is. So there is one of each outstanding at most.
+/// After each wake-up and after each `received` and `transmitted` the reactor asks `receive` again if no
+/// receive is outstanding, and `transmit` if no send is. So at most one of each is outstanding.
 ///
 /// A panic of a callback closes the connection with [`Close::Panicked`] and goes no further.
 pub trait Stream: Send {
@@ -47,35 +47,36 @@ pub trait Stream: Send {
         let _ = connection;
     }
 
-    /// Where the next received bytes go: pushed to `into`, which is empty. The contract for that memory is
-    /// written at [`ReceiveSlices::push`].
+    /// The place of the next received bytes: pushed to `into`, which is empty. The contract for that memory
+    /// is written at [`ReceiveSlices::push`].
     fn receive(&mut self, into: &mut ReceiveSlices) -> Receive;
 
-    /// The next `bytes` of what `receive` named are filled, from its front; `receive` is asked afresh. `bytes`
-    /// is at least what was asked for, except before the peer's end of stream.
+    /// The next `bytes` of the memory that `receive` named are filled, from its front; `receive` is then
+    /// asked again. `bytes` is at least the number that was asked for, except before the peer's end of
+    /// stream.
     ///
     /// # Errors
     /// Closes the connection: the peer broke the protocol.
     fn received(&mut self, bytes: usize) -> Result<(), Close>;
 
-    /// So many bytes of what `receive` asked for have come, though not enough yet: the peer lives.
+    /// `bytes` of those that `receive` asked for have come, though not enough yet: the peer lives.
     fn arriving(&mut self, bytes: usize) {
         let _ = bytes;
     }
 
-    /// What is to be sent now: pushed to `out`, which is empty. Left empty, it is asked again after a wake-up.
-    /// The contract for that memory is written at [`SendSlices::push`].
+    /// The bytes to send now: pushed to `out`, which is empty. If it stays empty, the stream is asked again
+    /// after a wake-up. The contract for that memory is written at [`SendSlices::push`].
     fn transmit(&mut self, out: &mut SendSlices);
 
-    /// The next `bytes` of what `transmit` named are with the kernel; their memory is the stream's again. May come
-    /// in several parts, which together are what `transmit` named.
+    /// The next `bytes` that `transmit` named are with the kernel; their memory is the stream's again.
+    /// Several calls may together report what one `transmit` named.
     ///
     /// # Errors
     /// Closes the connection: for instance because the farewell is said.
     fn transmitted(&mut self, bytes: usize) -> Result<(), Close>;
 
-    /// Whether all is said, once what was named is with the kernel: the sending side is closed, and what the peer still
-    /// sends is received until it ends the connection, or the stream does.
+    /// Whether the stream has nothing more to send after the named bytes. The sending side is closed then,
+    /// and the peer's bytes are received until the peer ends the connection, or the stream does.
     fn is_finished(&self) -> bool {
         false
     }
@@ -90,7 +91,7 @@ pub trait Stream: Send {
         Ok(None)
     }
 
-    /// It is over. The kernel holds none of the memory that was named, and the socket is closed.
+    /// The stream is over. The kernel holds none of the named memory, and the socket is closed.
     fn closed(&mut self, why: &Close);
 }
 
@@ -103,7 +104,7 @@ pub enum Receive {
         /// In bytes.
         least: usize,
     },
-    /// Nothing now: asked again after a wake-up. Bytes wait in the socket, and then at the peer. That the peer is
-    /// gone is noticed when it goes on.
+    /// Nothing now; the stream is asked again after a wake-up. Bytes wait in the socket, and then at the
+    /// peer. A peer that has gone is noticed only when the stream goes on.
     Paused,
 }

@@ -1,15 +1,15 @@
 //! Lists of memory that a driver reads and writes on behalf of a stream. One of the modules that hold `unsafe`.
 //!
-//! Slices are raw because the memory is: blocks of a shared mapping, which no Rust reference may cover while bytes
-//! come in. Who pushes a slice promises what [`ReceiveSlices::push`] and [`SendSlices::push`] ask; everything above
-//! can then be safe.
+//! Slices are raw because the memory is: blocks of a shared mapping, which no Rust reference may cover while
+//! bytes come in. The caller that pushes a slice promises what [`ReceiveSlices::push`] and
+//! [`SendSlices::push`] ask; everything above can then be safe.
 
 use std::ptr::NonNull;
 
 /// How many slices an operation takes at most.
 pub const SLICES_MAX: usize = 64;
 
-/// Where the kernel looks: it stays at one address while an operation is outstanding.
+/// The kernel reads this: it stays at one address while an operation is outstanding.
 struct Header {
     message: libc::msghdr,
     slices: [libc::iovec; SLICES_MAX],
@@ -23,8 +23,8 @@ struct Slices {
     bytes: usize,
 }
 
-// SAFETY: `header` is owned by this value alone; what the slices point to is promised to be usable from any thread
-// by those who push them.
+// SAFETY: `header` is owned by this value alone; the callers that push slices promise that the memory is
+// usable from any thread.
 unsafe impl Send for Slices {}
 
 impl Slices {
@@ -82,7 +82,7 @@ impl Slices {
         Some((slice.iov_base.cast(), slice.iov_len))
     }
 
-    /// Those that are left, in order.
+    /// The remaining slices, in order.
     fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> {
         (self.first..self.end).map(|at| {
             // SAFETY: in bounds; no operation is outstanding that would change it.
@@ -91,7 +91,7 @@ impl Slices {
         })
     }
 
-    /// What describes all slices to the kernel; valid, at this address, until the list changes.
+    /// The header that describes all slices to the kernel; valid, at this address, until the list changes.
     fn message(&mut self) -> *mut libc::msghdr {
         let header = self.header.as_ptr();
         // SAFETY: `header` is ours and no operation is outstanding when a new one is described.
@@ -150,7 +150,7 @@ macro_rules! slices {
                 self.0.single()
             }
 
-            /// Those that are left, in order.
+            /// The remaining slices, in order.
             pub(in crate::transport) fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> {
                 self.0.each()
             }
@@ -163,12 +163,12 @@ macro_rules! slices {
 }
 
 slices! {
-    /// Where received bytes go, in order.
+    /// The places of received bytes, in order.
     ReceiveSlices
 }
 
 slices! {
-    /// What is to be sent, in order.
+    /// The bytes to send, in order.
     SendSlices
 }
 

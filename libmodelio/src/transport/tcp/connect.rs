@@ -39,12 +39,12 @@ fn unconnected(address: SocketAddr, options: &SocketOptions) -> Result<OwnedFd, 
     Ok(socket.into())
 }
 
-/// Between the SYN and its answer. The socket becomes writable when there is one.
+/// A socket between the SYN and its answer. It becomes writable when the answer comes.
 struct Connecting {
     address: SocketAddr,
     options: SocketOptions,
     deadline: Instant,
-    /// Until there is a connection.
+    /// The stream, until there is a connection.
     stream: Option<Box<dyn Stream>>,
 }
 

@@ -11,7 +11,7 @@ use super::options::SocketOptions;
 use crate::transport::reactor::{Handle, Kind, Readiness, Ready, Refused, Thread, Waiting};
 use crate::transport::stream::{Close, Connection, Stream, errno};
 
-/// So many are accepted before others get their turn.
+/// The number of connections that are accepted before others get their turn.
 const AT_ONCE: usize = 16;
 /// Without a descriptor or memory to spare, the next try is after this time.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -35,7 +35,7 @@ impl Handle {
     }
 }
 
-/// A listening socket of a reactor, and what becomes of the connections that it accepts.
+/// A listening socket of a reactor, and the function for the connections that it accepts.
 struct Accepting {
     options: SocketOptions,
     factory: Box<dyn FnMut(SocketAddr) -> Option<Box<dyn Stream>> + Send>,

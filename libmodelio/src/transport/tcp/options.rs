@@ -8,7 +8,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 
 use crate::transport::stream::{InUse, congestion_name, in_use, is_same_host};
 
-/// What is set on a TCP socket.
+/// The options of a TCP socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SocketOptions {
     /// SO_SNDBUF in bytes, of which the kernel makes twice as much; `None` lets the kernel tune it, which is as fast on
@@ -39,9 +39,10 @@ impl Default for SocketOptions {
 }
 
 impl SocketOptions {
-    /// Sets what can be set before there is a connection: buffers, so that the window is scaled for them, and the
-    /// congestion control of a peer on the same host. A connection that begins with one that paces (BBR) is paced
-    /// ever after, whatever it is switched to; one that begins without it can be given it later.
+    /// Sets the options that can be set before there is a connection: buffers, so that the window is scaled
+    /// for them, and the congestion control of a peer on the same host. A connection that begins with a
+    /// pacing control (BBR) is paced ever after, even if the control is changed later. A connection that
+    /// begins without it can be given it later.
     ///
     /// # Errors
     /// The system's.
@@ -53,7 +54,7 @@ impl SocketOptions {
             socket.set_recv_buffer_size(bytes)?;
         }
         if let Some(name) = self.same_host_congestion {
-            // A namespace may lack it (ENOENT) or forbid it (EPERM): what is in use is reported.
+            // A namespace may lack it (ENOENT) or forbid it (EPERM): the control in use is reported.
             let _ = socket.set_tcp_congestion(name.as_bytes());
         }
         Ok(())

@@ -11,7 +11,7 @@ pub const MAX_HEADER_BYTES: usize = 100_000_000;
 
 /// Bytes of the header's length in front of it.
 pub const PREFIX: usize = 8;
-/// Where data begins is a multiple of this: a cache line, and enough for any vector load.
+/// Data begins at a multiple of this: a cache line, and enough for any vector load.
 const ALIGNMENT: usize = 64;
 
 /// The header of a safetensors file whose data is the flat range of a model with these tensors, as it is.

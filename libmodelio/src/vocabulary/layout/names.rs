@@ -37,7 +37,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), LayoutError> {
     Err(LayoutError::BadName { name: shown(name), reason })
 }
 
-/// As much of `text` as a message needs: what a file says may be megabytes long.
+/// The beginning of `text`, long enough for a message: a text from a file may be megabytes long.
 pub(crate) fn shown(text: &str) -> String {
     match text.char_indices().nth(MAX_FILE_LEN) {
         Some((end, _)) => format!("{}…", &text[..end]),

@@ -13,7 +13,7 @@ use crate::vocabulary::ids::BlockId;
 pub struct PartitionLayout {
     layout: Arc<ModelLayout>,
     blocks: Vec<BlockId>,
-    /// Where each tensor of the model ends there.
+    /// The end of each tensor of the model there.
     tensor_ends: Arc<[u64]>,
 }
 
@@ -29,7 +29,7 @@ impl PartitionLayout {
         &self.blocks
     }
 
-    /// Where each tensor of the model ends, in the model's bytes.
+    /// The end of each tensor, in the model's bytes.
     pub fn tensor_ends(&self) -> &[u64] {
         &self.tensor_ends
     }

@@ -1,4 +1,4 @@
-//! Tests of laying tensors out, of refusing what cannot be, and of the block grid.
+//! Tests of laying tensors out, of refusing impossible layouts, and of the block grid.
 
 use safetensors::Dtype;
 

@@ -1,4 +1,4 @@
-//! Records there and back, and what is no record.
+//! Records there and back, and bytes that are no record.
 
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -85,7 +85,7 @@ fn deadlines_go_on_while_a_job_is_held() {
         matches!(answer, (3, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))
     };
     assert!(answers.iter().any(timed_out), "{answers:?}");
-    // It was not taken, so it may come again.
+    // The state was not taken, so it may come again.
     release(&mut bench);
     bench.commit(A, 1, 1, 4);
     bench.commit(B, 2, 1, 2);
@@ -177,7 +177,7 @@ fn a_coordinator_that_is_taken_over_remembers_all() {
     assert!(CoordinatorCore::taken_over(b"anything", &layout(4), 1, bench.now).is_err());
     there.coordinator.go_on(there.now, &mut there.said);
     there.pass(PATIENCE);
-    // Its lease began anew: nobody could be heard meanwhile.
+    // Its lease began anew: clients could not be heard meanwhile.
     there.pass(Now::from_secs(20));
     assert_eq!(there.coordinator.client_count(), (0, 2));
     for client in [A, B] {
@@ -197,7 +197,7 @@ fn a_coordinator_that_is_taken_over_remembers_all() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever has happened, one that was taken over answers as the one that it was taken from.
+    /// Whatever has happened, a coordinator that takes over answers as the one before it would have.
     #[test]
     fn a_coordinator_goes_on_elsewhere_as_it_would_have_here(
         consistency in prop_oneof![Just("sync"), Just("quorum(1)"), Just("ssp(1)"), Just("async")],
@@ -281,7 +281,7 @@ fn full() -> Vec<u8> {
     bench.coordinator.hand_over().unwrap()
 }
 
-/// What is taken goes on.
+/// A state that is taken goes on.
 fn take(bytes: &[u8]) {
     let now = Now::from_secs(60);
     let Ok(mut coordinator) = CoordinatorCore::taken_over(bytes, &layout(4), 1, now) else { return };

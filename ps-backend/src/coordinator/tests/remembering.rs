@@ -1,4 +1,5 @@
-//! What a coordinator remembers of requests that it has carried out, across hand-overs and after it gave a client up.
+//! The coordinator's memory of requests that it has carried out, across hand-overs and after it gave a client
+//! up.
 
 use super::*;
 
@@ -6,12 +7,12 @@ fn assign(token: u64) -> Message {
     Message::Assign { token, blocks: vec![0..4], timeout_ms: 100_000 }
 }
 
-/// What client A was answered.
+/// The answers to client A.
 fn answers(bench: &mut Bench) -> Vec<(u64, Message)> {
     bench.heard_by(A).into_iter().filter(|(request, _)| *request > 0).collect()
 }
 
-/// A shard that carries out one plan; what it was told to start.
+/// A shard carries out one plan; returns the work that it was told to start.
 fn shard_works_once(bench: &mut Bench) -> Work {
     let plan = bench.started();
     bench.partition(0, Message::Ready { plan: plan.plan });
@@ -42,7 +43,7 @@ fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_not
     let answers = answers(&mut bench);
     assert_eq!(answers[0], (2, Message::Done));
     assert!(matches!(answers[1], (3, Message::Joined { .. })), "{answers:?}");
-    // None of that reached the client, which asks the next coordinator for the same.
+    // None of the answers reached the client, which asks the next coordinator for the same.
     let mut there = taken_over(&mut bench);
     there.client(A, 2, assign(7));
     there.client(A, 3, Message::Join { name: "late".into() });
@@ -63,7 +64,7 @@ fn given_up() -> Bench {
     bench
 }
 
-/// It asks again for what was carried out, and for something new.
+/// The client repeats a request that was carried out, and makes a new one.
 fn asks_again(bench: &mut Bench) {
     bench.said.clear();
     bench.client(A, 2, assign(7));

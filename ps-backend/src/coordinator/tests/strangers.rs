@@ -1,4 +1,4 @@
-//! What somebody says who is not of the job: numbers that nobody has reached, in the name of a client or of a shard.
+//! Messages of strangers to the job: numbers that nobody has reached, in the name of a client or of a shard.
 
 use libmodelio::wire::MAX_SKIPPED;
 
@@ -13,7 +13,7 @@ fn a_number_that_nobody_has_reached_does_not_make_the_coordinator_deaf() {
         let mut bench = Bench::new();
         bench.client(A, 2, Message::Open { learner: LearnerId(1) });
         let answers = bench.heard_by(A);
-        // Neither word changes anything, and both are answered.
+        // Neither message changes anything, and both are answered.
         bench.client(A, number, Message::Abort { learner: LearnerId(1) });
         let why = format!("request {number} is too far ahead: the newest of the client is 2");
         assert_eq!(bench.heard_by(A), [(number, Message::Refused(Refusal::Other(why.clone())))]);
@@ -248,7 +248,7 @@ fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
     let plan = bench.started();
     bench.said.clear();
     let past = |plan: PlanId, newest| Message::Refused(Refusal::Plan { plan, newest });
-    // Of another one, or one whose turn has not come there: it is said again.
+    // An answer about another plan, or about one whose turn has not come there: the order is repeated.
     bench.partition(77, past(PlanId(77), PlanId(99)));
     bench.partition(plan.plan.0, past(plan.plan, PlanId(plan.plan.0 - 1)));
     assert_eq!(bench.heard_by_partition(), []);

@@ -55,7 +55,7 @@ fn a_commit_waits_while_another_contribution_is_partly_reduced() {
     let (of_b, ticket) = commit(&mut sim, b, 100);
     sim.tick(100);
     assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
-    // It is still open: sent again, it goes in as soon as the other is done.
+    // The contribution is still open: sent again, it goes in as soon as the other is done.
     let again = sim.commit(b.0, Step(1), of_b, blocks([0]), true, 1_000);
     sim.abort(ids[0].0);
     sim.reduce_done(true);

@@ -1,4 +1,5 @@
-//! What the consistencies promise, asked of every plan and after every event, with an own count of steps.
+//! The promises of the consistencies, checked for every plan and after every event, with an own count of
+//! steps.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ pub struct History {
     pub fixed: bool,
     /// Steps of those in the job, from where the slowest was when they joined. Counts in what is being made.
     steps: BTreeMap<LearnerId, u64>,
-    /// Whose contributions are in the plan that runs.
+    /// The learners whose contributions are in the running plan.
     running: Vec<LearnerId>,
 }
 
@@ -66,7 +67,7 @@ impl History {
         self.running.clear();
     }
 
-    /// What was begun is not made.
+    /// The plan that was begun makes no version.
     pub fn void(&mut self) {
         for learner in std::mem::take(&mut self.running) {
             if let Some(steps) = self.steps.get_mut(&learner) {
@@ -75,8 +76,8 @@ impl History {
         }
     }
 
-    /// Nobody has committed more than s + 1 steps more than the slowest; and whoever has committed c steps
-    /// reads, in the newest version, everybody's up to c - s - 1.
+    /// Nobody has committed more than s + 1 steps more than the slowest learner. A learner that has committed
+    /// c steps reads, in the newest version, everybody's steps up to c - s - 1.
     pub fn check_coordinator(&self, core: &JobCore<Uid>) {
         let Consistency::Ssp(most) = core.consistency else { return };
         if !self.fixed {

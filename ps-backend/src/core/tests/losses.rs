@@ -1,4 +1,4 @@
-//! What is accumulated together, and payloads that cannot be had any more.
+//! Contributions that are accumulated together, and payloads that are lost.
 
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::Version;
@@ -35,7 +35,7 @@ fn a_batch_has_all_that_wait_in_the_order_of_learners() {
     sim.tick(10);
     assert_eq!(accumulating(&sim), [of_a, of_c]);
     assert!(sim.core.is_accumulating());
-    // What comes while they are added up waits for the next batch.
+    // Contributions that come while these are added up wait for the next batch.
     let (of_b, _) = everything(&mut sim, ids[1], false);
     sim.accumulate_done(true);
     sim.tick(20);

@@ -205,7 +205,7 @@ fn a_learner_that_comes_back_within_linger_stays() {
         sim.tick(3_000);
     }
     assert_eq!(sim.left, []);
-    // What it asks for shows that it is used, though nobody says so.
+    // Its request shows that it is used, though nobody says so.
     everything(&mut sim, ids[1], true);
     sim.tick(1_900);
     open(&mut sim, ids[0]);
@@ -218,7 +218,7 @@ fn whoever_waits_for_others_itself_does_not_linger() {
     let (mut sim, ids) = job("3", &["a", "b", "c"]);
     sim.set("linger", "0");
     everything(&mut sim, ids[0], true);
-    // What it has left open is committed at its end, and waits.
+    // Its open contribution is committed at its end, and waits.
     let (step, uid) = open(&mut sim, ids[0]);
     let ticket = sim.commit(ids[0].0, step, uid, blocks([0]), true, 60_000);
     sim.core.touch(ids[0].0, Some(Attached::Exited), sim.now);
@@ -378,9 +378,9 @@ fn names_of_learners_that_left_take_bounded_room_and_come_back_as_others() {
     };
     let full = names(&mut sim, 0);
     assert!(names(&mut sim, MAX_LEARNERS) <= full + MAX_LEARNERS * 8, "{full}");
-    // It is not known any more, and has another incarnation all the same.
+    // The name is not known any more, and has another incarnation all the same.
     assert!(sim.join("first").unwrap().1 > ids[0].1);
-    // One that has left lately is.
+    // A name that has left lately is known.
     let name = format!("{:0>64}", 2 * MAX_LEARNERS - 1);
     let (learner, second) = sim.join(&name).unwrap();
     sim.leave(learner);

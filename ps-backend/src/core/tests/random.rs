@@ -1,4 +1,4 @@
-//! Random schedules: whatever comes in whatever order, each contribution that was taken is in one version,
+//! Random schedules. Whatever comes in whatever order: each contribution that was taken is in one version,
 //! whole and once; every request is answered once; and the job goes on when all have committed.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,12 +18,12 @@ const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 enum Op {
     Join(usize),
     Leave(usize),
-    /// The payloads of this one, and of the next if the flag says so, are gone.
+    /// The payloads of this client are gone, and those of the next if the flag says so.
     Lose(usize, bool),
     Open(usize),
     /// A block is whole.
     Comes(usize, u32),
-    /// What has come early is of another contribution.
+    /// The blocks that came early are of another contribution.
     Stale(usize),
     /// With the blocks that were written in part.
     Commit(usize, u32, bool, u64),
@@ -96,9 +96,9 @@ fn attached() -> impl Strategy<Value = Attached> {
 struct OpenContribution {
     step: Step,
     uid: Uid,
-    /// Those that are whole.
+    /// The whole blocks.
     blocks: BTreeSet<u32>,
-    /// What the last commit said, if one was sent.
+    /// The notice of the last commit, if one was sent.
     notice: Option<(FixedBitSet, bool)>,
 }
 
@@ -107,7 +107,7 @@ struct Client {
     id: LearnerId,
     open: Option<OpenContribution>,
     commit: Option<Ticket>,
-    /// What was taken, as far as the client was told.
+    /// The contributions that were taken, as far as the client knows.
     taken: Vec<Uid>,
 }
 
@@ -117,7 +117,7 @@ struct World {
     /// The consistency, if it is never changed.
     fixed: Option<String>,
     clients: BTreeMap<usize, Client>,
-    /// Those that left.
+    /// Learners that left.
     former: BTreeMap<usize, Vec<LearnerId>>,
 }
 
@@ -140,7 +140,7 @@ impl World {
                 let last = who + usize::from(two);
                 let lost: Vec<_> = (who..=last).filter_map(|who| self.clients.remove(&who)).collect();
                 let mut ids: Vec<_> = lost.iter().map(|client| client.id).collect();
-                // Of some it is learnt when they have left already.
+                // Some deaths are learnt only when the learners have left already.
                 ids.extend(self.former.remove(&who).into_iter().flatten());
                 sim.lose(&ids);
             }
@@ -220,7 +220,7 @@ impl World {
         for round in 0..3 {
             let before = self.sim.core.version();
             if round == 2 {
-                // Whoever had a contribution in already is a step ahead.
+                // A learner that had a contribution in already is a step ahead.
                 prop_assert!(self.sim.versions_of(&taken[..4]).iter().all(Option::is_some), "{:?}", taken);
             }
             for who in 0..NAMES.len() {

@@ -1,4 +1,4 @@
-//! The record of a job, which snapshots keep: what is part of the newest version, and nothing that is not.
+//! The record of a job, which snapshots keep: it has the newest version's facts, and nothing else.
 
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 
@@ -21,11 +21,11 @@ fn a_record_has_what_is_part_of_the_version_and_no_more() {
     let record = sim.core.record();
     assert_eq!((record.version, record.contributions, record.steps.highest()), (Version(2), 4, 2));
     assert_eq!(known(&record), [("a", 1, Some(2)), ("b", 1, Some(2))]);
-    // One that has committed, and one that writes.
+    // One learner has committed, and one writes.
     everything(&mut sim, ids[0], true);
     open(&mut sim, ids[1]);
     assert_eq!(sim.core.record(), record);
-    // What is being made is none yet.
+    // A version that is being made is not part of it.
     everything(&mut sim, ids[1], true);
     assert_eq!(sim.core.record(), record);
     sim.reduce_done(true);

@@ -1,5 +1,6 @@
-//! Coordinator, partition and clients in one, without bytes: the core's actions are carried out on sets of contributions
-//! instead of numbers, so that every version can be asked what is in it, and what must hold is checked at every step.
+//! Coordinator, partition and clients in one, without bytes: the core's actions are carried out on sets of
+//! contributions instead of numbers. So every version can be asked for its contributions, and the invariants
+//! are checked at every step.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -13,10 +14,10 @@ use super::history::History;
 
 pub const BLOCKS: u32 = 4;
 
-/// Of two blocks each.
+/// Tensors of two blocks each.
 pub const TENSORS: usize = 2;
 
-/// Which tensor a block is of.
+/// The tensor of a block.
 fn tensor_of(block: u32) -> usize {
     block as usize / 2
 }
@@ -60,12 +61,12 @@ pub struct Sim {
     /// Blocks that have come early.
     back: BTreeMap<u32, Content>,
     pub has_buffer: bool,
-    /// What each version added, block by block.
+    /// The contributions that each version added, block by block.
     pub versions: Vec<BTreeMap<u32, Content>>,
     last_reducer: Option<Reducer>,
     /// Versions that have changed each tensor since the state was zero.
     steps: [u64; TENSORS],
-    /// As which step of their tensors.
+    /// The steps of the tensors of blocks that came early.
     early: BTreeMap<u32, u64>,
     /// The provisional plan under way.
     pub provisional: Option<Arc<Plan<Uid>>>,
@@ -110,7 +111,7 @@ impl Sim {
         }
     }
 
-    /// One whose core waits so long before it accumulations.
+    /// A simulation whose core waits for this long before it accumulates.
     pub fn patient(settings: &[(&str, &str)], millis: u64) -> Sim {
         let sim = Sim::new(settings);
         Sim { core: sim.core.with_accumulate_patience(Now::from_millis(millis)), ..sim }
@@ -143,7 +144,8 @@ impl Sim {
         true
     }
 
-    /// What has come early of `learner` is of another contribution than it is about to commit.
+    /// The blocks of `learner` that came early are of another contribution than the one it is about to
+    /// commit.
     pub fn is_stale(&mut self, learner: LearnerId) {
         self.call(|core, _, actions| core.drop_early(learner, actions));
     }
@@ -207,7 +209,7 @@ impl Sim {
             Action::Reduce(plan) if plan.provisional.is_some() => {
                 assert!(self.running.is_none() && self.provisional.is_none());
                 assert!(self.has_buffer && self.accumulations.is_empty());
-                // What plans before it have left means nothing.
+                // Blocks that plans before it have left mean nothing.
                 self.back.clear();
                 self.early.clear();
                 self.provisional = Some(plan);
@@ -223,7 +225,7 @@ impl Sim {
                 assert_eq!((step.reducer, &step.hyper), (early.reducer, &early.hyper));
                 assert_eq!(step.contributions, early.contributions);
                 self.history.begin(&self.core, step.contributions, inputs);
-                // What has come early must be what comes of the plan.
+                // Blocks that came early must equal the plan's result.
                 for (block, content) in std::mem::take(&mut self.back) {
                     assert_eq!(self.sum(&plan, block), content, "block {block}");
                 }
@@ -264,7 +266,7 @@ impl Sim {
     }
 
     pub fn join(&mut self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
-        // It may be the one that is waited for.
+        // The wait may be for this learner.
         let start = self.history.slowest();
         let joined = self.call(|core, now, actions| core.join(name, now, actions));
         if let Ok((learner, _)) = joined {
@@ -336,7 +338,7 @@ impl Sim {
         self.call(|core, now, actions| core.accumulated(&learners, now, actions));
     }
 
-    /// The payloads of these learners are gone, but for what the shard holds itself.
+    /// The payloads of these learners are gone, except for those that the shard holds itself.
     pub fn lose(&mut self, learners: &[LearnerId]) {
         let needs = |of: &[Arc<Contribution<Uid>>]| {
             of.iter().any(|c| !self.records[&c.source].steady && learners.contains(&c.learner))
@@ -348,7 +350,7 @@ impl Sim {
         let accumulation_is_void = self.accumulations.iter().any(|contributions| needs(contributions));
         for (&uid, record) in &self.records {
             let learner = record.learner.filter(|learner| learners.contains(learner));
-            // What was taken is in the accumulator, or a version.
+            // Contributions that were taken are in the accumulator, or a version.
             if learner.is_some() && !record.steady && !record.taken && !self.is_in(uid) {
                 self.gone.insert(uid);
             }
@@ -370,12 +372,12 @@ impl Sim {
         self
     }
 
-    /// That nobody is too far ahead just now, nor sees too little.
+    /// Checks that no learner is too far ahead just now, nor sees too little.
     pub fn check_coordinator(&self) {
         self.history.check_coordinator(&self.core);
     }
 
-    /// Whether it is past losing.
+    /// Whether the contribution can no longer be lost.
     fn is_in(&self, uid: Uid) -> bool {
         self.accumulated.contains(&uid) || self.versions_of(&[uid]) != [None]
     }
@@ -532,7 +534,7 @@ impl Sim {
 /// A learner.
 pub type Id = (LearnerId, Incarnation);
 
-/// A synchronous job of `learners`, of whom these have joined.
+/// A synchronous job of `learners`, in which `names` have joined.
 pub fn job(learners: &str, names: &[&str]) -> (Sim, Vec<Id>) {
     let mut sim = Sim::new(&[("learners", learners)]);
     let ids = names.iter().map(|name| sim.join(name).unwrap()).collect();

@@ -15,7 +15,7 @@ fn ssp(s: u32, names: &[&str]) -> (Sim, Vec<Id>) {
     (sim.with_fixed_consistency(), ids)
 }
 
-/// One contribution; whether it was taken at once.
+/// Makes one contribution; returns whether it was taken at once.
 fn step(sim: &mut Sim, id: Id) -> bool {
     let (_, ticket) = everything(sim, id, true);
     sim.reduce_done(true);
@@ -122,7 +122,7 @@ fn a_joiner_starts_where_the_slowest_is() {
 fn a_commit_that_is_taken_back_is_no_step() {
     let (mut sim, ids) = ssp(0, &["a", "b"]);
     let (of, uid) = open(&mut sim, ids[0]);
-    // One in which NaN is found.
+    // A contribution in which NaN is found.
     let what = blocks([0]);
     sim.commit(ids[0].0, of, uid, what, false, 1_000);
     assert!(sim.reduce_refused());

@@ -1,4 +1,4 @@
-//! Promises of synchronous jobs, and of what both kinds of job share.
+//! Promises of synchronous jobs, and of behaviour that both kinds of job share.
 
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{BlockId, Step, Version};
@@ -28,7 +28,7 @@ fn an_assignment_in_mid_step_leaves_the_step_as_it_is() {
     assert!(ok(&sim, assigned));
     let (b, _) = everything(&mut sim, ids[1], true);
     sim.reduce_done(true);
-    // c was not waited for, and what was committed is on top of what was assigned.
+    // c was not waited for, and the committed contributions are on top of the assigned weights.
     assert_eq!(sim.versions_of(&[a, b]), [Some(Version(2)); 2]);
 }
 
@@ -341,7 +341,7 @@ fn a_withdrawn_commit_is_open_again_and_one_that_is_taken_stays() {
     let ticket = sim.commit(ids[0].0, Step(1), a, all(), true, 1_000);
     sim.withdraw(ids[0].0);
     assert!(ok(&sim, ticket) && sim.core.committed() == 1);
-    // Not taken: it is the step after the one that waits.
+    // The commit is not taken: it is the step after the one that waits.
     let (ahead, ticket) = everything(&mut sim, ids[0], true);
     sim.withdraw(ids[0].0);
     assert_eq!(sim.replies[&ticket], Err(ShardError::Interrupted));

@@ -5,13 +5,14 @@ use smallvec::SmallVec;
 
 use super::{Kind, PartitionCore, Place, Placement, Running};
 
-/// Whose payloads go in one pass, in the order in which they are added, and which are to be checked.
+/// The clients whose payloads go in one pass, in the order of addition, and whether each is to be checked.
 pub type Taken = SmallVec<[(ClientId, bool); 4]>;
 
 impl PartitionCore {
-    /// A block is reserved for a payload of `client` with which others go: whose they are, and which are to be checked, in the
-    /// order in which they are added, with its own. Each of them has a reservation from now on. Some may be gone
-    /// since: whether the block is computed with them is told anew. `None` if the client was not to send it after all.
+    /// A block is reserved for a payload of `client`, with which other kept payloads go. Returns the clients
+    /// of all of them, in the order of addition, and whether each is to be checked. Each of them has a
+    /// reservation from now on. Some may have gone since, so the answer also says whether the block is
+    /// computed with them. `None` if the client was not to send it after all.
     pub fn take_kept(&mut self, client: ClientId, plan: PlanId, block: u32) -> Option<(Taken, bool)> {
         let mut taken = Taken::new();
         let running = self.running_if(plan)?;
@@ -79,7 +80,7 @@ impl Running {
         self.kept.iter().filter(|kept| kept.contains(block)).count() as u32
     }
 
-    /// Whether all that comes of a block has come, or is kept, and some is.
+    /// Whether all payloads of a block have come, or are kept, and some are kept.
     pub(super) fn is_gathered(&self, block: usize) -> bool {
         let kept = self.count_kept(block);
         kept > 0 && self.came[block] + kept == self.wanted[block] && !self.busy.contains(block)

@@ -50,14 +50,14 @@ impl Bench {
         Plan { id, work, base: Version(4), sources, ordered: false }
     }
 
-    /// What `f` makes the core want.
+    /// The actions that `f` causes.
     fn acts(&mut self, f: impl FnOnce(&mut PartitionCore, &mut Vec<Action>)) -> Vec<Action> {
         let mut actions = Vec::new();
         f(&mut self.core, &mut actions);
         actions
     }
 
-    /// A plan is started and has its memory; what follows from that.
+    /// Starts a plan that has its memory; returns the actions that follow.
     fn begin(&mut self, plan: Plan) -> Vec<Action> {
         let id = plan.id;
         let actions = self.acts(|core, actions| core.start(plan, false, actions).unwrap());
@@ -181,7 +181,7 @@ fn nan_voids_a_plan_until_it_is_dropped() {
     assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::NonFinite, actions)), refused);
     assert_eq!(bench.core.reserve(A, ONE, 1, false), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
-    // The coordinator asks again: it may not have heard.
+    // The coordinator asks again: the answer may be lost.
     assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), refused);
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
@@ -197,12 +197,12 @@ fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
     bench.core.reserve(A, ONE, 1, false);
     bench.core.reserve(A, ONE, 2, false);
     assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 1, Outcome::Torn, actions)), [Action::Torn(ONE)]);
-    // What else comes makes it no better, and nothing more is wanted.
+    // Further payloads make it no better, and nothing more is wanted.
     assert_eq!(bench.completes(A, ONE, 2), []);
     assert_eq!(bench.core.reserve(A, ONE, 1, false), Placement::Unwanted);
     let early = bench.core.conclude(ONE, &mut Vec::new());
     assert_eq!(early, Err(PartitionError::NotReady(ONE)));
-    // The coordinator asks again: it may not have heard.
+    // The coordinator asks again: the answer may be lost.
     assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), [Action::Torn(ONE)]);
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
@@ -252,7 +252,7 @@ fn orders_that_are_repeated_are_answered_again_and_change_nothing() {
     );
     bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(bench.acts(|core, actions| core.conclude(ONE, actions).unwrap()), [Action::Done(ONE)]);
-    // What it says is past is no answer that the coordinator waits for, but not nothing either.
+    // A plan that this coordinator calls past gets no answer that it waits for, but gets an answer.
     assert_eq!(bench.refused(|core, actions| core.start(plan, false, actions)), order(ONE, ONE));
     assert_eq!(bench.core.version(), Version(5));
 }
@@ -277,7 +277,7 @@ fn numbers_of_a_false_coordinator_are_void_with_the_next_connection() {
         bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
         bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
         bench.core.coordinated_anew(said);
-        // Whatever it gets the partition to do.
+        // Whatever the stranger gets the partition to do:
         for plan in [TWO, PlanId(said.0.saturating_add(1)), said] {
             let mut actions = Vec::new();
             let _ = bench.core.drop_plan(plan, &mut actions);
@@ -340,7 +340,7 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
 
-    // One that a coordinator knows nothing of, though it insists, does not stay.
+    // A plan that the coordinator does not know, though it insists, does not stay.
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
     bench.core.coordinated_anew(PlanId(0));
@@ -394,7 +394,7 @@ fn blocks_of_a_provisional_plan_are_computed_as_they_come_and_the_rest_when_it_i
     );
     let early = bench.refused(|core, actions| core.conclude(ONE, actions));
     assert_eq!(early, PartitionError::NotReady(ONE));
-    // It was whole with two blocks, of which one has come.
+    // The plan was whole with two blocks, of which one has come.
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1])]);
     let again = sealed.clone();
     let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
@@ -435,7 +435,7 @@ fn of_several_who_write_each_may_turn_out_to_send_less() {
         assert_eq!(bench.core.reserve(A, ONE, block, false), STORE);
         bench.completes(A, ONE, block);
     }
-    // One is reserved while the plan is sealed, and turns out to be the only one.
+    // A block is reserved while the plan is sealed, and its payload turns out to be the only one.
     assert_eq!(bench.core.reserve(A, ONE, 2, false), STORE);
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [0])]);
     let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
@@ -524,7 +524,7 @@ fn what_is_kept_and_gone_can_come_again() {
     assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
     assert_eq!(bench.core.reserve(B, ONE, 0, false), together(true));
     bench.core.is_gone(A, ONE, 0);
-    // It was to be the last, and is not any more.
+    // The payload was to be the last, and is not any more.
     assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([B]), false)));
     bench.completes(B, ONE, 0);
     assert_eq!(bench.core.reserve(A, ONE, 0, true), LAST);
@@ -560,7 +560,7 @@ fn what_is_kept_when_nothing_else_comes_of_its_block_is_gathered() {
     for block in 0..3 {
         assert_eq!(bench.core.reserve(A, ONE, block, true), Placement::Keep);
     }
-    // One is on its way into the sum while the plan is sealed.
+    // A payload is on its way into the sum while the plan is sealed.
     assert_eq!(bench.core.reserve(B, ONE, 1, false), together(true));
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [1])]);
     let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());

@@ -225,7 +225,7 @@ impl World {
         World { cores, slots, next: 0, in_turn, direct: false, turns, connections: all }
     }
 
-    /// What was asked for first on a connection has come; who is to go on since.
+    /// The payload that was asked for first on a connection has come; returns the connections to go on.
     fn came(&mut self, who: usize, (block, slot): (u32, Option<Slot>)) {
         let connection = &mut self.connections[who];
         let (model, is_direct) = (connection.model, slot.is_none());
@@ -283,7 +283,7 @@ impl World {
         self.run_with(random, silent, |_| false);
     }
 
-    /// The same; what is fetched from clients of `stalled` never comes.
+    /// The same, with clients `stalled`, whose payloads never come.
     fn run_with(
         &mut self,
         random: &mut fastrand::Rng,
@@ -424,7 +424,8 @@ fn what_is_fetched_direct_takes_no_slot_and_waits_for_nobody() {
     // Somebody else has the only slot.
     let mut next = 0;
     let slot = world.slots.take(&mut next, false);
-    // The second learner's first block has to wait for the first's; of the first learner's, all are fetched at once.
+    // The second learner's first block has to wait for the first learner's, whose blocks are all fetched at
+    // once.
     name(&mut world, 1, 0);
     assert!(world.connections[1].under_way.is_empty());
     for block in 0..3 {
@@ -469,7 +470,7 @@ fn what_waits_keeps_its_slots_until_another_is_short() {
         world.again(1);
     }
     assert_eq!((world.slots.count_free(), &world.connections[1].landed[..]), (0, &[][..]));
-    // Until the first comes.
+    // The wait ends when the first comes.
     name(&mut world, 0);
     assert!(world.connections[1].woken);
     world.again(1);
@@ -480,7 +481,7 @@ fn what_waits_keeps_its_slots_until_another_is_short() {
     assert!(world.connections[2].under_way.is_empty());
     world.again(0);
     assert_eq!(world.connections[0].under_way.len(), 2);
-    // What was given back is not fetched before its turn, though there may be slots.
+    // A payload whose slot was given back is not fetched before its turn, though there may be slots.
     world.again(1);
     assert!(world.connections[1].under_way.is_empty());
     come(&mut world, 0);

@@ -1,6 +1,6 @@
 //! One plan's work on the blocks that come.
 //!
-//! Holds `unsafe`; why it is sound is told in the module above.
+//! Holds `unsafe`; the module above explains why it is sound.
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -32,7 +32,7 @@ pub struct PartitionJob {
     sums: Arc<Sums>,
     tally: Arc<Tally>,
     work: PartitionWork,
-    /// Where the next version comes from and goes to, if one is made.
+    /// The old and the new version, if one is made.
     making: Option<Making>,
     check: bool,
     blocks: Box<[AtomicU8]>,
@@ -52,7 +52,8 @@ pub struct Part<'a> {
     pub payload: Payload<'a>,
     /// With `assign`, what of it counts, if that is not all.
     pub written: Option<&'a [Range<u32>]>,
-    /// NaN and Inf in it are its sender's fault. Where they were looked for before, those of a sum are nobody's.
+    /// Whether NaN and Inf in it are its sender's fault. If contributions were checked before they were
+    /// summed, nobody is blamed for those of the sum.
     pub check: bool,
 }
 
@@ -100,7 +101,7 @@ impl PartitionJob {
         }
     }
 
-    /// What it does.
+    /// The work that it does.
     pub fn work(&self) -> &PartitionWork {
         &self.work
     }
@@ -111,7 +112,7 @@ impl PartitionJob {
         self.over.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it was given up or concluded.
+    /// Whether the job was given up or concluded.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::Relaxed)
     }
@@ -127,8 +128,9 @@ impl PartitionJob {
         }
     }
 
-    /// Where a payload of `block` can be received without a buffer between: the memory of the sum. That is so if the
-    /// payload is byte for byte what the sum holds (all fp32, or `wide` and all reduced) and is the first.
+    /// The memory of the sum, if a payload of `block` can be received straight into it. That is possible if
+    /// the payload is byte for byte what the sum holds (all fp32, or `wide` and all reduced) and is the
+    /// first.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Claimed`], [`PartitionError::Complete`].
@@ -149,8 +151,8 @@ impl PartitionJob {
         Ok(Some(Target { job: Arc::clone(self), block }))
     }
 
-    /// Adds a payload to the open sum of `block`; the first is stored. Returns whether all of it is finite, or true if
-    /// that does not matter. What is not reduced is kept only with `assign`.
+    /// Adds a payload to the open sum of `block`; the first is stored. Returns whether all of it is finite,
+    /// or true if that does not matter. Bytes that are not reduced are kept only with `assign`.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Claimed`],
@@ -162,7 +164,7 @@ impl PartitionJob {
     /// The same of a payload of which, with `assign`, only what was `written` counts.
     ///
     /// # Errors
-    /// As of [`Self::add`].
+    /// The errors of [`Self::add`].
     pub fn add_written(
         &self,
         block: BlockId,
@@ -189,11 +191,11 @@ impl PartitionJob {
         Ok(finite || !self.check)
     }
 
-    /// Adds several payloads to the open sum of `block`, in their order, in one pass. Gives the index of one that is not finite, if
-    /// that matters; what the sum holds is void then.
+    /// Adds several payloads to the open sum of `block`, in their order, in one pass. Returns the index of a
+    /// payload that is not finite, if that matters; the sum is void then.
     ///
     /// # Errors
-    /// As of [`Self::add`].
+    /// The errors of [`Self::add`].
     pub fn add_all(&self, block: BlockId, parts: &[Part<'_>]) -> Result<Option<usize>, PartitionError> {
         if self.replaces() || parts.len() < 2 {
             for (index, part) in parts.iter().enumerate() {
@@ -222,7 +224,7 @@ impl PartitionJob {
     /// adding up is nobody's fault.
     ///
     /// # Errors
-    /// [`PartitionError::AddsOnly`], and those of [`Self::add`].
+    /// [`PartitionError::AddsOnly`], and the errors of [`Self::add`].
     pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartitionError> {
         let part = last.map(|payload| Part { payload, written: None, check: true });
         Ok(self.finish_all(block, part.as_slice())?.is_none())
@@ -232,7 +234,7 @@ impl PartitionJob {
     /// that matters; the block is not computed then.
     ///
     /// # Errors
-    /// As of [`Self::finish`].
+    /// The errors of [`Self::finish`].
     pub fn finish_all(&self, block: BlockId, parts: &[Part<'_>]) -> Result<Option<usize>, PartitionError> {
         let making = self.making().ok_or(PartitionError::AddsOnly)?;
         for part in parts {
@@ -261,8 +263,8 @@ impl PartitionJob {
         // SAFETY: the block is claimed, and with it its sums; payloads are as long as they should be.
         if !unsafe { making.block(block, step, &terms, &written) } {
             if self.check && parts.iter().any(|part| part.check) {
-                // Memory that others have, too, may change while it is read: it is judged by a copy, and if that is
-                // good, the copy is what counts.
+                // Memory that others can write, too, may change while it is read. So a copy is checked, and
+                // if it is good, the copy counts.
                 let copies: Vec<Vec<u8>> = parts.iter().map(|part| part.payload.bytes().to_vec()).collect();
                 self.tally.copied(Flow::Push, copies.iter().map(Vec::len).sum());
                 let copied = |index: usize| match parts[index].payload {
@@ -322,7 +324,7 @@ impl PartitionJob {
         &self.sums
     }
 
-    /// Whether what comes takes the place of what was there.
+    /// Whether new values replace the old ones.
     pub(super) fn replaces(&self) -> bool {
         self.work.combine() == Some(Combine::Last)
     }
@@ -330,7 +332,7 @@ impl PartitionJob {
     /// # Errors
     /// [`PartitionError::Unfinished`] names a block that is not computed.
     pub(super) fn check_finished(&self) -> Result<(), PartitionError> {
-        // Release by who computed it, acquire here. Who is computed is never claimed again.
+        // The thread that computed it released it; acquire here. A computed block is never claimed again.
         let open = self.blocks.iter().position(|mark| {
             let mark = mark.load(Ordering::Acquire);
             mark & FINISHED == 0 || mark & CLAIMED != 0
@@ -374,13 +376,13 @@ pub struct Target {
 }
 
 impl Target {
-    /// Room for the payload, no longer and no shorter. What is there at first means nothing.
+    /// Room for the payload, exactly as long. Its first contents mean nothing.
     pub fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the block is claimed until `self` is dropped, and the slice does not outlive that.
         unsafe { self.job.sums.open(self.block).room(&self.job.layout, self.block) }
     }
 
-    /// Whose block it is.
+    /// The job of the block.
     pub fn job(&self) -> &Arc<PartitionJob> {
         &self.job
     }

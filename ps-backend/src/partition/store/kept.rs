@@ -1,8 +1,8 @@
-//! What another shard is given of this partition, and what a new partition is made of.
+//! The data of this partition that another shard is given, and the data that a new partition is made of.
 //!
-//! Holds `unsafe`; why it is sound is told in the module above. What is given is of the newest version. A plan that runs
-//! does not write there; the one after it would, and waits: [`PartitionStore::begin`] refuses as long as somebody
-//! reads.
+//! Holds `unsafe`; the module above explains why it is sound. The given data is of the newest version. A
+//! running plan does not write there. The plan after it would, and waits: [`PartitionStore::begin`] refuses
+//! as long as somebody reads.
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -22,12 +22,12 @@ pub struct KeptState {
 }
 
 impl KeptState {
-    /// Which version it is.
+    /// The version.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// What is kept of a block of the partition; nothing if it has nothing of the kind.
+    /// The kept data of a block of the partition; empty if the block has none of that kind.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`].
@@ -49,7 +49,7 @@ impl Drop for KeptState {
 }
 
 impl PartitionStore {
-    /// What there is of the newest version.
+    /// A handle on the kept data of the newest version.
     ///
     /// # Errors
     /// [`PartitionError::Loading`].
@@ -65,7 +65,8 @@ impl PartitionStore {
         Ok(KeptState { shared: Arc::clone(&self.shared), keeping, version })
     }
 
-    /// What is loaded is not version 0 but this one, with the state of `reducer`. What was loaded before is void.
+    /// The loaded data is not version 0 but this version, with the state of `reducer`. Data that was loaded
+    /// before is void.
     ///
     /// # Errors
     /// [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded, [`PartitionError::Memory`].
@@ -77,7 +78,7 @@ impl PartitionStore {
             return Err(PartitionError::Busy);
         }
         inner.loads_state = true;
-        // Nobody is at any block: to begin with one takes the lock.
+        // No thread is at any block: to begin with one takes the lock.
         self.shared.loaded.iter().for_each(|mark| mark.store(0, Ordering::Relaxed));
         inner.store.begin_at(version);
         let prepared = inner.store.prepare(reducer, false);
@@ -85,7 +86,7 @@ impl PartitionStore {
         Ok(prepared?)
     }
 
-    /// What of a block is to be loaded besides its weights.
+    /// The kinds of data of a block that are to be loaded besides its weights.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Loaded`].
@@ -98,8 +99,9 @@ impl PartitionStore {
         Ok(loading.wants(block))
     }
 
-    /// Takes a piece of what another partition keeps of a block: its weights first, and then all that [`Self::wants`]
-    /// says. Without bytes, optimizer state is zero. False, and nothing is done, if it has come before.
+    /// Takes a piece of another partition's data of a block: its weights first, and then all kinds that
+    /// [`Self::wants`] names. Without bytes, optimizer state is zero. If the piece has come before, returns
+    /// false and does nothing.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`], [`PartitionError::Loaded`];

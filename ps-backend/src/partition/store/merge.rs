@@ -1,6 +1,6 @@
-//! What is left to do when a plan is concluded: adding up the two sums of a block.
+//! The work that is left when a plan is concluded: adding up the two sums of a block.
 //!
-//! Holds `unsafe`; why it is sound is told in the module above.
+//! Holds `unsafe`; the module above explains why it is sound.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use libmodelio::vocabulary::ids::BlockId;
 
 use super::PartitionJob;
 
-/// Blocks of which both sums hold something, to be added to each other. Until that is done and this is dropped, no
-/// other plan begins. What is not done when it is dropped is done then.
+/// Blocks of which both sums hold something, to be added to each other. Until that is done and this is
+/// dropped, no other plan begins. Dropping it does the work that is left.
 #[derive(Debug)]
 pub struct Merge {
     job: Arc<PartitionJob>,
@@ -41,8 +41,8 @@ impl Merge {
             if taken.swap(true, Ordering::Relaxed) {
                 continue;
             }
-            // SAFETY: the job is concluded, so that nobody can claim the block; no other begins while this one exists; and
-            // whoever has taken the block here is alone with it.
+            // SAFETY: the job is concluded, so that nobody can claim the block; no other job begins while
+            // this one exists; and the thread that has taken the block here is alone with it.
             unsafe { sums.merge(block, self.job.replaces()) };
         }
     }

@@ -33,7 +33,7 @@ impl PinnedVersion {
         Some(PinnedVersion { shared: Arc::clone(shared), buffer, published, version })
     }
 
-    /// Which it is.
+    /// The version.
     pub fn version(&self) -> Version {
         self.version
     }
@@ -64,8 +64,8 @@ impl PinnedVersion {
         (self.buffer.region(), self.published)
     }
 
-    /// The CRC32C of [`Self::block`]. It is computed once, when it is first asked for: the pass brings the block into
-    /// the cache, from which it is then sent. (The block was stored past the caches when it was made.)
+    /// The CRC32C of [`Self::block`]. It is computed once, at the first request: the pass brings the block
+    /// into the cache, from which it is then sent. (The block was stored past the caches when it was made.)
     ///
     /// # Panics
     /// If the partition has no such block.

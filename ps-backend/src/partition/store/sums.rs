@@ -1,9 +1,10 @@
-//! The two sums of each block: what concluded plans have added up, and what the running one adds up.
+//! The two sums of each block: that of concluded plans, and that of the running plan.
 //!
-//! Holds `unsafe`; why it is sound is told in the module above.
+//! Holds `unsafe`; the module above explains why it is sound.
 //!
-//! There are two accumulators, and for each block a note which of them is the open one. So what a plan has added up
-//! becomes part of the sealed sum by turning the note round. Only where both hold something do bytes have to be added.
+//! There are two accumulators, and for each block a note which of them is the open one. So a plan's sum
+//! becomes part of the sealed sum by turning the note round. Bytes have to be added only if both hold
+//! something.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,7 +25,7 @@ const TURNED: u8 = 1;
 /// The block has a sealed sum.
 const SEALED: u8 = 2;
 
-/// Of a block, these notes are read and written by whoever has claimed it, and by the store between jobs.
+/// Only the thread that has claimed a block, and the store between jobs, read and write the block's notes.
 #[derive(Debug)]
 pub(super) struct Sums {
     layout: Arc<ModelLayout>,
@@ -34,9 +35,10 @@ pub(super) struct Sums {
     /// Whether bytes that are not reduced were ever kept.
     assigned: AtomicBool,
     blocks: Box<[AtomicU8]>,
-    /// With `assign`, of blocks of which an accumulator does not hold all: what it holds. Of most there is nothing here.
+    /// With `assign`, the written ranges of blocks of which an accumulator does not hold all. Most blocks
+    /// have no entry.
     partly: [Mutex<BTreeMap<BlockId, Vec<Range<u32>>>>; 2],
-    /// Whether there is something in there.
+    /// Whether there is an entry.
     any_partly: AtomicBool,
 }
 
@@ -59,7 +61,7 @@ impl Sums {
         usize::from(self.note(block) & TURNED)
     }
 
-    /// What the open sum holds of `block`, if that is not all.
+    /// The ranges of `block` that the open sum holds, if those are not all.
     pub(super) fn open_written(&self, block: BlockId) -> Option<Vec<Range<u32>>> {
         self.written(self.open_at(block), block)
     }
@@ -99,7 +101,7 @@ impl Sums {
         }
     }
 
-    /// Where the running plan adds up.
+    /// The accumulator of the running plan.
     pub(super) fn open(&self, block: BlockId) -> &Accumulator {
         let at = self.open_at(block);
         if !self.used[at].load(Ordering::Relaxed) {
@@ -118,13 +120,13 @@ impl Sums {
         self.assigned.store(true, Ordering::Relaxed);
     }
 
-    /// What concluded plans have added up.
+    /// The sum of concluded plans.
     pub(super) fn sealed(&self, block: BlockId) -> Option<&Accumulator> {
         let note = self.note(block);
         (note & SEALED != 0).then(|| &self.accumulators[1 - usize::from(note & TURNED)])
     }
 
-    /// The open sum becomes the sealed one, and what that was is forgotten.
+    /// The open sum becomes the sealed one, and the old sealed sum is forgotten.
     pub(super) fn seal(&self, block: BlockId) {
         self.blocks[block.index()].store((self.note(block) ^ TURNED) | SEALED, Ordering::Relaxed);
     }
@@ -149,8 +151,8 @@ impl Sums {
         }
     }
 
-    /// Forgets all sums. As every version begins with the first accumulator, the second is not touched unless it is
-    /// needed.
+    /// Forgets all sums. Every version begins with the first accumulator, so the second is not touched unless
+    /// it is needed.
     pub(super) fn clear(&self) {
         if self.any_partly.swap(false, Ordering::Relaxed) {
             self.partly.iter().for_each(|partly| partly.lock().clear());

@@ -1,5 +1,5 @@
-//! Every setting arrives, wherever it comes from, and what is out of its range is refused by name. The same in builds
-//! with RDMA and without.
+//! Every setting arrives from every source, and a value out of range is refused by name. The tests are the
+//! same in builds with RDMA and without.
 
 use std::collections::BTreeSet;
 use std::path::Path;

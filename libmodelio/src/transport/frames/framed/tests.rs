@@ -7,7 +7,7 @@ use crate::wire::{self, Limits, Message, Received};
 
 const SILENCE: Duration = Duration::from_secs(9);
 
-/// Takes no block before it is told to.
+/// Takes no block before the test allows it.
 #[derive(Default)]
 struct Slow {
     takes: bool,
@@ -55,7 +55,7 @@ fn a_block_that_had_to_wait_is_watched_as_soon_as_it_is_taken() {
     assert!(!asks(&mut framed), "it waits, and so does the rest");
     let pause = SILENCE / 3;
     assert_eq!(framed.watch.progress.look(framed.reading.seen(), Instant::now(), pause), Ok(None));
-    // It is woken, and nothing more ever comes.
+    // The conversation is woken, and nothing more ever comes.
     framed.conversation.takes = true;
     assert!(asks(&mut framed));
     let end = Instant::now() + pause;

@@ -172,7 +172,7 @@ impl Maker {
         Parameters { private: Offer::of(queue_pair, mtu).encode().to_vec(), reads, retries }
     }
 
-    /// Refuses a connection. The peer is told what this end would have taken, and what it lacks.
+    /// Refuses a connection. The peer hears what this end would have taken, and what is lacking.
     fn turn_away<T>(&self, cm_id: &CmId, peer: &str, why: &dyn Display, lack: Lack) -> Option<T> {
         tracing::warn!(peer, "turned away: {why}");
         let ring = Remote { address: 0, key: 0 };

@@ -1,5 +1,5 @@
-//! The thread that makes connections: it hears what is asked of it, what rdma_cm tells of connections, and what is
-//! wrong with the device.
+//! The thread that makes connections: it takes requests from other threads, events of rdma_cm, and errors of
+//! the device.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -121,7 +121,7 @@ impl Manager {
                     at
                 });
                 if answer.send(made).is_err() {
-                    // Whoever asked has given up, and knows nothing of it.
+                    // The caller has given up, and knows nothing of it.
                     self.states.remove(&token);
                 }
             }
@@ -226,7 +226,7 @@ impl Manager {
     /// The peer has accepted, and says what is used.
     fn answered(&mut self, token: u64, private: &[u8]) {
         let Some(State::Connecting { queue_pair, .. }) = self.states.get(&token) else { return };
-        // What else is wrong with its answer is told once the connection is there, and ended.
+        // Other faults of the answer are reported once the connection exists, and has ended.
         let agreed = Offer::decode(private, self.maker.device.notify()).ok().and_then(|offer| offer.mtu);
         match queue_pair.cm_id().establish(shorter(agreed, self.maker.device.options().mtu)) {
             Ok(()) => self.established(token, private),

@@ -1,4 +1,4 @@
-//! What is asked of the thread that makes connections.
+//! Requests to the thread that makes connections.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::transport::stream::Stream;
 /// Why nothing is done any more.
 pub(super) const OVER: &str = "RDMA is shut down";
 
-/// What the thread shares with those who ask.
+/// The state that the thread shares with its callers.
 #[derive(Clone)]
 pub(super) struct Shared {
     /// `None` when nobody hears them any more.
@@ -44,7 +44,7 @@ pub(super) enum Command {
 pub(super) struct Wish {
     pub to: SocketAddr,
     pub deadline: Instant,
-    /// Which queue's.
+    /// The number of the queue.
     pub number: usize,
     /// How often it may be asked for from another port.
     pub ports: u32,
@@ -59,7 +59,7 @@ impl Wish {
 }
 
 impl Command {
-    /// Tells whoever asks that nobody hears.
+    /// Tells the caller that the thread is gone.
     pub fn refuse(self) {
         match self {
             Command::Listen { answer, .. } => drop(answer.send(Err(VerbsError::Broken(OVER.into())))),

@@ -26,7 +26,7 @@ impl State {
         }
     }
 
-    /// Whether it has not got further in time, or nobody has it any more.
+    /// Whether the connection has not got further in time, or nobody has it any more.
     pub fn is_late(&self, now: Instant) -> bool {
         match self {
             State::Up(queue_pair) => queue_pair.strong_count() == 0,
@@ -34,7 +34,7 @@ impl State {
         }
     }
 
-    /// Tells whoever waits for a connection that there is none.
+    /// Tells the caller that there is no connection.
     pub fn end(self, why: &str) {
         match self {
             State::Resolving { wish, .. } | State::Connecting { wish, .. } => wish.fail(why),

@@ -81,7 +81,7 @@ proptest! {
             twin.take(step);
             let image = twin.image();
             prop_assert_eq!(image.len(), DIRECTORY);
-            // What was seen before is still there, or has gone for good.
+            // An entry that was seen before is still there, or gone for good.
             let (Step::Publish(touched, _) | Step::Retire(touched)) = step;
             for (version, seen) in &seen {
                 let stays = *version != touched && twin.model.contains_key(version);
@@ -104,7 +104,7 @@ proptest! {
                 }
             }
         }
-        // Those who have its memory find it empty afterwards.
+        // Readers that have the memory find it empty afterwards.
         let memory = Arc::clone(twin.directory.memory());
         drop(twin);
         let bytes: Vec<u8> = words(&memory).iter().flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect();
@@ -202,7 +202,7 @@ fn an_entry_lies_as_the_protocol_says() {
     expected.resize(CHECKED, 0);
     expected.extend(crc32c(&expected).to_le_bytes());
     assert_eq!(image[..ENTRY], expected);
-    // Those that were never used are as if they were being changed.
+    // Unused entries look like entries that are being changed.
     assert_eq!(image[ENTRY..2 * ENTRY], [&[1u8][..], &[0; ENTRY - 1]].concat());
 }
 
@@ -216,7 +216,7 @@ fn the_oldest_make_way() {
     let image = twin.image();
     let found = |version| find(&image, Version(version)).is_ok();
     assert!((0..3).all(|version| !found(version)) && (3..entries + 3).all(found));
-    // One that is older than all of them does not drive any out, nor does it come back when there is room.
+    // A version older than all of them drives none out, nor does it come back when there is room.
     twin.take(Step::Publish(1, (1, 0, 0)));
     twin.take(Step::Retire(20));
     assert!(find(&twin.image(), Version(1)).is_err() && find(&twin.image(), Version(3)).is_ok());
@@ -241,7 +241,7 @@ fn fill(buffer: &Mapping, value: u64) {
     words(buffer).iter().for_each(|word| word.store(value, Ordering::Relaxed));
 }
 
-/// What a NIC might copy: words one by one, from anywhere on, in one direction or the other.
+/// A copy as a NIC might make it: words one by one, from any start, in one direction or the other.
 fn copy(from: &[AtomicU64], random: u64) -> Vec<u64> {
     let (len, start) = (from.len(), (random >> 8) as usize % from.len());
     let mut copy = vec![0; len];

@@ -3,8 +3,8 @@
 //! All of it is registered for this end's device alone. A [`Chunk`] that peers are to write has a registration of its
 //! own, so that the key that a peer is given opens nothing else.
 //!
-//! An arena may also be memory of another device: slots for payload can lie there, as iRDMA measured best for what is
-//! written to a shard (§IV-A); what the CPU reads and writes, such as rings, cannot.
+//! An arena may also be memory of another device. Slots for payload can lie there, which iRDMA measured as
+//! best for writes to a shard (§IV-A). Memory that the CPU reads and writes, such as rings, cannot.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ impl Arena {
         Ok(Arc::new(Arena { registration, free, memory: Memory::Host(Arc::new(memory)) }))
     }
 
-    /// Of memory of another device, all of which it takes.
+    /// An arena of memory of another device, all of which it takes.
     ///
     /// # Errors
     /// [`VerbsError::Call`] where it cannot be registered.
@@ -109,7 +109,7 @@ impl Chunk {
         (self.range.end - self.range.start) as usize
     }
 
-    /// Its first byte. What may be done with it is its holder's business: the memory is peers', too.
+    /// Its first byte. The holder decides what may be done with it: peers access the memory, too.
     ///
     /// # Panics
     /// If it is another device's.
@@ -120,7 +120,7 @@ impl Chunk {
         }
     }
 
-    /// Where this end's network device finds it.
+    /// Its address for this end's network device.
     pub(super) fn address(&self) -> u64 {
         self.arena.registration.remote().address + self.range.start
     }
@@ -128,7 +128,7 @@ impl Chunk {
     /// Registers it once more, for peers to write.
     ///
     /// # Errors
-    /// As of [`Registration::new`].
+    /// The errors of [`Registration::new`].
     pub fn open(&self) -> Result<Arc<Registration>, VerbsError> {
         self.is_opened.store(true, Ordering::Relaxed);
         let range = self.range.start as usize..self.range.end as usize;
@@ -152,10 +152,10 @@ impl Drop for Chunk {
     }
 }
 
-/// Slots of one size, cut from a chunk. Who waits for one is woken when there is one.
+/// Slots of one size, cut from a chunk. A waiter for a slot is woken when there is one.
 #[derive(Debug)]
 pub struct Pool {
-    /// Nobody else's: what its slots name is theirs alone.
+    /// The pool's own: only its slots name parts of it.
     chunk: Chunk,
     bytes: usize,
     count: usize,
@@ -173,7 +173,7 @@ struct Free {
 }
 
 impl Pool {
-    /// As many slots of `bytes` bytes as a chunk has room for.
+    /// A pool of as many slots of `bytes` bytes as a chunk has room for.
     pub fn new(chunk: Chunk, bytes: usize, in_turn: bool) -> Arc<Pool> {
         let count = chunk.len() / bytes.max(1);
         let free = Free { free: vec![true; count], next: 0, waiting: Vec::new() };
@@ -211,7 +211,8 @@ impl Pool {
     }
 }
 
-/// Room for one payload in an arena. Whoever has it has that room; it goes back to its pool when it is dropped.
+/// Room for one payload in an arena. Its holder has that room alone; it goes back to its pool when it is
+/// dropped.
 #[derive(Debug)]
 pub struct Slot {
     pool: Arc<Pool>,
@@ -225,7 +226,7 @@ impl Slot {
         self.pool.bytes
     }
 
-    /// Which of its pool it is.
+    /// Its index in its pool.
     pub fn index(&self) -> usize {
         self.index
     }
@@ -234,7 +235,7 @@ impl Slot {
         self.pool.chunk.start().wrapping_add(self.index * self.pool.bytes)
     }
 
-    /// Where this end's network device finds it.
+    /// Its address for this end's network device.
     pub(super) fn address(&self) -> u64 {
         self.pool.chunk.address() + (self.index * self.pool.bytes) as u64
     }
@@ -268,9 +269,9 @@ impl Slot {
     /// If it is not as long, or another device's.
     ///
     /// # Safety
-    /// A slot that peers may write (see [`Chunk::open`]) can change while it is read, if the peer breaks the rules. So
-    /// whoever reads it makes of it numbers only: no lengths, no positions, no branches that memory depends on. All
-    /// that comes of a lie is other numbers.
+    /// A slot that peers may write (see [`Chunk::open`]) can change while it is read, if the peer breaks the
+    /// rules. So the reader makes of it numbers only: no lengths, no positions, no branches that memory
+    /// depends on. A lie then only leads to other numbers.
     pub unsafe fn bytes(&self, len: usize) -> &[u8] {
         assert!(len <= self.len(), "{len} bytes of a slot of {}", self.len());
         // SAFETY: within the chunk, whose memory lives as long as it does; nobody here writes a slot but its holder,

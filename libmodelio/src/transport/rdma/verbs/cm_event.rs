@@ -1,4 +1,4 @@
-//! Events of rdma_cm: what has happened to connections, and who asks for one.
+//! Events of rdma_cm: changes of connections, and requests for new ones.
 
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::cm_channel::CmChannel;
 use super::cm_id::CmId;
 use super::error::VerbsError;
 
-/// What happened to a connection.
+/// A change of a connection.
 #[derive(Debug)]
 pub enum CmKind {
     /// Its address is resolved: the device is known.
@@ -21,28 +21,28 @@ pub enum CmKind {
     Request(CmId),
     /// The peer has accepted it, and waits for [`CmId::establish`].
     Answered,
-    /// It is there.
+    /// The connection is established.
     Established,
-    /// It is refused by the peer.
+    /// The peer has refused the connection.
     Rejected,
-    /// There is none, and why.
+    /// The connection has failed, for this reason.
     Failed(String),
-    /// It is over.
+    /// The connection is over.
     Disconnected,
     /// The device is going.
     DeviceRemoved,
-    /// Of no consequence.
+    /// The event is of no consequence.
     Other,
 }
 
-/// An event of a connection, or of what listens.
+/// An event of a connection, or of a listener.
 #[derive(Debug)]
 pub struct CmEvent {
-    /// As it was given when the identifier was made; of a request, that of what listens.
+    /// The token that was given when the identifier was made; for a request, the listener's.
     pub token: u64,
-    /// What.
+    /// The kind of event.
     pub kind: CmKind,
-    /// What the peer has sent with it; may have zeros at its end.
+    /// The peer's private data; it may have zeros at its end.
     pub private: Vec<u8>,
 }
 
@@ -74,7 +74,7 @@ impl CmChannel {
         use sys::rdma_cm_event_type as kinds;
         let is_request = event.event == kinds::RDMA_CM_EVENT_CONNECT_REQUEST;
         let of = if is_request { event.listen_id } else { event.id };
-        // SAFETY: it lives, as the caller promises. What is there was put there by `CmId::new`.
+        // SAFETY: the identifier lives, as the caller promises. `CmId::new` has set its context.
         let token = unsafe { (*of).context } as u64;
         let has_private = matches!(
             event.event,

@@ -1,4 +1,4 @@
-//! Connections by rdma_cm: addresses are resolved and queue pairs are joined. Nothing here waits.
+//! Connections by rdma_cm: addresses are resolved and queue pairs are joined. No call here waits.
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
@@ -19,10 +19,10 @@ use crate::transport::rdma::Mtu;
 /// Bytes that may go with a request or its answer.
 pub const PRIVATE_DATA: usize = 56;
 
-/// What is agreed when a connection begins.
+/// The parameters that are agreed when a connection begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameters {
-    /// What the peer gets to see, up to [`PRIVATE_DATA`] bytes.
+    /// Private data for the peer, up to [`PRIVATE_DATA`] bytes.
     pub private: Vec<u8>,
     /// Reads that each end may have outstanding, at most.
     pub reads: u8,
@@ -30,8 +30,8 @@ pub struct Parameters {
     pub retries: u8,
 }
 
-/// One end of a connection, or what listens: an `rdma_cm_id`. It is destroyed when it is dropped, with its queue pair;
-/// that waits until nobody is reading an event of it, which is a moment.
+/// One end of a connection, or a listener: an `rdma_cm_id`. Dropping it destroys it, with its queue pair;
+/// that waits a moment, until nobody is reading an event of it.
 #[derive(Debug)]
 pub struct CmId {
     id: NonNull<sys::rdma_cm_id>,
@@ -47,12 +47,12 @@ unsafe impl Send for CmId {}
 unsafe impl Sync for CmId {}
 
 impl CmId {
-    /// That of a request that the kernel has just told of.
+    /// The identifier of a request that the kernel has just reported.
     pub(super) fn of_request(id: NonNull<sys::rdma_cm_id>, channel: &Arc<CmChannel>) -> CmId {
         CmId { id, joint: Joint::default(), gid: None, channel: Arc::clone(channel) }
     }
 
-    /// A new one, whose events are told under `token`.
+    /// A new identifier, whose events carry `token`.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -72,7 +72,7 @@ impl CmId {
         self.id.as_ptr()
     }
 
-    /// From now on its events are told under `token`. For a request that was just heard of.
+    /// From now on its events carry `token`. For a request that has just come.
     pub fn rename(&mut self, token: u64) {
         // SAFETY: it is not shared yet.
         unsafe { self.id.as_mut().context = token as *mut c_void };
@@ -90,13 +90,13 @@ impl CmId {
         unsafe { self.id.as_ref().port_num }
     }
 
-    /// Packets come from the GID of that index, or not at all: which one the connection manager takes for an address,
-    /// of RoCE v1 or v2, is its own choice.
+    /// Packets must come from the GID of that index. Otherwise the connection manager chooses a GID for an
+    /// address, of RoCE v1 or v2.
     pub fn must_come_from(&mut self, gid: Option<u32>) {
         self.gid = gid;
     }
 
-    /// Which class of traffic its packets are of (RoCE: DSCP and ECN; InfiniBand: by the subnet manager).
+    /// Sets the traffic class of its packets (RoCE: DSCP and ECN; InfiniBand: by the subnet manager).
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -158,7 +158,7 @@ impl CmId {
     /// The peer's address, where it is known.
     pub fn peer(&self) -> Option<SocketAddr> {
         let mut storage = SockAddrStorage::zeroed();
-        // SAFETY: the address of a connection is a `sockaddr_storage`, as is what it is copied to.
+        // SAFETY: the address of a connection is a `sockaddr_storage`, and so is the destination of the copy.
         let address = unsafe {
             let from = &raw const (*self.raw()).route.addr.dst_addr_union;
             ptr::copy_nonoverlapping(
@@ -183,7 +183,8 @@ impl CmId {
         if self.joint.is_made() {
             return Err(VerbsError::Broken("the connection has a queue pair already".into()));
         }
-        // SAFETY: it has none; domain and queues live longer than the pair, as whoever holds the identifier holds them.
+        // SAFETY: it has no queue pair; domain and queues live longer than the pair, as the holder of the
+        // identifier holds them.
         unsafe { self.joint.make(self.raw(), domain, init) }
     }
 
@@ -245,7 +246,7 @@ impl CmId {
             initiator_depth: of.reads.min(initiated),
             flow_control: 1,
             retry_count: of.retries.min(7),
-            // As often as it takes: a peer that is there and takes nothing is given up by its silence.
+            // Retries without limit: a peer that is there and takes nothing is given up by its silence.
             rnr_retry_count: 7,
             srq: 0,
             qp_num: context.map_or(0, |context| self.joint.number(context)),
@@ -263,7 +264,7 @@ impl CmId {
         VerbsError::check("refusing an RDMA connection", result)
     }
 
-    /// Its queue pair, if it has one, does nothing more: what is outstanding is flushed.
+    /// Its queue pair, if it has one, does nothing more: outstanding work is flushed.
     ///
     /// # Safety
     /// Nobody destroys the queue pair meanwhile.
@@ -283,7 +284,7 @@ impl CmId {
 
     /// Ends it: work that is outstanding is flushed, and the peer hears of it.
     pub fn disconnect(&self) {
-        // SAFETY: a single call. That it is over already is no news.
+        // SAFETY: a single call. A connection that is over already is no error.
         unsafe { sys::rdma_disconnect(self.raw()) };
     }
 }

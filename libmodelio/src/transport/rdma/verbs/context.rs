@@ -1,4 +1,4 @@
-//! Which devices there are, and what they can do.
+//! RDMA devices and their properties.
 
 use std::ffi::CStr;
 use std::os::fd::BorrowedFd;
@@ -33,7 +33,7 @@ pub struct PortInfo {
     pub link: &'static str,
     /// Bytes of the largest packet.
     pub mtu: u32,
-    /// What it is addressed by.
+    /// Its GIDs.
     pub gids: Vec<GidInfo>,
 }
 
@@ -42,14 +42,14 @@ pub struct PortInfo {
 pub struct GidInfo {
     /// Its index.
     pub index: u32,
-    /// As an IPv6 address; an IPv4 one where it is of that kind.
+    /// The GID as an IPv6 address, or as an IPv4 address if it stands for one.
     pub address: String,
-    /// As the kernel names it, such as `RoCE v2`; empty where it does not.
+    /// The kernel's name for its kind, such as `RoCE v2`; empty if it has none.
     pub kind: String,
 }
 
 impl GidInfo {
-    /// Whether it is an address that means something on one link only, and which one it does not say.
+    /// Whether the address is valid on one link only, without saying on which.
     pub fn is_link_local(&self) -> bool {
         self.address.parse::<std::net::Ipv6Addr>().is_ok_and(|address| address.is_unicast_link_local())
     }
@@ -74,10 +74,10 @@ pub struct DeviceInfo {
     pub ports: Vec<PortInfo>,
 }
 
-/// What a device reports that is no outcome of work.
+/// A report of a device that is no outcome of work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Trouble {
-    /// As libibverbs names it.
+    /// The name in libibverbs.
     pub(crate) what: String,
     /// Something fails, or is going to.
     pub(crate) is_bad: bool,
@@ -86,7 +86,7 @@ pub(crate) struct Trouble {
 /// All devices, whether librdmacm can use them or not.
 ///
 /// # Errors
-/// [`VerbsError::Call`]. None is an empty list.
+/// [`VerbsError::Call`]. Without devices the list is empty.
 pub fn devices() -> Result<Vec<DeviceInfo>, VerbsError> {
     let mut count = 0;
     // SAFETY: the call writes the count; the list is given back below.
@@ -144,7 +144,7 @@ pub fn contexts() -> Result<&'static [Context], VerbsError> {
         .filter_map(|index| NonNull::new(unsafe { *list.add(index) }).map(Context))
         .collect::<Vec<_>>();
     match all.is_empty() {
-        // One that is plugged in later can be found then.
+        // A device that is plugged in later can then be found.
         true => Err(VerbsError::NoDevice),
         false => Ok(ALL.get_or_init(|| all)),
     }
@@ -155,7 +155,7 @@ impl Context {
         self.0.as_ptr()
     }
 
-    /// Of a connection; `None` before its way is known.
+    /// The context of a connection; `None` before its way is resolved.
     pub(super) fn of(raw: *mut sys::ibv_context) -> Option<Context> {
         NonNull::new(raw).map(Context)
     }
@@ -167,7 +167,8 @@ impl Context {
         name.to_string_lossy().into_owned()
     }
 
-    /// Whether it is an iWARP device: no immediate data, and what a READ fills must be open to the peer's writes.
+    /// Whether it is an iWARP device: it has no immediate data, and memory that a READ fills must be open to
+    /// the peer's writes.
     pub fn is_iwarp(self) -> bool {
         // SAFETY: an open context has its device.
         unsafe { (*(*self.raw()).device).transport_type == sys::ibv_transport_type::IBV_TRANSPORT_IWARP }
@@ -187,7 +188,8 @@ impl Context {
         unsafe { BorrowedFd::borrow_raw((*self.raw()).async_fd) }
     }
 
-    /// What it reports that is no outcome of work. Everybody in the process who uses the device hears some of it.
+    /// The next report that is no outcome of work. Every user of the device in the process hears some of
+    /// them.
     pub(crate) fn next_trouble(self) -> Option<Trouble> {
         let mut event = std::mem::MaybeUninit::<sys::ibv_async_event>::zeroed();
         // SAFETY: the call fills the event if it says so; each is acknowledged once, as destroying what it is of asks.

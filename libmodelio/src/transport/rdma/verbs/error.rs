@@ -1,26 +1,26 @@
-//! What libibverbs and librdmacm refuse, and why.
+//! The errors of libibverbs and librdmacm, with their causes.
 
 use std::io;
 
 use nix::errno::Errno;
 
-/// What libibverbs or librdmacm refuse.
+/// An error of libibverbs or librdmacm.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VerbsError {
     /// A call failed.
     #[error("{doing}: {errno}")]
     Call {
-        /// What was to be done.
+        /// The operation.
         doing: &'static str,
         /// Why not.
         errno: Errno,
     },
-    /// There is no device.
+    /// The host has no device.
     #[error(
         "there is no RDMA device (`rdma link` lists them; for software RDMA: rdma link add rxe0 type rxe netdev DEVICE)"
     )]
     NoDevice,
-    /// There is a device, and no way to connect.
+    /// There is a device, and connections cannot be made.
     #[error(
         "librdmacm cannot be used: {0} (is the module rdma_ucm loaded, and /dev/infiniband/rdma_cm there?)"
     )]
@@ -28,29 +28,29 @@ pub enum VerbsError {
     /// No device of that name.
     #[error("there is no RDMA device {wanted:?}; there is {there}")]
     UnknownDevice {
-        /// As configured.
+        /// The configured devices.
         wanted: String,
-        /// What there is.
+        /// The devices that exist.
         there: String,
     },
     /// The port is not there, or is down.
     #[error("port {port} of {device} {why}")]
     Port {
-        /// Of which device.
+        /// The device.
         device: String,
-        /// Which.
+        /// The port.
         port: u8,
-        /// What is wrong with it.
+        /// The fault.
         why: String,
     },
     /// The GID index leads to no GID.
     #[error("GID index {index} of port {port} of {device} holds no GID (`gradfs rdma devices` lists them)")]
     Gid {
-        /// Of which device.
+        /// The device.
         device: String,
-        /// Of which port.
+        /// The port.
         port: u8,
-        /// Which.
+        /// The index.
         index: u32,
     },
     /// Packets would come from another GID than was asked for.
@@ -62,7 +62,7 @@ pub enum VerbsError {
     OtherGid {
         /// Its index.
         wanted: u32,
-        /// That of the one that rdma_cm takes; none within a subnet of InfiniBand.
+        /// The index that rdma_cm chooses; none within a subnet of InfiniBand.
         from: Option<u32>,
     },
     /// A completion queue has no room for one more queue pair.
@@ -70,9 +70,9 @@ pub enum VerbsError {
         "a completion queue holds {all} entries, and {wanted} are wanted: raise --rdma-queues, or lower --rdma-depth"
     )]
     QueueFull {
-        /// As many as it holds.
+        /// The number that the queue holds.
         all: u32,
-        /// As many as might wait at once.
+        /// The number that might wait at once.
         wanted: u32,
     },
     /// The kernel does not let so much memory be pinned.
@@ -81,9 +81,9 @@ pub enum VerbsError {
          LimitMEMLOCK=infinity in a systemd unit)"
     )]
     Memlock {
-        /// As many as were to be.
+        /// The requested number of bytes.
         bytes: usize,
-        /// As many as may be.
+        /// The largest number of bytes.
         limit: u64,
     },
     /// The arena is full.
@@ -92,21 +92,21 @@ pub enum VerbsError {
          are free: raise --rdma-arena, or lower --rdma-slots"
     )]
     Arena {
-        /// As many as were to be taken.
+        /// The requested number of bytes.
         bytes: u64,
-        /// As many as nobody has, perhaps not in one piece.
+        /// The free bytes, perhaps not in one piece.
         available: u64,
-        /// As many as there are.
+        /// The number of bytes in all.
         all: u64,
     },
     /// A range that leaves the memory it is of.
     #[error("{len} bytes at {offset} leave {of} of {all} bytes")]
     OutOfRange {
-        /// Where.
+        /// The offset.
         offset: u64,
         /// How many.
         len: usize,
-        /// What they leave.
+        /// The memory that they do not fit.
         of: &'static str,
         /// How long that is.
         all: u64,
@@ -127,12 +127,12 @@ impl VerbsError {
         VerbsError::Call { doing, errno: Errno::last() }
     }
 
-    /// Of a call that returns 0 or -1 with `errno`.
+    /// Checks a call that returns 0 or -1 with `errno`.
     pub(super) fn check(doing: &'static str, result: libc::c_int) -> Result<(), VerbsError> {
         if result == 0 { Ok(()) } else { Err(VerbsError::last(doing)) }
     }
 
-    /// Of a call that returns 0 or an error's number.
+    /// Checks a call that returns 0 or an error's number.
     pub(super) fn check_number(doing: &'static str, result: libc::c_int) -> Result<(), VerbsError> {
         match result {
             0 => Ok(()),

@@ -67,7 +67,7 @@ impl Joint {
         begun.map(|()| pair)
     }
 
-    /// Makes it ready to receive and to send. Nothing to do with iWARP.
+    /// Makes the queue pair ready to receive and to send. With iWARP there is nothing to do.
     ///
     /// # Safety
     /// `id` lives, and is one that the peer has answered, or asked.
@@ -122,7 +122,7 @@ impl Joint {
         }
     }
 
-    /// Whether there is one.
+    /// Whether there is a queue pair.
     pub(super) fn is_made(&self) -> bool {
         !self.pair.load(Ordering::Acquire).is_null()
     }
@@ -130,7 +130,7 @@ impl Joint {
     /// Has it do nothing more, if there is one: its work is flushed.
     ///
     /// # Safety
-    /// Nobody destroys it meanwhile.
+    /// Nobody destroys the queue pair meanwhile.
     pub(super) unsafe fn fail(&self) {
         let pair = self.pair.load(Ordering::Acquire);
         if pair.is_null() {
@@ -143,7 +143,7 @@ impl Joint {
         // SAFETY: it lives, as the caller promises; the attributes are read during the call.
         let result = unsafe { sys::ibv_modify_qp(pair, &raw mut attributes, mask) };
         if let Err(error) = VerbsError::check_number("ending a queue pair", result) {
-            // It may be in that state by itself.
+            // The queue pair may be in that state by itself.
             tracing::debug!(%error, "RDMA");
         }
     }
@@ -170,7 +170,7 @@ impl Joint {
     }
 }
 
-/// One step, with what the connection manager knows of the connection, and `change`.
+/// One step, with the connection manager's attributes of the connection, and `change`.
 ///
 /// # Safety
 /// Both live.

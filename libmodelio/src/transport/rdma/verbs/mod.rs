@@ -1,9 +1,10 @@
 //! libibverbs and librdmacm: devices, memory, queues and connections, each an object that gives back what it took.
 //!
-//! All calls of these libraries, and all else that is `unsafe` about RDMA, is in this folder, and what it offers is
-//! safe, but for [`Slot::bytes`]. Whoever hands memory to it says so as to any transport, by
-//! [`Piece::new`](crate::transport::stream::Piece::new) and [`Target::new`](crate::transport::stream::Target::new),
-//! where its owner is: in `client/blocks.rs` and `client/paths`, and in the shard's `part/blocks` and `fabric`. It rests on this:
+//! All calls of these libraries, and everything else that is `unsafe` about RDMA, is in this folder, and its
+//! interface is safe, except for [`Slot::bytes`]. The owners of memory hand it over as to any transport, by
+//! [`Piece::new`](crate::transport::stream::Piece::new) and
+//! [`Target::new`](crate::transport::stream::Target::new): in `client/blocks.rs` and `client/paths`, and in
+//! the shard's `server/partition`. The safety rests on these rules:
 //!
 //! * **Objects outlive what is made of them.** Each holds the one that it was made of by an `Arc`, and is destroyed
 //!   when the last holder lets go: a queue pair before its queues, a registration before its protection domain.
@@ -11,12 +12,12 @@
 //! * **Memory of work that is posted stays.** Whatever the device may read or write for this end is held, with its
 //!   registration, by the [`Work`] in its queue pair's list until the device reports it, or the queue pair is
 //!   destroyed, upon which the device touches nothing of it any more.
-//! * **Nobody else touches memory that a READ fills**, for that memory comes as a
-//!   [`Target`](crate::transport::stream::Target), whose maker has promised it, or is a piece of an arena that belongs
-//!   to the work.
-//! * **Memory that peers write** (rings, granted slots) is never referred to by a Rust reference: it is copied out by
-//!   raw pointers, or handed on under the contract of [`Slot::bytes`]. What a peer writes there at the wrong time
-//!   changes numbers, never lengths or addresses.
+//! * **Nobody else touches memory that a READ fills**, because that memory comes as a
+//!   [`Target`](crate::transport::stream::Target), whose maker has promised it, or is a piece of an arena
+//!   that belongs to the work.
+//! * **Memory that peers write** (rings, granted slots) is never referred to by a Rust reference: it is
+//!   copied out by raw pointers, or handed on under the contract of [`Slot::bytes`]. A write of the peer at
+//!   the wrong time changes numbers, never lengths or addresses.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,8 +1,8 @@
 //! Queue pairs: work is posted in chains, with one doorbell each, and reported when it is done.
 //!
-//! Work of one queue pair is done in order, and only some of it is reported by the device: when that is, all before it
-//! is done, too. Not so with iWARP, where a write may be done before a READ that was posted earlier: each piece is
-//! reported there.
+//! Work of one queue pair is done in order, and the device reports only some of it: a reported piece means
+//! that all earlier pieces are done, too. With iWARP, a write may be done before a READ that was posted
+//! earlier, so each piece is reported.
 
 use std::ptr;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ struct State {
     requests: Vec<sys::ibv_send_wr>,
     pieces: Vec<sys::ibv_sge>,
     broken: Option<String>,
-    /// It is destroyed, and another one may have its number.
+    /// The queue pair is destroyed, and another one may have its number.
     ended: bool,
 }
 
@@ -77,7 +77,7 @@ impl std::fmt::Debug for State {
 }
 
 impl Pair {
-    /// What [`Self::new`] takes of `poller`'s room.
+    /// Reserves the room of `poller` that [`Self::new`] needs.
     ///
     /// # Errors
     /// [`VerbsError::QueueFull`].
@@ -86,8 +86,8 @@ impl Pair {
         poller.reserve(limits.depth.saturating_add(if own { limits.receives } else { 0 }))
     }
 
-    /// A queue pair for a connection that knows its way. What is done is reported where room was reserved, for the same
-    /// limits.
+    /// A queue pair for a connection whose way is resolved. Completions are reported where room was reserved,
+    /// for the same limits.
     ///
     /// # Errors
     /// [`VerbsError::Call`]; the identifier comes back, so that its peer can be told.
@@ -99,7 +99,8 @@ impl Pair {
         }
     }
 
-    /// The queue pair itself, which waits for messages if it has its own, and what the device has granted.
+    /// The queue pair itself, which waits for messages if it has its own receives, and the limits that the
+    /// device has granted.
     fn begin(
         cm_id: &CmId,
         poller: &Arc<Poller>,
@@ -174,7 +175,7 @@ impl Pair {
         self.reserved.poller()
     }
 
-    /// As the device has granted them.
+    /// The limits that the device has granted.
     pub fn limits(&self) -> PairLimits {
         self.limits
     }
@@ -214,15 +215,15 @@ impl Pair {
             return;
         }
         state.broken.get_or_insert_with(|| "the connection is over".to_owned());
-        // Nothing more comes in, and what has come is told.
-        // SAFETY: it is destroyed here only, under the lock.
+        // Nothing more comes in, and received completions are reported. SAFETY: it is destroyed here only,
+        // under the lock.
         unsafe { self.cm_id.fail_pair() };
         self.poller().take_early(self.number);
-        // SAFETY: whoever uses it has the lock and has seen that it is not broken.
+        // SAFETY: every user of it takes the lock and checks that it is not broken.
         unsafe { self.cm_id.end_pair() };
         let sent = state.posted.end();
         drop(state);
-        // Whoever waits for a slot of theirs is woken.
+        // This wakes the waiters for a slot among them.
         drop(sent);
     }
 
@@ -285,7 +286,7 @@ impl Pair {
             pieces.push(piece);
             requests.push(request);
         }
-        // Neither list grows any more: what points into them stays true.
+        // Neither list grows any more, so the pointers into them stay valid.
         let (requests, pieces) = (requests.as_mut_ptr(), pieces.as_mut_ptr());
         for index in 0..count {
             // SAFETY: both lists have `count` entries.
@@ -306,7 +307,8 @@ impl Pair {
         // the queue pair is gone. The bytes that go inline are copied during the call.
         let result = unsafe { sys::ibv_post_send(self.raw, requests, &raw mut bad) };
         if let Err(error) = VerbsError::check_number("posting work", result) {
-            // What was posted before the bad one may be done all the same: all is held until the queue pair is gone.
+            // Work that was posted before the bad piece may still be done: everything is held until the queue
+            // pair is gone.
             state.broken = Some(error.to_string());
             return Err(VerbsError::Broken(error.to_string()));
         }
@@ -318,7 +320,7 @@ impl Pair {
     /// Takes a report. The word that the peer has said, if it is that.
     ///
     /// # Errors
-    /// [`VerbsError::Broken`] if it is a failure. Others before it have been told then.
+    /// [`VerbsError::Broken`] if it is a failure. Earlier pieces have been reported then.
     pub fn hear(&self, news: Completion) -> Result<Option<u32>, VerbsError> {
         match news.outcome {
             Outcome::Sent(number) => {
@@ -350,7 +352,7 @@ impl Pair {
         self.state.lock().posted.take(done);
     }
 
-    /// Whether there is something to take.
+    /// Whether there are finished pieces to take.
     pub fn has_finished(&self) -> bool {
         self.state.lock().posted.has_finished()
     }

@@ -1,4 +1,4 @@
-//! The work of one queue pair that is not done yet, or not told of, in the order in which it was added.
+//! The work of one queue pair that is not done yet, or not reported, in the order in which it was added.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +13,7 @@ static PAIRS: AtomicU64 = AtomicU64::new(0);
 
 struct Sent {
     number: u64,
-    /// It was reported, where each piece is.
+    /// Whether the piece was reported, where each piece is.
     done: bool,
     token: u64,
     work: Work,
@@ -32,7 +32,7 @@ pub(super) struct Posted {
 }
 
 impl Posted {
-    /// None yet; there is room for `depth` pieces.
+    /// An empty list with room for `depth` pieces.
     pub fn new(depth: usize) -> Posted {
         let first = (PAIRS.fetch_add(1, Ordering::Relaxed) & MOST_PAIRS) << WORK_BITS;
         Posted { sent: VecDeque::with_capacity(depth), waiting: 0, first, next: first, finished: Vec::new() }
@@ -67,8 +67,8 @@ impl Posted {
             return;
         }
         let last = match each {
-            // A write may be done, and be reported, before a READ that was posted earlier. It is held until those
-            // before it are done.
+            // A write may be done, and be reported, before a READ that was posted earlier. It is held until
+            // earlier pieces are done.
             true => {
                 if let Some(sent) = self.sent.iter_mut().find(|sent| sent.number == number) {
                     sent.done = true;
@@ -90,13 +90,13 @@ impl Posted {
         done.append(&mut self.finished);
     }
 
-    /// Whether there is something to take.
+    /// Whether there are finished pieces to take.
     pub fn has_finished(&self) -> bool {
         !self.finished.is_empty()
     }
 
-    /// Takes all that is outstanding: the device touches none of its memory any more. What it gives back is dropped by
-    /// the caller.
+    /// Takes everything that is outstanding: the device touches none of its memory any more. The caller drops
+    /// the result.
     pub fn end(&mut self) -> impl Sized + use<> {
         std::mem::take(&mut self.sent)
     }

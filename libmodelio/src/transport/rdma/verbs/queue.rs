@@ -18,7 +18,7 @@ const BATCH: usize = 32;
 /// A message came with immediate data.
 const WITH_IMMEDIATE: u32 = sys::ibv_wc_flags::IBV_WC_WITH_IMM.0;
 
-/// What became of a piece of work.
+/// The outcome of a piece of work.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// All work of the queue pair up to this one is done.
@@ -27,9 +27,9 @@ pub(super) enum Outcome {
     Heard(u32),
     /// It failed, and with it the queue pair.
     Failed {
-        /// Which; `None` for waiting for a message.
+        /// The number of the work; `None` for a wait for a message.
         work: Option<u64>,
-        /// As libibverbs names it.
+        /// The name in libibverbs.
         why: String,
     },
     /// A peer has sent what nobody sends.
@@ -45,12 +45,12 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// Of which queue pair, by its number; `None` of one that has ended meanwhile. A later pair may have its number.
+    /// The number of the queue pair; `None` if it has ended meanwhile. A later pair may have its number.
     pub fn pair(&self) -> Option<u32> {
         self.pair
     }
 
-    /// Whether it took one of the messages that are waited for.
+    /// Whether it took one of the posted receives.
     pub fn is_receive(&self) -> bool {
         self.is_receive
     }
@@ -74,8 +74,8 @@ pub struct Poller {
     channel: Channel,
     receives: Receives,
     domain: Arc<Domain>,
-    /// Taken from the queue before queue pairs were destroyed, and not told yet. Held while the queue is asked, so that
-    /// what is told stays in order.
+    /// Completions that were taken from the queue before queue pairs were destroyed, and not reported yet.
+    /// The lock is held while the queue is asked, so that reports stay in order.
     early: Mutex<Vec<Completion>>,
     room: Mutex<Room>,
 }
@@ -95,7 +95,7 @@ pub struct Reserved {
 }
 
 impl Reserved {
-    /// Of which queue.
+    /// The queue.
     pub fn poller(&self) -> &Arc<Poller> {
         &self.poller
     }
@@ -113,8 +113,8 @@ unsafe impl Send for Poller {}
 unsafe impl Sync for Poller {}
 
 impl Poller {
-    /// One for `depth` completions. `shared` messages of peers are waited for by all of its queue pairs together; with
-    /// 0 each waits for its own.
+    /// A queue for `depth` completions. All its queue pairs share `shared` receives for messages of peers;
+    /// with 0, each has its own.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -186,13 +186,13 @@ impl Poller {
         Ok(Reserved { poller: Arc::clone(self), count })
     }
 
-    /// What its queue pairs wait for messages by.
+    /// The receives of its queue pairs.
     pub fn receives(&self) -> &Receives {
         &self.receives
     }
 
-    /// Waits for one message more, after one was taken, where all of its queue pairs wait together: whose it was does
-    /// not matter, and may be gone.
+    /// Posts one receive more, after one was taken, where all queue pairs share them. It does not matter
+    /// which pair took it; that pair may be gone.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -213,8 +213,8 @@ impl Poller {
         &self.domain
     }
 
-    /// The next time that something is done, its descriptor becomes readable. What is done already does not count: look
-    /// again after this.
+    /// Its descriptor becomes readable at the next completion. Earlier completions do not count: look again
+    /// after this.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -245,11 +245,12 @@ impl Poller {
         self.take(done)
     }
 
-    /// Takes what there is now, to be told by [`Self::poll`]: the queue pair of that number, which ends, may take its
-    /// news along when it is destroyed, and with them how many messages are waited for. They are nobody's from now on.
+    /// Takes the completions that exist now, to be reported by [`Self::poll`]. The ending queue pair of that
+    /// number may take its completions along when it is destroyed, and with them the count of its receives.
+    /// They belong to no pair from now on.
     pub(super) fn take_early(&self, ended: u32) {
         let mut early = self.early.lock();
-        // That the queue is lost is told by the next who asks.
+        // The next caller of `poll` hears that the queue is lost.
         while let Ok(true) = self.take(&mut early) {}
         for news in early.iter_mut().filter(|news| news.pair == Some(ended)) {
             news.pair = None;

@@ -1,4 +1,4 @@
-//! What waits for messages that come with no memory of their own.
+//! Receives that wait for messages that come with no memory of their own.
 
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::{Domain, VerbsError};
 /// Set in the number of work that waits for the peer.
 pub(super) const RECEIVE: u64 = 1 << 63;
 
-/// What messages without memory of their own are taken by.
+/// The receives that take messages without memory of their own.
 #[derive(Debug)]
 pub enum Receives {
     /// Each queue pair has its own.

@@ -21,7 +21,7 @@ pub trait Spare: Send + Sync {
     fn give_up(&self);
 }
 
-/// What of a device belongs together: its queue pairs use its registrations.
+/// A protection domain: its queue pairs use its registrations.
 pub struct Domain {
     raw: NonNull<sys::ibv_pd>,
     context: Context,
@@ -57,7 +57,7 @@ impl Domain {
         self.raw.as_ptr()
     }
 
-    /// Of which device.
+    /// The device.
     pub fn context(&self) -> Context {
         self.context
     }
@@ -69,8 +69,8 @@ impl Domain {
         spare.push(what);
     }
 
-    /// Has what is spare give way, and then does it. One after the other, so that nobody is refused what another one
-    /// has just been given.
+    /// Frees spare registrations, and then does `then`. Callers go one after the other, so that nobody is
+    /// refused what another caller has just been given.
     fn reclaimed<T>(&self, then: impl FnOnce() -> T) -> T {
         let _alone = self.reclaiming.lock();
         let spare: Vec<_> = self.spare.lock().iter().filter_map(Weak::upgrade).collect();
@@ -90,11 +90,11 @@ impl Drop for Domain {
     }
 }
 
-/// What peers may do with registered memory. This end's device may always write it. What its READs fill is `Local`:
-/// with iWARP, where they are answered by writes of the peer's, peers may write that, too.
+/// The rights of peers to registered memory. This end's device may always write it. Memory that this end's
+/// READs fill is `Local`. With iWARP, the peer answers READs by writes, so peers may write that memory, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
-    /// Nothing.
+    /// Peers have no rights.
     Local,
     /// Read it.
     Read,
@@ -118,10 +118,10 @@ impl Access {
     }
 }
 
-/// Where memory of a peer's lies, and the key to it.
+/// The place of a peer's memory, and the key to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
-    /// As the peer's device sees it.
+    /// The address for the peer's device.
     pub address: u64,
     /// The peer's key.
     pub key: u32,
@@ -138,7 +138,7 @@ impl Remote {
 #[derive(Debug)]
 pub struct Registration {
     raw: NonNull<sys::ibv_mr>,
-    /// Where it begins, as the device sees it.
+    /// The start address for the device.
     address: u64,
     len: usize,
     access: Access,
@@ -151,9 +151,10 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Registers `range` of `memory`; what is [`Spare`] gives way, but not to what this end's READs fill. Whoever lets
-    /// work be done on it holds the memory, too: see [`Mapping::attach`](crate::bytes::mmap::Mapping::attach). Whoever
-    /// lets peers write it sees to it that nobody here takes it for memory that stays as it is.
+    /// Registers `range` of `memory`. Memory that is [`Spare`] gives way to it, except to memory that this
+    /// end's READs fill. A caller that has work done on it holds the memory, too: see
+    /// [`Mapping::attach`](crate::bytes::mmap::Mapping::attach). A caller that lets peers write it makes sure
+    /// that nobody here relies on its contents staying unchanged.
     ///
     /// # Errors
     /// [`VerbsError::Memlock`], [`VerbsError::OutOfRange`], [`VerbsError::Call`].
@@ -183,8 +184,8 @@ impl Registration {
         Ok(Arc::new(Registration { raw, address: address as u64, len, access, domain: Arc::clone(domain) }))
     }
 
-    /// Registers `len` bytes at `offset` of what another device has exported. The network's device addresses them from
-    /// `at` on.
+    /// Registers `len` bytes at `offset` of the memory that another device has exported. The network's device
+    /// addresses them from `at` on.
     pub(super) fn of_dma_buf(
         domain: &Arc<Domain>,
         exported: BorrowedFd<'_>,
@@ -216,13 +217,13 @@ impl Registration {
         Ok(Arc::new(Registration { raw, address, len, access, domain: Arc::clone(domain) }))
     }
 
-    /// What the device is told by this end.
+    /// The key for this end's own work.
     pub(super) fn local_key(&self) -> u32 {
         // SAFETY: it lives as long as `self`.
         unsafe { self.raw.as_ref().lkey }
     }
 
-    /// What peers are told: where it begins, and the key.
+    /// The start address and the key for peers.
     pub fn remote(&self) -> Remote {
         // SAFETY: it lives as long as `self`.
         let key = unsafe { self.raw.as_ref().rkey };
@@ -235,7 +236,7 @@ impl Registration {
         self.len
     }
 
-    /// What peers may do.
+    /// The rights of peers.
     pub fn access(&self) -> Access {
         self.access
     }
@@ -245,7 +246,7 @@ impl Registration {
         &self.domain
     }
 
-    /// Whether `len` bytes from `start` on, as the device sees them, are within it.
+    /// Whether `len` bytes from `start` on, as the device addresses them, are within it.
     pub(super) fn holds(&self, start: u64, len: usize) -> bool {
         let end = start.checked_add(len as u64);
         start >= self.address && end.is_some_and(|end| end <= self.address + self.len as u64)

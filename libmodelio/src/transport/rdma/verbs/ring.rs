@@ -1,9 +1,10 @@
 //! Two rings of bytes between two ends, each written by its writer into the reader's memory.
 //!
-//! Each end has a ring that the peer's device writes, and a copy of the peer's ring, from which its own device does.
-//! Counts of bytes written and read go with the writes, as immediate data, or into words that the other end polls; they
-//! wrap around. What this end has counted it keeps for itself, so that the peer can spoil only its own count, which is
-//! checked. Bytes of the copy are written anew only when the peer has read them: then its device has them.
+//! Each end has a ring that the peer's device writes, and a copy of the peer's ring, from which its own
+//! device sends. Counts of bytes written and read go with the writes, as immediate data, or into words that
+//! the other end polls; they wrap around. Each end keeps its own counts, so the peer can spoil only its own
+//! count, which is checked. Bytes of the copy are overwritten only when the peer has read them: the device
+//! has sent them then.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,10 +19,10 @@ pub const RING: usize = 64 << 10;
 const WORDS: usize = 4096;
 /// Words do not share what a CPU fetches at once.
 const APART: usize = 128;
-/// Reading is told when so much was read.
+/// The number of read bytes after which the peer is notified.
 const TELL: u32 = (RING / 4) as u32;
 
-/// Counts are told modulo this; what is above says what is counted.
+/// Counts are sent modulo this; the bits above say what is counted.
 const COUNT: u32 = (1 << 30) - 1;
 const KIND: u32 = !COUNT;
 const WRITTEN: u32 = 0;
@@ -45,11 +46,12 @@ pub struct Rings {
     incoming: Chunk,
     outgoing: Arc<Chunk>,
     notify: Notify,
-    /// Of the ring that the peer writes: bytes that are there, that were read, that it was told were read.
+    /// Counts for the ring that the peer writes: bytes that are there, that were read, and that the peer
+    /// knows were read.
     arrived: u32,
     consumed: u32,
     told: u32,
-    /// Of the ring that it reads: bytes that were written, that it has read.
+    /// Counts for the ring that the peer reads: bytes that were written, and that it has read.
     written: u32,
     acknowledged: u32,
     ended: bool,
@@ -62,7 +64,7 @@ pub struct Rings {
 pub struct Broken(u32);
 
 impl Rings {
-    /// Of memory from the arena.
+    /// Rings in memory from the arena.
     ///
     /// # Errors
     /// When there is none, or it cannot be registered.
@@ -89,7 +91,7 @@ impl Rings {
         Ok(rings)
     }
 
-    /// Where the peer writes.
+    /// The place where the peer writes.
     pub fn invitation(&self) -> Remote {
         self.opened.remote()
     }
@@ -104,7 +106,7 @@ impl Rings {
         unsafe { AtomicU32::from_ptr(self.incoming.start().wrapping_add(Rings::place(kind)).cast()) }
     }
 
-    /// A word of the peer's, told or polled.
+    /// Takes a word of the peer's, received or polled.
     ///
     /// # Errors
     /// [`Broken`].
@@ -138,7 +140,7 @@ impl Rings {
     /// [`Broken`].
     pub fn look(&mut self) -> Result<(), Broken> {
         if self.notify == Notify::Flag {
-            // It is written last: what comes before it is there, too, when it is.
+            // This word is written last: if it is there, everything before it is there, too.
             let ended = self.word(END).load(Ordering::Acquire) != 0;
             for kind in [WRITTEN, READ] {
                 let word = self.word(kind).load(Ordering::Acquire);
@@ -200,8 +202,8 @@ impl Rings {
             while done < len.min(left) {
                 let at = self.written as usize % RING;
                 let count = (len.min(left) - done).min(RING - at);
-                // SAFETY: within the chunk, and within the slice, which the stream has named and leaves alone until it
-                // hears of it. What lies there the peer has read.
+                // SAFETY: within the chunk, and within the slice, which the stream has named and leaves alone
+                // until it is done. The peer has read the bytes that lay there.
                 unsafe {
                     let into = self.outgoing.start().wrapping_add(at);
                     into.copy_from_nonoverlapping(from.add(done), count);
@@ -233,7 +235,7 @@ impl Rings {
         bytes
     }
 
-    /// Tells the peer how much was read, when that is enough to be told.
+    /// Notifies the peer of the bytes read, when there are enough.
     pub fn tell(&mut self, peer: Remote, work: &mut Vec<Work>) {
         if self.consumed.wrapping_sub(self.told) >= TELL {
             self.told = self.consumed;

@@ -1,4 +1,4 @@
-//! What a queue pair has its device do: fetch memory of the peer's, write into it, or into its ring.
+//! The work of a queue pair's device: to fetch memory of the peer's, or to write into it or into its ring.
 
 use std::sync::Arc;
 
@@ -12,46 +12,46 @@ use crate::transport::stream::{Piece, Target};
 pub enum Work {
     /// Fetches memory of the peer's into memory that is promised.
     ReadTo {
-        /// Where it goes.
+        /// The place for the data.
         target: Target,
-        /// Which memory that is part of.
+        /// The registration of that memory.
         registration: Arc<Registration>,
         /// From where.
         from: Remote,
-        /// Not before all READs that were posted earlier are done.
+        /// Waits until all READs that were posted earlier are done.
         fence: bool,
     },
     /// Fetches memory of the peer's into a slot.
     Read {
-        /// Where it goes.
+        /// The place for the data.
         slot: Slot,
         /// Bytes.
         len: usize,
         /// From where.
         from: Remote,
-        /// Not before all READs that were posted earlier are done.
+        /// Waits until all READs that were posted earlier are done.
         fence: bool,
     },
     /// Puts a payload where the peer wants it.
     Write {
         /// It.
         piece: Piece,
-        /// Which memory that is part of.
+        /// The registration of that memory.
         registration: Arc<Registration>,
         /// Whither.
         to: Remote,
     },
     /// Puts some bytes of a chunk into the peer's ring, and says so by `word`.
     Ring {
-        /// Of which they are.
+        /// The chunk that holds the bytes.
         chunk: Arc<Chunk>,
-        /// Where they begin.
+        /// The offset of the first byte.
         start: usize,
         /// How many; may be 0, if a word is said.
         len: usize,
         /// Whither.
         to: Remote,
-        /// What the peer is told.
+        /// The word for the peer.
         word: Option<u32>,
     },
 }
@@ -59,17 +59,17 @@ pub enum Work {
 /// Work that is done.
 #[derive(Debug)]
 pub struct Finished {
-    /// As it was posted with.
+    /// The token that it was posted with.
     pub token: u64,
     /// It, with its memory.
     pub work: Work,
 }
 
-/// What became of the work of a queue pair.
+/// The finished work of a queue pair.
 pub type Done = Vec<Finished>;
 
 impl Work {
-    /// Where the device finds the first byte, length, registration.
+    /// The device's address of the first byte, the length, and the registration.
     fn memory(&self) -> (u64, usize, &Arc<Registration>) {
         match self {
             Work::ReadTo { target, registration, .. } => {
@@ -87,7 +87,7 @@ impl Work {
         }
     }
 
-    /// That its memory is within its registration.
+    /// Checks that its memory is within its registration.
     pub(super) fn check(&self) -> Result<(), VerbsError> {
         let out = |offset: u64, len: usize, of: &'static str, all: usize| {
             Err(VerbsError::OutOfRange { offset, len, of, all: all as u64 })

@@ -1,4 +1,4 @@
-//! What is mapped, what is refused, and what stays.
+//! Tests of mapping regions, of refusals, and of regions that stay.
 
 use std::io::{Seek, Write};
 

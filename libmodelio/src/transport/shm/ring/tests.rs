@@ -24,7 +24,7 @@ fn pair() -> (End, End) {
     (End::new(memory, Side::Connects, a, b).unwrap(), End::new(other, Side::Accepts, b_too, a_too).unwrap())
 }
 
-/// As if so many bytes had gone each way before.
+/// Sets the counts as if `count` bytes had gone each way before.
 fn begin_at(ends: [&mut End; 2], count: u32) {
     for end in ends {
         (end.written, end.read) = (count, count);

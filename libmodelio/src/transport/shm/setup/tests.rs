@@ -24,7 +24,7 @@ fn accept(listener: &OwnedFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// What becomes of whoever says `bytes` with `fds`: this end's view, and what is answered.
+/// The result for a peer that sends `bytes` with `fds`: this end's view, and the answer.
 fn greeted(bytes: &[u8], fds: &[&OwnedFd]) -> (SetupError, String) {
     let at = address();
     let listener = listen(&at).unwrap();
