@@ -326,8 +326,10 @@ impl Contributor {
 
     /// Called with the state locked: the shard answers an opening without answering anybody else.
     fn open(&self, state: &mut State, timeout: Duration) -> Result<Step, ShardError> {
-        let Opening { step, staging_lent } =
-            wait_for(timeout, |done| self.job.open(self.learner, timeout, done))?;
+        let Opening { step, staging_lent } = match self.job.open_known(self.learner, timeout)? {
+            Some(opening) => opening,
+            None => wait_for(timeout, |done| self.job.open(self.learner, timeout, done))?,
+        };
         // The shard still reads the step before this one. That need not be what was committed last: a commit
         // that timed out may have been taken or not, and this may be the second try after an abort.
         if staging_lent && state.is_in_staging(step) {

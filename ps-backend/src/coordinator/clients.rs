@@ -376,8 +376,10 @@ impl CoordinatorCore {
     }
 
     pub(super) fn answer(&mut self, id: ClientId, asked: Asked, answer: Message, actions: &mut Vec<Action>) {
+        // In one process no answer is lost.
+        let kept = !self.in_process;
         if let Some(client) = self.clients.get_mut(&id)
-            && client.requests.answers(asked, &answer)
+            && client.requests.answers(asked, &answer, kept)
         {
             actions.push(Action::ToClient(id, asked.number, answer));
         }

@@ -176,9 +176,9 @@ impl Requests {
         number < asked.number && (asked.over == self.connection || number < asked.number.min(self.made))
     }
 
-    /// Records the answer, which is kept until the client has it. Returns whether to send it: nobody waits
+    /// Records the answer, which is `kept` until the client has it if it can be lost. Returns whether to send it: nobody waits
     /// for the answer to a stranger's request.
-    pub(super) fn answers(&mut self, asked: Asked, answer: &Message) -> bool {
+    pub(super) fn answers(&mut self, asked: Asked, answer: &Message, kept: bool) -> bool {
         let Asked { number, over } = asked;
         if !self.is_open(asked) {
             return false;
@@ -189,7 +189,7 @@ impl Requests {
             true => number > self.said.unwrap_or_default(),
             false => !self.settled || (number > self.heard && number <= self.made),
         };
-        if is_wanted {
+        if is_wanted && kept {
             self.answered.insert(number, (over, in_short(answer)));
         }
         self.is_its_own(number, over)

@@ -171,13 +171,26 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        let open = Message::Open { learner };
-        let Some((step, staging_lent)) = self.next_step(learner) else {
-            return self.request(token, open, deadline, now, actions);
-        };
-        self.opened(learner, step, actions);
-        self.request(Token::MAX, open, deadline.max(now + BESIDE), now, actions);
-        actions.push(Action::Answer(token, Ok(Message::Opened { step, staging_lent })));
+        match self.open_known(learner, deadline, now, actions) {
+            Some((step, staging_lent)) => {
+                actions.push(Action::Answer(token, Ok(Message::Opened { step, staging_lent })));
+            }
+            None => self.request(token, Message::Open { learner }, deadline, now, actions),
+        }
+    }
+
+    /// As [`Self::open`], if the step is known here: which one it is, and whether the staging memory is still lent.
+    pub fn open_known(
+        &mut self,
+        learner: LearnerId,
+        deadline: Now,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) -> Option<(Step, bool)> {
+        let known = self.next_step(learner)?;
+        self.opened(learner, known.0, actions);
+        self.request(Token::MAX, Message::Open { learner }, deadline.max(now + BESIDE), now, actions);
+        Some(known)
     }
 
     /// The contribution to `step` is open; it may have been before. That is the coordinator's word, and holds also if the

@@ -48,13 +48,10 @@ impl Job {
     /// The first write of a contribution: which step it is. Where that is known here, it is answered before this returns.
     pub fn open(&self, learner: LearnerId, timeout: Duration, done: Done<Opening>) {
         let shared = &self.shared;
-        let stopped = || shared.inner.lock().core.stopped().map_or(Ok(()), Err);
-        let known = || match self.has_learner(learner) {
-            true => Ok(()),
-            false => Err(ShardError::UnknownLearner(learner)),
-        };
-        if let Err(error) = shared.refuse_if_ending().and_then(|()| stopped()).and_then(|()| known()) {
-            return done(Err(error));
+        match self.open_known(learner, timeout) {
+            Ok(None) => {}
+            Ok(Some(opening)) => return done(Ok(opening)),
+            Err(error) => return done(Err(error)),
         }
         let opened = move |result| {
             done(match result {
@@ -65,6 +62,27 @@ impl Job {
         shared.ask(timeout, Box::new(opened), |inner, token, deadline, now, actions| {
             inner.core.open(token, learner, deadline, now, actions);
         });
+    }
+
+    /// As [`Self::open`], if the step is known here.
+    ///
+    /// # Errors
+    /// [`ShardError`]; then nothing is opened.
+    pub fn open_known(&self, learner: LearnerId, timeout: Duration) -> Result<Option<Opening>, ShardError> {
+        let shared = &self.shared;
+        shared.refuse_if_ending()?;
+        let mut inner = shared.inner.lock();
+        if let Some(stopped) = inner.core.stopped() {
+            return Err(stopped);
+        }
+        if !inner.core.has_learner(learner) || inner.core.is_leaving(learner) {
+            return Err(ShardError::UnknownLearner(learner));
+        }
+        let (now, mut actions) = (shared.now(), Vec::new());
+        let opening = inner.core.open_known(learner, now + timeout, now, &mut actions);
+        shared.rouse_keeper(&inner);
+        shared.act(inner, actions);
+        Ok(opening.map(|(step, staging_lent)| Opening { step, staging_lent }))
     }
 
     /// Offers one whole block of a contribution. It takes no lock for the length of a copy and allocates nothing.
