@@ -59,7 +59,8 @@ pub struct UpConfig {
     pub controls: Controls,
 }
 
-/// Owner and mode of a mount's files, where they are not those of a mount that only the daemon's user writes to.
+/// Owner and mode of a mount's files, if they differ from those of a mount that only the daemon's user writes
+/// to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Permissions {
     /// Their user.

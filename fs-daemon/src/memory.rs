@@ -11,7 +11,7 @@ use crate::error::Error;
 /// Refuses a model that the machine has no memory for.
 ///
 /// # Errors
-/// With what is needed and what is there.
+/// The error names the needed and the available memory.
 pub fn check(name: &str, layout: &ModelLayout, controls: &Controls) -> Result<(), Error> {
     refuse_above_available(name, MemoryUse::of_one_process(layout, controls))
 }

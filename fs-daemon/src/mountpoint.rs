@@ -47,7 +47,7 @@ pub struct Mountpoint {
 }
 
 impl Mountpoint {
-    /// Takes the directory `path`, clearing away what dead daemons have left mounted there.
+    /// Takes the directory `path`, and clears away the mounts that dead daemons have left there.
     pub fn prepare(path: &Path) -> Result<Mountpoint, Error> {
         Mountpoint::prepare_with(path, &lock::directories())
     }
@@ -263,7 +263,7 @@ fn unmount_command(mount: &Mount) -> String {
 /// The answer of a mount to a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Probe {
-    /// Its daemon answered, or the kernel did, with anything but what it says of a dead one.
+    /// The daemon answered, or the kernel gave any answer but the one for a dead daemon.
     Alive,
     /// Its daemon is gone.
     Dead,

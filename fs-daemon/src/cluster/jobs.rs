@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::{ask, deadline};
 use crate::config::endpoint::Endpoint;
 
-/// A shard that has not been reached for so many seconds is waited for.
+/// A shard that has not been reached for this many seconds is waited for.
 const AWAY: f64 = 2.0;
 
 fn list(value: &Value) -> &[Value] {

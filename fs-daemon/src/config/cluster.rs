@@ -38,12 +38,12 @@ const REGISTRY_USAGE: &str =
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
 #[strum(serialize_all = "lowercase")]
 pub enum Io {
-    /// By io_uring where the kernel has what it takes, else by readiness.
+    /// io_uring where the kernel has what it takes, else readiness.
     #[default]
     Auto,
-    /// By io_uring, or not at all.
+    /// io_uring, or not at all.
     Uring,
-    /// By readiness.
+    /// Readiness.
     Poll,
 }
 
@@ -174,7 +174,7 @@ pub struct SaveConfig {
 /// A model that is saved.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SavedModel {
-    /// By its directory in a mount.
+    /// The model's directory in a mount.
     Mounted(PathBuf),
     /// A name in a registry; in this host's registry if none is given.
     Named(String, Endpoint),
@@ -198,7 +198,7 @@ pub struct DrainConfig {
 /// How a shard is named on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ShardName {
-    /// By the number that the registry has given it.
+    /// The number that the registry has given the shard.
     Number(u16),
     /// The address that the shard advertises.
     At(Endpoint),

@@ -12,7 +12,7 @@ use super::text;
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
 
-/// What stat(2) shows.
+/// The attributes that stat(2) shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attributes {
     /// Inode number.
@@ -190,7 +190,7 @@ impl Fs {
     }
 }
 
-/// What statfs(2) shows.
+/// The numbers that statfs(2) shows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Space {
     /// Bytes of a block.

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::ids::Version;
 use parking_lot::Mutex;
 
-/// Answers that have waited for so long are given. The name may lead to an older version for a moment then.
+/// Answers that have waited for this long are given. The name may lead to an older version for a moment then.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The kernel's knowledge of one model's `tensors`.

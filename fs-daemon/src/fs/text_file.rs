@@ -1,5 +1,5 @@
-//! Small text files, which show what is so when they are read, and of which `control/*` are written: one value a file,
-//! set for the whole job.
+//! Small text files, which show the present state at each read. `control/*` can also be written: one value a
+//! file, set for the whole job.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -48,7 +48,7 @@ pub struct Calls {
     pub(super) pending_exits: Arc<PendingExits>,
     pub(super) waits: Arc<Waits>,
     pub(super) second_looks: SecondLooks,
-    /// By open file: the index of the model whose next version wakes who polls.
+    /// By open file: the index of the model whose next version wakes the poller.
     pub(super) pollers: Mutex<HashMap<u64, (u8, Wake)>>,
     pub(super) chores: mpsc::Sender<Chore>,
 }

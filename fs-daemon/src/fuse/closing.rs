@@ -50,8 +50,8 @@ impl Calls {
         }
     }
 
-    /// Ends what was written to a file, once it is known what comes of a program that shared the contribution and is
-    /// ending just now.
+    /// Ends the contribution of a file, once the fate of a program that shared it and is ending just now is
+    /// settled.
     fn end_when_settled(&self, fh: u64, open: Arc<ProgramFile>, ending: Ending, tid: u32, done: Done<()>) {
         let Some(tree) = open.file.written_tree() else { return done(Ok(())) };
         let done = self.guard_end(&open.file, tid, done);

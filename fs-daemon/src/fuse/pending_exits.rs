@@ -2,8 +2,9 @@
 //! gone. Until then nobody else may write into it or end it. So the next open of the learner's `gradients`
 //! waits, and so does an fsync or close by others who had it open.
 //!
-//! A parent may reap a program, and its next one open the same file, before the daemon hears of the end. But the
-//! dying program closes its files before it can be reaped, and that is when its exit begins to be pending.
+//! A parent may reap a program, and its next program may open the same file, before the daemon hears of the
+//! end. But the dying program closes its files before it can be reaped, and that is when its exit begins to
+//! be pending.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -108,7 +109,7 @@ impl PendingExits {
     }
 }
 
-/// Ends what is pending for an open file when it is dropped, however its settlement goes.
+/// Ends the pending exit of an open file when it is dropped, however its settlement goes.
 pub struct Settling {
     exits: Arc<PendingExits>,
     fh: u64,

@@ -23,7 +23,8 @@ const KINDS: usize = 64;
 /// The log is the process's, so this is as well.
 static LIMIT: Mutex<Limit> = Mutex::new(Limit::new());
 
-/// Logs a refusal: everyday ones for who asks for them, others as a warning unless there were too many.
+/// Logs a refusal: an ordinary one at a level that has to be asked for, others as a warning unless there were
+/// too many.
 pub(super) fn log(call: &'static str, error: &CallError) {
     if error.is_quiet() {
         tracing::debug!(call, "{error}");

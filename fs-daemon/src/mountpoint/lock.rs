@@ -48,8 +48,8 @@ pub struct Lock {
 }
 
 impl Lock {
-    /// Takes the lock of `mountpoint` in the first of `directories` that will do. The inner error is
-    /// who has it.
+    /// Takes the lock of `mountpoint` in the first of `directories` that will do. The inner error names the
+    /// holder.
     pub fn acquire(mountpoint: &Path, directories: &[PathBuf]) -> Result<Result<Lock, Held>, Error> {
         let mut failure = io::Error::other("there is no place for it");
         for directory in directories {

@@ -6,7 +6,7 @@ use ps_backend::snapshot::{self, Copied, Head, SnapshotError, StreamHead};
 use super::error::{CallError, CallResult};
 use super::model::{Model, Snapshots};
 
-/// A snapshot that was taken, or word of who can take it.
+/// A snapshot that was taken, or the party that can take it.
 pub struct Capture {
     head: Vec<u8>,
     kept: Option<(Copied, Vec<Kept>)>,
@@ -54,7 +54,7 @@ impl Capture {
         &[]
     }
 
-    /// All of `len` bytes from `offset` on, or what there is of them.
+    /// `len` bytes from `offset` on, or as many as there are.
     pub fn read<R>(&self, offset: u64, len: usize, with: impl FnOnce(&[u8]) -> R) -> R {
         let first = self.part(offset, len);
         if first.len() == len || first.is_empty() {

@@ -24,14 +24,15 @@ const SECOND_WAIT: Duration = Duration::from_millis(250);
 /// How what was written ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// A step is done and the next one may follow. After a timeout what was written is still there, to be tried again.
+    /// A step is done and the next one may follow. After a timeout the written bytes are still there, for
+    /// another try.
     Step,
     /// Nothing follows: data that is not taken is dropped.
     Close,
 }
 
-/// Sees to an answer to a commit that is on its way: unless it is taken by then, it fails. May be called again and
-/// again.
+/// Brings about an answer to a commit that is on its way: unless the commit is taken by then, it fails. May
+/// be called again and again.
 pub type Withdraw = Arc<dyn Fn() + Send + Sync>;
 
 /// The part of a learner's contribution that is written from one place.
@@ -95,7 +96,7 @@ impl Contribution {
         self.learner.contributor.load_mapped(offset, bytes);
     }
 
-    /// Stores into the learner's mapping what a program has stored into its own copy of it.
+    /// Stores into the learner's mapping the bytes that a program has stored into its own copy of it.
     ///
     /// # Errors
     /// EIO where the mapping is not shipped, EFBIG past its end.
@@ -200,7 +201,7 @@ impl Contribution {
         }
     }
 
-    /// The contribution has ended, as far as what was written here is concerned.
+    /// The contribution has ended, as far as writes here are concerned.
     fn ended(&self) {
         self.share.store(0, Ordering::Relaxed);
         self.timed_out.store(false, Ordering::Relaxed);

@@ -39,7 +39,7 @@ pub struct Model {
     pub name: String,
     /// Tensors and blocks.
     pub layout: Arc<ModelLayout>,
-    /// Its versions, its settings and who is in it.
+    /// Its versions, its settings and its learners.
     pub job: Arc<Job>,
     /// Bytes that went through this process.
     pub traffic: Arc<Traffic>,
@@ -149,7 +149,7 @@ impl Model {
             return Ok(learner);
         }
         if let Some(gone) = self.learner_named(&self.own_name) {
-            // Its lease is over, and the word of it still under way.
+            // Its lease is over, and the message about that is still under way.
             self.learners.lock().remove(&gone.id);
         }
         self.join(&self.own_name, None)

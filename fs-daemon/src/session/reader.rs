@@ -1,4 +1,5 @@
-//! Versions as they are read: held open, so that every byte stays what it is, and waited for.
+//! Reading versions: a version is held open, so that its bytes do not change, and a later version can be
+//! waited for.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -68,8 +68,8 @@ impl Mapping {
         Mapping::of(fd, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
     }
 
-    /// The first `len` bytes (> 0) of the file `fd`. The caller has checked that there are so many and that
-    /// nobody can make them fewer: an access to memory that is no longer there ends the process.
+    /// The first `len` bytes (> 0) of the file `fd`. The caller has checked that the file has that many bytes
+    /// and that nobody can shorten it: an access to memory that is no longer there ends the process.
     ///
     /// # Errors
     /// ENOMEM, EACCES or what else the kernel says.

@@ -107,7 +107,8 @@ pub fn from_bits(bits: &FixedBitSet) -> Result<BlockRanges, RangesError> {
     if all { Ok(ranges) } else { Err(RangesError::TooMany { got: ranges.len() + 1 }) }
 }
 
-/// The first ranges of `bits`, at most `limit`, and whether that is all of it: for those who ask in portions.
+/// The first ranges of `bits`, at most `limit`, and whether that is all of it: for callers that ask in
+/// portions.
 pub fn first_of_bits(bits: &FixedBitSet, limit: usize) -> (BlockRanges, bool) {
     let mut ranges = BlockRanges::new();
     for block in bits.ones() {

@@ -23,7 +23,8 @@ pub enum Consistency {
     /// This number of contributions, or all active learners if they are fewer. The version has every
     /// contribution that is in by then.
     Quorum(u32),
-    /// Any one, as with `Async`; but who is more than so many steps ahead of the slowest learner waits.
+    /// Any one contribution, as with `Async`; but a learner that is more than this many steps ahead of the
+    /// slowest one waits.
     Ssp(u32),
 }
 
@@ -117,8 +118,8 @@ pub struct Controls {
     pub hyper: Hyper,
     /// The contributions that a version waits for.
     pub consistency: Consistency,
-    /// Contributions are added up in the order of learners, also those that are mapped: none is folded ahead
-    /// of the others of its version.
+    /// Contributions are added up in the order of learners, mapped ones too: none is accumulated ahead of the
+    /// others of its version.
     pub deterministic: bool,
     /// Learners to wait for before the first version.
     pub learners: u32,
@@ -126,7 +127,7 @@ pub struct Controls {
     pub min_learners: u32,
     /// Silence after which a learner leaves; zero: never.
     pub lease: Duration,
-    /// For so long others wait for a learner whose last process has exited.
+    /// The time for which others wait for a learner whose last process has exited.
     pub linger: Duration,
     /// Longest wait of an open, fsync or close.
     pub timeout: Duration,
@@ -151,7 +152,7 @@ impl Default for Controls {
             min_learners: 1,
             lease: Duration::from_secs(60),
             linger: Duration::from_secs(2),
-            // Longer than the lease, so that those who wait outlast one who is gone.
+            // It is longer than the lease, so that waiting learners outlast one that is gone.
             timeout: Duration::from_secs(120),
             retain: 1,
             max_versions: 16,

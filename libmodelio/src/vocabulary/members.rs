@@ -67,10 +67,10 @@ pub struct MemberView {
     pub attached: Attached,
 }
 
-/// Whom others have been waiting for so long that it is worth saying: a name or a number is in it.
+/// The learners that others have been waiting for so long that it is reported: a name or a number is in it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WaitedFor {
-    /// Names of those who are waited for: the first of them, as many as are worth saying.
+    /// Names of the learners that are waited for: the first of them, as many as a report has.
     pub learners: Vec<String>,
     /// How many more there are. Without any name they are those that have not joined.
     pub more: usize,

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// A shard that has not been reached for so long is away, and named.
+/// A shard that has not been reached for this long is away, and named.
 pub const AWAY: Duration = Duration::from_secs(2);
 
-/// Learners that others have been waiting for so long are named.
+/// Learners that others have been waiting for this long are named.
 pub const LONG: Duration = Duration::from_secs(5);
 
 /// The phase of a job, as far as this end knows it.

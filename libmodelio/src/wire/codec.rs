@@ -52,7 +52,7 @@ impl Message {
         }
     }
 
-    /// The message of a body, for a frame with so many bytes of payload.
+    /// The message of a body, for a frame with `payload_len` bytes of payload.
     ///
     /// # Errors
     /// [`WireError::Protocol`] for a greeting of another version, whatever else is in it; otherwise the fault

@@ -4,8 +4,8 @@
 //! model's header, long lists) is the frame's payload, outside of the message. Requests carry a number in the
 //! frame's header that the answer repeats; messages that are neither have the number 0.
 //!
-//! Everything that a peer may have to send twice can be sent twice: it names what it is about, and the second time
-//! changes nothing.
+//! Everything that a peer may have to send twice can be sent twice: the message names its subject, and the
+//! second time changes nothing.
 
 use std::ops::Range;
 
@@ -360,7 +360,7 @@ pub enum Message {
         offset: u64,
     },
 
-    // -- a shard to whoever speaks of an older block map
+    // -- a shard to a peer that uses an older block map
     /// The model has moved: the payload is a [`super::Moved`]. Takes the place of the answer; the connection ends.
     Moved,
 
@@ -375,7 +375,8 @@ pub enum Message {
         off: ShardId,
         /// The time by which the new map is in force, or nothing has changed; in milliseconds.
         timeout_ms: u32,
-        /// Longest time for which the job may stand still, in milliseconds; 0 for what the model's settings allow.
+        /// Longest time for which the job may stand still, in milliseconds; 0 for the time that the model's
+        /// settings allow.
         hold_ms: u32,
     },
     /// Take the memory of a part under a new block map, beside what there is. The payload is a [`super::Adoption`].
@@ -419,7 +420,7 @@ pub enum Message {
         /// The kind of data.
         what: super::Kept,
     },
-    /// It, as the payload; none if nothing of the kind is kept.
+    /// The answer, with the data as the payload; none if the shard has none of that kind.
     Fetched,
     /// The coordinator's state, for the coordinator under the new map: a piece of it, as the payload. Answered by
     /// `Done`.
@@ -674,7 +675,7 @@ pub struct Plan {
 /// The work on a plan's blocks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Work {
-    /// They are added up, together with what earlier plans of this version have added up.
+    /// They are added up, together with the sums of earlier plans of this version.
     Add {
         /// They are not added: the last one counts.
         replaces: bool,
@@ -703,8 +704,8 @@ pub struct PlanSource {
     /// Whether NaN and Inf in them are refused. Sums of several learners are not checked here: their parts
     /// were checked one by one.
     pub check: bool,
-    /// The written parts of those blocks that it sends in part. Only for replacing values. Blocks that others
-    /// send are not meant.
+    /// The written parts of those blocks that it sends in part. It is used only for replacing values. Blocks
+    /// that others send are not meant.
     pub partly: PartlyWritten,
     /// Whether it may send any block: `blocks` are all. Then the plan is provisional, and is ready only after
     /// its start is repeated with the blocks that the client does send.

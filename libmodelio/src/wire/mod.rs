@@ -81,8 +81,8 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V2 = 2,
-    /// Settings, what a job is doing, reducers and their steps are values and no text.
-    /// A plan may be provisional: it is granted for one contribution that is still being written, `Commit` seals it and
+    /// Settings, phases of jobs, reducers and their steps are values instead of text. A plan may be
+    /// provisional: it is granted for one contribution that is still being written, `Commit` seals it and
     /// names the plan under which its blocks were sent.
     V3 = 3,
 }

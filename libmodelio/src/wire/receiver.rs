@@ -68,8 +68,8 @@ impl Receiver {
     /// Takes bytes of header and body, and returns how many it took: fewer than given if they go beyond the
     /// frame's body. The bytes behind it are the payload's, then the next frame's.
     ///
-    /// A message whose header tells of a payload is followed by so many bytes, wherever they belong, whose CRC32C
-    /// then goes to [`Receiver::payload_done`]. Before that nothing is taken.
+    /// If the header announces a payload, its bytes follow the message, and their CRC32C then goes to
+    /// [`Receiver::payload_done`]. Before that nothing is taken.
     ///
     /// # Errors
     /// [`WireError`]: the connection is to be closed.

@@ -299,7 +299,8 @@ impl CoordinatorCore {
             }
             Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under } => {
                 let learner = mine(learner)?;
-                // Clients open by themselves and say so beside: their word of it may be under way still.
+                // Clients open contributions by themselves and announce it separately: the message may still
+                // be under way.
                 let next = core.member(learner, now).map(|member| member.step.next());
                 if next == Some(step) {
                     core.open(learner, now)?;
@@ -410,7 +411,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A client and what waited there are lost.
+    /// The client and its waiting contributions are lost.
     fn client_gone(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.remove(&id) else { return };
         // A client that has asked for nothing has nothing that could come late.

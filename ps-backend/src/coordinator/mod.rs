@@ -158,7 +158,7 @@ impl CoordinatorCore {
         })
     }
 
-    /// The numbers of the shards, by which what is said of them names them.
+    /// Sets the numbers of the shards, which reports about them name.
     pub fn on_shards(self, shards: Vec<ShardId>) -> CoordinatorCore {
         CoordinatorCore { shards: shards.into(), ..self }
     }
@@ -221,7 +221,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// Those shards.
+    /// The shards that [`Self::are_away`] has named.
     pub fn away(&self) -> &[ShardId] {
         &self.away
     }

@@ -50,7 +50,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// All of it, for another shard. Only while [`Self::is_held`].
+    /// All of it, for another shard. Allowed only while [`Self::is_held`].
     ///
     /// # Errors
     /// [`TakeOverError`] if it is not.

@@ -152,7 +152,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A client does not send what it was granted: a contribution, or its new weights.
+    /// A client does not send its granted contribution, or its new weights.
     pub(super) fn withheld(
         &mut self,
         client: ClientId,
@@ -326,7 +326,7 @@ impl CoordinatorCore {
         let source = |sender: &Sender| PlanSource {
             client: sender.client,
             blocks: ranges(&sender.blocks),
-            // Sums were looked at by those who have made them. In one process each payload says whether it was.
+            // Clients check the parts of their sums themselves.
             check: reject && (self.in_process || sender.learners.len() <= 1),
             partly: sender.partly.clone(),
             provisional: sender.is_provisional(),

@@ -19,7 +19,7 @@ const A: ClientId = ClientId(10);
 const B: ClientId = ClientId(20);
 const PATIENCE: Now = Now::from_millis(100);
 
-/// A model of so many blocks, with a tensor for each two of them.
+/// A model of this many blocks, with a tensor for each two of them.
 fn layout(blocks: usize) -> ModelLayout {
     let tensor = |i| (format!("t{i}"), DType::F32, vec![(64 << 10) / 4 * 2.min(blocks - 2 * i)]);
     ModelLayout::new((0..blocks.div_ceil(2)).map(tensor).collect(), 64 << 10).unwrap()

@@ -10,7 +10,7 @@ use super::{
     Ticket,
 };
 
-/// How a timeout begins that names those who were waited for.
+/// The beginning of a timeout's message, which then names the learners that were waited for.
 pub const NOT_COMMITTED: &str = "not committed: ";
 
 impl<S: Clone> JobCore<S> {

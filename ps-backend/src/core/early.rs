@@ -17,7 +17,8 @@ impl<S: Clone> JobCore<S> {
         actions.push(Action::Reduce(Arc::new(self.reduce_plan(Some(learner)))));
     }
 
-    /// For whose contribution a plan may begin now: nobody else can still change what its blocks are added to.
+    /// The learner for whose contribution a plan may begin now: nobody else can still change the sum that its
+    /// blocks are added to.
     fn may_begin_early(&self) -> Option<LearnerId> {
         let is_idle = self.running.is_none() && self.early.is_none() && !self.holds;
         if !self.provisional || !is_idle || !self.buffer_ready || !self.formed {
@@ -57,8 +58,8 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// The provisional plan under way could not take what its learner has written: it is void. The contribution is read
-    /// when it is committed.
+    /// The provisional plan under way could not take its learner's blocks: it is void. The contribution is
+    /// read when it is committed.
     pub fn early_failed(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let Some(learner) = self.early.take() else { return };
         let open = self.members.get(&learner).map(|member| member.step.next());

@@ -184,7 +184,7 @@ impl<S: Clone> JobCore<S> {
         ShardError::Stopped { active: self.members.len() as u32, needed: self.controls.min_learners }
     }
 
-    /// Tells those who wait that the job has stopped.
+    /// Tells waiting learners that the job has stopped.
     pub(super) fn stop_if_too_few(&mut self, actions: &mut Vec<Action<S>>) {
         if !self.is_stopped() {
             return;

@@ -12,8 +12,8 @@
 //! ([`Action::Seal`]); a learner that dies or aborts drops it ([`Action::Drop`]), and the version is computed
 //! again without that contribution. Commits of a learner stay, whatever becomes of it.
 //!
-//! Memory does not grow with the learners: payloads wait at the clients, and one fp32 accumulator takes what must leave
-//! them before the version is made (iRDMA §IV-C).
+//! Memory does not grow with the learners: payloads wait at the clients, and one fp32 accumulator takes those
+//! that must leave them before the version is made (iRDMA §IV-C).
 //!
 //! # What a deadline means
 //! A commit that was not taken by its deadline can be sent again or aborted. Once it is taken it counts,

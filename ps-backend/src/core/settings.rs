@@ -77,7 +77,7 @@ impl<S: Clone> JobCore<S> {
         }
         let version = self.version;
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
-        // No step has begun, so those who came in one that was dropped need not wait for the next.
+        // No step has begun, so learners who came in a dropped step need not wait for the next.
         if !self.members.values().any(|member| self.takes_part(member) && is_open(member)) {
             for member in self.members.values_mut() {
                 member.joined_at = member.joined_at.min(version);

@@ -6,7 +6,7 @@ use libmodelio::vocabulary::phase::LONG;
 
 use super::{Action, JobCore, Member, Now, PendingKind, Stall, Wait, WaitedFor};
 
-/// Names of those that are said.
+/// The most names in a report.
 pub(super) const SAID: usize = 16;
 /// A wait is the same one if somebody waits again within this: requests that time out come again.
 const PAUSE: Now = Now::from_secs(1);

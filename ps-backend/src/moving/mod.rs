@@ -1,10 +1,10 @@
-//! Moving a model's blocks off a shard: what its coordinator decides, step by step. Pure: answers, failures and `now`
-//! go in, what is to be said to whom comes out. `docs/network.md` has the story; `server::moving` is the edge, and the
-//! simulator has one of its own.
+//! Moving a model's blocks off a shard: the coordinator's decisions, step by step. Pure: answers, failures
+//! and `now` go in, messages to send come out. `docs/network.md` has the story; `server::moving` is the edge,
+//! and the simulator has one of its own.
 //!
-//! Until the registry may have replaced the model's record, whatever goes wrong, or a word to stop, ends the move and
-//! changes nothing. From then on nothing does: the registry is asked until it has said which it is, and shards are told
-//! of the new map until they know.
+//! Until the registry may have replaced the model's record, any failure, or a request to stop, ends the move
+//! and changes nothing. From then on nothing ends it: the registry is asked until it has said which record it
+//! has, and shards are told of the new map until they know.
 
 mod plan;
 mod switching;
@@ -26,17 +26,17 @@ use switching::Switching;
 pub const PROMPT: Duration = Duration::from_secs(10);
 /// Longest wait for a shard that takes memory.
 pub const PATIENT: Duration = Duration::from_secs(300);
-/// As long a shard is told to switch, or to forget, before the next one is.
+/// The time for which one shard is told to switch, or to forget, before the next one is.
 pub const SWITCHING: Duration = Duration::from_secs(3);
 /// How often it is looked whether the job is held.
 const LOOK: Duration = Duration::from_millis(5);
 /// How often shards are asked how far they are.
 const POLL: Duration = Duration::from_millis(10);
-/// What is not answered is said again after this time.
+/// The time after which an unanswered message is repeated.
 const AGAIN: Duration = Duration::from_millis(500);
-/// For how long shards that do not answer are told that nothing comes of a move.
+/// The time for which shards that do not answer are told that a move is given up.
 const ABANDONING: Duration = Duration::from_secs(60);
-/// Whoever asks gives up by itself and says why. If not, it is given up here, so much later.
+/// The edge gives up by itself and says why. If it does not, it is given up here, after this additional time.
 const GRACE: Duration = Duration::from_secs(1);
 /// A piece of the coordinator's state, in bytes.
 pub const PIECE: u64 = 8 << 20;
@@ -46,7 +46,7 @@ pub const PIECE: u64 = 8 << 20;
 pub struct Progress {
     /// Off which shard.
     pub off: ShardId,
-    /// What is being done.
+    /// The present stage.
     pub stage: &'static str,
     /// Blocks that are where they are to be.
     pub blocks: u32,
@@ -54,7 +54,7 @@ pub struct Progress {
     pub of: u32,
 }
 
-/// What a shard is told. All of it can be told twice.
+/// An order to a shard. Every order can be repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tell {
     /// To take memory.
@@ -68,32 +68,32 @@ pub enum Tell {
         /// At most [`PIECE`] bytes from here.
         at: u64,
     },
-    /// That the new map is in force.
+    /// The new map is in force.
     Switch,
-    /// That it never will be.
+    /// The new map is given up.
     Abandon,
-    /// That the model is no more.
+    /// The model is deleted.
     Delete,
 }
 
-/// What it answers.
+/// The answer of a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// It is done.
+    /// The order is carried out.
     Done,
-    /// To [`Tell::Adopting`]: so many of its blocks are there.
+    /// To [`Tell::Adopting`]: the number of its blocks that are there.
     Adopted {
-        /// There.
+        /// The blocks that are there.
         blocks: u32,
         /// To be there.
         of: u32,
     },
 }
 
-/// What has become of the attempt to replace the record.
+/// The outcome of the attempt to replace the record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Put {
-    /// It is replaced.
+    /// The record is replaced.
     Done,
     /// The registry has a record of another epoch than the one that was to be replaced.
     Other(Epoch),
@@ -103,13 +103,13 @@ pub enum Put {
     Gone,
     /// The registry has another model of that name.
     Taken(String),
-    /// The registry has not heard of it.
+    /// The request has not reached the registry.
     NotSent(String),
-    /// It may be carried out, or may have been.
+    /// The request may be carried out, or may have been.
     Unknown(String),
 }
 
-/// What the registry says after a switch. What it does not say is not known.
+/// The registry's answer after a switch. Facts that are missing are unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Looked {
     /// The model is no more, or is another one.
@@ -121,7 +121,7 @@ pub struct Looked {
 /// How the job is, whenever time passes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sight {
-    /// What keeps it from being held.
+    /// The reason why the job is not held yet.
     pub held_up_by: Option<String>,
     /// The model is still there.
     pub wanted: bool,
@@ -129,23 +129,23 @@ pub struct Sight {
     pub ends: bool,
 }
 
-/// What the edge has to do.
+/// Work for the edge.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Tell a shard, and say what it answers, or why it does not, by [`MoveCore::answered`] with this number.
     Tell {
-        /// Of the question.
+        /// The number of the question.
         number: u64,
         /// Whom.
         shard: ShardId,
-        /// What.
+        /// The order.
         what: Tell,
         /// It answers in this time, or has not answered.
         within: Duration,
     },
     /// Begin to hold the job.
     Hold,
-    /// Nothing changes the coordinator from now on: say how long its state is by [`MoveCore::frozen`].
+    /// Nothing changes the coordinator from now on: report the length of its state by [`MoveCore::frozen`].
     Freeze,
     /// The job goes on as if nothing had been.
     Release,
@@ -158,7 +158,7 @@ pub enum Action {
     Look,
     /// For the log.
     Warn(String),
-    /// Whoever has asked for the move is answered. Others may still have to be told: see [`MoveCore::is_over`].
+    /// Answer the request for the move. Shards may still have to be told: see [`MoveCore::is_over`].
     Finished(Result<(), Refusal>),
 }
 
@@ -172,25 +172,26 @@ enum Stage {
     Filling {
         begun: bool,
         poll_at: Option<Now>,
-        /// Of the answers so far, and of all the last time.
+        /// Blocks in the answers so far, and in all answers of the last round.
         coming: (u32, u32),
         there: (u32, u32),
     },
-    /// The coordinator's state goes to whoever is to coordinate, from this byte on.
+    /// The coordinator's state goes to the next coordinator, from this byte on.
     HandingOver { at: u64, of: u64 },
-    /// Whoever was started anew meanwhile has lost what it was given.
+    /// The shards are checked: one that was started anew meanwhile has lost its data.
     Checking { there: bool },
-    /// The registry is asked. Whether it has heard of it is not known once an answer has been lost.
+    /// The registry is asked. Once an answer has been lost, it is unknown whether the request was carried
+    /// out.
     Putting { unknown: bool, restores: bool, again_at: Option<Now> },
     /// The new map is in force.
     Switching(Switching),
     /// It never will be.
     Abandoning { left: BTreeSet<ShardId>, until: Now, again_at: Option<Now> },
-    /// Nothing is left to be done.
+    /// No work is left.
     Over,
 }
 
-/// What was said to a shard and is not answered.
+/// A message to a shard that is not answered.
 #[derive(Debug)]
 struct Asked {
     shard: ShardId,
@@ -202,7 +203,7 @@ struct Asked {
 #[derive(Debug)]
 pub struct MoveCore {
     plan: Arc<Plan>,
-    /// Until then it is in force, or given up.
+    /// The time by which the move is in force, or given up.
     deadline: Now,
     /// How long the job may stand still.
     hold: Duration,
@@ -238,17 +239,17 @@ impl MoveCore {
         core
     }
 
-    /// What is carried out.
+    /// The plan of the move.
     pub fn plan(&self) -> &Arc<Plan> {
         &self.plan
     }
 
-    /// Whether nobody is to be told anything any more.
+    /// Whether no shard has to be told anything any more.
     pub fn is_over(&self) -> bool {
         self.stage == Stage::Over
     }
 
-    /// Whether it can be stopped still: the registry has not been asked.
+    /// Whether the move can still be stopped: the registry has not been asked.
     pub fn can_stop(&self) -> bool {
         !matches!(self.stage, Stage::Putting { .. } | Stage::Switching(_))
     }
@@ -267,7 +268,7 @@ impl MoveCore {
         Progress { off: self.plan.off, stage, blocks, of }
     }
 
-    /// When [`Self::tick`] has something to do at the latest, whatever happens to the job.
+    /// The latest time at which [`Self::tick`] has something to do, whatever happens to the job.
     pub fn next_deadline(&self, now: Now) -> Now {
         let asked = self.asked.values().map(|asked| asked.until).min();
         let stage = match &self.stage {
@@ -288,7 +289,7 @@ impl MoveCore {
             return;
         }
         if sight.ends {
-            // If the new map may be in force, those who have it find out.
+            // If the new map may be in force, the shards that have it find out.
             self.finish(Err(Refusal::other("the shard shuts down")), actions);
             self.stage = Stage::Over;
             return;
@@ -339,7 +340,7 @@ impl MoveCore {
         }
     }
 
-    /// Whoever has asked for it wants it no more. Nothing happens if it is too late, or over.
+    /// The operator wants to stop the move. Does nothing if it is too late, or over.
     pub fn stop(&mut self, now: Now, actions: &mut Vec<Action>) {
         if self.can_stop() && !self.finished {
             self.fail(Refusal::other("the move was stopped; the model stays where it is"), now, actions);
@@ -354,7 +355,7 @@ impl MoveCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        // What an earlier stage asked for means nothing any more.
+        // An answer to an earlier stage means nothing any more.
         let Some(Asked { shard, .. }) = self.asked.remove(&number) else { return };
         let last = self.asked.is_empty();
         match &mut self.stage {
@@ -440,7 +441,7 @@ impl MoveCore {
         }
     }
 
-    /// The coordinator does nothing any more, and its state has so many bytes.
+    /// The coordinator does nothing any more; `state` is the length of its state in bytes.
     pub fn frozen(&mut self, state: Result<u64, String>, now: Now, actions: &mut Vec<Action>) {
         if !matches!(self.stage, Stage::Filling { .. }) {
             return;
@@ -460,17 +461,17 @@ impl MoveCore {
         }
     }
 
-    /// What the registry has said, or not, to being asked to replace the record. Once the request may have been
-    /// carried out there is no way back but by an answer that says that it was not and never will be.
+    /// The registry's answer to the request to replace the record, or its silence. Once the request may have
+    /// been carried out, the only way back is an answer that says that it was not and never will be.
     pub fn put(&mut self, answer: Put, now: Now, actions: &mut Vec<Action>) {
         let Stage::Putting { unknown, restores, again_at } = &mut self.stage else { return };
         let said = |why: String| Refusal::Other(format!("the registry cannot be asked, or refuses: {why}"));
         match answer {
             Put::Done => self.in_force(now, actions),
-            // It was carried out, and whoever coordinates now has moved the model again.
+            // The request was carried out, and the present coordinator has moved the model again.
             Put::Other(epoch) if *unknown && epoch >= self.plan.after.epoch => self.in_force(now, actions),
-            // A registry that was started anew since, or a model that was deleted. It may have been carried out, and new
-            // owners may have heard: there is no way but ahead.
+            // A registry that was started anew since, or a model that was deleted. The request may have been
+            // carried out, and new owners may know: the move can only go on.
             Put::Gone if *unknown && !*restores => {
                 *restores = true;
                 actions.push(Action::Put { restores: true });
@@ -479,14 +480,14 @@ impl MoveCore {
                 actions.push(Action::Warn(format!("it has moved, and the registry has lost it: {why}")));
                 self.in_force(now, actions);
             }
-            // That is the answer to an earlier one, too.
+            // This is the answer to an earlier request, too.
             Put::Other(epoch) => {
                 let why = format!("the model is of block map {epoch}, not {}", self.plan.before.epoch);
                 self.fail(said(why), now, actions);
             }
             Put::Gone => self.fail(said("there is no such model".into()), now, actions),
             Put::Taken(why) => self.fail(said(why), now, actions),
-            // One that was started anew does not know whether it was carried out.
+            // A registry that was started anew does not know whether the request was carried out.
             Put::Refused(why) if !*restores => self.fail(said(why), now, actions),
             Put::NotSent(why) if !*unknown => self.fail(said(why), now, actions),
             Put::Refused(why) | Put::NotSent(why) | Put::Unknown(why) => {
@@ -498,13 +499,13 @@ impl MoveCore {
         }
     }
 
-    /// What the registry has said to [`Action::Look`].
+    /// The registry's answer to [`Action::Look`].
     pub fn looked(&mut self, looked: &Looked, now: Now, actions: &mut Vec<Action>) {
         let off = self.plan.off;
         let Stage::Switching(switching) = &mut self.stage else { return };
         if looked.forgotten == Some(true) {
-            // It was deleted meanwhile. Whoever was told of that before the switch knows no more of it, and whoever has
-            // not switched may have been told nothing.
+            // The model was deleted meanwhile. A shard that heard of the deletion before the switch has no
+            // record of the model, and a shard that has not switched may not have heard of it.
             let all = self.plan.owners.iter().chain([&self.plan.leaving]);
             let all: Vec<ShardId> = all.map(|record| record.shard).collect();
             all.into_iter().for_each(|shard| self.tell(shard, Tell::Delete, PROMPT, now, actions));
@@ -555,7 +556,7 @@ impl MoveCore {
         }
     }
 
-    /// Nothing comes of it: the job goes on, and whoever was to own blocks forgets them.
+    /// The move is given up: the job goes on, and the new owners forget their blocks.
     fn fail(&mut self, why: Refusal, now: Now, actions: &mut Vec<Action>) {
         if self.held_at.is_some() {
             actions.push(Action::Release);
@@ -600,7 +601,7 @@ impl MoveCore {
             (Stage::Filling { there: (blocks, of), .. }, _) => {
                 format!("{blocks} of {of} blocks were moved {within}{}: {longer}", self.silent(now))
             }
-            // Those who are asked for it have not longer than that, and say which they are.
+            // The asked shards have no longer than that, and each says so itself.
             (Stage::Memory, _) => return None,
             _ => {
                 format!("the coordinator's state was not handed over {within}{}: {longer}", self.silent(now))
@@ -608,7 +609,7 @@ impl MoveCore {
         })
     }
 
-    /// Who has not answered for long.
+    /// The shards that have not answered for long.
     fn silent(&self, now: Now) -> String {
         let silent = self.asked.values().filter(|asked| asked.since + GRACE <= now);
         let silent: Vec<String> = silent.map(|asked| self.of_shard(asked.shard, "does not answer")).collect();

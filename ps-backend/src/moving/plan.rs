@@ -1,5 +1,5 @@
-//! Where a model's blocks go when they move off a shard, and what everybody is to be told of it. Nothing is asked, and
-//! nothing is held yet: what cannot be done is refused here.
+//! The new places of a model's blocks when they move off a shard, and the orders to all shards. Nothing is
+//! asked or held yet: an impossible move is refused here.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use libmodelio::wire::{Adoption, ModelRecord, Moved, RecordError, Refusal, Shard
 
 use libmodelio::vocabulary::controls::Controls;
 
-/// What the model's coordinator knows of the job.
+/// The coordinator's facts about the job.
 #[derive(Clone, Debug)]
 pub struct Job<'a> {
-    /// Which life of the model it coordinates.
+    /// The life of the model that it coordinates.
     pub generation: Generation,
     /// Under which block map.
     pub epoch: Epoch,
@@ -27,13 +27,13 @@ pub struct Plan {
     pub off: ShardId,
     /// The model as it is.
     pub before: ModelRecord,
-    /// As it is to be.
+    /// The record after the move.
     pub after: ModelRecord,
     /// Shards of the new map, by their numbers.
     pub owners: Vec<ShardRecord>,
     /// The shard that is left.
     pub leaving: ShardRecord,
-    /// How long the job may stand still, unless whoever asks says otherwise.
+    /// The time for which the job may stand still, unless the operator says otherwise.
     pub hold: Duration,
     /// The payload of `Adopt`.
     pub adoption: Vec<u8>,
@@ -41,15 +41,15 @@ pub struct Plan {
     pub moved: Vec<u8>,
 }
 
-/// So much of what commits wait for may be due to a move.
+/// The job may stand still for the commits' timeout divided by this.
 const SHARE_OF_TIMEOUT: u32 = 2;
 
 impl Plan {
-    /// Where the blocks go, by what the registry says of `shards` and of the model; `None` if there are none on the
-    /// shard. Of a model's attempts each has a higher number than the one before.
+    /// The plan of a move, by the registry's record of `shards` and of the model; `None` if the shard has no
+    /// blocks. Each attempt of a model has a higher number than the one before.
     ///
     /// # Errors
-    /// What keeps the model where it is, and what to do about it.
+    /// The obstacle to the move, and the remedy.
     pub fn new(
         off: ShardId,
         before: ModelRecord,
@@ -81,7 +81,7 @@ impl Plan {
         };
         let leaving = find(off)?;
         if !leaving.draining {
-            // Whoever has taken the mark back was told that nothing moves any more.
+            // The operator who has taken the mark back was told that nothing moves any more.
             return Err(Refusal::other(format!(
                 "shard {off} is not being drained (any more): run gradfs drain again if it is to be"
             )));

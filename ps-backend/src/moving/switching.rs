@@ -1,6 +1,7 @@
 //! The end of a move: the new map is in force, and shards are told, round by round, until they know.
 //!
-//! New owners come first, so that whoever hears of the map finds them; the one who coordinates now comes last.
+//! New owners come first, so that a client that hears of the map finds them. The present coordinator comes
+//! last.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -9,12 +10,12 @@ use libmodelio::vocabulary::ids::ShardId;
 
 use super::{Now, PROMPT, Plan};
 
-/// Who does not know yet.
+/// The shards that do not know yet.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Switching {
-    /// By whose turn it is, and whose before whom.
+    /// The remaining shards, each with its place in the order.
     left: BTreeMap<ShardId, u8>,
-    /// Whose turn it is next in this round.
+    /// The place in the order whose turn is next in this round.
     turn: u8,
     /// Why the last one who did not answer did not.
     trouble: Option<String>,
@@ -51,7 +52,7 @@ impl Switching {
         self.again_at
     }
 
-    /// Those to be told now; nobody, and the round is over, if all who are left had their turn.
+    /// The shards to tell now. None if all that are left had their turn: then the round is over.
     pub(super) fn next(&mut self) -> Vec<ShardId> {
         if self.again_at.take().is_some() {
             (self.turn, self.trouble) = (0, None);
@@ -78,8 +79,9 @@ impl Switching {
         }
     }
 
-    /// Those who need not be told: one that has only to forget, and that nobody can reach any more; and, once nobody
-    /// waits for it, any that the registry no longer lists: if it comes back, it comes without blocks.
+    /// Removes shards that need not be told: one that only has to forget, and that nobody can reach any more;
+    /// and, once nobody waits for the answer, any that the registry no longer lists. Such a shard comes back
+    /// without blocks.
     pub(super) fn forgo(&mut self, listed: &BTreeSet<ShardId>, off: ShardId, all: bool) {
         let only_off = self.left.keys().all(|&shard| shard == off);
         self.left.retain(|shard, _| listed.contains(shard) || !(all || only_off));
@@ -93,7 +95,7 @@ impl Switching {
         Some(self.trouble.as_deref().unwrap_or("somebody was not told"))
     }
 
-    /// The next round comes after a pause. Now and then something is said about it.
+    /// The next round comes after a pause. Returns a line for the log now and then.
     pub(super) fn rests(&mut self, now: Now, pause: Duration) -> Option<String> {
         self.again_at = Some(now + pause);
         if now < self.warned_at + PROMPT {

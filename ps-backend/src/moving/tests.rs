@@ -1,4 +1,4 @@
-//! A move step by step: what is said to whom when, and what comes of each thing that can go wrong.
+//! A move step by step: the messages to each shard and their times, and the outcome of each fault.
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::Generation;
@@ -36,7 +36,7 @@ fn plan(off: u16) -> Plan {
     plan_of(off, record(), &shards).unwrap().unwrap()
 }
 
-/// A move, and what it wants.
+/// A move, and its actions.
 struct Moving {
     core: MoveCore,
     now: Now,
@@ -76,7 +76,7 @@ impl Moving {
         self.act(|core, now, actions| core.tick(now, &sight, actions));
     }
 
-    /// Who was told what since the last time, in order.
+    /// Checks the orders since the last time, with their shards, in order.
     #[track_caller]
     fn told(&mut self, expected: &[(u16, Tell)]) -> Vec<u64> {
         let told: Vec<(u16, Tell)> = self.told.iter().map(|&(_, shard, what)| (shard, what)).collect();
@@ -141,7 +141,8 @@ impl Moving {
         self.act(|core, now, actions| core.looked(&looked, now, actions));
     }
 
-    /// It has failed with this word, the job goes on, and whoever was to own blocks forgets them.
+    /// Checks that the move has failed with this word, the job goes on, and the new owners forget their
+    /// blocks.
     #[track_caller]
     fn has_failed(&mut self, held: bool, word: &str, owners: [u16; 2]) {
         let mut wants = std::mem::take(&mut self.other);
@@ -164,8 +165,8 @@ fn all_goes_well() {
     let mut moving = Moving::new(1);
     moving.prepare([2, 3], moving.core.plan().after.coordinator.0);
     moving.put(Put::Done);
-    // Whoever is to coordinate comes after the other new owner, and last whoever coordinates now: here also the one
-    // that is left.
+    // The next coordinator comes after the other new owner, and the present one last: here it is also the
+    // shard that is left.
     let coordinator = moving.core.plan().after.coordinator.0;
     let numbers = moving.told(&[(5 - coordinator, Tell::Switch)]);
     moving.answer(numbers, Told::Done);
@@ -192,7 +193,7 @@ fn where_nothing_can_move_is_said_before_anything_is_held() {
     assert!(said(1, ModelRecord { ready: false, ..record() }, &shards).contains("still being loaded"));
     assert!(said(1, ModelRecord { epoch: Epoch(2), ..record() }, &shards).contains("block map"));
     assert!(plan_of(3, record(), &shards).unwrap().is_none(), "nothing is there");
-    // What tells of both block maps has a limit.
+    // The message with both block maps has a limit.
     let room = (16 << 20) - record().encode().unwrap().len() - 16;
     let metadata = BTreeMap::from([("long".to_owned(), "x".repeat(room))]);
     let long = ModelRecord { metadata, ..record() };
@@ -208,7 +209,7 @@ fn a_shard_that_does_not_take_memory_ends_it_before_the_job_is_held() {
     moving.answer(vec![numbers[0]], Told::Done);
     moving.silence(numbers[1]);
     moving.has_failed(false, "shard 3 at node3:7070: no answer", [1, 3]);
-    // One of which nothing at all is heard.
+    // A shard does not answer at all.
     let mut moving = Moving::new(2);
     let numbers = moving.told(&[(1, Tell::Adopt), (3, Tell::Adopt)]);
     moving.answer(vec![numbers[1]], Told::Done);
@@ -220,7 +221,7 @@ fn a_shard_that_does_not_take_memory_ends_it_before_the_job_is_held() {
 
 #[test]
 fn the_job_is_held_no_longer_than_it_may() {
-    // Half of what commits wait.
+    // The hold is half of the commits' timeout.
     assert_eq!(plan(2).hold, Controls::default().timeout / 2);
     let held = |after: Duration, sight: Option<&str>| {
         let mut moving = Moving::new(2);
@@ -276,7 +277,8 @@ fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
     moving.wants(&[warning()]);
     moving.tick(AGAIN);
     moving.wants(&[Action::Put { restores: false }]);
-    // It has not heard of this one, but perhaps of the one before; neither time nor a wish changes that.
+    // The registry has not got this request, but perhaps the one before; neither time nor a stop changes
+    // that.
     moving.put(Put::NotSent("nobody listens".into()));
     moving.now += DEADLINE;
     moving.act(MoveCore::stop);
@@ -284,7 +286,7 @@ fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
     moving.wants(&[Action::Put { restores: false }]);
     moving.put(Put::Other(Epoch(2)));
     moving.told(&[(3, Tell::Switch)]);
-    // Not if the first question never came: then it is somebody else's.
+    // If the first request never came, the record is somebody else's.
     for (answer, word) in [
         (Put::Other(Epoch(2)), "block map 2, not 1"),
         (Put::Refused("no such model".into()), "no such model"),
@@ -297,7 +299,8 @@ fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
         moving.put(answer);
         moving.has_failed(true, word, [1, 3]);
     }
-    // One that was started anew may have lost it: it is put there. One that has another model by then says so.
+    // A registry that was started anew may have lost the record, which is put there. If it has another model
+    // by then, it says so.
     for (answer, warns) in [(Put::Done, 0), (Put::Taken("of generation 9".into()), 1)] {
         let mut moving = Moving::new(2);
         moving.prepare([1, 3], 1);
@@ -305,7 +308,7 @@ fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
         moving.tick(AGAIN);
         moving.put(Put::Gone);
         moving.wants(&[warning(), Action::Put { restores: false }, Action::Put { restores: true }]);
-        // What that does not take says nothing of what the one before it has done.
+        // A refusal of this request says nothing about the outcome of the one before it.
         moving.put(Put::Refused("a number is taken".into()));
         moving.tick(AGAIN);
         moving.wants(&[Action::Put { restores: true }]);
@@ -350,7 +353,7 @@ fn shards_that_do_not_know_are_told_until_they_do() {
         panic!("{:?}", moving.other)
     };
     assert!(why.to_string().contains("has moved, but not all shards know: shard 3 at node3:7070"), "{why}");
-    // Nobody waits, but it goes on until it knows, or is no more.
+    // Nobody waits, but the move goes on until the shard knows, or is gone.
     moving.tick(2 * AGAIN);
     moving.told(&[(3, Tell::Switch)]);
     assert!(!moving.core.is_over());

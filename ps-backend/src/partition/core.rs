@@ -7,8 +7,9 @@
 //! whatever it holds: the plan's number, and its record of who has sent which block, tell late, repeated and
 //! reordered ones apart.
 //!
-//! Numbers of plans follow each other, and the coordinator says with each connection where it is, so what somebody else
-//! has said over another connection does not last: see [`PartitionCore::coordinated_anew`].
+//! Numbers of plans follow each other, and the coordinator states its number with each connection. So numbers
+//! that somebody else has stated over another connection do not last: see
+//! [`PartitionCore::coordinated_anew`].
 //!
 //! Blocks are numbered within the partition here.
 
@@ -264,7 +265,7 @@ struct Running {
     wanted: Vec<u32>,
     /// By block: it is reserved, or is being computed.
     busy: FixedBitSet,
-    /// The blocks, of those and of all, that are computed with their last payload, or already are.
+    /// By block, busy or not: it is computed with its last payload, or already is.
     last: FixedBitSet,
     /// Blocks that are being computed without a payload.
     computing: FixedBitSet,
@@ -600,8 +601,8 @@ impl PartitionCore {
         self.settle(actions);
     }
 
-    /// Blocks that are still to come from `client`, those that are reserved for included; `None` if that cannot be said
-    /// because the plan has not begun here.
+    /// Blocks that are still to come from `client`, including those with a reservation; `None` if the plan
+    /// has not begun here, so that this is unknown.
     pub fn missing(&self, client: ClientId, plan: PlanId) -> Option<FixedBitSet> {
         let mut missing = FixedBitSet::with_capacity(self.blocks as usize);
         if plan > self.newest {

@@ -110,7 +110,7 @@ pub struct Fetches<T, S> {
     queue: VecDeque<(T, Where<S>)>,
     /// The number of the first of them.
     first: u64,
-    /// The numbers of those that come, in the order in which they were asked for.
+    /// The numbers of payloads that are being fetched, in the order of the requests.
     coming: VecDeque<u64>,
 }
 

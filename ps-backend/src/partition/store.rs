@@ -133,12 +133,12 @@ impl PartitionError {
 /// The result that a plan makes of its blocks.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PartitionWork {
-    /// They are added up, with what concluded plans of the coming version have added up.
+    /// They are added up, with the sums of concluded plans of the coming version.
     Add {
         /// Or the last value replaces what is there.
         combine: Combine,
     },
-    /// The next version is made from them, and from what concluded plans have added up.
+    /// The next version is made from them, and from the sums of concluded plans.
     Reduce {
         /// How. The `t` of it is that of no block.
         step: Step,
@@ -290,7 +290,8 @@ impl PartitionStore {
         }
         // SAFETY: the mark makes the block this thread's, and version 0 is shown only when all blocks are there.
         unsafe { loading.load(block, bytes) };
-        // It goes before the block counts: who has seen all blocks finds nobody else at the memory.
+        // The handle goes before the block counts: a thread that has seen all blocks finds nobody else at the
+        // memory.
         drop(loading);
         mark.store(THERE, Ordering::Release);
         Ok(true)

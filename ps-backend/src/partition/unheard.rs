@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::PlanId;
 
-/// Longest wait for word of a plan. The coordinator repeats it more often.
+/// Longest wait for the message about a plan. The coordinator repeats it more often.
 pub const LONGEST: Duration = Duration::from_secs(3);
 
 /// The plan that one connection waits for.

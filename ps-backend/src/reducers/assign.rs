@@ -22,7 +22,7 @@ impl Reduce for Assign {
         };
         let finite = !check || sources_are_finite(wire, before);
         match last {
-            // Others may be storing into the source: what is judged is read once.
+            // Other threads may be storing into the source: the checked bytes are read once.
             Source::Wire(src) if check && output.master.is_none() => {
                 copy_checked(wire, src, output.weights) && finite
             }

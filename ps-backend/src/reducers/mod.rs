@@ -1,14 +1,15 @@
-//! What the contributions to a segment become: the next weights, by the arithmetic of the reducer, in one pass of
-//! [`libmodelio::bytes::kernels`].
+//! The arithmetic of the reducers: it turns the contributions to a segment into the next weights, in one pass
+//! of [`libmodelio::bytes::kernels`].
 //!
 //! A reducer is a file here, its line in [`of`], and its entry in the table of [`libmodelio::vocabulary::reducer`], which
 //! also has the hyper-parameters. Operation for operation they do what PyTorch's single-tensor implementations do,
 //! except that Adam's two bias corrections are folded into its step size and epsilon.
 //!
-//! A block is reduced as soon as all of its contributions are there, while others are still on their way: a pass knows no
-//! block but its own. A reducer that needs to have seen others first (a norm, as for LARS or clipping) takes a plan
-//! of its own between the last contribution and [`crate::core::Work::Reduce`]; one that gives each learner something
-//! else (EASGD) takes outputs beside the version's. Neither kind of plan exists.
+//! A block is reduced as soon as all of its contributions are there, while others are still on their way: a
+//! pass knows no block but its own. A reducer that needs to have seen other blocks first (a norm, as for LARS
+//! or clipping) takes a plan of its own between the last contribution and [`crate::core::Work::Reduce`]. A
+//! reducer that gives each learner something else (EASGD) takes outputs beside the version's. Neither kind of
+//! plan exists.
 
 mod adam;
 mod assign;
@@ -27,7 +28,7 @@ trait Reduce: Sync {
     /// look unless it is to `check`.
     fn pass(&self, step: &Step, operands: Operands<'_>, check: bool) -> bool;
 
-    /// Whether weights to which nothing is contributed stay what they are, and so does their state.
+    /// Whether weights without contributions keep their values and their state.
     fn is_inert(&self, _: &Hyper) -> bool {
         false
     }

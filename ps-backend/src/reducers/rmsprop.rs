@@ -59,7 +59,7 @@ mod tests {
 
     #[test]
     fn a_constant_gradient_makes_steps_of_its_sign_alone() {
-        // Of the squares, 1/4 after the first step, and 7/16 after the second.
+        // The mean of the squares is 1/4 after the first step, and 7/16 after the second.
         let wants = [1.0 - 0.1 * 2.0, 0.8 - 0.1 / 0.4375f64.sqrt()];
         for g in [-1e3, -0.5, 1e-3, 40.0] {
             let hyper = Hyper { learning_rate: 0.1, alpha: 0.75, epsilon: 1e-30, ..Hyper::default() };

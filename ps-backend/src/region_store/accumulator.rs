@@ -1,8 +1,8 @@
 //! Sums of contributions: an array of fp32, in which an F64 element takes two places. Blocks are stored into it, added to
 //! it, and read from it.
 //!
-//! Holds `unsafe`; why it is sound is told in the module above. What is there of a block is its owner's: one
-//! thread's while it is added to, nobody's to change while a plan reads it.
+//! Holds `unsafe`; the module above explains why it is sound. The accumulator's bytes of a block belong to
+//! one thread while it is added to, and nobody changes them while a plan reads it.
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ pub struct Accumulator {
 /// A block as somebody sent it.
 #[derive(Clone, Copy, Debug)]
 pub enum Payload<'a> {
-    /// As it lies in the model.
+    /// The block as it lies in the model.
     Plain(&'a [u8]),
     /// The same segments in the same order, reducible elements as fp32 unless they are F64: sums of several half-precision
     /// contributions lose nothing on their way.
@@ -53,7 +53,7 @@ impl<'a> Payload<'a> {
     /// Whether every element of it is finite.
     ///
     /// # Panics
-    /// As a payload of `block`, it is too short.
+    /// The bytes are too few for a payload of `block`.
     pub fn is_finite(self, layout: &ModelLayout, block: BlockId) -> bool {
         let mut segments = segments(layout, block, self);
         segments.all(|(_, sent, bytes)| sent.is_none_or(|sent| kernels::all_finite(sent, bytes)))
@@ -125,7 +125,7 @@ pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
         .sum()
 }
 
-/// Whether a payload of `block` is byte for byte what an accumulator holds of it.
+/// Whether a payload of `block` is byte for byte what an accumulator holds of the block.
 pub fn is_direct(layout: &ModelLayout, block: BlockId, wide: bool) -> bool {
     layout.segments(block).iter().all(|segment| match segment.dtype {
         DType::F32 | DType::F64 => true,
@@ -181,7 +181,7 @@ impl Accumulator {
         self.raw.as_ref().map(|raw| unsafe { raw.bytes(bytes) })
     }
 
-    /// Where a payload that [`is_direct`] goes.
+    /// The place of a payload that [`is_direct`].
     ///
     /// # Safety
     /// The block is the caller's alone while the slice lives.
@@ -193,8 +193,8 @@ impl Accumulator {
         unsafe { self.sum.bytes_mut(start..start + wide_len(layout, block)) }
     }
 
-    /// Adds a block, or stores it. What is not reduced is stored with `assign`, and else of no use. Returns whether
-    /// all elements of the payload are finite.
+    /// Adds a block, or stores it. Bytes that are not reduced are stored with `assign`, and ignored
+    /// otherwise. Returns whether all elements of the payload are finite.
     ///
     /// # Safety
     /// The block is the caller's alone. The payload is of [`Payload::wanted_len`].
@@ -222,12 +222,12 @@ impl Accumulator {
         finite
     }
 
-    /// Adds several payloads of a block to each other and to it, or stores their sum, in one pass over memory: what is added up
-    /// stays in the cache until the last is added. Gives the index of the first payload that is to be checked and
-    /// holds NaN or Inf.
+    /// Adds several payloads of a block to each other and to the accumulator, or stores their sum, in one
+    /// pass over memory: the sum stays in the cache until the last is added. Returns the index of the first
+    /// payload that is to be checked and holds NaN or Inf.
     ///
     /// # Safety
-    /// As of [`Self::fold`].
+    /// The conditions of [`Self::fold`].
     pub(crate) unsafe fn fold_all(
         &self,
         layout: &ModelLayout,
@@ -262,7 +262,7 @@ impl Accumulator {
     /// Returns whether all that is stored is finite.
     ///
     /// # Safety
-    /// As of [`Self::fold`].
+    /// The conditions of [`Self::fold`].
     pub(crate) unsafe fn overlay(
         &self,
         layout: &ModelLayout,

@@ -1,6 +1,6 @@
-//! What versions and optimizer state lie in, and where a segment is in there.
+//! The memory of versions and optimizer state, and the place of a segment in it.
 //!
-//! Holds `unsafe`; why it is sound is told in the module above.
+//! Holds `unsafe`; the module above explains why it is sound.
 
 use std::io;
 use std::ops::Range;
@@ -25,7 +25,7 @@ pub struct VersionBuffer {
     pub(super) region: Region,
     /// The version whose value each block holds, or `VOID`.
     pub(super) stamps: Vec<AtomicU64>,
-    /// Of the bytes of each block, or `UNKNOWN`.
+    /// The checksums of the bytes of each block, or `UNKNOWN`.
     checksums: Vec<AtomicU64>,
 }
 
@@ -60,8 +60,9 @@ impl VersionBuffer {
         self.stamps[block.index()].store(stamp, Ordering::Relaxed);
     }
 
-    /// The checksum of a block of a *published* version as `compute` makes it from its bytes, which lie at `range`.
-    /// It is computed once for as long as they stay what they are, in later versions, too. The caller holds a pin.
+    /// The checksum of a block of a *published* version, as `compute` makes it from the bytes at `range`. It
+    /// is computed once for as long as the bytes stay the same, in later versions, too. The caller holds a
+    /// pin.
     pub(crate) fn checksum(
         &self,
         block: BlockId,
@@ -69,7 +70,7 @@ impl VersionBuffer {
         compute: impl FnOnce(&[u8]) -> u32,
     ) -> u32 {
         let known = &self.checksums[block.index()];
-        // It is all there is to know: nothing else is read on the strength of it.
+        // Relaxed suffices: the checksum is complete by itself, and no other read depends on it.
         if let Ok(sum) = u32::try_from(known.load(Ordering::Relaxed)) {
             return sum;
         }
@@ -95,7 +96,7 @@ impl VersionBuffer {
 pub struct StateBuffer {
     pub(super) master: Option<Mapping>,
     pub(super) slots: [Option<Mapping>; 2],
-    /// As in [`VersionBuffer`].
+    /// The stamps, as in [`VersionBuffer`].
     pub(super) stamps: Vec<AtomicU64>,
 }
 

@@ -1,4 +1,4 @@
-//! Where the elements of a segment lie in accumulators and optimizer state.
+//! The places of a segment's elements in accumulators and optimizer state.
 
 use std::ops::Range;
 

@@ -1,6 +1,7 @@
-//! What is kept of the newest version, block by block: read here, and brought into the memory of another partition.
+//! The kept data of the newest version, block by block: read here, and loaded into the memory of another
+//! partition.
 //!
-//! Holds `unsafe`; why it is sound is told in the module above.
+//! Holds `unsafe`; the module above explains why it is sound.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,13 +24,14 @@ pub(crate) struct Keeping {
 }
 
 impl RegionStore {
-    /// What there is of the newest version. Until it is dropped nothing may be computed but what has begun.
+    /// A handle on the kept data of the newest version. Until it is dropped, only computations that have
+    /// begun may go on.
     pub(crate) fn keeping(&self) -> Option<Keeping> {
         let front = self.newest()?;
         Some(Keeping { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]) })
     }
 
-    /// What is to be loaded is not version 0 but this one. Before anything is.
+    /// The version to be loaded is this one instead of version 0. Call this before anything is loaded.
     pub(crate) fn begin_at(&mut self, version: Version) {
         debug_assert!(!self.versions.is_complete(), "others read it");
         let Some(first) = self.newest() else { return };
@@ -50,7 +52,7 @@ impl RegionStore {
 }
 
 impl Keeping {
-    /// What is kept of `block`; nothing if it has nothing of the kind.
+    /// The kept data of `block`; empty if it has none of that kind.
     ///
     /// # Panics
     /// If there is no such block.
@@ -67,7 +69,7 @@ impl Keeping {
 }
 
 impl Loading {
-    /// Whether `bytes` can be what is kept of `block`: as many as there are here, or none.
+    /// Whether `bytes` can be the kept data of `block`: as many as there are here, or none.
     pub(crate) fn fits(&self, block: BlockId, what: Kept, bytes: &[u8]) -> bool {
         let of_state = || bytes.is_empty() || bytes.len() == state_bytes(&self.layout, block).len();
         match what {
@@ -85,7 +87,7 @@ impl Loading {
         }
     }
 
-    /// What there is room for of `block`, besides its weights.
+    /// The kinds of data that there is room for of `block`, besides its weights.
     pub(crate) fn wants(&self, block: BlockId) -> Vec<Kept> {
         let masters = self.state.master.is_some() && has_halves(&self.layout, block);
         let slots = self.state.slots.iter().zip(0..).filter(|(slot, _)| slot.is_some());
@@ -100,7 +102,7 @@ impl Loading {
     /// If the bytes do not fit.
     ///
     /// # Safety
-    /// As of [`Self::load`].
+    /// The conditions of [`Self::load`].
     pub(crate) unsafe fn load_state(&self, block: BlockId, what: Kept, bytes: &[u8]) {
         let mapping = match what {
             Kept::Weights => return,
@@ -118,8 +120,8 @@ impl Loading {
     }
 }
 
-/// Where what is kept of a block lies among all that is kept of that kind; empty if it has nothing of the kind. Kinds
-/// that a reducer does not have are not known here.
+/// The place of a block's data among all data of that kind; empty if the block has none of that kind. This
+/// does not know which kinds a reducer has.
 ///
 /// # Panics
 /// If there is no such block.
@@ -134,7 +136,7 @@ pub fn kept_range(layout: &ModelLayout, block: BlockId, what: Kept) -> Range<u64
     }
 }
 
-/// Where masters and optimizer state of a block lie: elements of a block follow each other.
+/// The place of a block's masters and optimizer state: elements of a block follow each other.
 fn state_bytes(layout: &ModelLayout, block: BlockId) -> Range<usize> {
     let spans = layout.segments(block).iter().filter_map(|segment| {
         let wire = Wire::of(segment.dtype)?;

@@ -1,6 +1,6 @@
 //! The next version, block by block: reduced from what was sent, or carried over.
 //!
-//! Holds `unsafe`; why it is sound is told in the module above.
+//! Holds `unsafe`; the module above explains why it is sound.
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,12 +19,12 @@ use super::elements::element_span;
 use super::{StateBuffer, VOID, VersionBuffer};
 use crate::reducers;
 
-/// What a block is put together from.
+/// A part that a block is put together from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Term<'a> {
-    /// What an accumulator holds of it.
+    /// The accumulator's sum of the block.
     Sum(&'a Accumulator),
-    /// What was sent.
+    /// A payload that was sent.
     Sent(Payload<'a>),
 }
 
@@ -32,11 +32,11 @@ pub(crate) enum Term<'a> {
 /// the value of the last contribution that has written it, and a byte that none has written stays as it is.
 pub(crate) type Written<'a> = Option<&'a [Range<u32>]>;
 
-/// Which of its terms a piece of a block is made of.
+/// The terms that a piece of a block is made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Brings {
     All,
-    /// Of `assign`, one of them.
+    /// One of the terms, with `assign`.
     Only(usize),
     Nobody,
 }
@@ -47,16 +47,17 @@ pub(crate) struct Making {
     pub(super) layout: Arc<ModelLayout>,
     /// The version that is made.
     pub(super) version: Version,
-    /// By byte, what is reduced and as which step of the optimizer. Step 0 stays as it is.
+    /// By byte: whether it is reduced, and the optimizer's step for it.
     pub(super) steps: ByteSteps,
-    /// The same, once that is known for certain. What was computed before is computed the same.
+    /// The final steps, once they are known. Blocks that were computed before are computed with the same
+    /// steps.
     pub(super) sealed: OnceLock<ByteSteps>,
     pub(super) front: Arc<VersionBuffer>,
     pub(super) back: Arc<VersionBuffer>,
-    /// Of the newest version, and of the next.
+    /// The state of the newest version, and of the next.
     pub(super) state: [Arc<StateBuffer>; 2],
     pub(super) changed: Arc<[AtomicU64]>,
-    /// Whether anybody wants to know of NaN and Inf.
+    /// Whether to check for NaN and Inf.
     pub(super) check: bool,
 }
 
@@ -95,7 +96,7 @@ impl Making {
         }
     }
 
-    /// From now on blocks are computed as these steps. Nothing happens the second time.
+    /// From now on blocks are computed with these steps. A second call does nothing.
     pub(crate) fn seal(&self, steps: ByteSteps) {
         let _ = self.sealed.set(steps);
     }
@@ -109,9 +110,9 @@ impl Making {
         self.steps().pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
     }
 
-    /// Gives `block` new `values`, or carries it over without them. Optimizer state stays what it is. Returns whether all
-    /// that it has got is finite, if anybody wants to know; the block is void if not. Others may be storing into the
-    /// values meanwhile.
+    /// Gives `block` new `values`, or carries it over without them. Optimizer state stays unchanged. Returns
+    /// whether all that it has got is finite, if anybody wants to know; the block is void if not. Others may
+    /// be storing into the values meanwhile.
     ///
     /// # Safety
     /// The block is this thread's alone in the next version; `values` are as long as the block.
@@ -142,8 +143,8 @@ impl Making {
         true
     }
 
-    /// Sets the masters of the elements of `segment` whose values differ from those of the newest version. What was
-    /// not written keeps what its weight does not show.
+    /// Sets the masters of the elements of `segment` whose values differ from those of the newest version.
+    /// Unwritten elements keep the precision that their weights do not show.
     fn widen_new(&self, segment: &Segment) {
         let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { return };
         let Some(master) = &self.state[1].master else { return };
@@ -162,7 +163,7 @@ impl Making {
     /// Computes `block`; returns whether all `terms` were finite.
     ///
     /// # Safety
-    /// As for [`Self::block`].
+    /// The conditions of [`Self::block`].
     pub(super) unsafe fn compute(
         &self,
         block: BlockId,
@@ -202,7 +203,7 @@ impl Making {
             let wide = wide_at..wide_at + elements.len() * 4;
             wide_at = wide.end;
             let mut aligned = ALIGNED.take();
-            // At most one of the terms is wide and half-precision: what others sent before is in a sum.
+            // At most one of the terms is wide and half-precision: earlier payloads are in a sum.
             let sent = terms.iter().find_map(|term| match term {
                 Term::Sent(Payload::Wide(bytes)) if wire.is_half() => Some(&bytes[wide.clone()]),
                 _ => None,
@@ -224,7 +225,8 @@ impl Making {
                 Brings::Nobody => &[],
             };
             if brings != Brings::All && self.check {
-                // Of sums that bring nothing here, what is there means nothing; what was sent is judged, for nobody has.
+                // Sums that bring nothing here have meaningless contents. The sent payload is checked, for
+                // nobody has checked it.
                 let sent = terms.iter().zip(&sources).filter(|(term, _)| matches!(term, Term::Sent(_)));
                 finite &= sent
                     .into_iter()
@@ -235,7 +237,8 @@ impl Making {
                 // SAFETY: states and masters are owned by block like the buffers they belong to.
                 finite &= unsafe { self.reduce(wire, &step, counts, elements, weights, output) };
             } else {
-                // What is not reduced is judged all the same: everybody's contributions are, wherever they come by.
+                // Elements that are not reduced are checked all the same, as in every contribution by any
+                // path.
                 finite &= !self.check || kernels::sources_are_finite(wire, counts);
                 kernels::stream_copy(weights, output);
                 // SAFETY: as above.
@@ -330,7 +333,7 @@ impl Making {
     /// Brings the block's optimizer state and masters up to date, unless they are `fresh`.
     ///
     /// # Safety
-    /// As for [`Self::carry`].
+    /// The conditions of [`Self::carry`].
     pub(super) unsafe fn carry_state(&self, block: BlockId, fresh: impl Fn(&AtomicU64) -> bool) {
         let stamp = self.state[1].stamps.get(block.index());
         let Some(stamp) = stamp.filter(|stamp| !fresh(stamp)) else { return };
@@ -345,7 +348,7 @@ impl Making {
     /// Copies optimizer state and masters of elements from the newest version to the next.
     ///
     /// # Safety
-    /// As for [`Self::carry`], of the elements' block.
+    /// The conditions of [`Self::carry`], for the elements' block.
     unsafe fn copy_state(&self, elements: Range<usize>) {
         let [old, new] = &self.state;
         let parts =

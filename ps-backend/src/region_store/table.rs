@@ -1,4 +1,5 @@
-//! Which versions there are, who needs them, and whose memory may be written again. Pure: `B` stands for the memory.
+//! The versions that exist, their users, and the memory that may be written again. Pure: `B` stands for the
+//! memory.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -9,7 +10,7 @@ use libmodelio::vocabulary::ids::Version;
 /// A version that is there.
 #[derive(Debug)]
 pub struct Published<B> {
-    /// What it lies in.
+    /// The memory of the version.
     pub buffer: B,
     /// Since when.
     pub at: SystemTime,
@@ -18,12 +19,12 @@ pub struct Published<B> {
     given_up: bool,
 }
 
-/// What is left of a version that is no more.
+/// The remains of a version that is gone.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Left<B> {
     /// Its memory, which may be written.
     Free(B),
-    /// Nothing: somebody may still read its memory.
+    /// No memory is left to reuse: somebody may still read it.
     GivenUp,
 }
 
@@ -41,7 +42,7 @@ impl<B> Table<B> {
         table
     }
 
-    /// One more version.
+    /// Adds a version.
     pub fn insert(&mut self, version: Version, buffer: B, at: SystemTime) {
         self.all.insert(version, Published { buffer, at, pins: 0, given_up: false });
     }
@@ -113,7 +114,7 @@ mod tests {
         table.insert(Version(2), "c", at);
         table.insert(Version(3), "d", at);
         assert_eq!(table.idle(1), [], "both old ones are pinned");
-        // One of two readers is silent for too long, the other goes on.
+        // One of two readers is silent for too long, and the other goes on.
         table.give_up(Version(0));
         table.unpin(Version(0), 1);
         assert_eq!(table.idle(1), []);

@@ -1,6 +1,6 @@
-//! Which versions there are, and who is told of them.
+//! The versions that exist, and the observers of them.
 //!
-//! A version's buffer is written again only when it has left this table; whoever watches is told before it leaves.
+//! A version's buffer is written again only when it has left this table; observers are told before it leaves.
 
 use std::fmt::Debug;
 use std::ops::Deref;
@@ -13,9 +13,9 @@ use libmodelio::vocabulary::ids::Version;
 use super::table::{Left, Table};
 use super::{RegionStore, VersionBuffer};
 
-/// Somebody who is told which versions there are: one who shows them to readers that the store does not know of.
+/// An observer of versions, which shows them to readers that the store does not know of.
 ///
-/// It is called under the store's lock: it does not wait, nor ask the store anything.
+/// The store calls it under its lock: the observer must not wait, nor ask the store anything.
 pub trait VersionWatch: Send + Sync + Debug {
     /// `version` is complete, lies in `memory` from its beginning, and stays as it is until it is retired. Buffers are
     /// used again and again: one of the same [`Region::key`] is the same, for as long as the store lives.
@@ -26,12 +26,12 @@ pub trait VersionWatch: Send + Sync + Debug {
     fn retired(&self, version: Version);
 }
 
-/// Versions by their numbers. It is never empty, but for the time in which the first gets another number.
+/// Versions by their numbers. It is never empty, except while the first version gets another number.
 #[derive(Debug)]
 pub(super) struct Versions {
     all: Table<Arc<VersionBuffer>>,
     watches: Vec<Arc<dyn VersionWatch>>,
-    /// The first version is loaded. Until then nobody is told of it.
+    /// Whether the first version is loaded. Until then nobody is told of it.
     complete: bool,
 }
 
@@ -42,7 +42,7 @@ impl Versions {
         Versions { all, watches: Vec::new(), complete: false }
     }
 
-    /// What is loaded is this version, and not the one that it was. Nothing happens once it is complete.
+    /// The version being loaded gets this number instead of its own. Does nothing once it is complete.
     pub(super) fn load_as(&mut self, version: Version) {
         if !self.complete {
             self.all.rename_first(version);
@@ -60,7 +60,7 @@ impl Versions {
         self.complete
     }
 
-    /// Tells `watch` of what there is, and of what there will be.
+    /// Tells `watch` of the present versions, and of later ones.
     pub(super) fn watch(&mut self, watch: Arc<dyn VersionWatch>) {
         if self.complete {
             self.tell_all(&*watch);
@@ -79,7 +79,7 @@ impl Versions {
         self.all.insert(version, buffer, SystemTime::now());
     }
 
-    /// What is left of a version that is no more.
+    /// The remains of a version that is removed.
     pub(super) fn remove(&mut self, version: Version) -> Option<Left<Arc<VersionBuffer>>> {
         debug_assert!(self.complete, "{version} is being loaded");
         if self.all.contains_key(&version) {
@@ -105,12 +105,12 @@ impl Versions {
 }
 
 impl RegionStore {
-    /// What [`Self::loading`] gave is complete.
+    /// The version that [`Self::loading`] gave is complete.
     pub(crate) fn loaded(&mut self) {
         self.versions.complete();
     }
 
-    /// `watch` is told of the versions that there are, and from now on of all changes.
+    /// Tells `watch` of the present versions, and from now on of all changes.
     pub(crate) fn watch(&mut self, watch: Arc<dyn VersionWatch>) {
         self.versions.watch(watch);
     }

@@ -1,11 +1,11 @@
-//! Models that are no more: what keeps a late message from bringing one back, and lets shards drop what is left of
+//! Deleted models: the record keeps a late message from bringing one back, and lets shards drop the rest of
 //! one. The newest are remembered.
 
 use std::collections::{BTreeSet, VecDeque};
 
 use libmodelio::vocabulary::ids::Generation;
 
-/// So many are remembered.
+/// The number of deleted models that are remembered.
 const REMEMBERED: usize = 4096;
 
 /// Deleted models, each in one life of its name.
@@ -16,7 +16,7 @@ pub struct Deleted {
 }
 
 impl Deleted {
-    /// One more. Nothing happens the second time.
+    /// Adds a model. A second call does nothing.
     pub fn add(&mut self, name: &str, generation: Generation) {
         let life = (name.to_owned(), generation);
         if !self.known.insert(life.clone()) {
@@ -30,7 +30,7 @@ impl Deleted {
         }
     }
 
-    /// Whether it is one of them.
+    /// Whether the model is one of them.
     pub fn contains(&self, name: &str, generation: Generation) -> bool {
         self.known.contains(&(name.to_owned(), generation))
     }

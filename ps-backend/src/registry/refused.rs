@@ -1,4 +1,4 @@
-//! Shards that are not listed though they announce themselves, so that somebody hears of them.
+//! Shards that are not listed though they announce themselves. The record makes them visible.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,10 @@ use libmodelio::wire::{Refusal, RefusedShard, ShardRecord};
 
 use super::Now;
 
-/// Most of them; of more, those that were refused first are told of.
+/// The most refused shards that are listed; if there are more, those that were refused first.
 pub(super) const MAX_REFUSED: usize = 64;
 
-/// By their addresses, and until when that counts.
+/// By address, with the reason and the time until which the entry counts.
 #[derive(Debug, Default)]
 pub(super) struct Refused(BTreeMap<String, (RefusedShard, Now)>);
 
@@ -23,12 +23,12 @@ impl Refused {
         }
     }
 
-    /// It is listed.
+    /// The shard is listed now.
     pub(super) fn remove(&mut self, address: &str) {
         self.0.remove(address);
     }
 
-    /// Those that go on asking.
+    /// The refused shards that go on asking.
     pub(super) fn until_now(&self, now: Now) -> Vec<RefusedShard> {
         self.0.values().filter(|(_, until)| *until > now).map(|(shard, _)| shard.clone()).collect()
     }

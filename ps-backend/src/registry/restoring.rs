@@ -1,8 +1,9 @@
 //! A table that was begun anew, and shards that know more than it does.
 //!
-//! A number belongs to the shard that holds blocks under it: it says so itself (`bound`), or a record of a model does,
-//! together with the shard's address. Whoever has been given the number meanwhile and holds nothing takes another one
-//! when it announces itself again. Records only go forward: of one life of a model the highest epoch counts.
+//! A number belongs to the shard that holds blocks under it: the shard says so itself (`bound`), or a record
+//! of a model does, together with the shard's address. A shard that has been given the number meanwhile and
+//! holds nothing takes another one when it announces itself again. Records only go forward: for one life of a
+//! model the highest epoch counts.
 
 use std::collections::BTreeSet;
 
@@ -33,7 +34,7 @@ impl RegistryCore {
         Ok(number)
     }
 
-    /// Whether nobody else has blocks under this number.
+    /// Checks that nobody else has blocks under this number.
     fn may_take(&self, number: ShardId) -> Result<(), Refusal> {
         match self.shards.get(&number) {
             Some(holder) if holder.holds || self.owns(number) => {
@@ -43,7 +44,7 @@ impl RegistryCore {
         }
     }
 
-    /// Models that shards were told to forget. Nothing happens the second time.
+    /// Records models that shards had to forget. A second call does nothing.
     pub(super) fn are_deleted(&mut self, deleted: &[(String, Generation)]) -> Result<(), Refusal> {
         for (name, _) in deleted {
             check_model_name(name).map_err(Refusal::other)?;
@@ -72,7 +73,7 @@ impl RegistryCore {
                 return Err(Refusal::Exists(record.name));
             }
             Some(stored) => {
-                // It may have become ready without this shard's knowing.
+                // The model may have become ready without this shard's knowing.
                 let told = ModelRecord { ready: record.ready || stored.ready, ..record.clone() };
                 follows(stored, stored.epoch, &told)?;
                 record.epoch > stored.epoch || record.ready && !stored.ready
@@ -88,7 +89,7 @@ impl RegistryCore {
             self.store(record, owners, payload)?;
         }
         for mut claim in claims {
-            // It is listed when it announces itself, or as what it has announced itself.
+            // The shard is listed once it announces itself. An announcement that it has already made counts.
             let known = self.at(&claim.address).and_then(|known| self.shards.remove(&known));
             let until = known.as_ref().map_or(now, |known| known.until);
             claim.draining = known.is_some_and(|known| known.record.draining);

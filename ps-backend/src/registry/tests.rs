@@ -1,5 +1,5 @@
-//! Leases, numbers, compare-and-swap, limits; and any sequence of requests against a plain model of the table. What a
-//! table that begins anew is told is in `anew`.
+//! Leases, numbers, compare-and-swap, limits; and any sequence of requests against a plain model of the
+//! table. The tests of a table that begins anew are in `anew`.
 
 mod anew;
 
@@ -232,7 +232,7 @@ fn the_table_of_models_has_an_end() {
 }
 
 proptest! {
-    /// Any requests of a few addresses and models: what the table says is what a map and a list of leases say.
+    /// Any requests of a few addresses and models: the table answers as a map and a list of leases do.
     #[test]
     fn any_sequence_keeps_the_table_right(ops in vec((0..6u8, 0..3u8, 1..4u64, 0..4u64), 1..60)) {
         let mut core = core();

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::SnapshotError;
 
-/// What a manifest has of a file.
+/// The manifest's facts about a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Checksums {
     pub name: String,
@@ -18,7 +18,7 @@ pub(super) struct Checksums {
     pub crc32c: String,
 }
 
-/// What is not finished is called so.
+/// The suffix of files that are not finished.
 const PARTIAL: &str = ".partial";
 
 /// The temporary name of a file.
@@ -90,7 +90,7 @@ impl Writing {
     }
 }
 
-/// Compares a file with its checksums. `read` is told of bytes that were read.
+/// Compares a file with its checksums. Calls `read` with the number of bytes that were read.
 pub(super) fn verify(
     dir: &Path,
     expected: &Checksums,
@@ -127,7 +127,7 @@ pub(super) fn verify(
     Ok(())
 }
 
-/// What was renamed in a directory stays so.
+/// Makes renames in a directory durable.
 pub(super) fn sync_dir(dir: &Path) -> Result<(), SnapshotError> {
     let synced = File::open(dir).and_then(|dir| dir.sync_all());
     synced.map_err(SnapshotError::file(dir))

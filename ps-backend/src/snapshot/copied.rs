@@ -1,4 +1,4 @@
-//! A copy of what a partition keeps of its newest version. While it is made no plan begins; afterwards the job goes on.
+//! A copy of a partition's newest version. While it is made no plan begins; afterwards the job goes on.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub struct Copied {
     kinds: Vec<Kind>,
 }
 
-/// What is kept of one kind: blocks lie one behind the other.
+/// The data of one kind: blocks lie one behind the other.
 struct Kind {
     what: Kept,
     starts: Vec<usize>,
@@ -67,7 +67,7 @@ impl Kind {
 }
 
 impl Copied {
-    /// Memory for what is kept of these kinds. Takes time.
+    /// Reserves memory for data of these kinds. Takes time.
     ///
     /// # Errors
     /// [`SnapshotError::Room`] if it is not there.
@@ -89,7 +89,7 @@ impl Copied {
         Ok(Copied { layout: Arc::clone(layout), kinds })
     }
 
-    /// As long as it takes: copies what is kept, of these kinds and no others.
+    /// Copies the data of these kinds and no others, however long it takes.
     ///
     /// # Errors
     /// [`SnapshotError::Partition`].
@@ -109,7 +109,7 @@ impl Copied {
         pool.install(|| self.kinds.iter_mut().try_for_each(|kind| kind.fill(kept)))
     }
 
-    /// What is kept of a block; nothing if it has nothing of the kind.
+    /// The data of a block; empty if it has none of that kind.
     pub fn bytes(&self, block: BlockId, what: Kept) -> &[u8] {
         let kind = self.kinds.iter().find(|kind| kind.what == what);
         let ends = kind.and_then(|kind| Some((kind, kind.starts.get(block.index()..block.index() + 2)?)));
@@ -126,7 +126,7 @@ impl Copied {
         self.kinds.iter().map(|kind| kind.bytes.len() as u64).sum()
     }
 
-    /// Whether there is nothing of it.
+    /// Whether the copy is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,5 +1,6 @@
-//! Which files a directory has: `model.safetensors`, in pieces with an index if it is large, and `optimizer.safetensors`,
-//! whose tensors are named as torch names its state. And where in them each piece of a snapshot lies.
+//! The files of a directory: `model.safetensors`, in pieces with an index if it is large, and
+//! `optimizer.safetensors`, whose tensors are named as torch names its state. This module also knows the
+//! place in them of each piece of a snapshot.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,20 +22,20 @@ pub(super) const INDEX: &str = "model.safetensors.index.json";
 /// Bytes of a kind, and where they lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
-    /// Where among all that is kept of the kind.
+    /// The range among all data of the kind.
     pub of_kind: Range<u64>,
-    /// Which file, by number.
+    /// The number of the file.
     pub file: usize,
-    /// Where in it.
+    /// The offset in the file.
     pub offset: u64,
 }
 
-/// Where what is kept of each kind lies.
+/// The places of the data of each kind.
 #[derive(Debug, Default)]
 pub(super) struct Extents(BTreeMap<Kept, Vec<Extent>>);
 
 impl Extents {
-    /// What is kept of a kind goes on here. Calls for a kind rise.
+    /// Adds the next place of data of a kind. Calls for a kind must rise.
     pub(super) fn push(&mut self, what: Kept, next: Extent) {
         let of_kind = self.0.entry(what).or_default();
         match of_kind.last_mut() {
@@ -49,7 +50,7 @@ impl Extents {
         }
     }
 
-    /// Where these bytes of a kind lie, as far as they lie anywhere: each with its place among them.
+    /// The places of these bytes of a kind, if they have any, each with its range among them.
     pub(super) fn of(
         &self,
         what: Kept,
@@ -66,14 +67,14 @@ impl Extents {
     }
 }
 
-/// What a tensor of the optimizer's file is.
+/// A tensor of the optimizer's file.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct StateTensor {
     /// The name in the file.
     pub name: String,
     pub dtype: DType,
     pub shape: Vec<usize>,
-    /// What it is of, and where among all that is kept of that; `None` for a count of steps.
+    /// The kind of its data, and the range among all of that kind; `None` for a count of steps.
     pub of: Option<(Kept, Range<u64>)>,
 }
 

@@ -1,4 +1,4 @@
-//! What a snapshot is of: the model's tensors, the job's settings, and the coordinator's record.
+//! The subject of a snapshot: the model's tensors, the job's settings, and the coordinator's record.
 
 use std::collections::BTreeMap;
 
@@ -19,14 +19,14 @@ pub fn settings(controls: &Controls) -> BTreeMap<String, String> {
 /// All of a snapshot but its bytes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Head {
-    /// What the model was called.
+    /// The model's name.
     pub model: String,
     /// The record of the job.
     #[serde(flatten)]
     pub record: JobRecord,
     /// All settings, as `control/` shows them.
     pub settings: BTreeMap<String, String>,
-    /// Of the model.
+    /// The block size of the model.
     pub block_size: u32,
     /// Name, type and shape of each tensor, as they lie in the model.
     pub tensors: Vec<(String, String, Vec<usize>)>,
@@ -35,7 +35,7 @@ pub struct Head {
 }
 
 impl Head {
-    /// Of a model and a job.
+    /// The head for a model and a job.
     pub fn new(
         model: &str,
         layout: &ModelLayout,
@@ -57,7 +57,7 @@ impl Head {
     /// How the model lies in memory, in blocks of `block_size`.
     ///
     /// # Errors
-    /// [`SnapshotError::Unfit`] for what is no model, or has another order of its tensors.
+    /// [`SnapshotError::Unfit`] if this is no model, or has another order of its tensors.
     pub fn layout(&self, block_size: u32) -> Result<ModelLayout, SnapshotError> {
         let unfit = |error: &dyn std::fmt::Display| SnapshotError::Unfit(error.to_string());
         let tensor = |(name, dtype, shape): &(String, String, Vec<usize>)| {

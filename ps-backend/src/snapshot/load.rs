@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use super::{Piece, Sink, SnapshotError};
 use crate::partition::store::{PartitionError, PartitionStore};
 
-/// A partition as a sink. Weights of a block come before what else is kept of it.
+/// A partition as a sink. Weights of a block come before its other data.
 pub struct Load(PartitionStore);
 
 impl Load {

@@ -1,5 +1,5 @@
-//! `manifest.json`: what a snapshot is of, and the checksums of all of its files, its own last. It is written last, so a
-//! directory without it is no snapshot.
+//! `manifest.json`: the subject of a snapshot, and the checksums of all of its files, its own last. It is
+//! written last, so a directory without it is no snapshot.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use super::{Head, SnapshotError};
 pub const MANIFEST: &str = "manifest.json";
 /// The format that this release writes and reads.
 const FORMAT: u64 = 1;
-/// What is before the manifest's own checksum.
+/// The text before the manifest's own checksum.
 const BEFORE_CHECKSUM: &str = ",\n\"checksum\": \"";
 const AFTER_CHECKSUM: &str = "\"}\n";
 
@@ -62,7 +62,7 @@ impl Manifest {
             Err(error) => return Err(SnapshotError::file(&path)(error)),
         };
         let damaged = |why: String| SnapshotError::damaged(&path, why);
-        // Of another format only the number can be relied on.
+        // In another format, only the number can be relied on.
         #[derive(Deserialize)]
         struct Numbered {
             format: u64,

@@ -1,9 +1,9 @@
 //! Snapshots: weights, masters, optimizer state and the coordinator's record of one version, in a form that can be
 //! kept, sent and taken over.
 //!
-//! A [`Source`] has them piece by piece: what is kept of one block, of one kind ([`Kept`]). A [`Sink`] takes them. Between
-//! them a snapshot goes anywhere: from a job that runs into a directory, from a directory into a job that begins, on
-//! shards of any number, and from the shards of one block map to those of another.
+//! A [`Source`] has them piece by piece: the data of one block, of one kind ([`Kept`]). A [`Sink`] takes
+//! them. Between them a snapshot goes anywhere: from a running job into a directory, from a directory into a
+//! new job, on any number of shards, and from the shards of one block map to those of another.
 //!
 //! | module | holds |
 //! |---|---|
@@ -56,12 +56,12 @@ pub use writer::{PIECE_SIZE, Writer};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
-    /// What the system says of a file.
+    /// The system's error on a file.
     #[error("{}: {error}", path.display())]
     File {
-        /// Which.
+        /// The path.
         path: PathBuf,
-        /// What it says.
+        /// The system's error.
         error: io::Error,
     },
     /// A directory without a manifest.
@@ -75,23 +75,23 @@ pub enum SnapshotError {
     /// A file that is not as it was written.
     #[error("{}: {why}", path.display())]
     Damaged {
-        /// Which.
+        /// The path.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         why: String,
     },
     /// A file that is not one of safetensors.
     #[error("{}: {error}", path.display())]
     Tensors {
-        /// Which.
+        /// The path.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         error: ModelFileError,
     },
     /// Its manifest is of another release.
     #[error("{}: a snapshot of format {got}, this release reads format {expected}", path.display())]
     Format {
-        /// Which.
+        /// The path.
         path: PathBuf,
         /// This release's.
         expected: u64,
@@ -101,10 +101,10 @@ pub enum SnapshotError {
     /// The snapshot is of another model than is expected.
     #[error("a snapshot of another model: {0}")]
     OtherModel(String),
-    /// What it says of the model or the job is not of any.
+    /// The snapshot's description of the model or the job is wrong.
     #[error("{0}")]
     Unfit(String),
-    /// Not enough memory for the copy.
+    /// There is not enough memory for the copy.
     #[error(
         "not enough memory: a snapshot is copied first, which takes {:.1} GiB, and {:.1} GiB are available",
         gib(*.needed), gib(*.available)
@@ -124,17 +124,17 @@ pub enum SnapshotError {
     /// A partition does not take it.
     #[error(transparent)]
     Partition(#[from] PartitionError),
-    /// It is refused.
+    /// The request is refused.
     #[error(transparent)]
     Refused(#[from] Refusal),
     /// A shard refuses, or cannot be asked.
     #[error("blocks cannot be fetched from shard {shard} at {address}: {error}")]
     Shard {
-        /// Which.
+        /// The shard.
         shard: ShardId,
-        /// Where.
+        /// The address.
         address: String,
-        /// What it says, or does not.
+        /// The shard's error, or its silence.
         error: AdminError,
     },
     /// Somebody wants no more of it.
@@ -153,10 +153,10 @@ impl SnapshotError {
     }
 }
 
-/// A piece of a snapshot: a block of the model, and what of it.
+/// A piece of a snapshot: a block of the model, and the kind of data.
 pub type Piece = (BlockId, Kept);
 
-/// Whatever has a snapshot.
+/// Something that has a snapshot.
 pub trait Source {
     /// Gives `sink` these pieces, in this order.
     ///
@@ -169,7 +169,7 @@ pub trait Source {
     ) -> Result<(), SnapshotError>;
 }
 
-/// Whatever takes a snapshot.
+/// Something that takes a snapshot.
 pub trait Sink {
     /// Takes a piece. Without bytes, optimizer state is zero.
     ///
@@ -178,13 +178,14 @@ pub trait Sink {
     fn take(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), SnapshotError>;
 }
 
-/// What a snapshot of a model has besides weights: the state of the optimizer if it has stepped, and masters.
+/// The kinds of data of a snapshot besides weights: the state of the optimizer if it has stepped, and
+/// masters.
 pub fn kinds(record: &JobRecord) -> impl Iterator<Item = Kept> + use<> {
     let slots = if record.steps.highest() > 0 { slots(record.optimizer) } else { 0 };
     [Kept::Weights].into_iter().chain((0..slots).map(Kept::Slot)).chain([Kept::Masters])
 }
 
-/// What a partition has room for that is trained by `reducer`.
+/// The kinds of data that a partition has room for if `reducer` trains it.
 pub fn all_kinds(reducer: Reducer) -> impl Iterator<Item = Kept> {
     [Kept::Weights].into_iter().chain((0..slots(reducer)).map(Kept::Slot)).chain([Kept::Masters])
 }

@@ -27,8 +27,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Opens one, to be read in blocks of `block_size`, or of those that it has. Its files are there, and hold the tensors
-    /// that they should; their bytes are compared by [`Self::verify`].
+    /// Opens a snapshot, to be read in blocks of `block_size`, or of its own block size.
     ///
     /// # Errors
     /// [`SnapshotError`] for a directory that is no snapshot.
@@ -50,7 +49,7 @@ impl Reader {
         Ok(reader)
     }
 
-    /// What the snapshot is of.
+    /// The subject of the snapshot.
     pub fn head(&self) -> &Head {
         &self.manifest.head
     }
@@ -65,12 +64,13 @@ impl Reader {
         self.manifest.files.iter().map(|file| file.bytes).sum()
     }
 
-    /// Whether it has no files.
+    /// Whether the snapshot has no files.
     pub fn is_empty(&self) -> bool {
         self.manifest.files.is_empty()
     }
 
-    /// Compares all bytes with their checksums. `read` is told of bytes that were read; it can say that it is interrupted.
+    /// Compares all bytes with their checksums. Calls `read` with the number of bytes that were read; it can
+    /// return an interruption.
     ///
     /// # Errors
     /// [`SnapshotError::Damaged`] names the file and the block.
@@ -127,7 +127,7 @@ impl Reader {
     }
 }
 
-/// Where a tensor lies, if it is there as it should be.
+/// The place of a tensor, if it is there as it should be.
 fn take(
     dir: &Path,
     found: &mut HashMap<String, (usize, FileTensor)>,
@@ -154,7 +154,7 @@ impl Reader {
     /// Fills a buffer with a piece, or leaves it empty where that is zero.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub fn piece(&self, (block, what): Piece, bytes: &mut Vec<u8>) -> Result<(), SnapshotError> {
         let range = kept_range(&self.layout, block, what);
         bytes.clear();

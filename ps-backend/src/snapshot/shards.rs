@@ -1,5 +1,5 @@
-//! What shards keep, over the network: several requests are under way at a time, to several shards, and what comes is
-//! taken in the order in which it was asked for.
+//! The data of shards, over the network: several requests are under way at a time, to several shards, and the
+//! answers are taken in the order of the requests.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use super::{Piece, Sink, SnapshotError, Source};
 
 /// Requests that are under way: enough to keep the wire busy.
 const WINDOW: usize = 32;
-/// Bytes that were asked for, at most: what comes early is held here.
+/// The most bytes that are requested at a time: early answers are held here.
 const WINDOW_BYTES: usize = 64 << 20;
 /// Longest wait for one piece.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Connections to one shard that may be lost one after the other, with nothing having come over them.
 const LOSSES: u32 = 3;
 
-/// What is fetched.
+/// The data to fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fetched {
     /// The newest version, while nothing makes another one.
@@ -32,9 +32,9 @@ pub enum Fetched {
 pub struct Shards<'a> {
     generation: Generation,
     fetched: Fetched,
-    /// A piece takes so many bytes at most.
+    /// The most bytes of a piece.
     piece_bytes: usize,
-    /// Which shard has a block.
+    /// Finds the shard of a block.
     owner: Box<dyn Fn(BlockId) -> Result<ShardId, Refusal> + 'a>,
     peers: BTreeMap<ShardId, Peer>,
 }
@@ -46,7 +46,7 @@ struct Peer {
     losses: u32,
 }
 
-/// What was asked for.
+/// A request.
 struct Asked {
     piece: Piece,
     shard: ShardId,
@@ -54,7 +54,8 @@ struct Asked {
 }
 
 impl<'a> Shards<'a> {
-    /// What shards at these addresses keep of a model in blocks of `block_size`; `owner` tells which of them has a block.
+    /// The data of a model in blocks of `block_size`, from the shards at these addresses; `owner` names the
+    /// shard of a block.
     pub fn new(
         generation: Generation,
         fetched: Fetched,
@@ -63,7 +64,7 @@ impl<'a> Shards<'a> {
         owner: impl Fn(BlockId) -> Result<ShardId, Refusal> + 'a,
     ) -> Shards<'a> {
         let peer = |(shard, address)| (shard, Peer { address, connection: None, losses: 0 });
-        // Of half-precision elements masters and state take twice their room.
+        // Masters and state of half-precision elements take twice the elements' room.
         let piece_bytes = block_size as usize * 2;
         let peers = addresses.into_iter().map(peer).collect();
         Shards { generation, fetched, piece_bytes, owner: Box::new(owner), peers }
@@ -94,7 +95,7 @@ impl<'a> Shards<'a> {
         asked.map_err(|error| peer.failed(shard, error))
     }
 
-    /// The connection to a shard is lost: what was asked for over it is asked for again.
+    /// The connection to a shard is lost: requests over it are made again.
     fn ask_again(
         &mut self,
         shard: ShardId,
@@ -131,7 +132,7 @@ impl Source for Shards<'_> {
     ) -> Result<(), SnapshotError> {
         let window = (WINDOW_BYTES / self.piece_bytes).clamp(1, WINDOW);
         let mut asked: VecDeque<Asked> = VecDeque::new();
-        // What has come before its turn.
+        // Answers that have come before their turn.
         let mut came: HashMap<Piece, Vec<u8>> = HashMap::new();
         loop {
             while asked.len() < window

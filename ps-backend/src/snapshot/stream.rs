@@ -14,7 +14,7 @@ use crate::region_store::kept_range;
 /// Longest head.
 const MAX_HEAD: u64 = 1 << 30;
 
-/// What such a file begins with.
+/// The head of such a file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StreamHead {
@@ -22,23 +22,23 @@ pub enum StreamHead {
     Here(Box<Head>),
     /// The model is on shards, which a registry knows.
     Elsewhere {
-        /// Where the registry is.
+        /// The address of the registry.
         registry: String,
         /// The model's name there.
         model: String,
     },
 }
 
-/// What is before the bytes that are kept.
+/// The bytes before the data.
 ///
 /// # Errors
-/// What encoding says.
+/// The error of encoding.
 pub fn head_bytes(head: &StreamHead) -> io::Result<Vec<u8>> {
     let json = serde_json::to_vec(head)?;
     Ok([&(json.len() as u64).to_le_bytes(), &json[..]].concat())
 }
 
-/// Such a file.
+/// A file of this kind.
 pub struct Stream {
     path: PathBuf,
     file: BufReader<File>,
@@ -49,10 +49,10 @@ impl Stream {
     /// Opens one: the snapshot is taken now.
     ///
     /// # Errors
-    /// What the system says, and a file that is none.
+    /// The system's error, and the error for a file of another kind.
     pub fn open(path: &Path) -> Result<(StreamHead, Option<Stream>), SnapshotError> {
         let failed = SnapshotError::file(path);
-        // As much as the kernel asks a filesystem for at once.
+        // As many bytes as the kernel asks a filesystem for at once.
         const AT_ONCE: usize = 1 << 20;
         let file = File::open(path).map_err(&failed)?;
         let mut file = BufReader::with_capacity(AT_ONCE, file);

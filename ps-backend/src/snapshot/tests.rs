@@ -1,5 +1,4 @@
-//! The format of a directory: what is written is read again, whatever the sizes, and what is not as it was written is
-//! refused.
+//! The format of a directory: written data is read again, whatever the sizes, and altered data is refused.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -78,7 +77,7 @@ fn verified(dir: &Path) -> Result<Reader, SnapshotError> {
     Ok(reader)
 }
 
-/// Compares what comes. Of masters only those of halves are kept.
+/// Compares the received pieces. Masters are kept only for halves.
 struct Compare<'a>(&'a ModelLayout, usize);
 
 impl Sink for Compare<'_> {

@@ -1,7 +1,8 @@
 //! A directory as a sink.
 //!
-//! Files are written under temporary names. Only when all of them are on the disk do they take their places, and the
-//! manifest comes last. So a directory that holds a snapshot holds it until then, and one without a manifest holds none.
+//! Files are written under temporary names. They take their places only when all of them are on the disk, and
+//! the manifest comes last. So a directory that holds a snapshot keeps it until then, and a directory without
+//! a manifest holds none.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +20,7 @@ pub const PIECE_SIZE: u64 = 5_000_000_000;
 /// A directory that is being written.
 pub struct Writer {
     dir: PathBuf,
-    /// It was made for this.
+    /// Whether the directory was made for this snapshot.
     made: bool,
     head: Head,
     layout: ModelLayout,
@@ -46,7 +47,7 @@ impl Writer {
     /// one is complete.
     ///
     /// # Errors
-    /// [`SnapshotError::Exists`]; what the system says.
+    /// [`SnapshotError::Exists`]; the system's error.
     pub fn create(dir: &Path, head: Head, piece_size: u64, replaces: bool) -> Result<Writer, SnapshotError> {
         let failed = SnapshotError::file(dir);
         let made = match std::fs::create_dir(dir) {
@@ -71,11 +72,11 @@ impl Writer {
         self.plan.files.is_empty()
     }
 
-    /// Takes all of a snapshot, and completes the directory. `written` is told of bytes of it; it can say that it is
-    /// interrupted.
+    /// Takes all of a snapshot, and completes the directory. Calls `written` with the number of bytes; it can
+    /// return an interruption.
     ///
     /// # Errors
-    /// [`SnapshotError`]; what was there before is there still.
+    /// [`SnapshotError`]; the directory's old contents are still there.
     pub fn write(
         mut self,
         source: &mut dyn Source,
@@ -127,7 +128,7 @@ impl Writer {
     fn complete(&mut self) -> Result<(), SnapshotError> {
         let before = match Manifest::read(&self.dir) {
             Ok(manifest) => manifest.files,
-            // It was no snapshot, or is a damaged one, which is to go.
+            // The directory holds no snapshot, or a damaged one, which is to go.
             Err(_) => Vec::new(),
         };
         remove(&self.dir.join(MANIFEST))?;
@@ -172,7 +173,7 @@ impl Sink for Writer {
     }
 }
 
-/// Nothing is left of what was not completed.
+/// Removes everything that was not completed.
 impl Drop for Writer {
     fn drop(&mut self) {
         if self.complete {
@@ -180,7 +181,7 @@ impl Drop for Writer {
         }
         let begun = self.writing.as_ref().map(|(file, _)| self.plan.files[*file].name.as_str());
         for name in self.done.iter().map(|done| done.name.as_str()).chain(begun) {
-            // What cannot be removed is no part of any snapshot.
+            // Files that cannot be removed are no part of any snapshot.
             let _ = remove(&partial(&self.dir.join(name)));
         }
         if self.made {
@@ -189,7 +190,7 @@ impl Drop for Writer {
     }
 }
 
-/// A sink, and somebody who is told of what it takes.
+/// A sink, and an observer of the bytes that it takes.
 struct Told<'a> {
     sink: &'a mut Writer,
     of: &'a mut dyn FnMut(u64) -> Result<(), SnapshotError>,

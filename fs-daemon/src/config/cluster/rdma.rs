@@ -109,7 +109,7 @@ impl Merged<'_> {
         })
     }
 
-    /// A whole number, or what it is where none is given.
+    /// A whole number, or the default if none is given.
     fn whole_or<T: FromStr + PartialOrd + Display>(
         &self,
         key: &str,

@@ -14,7 +14,7 @@ const LANES: usize = 8;
 const SIZE: usize = 8;
 
 impl Scalar for f64 {
-    /// The decimal number behind it: who asks for 0.01 means that, and not what fp32 makes of it.
+    /// The decimal number behind it: a user who sets 0.01 means that, and not its fp32 approximation.
     fn meant(value: f32) -> f64 {
         use std::io::Write;
         let mut text = [0u8; 32];

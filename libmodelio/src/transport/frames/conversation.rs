@@ -20,7 +20,7 @@ pub enum Take {
 
 /// One end of a conversation. All calls come from one thread at a time; none may block.
 pub trait Conversation: Send {
-    /// The connection is there, with what it is spoken to by.
+    /// The connection is there; `link` sends messages on it.
     fn opened(&mut self, link: &Link) -> Result<(), Close>;
 
     /// A message has come; says what becomes of its payload, if it has one.
@@ -36,8 +36,8 @@ pub trait Conversation: Send {
     /// The connection ends.
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close>;
 
-    /// The next message to send besides those that were said by the link. Asked after a wake-up and when what was
-    /// sent before is with the kernel.
+    /// The next message to send, besides those that the link sends. Asked after a wake-up and when the bytes
+    /// sent before are with the kernel.
     fn next(&mut self) -> Option<Outgoing> {
         None
     }

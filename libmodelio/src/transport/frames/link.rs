@@ -129,7 +129,7 @@ impl Link {
         }
     }
 
-    /// A number for the thread that serves the connection, other than those of others; 0 before it is opened.
+    /// A number that identifies the thread that serves the connection; 0 before it is opened.
     pub fn thread(&self) -> usize {
         self.0.connection.get().map_or(0, Connection::thread)
     }

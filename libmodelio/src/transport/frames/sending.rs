@@ -12,7 +12,7 @@ use crate::wire::{self, Payload};
 const SEND_AT_ONCE: usize = 512 << 10;
 /// Room for the heads that are sent at once, on a connection where much is sent; longer ones get memory of their own.
 const HEADS: usize = 32 << 10;
-/// The same at first: most of those who connect and are nobody say little, and hear little.
+/// The same at first: most strangers that connect send and receive little.
 const FIRST_HEADS: usize = 1 << 10;
 
 /// The frames that are handed out together. The head of a frame is its header and its body.

@@ -92,7 +92,8 @@ impl Mailbox {
         words.push_back((from, to, word));
     }
 
-    /// From now on, words of which this is true are held back, each until [`Self::let_go`]: for tests of who is late.
+    /// From now on, words that `holds` matches are held back, each until [`Self::let_go`]: for tests of late
+    /// ends.
     pub fn hold(&self, holds: impl Fn(End, &Word) -> bool + Send + 'static) {
         self.queue.lock().holds = Some(Box::new(holds));
     }

@@ -17,7 +17,7 @@ use crate::wire::JobState;
 pub struct SharedPayload<'a> {
     /// The whole block.
     pub bytes: &'a [u8],
-    /// With `assign`, what of it was written, if that is not all; relative to the block.
+    /// With `assign`, the written ranges of it, if not all was written; relative to the block.
     pub written: Option<&'a [Range<u32>]>,
     /// Whether the shard has to look for NaN and Inf in it.
     pub check: bool,
@@ -52,7 +52,7 @@ pub enum Pushed {
     Unwanted,
 }
 
-/// A version whose memory stays what it is until this is dropped.
+/// A version whose memory stays unchanged until this is dropped.
 #[derive(Clone)]
 pub struct HeldVersion {
     /// Its bytes.

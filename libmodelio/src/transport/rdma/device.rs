@@ -128,7 +128,7 @@ impl Device {
         memory.attached::<Registration, ()>(self.key(Access::Read), || Err(())).is_ok()
     }
 
-    /// `memory` is not registered for peers any more, once what uses its registration has gone.
+    /// Ends the registration of `memory` for peers, once its users have gone.
     pub fn forget(&self, memory: &Mapping) {
         memory.detach(self.key(Access::Read));
     }

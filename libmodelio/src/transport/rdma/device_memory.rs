@@ -8,14 +8,14 @@ use std::os::fd::BorrowedFd;
 /// How the network's device gets at memory of another one.
 #[derive(Clone, Copy, Debug)]
 pub enum Export<'a> {
-    /// By a `dma_buf`, from this byte of it on (Linux 5.12, and a driver that can: mlx5, irdma).
+    /// A `dma_buf`, from this byte of it on (Linux 5.12, and a driver that can: mlx5, irdma).
     DmaBuf {
         /// The memory that its driver exports.
         fd: BorrowedFd<'a>,
         /// The offset in the region.
         offset: u64,
     },
-    /// By an address that its driver has registered with the kernel, as nvidia-peermem does. It need not be
+    /// An address that its driver has registered with the kernel, as nvidia-peermem does. It need not be
     /// mapped.
     Address(u64),
 }

@@ -1,9 +1,9 @@
 //! RDMA: a remote machine is a device (RPCH §3.1).
 //!
-//! Memory is registered with a `Device` once, and a `QueuePair` moves bytes between registered memory of both ends,
-//! with neither CPU at work on them. Frames go through rings that each end writes into the other's memory, so that
-//! what is said on a connection is the same as by TCP or through shared memory. Payload is named in frames, and the
-//! device fetches or places it.
+//! Memory is registered with a `Device` once, and a `QueuePair` moves bytes between registered memory of both
+//! ends, with neither CPU at work on them. Frames go through rings that each end writes into the other's
+//! memory, so the messages on a connection are the same as by TCP or through shared memory. Payload is named
+//! in frames, and the device fetches or places it.
 //!
 //! | module | holds |
 //! |---|---|

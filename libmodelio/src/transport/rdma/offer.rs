@@ -6,7 +6,7 @@ use super::queue_pair::QueuePair;
 use super::verbs::{Notify, Remote};
 use crate::wire::Protocol;
 
-/// Begins what an end says of itself.
+/// The first bytes of the data that an end sends.
 const MAGIC: [u8; 4] = *b"GFRD";
 /// Bytes of it.
 const OFFER: usize = 24;

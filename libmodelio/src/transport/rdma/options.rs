@@ -11,7 +11,7 @@ pub enum Polling {
     Busy,
     /// It sleeps until the device interrupts.
     Event,
-    /// It asks without pause for so long after something has happened, and then sleeps.
+    /// It asks without pause for this long after something has happened, and then sleeps.
     Adaptive(Duration),
 }
 
@@ -30,12 +30,12 @@ pub enum Buffers {
 /// How the peer learns of written data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Notice {
-    /// By immediate data where the device has it, else by a flag.
+    /// Immediate data where the device has it, else a flag.
     #[default]
     Auto,
-    /// By immediate data.
+    /// Immediate data.
     Immediate,
-    /// By a word in its memory, which it polls.
+    /// A word in its memory, which it polls.
     Flag,
 }
 
@@ -134,7 +134,7 @@ pub struct RdmaOptions {
     pub gid_index: Option<u32>,
     /// The traffic class of packets (RoCE: DSCP and ECN).
     pub traffic_class: Option<u8>,
-    /// The largest MTU of packets; `None` for what the path allows. Not with iWARP.
+    /// The largest MTU of packets; `None` for what the path allows. iWARP does not have this.
     pub mtu: Option<Mtu>,
     /// Bytes that go with the work itself.
     pub inline: u32,

@@ -14,9 +14,9 @@
 //!   of a later store in the buffer, and looks at the number after that, finds it changed. A release fence
 //!   would not do: on x86 it is no instruction, because stores are seen in their order anyway, but this does
 //!   not hold for stores past the caches, which make versions.
-//! - The reader looks at the entry *after* it has the bytes: the second READ of the entry is asked for when those of
-//!   the bytes are complete. READs that are under way together may be carried out in any order, those of one
-//!   connection too.
+//! - The reader looks at the entry *after* it has the bytes: the second READ of the entry is asked for when
+//!   those of the bytes are complete. READs that are under way together may be carried out in any order, even
+//!   those of one connection.
 //! - A store with release makes the number even, last of all. A reader that finds it even and goes on to the
 //!   buffer finds everything that was stored there before [`Directory::publish`].
 //!

@@ -18,9 +18,9 @@ use crate::transport::stream::Token;
 
 const WAKEUP: u64 = u64::MAX;
 const QUEUE: u64 = u64::MAX - 1;
-/// How often flags are looked at that nobody rings a bell for, when nothing has happened for a while.
+/// The pause between two looks at flags, which make no event.
 const LOOK: Duration = Duration::from_micros(200);
-/// From so long after something has happened.
+/// When nothing has happened for this long, the pauses between looks get longer.
 const RESTLESS: Duration = Duration::from_millis(20);
 
 /// The driver of one completion queue.

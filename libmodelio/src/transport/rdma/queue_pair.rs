@@ -265,8 +265,8 @@ impl QueuePair {
         self.say(|rings, work| rings.tell(peer, work))
     }
 
-    /// Sends as much as there is room for. `None` if there is none, or the peer is `gone` and what it has said is yet
-    /// to be read, by who is `receiving`.
+    /// Sends as much as there is room for. `None` if there is no room, or if the peer is `gone` and its last
+    /// bytes are yet to be read, by a stream that is `receiving`.
     pub(crate) fn send(
         &self,
         out: &SendSlices,

@@ -1,5 +1,6 @@
-//! The loop of a serving thread: it hears what others want, looks at the time, sleeps until something happens, and
-//! passes on what came of it. All that is common to the ways of moving bytes is here and in [`Serving`].
+//! The loop of a serving thread: it takes requests of other threads, looks at the time, sleeps until
+//! something happens, and passes on the outcome. All that is common to the ways of moving bytes is here and
+//! in [`Serving`].
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

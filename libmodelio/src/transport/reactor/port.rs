@@ -68,7 +68,7 @@ pub(in crate::transport) struct Port {
     pub registered: Option<u32>,
     /// The socket's SO_RCVLOWAT; `None` if it has none.
     low_water: Option<usize>,
-    /// When what waits below it was last looked at.
+    /// The time when the bytes below it were last looked at.
     looked: Option<Instant>,
 }
 
@@ -94,8 +94,8 @@ impl Port {
         self.receiving == Phase::Outstanding || self.sending == Phase::Outstanding || self.readiness.is_some()
     }
 
-    /// Sees to it that the socket becomes readable when what the receive still needs is there, and no earlier if
-    /// that is much. True if it is much: then trying before it is readable would only fetch a part.
+    /// Makes the socket readable when the bytes that the receive still needs are there, and no earlier if
+    /// they are many. True if they are many: then trying before it is readable would only fetch a part.
     pub fn adjust_low_water(&mut self) -> bool {
         let Some(current) = self.low_water else { return false };
         let wanted = low_water(current, self.least - self.got);

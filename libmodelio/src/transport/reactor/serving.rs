@@ -109,7 +109,7 @@ impl<D: Driver> Serving<D> {
         }
     }
 
-    /// Begins what the stream wants and is not outstanding.
+    /// Begins the operations that the stream wants and that are not outstanding.
     fn pump(&mut self, token: Token) {
         let driver = &mut self.driver;
         let Some(entry) = self.table.get(token) else { return };

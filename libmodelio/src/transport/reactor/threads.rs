@@ -124,7 +124,7 @@ impl Reactor {
         let mut reactor = Reactor { handle: handle.clone(), threads: Vec::with_capacity(options.threads) };
         for (number, state) in handle.threads.iter().enumerate() {
             let name = format!("{}-{number}", options.name);
-            // Dropping what there is of the reactor ends the threads before it.
+            // Dropping the unfinished reactor ends the threads before it.
             let running = start(name, &handle.backend, Arc::clone(state)).map_err(StartError::Thread)?;
             reactor.threads.push(running);
         }

@@ -1,8 +1,8 @@
 //! Regions: memory that one end of a connection shares with the other, under a number.
 //!
-//! A [`Lender`] knows what this end has shared, [`Regions`] what it has of the peer's. A region is a memfd; it is
-//! mapped to be read only, and only if it is sealed against shrinking, for touching memory that a peer has taken away
-//! would end this process.
+//! A [`Lender`] knows the regions that this end has shared, [`Regions`] those of the peer. A region is a
+//! memfd; it is mapped to be read only, and only if it is sealed against shrinking, for touching memory that
+//! a peer has taken away would end this process.
 //!
 //! One of the modules that hold `unsafe`: see [`Piece::bytes`].
 

@@ -102,7 +102,7 @@ impl Threads {
             inner.running += 1;
         }
         let running = Running(Arc::clone(self));
-        // If there is no thread, what would have run on it is dropped, and is not running any more.
+        // If there is no thread, its closure is dropped, and counts as not running any more.
         let spawned = std::thread::Builder::new().name("shm".into()).spawn(move || {
             let running = running;
             work(&running.0);

@@ -103,7 +103,7 @@ impl Connection {
         }
     }
 
-    /// A number for the thread that serves it, other than those of others.
+    /// A number that identifies the thread that serves it.
     pub fn thread(&self) -> usize {
         Arc::as_ptr(&self.0.thread).addr()
     }

@@ -95,7 +95,7 @@ impl Piece {
         Piece::owned_with(bytes, ())
     }
 
-    /// The same, together with what is to be dropped when they are with the kernel, or never will be.
+    /// The same, with a value that is dropped when the bytes are with the kernel, or never will be.
     pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
         let both = Arc::new((bytes, with));
         // SAFETY: nobody else has the vector, and the guard is what owns it.

@@ -16,7 +16,7 @@ pub struct SocketOptions {
     pub send_buffer: Option<usize>,
     /// SO_RCVBUF in bytes, as above.
     pub receive_buffer: Option<usize>,
-    /// A peer that acknowledges nothing for so long, or keeps its window shut, is gone (TCP_USER_TIMEOUT).
+    /// A peer that acknowledges nothing for this long, or keeps its window shut, is gone (TCP_USER_TIMEOUT).
     pub user_timeout: Option<Duration>,
     /// Idle connections are probed after this time.
     pub keepalive: Option<Duration>,

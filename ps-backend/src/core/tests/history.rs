@@ -32,7 +32,8 @@ impl History {
         self.steps.remove(&learner);
     }
 
-    /// A version is going to be made of so many, of which these are not in the accumulator.
+    /// A version is going to be made of this number of `contributions`, of which `inputs` are not in the
+    /// accumulator.
     pub fn begin(&mut self, core: &JobCore<Uid>, contributions: u32, inputs: &[Arc<Contribution<Uid>>]) {
         let members = core.members(Now::ZERO);
         let missing = members.iter().filter(|m| m.joined_at <= core.version() && !m.unpublished).count();

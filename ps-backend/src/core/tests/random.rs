@@ -177,7 +177,7 @@ impl World {
         self.look_around();
     }
 
-    /// Clients hear what the shard has answered and who has left.
+    /// Clients get the shard's answers, and learn who has left.
     fn look_around(&mut self) {
         self.sim.check_coordinator();
         let left = &self.sim.left;

@@ -291,7 +291,8 @@ impl World {
         stalled: impl Fn(&Connection) -> bool,
     ) {
         let all: usize = self.connections.iter().map(|connection| connection.to_name.len()).sum();
-        // Named, used, woken by each landing and by each slot that is given back: far more means that it goes on for ever.
+        // The limit counts each payload named and used, each wake-up by a completed fetch, and each by a slot
+        // given back. Far more means an endless loop.
         let most = 100 + 8 * all * self.connections.len().max(4);
         for _ in 0..most {
             let may = |connection: &Connection| {

@@ -218,10 +218,10 @@ impl PartitionJob {
         Ok(bad)
     }
 
-    /// Computes `block` of the next version from the sealed and the open sum, where there are such, and the `last`
-    /// payload. Without any of them it is carried over, or decays, as the reducer has it. Returns whether all of the
-    /// payload is finite, or true if that does not matter; if not, the block is not computed. An Inf that comes of
-    /// adding up is nobody's fault.
+    /// Computes `block` of the next version from the sealed and the open sum, where there are such, and the
+    /// `last` payload. Without any of them it is carried over, or decays, as the reducer has it. Returns
+    /// whether all of the payload is finite, or true if that does not matter; if not, the block is not
+    /// computed. An Inf that results from adding up is nobody's fault.
     ///
     /// # Errors
     /// [`PartitionError::AddsOnly`], and the errors of [`Self::add`].

@@ -31,7 +31,8 @@ impl Merge {
         self.blocks.len()
     }
 
-    /// Does some of them, by their index below [`Self::len`]; those that another thread has taken are left to it.
+    /// Adds some of the blocks, by their index below [`Self::len`]; blocks that another thread has taken are
+    /// left to it.
     ///
     /// # Panics
     /// If the range is out of bounds.

@@ -1,4 +1,4 @@
-//! Reading: versions that stay what they are as long as somebody holds them.
+//! Reading: versions that stay unchanged as long as somebody holds them.
 
 use std::sync::Arc;
 use std::time::SystemTime;

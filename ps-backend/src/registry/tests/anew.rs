@@ -1,5 +1,5 @@
-//! A table that begins anew: numbers stay with those who hold blocks, records only go forward, and what was deleted
-//! does not come back.
+//! A table that begins anew: numbers stay with the shards that hold blocks, records only go forward, and
+//! deleted models do not come back.
 
 use libmodelio::vocabulary::controls::Controls;
 
@@ -59,7 +59,7 @@ fn a_number_is_that_of_the_shard_with_blocks() {
     assert_eq!(bound(&mut core, "new:1", 3), Ok(ShardId(3)));
     assert_eq!(bound(&mut core, "old:3", 3), Err(taken(3, "new:1")));
     assert_eq!(living(&mut core, Now::ZERO), [1, 2, 3]);
-    // One without any takes whatever it is given.
+    // A shard without blocks takes any number.
     assert_eq!(unbound(&mut core, "old:3", 3), Ok(ShardId(4)));
 }
 
@@ -71,7 +71,7 @@ fn a_number_that_a_model_names_is_kept_for_its_shard() {
     assert_eq!(living(&mut core, Now::ZERO), [0; 0], "it has not said itself that it is there");
     assert_eq!(bound(&mut core, "new:1", 1), Err(taken(1, "old:1")));
     assert_eq!(unbound(&mut core, "new:1", 1), Ok(ShardId(2)));
-    // Whatever it says it has been told, and though it has lost its blocks.
+    // The shard gets its old number, whatever number it claims, and though it has lost its blocks.
     assert_eq!(unbound(&mut core, "old:1", 0), Ok(ShardId(1)));
     // Without an address the number is nobody's, and given to nobody.
     restore(&mut core, &record_at("other", 8, 1, 3), &[]).unwrap();
@@ -89,7 +89,7 @@ fn a_shard_that_was_given_another_number_has_its_own_again() {
     restore(&mut core, &record_at("m", 7, 1, 9), &[(9, "old:2")]).unwrap();
     let listed: Vec<_> = core.living(Now::ZERO).map(|shard| (shard.shard.0, shard.draining)).collect();
     assert_eq!(listed, [(1, false), (9, true)]);
-    // One that has blocks under its new number keeps that, and the model does without.
+    // A shard that has blocks under its new number keeps that number, and the model does without the shard.
     restore(&mut core, &record_at("n", 8, 1, 1), &[(1, "other:1")]).unwrap();
     restore(&mut core, &record_at("o", 9, 1, 5), &[(5, "other:1")]).unwrap();
     assert_eq!(living(&mut core, Now::ZERO), [1, 9]);
@@ -152,7 +152,7 @@ fn what_was_deleted_does_not_come_back() {
     put(&mut core, &record("m", 2, 1), None).unwrap();
     assert_eq!(holding(&mut core, &[("m", 1)], &[]), gone, "though the name has another life");
 
-    // A table that has lost that is told by the shards that were.
+    // The models' shards tell a table that has lost the deletion.
     let mut anew = RegistryCore::new();
     restore(&mut anew, &record_at("m", 1, 1, 1), &[]).unwrap();
     assert_eq!(holding(&mut anew, &[("m", 1), ("m", 2)], &[("m", 1)]), [Fate::Deleted, Fate::Unknown]);
@@ -175,15 +175,15 @@ fn what_cannot_be_restored_changes_nothing() {
 }
 
 proptest! {
-    /// Any shards and coordinators that tell a table of what they have, and others that hold nothing: no two have one
-    /// number, nobody with blocks has another number than before, a record's epoch never goes back, and nothing that
-    /// was deleted is there.
+    /// Any shards and coordinators tell a table of their blocks and models, and other shards hold nothing: no
+    /// two have one number, a shard with blocks keeps its number, a record's epoch never goes back, and
+    /// deleted models stay deleted.
     #[test]
     fn whatever_it_is_told_numbers_stay_and_epochs_rise(
         ops in vec((0..5u8, 0..6usize, 1..5u16, 1..4u64), 1..80)
     ) {
         let mut core = RegistryCore::new();
-        // What each process believes; the first three have blocks under their numbers.
+        // The number that each process believes to have; the first three have blocks under their numbers.
         let addresses = ["a:1", "b:1", "c:1", "d:1", "e:1", "f:1"];
         let mut believes = [1u16, 2, 3, 0, 0, 0];
         let mut epochs: BTreeMap<u64, u64> = BTreeMap::new();
@@ -200,7 +200,7 @@ proptest! {
                     }
                 }
                 2 => {
-                    // Of a model on one of those with blocks, as its coordinator tells.
+                    // A model on one of the shards with blocks, as its coordinator reports it.
                     let owner = who % 3;
                     let record = record_at("m", n, u64::from(number), believes[owner]);
                     let told = restore(&mut core, &record, &[(believes[owner], addresses[owner])]);

@@ -162,7 +162,7 @@ impl Maker {
         Ok(queue_pair)
     }
 
-    /// The thread passes over what else it hears of a queue pair.
+    /// The thread ignores further events of the queue pair.
     pub fn leave(&self, queue_pair: &QueuePair, number: usize) {
         self.pollers.assigned(number).leave(queue_pair);
     }

@@ -29,10 +29,10 @@ pub(super) struct Shared {
     pub connections: Arc<AtomicUsize>,
 }
 
-/// Says what is served on a queue pair that a peer has asked for; `None` hangs up.
+/// Names the stream to serve on a queue pair that a peer has asked for; `None` hangs up.
 pub(super) type Accept =
     Box<dyn FnMut(&Arc<QueuePair>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
-/// Says what is served on a queue pair that was asked for, or hears why there is none.
+/// Names the stream to serve on a requested queue pair, or hears why there is none.
 pub(super) type Then = Box<dyn FnOnce(Result<&Arc<QueuePair>, String>) -> Option<Box<dyn Stream>> + Send>;
 
 pub(super) enum Command {

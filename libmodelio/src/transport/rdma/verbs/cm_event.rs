@@ -89,7 +89,7 @@ impl CmChannel {
             let conn = unsafe { &event.param.conn };
             if !conn.private_data.is_null() {
                 let len = usize::from(conn.private_data_len);
-                // SAFETY: the pointer is to so many bytes, as long as the event is not acknowledged.
+                // SAFETY: the pointer is to that many bytes, as long as the event is not acknowledged.
                 let bytes = unsafe { std::slice::from_raw_parts(conn.private_data.cast::<u8>(), len) };
                 private.extend_from_slice(bytes);
             }

@@ -101,7 +101,7 @@ pub fn devices() -> Result<Vec<DeviceInfo>, VerbsError> {
     let mut found = Vec::new();
     let mut failed = None;
     for index in 0..usize::try_from(count).unwrap_or(0) {
-        // SAFETY: the list has so many entries; a device lives as long as the list does.
+        // SAFETY: the list has that many entries; a device lives as long as the list does.
         let opened = unsafe { NonNull::new(sys::ibv_open_device(*list.add(index))) };
         let Some(opened) = opened else {
             failed = Some(VerbsError::last("opening an RDMA device"));
@@ -140,7 +140,7 @@ pub fn contexts() -> Result<&'static [Context], VerbsError> {
         });
     }
     let all = (0..usize::try_from(count).unwrap_or(0))
-        // SAFETY: the list has so many entries.
+        // SAFETY: the list has that many entries.
         .filter_map(|index| NonNull::new(unsafe { *list.add(index) }).map(Context))
         .collect::<Vec<_>>();
     match all.is_empty() {
@@ -192,7 +192,8 @@ impl Context {
     /// them.
     pub(crate) fn next_trouble(self) -> Option<Trouble> {
         let mut event = std::mem::MaybeUninit::<sys::ibv_async_event>::zeroed();
-        // SAFETY: the call fills the event if it says so; each is acknowledged once, as destroying what it is of asks.
+        // SAFETY: the call fills the event if it says so; each event is acknowledged once, before its object
+        // is destroyed.
         let (kind, text) = unsafe {
             if sys::ibv_get_async_event(self.raw(), event.as_mut_ptr()) != 0 {
                 return None;
@@ -239,7 +240,7 @@ impl Context {
         Ok((wide(attributes.max_qp_wr), wide(attributes.max_cqe), wide(attributes.max_srq_wr)))
     }
 
-    /// One of its ports.
+    /// A port of the device.
     ///
     /// # Errors
     /// [`VerbsError::Port`] if there is none of that number.

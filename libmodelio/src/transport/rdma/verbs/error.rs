@@ -75,7 +75,7 @@ pub enum VerbsError {
         /// The number that might wait at once.
         wanted: u32,
     },
-    /// The kernel does not let so much memory be pinned.
+    /// The kernel does not let that much memory be pinned.
     #[error(
         "{bytes} bytes cannot be registered: RLIMIT_MEMLOCK is {limit} bytes; raise it (ulimit -l unlimited, or \
          LimitMEMLOCK=infinity in a systemd unit)"

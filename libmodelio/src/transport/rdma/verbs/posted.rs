@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::work::{Done, Finished, Work};
 
-/// Work of all queue pairs has numbers of its own, so that late news of a queue pair that is gone are not taken for
-/// those of another that got its number: so many bits of them are a queue pair's.
+/// The bits of a number that count work of one queue pair. Numbers of work are unique over all queue pairs,
+/// so that late completions of a pair that is gone are not taken for those of another pair that got its
+/// number.
 const WORK_BITS: u32 = 36;
 const MOST_PAIRS: u64 = (1 << (63 - WORK_BITS)) - 1;
 static PAIRS: AtomicU64 = AtomicU64::new(0);

@@ -259,7 +259,7 @@ impl Poller {
 
     fn take(&self, done: &mut Vec<Completion>) -> Result<bool, VerbsError> {
         let mut news: [MaybeUninit<sys::ibv_wc>; BATCH] = [const { MaybeUninit::uninit() }; BATCH];
-        // SAFETY: the queue lives; the call fills as many entries as it says, at most so many.
+        // SAFETY: the queue lives; the call fills as many entries as it says, and no more than the array has.
         let count = unsafe { sys::ibv_poll_cq(self.raw(), BATCH as i32, news.as_mut_ptr().cast()) };
         let Ok(count) = usize::try_from(count) else {
             return Err(VerbsError::last("polling a completion queue"));

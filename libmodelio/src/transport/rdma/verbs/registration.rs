@@ -17,7 +17,7 @@ use crate::bytes::mmap::Mapping;
 
 /// Registrations that are good to have, and can be done without.
 pub trait Spare: Send + Sync {
-    /// Gives up what there is of them: it goes when nothing uses it any more.
+    /// Gives the registrations up: each goes when nothing uses it any more.
     fn give_up(&self);
 }
 

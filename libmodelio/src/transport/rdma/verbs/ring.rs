@@ -32,9 +32,9 @@ const END: u32 = 2 << 30;
 /// How the peer learns that something was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notify {
-    /// By immediate data, which it is woken by.
+    /// Immediate data, which wakes it.
     Immediate,
-    /// By a word in its memory, which it polls.
+    /// A word in its memory, which it polls.
     Flag,
 }
 
@@ -260,8 +260,8 @@ impl Rings {
         }
     }
 
-    /// Writes a word of the peer's. It lies in one of so many places that it stays until it is written, as no more work
-    /// than there are is outstanding.
+    /// Writes a word in the peer's memory. The word stays in its place until it is written: there are more
+    /// places than pieces of work can be outstanding.
     fn flag(&mut self, kind: u32, count: u32, peer: Remote) -> Work {
         let start = RING + self.next_word * size_of::<u32>();
         self.next_word = (self.next_word + 1) % (WORDS / size_of::<u32>());
