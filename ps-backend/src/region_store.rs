@@ -201,6 +201,17 @@ impl RegionStore {
         self.versions.unpin(version, count);
     }
 
+    /// Somebody outside of this process shows `version` from now on, who holds a pin until now. The store waits for it as
+    /// for a pin, unless it needs the buffer: then it lets go of it, and the kernel keeps it for whoever has it mapped.
+    pub fn show_outside(&mut self, version: Version) {
+        self.versions.show(version);
+    }
+
+    /// One of those does not show it any more.
+    pub fn unshow(&mut self, version: Version) {
+        self.versions.unshow(version);
+    }
+
     /// Somebody outside of this process may go on reading the buffer of `version`, and nobody knows for how long. The
     /// buffer is not used for another version: once this one is over, the store lets go of it, and the kernel keeps it
     /// for whoever has it mapped. The caller holds a pin.
@@ -208,8 +219,9 @@ impl RegionStore {
         self.versions.give_up(version);
     }
 
-    /// Recycles versions that are neither retained nor pinned, and finds the next version's buffer if
-    /// it has none. Returns whether it has one now.
+    /// Recycles versions that are neither retained nor needed, and finds the next version's buffer if it has none: where all
+    /// are in use, it takes one in place of the oldest that is only shown outside of this process. Returns whether it has
+    /// one now.
     pub fn recycle(&mut self, retain: usize, max: usize) -> bool {
         for version in self.versions.idle(retain) {
             match self.versions.remove(version) {
@@ -220,6 +232,14 @@ impl RegionStore {
         }
         if self.back.is_none() {
             self.back = self.free.pop();
+        }
+        if self.back.is_none()
+            && self.total() >= max
+            && let Some(version) = self.versions.oldest_shown(retain)
+        {
+            tracing::debug!(%version, "is shown by a client on this host, which keeps its buffer");
+            self.versions.remove(version);
+            self.live -= 1;
         }
         if self.back.is_none() && self.total() < max {
             match self.allocate() {

@@ -244,11 +244,14 @@ impl Shared {
     pub(super) fn unpin(&self, version: Version, count: u64) {
         let mut inner = self.inner.lock();
         inner.versions.unpin(version, count);
+        let is_old = version < inner.core.version();
+        if is_old {
+            let (retain, max) = inner.bounds();
+            inner.versions.recycle(retain, max);
+        }
         match &self.local {
             None => inner.wake_all(),
-            Some(local) if version < inner.core.version() => {
-                let (retain, max) = inner.bounds();
-                inner.versions.recycle(retain, max);
+            Some(local) if is_old => {
                 drop(inner);
                 local.shard.find_buffer();
             }

@@ -1,4 +1,4 @@
-//! The versions that a client shows: buffers of the model's size, pulled into and recycled.
+//! The versions that a client shows: buffers of the model's size, pulled into and recycled, or the shard's own.
 //!
 //! A buffer belongs to whoever pulls or writes into it until it is published; from then on nobody writes it before it
 //! is recycled, which waits for its pins.
@@ -94,7 +94,9 @@ impl Versions {
     /// Whether a spare buffer is worth its while, and then must be added: fewer exist than are going to be used in
     /// turn (the newest version, the `retain` before it, and the next), none is free, and none on its way.
     pub fn wants_spare(&mut self, retain: usize, max: usize) -> bool {
-        let wants = !self.coming && self.free.is_empty() && self.total() < max.min(retain + 2);
+        // Where the shard's own are shown, nothing is pulled into a buffer.
+        let pulls = self.newest().is_none_or(|(_, newest)| newest.hold.is_none());
+        let wants = pulls && !self.coming && self.free.is_empty() && self.total() < max.min(retain + 2);
         self.coming |= wants;
         wants
     }
@@ -171,7 +173,13 @@ impl Versions {
         }
     }
 
-    /// `version` lies in the shard's own memory, which `hold` keeps as it is.
+    /// Whether one more version may be shown where it lies: there are fewer than `max` of those that are needed.
+    pub fn has_room(&mut self, retain: usize, max: usize) -> bool {
+        self.recycle(retain, max);
+        self.total() - self.free.len() - usize::from(self.back.is_some()) < max
+    }
+
+    /// `version` lies in the shard's own memory, which `hold` keeps as it is. Buffers for what is pulled are needed no more.
     pub fn show(
         &mut self,
         version: Version,
@@ -179,6 +187,8 @@ impl Versions {
         at: SystemTime,
         hold: Arc<dyn Any + Send + Sync>,
     ) {
+        self.free.clear();
+        self.back = None;
         self.shown.insert(version, Shown { buffer, at, pins: 0, hold: Some(hold) });
     }
 
@@ -249,6 +259,32 @@ mod tests {
         assert!(versions.back(1, 3).unwrap().is_some());
         assert_eq!(versions.numbers().collect::<Vec<_>>(), [2, 3].map(Version));
         assert!(!versions.pin(Version(1)));
+    }
+
+    #[test]
+    fn versions_that_lie_with_the_shard_take_no_buffers_and_are_let_go_of_in_turn() {
+        let mut versions = Versions::new(4096);
+        versions.back(1, 4).unwrap();
+        versions.publish(Version(1));
+        versions.back(1, 4).unwrap();
+        assert!(versions.wants_spare(1, 4));
+        versions.no_spare();
+        let mut holds = Vec::new();
+        for version in (2..=4).map(Version) {
+            assert!(versions.has_room(1, 4), "{version}");
+            let hold: Arc<dyn Any + Send + Sync> = Arc::new(());
+            holds.push(Arc::downgrade(&hold));
+            let memory = Arc::new(memory(4096).unwrap());
+            versions.show(version, Region::new(memory, RegionKey(version.0)), SystemTime::now(), hold);
+            assert!(versions.pin(version));
+            assert!(!versions.wants_spare(1, 4));
+        }
+        // The first one was recycled, and its buffer given back.
+        assert_eq!(versions.buffers(), (3, 0));
+        assert!(!versions.has_room(1, 3) && holds.iter().all(|hold| hold.strong_count() == 1));
+        versions.unpin(Version(2), 1);
+        assert!(versions.has_room(1, 3));
+        assert_eq!(holds.iter().map(std::sync::Weak::strong_count).collect::<Vec<_>>(), [0, 1, 1]);
     }
 
     #[test]

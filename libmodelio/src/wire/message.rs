@@ -585,6 +585,22 @@ pub enum Message {
         /// The life of the model.
         generation: Generation,
     },
+
+    // -- a client and a shard that share memory, again
+    /// Send this version as a whole, where it lies. To a shard that has all blocks of the model. Answered by `VersionAt`, or
+    /// by its blocks.
+    PullWhole {
+        /// Which.
+        version: Version,
+    },
+    /// A version, which is all of a region of the shard's. It has a request's number, and is answered by `Done` when the
+    /// client does not show the version any more.
+    VersionAt {
+        /// Which.
+        version: Version,
+        /// Which region.
+        region: u32,
+    },
 }
 
 /// The state of a job that a client needs.

@@ -506,6 +506,10 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(generation, snapshot)| Message::Release { generation, snapshot })
             .boxed(),
         id64(Generation).prop_map(|generation| Message::BeginAt { generation }).boxed(),
+        id64(Version).prop_map(|version| Message::PullWhole { version }).boxed(),
+        (id64(Version), any::<u32>())
+            .prop_map(|(version, region)| Message::VersionAt { version, region })
+            .boxed(),
     ]
 }
 

@@ -41,7 +41,7 @@ use job::Alive;
 pub use job::{Part, PartitionJob, Target};
 pub use kept::KeptState;
 pub use merge::Merge;
-pub use pinned::PinnedVersion;
+pub use pinned::{PinnedVersion, ShownVersion};
 use sums::Sums;
 
 /// The reason why an operation failed. Nothing has changed then.

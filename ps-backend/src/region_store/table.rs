@@ -15,6 +15,8 @@ pub struct Published<B> {
     /// Since when.
     pub at: SystemTime,
     pins: u64,
+    /// Those outside of this process that show it until they say otherwise.
+    shows: u64,
     /// Somebody outside of this process may read the buffer for as long as it likes: it is never written again.
     given_up: bool,
 }
@@ -44,7 +46,7 @@ impl<B> Table<B> {
 
     /// Adds a version.
     pub fn insert(&mut self, version: Version, buffer: B, at: SystemTime) {
-        self.all.insert(version, Published { buffer, at, pins: 0, given_up: false });
+        self.all.insert(version, Published { buffer, at, pins: 0, shows: 0, given_up: false });
     }
 
     /// The first version is this one from now on.
@@ -67,27 +69,58 @@ impl<B> Table<B> {
         }
     }
 
-    /// Somebody outside of this process may go on reading the buffer of `version`, and nobody knows for how long. The
-    /// buffer is not used for another version. The caller holds a pin.
-    pub fn give_up(&mut self, version: Version) {
+    /// Somebody outside of this process shows `version`, who holds a pin until now: its buffer is not written before that is
+    /// over, see [`Self::unshow`], but it may be let go of.
+    pub fn show(&mut self, version: Version) {
         if let Some(published) = self.all.get_mut(&version) {
             debug_assert!(published.pins > 0, "{version} may have been used again");
+            published.shows += 1;
+        }
+    }
+
+    /// One of those does not show it any more.
+    pub fn unshow(&mut self, version: Version) {
+        if let Some(published) = self.all.get_mut(&version) {
+            debug_assert!(published.shows > 0, "nobody shows {version}");
+            published.shows = published.shows.saturating_sub(1);
+        }
+    }
+
+    /// Somebody outside of this process may go on reading the buffer of `version`, and nobody knows for how long. The
+    /// buffer is not used for another version. The caller holds a pin, or shows it.
+    pub fn give_up(&mut self, version: Version) {
+        if let Some(published) = self.all.get_mut(&version) {
+            debug_assert!(published.pins + published.shows > 0, "{version} may have been used again");
             published.given_up = true;
         }
     }
 
-    /// Versions that are neither pinned nor among the newest one and the `retain` before it.
+    /// Versions that are neither needed nor among the newest one and the `retain` before it.
     pub fn idle(&self, retain: usize) -> Vec<Version> {
-        let keep = self.all.keys().rev().nth(retain).copied().unwrap_or(Version(0));
-        let older = self.all.range(..keep);
-        older.filter(|(_, published)| published.pins == 0).map(|(&version, _)| version).collect()
+        self.unpinned(retain).filter(|(_, shows)| *shows == 0).map(|(version, _)| version).collect()
     }
 
-    /// A version that is idle is no more.
+    /// The oldest version that is not idle only because it is shown outside of this process.
+    pub fn oldest_shown(&self, retain: usize) -> Option<Version> {
+        self.unpinned(retain).find(|(_, shows)| *shows > 0).map(|(version, _)| version)
+    }
+
+    /// Those that are not retained and that nobody reads in this process, with the number of those who show them.
+    fn unpinned(&self, retain: usize) -> impl Iterator<Item = (Version, u64)> {
+        let keep = self.all.keys().rev().nth(retain).copied().unwrap_or(Version(0));
+        let older = self.all.range(..keep).filter(|(_, published)| published.pins == 0);
+        older.map(|(&version, published)| (version, published.shows))
+    }
+
+    /// A version that nobody reads in this process is no more.
     pub fn remove(&mut self, version: Version) -> Option<Left<B>> {
         let published = self.all.remove(&version)?;
         debug_assert!(published.pins == 0, "{version} is needed");
-        Some(if published.given_up { Left::GivenUp } else { Left::Free(published.buffer) })
+        Some(if published.given_up || published.shows > 0 {
+            Left::GivenUp
+        } else {
+            Left::Free(published.buffer)
+        })
     }
 }
 
@@ -102,6 +135,30 @@ impl<B> Deref for Table<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_version_that_is_shown_elsewhere_can_be_let_go_of_and_is_never_written_again() {
+        let at = SystemTime::UNIX_EPOCH;
+        let mut table = Table::new(Version(0), "a", at);
+        for version in [0, 1, 2].map(Version) {
+            assert!(table.pin(version));
+            table.show(version);
+            table.unpin(version, 1);
+            table.insert(version.next(), "b", at);
+        }
+        assert_eq!((table.idle(1), table.oldest_shown(1)), (vec![], Some(Version(0))));
+        // One that is read here, too, is needed.
+        assert!(table.pin(Version(0)));
+        assert_eq!(table.oldest_shown(1), Some(Version(1)));
+        table.unshow(Version(1));
+        assert_eq!((table.idle(1), table.oldest_shown(1)), (vec![Version(1)], None));
+        assert_eq!(table.remove(Version(1)), Some(Left::Free("b")));
+        table.unpin(Version(0), 1);
+        assert_eq!(table.remove(Version(0)), Some(Left::GivenUp));
+        // Whoever shows it says so in the end.
+        table.unshow(Version(0));
+        assert_eq!(table.oldest_shown(1), None, "2 is retained");
+    }
 
     #[test]
     fn memory_that_a_silent_reader_may_still_read_is_never_written_again() {

@@ -98,6 +98,16 @@ impl Versions {
         self.all.unpin(version, count);
     }
 
+    /// See [`Table::show`].
+    pub(super) fn show(&mut self, version: Version) {
+        self.all.show(version);
+    }
+
+    /// See [`Table::unshow`].
+    pub(super) fn unshow(&mut self, version: Version) {
+        self.all.unshow(version);
+    }
+
     /// See [`Table::give_up`].
     pub(super) fn give_up(&mut self, version: Version) {
         self.all.give_up(version);

@@ -46,8 +46,8 @@ struct Data {
     reservation: Option<Reservation>,
     /// When what waits for such a plan is to be looked at again.
     rouse_at: Option<Instant>,
-    /// Blocks that it has asked for.
-    pulls: VecDeque<(Version, Range<u32>)>,
+    /// Blocks that it has asked for, or the version as a whole.
+    pulls: VecDeque<(Version, Option<Range<u32>>)>,
     /// The version that is being sent.
     pinned: Option<Arc<PinnedVersion>>,
     /// What both ends see, if the client is on this host.
@@ -350,23 +350,31 @@ impl Data {
                     }
                 }
             }
+            let Some(pinned) = &self.pinned else { continue };
+            let Some(blocks) = blocks else {
+                let whole = self.memory.as_mut().and_then(|memory| memory.whole(&self.partition, pinned));
+                if whole.is_some() {
+                    self.pulls.pop_front();
+                    return whole;
+                }
+                *blocks = Some(0..self.partition.layout().blocks());
+                continue;
+            };
             let Some(block) = blocks.next() else {
                 self.pulls.pop_front();
                 continue;
             };
-            if let Some(pinned) = &self.pinned {
-                let outgoing = match &mut self.memory {
-                    Some(memory) => memory.block(&self.partition, pinned, BlockId(block)),
-                    None => self.partition.block(pinned, BlockId(block)),
-                };
-                #[cfg(feature = "rdma")]
-                if let (Some(_), Some(Outgoing { payload: Some(piece), .. })) = (&self.remote, &outgoing) {
-                    // Through the ring: who asks for it instead of reading it gets it all the same.
-                    self.partition.store().tally().copied(Flow::Pull, piece.len());
-                }
-                if outgoing.is_some() {
-                    return outgoing;
-                }
+            let outgoing = match &mut self.memory {
+                Some(memory) => memory.block(&self.partition, pinned, BlockId(block)),
+                None => self.partition.block(pinned, BlockId(block)),
+            };
+            #[cfg(feature = "rdma")]
+            if let (Some(_), Some(Outgoing { payload: Some(piece), .. })) = (&self.remote, &outgoing) {
+                // Through the ring: who asks for it instead of reading it gets it all the same.
+                self.partition.store().tally().copied(Flow::Pull, piece.len());
+            }
+            if outgoing.is_some() {
+                return outgoing;
             }
         }
     }
@@ -430,11 +438,16 @@ impl Data {
                     link.send(Outgoing { epoch: self.partition.epoch, ..Outgoing::new(0, missing) });
                 }
             }
-            Message::Pull { version, blocks } => {
-                if self.pulls.len() >= MAX_PULLS {
-                    return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
-                }
-                self.pulls.push_back((*version, blocks.clone()));
+            Message::Pull { .. } | Message::PullWhole { .. } if self.pulls.len() >= MAX_PULLS => {
+                return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
+            }
+            Message::Pull { version, blocks } => self.pulls.push_back((*version, Some(blocks.clone()))),
+            // Its memory is the model's bytes.
+            Message::PullWhole { version }
+                if self.memory.is_some()
+                    && self.partition.layout().size() == self.partition.model_bytes() =>
+            {
+                self.pulls.push_back((*version, None));
             }
             other => return Err(Refusal::Role { what: other.name().to_owned() }),
         }

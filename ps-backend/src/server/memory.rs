@@ -1,18 +1,20 @@
 //! Clients on this host: they are met on a Unix socket, and blocks are read where they lie.
 //!
-//! A block that a client pushes is named, and reduced straight out of the client's memory. A block of a version that it
-//! pulls is named, too, and the client copies it: the version is pinned until it says that it has. If the connection
-//! ends before, the client may be copying still, however long it was silent: the shard lets go of that version's buffer
-//! and never writes it again. Nothing of a client's is ever written here.
+//! A block that a client pushes is named, and reduced straight out of the client's memory. A version that it pulls is named
+//! as a whole where the shard has all blocks of the model, and the client shows it where it lies until it says that it does
+//! no more. Elsewhere each block of it is named, and the client copies it: the version is pinned until it says that it has.
+//! If the connection ends before, the client may be reading still, however long it was silent: the shard lets go of that
+//! version's buffer and never writes it again. Nothing of a client's is ever written here.
 //!
 //! One of the modules that hold `unsafe`: a client's memory is read.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
 use libmodelio::transport::shm::{self, Descriptors, Lender, Meeting, Regions, Threads};
 use libmodelio::transport::tally::Flow;
@@ -23,11 +25,11 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Shutdown, SockFlag, accept4, shutdown};
 
 use super::partition::{Lent, Partition, Push, Reserved, Room, Sender};
-use crate::partition::store::PinnedVersion;
+use crate::partition::store::{PinnedVersion, ShownVersion};
 
 /// Connections through shared memory, at most: each has a thread.
 pub(super) const MAX_CONNECTIONS: usize = 512;
-/// Blocks of versions that one client may be copying, at most.
+/// Blocks of versions that one client may be copying, at most, and versions that it may show.
 const MAX_LENT: usize = 256;
 /// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
 const AHEAD: usize = 512;
@@ -50,6 +52,8 @@ pub(super) struct Memory {
     lent: Lender,
     /// Blocks that the client copies, by request, in order.
     copied: VecDeque<(u64, Arc<PinnedVersion>)>,
+    /// Versions that it shows, by request.
+    shown: BTreeMap<u64, ShownVersion>,
     last_request: u64,
     ready: VecDeque<Outgoing>,
     /// Pushes that came too early, and where their payload lies. What is behind them is read all the same: it may say
@@ -65,6 +69,7 @@ impl Memory {
             borrowed: Regions::new(0),
             lent: Lender::default(),
             copied: VecDeque::new(),
+            shown: BTreeMap::new(),
             last_request: 0,
             ready: VecDeque::new(),
             early: VecDeque::new(),
@@ -87,6 +92,38 @@ impl Memory {
         self.copied.len() >= MAX_LENT
     }
 
+    /// The number under which the client knows memory of versions.
+    fn lend(&mut self, partition: &Partition, memory: &Arc<Mapping>) -> Option<u32> {
+        for region in self.lent.gone() {
+            self.ready.push_back(saying(partition, 0, Message::Unshare { region }));
+        }
+        let lent = self.lent.lend(memory, &self.descriptors);
+        let (region, new) = lent
+            .inspect_err(
+                |error| tracing::warn!(model = %partition.model, %error, "a version is sent, not shared"),
+            )
+            .ok()?;
+        if let Some(bytes) = new {
+            self.ready.push_back(saying(partition, 0, Message::Share { region, bytes }));
+        }
+        Some(region)
+    }
+
+    /// A version, named as a whole. None if its blocks are to go instead.
+    pub(super) fn whole(&mut self, partition: &Partition, version: &Arc<PinnedVersion>) -> Option<Outgoing> {
+        if self.shown.len() >= MAX_LENT {
+            return None;
+        }
+        let memory = version.region().0.memory();
+        let region = self.lend(partition, memory)?;
+        partition.store().tally().moved(Flow::Pull, memory.len());
+        self.last_request += 1;
+        self.shown.insert(self.last_request, version.show());
+        let named = Message::VersionAt { version: version.version(), region };
+        self.ready.push_back(saying(partition, self.last_request, named));
+        self.ready()
+    }
+
     /// A block of a version, named; or sent through the ring if its memory cannot be shared.
     pub(super) fn block(
         &mut self,
@@ -95,22 +132,12 @@ impl Memory {
         block: BlockId,
     ) -> Option<Outgoing> {
         let local = partition.store().partition().local(block)?;
-        for region in self.lent.gone() {
-            self.ready.push_back(saying(partition, 0, Message::Unshare { region }));
-        }
         let (memory, offset) = version.place(local);
-        let (region, new) = match self.lent.lend(memory, &self.descriptors) {
-            Ok(lent) => lent,
-            Err(error) => {
-                tracing::warn!(model = %partition.model, %error, "a version is sent, not shared");
-                // Through the ring.
-                partition.store().tally().copied(Flow::Pull, version.block(local).len());
-                return partition.block(version, block);
-            }
+        let Some(region) = self.lend(partition, memory) else {
+            // Through the ring.
+            partition.store().tally().copied(Flow::Pull, version.block(local).len());
+            return partition.block(version, block);
         };
-        if let Some(bytes) = new {
-            self.ready.push_back(saying(partition, 0, Message::Share { region, bytes }));
-        }
         partition.store().tally().moved(Flow::Pull, version.block(local).len());
         self.last_request += 1;
         let named = Message::BlockAt { version: version.version(), block, region, offset };
@@ -133,6 +160,7 @@ impl Memory {
             }
             Message::Unshare { region } => self.borrowed.unshare(region).map_err(Refusal::other)?,
             Message::Done => match self.copied.front() {
+                _ if self.shown.remove(&request).is_some() => {}
                 Some((first, _)) if *first == request => drop(self.copied.pop_front()),
                 _ => return Err(Refusal::other(format!("request {request} is not the next to be answered"))),
             },
@@ -199,6 +227,13 @@ impl Drop for Memory {
                 version.give_up();
             }
         }
+        if !self.shown.is_empty() {
+            tracing::info!(
+                count = self.shown.len(),
+                "a client may still show versions: their buffers are not used again"
+            );
+        }
+        self.shown.values().for_each(ShownVersion::give_up);
     }
 }
 

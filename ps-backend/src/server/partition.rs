@@ -63,6 +63,9 @@ pub(super) enum ToCoordinator {
 /// Sums of a block that there can be, whatever the number of learners: of concluded plans, and of the running one.
 const SUMS: usize = 2;
 
+/// Version buffers that there are for clients that retain many: each takes a region of their connections.
+const MOST_BUFFERS: usize = 32;
+
 struct State {
     core: PartitionCore,
     /// The plan that was started last, for its beginning.
@@ -163,7 +166,10 @@ impl Partition {
         if let Some(available) = available.filter(|&available| available < needed) {
             return Err(MakeError::Room { needed, available });
         }
-        let store = PartitionStore::new(partition, controls.reducer, Limits::default())?;
+        // Mounts on this host may show as many as they retain, where they lie.
+        let limits = Limits::default();
+        let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
+        let store = PartitionStore::new(partition, controls.reducer, Limits { buffers, ..limits })?;
         // All that it can ever need, so that a job that begins with one learner has room for the others.
         store.prefault_sums(SUMS).map_err(PartitionError::from)?;
         Ok(Partition::of(record, (layout.size(), false), store, pool))

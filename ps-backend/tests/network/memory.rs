@@ -6,6 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use half::bf16;
+use libmodelio::admin::AdminPeer;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{ClientError, TransportChoice};
 use libmodelio::transport::TransportKind;
@@ -438,6 +439,116 @@ fn a_version_that_is_read_when_its_connection_ends_is_never_written_over() {
         assert!(all_are(held, version as f32), "version {version} was written over");
     }
     client.shut_down();
+}
+
+impl Raw {
+    /// Asks for `version` as a whole, and says of nothing that it is shown no more: the request that is to be answered.
+    fn show(&mut self, regions: &mut Regions, version: Version) -> (u64, Arc<Mapping>) {
+        self.say(Message::PullWhole { version });
+        loop {
+            let received = self.hear_of_all_but_pings();
+            match received.message {
+                Message::Share { region, bytes } => regions.share(region, bytes, &self.descriptors).unwrap(),
+                Message::Unshare { region } => regions.unshare(region).unwrap(),
+                Message::VersionAt { version: of, region } => {
+                    assert_eq!(of, version);
+                    let memory = regions.whole(region, BYTES as usize).unwrap();
+                    return (received.header.request(), memory);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+/// Whether all of a version is `value`.
+fn is_all(memory: &Mapping, value: f32) -> bool {
+    // SAFETY: what is read is compared, and nothing else.
+    unsafe { memory.floats(0..BYTES as usize / 4) }.iter().all(|&weight| weight == value)
+}
+
+#[test]
+fn a_shard_whose_buffers_are_all_shown_by_a_client_goes_on_with_others() {
+    const SHOWN: u64 = 12;
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    let (mut raw, mut regions) = (Raw::welcomed(&world), Regions::new(BYTES));
+    let mut shown = Vec::new();
+    for version in 0..SHOWN {
+        shown.push(raw.show(&mut regions, Version(version)));
+        go_on(&learner, version + 1, version + 1);
+    }
+    // It has no more memory than its own buffers.
+    let memory = memory_of_shard(&world);
+    assert!(memory <= (6 + 2) * (BYTES + 4096), "{memory} bytes");
+    assert!(shown.iter().zip(0..).all(|((_, memory), version)| is_all(memory, version as f32)));
+    // It takes note of those that it has let go of, too, in any order; and once of each.
+    for (request, _) in shown.iter().rev() {
+        raw.ask(*request, Message::Done);
+    }
+    go_on(&learner, SHOWN + 1, SHOWN + 12);
+    // The buffer that it has had last of all is used again.
+    let (_, last) = raw.show(&mut regions, Version(SHOWN + 12));
+    raw.ask(shown[0].0, Message::Done);
+    assert!(raw.refused().to_string().contains("is not the next"));
+    // That ends the connection, so this one is not.
+    go_on(&learner, SHOWN + 13, SHOWN + 24);
+    assert!(is_all(&last, (SHOWN + 12) as f32), "it was written over");
+    client.shut_down();
+}
+
+fn memory_of_shard(world: &World) -> u64 {
+    let deadline = Instant::now() + LONG;
+    let mut peer = AdminPeer::connect(&world.servers[0].address().to_string(), deadline).unwrap();
+    let (_, payload) = peer.request(&Message::Status, &[], deadline).unwrap();
+    let status: serde_json::Value = serde_json::from_slice(&payload).unwrap();
+    status["models"][0]["memory_bytes"].as_u64().unwrap()
+}
+
+#[test]
+fn a_shard_that_has_some_of_the_blocks_shows_no_version_as_a_whole() {
+    let world = World::new(2, BYTES, &[("reducer", "sum")], Way::Memory);
+    let mut raw = Raw::welcomed(&world);
+    raw.say(Message::PullWhole { version: Version(0) });
+    assert!(matches!(raw.refused(), Refusal::Role { .. }));
+}
+
+#[test]
+fn a_client_that_holds_all_versions_that_it_may_shows_no_newer_one_and_holds_up_nobody() {
+    let settings = [("reducer", "sum"), ("learners", "1"), ("max_versions", "4")];
+    let world = World::new(1, BYTES, &settings, Way::Memory);
+    let (client, reader) = (world.client(), world.client());
+    let learner = Learner::join(&client, "l");
+    let shows = |version: Version| {
+        let until = Instant::now() + LONG;
+        while reader.version() < version {
+            assert!(Instant::now() < until, "{} instead of {version}", reader.version());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    for version in 0..4 {
+        shows(Version(version));
+        assert!(reader.pin(Version(version)));
+        go_on(&learner, version + 1, version + 1);
+    }
+    go_on(&learner, 5, 20);
+    assert_eq!((reader.version(), reader.status().buffers.0), (Version(3), 4));
+    for version in 0..4 {
+        let (_, weights) = read(&reader, Version(version));
+        assert!(weights.iter().all(|&weight| weight == version as f32), "{version}");
+    }
+    reader.unpin(Version(1), 1);
+    shows(Version(20));
+    assert_eq!(reader.payload().unwrap().pull_copied_bytes, 0);
+    // Where the shard ends, what is shown stays.
+    world.servers[0].shut_down();
+    for version in [0, 2, 3, 20] {
+        let (_, weights) = read(&reader, Version(version));
+        assert!(weights.iter().all(|&weight| weight == version as f32), "{version}");
+    }
+    client.shut_down();
+    reader.shut_down();
 }
 
 #[test]

@@ -15,7 +15,12 @@ const ALL: u64 = STEPS * BYTES;
 
 /// What a client and its shard have counted after some steps of a learner.
 fn counted(way: Way) -> (Payloads, Payloads) {
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+    counted_with(1, way)
+}
+
+/// The same, of the client and the first of so many shards.
+fn counted_with(shards: usize, way: Way) -> (Payloads, Payloads) {
+    let world = World::new(shards, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     let client = world.client();
     let learner = Learner::join(&client, "l");
     let before = client.payload().unwrap();
@@ -58,12 +63,20 @@ fn pushed_and_pulled(counts: &Payloads, pulled: u64) {
 }
 
 #[test]
-fn over_shared_memory_each_pulled_byte_is_copied_once_and_no_pushed_one() {
+fn over_shared_memory_no_byte_of_a_model_with_one_shard_is_copied() {
     let (ours, shards) = counted(Way::Memory);
     pushed_and_pulled(&ours, ALL);
-    assert_eq!((ours.push_copied_bytes, ours.pull_copied_bytes), (0, ours.pulled_bytes));
+    assert_eq!((ours.push_copied_bytes, ours.pull_copied_bytes), (0, 0));
     pushed_and_pulled(&shards, shards.pulled_bytes);
     assert!(shards.pulled_bytes >= ALL + BYTES, "{shards:?}");
+    assert_eq!((shards.push_copied_bytes, shards.pull_copied_bytes), (0, 0));
+}
+
+#[test]
+fn over_shared_memory_each_pulled_byte_of_several_shards_is_copied_once_and_no_pushed_one() {
+    let (ours, shards) = counted_with(2, Way::Memory);
+    pushed_and_pulled(&ours, ALL);
+    assert_eq!((ours.push_copied_bytes, ours.pull_copied_bytes), (0, ours.pulled_bytes));
     assert_eq!((shards.push_copied_bytes, shards.pull_copied_bytes), (0, 0));
 }
 

@@ -12,6 +12,17 @@ use crate::wire::Message;
 /// Blocks that one pull request asks for.
 pub const PULL_BLOCKS: usize = 4;
 
+/// How a version comes as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whole {
+    /// It is to be asked for.
+    Ask(Version),
+    /// Another connection asks for it, or it was asked for.
+    Awaited,
+    /// It does not: it comes in blocks.
+    Not,
+}
+
 #[derive(Debug)]
 pub(super) struct Pull {
     pub(super) version: Version,
@@ -97,6 +108,22 @@ impl ClientCore {
         Some(Message::Pull { version: pull.version, blocks: first as u32..last as u32 + 1 })
     }
 
+    /// Whether the version that is pulled comes as a whole, from a shard that has all blocks of the model. Whoever `asks`
+    /// for it does so where the answer is [`Whole::Ask`].
+    pub fn pull_whole(&mut self, asks: bool, now: Now) -> Whole {
+        let (1, Some(pull), 0) = (self.owned.len(), &mut self.pull, self.landing) else { return Whole::Not };
+        let receiving = &mut pull.parts[0];
+        if pull.left < self.blocks || !(receiving.asked.is_clear() || receiving.asked == receiving.missing) {
+            return Whole::Not;
+        }
+        if !asks || receiving.retry.is_some() || !receiving.asked.is_clear() {
+            return Whole::Awaited;
+        }
+        receiving.asked.clone_from(&receiving.missing);
+        receiving.moved = now;
+        Whole::Ask(pull.version)
+    }
+
     /// How many blocks a request asks a shard for.
     pub fn asked_in(&self, part: Part, blocks: &Range<u32>) -> usize {
         self.owned[part].count_ones(blocks.start as usize..blocks.end as usize)
@@ -162,12 +189,14 @@ impl ClientCore {
         self.start_pull(now, actions);
     }
 
-    /// The version that is being pulled is here as a whole, and nothing has to come.
-    pub fn is_here(&mut self, version: Version, actions: &mut Vec<Action>) {
-        if self.landing == 0 && self.pull.take_if(|pull| pull.version == version).is_some() {
+    /// The version that is being pulled is here as a whole, and nothing has to come. False if it is not wanted.
+    pub fn is_here(&mut self, version: Version, actions: &mut Vec<Action>) -> bool {
+        let wanted = self.landing == 0 && self.pull.take_if(|pull| pull.version == version).is_some();
+        if wanted {
             self.whole = true;
             actions.push(Action::Pulled(version));
         }
+        wanted
     }
 
     /// The version is shown from now on.

@@ -1,15 +1,17 @@
-//! Connections to shards on this host, through shared memory. Blocks of versions are copied from the shard's memory into
-//! the back buffer, by this end.
+//! Connections to shards on this host, through shared memory. A version of a model that has one shard is shown where it
+//! lies, in the shard's memory. Blocks of versions of other models are copied from there into the back buffer, by this
+//! end.
 //!
 //! Holds `unsafe`; what makes it sound is told at the place.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use super::Connection;
 use super::named::{AHEAD, Named, PeerMemory};
 use crate::bytes::mmap::Mapping;
 use crate::client::conversation::Data;
+use crate::client::core::Whole;
 use crate::client::fallback::FastPath;
 use crate::client::options::ClientOptions;
 use crate::client::peer::EndOfLoan;
@@ -19,7 +21,8 @@ use crate::transport::frames::{Framed, Link, Outgoing};
 use crate::transport::shm::{self, Descriptors, Lender, Regions};
 use crate::transport::stream::Close;
 use crate::transport::tally::Flow;
-use crate::vocabulary::ids::{BlockId, Version};
+use crate::transport::{Region, RegionKey};
+use crate::vocabulary::ids::{BlockId, Epoch, Version};
 use crate::wire::{Message, Received};
 
 /// Longest wait for a shard to take this end's rings.
@@ -32,6 +35,8 @@ struct OfHost {
     descriptors: Descriptors,
     lent: Lender,
     borrowed: Regions,
+    /// It was said that versions are shown where they lie.
+    said: bool,
 }
 
 impl PeerMemory for OfHost {
@@ -63,6 +68,16 @@ impl PeerMemory for OfHost {
                 self.borrowed.share(region, bytes, &self.descriptors).map_err(asked)?;
             }
             Message::Unshare { region } => self.borrowed.unshare(region).map_err(asked)?,
+            Message::VersionAt { version, region } => {
+                let memory = self.borrowed.whole(region, to.shared.layout.size() as usize).map_err(asked)?;
+                if !std::mem::replace(&mut self.said, true) {
+                    let (model, address) = (&to.shared.model, to.route.address());
+                    tracing::info!(%model, address, "versions are shown where they lie, in the shard's memory");
+                }
+                let (link, epoch) = (to.link.clone(), to.route.epoch());
+                let hold = Hold { link, epoch, request: received.header.request() };
+                to.shared.show_at(&to.route, version, Region::new(memory, RegionKey(region.into())), hold);
+            }
             Message::BlockAt { version, block, region, offset } => {
                 let layout = &to.shared.layout;
                 if block.0 >= layout.blocks() {
@@ -78,6 +93,40 @@ impl PeerMemory for OfHost {
             _ => return Ok(false),
         }
         Ok(true)
+    }
+
+    fn fetches(&mut self, to: &Connection) -> bool {
+        let Connection { shared, route, link } = to;
+        let mut inner = shared.inner.lock();
+        // One connection does it, so that each buffer of the shard's is mapped once.
+        let asks = inner.is_in_force(route) && inner.uses(route.part, link, 1);
+        let (retain, max) = inner.bounds();
+        // Without room it is asked for when a version is given back.
+        let asks = asks && inner.core.pulling().is_some() && inner.versions.has_room(retain, max);
+        match inner.core.pull_whole(asks, shared.now()) {
+            Whole::Ask(version) => {
+                let pull = Outgoing::new(0, Message::PullWhole { version });
+                link.send(Outgoing { epoch: route.epoch(), ..pull });
+                true
+            }
+            Whole::Awaited => true,
+            Whole::Not => false,
+        }
+    }
+}
+
+/// Keeps a version in the shard's memory as it is.
+struct Hold {
+    link: Link,
+    epoch: Epoch,
+    request: u64,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // Where the connection is over, the shard never writes that memory again.
+        let done = Outgoing::new(self.request, Message::Done);
+        self.link.send(Outgoing { epoch: self.epoch, ..done });
     }
 }
 
@@ -98,6 +147,17 @@ fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::Piece) ->
 }
 
 impl Shared {
+    /// Shows a version where it lies, if it is the one that is pulled.
+    fn show_at(&self, route: &Route, version: Version, region: Region, hold: Hold) {
+        let mut inner = self.inner.lock();
+        let mut actions = Vec::new();
+        if inner.is_in_force(route) && inner.core.is_here(version, &mut actions) {
+            self.tally.moved(Flow::Pull, region.memory().len());
+            inner.versions.show(version, region, SystemTime::now(), Arc::new(hold));
+        }
+        self.act(inner, actions);
+    }
+
     /// Opens a connection to a shard on this host: by shared memory, or if that may be and must be, by TCP.
     pub(in crate::client) fn connect_by_memory(&self, route: Route) {
         let Some(this) = self.this.upgrade() else { return };
@@ -117,6 +177,7 @@ impl Shared {
                 descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
                 lent: Lender::default(),
                 borrowed: Regions::new(longest),
+                said: false,
             };
             let conversation = Data::new(this, route, Named::new(memory));
             threads.serve(meeting, Box::new(Framed::new(conversation, Link::default(), AHEAD)));

@@ -45,6 +45,9 @@ pub enum RegionError {
         /// The actual length.
         got: u64,
     },
+    /// The peer, or whoever else has the region, could write it.
+    #[error("region {0} is not sealed against writing")]
+    Writable(u32),
     /// The region is longer than any useful one.
     #[error("region {number} has {got} bytes, more than {most}")]
     TooLong {
@@ -86,7 +89,7 @@ pub enum RegionError {
 
 /// Memory of a peer's, mapped to be read.
 #[derive(Debug)]
-pub struct Borrowed(Mapping);
+pub struct Borrowed(Arc<Mapping>);
 
 impl Borrowed {
     /// Maps all `bytes` of a memfd.
@@ -97,7 +100,7 @@ impl Borrowed {
         check(number, &fd, bytes)?;
         let len = usize::try_from(bytes).map_err(|_| RegionError::Kind(number))?;
         let mapped = Mapping::of(fd, len, ProtFlags::PROT_READ);
-        mapped.map(Borrowed).map_err(|error| RegionError::System { number, error })
+        mapped.map(|mapped| Borrowed(Arc::new(mapped))).map_err(|error| RegionError::System { number, error })
     }
 }
 
@@ -185,6 +188,25 @@ impl Regions {
     /// [`RegionError::Unknown`].
     pub fn unshare(&mut self, number: u32) -> Result<(), RegionError> {
         self.known.remove(&number).map(drop).ok_or(RegionError::Unknown(number))
+    }
+
+    /// All of a region, which has `len` bytes and is sealed against writing, as what programs get to see must be.
+    ///
+    /// # Errors
+    /// [`RegionError::Unknown`], [`RegionError::Length`], [`RegionError::Writable`].
+    pub fn whole(&self, number: u32, len: usize) -> Result<Arc<Mapping>, RegionError> {
+        let Borrowed(memory) = &**self.known.get(&number).ok_or(RegionError::Unknown(number))?;
+        if memory.len() != len {
+            let (expected, got) = (len as u64, memory.len() as u64);
+            return Err(RegionError::Length { number, expected, got });
+        }
+        let fd = memory.fd().ok_or(RegionError::Kind(number))?;
+        let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| RegionError::Kind(number))?;
+        let sealed = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_FUTURE_WRITE;
+        match SealFlag::from_bits_retain(seals).intersects(sealed) {
+            true => Ok(Arc::clone(memory)),
+            false => Err(RegionError::Writable(number)),
+        }
     }
 
     /// `len` bytes at `offset` of a region.

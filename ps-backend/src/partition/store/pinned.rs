@@ -43,6 +43,12 @@ impl PinnedVersion {
         self.shared.inner.lock().store.give_up(self.version);
     }
 
+    /// Another process shows it from now on.
+    pub fn show(&self) -> ShownVersion {
+        self.shared.inner.lock().store.show_outside(self.version);
+        ShownVersion { shared: Arc::clone(&self.shared), version: self.version }
+    }
+
     /// The bytes of a block of the partition.
     ///
     /// # Panics
@@ -78,5 +84,26 @@ impl PinnedVersion {
 impl Drop for PinnedVersion {
     fn drop(&mut self) {
         self.shared.inner.lock().store.unpin(self.version, 1);
+    }
+}
+
+/// A version that another process shows, from memory that both map. That memory is not written again while this lives; but
+/// where the store needs a buffer, it takes another one in place of this, and leaves this one to that process.
+#[derive(Debug)]
+pub struct ShownVersion {
+    shared: Arc<Shared>,
+    version: Version,
+}
+
+impl ShownVersion {
+    /// Nobody knows how long the other process will show it: its memory is never written again.
+    pub fn give_up(&self) {
+        self.shared.inner.lock().store.give_up(self.version);
+    }
+}
+
+impl Drop for ShownVersion {
+    fn drop(&mut self) {
+        self.shared.inner.lock().store.unshow(self.version);
     }
 }

@@ -1,0 +1,60 @@
+"""A mount that shares memory with a model's only shard shows versions where they lie, as docs/semantics.md promises."""
+
+import mmap
+import os
+
+import numpy as np
+from filetools import BLOCK, array, eventually
+
+SIZE = 16 * BLOCK + 4096
+ELEMENTS = SIZE // 4
+MOST = 4
+
+
+def is_all(data, value):
+    return (np.frombuffer(data, "<f4") == value).all()
+
+
+def test_versions_shown_from_the_shards_memory_hold_nobody_up(cluster):
+    """One mount's readers hold all that it may show, and more versions than that are made by another one."""
+    one = cluster(1)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=1, timeout=10, max_versions=MOST)
+    trains, reads = one.mount(transport="shm"), one.mount(transport="shm")
+    ones = np.ones(ELEMENTS, "<f4")
+    held = []
+    for version in range(MOST):
+        fd = os.open(reads.model / "weights", os.O_RDONLY)
+        held.append((version, fd, mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)))
+        trains.contribute(ones)
+        eventually(lambda: reads.seen() == min(version + 1, MOST - 1))
+    for version in range(MOST, 5 * MOST):
+        trains.contribute(ones)
+        assert (array(trains.model / "weights") == version + 1).all()
+    status = reads.status()
+    assert (reads.seen(), status["version_buffers"]["existing"]) == (MOST - 1, MOST)
+    assert (status["payload"]["pull_copied_bytes"], status["shards"][0]["transport"]) == (0, "shm")
+    assert trains.status()["payload"]["pull_copied_bytes"] == 0
+    assert "versions are shown where they lie" in reads.stderr()
+    # The shard has six buffers and two sums, and has left the others to the mount.
+    assert one.partition(one.shards[0], "m")["memory_bytes"] <= 8 * SIZE
+
+    def all_are_whole():
+        for version, fd, mapping in held:
+            assert is_all(os.pread(fd, SIZE, 0), version) and is_all(mapping[:], version), version
+
+    all_are_whole()
+    # One that is given back makes room for the newest.
+    version, fd, mapping = held.pop(1)
+    mapping.close()
+    os.close(fd)
+    eventually(lambda: reads.seen() == 5 * MOST)
+    assert (array(reads.model / "weights") == 5 * MOST).all()
+    newest = os.open(reads.model / "weights", os.O_RDONLY)
+    held.append((5 * MOST, newest, mmap.mmap(newest, SIZE, prot=mmap.PROT_READ)))
+    # What is open stays readable when the shard is killed.
+    one.shards[0].kill()
+    eventually(lambda: not reads.status()["shards"][0]["connected"])
+    all_are_whole()
+    for _, fd, mapping in held:
+        mapping.close()
+        os.close(fd)
