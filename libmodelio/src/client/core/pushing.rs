@@ -117,9 +117,13 @@ impl ClientCore {
                     }
                     blocks.union_with(&held.blocks);
                 }
-                if let Some(key) = open {
-                    let nothing = FixedBitSet::with_capacity(self.blocks);
-                    blocks = self.whole(key).cloned().unwrap_or(nothing);
+                // If a commit was sent that the coordinator does not know of, another contribution may take its place.
+                if let Some(key) = open.filter(|key| !self.held.contains_key(key)) {
+                    let ahead = self.learners.get(&key.0).and_then(|known| known.ahead(key.1));
+                    let nothing = || FixedBitSet::with_capacity(self.blocks);
+                    blocks = ahead.map_or_else(nothing, |ahead| ahead.whole.clone());
+                } else if open.is_some() {
+                    blocks.clear();
                 }
             }
             Granted::Weights(token) => blocks.union_with(self.weights.get(token).ok_or(None)?),

@@ -188,3 +188,19 @@ fn nothing_is_sent_for_a_plan_whose_contribution_was_dropped_after_its_commit() 
     connects_anew(&mut bench);
     assert_eq!(bench.sends(), None, "it was given up");
 }
+
+#[test]
+fn nothing_of_a_commit_is_sent_for_a_plan_that_waits_for_another_contribution() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.provisional(7, 1);
+    assert_eq!(bench.sends(), Some(7));
+    for part in 0..bench.core.shards().len() {
+        assert_eq!(bench.pushes(part), [], "the coordinator does not know of the commit");
+    }
+    // It has come after all: the plan is sealed with it.
+    let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
+    let sent: usize = (0..bench.core.shards().len()).map(|part| bench.pushes(part).len()).sum();
+    assert_eq!(sent, 3);
+}
