@@ -84,6 +84,7 @@ pub enum Protocol {
     /// Settings, phases of jobs, reducers and their steps are values instead of text. A plan may be
     /// provisional: it is granted for one contribution that is still being written, `Commit` seals it and
     /// names the plan under which its blocks were sent.
+    /// `PullWhole` asks a shard on the same host for a whole version, which `VersionAt` names where it lies.
     V3 = 3,
 }
 
