@@ -33,7 +33,7 @@ const MAX_PULLS: usize = 256;
 enum Kind {
     Strange,
     Control { client: ClientId, coordinator: Arc<Coordinator> },
-    Data(Data),
+    Data(Box<Data>),
     Coordinator(Arc<Partition>),
     Admin,
 }
@@ -181,7 +181,7 @@ impl Peer {
                 if let Some(memory) = &mut memory {
                     memory.serve(&partition);
                 }
-                Kind::Data(Data {
+                Kind::Data(Box::new(Data {
                     sender: Sender::over(&self.link, *client),
                     partition,
                     reservation: None,
@@ -191,7 +191,7 @@ impl Peer {
                     memory,
                     #[cfg(feature = "rdma")]
                     remote: self.remote.take(),
-                })
+                }))
             }
             Role::Coordinator if found.coordinator.is_some() => {
                 return Err(Refusal::other("this shard coordinates the model itself").into());
@@ -207,7 +207,9 @@ impl Peer {
 
     fn welcome(&mut self) -> Result<(), Refusal> {
         #[cfg(feature = "rdma")]
-        if let Kind::Data(Data { sender, partition, remote: Some(remote), .. }) = &mut self.kind {
+        if let Kind::Data(data) = &mut self.kind
+            && let Data { sender, partition, remote: Some(remote), .. } = &mut **data
+        {
             let rdma = self.shared.rdma.get().ok_or_else(|| Refusal::other("the shard begins, or goes"))?;
             let served = remote.serve(sender.client, partition, rdma, &self.link);
             served.map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;

@@ -374,7 +374,7 @@ impl Reservation {
         let counts = self.counts.as_deref();
         let own = own.iter().map(|part| (*part, counts));
         let all = before.iter().map(Other::part).chain(own).chain(after.iter().map(Other::part));
-        let all: SmallVec<[(Part<'_>, Option<&[Range<u32>]>); INLINE]> = all.collect();
+        let all = all.collect::<SmallVec<[_; INLINE]>>();
         let counted: SmallVec<[Option<Vec<Range<u32>>>; INLINE]> =
             all.iter().map(|(part, counts)| Some(counted(part.written, (*counts)?))).collect();
         let parts = all.iter().zip(&counted);

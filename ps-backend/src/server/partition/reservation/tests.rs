@@ -50,7 +50,7 @@ fn begun() -> Arc<Partition> {
     let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
     let partition = Partition::new(&record, ShardId(1), &pool).unwrap();
     for block in 0..BLOCKS {
-        partition.load(BlockId(block), &[0; BLOCK as usize]).unwrap();
+        partition.load((BlockId(block), wire::Kept::Weights), &[0; BLOCK as usize]).unwrap();
     }
     partition.store().finish_loading().unwrap();
     let own = Arc::downgrade(&partition) as Weak<dyn Hears>;
