@@ -97,6 +97,6 @@ def test_model_may_not_be_read(place_for_all):
     model.write_bytes(safetensors({"a": tensor(0, 32)}, DATA))
     model.chmod(0o600)
     setup = 'mount -t tmpfs none "$2" && mknod -m 666 "$2/fuse" c 10 229 && mount --bind "$2/fuse" /dev/fuse'
-    done = in_namespace(place_for_all, setup, f'${{up%% up *}} up {model} "$1"')
+    done = in_namespace(place_for_all, setup, f'${{up%% up *}} up {model} "$1"; code=$?; ! mountpoint -q "$1" || exit 99; exit $code')
     assert done.returncode == 1, done
     assert str(model) in done.stderr and "Permission denied" in done.stderr, done.stderr
