@@ -168,6 +168,7 @@ impl Case {
     }
 
     /// PyTorch's formulas on one element: the new weight and state, and the size of the terms.
+    /// The size bounds the error of rounding, so a gradient's terms count by what they are multiplied with.
     fn reference(&self, i: usize, values: &[Vec<f32>], w: f64, slots: [f64; 2]) -> (f64, [f64; 2], f64) {
         let h = &self.step.hyper;
         let [lr, mu, damp, wd, eps] =
@@ -177,6 +178,7 @@ impl Case {
             [h.beta1, h.beta2, h.alpha].map(|beta| beta.to_string().parse::<f64>().unwrap());
         let sum: f64 = values.iter().map(|source| f64::from(source[i])).sum();
         let mut size = values.iter().map(|source| f64::from(source[i].abs())).sum::<f64>() + w.abs() + 1.0;
+        let terms = size;
         let mean = h.aggregation == Aggregation::Mean;
         let mut g = if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
         let t = self.step.t as i32;
@@ -193,6 +195,7 @@ impl Case {
             Reducer::RmsProp => {
                 g += wd * w;
                 let square = alpha * slots[0] + (1.0 - alpha) * g * g;
+                size += lr * terms / (square.sqrt() + eps);
                 (w - lr * g / (square.sqrt() + eps), [square, slots[1]])
             }
             Reducer::Adam | Reducer::AdamW => {
@@ -202,6 +205,7 @@ impl Case {
                 let m = b1 * slots[0] + (1.0 - b1) * g;
                 let v = b2 * slots[1] + (1.0 - b2) * g * g;
                 let (c1, c2) = (1.0 - b1.powi(t), 1.0 - b2.powi(t));
+                size += lr / c1 * terms / ((v / c2).sqrt() + eps);
                 (w - lr / c1 * m / ((v / c2).sqrt() + eps), [m, v])
             }
         };
