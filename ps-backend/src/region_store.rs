@@ -220,8 +220,8 @@ impl RegionStore {
     }
 
     /// Recycles versions that are neither retained nor needed, and finds the next version's buffer if it has none: where all
-    /// are in use, it takes one in place of the oldest that is only shown outside of this process. Returns whether it has
-    /// one now.
+    /// are in use, it takes one in place of the oldest that is only shown outside of this process. It waits for a spare
+    /// buffer that is being made. Returns whether it has one now.
     pub fn recycle(&mut self, retain: usize, max: usize) -> bool {
         for version in self.versions.idle(retain) {
             match self.versions.remove(version) {
@@ -241,7 +241,7 @@ impl RegionStore {
             self.versions.remove(version);
             self.live -= 1;
         }
-        if self.back.is_none() && self.total() < max {
+        if self.back.is_none() && self.coming == 0 && self.total() < max {
             match self.allocate() {
                 Ok(buffer) => {
                     self.back = Some(buffer);

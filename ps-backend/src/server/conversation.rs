@@ -449,6 +449,8 @@ impl Data {
                 if self.memory.is_some()
                     && self.partition.layout().size() == self.partition.model_bytes() =>
             {
+                // It shows one version, while the next is made, and its readers may hold another one.
+                self.partition.warm_up(|| 1);
                 self.pulls.push_back((*version, None));
             }
             other => return Err(Refusal::Role { what: other.name().to_owned() }),

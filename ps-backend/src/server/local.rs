@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -77,8 +76,6 @@ pub struct LocalShard {
     coordinator: Arc<Coordinator>,
     partition: Arc<Partition>,
     pool: Pool,
-    /// The memory of the first versions is being taken, or is there.
-    is_warm: AtomicBool,
 }
 
 /// Fills the memory of version 0, in which blocks lie one behind the other.
@@ -141,7 +138,6 @@ pub fn start_from(
         coordinator,
         partition,
         pool: Arc::clone(pool),
-        is_warm: AtomicBool::new(false),
     });
     if layout.size() >= WARM_UP_AT_ONCE {
         shard.warm_up();
@@ -210,10 +206,7 @@ impl Shard for LocalShard {
     }
 
     fn warm_up(&self) {
-        if !self.is_warm.swap(true, Ordering::Relaxed) {
-            let retain = self.coordinator.status().controls.retain;
-            self.partition.warm_up(retain as usize);
-        }
+        self.partition.warm_up(|| self.coordinator.status().controls.retain as usize);
     }
 
     fn set_buffers(&self, most: usize) {
@@ -222,9 +215,7 @@ impl Shard for LocalShard {
 
     fn find_buffer(&self) -> bool {
         let found = self.partition.find_buffer();
-        if self.is_warm.load(Ordering::Relaxed) {
-            self.partition.keep_spare();
-        }
+        self.partition.keep_spare();
         found
     }
 

@@ -26,6 +26,7 @@ mod shown;
 mod sum_memory;
 
 use std::ops::Range;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -105,6 +106,8 @@ pub struct Partition {
     model_bytes: u64,
     /// Its only client is in this process.
     has_client_here: bool,
+    /// Spare version buffers are kept at hand.
+    is_warm: AtomicBool,
     store: PartitionStore,
     state: Mutex<State>,
     pool: Arc<rayon::ThreadPool>,
@@ -216,6 +219,7 @@ impl Partition {
             epoch: record.epoch,
             model_bytes,
             has_client_here,
+            is_warm: AtomicBool::new(false),
             store,
             state: Mutex::new(state),
             pool: Arc::clone(pool),

@@ -1,5 +1,6 @@
 //! Orders of the coordinator, and what a plan takes to begin, to compute what nobody sends, and to count.
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use libmodelio::transport::ShardError;
@@ -322,9 +323,9 @@ impl Partition {
         Ok(())
     }
 
-    /// Has a version buffer made, on the pool, if none is free.
+    /// Has a version buffer made, on the pool, if none is free and there was a [`Self::warm_up`].
     pub(in crate::server) fn keep_spare(self: &Arc<Partition>) {
-        if self.store.wants_spare() {
+        if self.is_warm.load(Ordering::Relaxed) && self.store.wants_spare() {
             let partition = Arc::clone(self);
             self.pool.spawn(move || partition.add_spares(1));
         }
@@ -339,12 +340,19 @@ impl Partition {
                 false
             }
         } {}
+        // The next version may have waited for one.
+        if self.has_client_here {
+            self.find_buffer();
+        }
     }
 
-    /// Takes the memory that the first versions will be made in, on the pool: what is retained, and one for readers that
-    /// hold a version.
-    pub(in crate::server) fn warm_up(self: &Arc<Partition>, retain: usize) {
-        let partition = Arc::clone(self);
-        self.pool.spawn(move || partition.add_spares(retain + 1));
+    /// Takes the memory of the first versions, on the pool: as many as are retained, and one for readers that hold a
+    /// version. Does nothing the second time.
+    pub(in crate::server) fn warm_up(self: &Arc<Partition>, retain: impl FnOnce() -> usize) {
+        if self.is_warm.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (partition, count) = (Arc::clone(self), retain() + 1);
+        self.pool.spawn(move || partition.add_spares(count));
     }
 }
