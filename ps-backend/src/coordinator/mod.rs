@@ -112,6 +112,9 @@ pub struct CoordinatorCore {
     /// The only client and the only shard are in this process.
     #[serde(skip)]
     in_process: bool,
+    /// The shard in this process has yet to say whether the next version has a buffer.
+    #[serde(skip)]
+    awaits_buffer: bool,
 }
 
 fn names(layout: &ModelLayout) -> Arc<[String]> {
@@ -155,6 +158,7 @@ impl CoordinatorCore {
             failed: None,
             away: Vec::new(),
             in_process: false,
+            awaits_buffer: false,
         })
     }
 
@@ -171,8 +175,8 @@ impl CoordinatorCore {
 
     /// The only client and the only shard are in this process. So the client's staging memory is not lost
     /// while the job lives, the client is never given up, and plans begin while their last contribution is
-    /// written. The edge has to report after each version whether the next one has a buffer
-    /// ([`Self::buffer`]).
+    /// written. The edge has to report if the next version has no buffer ([`Self::buffer`]) before the
+    /// shard has concluded the plan of a version, and each change after that.
     #[must_use]
     pub fn in_process(self) -> CoordinatorCore {
         let core = self.core.with_provisional_plans().of_whole_blocks();
@@ -189,6 +193,7 @@ impl CoordinatorCore {
     /// Reports whether the next version has a buffer.
     pub fn buffer(&mut self, ready: bool, now: Now, actions: &mut Vec<Action>) {
         let mut wanted = Vec::new();
+        self.awaits_buffer = false;
         self.core.set_buffer_ready(ready, now, &mut wanted);
         self.perform(wanted, now, actions);
     }

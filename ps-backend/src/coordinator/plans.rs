@@ -134,6 +134,9 @@ impl CoordinatorCore {
                 run.waiting.remove(&partition);
                 if run.waiting.is_empty() {
                     self.run = None;
+                    if self.awaits_buffer {
+                        self.buffer(true, now, actions);
+                    }
                     self.begin_next(now, actions);
                 }
             }
@@ -347,7 +350,10 @@ impl CoordinatorCore {
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
             Some(Kind::Accumulate(learners)) => self.core.accumulated(&learners.clone(), now, &mut wanted),
-            Some(Kind::Reduce | Kind::Assign) => self.core.reduced(!self.in_process, now, &mut wanted),
+            Some(Kind::Reduce | Kind::Assign) => {
+                self.awaits_buffer = self.in_process;
+                self.core.reduced(!self.in_process, now, &mut wanted);
+            }
             None => {}
         }
         self.perform(wanted, now, actions);
@@ -362,8 +368,11 @@ impl CoordinatorCore {
         let Some(run) = &mut self.run else { return };
         run.stage = stage;
         run.waiting = (0..self.partitions).collect();
-        for sender in &run.senders {
-            actions.push(Action::ToClient(sender.client, 0, Message::Over { plan: run.id }));
+        // With a new version clients get the state, which says so, too.
+        if stage == Stage::Dropping || matches!(run.kind, Kind::Accumulate(_)) {
+            for sender in &run.senders {
+                actions.push(Action::ToClient(sender.client, 0, Message::Over { plan: run.id }));
+            }
         }
         run.repeat_at = now + REPEAT;
         let (request, message) = run.order();

@@ -134,11 +134,7 @@ pub fn start_from(
     };
     let coordinator = Coordinator::new(&record, &partition, SHARD, None, job, &[]);
     let coordinator = coordinator.map_err(LocalError::Coordinator)?;
-    let shard = Arc::new(LocalShard {
-        coordinator,
-        partition,
-        pool: Arc::clone(pool),
-    });
+    let shard = Arc::new(LocalShard { coordinator, partition, pool: Arc::clone(pool) });
     if layout.size() >= WARM_UP_AT_ONCE {
         shard.warm_up();
     }

@@ -211,7 +211,7 @@ impl Partition {
             kept: AllKept::new(),
             coordinator: None,
             coordinated_since: Instant::now(),
-            here: Here::default(),
+            here: Here { waits: false, has_buffer: true },
         };
         Arc::new(Partition {
             model: record.name.clone(),

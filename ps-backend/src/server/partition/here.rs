@@ -11,12 +11,12 @@ use super::reservation::{INLINE, Reserved, Room, Sender};
 use crate::partition::store::{Limits, Part, Payload, PinnedVersion};
 
 /// A client in this process, as its partition sees it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Here {
     /// A block of it had to wait.
     pub(super) waits: bool,
-    /// What the coordinator was told of the next version's buffer.
-    has_buffer: Option<bool>,
+    /// The coordinator knows that the next version has a buffer, or will with the answer that comes next.
+    pub(super) has_buffer: bool,
 }
 
 impl Partition {
@@ -77,17 +77,12 @@ impl super::State {
     /// As [`Partition::find_buffer`]; the mailbox is to be drained.
     pub(super) fn say_buffer(&mut self, store: &crate::partition::store::PartitionStore) -> bool {
         let ready = store.find_buffer();
-        if self.here.has_buffer.replace(ready) != Some(ready)
+        if std::mem::replace(&mut self.here.has_buffer, ready) != ready
             && let Some(mailbox) = self.mailbox()
         {
             mailbox.put(End::Partition, End::Coordinator, Word::Buffer(ready));
         }
         ready
-    }
-
-    /// A version was published: whether the next one has a buffer is not known any more.
-    pub(super) fn has_published(&mut self) {
-        self.here.has_buffer = None;
     }
 
     /// What had to wait may be taken.

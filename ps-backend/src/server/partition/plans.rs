@@ -180,7 +180,8 @@ impl Partition {
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
                         state.say(self.epoch, plan.0, Message::Refused(lost.into()));
                     } else if kind != core::Kind::Add && self.has_client_here {
-                        state.has_published();
+                        // The answer that follows says so, unless something else is said before.
+                        state.here.has_buffer = true;
                         state.say_buffer(&self.store);
                     }
                 }
