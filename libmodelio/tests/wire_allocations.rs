@@ -56,7 +56,7 @@ fn what_is_announced_is_not_what_is_allocated() {
 #[test]
 fn what_is_decoded_is_a_small_multiple_of_what_came() {
     let late = vec![Default::default(); (1 << 20) - 200];
-    let state = Message::State(JobState { late, ..JobState::default() });
+    let state = Message::State(Box::new(JobState { late, ..JobState::default() }));
     let body = frame(&state, 0, Epoch(0), &[]).expect("it is just short enough").split_off(40);
     let used = measure(|| assert_eq!(Message::decode(&body, 0).as_ref(), Ok(&state)));
     assert!(used.bytes_max < 64 << 20, "{used:?}");

@@ -101,7 +101,12 @@ impl Bench {
         let version = Version(version);
         self.coordinator(
             0,
-            Message::State(JobState { sequence, version, learners: vec![learner], ..JobState::default() }),
+            Message::State(Box::new(JobState {
+                sequence,
+                version,
+                learners: vec![learner],
+                ..JobState::default()
+            })),
         );
     }
 }
@@ -136,7 +141,7 @@ fn a_job_that_has_failed_needs_no_coordinator_to_refuse_what_is_asked() {
     bench.pass(10);
     bench.coordinator(
         0,
-        Message::State(JobState { sequence: 1, phase: JobPhase::Failed, ..JobState::default() }),
+        Message::State(Box::new(JobState { sequence: 1, phase: JobPhase::Failed, ..JobState::default() })),
     );
     bench.said.clear();
     bench.ask(5, Message::Join { name: "x".into() }, 10);
@@ -155,7 +160,7 @@ fn a_job_that_has_failed_can_be_abandoned_too() {
     let mut bench = Bench::new();
     bench.coordinator(
         0,
-        Message::State(JobState { sequence: 1, phase: JobPhase::Failed, ..JobState::default() }),
+        Message::State(Box::new(JobState { sequence: 1, phase: JobPhase::Failed, ..JobState::default() })),
     );
     assert!(bench.core.lost().is_some() && !bench.core.is_abandoned(), "its coordinator says so");
     let lost = || ShardError::Lost("the name is another model's".into());
@@ -410,7 +415,7 @@ fn a_learner_that_joined_after_it_was_given_up_leaves_again() {
     };
     let state = |sequence| {
         let learners = vec![learner(L), learner(LearnerId(8))];
-        Message::State(JobState { sequence, learners, ..JobState::default() })
+        Message::State(Box::new(JobState { sequence, learners, ..JobState::default() }))
     };
     let leaves = |bench: &mut Bench| {
         let is_it =

@@ -35,6 +35,9 @@ pub enum Role {
     Admin,
 }
 
+// Messages are moved several times between queues, and a list of some must be no large allocation.
+const _: () = assert!(size_of::<Message>() <= 128);
+
 /// A message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
 pub enum Message {
@@ -195,7 +198,7 @@ pub enum Message {
 
     // -- the coordinator to a client, unasked (request 0); each says how things are, so the newest counts
     /// The state of the job, after a welcome and whenever it changes.
-    State(JobState),
+    State(Box<JobState>),
     /// Send the sum of these contributions of yours to the shards, under this plan. Sent again until the plan is
     /// over or a shard has it all.
     Grant {
@@ -258,7 +261,7 @@ pub enum Message {
 
     // -- the coordinator to a shard
     /// Gather blocks. Answered by `Ready` when all are there and computed, or by `NonFinitePayload`.
-    Start(Plan),
+    Start(Box<Plan>),
     /// The answer: the plan is ready.
     Ready {
         /// The plan.

@@ -362,7 +362,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(plan, learner)| Message::Lacks { plan, learner })
             .boxed(),
         (any::<u64>(), any::<u64>()).prop_map(|(request, newest)| Message::Heard { request, newest }).boxed(),
-        job_state().prop_map(Message::State).boxed(),
+        job_state().prop_map(|state| Message::State(Box::new(state))).boxed(),
         (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Over { plan }).boxed(),
         (learner(), reason()).prop_map(|(learner, reason)| Message::Left { learner, reason }).boxed(),
@@ -373,7 +373,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::Missing { plan, blocks }).boxed(),
         (id64(Version), range()).prop_map(|(version, blocks)| Message::Pull { version, blocks }).boxed(),
         (id64(Version), block()).prop_map(|(version, block)| Message::Block { version, block }).boxed(),
-        plan().prop_map(Message::Start).boxed(),
+        plan().prop_map(|plan| Message::Start(Box::new(plan))).boxed(),
         id64(PlanId).prop_map(|plan| Message::Ready { plan }).boxed(),
         (id64(PlanId), id64(ClientId), block())
             .prop_map(|(plan, client, block)| Message::NonFinitePayload { plan, client, block })

@@ -206,7 +206,7 @@ fn payloads_are_where_they_belong() {
 #[test]
 fn limits_hold_before_anything_is_allocated() {
     let late = vec!["x".repeat(5000)];
-    let state = Message::State(JobState { late, ..JobState::default() });
+    let state = Message::State(Box::new(JobState { late, ..JobState::default() }));
     let bytes = frame(&state, 0, Epoch(0), &[]).unwrap();
     let got = (bytes.len() - HEADER) as u64;
     let mut receiver = Receiver::new(Limits::GREETING);

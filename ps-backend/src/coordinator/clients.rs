@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
 use super::{Action, CoordinatorCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
-use crate::core::{Contribution, Now, Ticket};
+use crate::core::{Contribution, Now, Opening, Ticket};
 
 /// Longest name of a setting and longest value of one, in bytes.
 const MAX_SETTING: (usize, usize) = (64, 64 << 10);
@@ -217,6 +217,12 @@ impl CoordinatorCore {
                     self.core.touch(learner, attached, now);
                 }
             }
+            // The client knows the step. If this is refused, so will be the commit.
+            Message::Open { learner } if self.failed.is_none() => {
+                if let Err(refusal) = self.open(id, learner, now, actions) {
+                    tracing::debug!(%learner, %refusal, "cannot be opened");
+                }
+            }
             Message::NonFiniteContribution { plan, learner, block } => {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
@@ -245,8 +251,7 @@ impl CoordinatorCore {
         if let Some(failed) = &self.failed {
             return Err(failed.clone());
         }
-        if let Message::Open { learner } | Message::Abort { learner } | Message::Withdraw { learner } =
-            message
+        if let Message::Abort { learner } | Message::Withdraw { learner } = message
             && self.owners.get(&learner) == Some(&id)
         {
             // Nobody waits for the lent memory.
@@ -277,17 +282,8 @@ impl CoordinatorCore {
                 Some(Message::Done)
             }
             Message::Open { learner } => {
-                // Its client waits for no earlier commit, and is about to write over its payload.
-                core.withdraw_untaken(mine(learner)?, now, &mut wanted);
-                let opening = match core.open(learner, now) {
-                    Ok(opening) => opening,
-                    Err(error) => {
-                        self.perform(wanted, now, actions);
-                        return Err(error.into());
-                    }
-                };
-                core.opened(now, &mut wanted);
-                Some(Message::Opened { step: opening.step, staging_lent: opening.staging_lent })
+                let Opening { step, staging_lent } = self.open(id, learner, now, actions)?;
+                Some(Message::Opened { step, staging_lent })
             }
             Message::Abort { learner } => {
                 core.abort(mine(learner)?, now, &mut wanted)?;
@@ -367,6 +363,29 @@ impl CoordinatorCore {
         }
         self.perform(wanted, now, actions);
         Ok(())
+    }
+
+    /// The client of a learner begins a contribution.
+    fn open(
+        &mut self,
+        id: ClientId,
+        learner: LearnerId,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) -> Result<Opening, ShardError> {
+        if self.owners.get(&learner) != Some(&id) {
+            return Err(ShardError::UnknownLearner(learner));
+        }
+        // The client waits for no earlier commit, and is about to write over the memory of the last payload.
+        self.reclaim(learner, ShardError::Interrupted, now, actions);
+        let mut wanted = Vec::new();
+        self.core.withdraw_untaken(learner, now, &mut wanted);
+        let opening = self.core.open(learner, now);
+        if opening.is_ok() {
+            self.core.opened(now, &mut wanted);
+        }
+        self.perform(wanted, now, actions);
+        opening
     }
 
     fn ticket(&mut self, client: ClientId, asked: Asked) -> Ticket {

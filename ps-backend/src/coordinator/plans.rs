@@ -334,13 +334,13 @@ impl CoordinatorCore {
             partly: sender.partly.clone(),
             provisional: sender.is_provisional(),
         };
-        let start = Message::Start(Plan {
+        let start = Message::Start(Box::new(Plan {
             plan: id,
             base: self.core.version(),
             work: todo,
             sources: senders.iter().map(source).collect(),
             ordered: replaces || controls.deterministic,
-        });
+        }));
         Some((kind, senders, start))
     }
 

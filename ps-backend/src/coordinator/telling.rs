@@ -74,7 +74,7 @@ impl CoordinatorCore {
                 && whether(client, &state)
             {
                 let numbered = JobState { sequence: self.sequence, ..state.clone() };
-                actions.push(Action::ToClient(id, 0, Message::State(numbered)));
+                actions.push(Action::ToClient(id, 0, Message::State(Box::new(numbered))));
                 client.hears(state, now);
             }
         }

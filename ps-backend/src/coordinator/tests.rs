@@ -127,7 +127,7 @@ impl Bench {
 
     fn started(&mut self) -> libmodelio::wire::Plan {
         match self.heard_by_partition().pop() {
-            Some(Message::Start(plan)) => plan,
+            Some(Message::Start(plan)) => *plan,
             other => panic!("a start is expected, not {other:?}"),
         }
     }

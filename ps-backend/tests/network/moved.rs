@@ -192,7 +192,7 @@ impl Talk {
         self.say(&Message::Welcome { protocol, shard: self.shard, epoch: claimed, silence_ms: 5000 }, 0, &[]);
         if role == Role::Control {
             let state = JobState { sequence: own.0 * 1000, ..JobState::default() };
-            self.say(&Message::State(state), 0, &[]);
+            self.say(&Message::State(Box::new(state)), 0, &[]);
         }
         true
     }

@@ -559,10 +559,10 @@ impl World {
                 let insists = now >= shard.coordinated_since + INSISTS;
                 let result = shard.core.start(local(&plan, &shard.mine), insists, &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
-                    shard.starting = Some(plan);
+                    shard.starting = Some(*plan);
                 } else if actions.iter().any(|action| matches!(action, Action::Sealed(_))) {
                     // From here on it computes with what is known now.
-                    (shard.step, shard.plan) = (step(&plan), Some(plan));
+                    (shard.step, shard.plan) = (step(&plan), Some(*plan));
                 }
                 result
             }

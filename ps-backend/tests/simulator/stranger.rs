@@ -69,7 +69,7 @@ impl World {
             let message = match self.rng.u8(0..3) {
                 0 => Message::Drop { plan },
                 1 if plan.0 != next => Message::Conclude { plan },
-                _ => Message::Start(self.false_plan(partition, plan, Version(base))),
+                _ => Message::Start(Box::new(self.false_plan(partition, plan, Version(base)))),
             };
             self.trace(|| format!("a stranger to partition {partition}: {message:?}"));
             self.shard_from_coordinator(partition, plan.0, message);
@@ -199,7 +199,13 @@ impl World {
                     let state = self.clients[index].core.state().clone();
                     let [sequence, version, over, heard] = [(); 4].map(|()| self.number());
                     let (version, over) = (Version(version), PlanId(over));
-                    Message::State(JobState { sequence, version, over, heard: Some(heard), ..state })
+                    Message::State(Box::new(JobState {
+                        sequence,
+                        version,
+                        over,
+                        heard: Some(heard),
+                        ..state
+                    }))
                 }
             };
             self.trace(|| format!("a stranger to client {index}: {message:?}"));

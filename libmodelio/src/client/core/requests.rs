@@ -179,7 +179,7 @@ impl ClientCore {
     pub fn from_coordinator(&mut self, request: u64, message: Message, now: Now, actions: &mut Vec<Action>) {
         match message {
             _ if request != 0 => self.answered(request, message, now, actions),
-            Message::State(state) => self.take_state(state, now, actions),
+            Message::State(state) => self.take_state(*state, now, actions),
             Message::Grant { plan, payload } => self.granted(plan, payload, now, actions),
             Message::Over { plan } => self.plan_over(plan, actions),
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),

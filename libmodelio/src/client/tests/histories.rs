@@ -51,13 +51,13 @@ impl Coordinator {
             let (incarnation, joined_at, attached) = (Incarnation(1), Version(0), Attached::No);
             LearnerState { learner, incarnation, step, unpublished: false, published_in, joined_at, attached }
         };
-        Message::State(JobState {
+        Message::State(Box::new(JobState {
             sequence: self.sequence,
             version: self.version,
             heard: Some(self.heard),
             learners: LEARNERS.iter().map(learner).collect(),
             ..JobState::default()
-        })
+        }))
     }
 }
 

@@ -24,7 +24,7 @@ fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
         bench.coordinator(0, Message::Over { plan: PlanId(number) });
         bench.coordinator(
             0,
-            Message::State(JobState {
+            Message::State(Box::new(JobState {
                 sequence: number,
                 version: Version(number),
                 over: PlanId(number),
@@ -39,7 +39,7 @@ fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
                     attached: Attached::No,
                 }],
                 ..JobState::default()
-            }),
+            })),
         );
         bench.grant(5);
         assert_eq!(bench.core.outgoing(), None, "the liar is believed as long as it coordinates");
@@ -98,12 +98,12 @@ fn a_number_that_no_coordinator_reaches_is_passed_over() {
             },
         );
         let state = |sequence, version, over| {
-            Message::State(JobState {
+            Message::State(Box::new(JobState {
                 sequence,
                 version: Version(version),
                 over: PlanId(over),
                 ..JobState::default()
-            })
+            }))
         };
         for state in [state(number, 0, 0), state(1000, number, 0), state(1000, 0, number)] {
             bench.coordinator(0, state);
@@ -122,9 +122,9 @@ fn a_setting_that_no_job_can_have_is_passed_over() {
         state.controls.learners = learners;
         state
     };
-    bench.coordinator(0, Message::State(state(0)));
+    bench.coordinator(0, Message::State(Box::new(state(0))));
     assert_eq!(*bench.core.state(), before);
-    bench.coordinator(0, Message::State(state(2)));
+    bench.coordinator(0, Message::State(Box::new(state(2))));
     assert_eq!(*bench.core.state(), state(2), "the next one counts");
 }
 

@@ -37,10 +37,6 @@ pub enum End {
 
 /// A message from one end to another.
 #[derive(Clone, Debug, PartialEq)]
-#[allow(
-    clippy::large_enum_variant,
-    reason = "nearly all words are messages, and a message takes no memory of its own"
-)]
 pub enum Word {
     /// A message under a request's number, as over a connection.
     Says(u64, Message),

@@ -305,7 +305,7 @@ fn a_shard_that_comes_back_hears_which_plan_is_meant_before_what_becomes_of_it()
     assert_eq!(bench.heard_by_partition(), [Message::Conclude { plan: plan.plan }]);
     assert_eq!(bench.coordinator.over(), plan.plan);
     bench.coordinator.partition_up(0, &mut bench.said);
-    let both = [Message::Start(plan.clone()), Message::Conclude { plan: plan.plan }];
+    let both = [Message::Start(Box::new(plan.clone())), Message::Conclude { plan: plan.plan }];
     assert_eq!(bench.heard_by_partition(), both);
     bench.pass(Now::from_millis(600));
     assert_eq!(bench.heard_by_partition(), both);

@@ -76,7 +76,7 @@ impl Partition {
             return;
         }
         let outcome = match message {
-            Message::Start(plan) => self.start(&mut state, plan, &mut actions),
+            Message::Start(plan) => self.start(&mut state, *plan, &mut actions),
             Message::Conclude { plan } => state.core.conclude(plan, &mut actions).map_err(Refusal::from),
             Message::Drop { plan } => state.core.drop_plan(plan, &mut actions).map_err(Refusal::from),
             other => Err(Refusal::Role { what: other.name().to_owned() }),

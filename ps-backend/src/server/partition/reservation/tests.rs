@@ -65,13 +65,13 @@ fn begun() -> Arc<Partition> {
     };
     partition.from_coordinator(
         1,
-        Message::Start(wire::Plan {
+        Message::Start(Box::new(wire::Plan {
             plan: PlanId(1),
             work: Work::Add { replaces: false },
             base: Version(0),
             ordered: false,
             sources: CLIENTS.map(source).to_vec(),
-        }),
+        })),
         None,
     );
     let deadline = Instant::now() + Duration::from_secs(20);
