@@ -298,12 +298,12 @@ def test_blocks_that_do_not_fit_are_refused(world, case, push, length, expected)
 
 def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
     """An old one's are passed over. A coming one's wait for it, though not for long, and hold nobody else up."""
-    spoilt = struct.pack("<f", 1e9) * (BLOCK // 4)
+    corrupt = struct.pack("<f", 1e9) * (BLOCK // 4)
     owned = []
     with world.peer("data") as old, world.peer("data") as coming:
         for block in range(BLOCKS):
             with world.peer("data") as peer:
-                peer.say("Push", 1, block, False, payload=spoilt, epoch=world.epoch)
+                peer.say("Push", 1, block, False, payload=corrupt, epoch=world.epoch)
                 peer.say("Probe", 1, epoch=world.epoch)
                 answer = peer.hear_of("Missing", "Refused")
                 assert answer.name == "Missing" or answer.fields == ("NotMine", block)
@@ -314,7 +314,7 @@ def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
             for block in range(BLOCKS):
                 # Those of other shards would end the connection.
                 if block in owned:
-                    coming.say("Push", 1 << 40, block, False, payload=spoilt, epoch=world.epoch)
+                    coming.say("Push", 1 << 40, block, False, payload=corrupt, epoch=world.epoch)
             coming.say("Probe", 1, epoch=world.epoch)
             world.trains()
             assert coming.hear_of("Missing").fields.fields("uu") == (1, 0)
@@ -325,8 +325,8 @@ def test_a_payload_with_a_wrong_checksum_ends_the_connection(world):
         for block in range(BLOCKS):
             with world.peer("data", shard) as peer:
                 push = body("Push", 1, block, False)
-                spoilt = frame(push, BLOCK_BYTES, epoch=world.epoch, crcs=(0, 0, 1))
-                peer.send(spoilt)
+                corrupt = frame(push, BLOCK_BYTES, epoch=world.epoch, crcs=(0, 0, 1))
+                peer.send(corrupt)
                 answer = peer.hear_of("Refused")
                 if answer.fields != ("NotMine", block):
                     right, told = wire.crc32c(BLOCK_BYTES), wire.crc32c(BLOCK_BYTES) ^ 1

@@ -87,7 +87,7 @@ def test_a_client_goes_on_after_somebody_has_used_its_number(world, number):
         assert refused.name == "Refused" and f"{number} is too far ahead" in refused.fields[1], refused
         stranger.say("Over", number, request=0, epoch=world.epoch)
         # Its connection ends.
-        stranger.say("Heard", number, number, epoch=world.epoch)
+        stranger.say("AckThrough", number, number, epoch=world.epoch)
         with pytest.raises(Closed):
             stranger.hear_of("Refused")
     with connects(world, client) as peer:
@@ -112,15 +112,15 @@ def test_a_client_goes_on_after_somebody_has_used_its_number__also_one_that_it_m
                 assert stranger.request("Abort", learner, request=number, epoch=world.epoch).name in ("Done", "Refused")
             case "all is heard":
                 stranger.request("Open", 1 << 31, request=number, epoch=world.epoch)
-                stranger.say("Heard", number, number, epoch=world.epoch)
+                stranger.say("AckThrough", number, number, epoch=world.epoch)
             case "nothing is made":
-                stranger.say("Heard", 0, 0, epoch=world.epoch)
+                stranger.say("AckThrough", 0, 0, epoch=world.epoch)
         stranger.request("Open", 1 << 31, request=number + 1, epoch=world.epoch)
     with connects(world, client) as peer:
-        peer.say("Heard", 0, 1, epoch=world.epoch)
+        peer.say("AckThrough", 0, 1, epoch=world.epoch)
         again = peer.request("Join", f"n{client}", request=1, epoch=world.epoch)
         assert again.name == "Joined" and again.fields.number() == learner, "the answer was not heard"
-        peer.say("Heard", 1, 1, epoch=world.epoch)
+        peer.say("AckThrough", 1, 1, epoch=world.epoch)
         assert peer.request("Open", learner, request=2, epoch=world.epoch).name == "Opened"
         assert peer.request("Abort", learner, request=3, epoch=world.epoch).name == "Done"
         assert peer.request("Leave", learner, 0, request=4, epoch=world.epoch).name == "Done"

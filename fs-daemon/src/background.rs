@@ -57,7 +57,7 @@ impl Ready {
     ///
     /// # Errors
     /// When it cannot let go of its terminal.
-    pub fn tell(self) -> Result<(), Error> {
+    pub fn announce(self) -> Result<(), Error> {
         let Some(Daemon { mut parent, log, .. }) = self.0 else { return Ok(()) };
         let failed = |e: Errno| Error::new("cannot go to the background").caused_by(e);
         set_pdeathsig(None).map_err(failed)?;

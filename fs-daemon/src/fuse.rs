@@ -16,7 +16,7 @@ mod process;
 mod refusals;
 mod reply;
 mod requests;
-mod second_looks;
+mod second_lookups;
 mod users;
 mod waits;
 mod watches;

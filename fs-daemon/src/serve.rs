@@ -98,7 +98,7 @@ pub fn serve(
     }
     let answers = mountpoint.await_answer().and_then(|()| {
         announce(&models, &mountpoint, passthrough, scraped.as_ref(), &ready);
-        ready.tell()
+        ready.announce()
     });
     if let Err(error) = answers {
         mountpoint.detach()?;

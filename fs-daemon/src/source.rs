@@ -145,7 +145,7 @@ impl Source {
                 let local = (from - offset) as usize..(to - offset) as usize;
                 self.files[range.file]
                     .read_exact_at(&mut bytes[local], range.file_offset + (from - range.flat_offset))
-                    .map_err(|error| SnapshotError::Unfit(error.to_string()))?;
+                    .map_err(|error| SnapshotError::Invalid(error.to_string()))?;
             }
         }
         Ok(())

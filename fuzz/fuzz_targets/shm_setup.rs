@@ -99,22 +99,22 @@ fuzz_target!(|input: Input| {
         assert!(begin.elapsed() < Duration::from_secs(1));
         if let Some(peer) = &peer {
             let mut bytes = [0; 300];
-            let mut hear = || {
+            let mut receive = || {
                 let mut slices = [IoSliceMut::new(&mut bytes)];
-                let heard = recvmsg::<UnixAddr>(peer.as_raw_fd(), &mut slices, None, MsgFlags::MSG_DONTWAIT);
-                heard.map(|heard| heard.bytes)
+                let received = recvmsg::<UnixAddr>(peer.as_raw_fd(), &mut slices, None, MsgFlags::MSG_DONTWAIT);
+                received.map(|received| received.bytes)
             };
             // That not all was read that was said comes before the answer.
-            let heard = match hear() {
-                Err(Errno::ECONNRESET) if input.more.is_some() => hear(),
-                heard => heard,
+            let received = match receive() {
+                Err(Errno::ECONNRESET) if input.more.is_some() => receive(),
+                received => received,
             };
-            let heard = heard.expect("an answer");
+            let received = received.expect("an answer");
             match &met {
-                Ok(_) => assert_eq!(bytes[..heard], [0]),
+                Ok(_) => assert_eq!(bytes[..received], [0]),
                 Err(error) => {
                     let told = error.to_string();
-                    assert_eq!(bytes[..heard], told.as_bytes()[..told.len().min(256)]);
+                    assert_eq!(bytes[..received], told.as_bytes()[..told.len().min(256)]);
                 }
             }
         }

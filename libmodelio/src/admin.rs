@@ -144,7 +144,7 @@ pub struct AdminPeer {
     silence: Duration,
     ping_after: Duration,
     last_sent: Instant,
-    last_heard: Instant,
+    last_bytes: Instant,
     next_request: u64,
 }
 
@@ -188,7 +188,7 @@ impl AdminPeer {
             silence: Duration::MAX,
             ping_after: Duration::MAX,
             last_sent: now,
-            last_heard: now,
+            last_bytes: now,
             next_request: 1,
         };
         let hello = Message::Hello {
@@ -244,7 +244,7 @@ impl AdminPeer {
         deadline: Instant,
     ) -> Result<(Message, Vec<u8>), AdminError> {
         // Silence counts from here: between requests nobody listens.
-        self.last_heard = Instant::now();
+        self.last_bytes = Instant::now();
         let request = self.ask(message, payload, deadline)?;
         match self.answer(deadline)? {
             (of, Message::Refused(refusal), _) if of == request => Err(refusal.into()),
@@ -290,8 +290,8 @@ impl AdminPeer {
     ///
     /// # Errors
     /// [`AdminError`].
-    pub fn tell(&mut self, message: &Message, payload: &[u8], deadline: Instant) -> Result<(), AdminError> {
-        self.send(message, 0, payload, deadline, "telling")
+    pub fn notify(&mut self, message: &Message, payload: &[u8], deadline: Instant) -> Result<(), AdminError> {
+        self.send(message, 0, payload, deadline, "sending")
     }
 
     fn send(
@@ -302,9 +302,9 @@ impl AdminPeer {
         deadline: Instant,
         doing: &'static str,
     ) -> Result<(), AdminError> {
-        let told = Payload::of(payload).map_err(AdminError::Request)?;
+        let sent = Payload::of(payload).map_err(AdminError::Request)?;
         self.outgoing.clear();
-        append_frame(&mut self.outgoing, message, request, Epoch(0), told).map_err(AdminError::Request)?;
+        append_frame(&mut self.outgoing, message, request, Epoch(0), sent).map_err(AdminError::Request)?;
         for mut part in [self.outgoing.as_slice(), payload] {
             while !part.is_empty() {
                 let left = left(deadline);
@@ -353,7 +353,7 @@ impl AdminPeer {
             if left(deadline).is_zero() {
                 return Err(AdminError::TimedOut { address: address(), doing });
             }
-            if self.last_heard.elapsed() >= self.silence {
+            if self.last_bytes.elapsed() >= self.silence {
                 return Err(AdminError::Silent { address: address(), silence: self.silence });
             }
             let pause = self.ping_after.saturating_sub(self.last_sent.elapsed());
@@ -361,7 +361,7 @@ impl AdminPeer {
                 self.send(&Message::Ping, 0, &[], deadline, doing)?;
                 continue;
             }
-            let silent = self.silence - self.last_heard.elapsed().min(self.silence);
+            let silent = self.silence - self.last_bytes.elapsed().min(self.silence);
             let wait = left(deadline).min(pause).min(silent).max(Duration::from_millis(1));
             let read = self
                 .stream
@@ -370,7 +370,7 @@ impl AdminPeer {
             match read {
                 Ok(0) => return Err(disconnected(&self.address, doing, ErrorKind::UnexpectedEof.into())),
                 Ok(count) => {
-                    self.last_heard = Instant::now();
+                    self.last_bytes = Instant::now();
                     self.unread.extend_from_slice(&piece[..count]);
                     return Ok(());
                 }
@@ -424,13 +424,13 @@ fn resolve(address: &str, deadline: Instant) -> Result<Vec<SocketAddr>, AdminErr
         return Ok(vec![socket]);
     }
     let bad = |reason: String| AdminError::Address { address: address.to_owned(), reason };
-    let (tell, answer) = mpsc::sync_channel(1);
+    let (sender, answer) = mpsc::sync_channel(1);
     let name = address.to_owned();
     std::thread::Builder::new()
         .name("resolver".to_owned())
         .spawn(move || {
             // Nobody listens any more when the deadline has passed.
-            let _ = tell.send(name.to_socket_addrs().map(Vec::from_iter));
+            let _ = sender.send(name.to_socket_addrs().map(Vec::from_iter));
         })
         .map_err(|source| AdminError::Io { address: address.to_owned(), source })?;
     match answer.recv_timeout(left(deadline)) {

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 /// Has deadlines.
 pub trait Timed: Send + Sync {
     /// Does what is due, and says after which pause to look again. None ends it.
-    fn look(&self) -> Option<Duration>;
+    fn check(&self) -> Option<Duration>;
 }
 
 /// Has somebody that is watched looked at before its time.
@@ -39,7 +39,7 @@ static STATE: Mutex<State> =
     Mutex::new(State { runs: false, next: 0, entries: BTreeMap::new(), due: BTreeSet::new() });
 static CHANGED: Condvar = Condvar::new();
 
-/// Looks after `what` from now on, for as long as it lives.
+/// Checks after `what` from now on, for as long as it lives.
 ///
 /// # Errors
 /// When there is no thread to be had.
@@ -93,7 +93,7 @@ fn run() {
         (entry.at, entry.roused) = (None, false);
         let what = entry.what.clone();
         drop(state);
-        let pause = what.upgrade().and_then(|what| what.look());
+        let pause = what.upgrade().and_then(|what| what.check());
         state = STATE.lock();
         match (pause, state.entries.get_mut(&id)) {
             (Some(pause), Some(entry)) => {
@@ -115,51 +115,51 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(20);
 
-    struct Looks(Mutex<Vec<Duration>>, Sender<Instant>);
+    struct Checks(Mutex<Vec<Duration>>, Sender<Instant>);
 
-    impl Timed for Looks {
-        fn look(&self) -> Option<Duration> {
+    impl Timed for Checks {
+        fn check(&self) -> Option<Duration> {
             self.1.send(Instant::now()).ok()?;
             self.0.lock().pop()
         }
     }
 
-    fn watched(mut pauses: Vec<Duration>) -> (Arc<Looks>, Alarm, std::sync::mpsc::Receiver<Instant>) {
+    fn watched(mut pauses: Vec<Duration>) -> (Arc<Checks>, Alarm, std::sync::mpsc::Receiver<Instant>) {
         pauses.reverse();
-        let (sender, looks) = channel();
-        let what = Arc::new(Looks(Mutex::new(pauses), sender));
+        let (sender, checks) = channel();
+        let what = Arc::new(Checks(Mutex::new(pauses), sender));
         let alarm = watch(Arc::downgrade(&what) as Weak<dyn Timed>).unwrap();
-        (what, alarm, looks)
+        (what, alarm, checks)
     }
 
     #[test]
     fn it_looks_after_the_pause_that_was_named_until_there_is_none() {
         let pause = Duration::from_millis(30);
-        let (_what, _, looks) = watched(vec![pause, Duration::ZERO]);
-        let first = looks.recv_timeout(LONG).unwrap();
-        let second = looks.recv_timeout(LONG).unwrap();
+        let (_what, _, checks) = watched(vec![pause, Duration::ZERO]);
+        let first = checks.recv_timeout(LONG).unwrap();
+        let second = checks.recv_timeout(LONG).unwrap();
         assert!(second - first >= pause);
-        looks.recv_timeout(LONG).unwrap();
-        assert!(looks.recv_timeout(2 * pause).is_err(), "it is over");
+        checks.recv_timeout(LONG).unwrap();
+        assert!(checks.recv_timeout(2 * pause).is_err(), "it is over");
     }
 
     #[test]
     fn whoever_is_roused_is_looked_at_at_once_and_others_are_not() {
         let (_other, _, others) = watched(vec![LONG]);
         others.recv_timeout(LONG).unwrap();
-        let (_what, alarm, looks) = watched(vec![LONG, LONG]);
-        looks.recv_timeout(LONG).unwrap();
+        let (_what, alarm, checks) = watched(vec![LONG, LONG]);
+        checks.recv_timeout(LONG).unwrap();
         alarm.rouse();
-        looks.recv_timeout(LONG / 2).unwrap();
+        checks.recv_timeout(LONG / 2).unwrap();
         assert!(others.try_recv().is_err());
     }
 
     #[test]
     fn what_is_gone_is_not_looked_at() {
-        let (what, alarm, looks) = watched(vec![LONG, LONG]);
-        looks.recv_timeout(LONG).unwrap();
+        let (what, alarm, checks) = watched(vec![LONG, LONG]);
+        checks.recv_timeout(LONG).unwrap();
         drop(what);
         alarm.rouse();
-        assert!(looks.recv_timeout(LONG).is_err());
+        assert!(checks.recv_timeout(LONG).is_err());
     }
 }

@@ -178,20 +178,20 @@ impl ContributionTracker {
             self.sent.insert(block.index());
             return true;
         }
-        self.landed();
+        self.answered();
         false
     }
 
     /// The shard took `block`, or refused it for good; `deferred` when it will read the payload from staging at commit.
     pub fn sent(&mut self, block: BlockId, deferred: bool) {
         debug_assert!(self.sent.contains(block.index()));
-        self.landed();
+        self.answered();
         if deferred {
             self.deferred.insert(block.index());
         }
     }
 
-    fn landed(&mut self) {
+    fn answered(&mut self) {
         debug_assert!(self.in_flight > 0, "a piece was answered twice");
         self.in_flight = self.in_flight.saturating_sub(1);
     }

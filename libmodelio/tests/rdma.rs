@@ -100,7 +100,7 @@ impl Stream for Pattern {
     }
 }
 
-fn hear(news: &Receiver<String>) -> String {
+fn next_event(news: &Receiver<String>) -> String {
     news.recv_timeout(Duration::from_secs(20)).expect("news in time")
 }
 
@@ -123,13 +123,13 @@ fn bytes_go_both_ways() {
         queue_pair.expect("a queue pair");
         Some(Box::new(Pattern::new(UP, DOWN, sender)) as Box<dyn Stream>)
     });
-    assert_eq!(hear(&client), "all");
-    assert_eq!(hear(&server), "all");
+    assert_eq!(next_event(&client), "all");
+    assert_eq!(next_event(&server), "all");
     eprintln!("{} bytes in {:?}", UP + DOWN, begun.elapsed());
     assert_eq!(endpoint.connections(), 2);
     endpoint.shut_down(Duration::from_secs(2));
-    assert!(hear(&client).starts_with("closed: "));
-    assert!(hear(&server).starts_with("closed: "));
+    assert!(next_event(&client).starts_with("closed: "));
+    assert!(next_event(&server).starts_with("closed: "));
 }
 
 /// What both ends of a connection use, if they want these.
@@ -141,7 +141,7 @@ fn agreed(at: SocketAddr, server: Option<u32>, client: Option<u32>) -> [Option<u
     let ask = |queue_pair: &Arc<QueuePair>| queue_pair.mtu().unwrap().map(Mtu::bytes);
     let (server, client) = (open(server), open(client));
     let (tell, told) = channel();
-    let (news, heard) = channel();
+    let (news, events) = channel();
     let of_server = (tell.clone(), news.clone());
     let to = server
         .listen(at, move |queue_pair: &Arc<QueuePair>, _| {
@@ -158,7 +158,7 @@ fn agreed(at: SocketAddr, server: Option<u32>, client: Option<u32>) -> [Option<u
         let (end, mtu) = told.recv_timeout(Duration::from_secs(20)).expect("a queue pair in time");
         found[end] = mtu;
     }
-    assert_eq!([hear(&heard), hear(&heard)], ["all", "all"]);
+    assert_eq!([next_event(&events), next_event(&events)], ["all", "all"]);
     found
 }
 
@@ -194,7 +194,7 @@ fn nobody_listens() {
         sender.send(queue_pair.map(drop).unwrap_err()).unwrap();
         None
     });
-    let why = hear(&client);
+    let why = next_event(&client);
     assert!(why.contains(&at.to_string()), "{why}");
 }
 
@@ -209,7 +209,7 @@ fn who_asks_after_the_end_is_told() {
         sender.send(queue_pair.map(drop).unwrap_err()).unwrap();
         None
     });
-    let why = hear(&client);
+    let why = next_event(&client);
     assert!(why.contains("RDMA is shut down"), "{why}");
     let error = endpoint.listen(at, |_, _| None).unwrap_err();
     assert!(error.to_string().contains("RDMA is shut down"), "{error}");
@@ -238,7 +238,7 @@ fn a_stream_may_end_what_it_is_served_by() {
     });
     drop(other);
     let begun = Instant::now();
-    assert_eq!(hear(&ended), "dropped");
+    assert_eq!(next_event(&ended), "dropped");
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     // The server's end, if it has one, ends with it.
     let why = server.recv_timeout(Duration::from_secs(20));
@@ -309,7 +309,7 @@ impl Stranger {
             self.channel.next().unwrap();
             self.pair.poller().poll(&mut news).unwrap();
             if let Some(completion) = news.drain(..).find(|news| !news.is_receive()) {
-                return self.pair.hear(completion).map(drop).map_err(|error| error.to_string());
+                return self.pair.complete(completion).map(drop).map_err(|error| error.to_string());
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -336,7 +336,7 @@ impl Stranger {
                 self.channel.next().unwrap().is_some_and(|event| matches!(event.kind, CmKind::Disconnected));
             self.pair.poller().poll(&mut news).unwrap();
             for completion in news.drain(..) {
-                taken += u32::from(self.pair.hear(completion).is_ok());
+                taken += u32::from(self.pair.complete(completion).is_ok());
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -363,7 +363,7 @@ fn words_that_nobody_hears_use_nothing_up() {
     for _ in 0..16 {
         taken += Stranger::connect(to, Notify::Immediate).say(DEPTH - 8);
         let why = loop {
-            let news = hear(&server);
+            let news = next_event(&server);
             if news.starts_with("closed: ") {
                 break news;
             }
@@ -372,12 +372,12 @@ fn words_that_nobody_hears_use_nothing_up() {
     }
     // Where the shard is quick, each takes no more than wait for it: eight. That is used up in one, if it is.
     assert!(taken > 8 * 8, "{taken} words were taken: too few to use up what waits for them");
-    let (news, heard) = channel();
+    let (news, events) = channel();
     endpoint.connect(to, Instant::now() + Duration::from_secs(5), 0, move |queue_pair| {
         queue_pair.expect("a queue pair");
         Some(Box::new(Pattern::new(20_000, 20_000, news)) as Box<dyn Stream>)
     });
-    assert_eq!([hear(&heard), hear(&server)], ["all", "all"]);
+    assert_eq!([next_event(&events), next_event(&server)], ["all", "all"]);
 }
 
 #[test]
@@ -422,7 +422,7 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
         let stranger = Stranger::connect(to, notify);
         expected.store(BYTES, Ordering::Relaxed);
         // Meanwhile another one goes on.
-        let (news, heard) = channel();
+        let (news, events) = channel();
         endpoint.connect(to, Instant::now() + Duration::from_secs(5), 1, move |queue_pair| {
             queue_pair.expect("a queue pair");
             Some(Box::new(Pattern::new(BYTES, BYTES, news)) as Box<dyn Stream>)
@@ -437,12 +437,12 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
             }
             Err(why) => eprintln!("{what}: {why}"),
         }
-        assert_eq!(hear(&heard), "all", "{what}");
+        assert_eq!(next_event(&events), "all", "{what}");
         drop(stranger);
-        let mut of_server = [hear(&server), hear(&server)];
+        let mut of_server = [next_event(&server), next_event(&server)];
         of_server.sort();
         assert!(of_server[0] == "all" && of_server[1].starts_with("closed: "), "{what}: {of_server:?}");
-        drop(heard);
+        drop(events);
     }
 }
 

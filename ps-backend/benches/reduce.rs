@@ -8,7 +8,9 @@
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, all_finite, fold, stream_copy};
+use libmodelio::bytes::kernels::{
+    Input, Operands, Output, Source, Wire, accumulate, all_finite, stream_copy,
+};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use ps_backend::reducers::apply;
 
@@ -80,7 +82,7 @@ fn benches(c: &mut Criterion) {
     });
     group.finish();
 
-    let mut group = c.benchmark_group("fold");
+    let mut group = c.benchmark_group("accumulate");
     group.throughput(Throughput::Bytes(REQUEST as u64));
     for wire in [Wire::F32, Wire::F16, Wire::BF16] {
         let (count, end) = (BLOCK / wire.size(), ELEMENTS * wire.size());
@@ -88,7 +90,7 @@ fn benches(c: &mut Criterion) {
             group.bench_function(BenchmarkId::new(name, format!("{wire:?}")), |b| {
                 b.iter_custom(|n| {
                     requests.time(n, end, |src, at| {
-                        fold(wire, src, &mut master_out[at / wire.size()..][..count], first);
+                        accumulate(wire, src, &mut master_out[at / wire.size()..][..count], first);
                     })
                 })
             });

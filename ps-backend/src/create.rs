@@ -137,7 +137,7 @@ pub fn create(
     registry.put(&record, None, Instant::now() + PROMPT)?;
     record.ready = true;
     let made = make(new, &map, &ModelRecord { ready: false, ..record.clone() }, &there, source, progress)
-        .and_then(|()| Ok(tell_ready(registry, &record, &there)?));
+        .and_then(|()| Ok(put_ready(registry, &record, &there)?));
     if let Err(error) = made {
         // What was made is of no use. Whoever cannot be reached now hears of it from the registry, and that from shards.
         let _ = registry.delete(new.name, generation, Instant::now() + PROMPT);
@@ -148,7 +148,7 @@ pub fn create(
 }
 
 /// Tells the registry that all blocks are there. If it is away just now, it has some time to come back.
-fn tell_ready(
+fn put_ready(
     registry: &dyn Registry,
     record: &ModelRecord,
     shards: &[ShardRecord],
@@ -156,12 +156,12 @@ fn tell_ready(
     const PAUSE: Duration = Duration::from_millis(200);
     let deadline = Instant::now() + PROMPT;
     loop {
-        let told = match registry.put(record, Some(record.epoch), deadline) {
+        let answer = match registry.put(record, Some(record.epoch), deadline) {
             // It was started anew meanwhile, and the coordinator may have told it already.
             Err(RegistryError::NoModel(_)) => registry.restore(record, shards, deadline),
             outcome => outcome,
         };
-        match told {
+        match answer {
             Err(RegistryError::Peer(_)) if Instant::now() + PAUSE < deadline => std::thread::sleep(PAUSE),
             outcome => return outcome,
         }
@@ -180,7 +180,7 @@ fn make(
     let load = Load {
         layout: new.layout,
         optimizer: new.record.map(|record| record.optimizer),
-        begins: begins.map_err(|error| SnapshotError::Unfit(error.to_string()))?,
+        begins: begins.map_err(|error| SnapshotError::Invalid(error.to_string()))?,
         map,
         record,
         encoded: &record.encode()?,
@@ -271,7 +271,7 @@ impl Load<'_> {
             }
             (self.source)((block, what), &mut bytes)?;
             let load = Message::Load { generation, block, what };
-            if let Err(error) = peer.tell(&load, &bytes, Instant::now() + SENDING) {
+            if let Err(error) = peer.notify(&load, &bytes, Instant::now() + SENDING) {
                 return Err(failed(why(&mut peer, error)));
             }
             (self.progress)(bytes.len() as u64);
@@ -306,7 +306,7 @@ fn failed_at(shard: &ShardRecord) -> impl Fn(AdminError) -> CreateError {
 /// have not said that they have are returned: they do once they hear of it, from the registry if it was told.
 pub fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<CreateError> {
     let owners: BTreeSet<ShardId> = record.owners.iter().map(|(owner, _)| *owner).collect();
-    let mut told_of = BTreeSet::new();
+    let mut reached = BTreeSet::new();
     let mut left: Vec<ShardRecord> =
         shards.iter().filter(|shard| owners.contains(&shard.shard)).cloned().collect();
     let mut unconfirmed: Vec<CreateError> = owners
@@ -315,7 +315,7 @@ pub fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<CreateError> 
         .map(|&owner| CreateError::NotAnnounced(owner))
         .collect();
     while !left.is_empty() {
-        told_of.extend(left.iter().map(|shard| shard.shard));
+        reached.extend(left.iter().map(|shard| shard.shard));
         let answers = forget_at(record, &left);
         left.clear();
         for answer in answers {
@@ -325,7 +325,7 @@ pub fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<CreateError> 
                     let owns = |shard: &ShardRecord| {
                         moved.record.owners.iter().any(|(owner, _)| *owner == shard.shard)
                     };
-                    let more = moved.shards.iter().filter(|shard| owns(shard) && told_of.insert(shard.shard));
+                    let more = moved.shards.iter().filter(|shard| owns(shard) && reached.insert(shard.shard));
                     left.extend(more.cloned());
                 }
                 Err(error) => unconfirmed.push(error),
@@ -337,12 +337,12 @@ pub fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<CreateError> 
 
 /// Tells all of these at once. Where one says that the model has moved, it says where to.
 fn forget_at(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<Result<Option<Moved>, CreateError>> {
-    let tell = |shard: &ShardRecord| {
-        let told = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).and_then(|mut peer| {
+    let delete = |shard: &ShardRecord| {
+        let answer = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).and_then(|mut peer| {
             let delete = Message::Delete { model: record.name.clone(), generation: record.generation };
             peer.request(&delete, &[], Instant::now() + PROMPT)
         });
-        match told.map_err(failed_at(shard))? {
+        match answer.map_err(failed_at(shard))? {
             (Message::Moved, payload) => Ok(Some(Moved::decode(&payload)?)),
             _ => Ok(None),
         }
@@ -350,7 +350,7 @@ fn forget_at(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<Result<Option<
     std::thread::scope(|scope| {
         let asked: Vec<_> = shards
             .iter()
-            .map(|shard| std::thread::Builder::new().spawn_scoped(scope, move || tell(shard)))
+            .map(|shard| std::thread::Builder::new().spawn_scoped(scope, move || delete(shard)))
             .collect();
         asked.into_iter().map(|asked| joined(asked).and_then(|answer| answer)).collect()
     })

@@ -12,9 +12,9 @@
 
 pub(crate) mod accumulator;
 mod buffers;
+mod builder;
 mod elements;
 mod keeping;
-mod making;
 pub mod table;
 mod versions;
 use std::io;
@@ -32,14 +32,14 @@ use libmodelio::vocabulary::tensor_steps::ByteSteps;
 pub(crate) use buffers::Loading;
 pub use buffers::VersionBuffer;
 use buffers::{StateBuffer, VOID};
+pub(crate) use builder::{Term, VersionBuilder, Written};
 pub(crate) use keeping::Keeping;
 pub use keeping::kept_range;
-pub(crate) use making::{Making, Term, Written};
 use table::Left;
 pub use versions::VersionWatch;
 use versions::Versions;
 
-/// All memory of one model's shard. Not shared: its owner's lock guards it, and a [`Making`] takes along
+/// All memory of one model's shard. Not shared: its owner's lock guards it, and a [`VersionBuilder`] takes along
 /// what computing blocks without that lock needs.
 #[derive(Debug)]
 pub struct RegionStore {
@@ -116,7 +116,7 @@ impl RegionStore {
     }
 
     /// Makes sure that both state buffers have what `reducer` needs, pre-faulted, and nothing more;
-    /// `fresh` starts its slots from zero. Not while a [`Making`] exists.
+    /// `fresh` starts its slots from zero. Not while a [`VersionBuilder`] exists.
     ///
     /// # Errors
     /// When the memory cannot be had.
@@ -331,28 +331,28 @@ impl RegionStore {
         fresh: bool,
         steps: ByteSteps,
         check: bool,
-    ) -> io::Result<Making> {
+    ) -> io::Result<VersionBuilder> {
         self.prepare(reducer, fresh)?;
         let back = self.back.clone().ok_or_else(no_buffer)?;
-        self.making(version, back, steps, check)
+        self.builder(version, back, steps, check)
     }
 
     /// The memory for a version whose blocks are those of the newest, or new values. Optimizer state stays.
     ///
     /// # Errors
     /// When there is no buffer for it.
-    pub(crate) fn assigned_version(&self, version: Version, check: bool) -> io::Result<Making> {
+    pub(crate) fn assigned_version(&self, version: Version, check: bool) -> io::Result<VersionBuilder> {
         let back = self.back.clone().ok_or_else(no_buffer)?;
-        self.making(version, back, ByteSteps::default(), check)
+        self.builder(version, back, ByteSteps::default(), check)
     }
 
-    fn making(
+    fn builder(
         &self,
         version: Version,
         back: Arc<VersionBuffer>,
         steps: ByteSteps,
         check: bool,
-    ) -> io::Result<Making> {
+    ) -> io::Result<VersionBuilder> {
         let front = self.newest().ok_or_else(no_buffer)?;
         let mut shown = self.versions.values().map(|published| published.buffer.region.key());
         debug_assert!(shown.all(|key| key != back.region.key()), "a version is to be written");
@@ -364,7 +364,7 @@ impl RegionStore {
                 stamp.store(VOID, Ordering::Relaxed);
             }
         }
-        Ok(Making {
+        Ok(VersionBuilder {
             layout: Arc::clone(&self.layout),
             version,
             steps,
@@ -378,27 +378,27 @@ impl RegionStore {
     }
 
     /// What [`Self::next_version`] gave is complete and becomes the newest.
-    pub(crate) fn publish_next(&mut self, making: &Making, reducer: Reducer) {
+    pub(crate) fn publish_next(&mut self, builder: &VersionBuilder, reducer: Reducer) {
         self.back = None;
         self.slots_used |= reducer.state_slots() > 0;
-        self.show(making);
+        self.show(builder);
     }
 
     /// What [`Self::assigned_version`] gave is complete and becomes the newest.
-    pub(crate) fn publish_assigned(&mut self, making: &Making) {
+    pub(crate) fn publish_assigned(&mut self, builder: &VersionBuilder) {
         self.back = None;
-        self.show(making);
+        self.show(builder);
     }
 
-    fn show(&mut self, making: &Making) {
-        let version = making.version;
-        for (stamp, changed) in making.back.stamps.iter().zip(self.changed.iter()) {
+    fn show(&mut self, builder: &VersionBuilder) {
+        let version = builder.version;
+        for (stamp, changed) in builder.back.stamps.iter().zip(self.changed.iter()) {
             if stamp.load(Ordering::Relaxed) == version.0 {
                 changed.store(version.0, Ordering::Relaxed);
             }
         }
         self.state.swap(0, 1);
-        self.versions.insert(version, Arc::clone(&making.back));
+        self.versions.insert(version, Arc::clone(&builder.back));
     }
 
     /// Bytes of fp32 masters, and of the optimizer's slots.

@@ -46,7 +46,7 @@ struct Shard {
     record: ShardRecord,
     until: Now,
     /// When it last announced itself; `None` if only others have told of it.
-    heard: Option<Now>,
+    last_announced: Option<Now>,
     /// It holds partitions under its number, as it says.
     holds: bool,
 }
@@ -120,8 +120,8 @@ impl RegistryCore {
     }
 
     /// When each shard last announced itself, those that have not for long included.
-    pub fn heard(&self) -> impl Iterator<Item = (&ShardRecord, Option<Now>)> {
-        self.shards.values().map(|shard| (&shard.record, shard.heard))
+    pub fn announcements(&self) -> impl Iterator<Item = (&ShardRecord, Option<Now>)> {
+        self.shards.values().map(|shard| (&shard.record, shard.last_announced))
     }
 
     fn announce(
@@ -151,7 +151,8 @@ impl RegistryCore {
         let before = known.and_then(|known| self.shards.remove(&known));
         let draining = before.map_or(record.draining, |before| before.record.draining);
         let record = ShardRecord { shard: number, draining, ..record.clone() };
-        self.shards.insert(number, Shard { record, until: now + lease, heard: Some(now), holds: bound });
+        self.shards
+            .insert(number, Shard { record, until: now + lease, last_announced: Some(now), holds: bound });
         Ok(number)
     }
 
@@ -167,13 +168,13 @@ impl RegistryCore {
     }
 
     /// A number for a shard that the table does not know; `told` is what it was told by an earlier registry, or 0.
-    fn number_for(&mut self, told: ShardId, now: Now) -> Result<ShardId, Refusal> {
+    fn number_for(&mut self, wanted: ShardId, now: Now) -> Result<ShardId, Refusal> {
         self.make_room(now)?;
         // One that a model names belongs to a shard that has not been heard of yet.
         let free =
             |number: &ShardId| number.0 != 0 && !self.shards.contains_key(number) && !self.owns(*number);
-        let told = Some(told).filter(free);
-        let number = told.or_else(|| (1..=MAX_SHARDS as u16).map(ShardId).find(free));
+        let wanted = Some(wanted).filter(free);
+        let number = wanted.or_else(|| (1..=MAX_SHARDS as u16).map(ShardId).find(free));
         number.ok_or_else(|| Refusal::other("no number is free for another shard"))
     }
 

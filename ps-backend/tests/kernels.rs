@@ -3,7 +3,7 @@
 
 use half::{bf16, f16};
 use libmodelio::bytes::kernels::{
-    Input, Level, Operands, Output, Source, Wire, all_finite, fold, stream_copy, widen, with_level,
+    Input, Level, Operands, Output, Source, Wire, accumulate, all_finite, stream_copy, widen, with_level,
 };
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use proptest::prelude::*;
@@ -343,7 +343,7 @@ fn check_found(wire: Wire, at: usize, value: f32, n: usize) {
     let (good, bytes) = (encode(wire, &good), Placed::new(&encode(wire, &values), 1));
     assert_eq!(all_finite(wire, bytes.get()), want);
     let mut acc = vec![0.0; n];
-    assert_eq!(fold(wire, bytes.get(), &mut acc, true), want);
+    assert_eq!(accumulate(wire, bytes.get(), &mut acc, true), want);
     let mut sources = [Source::Wire(&good); 6];
     for reducer in Reducer::all() {
         for (bad, least) in [(Source::Wire(bytes.get()), 1), (Source::Acc(&acc), 2)] {
@@ -464,15 +464,16 @@ fn assignment_keeps_every_bit() {
 }
 
 #[test]
-fn folds_add_in_fp32_and_in_order() {
+fn sums_are_accumulated_in_fp32_and_in_order() {
     for (level, wire) in Level::available().flat_map(|level| WIRES.map(|wire| (level, wire))) {
         for (n, offset) in [(0, 0), (1, 3), (47, 0), (9000, 0), (9001, 7)] {
             let sources = [1, 2, 3].map(|seed| encode(wire, &random(seed, n)));
             let mut acc = Placed::new(&vec![f32::NAN; n], offset);
             for (i, source) in sources.iter().enumerate() {
                 let source = Placed::new(source, i);
-                let folded = with_level(level, || fold(wire, source.get(), acc.get_mut(), i == 0)).unwrap();
-                assert!(folded);
+                let finite =
+                    with_level(level, || accumulate(wire, source.get(), acc.get_mut(), i == 0)).unwrap();
+                assert!(finite);
             }
             let [a, b, c] = sources.map(|source| decode(wire, &source));
             let want: Vec<_> = (0..n).map(|i| a[i] + b[i] + c[i]).collect();

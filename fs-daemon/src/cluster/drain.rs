@@ -12,7 +12,7 @@ use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
 use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
 
 use super::interrupt::Interrupt;
-use super::{deadline, maybe_unheard, registry, registry_error};
+use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
 use coordinators::{ask_coordinator, status_of, stop_move};
@@ -33,7 +33,8 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
     let table = registry(&config.registry);
     let failed = |error| registry_error(&config.registry, error);
     let shards = table.shards(deadline()).map_err(failed)?;
-    let shard = find(&shards, &config.shard).map_err(|error| maybe_unheard(&config.registry, error))?;
+    let shard =
+        find(&shards, &config.shard).map_err(|error| explain_new_registry(&config.registry, error))?;
     if config.cancel {
         return cancel(config, &table, shard);
     }

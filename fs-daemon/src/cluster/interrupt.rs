@@ -13,8 +13,8 @@ impl Interrupt {
     pub(in crate::cluster) fn install() -> Result<Interrupt, Error> {
         let stops = signals::install()?;
         let why = Arc::new(OnceLock::new());
-        let heard = Arc::clone(&why);
-        let waits = move || drop(heard.set(stops.wait().to_string()));
+        let cause = Arc::clone(&why);
+        let waits = move || drop(cause.set(stops.wait().to_string()));
         let spawned = std::thread::Builder::new().name("interrupt".into()).spawn(waits);
         spawned.map_err(|error| Error::new("cannot start a thread for signals").caused_by(error))?;
         Ok(Interrupt(why))

@@ -17,9 +17,9 @@ fn list(value: &Value) -> &[Value] {
 
 /// The jobs that `shards` coordinate, and those of `models` that no shard coordinates: `name`, `state`, the
 /// shards and the learners that they wait for, and for how many seconds.
-pub fn look(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[String]) -> Vec<Value> {
+pub fn states(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[String]) -> Vec<Value> {
     let mut jobs: Vec<Value> = shards.iter().flat_map(|shard| coordinated(shards, shard)).collect();
-    let mut heard = None;
+    let mut status = None;
     for name in models {
         if jobs.iter().any(|job| job["name"] == json!(name)) {
             continue;
@@ -28,9 +28,9 @@ pub fn look(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[
         let Some(record) = registry.model(name, deadline()).ok().filter(|record| record.ready) else {
             continue;
         };
-        let heard = heard.get_or_insert_with(|| ask(&at.to_string()).unwrap_or_default());
+        let status = status.get_or_insert_with(|| ask(&at.to_string()).unwrap_or_default());
         let known =
-            list(&heard["registry_heard"]).iter().find(|one| one["shard"] == json!(record.coordinator.0));
+            list(&status["registry_heard"]).iter().find(|one| one["shard"] == json!(record.coordinator.0));
         let address = known.and_then(|one| one["address"].as_str());
         // The coordinator may have moved there since the shard was asked.
         let answer = address.map_or_else(|| Err("the registry does not know where it is".to_owned()), ask);

@@ -38,11 +38,11 @@ fn registry_error(at: &Endpoint, error: RegistryError) -> Error {
     };
     let is_unknown = matches!(error, RegistryError::NoModel(_));
     let error = Error::new(error_text).caused_by(error);
-    if is_unknown { maybe_unheard(at, error) } else { error }
+    if is_unknown { explain_new_registry(at, error) } else { error }
 }
 
 /// Something is not in the registry. The error says so if the registry may not know everything yet.
-fn maybe_unheard(at: &Endpoint, error: Error) -> Error {
+fn explain_new_registry(at: &Endpoint, error: Error) -> Error {
     const YOUNG: Duration = Duration::from_secs(15);
     match age(at) {
         Some(age) if age < YOUNG => {

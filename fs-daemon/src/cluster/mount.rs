@@ -9,7 +9,7 @@ use libmodelio::transport::reactor::{Backend, Choice};
 use libmodelio::wire::{ModelRecord, ShardRecord};
 
 use super::shard::choice;
-use super::{deadline, maybe_unheard, registry, registry_error};
+use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::background::Ready;
 use crate::config::cluster::{MountConfig, Transport};
 use crate::error::Error;
@@ -46,7 +46,7 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
         if names.is_empty() {
             let error = Error::new(format!("the registry at {} has no models", config.registry))
                 .hint("make one: gradfs create NAME --model FILE.safetensors --registry …");
-            return Err(maybe_unheard(&config.registry, error));
+            return Err(explain_new_registry(&config.registry, error));
         }
         let shards = registry.shards(deadline()).map_err(failed)?;
         let mut models = Vec::new();

@@ -10,7 +10,7 @@ use ps_backend::snapshot::{Fetched, Head, Shards, SnapshotError, Source, Stream,
 use serde::Deserialize;
 
 use super::interrupt::Interrupt;
-use super::{deadline, maybe_unheard, registry, registry_error};
+use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::config::cluster::{SaveConfig, SavedModel};
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
 use crate::error::Error;
@@ -128,7 +128,7 @@ fn capture(name: &str, at: &Endpoint) -> Result<(Copies, Captured), Error> {
         let shards = registry.shards(deadline()).map_err(|error| registry_error(at, error))?;
         let coordinator = shards.iter().find(|shard| shard.shard == record.coordinator).ok_or_else(|| {
             let what = format!("shard {}, which coordinates {name}, is not announced", record.coordinator);
-            maybe_unheard(at, Error::new(what).hint("start it, or wait until it is reached again"))
+            explain_new_registry(at, Error::new(what).hint("start it, or wait until it is reached again"))
         })?;
         let (model, generation, epoch) = (name.to_owned(), record.generation, record.epoch);
         let capture = Message::Capture { model, generation, epoch };

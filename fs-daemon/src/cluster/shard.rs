@@ -106,7 +106,7 @@ fn serve(
         let _ = writeln!(out, "gradfs: {}", ready.announcement("Ctrl-C", &by_command));
         let _ = out.flush();
     }
-    ready.tell()?;
+    ready.announce()?;
     let why = stops.wait();
     tracing::info!("stopping: {why}");
     drop(scraped);

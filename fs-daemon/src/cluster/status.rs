@@ -26,7 +26,7 @@ pub fn run(config: &StatusConfig) -> Result<ExitCode, Error> {
     let models = registry.models(deadline()).map_err(failed)?;
     let shards: Vec<Value> = shards.iter().map(ask).collect();
     let refused: Vec<Value> = refused.iter().map(ask_refused).collect();
-    let jobs = jobs::look(&registry, &config.registry, &[&shards[..], &refused].concat(), &models);
+    let jobs = jobs::states(&registry, &config.registry, &[&shards[..], &refused].concat(), &models);
     let in_trouble = jobs.iter().any(jobs::is_in_trouble);
     let status = json!({
         "registry": config.registry.to_string(),

@@ -11,7 +11,7 @@ use crate::source::Source;
 
 use super::interrupt::Interrupt;
 
-use super::{deadline, maybe_unheard, registry, registry_error};
+use super::{deadline, explain_new_registry, registry, registry_error};
 
 /// Makes a model on the shards of a registry.
 ///
@@ -88,7 +88,7 @@ pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
     let unconfirmed = create::delete(&registry(&config.registry), name).map_err(|error| {
         let is_unknown = matches!(error, CreateError::Registry(RegistryError::NoModel(_)));
         let error = Error::new(format!("cannot delete {name}")).caused_by(error);
-        if is_unknown { maybe_unheard(&config.registry, error) } else { error }
+        if is_unknown { explain_new_registry(&config.registry, error) } else { error }
     })?;
     println!("gradfs: deleted {name}");
     for why in unconfirmed {

@@ -12,7 +12,7 @@ use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
 
 /// Tells what `status.json` shows of the mount.
-pub type TellStatus = Box<dyn Fn() -> MountStatus + Send + Sync>;
+pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
 
 /// The filesystem of one mount.
 pub struct Fs {
@@ -22,7 +22,7 @@ pub struct Fs {
     pub(super) access: Access,
     pub(super) started: SystemTime,
     pub(super) looked_up: LookedUpNames,
-    tell_status: TellStatus,
+    status: StatusSource,
 }
 
 impl Fs {
@@ -30,7 +30,7 @@ impl Fs {
     ///
     /// # Panics
     /// With more than [`MAX_MODELS`].
-    pub fn new(models: Vec<Arc<Model>>, passthrough: bool, access: Access, tell_status: TellStatus) -> Fs {
+    pub fn new(models: Vec<Arc<Model>>, passthrough: bool, access: Access, status: StatusSource) -> Fs {
         assert!(models.len() <= MAX_MODELS, "{} models", models.len());
         let trees = (0..=u8::MAX).zip(models).map(|(index, model)| Arc::new(ModelTree::new(model, index)));
         Fs {
@@ -39,7 +39,7 @@ impl Fs {
             access,
             started: SystemTime::now(),
             looked_up: LookedUpNames::default(),
-            tell_status,
+            status,
         }
     }
 
@@ -76,7 +76,7 @@ impl Fs {
 
     /// The facts about the mount in `status.json`, besides the model.
     pub(super) fn mount_status(&self) -> MountStatus {
-        (self.tell_status)()
+        (self.status)()
     }
 
     pub(super) fn node(&self, ino: u64) -> CallResult<Node> {
@@ -97,6 +97,6 @@ impl Fs {
 }
 
 /// The inode shows an older version than the caller must see: the kernel looks the name up again.
-pub fn look_again() -> CallError {
+pub fn stale() -> CallError {
     CallError::new(libc::ESTALE, "a newer version is out")
 }

@@ -49,17 +49,17 @@ impl ModelTree {
 
     /// The newest version that may be announced. A program that knows of a version expects it, or a newer
     /// one, below `tensors`.
-    pub fn version_to_tell(&self) -> Version {
-        self.tensors_name.told(self.model.job.version())
+    pub fn shown_version(&self) -> Version {
+        self.tensors_name.shown(self.model.job.version())
     }
 
     /// Wraps `done`, so that it hears of a success only when all versions that exist by then may be
     /// announced.
-    pub fn done_when_told<T: Send + 'static>(self: &Arc<Self>, done: Done<T>) -> Done<T> {
+    pub fn done_when_shown<T: Send + 'static>(self: &Arc<Self>, done: Done<T>) -> Done<T> {
         let tree = Arc::clone(self);
         Box::new(move |outcome| match outcome {
             Ok(value) => {
-                tree.tensors_name.when_told(tree.model.job.version(), move || done(Ok(value)));
+                tree.tensors_name.when_shown(tree.model.job.version(), move || done(Ok(value)));
             }
             Err(error) => done(Err(error)),
         })

@@ -9,7 +9,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 
 use super::access::Owner;
 use super::attr::Attributes;
-use super::filesystem::{Fs, look_again};
+use super::filesystem::{Fs, stale};
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
 use super::own_thread::on_own_thread;
@@ -219,7 +219,7 @@ fn learner_name(name: &OsStr) -> CallResult<&str> {
 /// The version that `node` shows has gone.
 fn gone(node: Node) -> CallError {
     match node {
-        Node::Model(_, File::Tensors(..) | File::Tensor(..)) => look_again(),
+        Node::Model(_, File::Tensors(..) | File::Tensor(..)) => stale(),
         _ => CallError::not_found(),
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use libmodelio::transport::Region;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 
-use super::filesystem::{Fs, look_again};
+use super::filesystem::{Fs, stale};
 use super::model_tree::{ModelTree, safetensors_header};
 use super::node::{File, Node};
 use super::open_file::{OpenFile, VersionFile};
@@ -86,7 +86,7 @@ impl OpenRequest {
     }
 
     /// Wraps `done`: the file's learner shows a failure, and a success announces a version.
-    pub fn told<T: Send + 'static>(&self, done: Done<T>) -> Done<T> {
+    pub fn done_when_shown<T: Send + 'static>(&self, done: Done<T>) -> Done<T> {
         let Some((tree, file)) = self.file() else { return done };
         let done: Done<T> = match tree.refusal_of(file) {
             Some(refusal) => Box::new(move |outcome| {
@@ -99,7 +99,7 @@ impl OpenRequest {
             File::Weights(_) | File::Safetensors(_) | File::LearnerWeights(..) | File::Device
                 if self.reads =>
             {
-                tree.done_when_told(done)
+                tree.done_when_shown(done)
             }
             _ => done,
         }
@@ -166,14 +166,14 @@ impl Fs {
             File::Weights(version) if request.writes => self.open_publication(request, tree, version),
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
                 request.read_only("this version of weights")?;
-                let reader = Reader::open(model, version).ok_or_else(look_again)?;
+                let reader = Reader::open(model, version).ok_or_else(stale)?;
                 // Passthrough has no offset: only the flat file is the memory itself.
                 let way = if self.passthrough { Way::Bypass(reader.region().clone()) } else { Way::Cached };
                 Ok((OpenFile::Version(VersionFile { reader, header: Arc::new([]), bytes: all }), way))
             }
             File::Safetensors(version) | File::RetainedSafetensors(version) => {
                 request.read_only("weights.safetensors")?;
-                let reader = Reader::open(model, version).ok_or_else(look_again)?;
+                let reader = Reader::open(model, version).ok_or_else(stale)?;
                 let header = safetensors_header(model, version);
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes: all }), Way::Cached))
             }
@@ -181,7 +181,7 @@ impl Fs {
                 request.read_only("a tensor")?;
                 let index = index as usize;
                 let tensor = model.layout.tensors().get(index).ok_or_else(CallError::not_found)?;
-                let reader = Reader::open(model, version).ok_or_else(look_again)?;
+                let reader = Reader::open(model, version).ok_or_else(stale)?;
                 let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
             }
@@ -254,7 +254,7 @@ impl Fs {
             return Err(CallError::new(libc::EACCES, "open weights write-only to publish new ones"));
         }
         let publication = Publication::open(&tree.model)?;
-        let shown = Reader::open(&tree.model, version).ok_or_else(look_again)?;
+        let shown = Reader::open(&tree.model, version).ok_or_else(stale)?;
         // The same inode may be open for reading with passthrough; the kernel wants all opens of it to
         // name the same memory. Being write-only, this one cannot be mapped.
         let way = if self.passthrough { Way::MapBypass(shown.region().clone()) } else { Way::Direct };

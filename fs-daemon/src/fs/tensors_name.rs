@@ -89,12 +89,12 @@ impl TensorsName {
     }
 
     /// The newest version that may be announced, when `newest` exists.
-    pub fn told(&self, newest: Version) -> Version {
+    pub fn shown(&self, newest: Version) -> Version {
         self.0.lock().oldest().map_or(newest, |oldest| oldest.min(newest))
     }
 
     /// Calls `answer` once the name leads to no version before `newest`, which is there already: at once if it can.
-    pub fn when_told(&self, newest: Version, answer: impl FnOnce() + Send + 'static) {
+    pub fn when_shown(&self, newest: Version, answer: impl FnOnce() + Send + 'static) {
         let mut state = self.0.lock();
         if state.leads_before(newest) {
             state.waiting.push(Waiting { of: newest, since: Instant::now(), answer: Box::new(answer) });
@@ -128,14 +128,14 @@ mod tests {
     fn a_version_is_told_of_once_the_name_of_an_older_one_is_dropped() {
         let (name, given) = name();
         name.keep(|| Version(3));
-        name.when_told(Version(4), answer(&given));
-        assert_eq!(name.told(Version(4)), Version(3));
+        name.when_shown(Version(4), answer(&given));
+        assert_eq!(name.shown(Version(4)), Version(3));
         name.drop_name(|| {
-            assert_eq!((given.load(Ordering::Relaxed), name.told(Version(4))), (0, Version(3)));
-            name.when_told(Version(4), answer(&given));
+            assert_eq!((given.load(Ordering::Relaxed), name.shown(Version(4))), (0, Version(3)));
+            name.when_shown(Version(4), answer(&given));
             assert_eq!(given.load(Ordering::Relaxed), 0, "the kernel is still dropping it");
         });
-        assert_eq!((given.load(Ordering::Relaxed), name.told(Version(4))), (2, Version(4)));
+        assert_eq!((given.load(Ordering::Relaxed), name.shown(Version(4))), (2, Version(4)));
     }
 
     #[test]
@@ -143,7 +143,7 @@ mod tests {
         let (name, given) = name();
         name.keep(|| Version(3));
         name.drop_name(|| {
-            name.when_told(Version(4), answer(&given));
+            name.when_shown(Version(4), answer(&given));
             name.give_up(Instant::now());
             assert_eq!(given.load(Ordering::Relaxed), 0);
             name.give_up(Instant::now() + PATIENCE);
@@ -155,23 +155,23 @@ mod tests {
     #[test]
     fn nothing_waits_for_a_name_that_leads_to_the_version_itself() {
         let (name, given) = name();
-        name.when_told(Version(4), answer(&given));
+        name.when_shown(Version(4), answer(&given));
         name.keep(|| Version(4));
         name.keep(|| Version(5));
-        name.when_told(Version(4), answer(&given));
-        assert_eq!((given.load(Ordering::Relaxed), name.told(Version(4))), (2, Version(4)));
+        name.when_shown(Version(4), answer(&given));
+        assert_eq!((given.load(Ordering::Relaxed), name.shown(Version(4))), (2, Version(4)));
     }
 
     #[test]
     fn a_name_that_is_kept_again_meanwhile_holds_later_versions_back() {
         let (name, given) = name();
         name.keep(|| Version(3));
-        name.when_told(Version(4), answer(&given));
+        name.when_shown(Version(4), answer(&given));
         name.drop_name(|| name.keep(|| Version(4)));
-        assert_eq!((given.load(Ordering::Relaxed), name.told(Version(5))), (1, Version(4)));
-        name.when_told(Version(5), answer(&given));
+        assert_eq!((given.load(Ordering::Relaxed), name.shown(Version(5))), (1, Version(4)));
+        name.when_shown(Version(5), answer(&given));
         assert_eq!(given.load(Ordering::Relaxed), 1);
         name.drop_name(|| {});
-        assert_eq!((given.load(Ordering::Relaxed), name.told(Version(5))), (2, Version(5)));
+        assert_eq!((given.load(Ordering::Relaxed), name.shown(Version(5))), (2, Version(5)));
     }
 }

@@ -132,7 +132,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             late.learners.iter().map(|name| json!({ "id": name, "since_unix_seconds": since(*waited) }))
         })
         .collect();
-    let version = tree.tensors_name.told(status.version);
+    let version = tree.tensors_name.shown(status.version);
     let published =
         model.job.get(version).or_else(|| model.job.get(status.version)).map(|view| view.published);
     let published =

@@ -66,7 +66,7 @@ impl Fs {
         let Node::Model(_, file) = handle.node else { return Err(CallError::not_found()) };
         Ok(match file {
             File::VersionText | File::LearnerVersion(_) => {
-                let version = tree.version_to_tell();
+                let version = tree.shown_version();
                 handle.seen.store(version.0, Ordering::Relaxed);
                 format!("{version}\n")
             }
@@ -82,7 +82,7 @@ impl Fs {
 
 impl TextFile {
     /// The model whose versions the file announces, if it announces any.
-    pub fn tells_versions_of(&self) -> Option<&Arc<ModelTree>> {
+    pub fn shows_versions_of(&self) -> Option<&Arc<ModelTree>> {
         match self.node {
             Node::Model(_, File::VersionText | File::LearnerVersion(_)) => self.tree.as_ref(),
             _ => None,
@@ -92,7 +92,7 @@ impl TextFile {
     /// Whether a read would show another version than the last one did.
     pub fn has_news(&self) -> bool {
         let seen = Version(self.seen.load(Ordering::Relaxed));
-        self.tells_versions_of().is_none_or(|tree| tree.version_to_tell() != seen)
+        self.shows_versions_of().is_none_or(|tree| tree.shown_version() != seen)
     }
 
     /// The file was emptied: the setting will have no value, unless one is written.
@@ -123,7 +123,7 @@ impl TextFile {
                 tracing::info!(model = of_done, setting = name, value = written, "set");
                 done(Ok(()));
             }
-            Err(SetError::Refused(error)) => done(Err(unfit(name, &error.without_name()))),
+            Err(SetError::Refused(error)) => done(Err(invalid_value(name, &error.without_name()))),
             Err(SetError::Unanswered(error)) => done(Err(error.into())),
         };
         tree.model.job.set_control(name, value, tree.model.prompt(), Box::new(answer));
@@ -140,13 +140,13 @@ impl TextFile {
         };
         let (name, _) = SETTINGS.get(index as usize).ok_or_else(CallError::not_found)?;
         if offset != 0 || data.len() > MAX_SETTING {
-            return Err(unfit(name, "write the whole value at once"));
+            return Err(invalid_value(name, "write the whole value at once"));
         }
-        let value = std::str::from_utf8(data).map_err(|_| unfit(name, "not text"))?;
+        let value = std::str::from_utf8(data).map_err(|_| invalid_value(name, "not text"))?;
         Ok((tree, name, value))
     }
 }
 
-fn unfit(name: &str, why: &str) -> CallError {
+fn invalid_value(name: &str, why: &str) -> CallError {
     CallError::new(libc::EINVAL, format!("control/{name}: {why}"))
 }

@@ -55,9 +55,7 @@ fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
     let takes_data = matches!(file, File::Gradients | File::LearnerGradients(_) | File::Device);
     match name {
         VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
-        VERSION if matches!(file, File::Device | File::VersionText) => {
-            Some(tree.version_to_tell().to_string())
-        }
+        VERSION if matches!(file, File::Device | File::VersionText) => Some(tree.shown_version().to_string()),
         DTYPE if has_data || takes_data => Some(match of_tensor {
             Some(tensor) => tensor.dtype.name(),
             None if tensors.iter().all(|tensor| tensor.dtype == tensors[0].dtype) => tensors[0].dtype.name(),

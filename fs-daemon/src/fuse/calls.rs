@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use super::open_files::{OpenFiles, ProgramFile};
 use super::pending_exits::{PendingExits, Settling};
-use super::second_looks::SecondLooks;
+use super::second_lookups::SecondLookups;
 use super::waits::Waits;
 use super::watches::Watches;
 use crate::fs::access::Access;
@@ -47,7 +47,7 @@ pub struct Calls {
     pub(super) watches: Arc<Watches>,
     pub(super) pending_exits: Arc<PendingExits>,
     pub(super) waits: Arc<Waits>,
-    pub(super) second_looks: SecondLooks,
+    pub(super) second_lookups: SecondLookups,
     /// By open file: the index of the model whose next version wakes the poller.
     pub(super) pollers: Mutex<HashMap<u64, (u8, Wake)>>,
     pub(super) chores: mpsc::Sender<Chore>,
@@ -68,11 +68,11 @@ impl Calls {
     pub fn start(models: Vec<Arc<Model>>, passthrough: bool, access: Access) -> io::Result<Started> {
         let (chores, inbox) = mpsc::channel();
         let (files, watches) = (Arc::<OpenFiles>::default(), Watches::start()?);
-        let tell_status = {
+        let status = {
             let (files, watches) = (Arc::clone(&files), Arc::clone(&watches));
             move || MountStatus { passthrough, open_files: files.len(), watched_processes: watches.len() }
         };
-        let fs = Arc::new(Fs::new(models, passthrough, access, Box::new(tell_status)));
+        let fs = Arc::new(Fs::new(models, passthrough, access, Box::new(status)));
         for tree in fs.trees() {
             let (index, chores) = (tree.index, chores.clone());
             tree.model.job.subscribe(Box::new(move |event| {
@@ -89,7 +89,7 @@ impl Calls {
             watches,
             pending_exits: Arc::default(),
             waits: Arc::default(),
-            second_looks: SecondLooks::default(),
+            second_lookups: SecondLookups::default(),
             pollers: Mutex::default(),
             chores,
         });
@@ -162,7 +162,7 @@ impl Calls {
         let open = self.files.get(fh)?;
         let OpenFile::Text(text) = &open.file else { return Ok(true) };
         if !text.has_news()
-            && let (Some(wake), Some(tree)) = (wake, text.tells_versions_of())
+            && let (Some(wake), Some(tree)) = (wake, text.shows_versions_of())
         {
             self.pollers.lock().insert(fh, (tree.index, wake));
         }
@@ -174,7 +174,7 @@ impl Calls {
     /// withdrawn, so that an answer says whether it counts. A success announces the version that it has made.
     pub(super) fn guard_end(&self, file: &OpenFile, tid: u32, done: Done<()>) -> Done<()> {
         let done = match file.written_tree() {
-            Some(tree) => tree.done_when_told(done),
+            Some(tree) => tree.done_when_shown(done),
             None => done,
         };
         self.waits.guard(tid, done, file.withdrawal(), |()| {})

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::calls::{Calls, Chore, Started, Wake};
 use super::closing::settle;
-use super::waits::LOOK;
+use super::waits::CHECK_INTERVAL;
 use crate::fs::moved_names::Kernel;
 use crate::fs::node::{File, Node};
 use crate::session::wait_log::WaitLog;
@@ -26,14 +26,14 @@ impl Started {
             while let Some(calls) = others.upgrade() {
                 calls.fs.trees().iter().for_each(|tree| tree.tensors_name.give_up(Instant::now()));
                 drop(calls);
-                std::thread::sleep(LOOK);
+                std::thread::sleep(CHECK_INTERVAL);
             }
         })?;
         std::thread::Builder::new().name("gradfs-chores".into()).spawn(move || {
-            let mut looked = Instant::now();
+            let mut checked = Instant::now();
             let mut wait_log = WaitLog::default();
             loop {
-                let chore = inbox.recv_timeout(LOOK.saturating_sub(looked.elapsed()));
+                let chore = inbox.recv_timeout(CHECK_INTERVAL.saturating_sub(checked.elapsed()));
                 let Some(calls) = calls.upgrade() else { return };
                 match chore {
                     Ok(chore) => calls.do_chore(chore, &*kernel),
@@ -41,12 +41,12 @@ impl Started {
                     Err(mpsc::RecvTimeoutError::Disconnected) => return,
                 }
                 // Also where versions come all the time.
-                if looked.elapsed() >= LOOK {
-                    looked = Instant::now();
+                if checked.elapsed() >= CHECK_INTERVAL {
+                    checked = Instant::now();
                     calls.waits.release_signalled();
                     calls.pending_exits.tick(Instant::now());
                     calls.fs.drop_leftovers(&*kernel);
-                    wait_log.look(calls.fs.trees().iter().map(|tree| &*tree.model));
+                    wait_log.check(calls.fs.trees().iter().map(|tree| &*tree.model));
                 }
             }
         })?;

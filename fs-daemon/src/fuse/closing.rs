@@ -120,7 +120,7 @@ fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
     if contribution.abort(&CallError::new(libc::EIO, what)) {
         tracing::warn!(learner = learner.name, pid, "{exit} in mid-write: its contribution is dropped");
     }
-    learner.tell_use();
+    learner.report_use();
 }
 
 /// A program that exits has meant it.
@@ -130,7 +130,7 @@ fn end_unfinished(open: Arc<ProgramFile>, settling: Settling) {
         match (&of_report.file, outcome) {
             (OpenFile::Contribution { contribution, .. }, outcome) => {
                 let learner = contribution.learner();
-                learner.tell_use();
+                learner.report_use();
                 if let Err(error) = outcome {
                     let what = "its contribution is dropped";
                     tracing::warn!(learner = learner.name, "closed at exit: {error}; {what}");

@@ -9,7 +9,7 @@ use libmodelio::vocabulary::ids::LearnerId;
 use super::calls::Calls;
 use super::open_files::ProgramFile;
 use super::users::FileUsers;
-use crate::fs::filesystem::look_again;
+use crate::fs::filesystem::stale;
 use crate::fs::open::{OpenRequest, Way};
 use crate::fs::open_file::OpenFile;
 use crate::fs::own_thread::on_own_thread;
@@ -34,20 +34,20 @@ impl Calls {
         };
         let Some((tree, file)) = request.file() else { return done(self.open_now(&request, tid)) };
         let (tree, named) = (Arc::clone(tree), file.version());
-        let done = request.told(done);
-        let is_second_look = |learner: &LearnerId| {
-            let is_expected = |version| self.second_looks.is_expected(tid, tree.index, *learner, version);
+        let done = request.done_when_shown(done);
+        let is_second_lookup = |learner: &LearnerId| {
+            let is_expected = |version| self.second_lookups.is_expected(tid, tree.index, *learner, version);
             named.is_some_and(is_expected)
         };
-        let Some(learner) = request.shows_step_of().filter(|learner| !is_second_look(learner)) else {
+        let Some(learner) = request.shows_step_of().filter(|learner| !is_second_lookup(learner)) else {
             return self.open_when_settled(request, tid, done);
         };
         match (tree.model.job.last_commit(learner), named) {
             (LastCommit::In(version), Some(named)) if named < version => {
                 // The version with its step came out between the lookup of the name and this.
                 let newest = tree.model.job.version();
-                self.second_looks.expect(tid, tree.index, learner, named, newest);
-                done(Err(look_again()));
+                self.second_lookups.expect(tid, tree.index, learner, named, newest);
+                done(Err(stale()));
             }
             (LastCommit::In(_), _) => self.open_when_settled(request, tid, done),
             (LastCommit::Waits, _) if request.is_nonblocking => {
@@ -58,8 +58,8 @@ impl Calls {
                 let model = Arc::clone(&tree.model);
                 let answer = move |outcome| match (outcome, named) {
                     (Ok(newest), Some(named)) => {
-                        this.second_looks.expect(tid, tree.index, learner, named, newest);
-                        done(Err(look_again()));
+                        this.second_lookups.expect(tid, tree.index, learner, named, newest);
+                        done(Err(stale()));
                     }
                     (Ok(_), None) => this.open_when_settled(request, tid, done),
                     (Err(error), _) => done(Err(error)),

@@ -11,7 +11,7 @@ use crate::session::contribution::Withdraw;
 use crate::session::error::{CallError, Done};
 
 /// How often it is looked whether waiting threads have been sent signals.
-pub const LOOK: Duration = Duration::from_millis(200);
+pub const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 struct Waiting {
     tid: u32,
@@ -75,7 +75,7 @@ impl Waits {
             .waiting
             .lock()
             .iter()
-            .filter(|(_, waiting)| waiting.tid != 0 && waiting.since.elapsed() >= LOOK)
+            .filter(|(_, waiting)| waiting.tid != 0 && waiting.since.elapsed() >= CHECK_INTERVAL)
             .map(|(&id, waiting)| (id, waiting.tid))
             .collect();
         for (id, tid) in old {

@@ -26,7 +26,7 @@ impl Capture {
             Snapshots::Here(shard) => {
                 let shard = shard.upgrade();
                 let shard = shard.ok_or_else(|| CallError::new(libc::EIO, "the job is being stopped"))?;
-                let (record, controls, copied) = shard.capture().map_err(unfit)?;
+                let (record, controls, copied) = shard.capture().map_err(failed)?;
                 tracing::info!(model = model.name, version = %record.version, "a snapshot is read");
                 let kinds = snapshot::kinds(&record).collect();
                 let metadata = model.metadata.clone();
@@ -71,10 +71,10 @@ impl Capture {
     }
 }
 
-fn unfit(error: SnapshotError) -> CallError {
+fn failed(error: SnapshotError) -> CallError {
     let errno = match error {
         SnapshotError::Room { .. } => libc::ENOMEM,
-        SnapshotError::Unfit(_) => libc::EAGAIN,
+        SnapshotError::Invalid(_) => libc::EAGAIN,
         _ => libc::EIO,
     };
     CallError::new(errno, error.to_string())

@@ -128,11 +128,11 @@ mod tests {
     #[test]
     fn the_type_of_an_array_that_is_too_long_is_recognised() {
         let layout = ModelLayout::blank(1 << 12, DType::parse("f32").unwrap(), 64 << 10).unwrap();
-        let says = |offset, end| past_end(&layout, offset, end, 1 << 12);
-        assert!(says(0, 1 << 13).contains("float64, 2x the size; the model is F32"));
-        let across = says((1 << 12) - 8, (1 << 12) + 8);
+        let error = |offset, end| past_end(&layout, offset, end, 1 << 12);
+        assert!(error(0, 1 << 13).contains("float64, 2x the size; the model is F32"));
+        let across = error((1 << 12) - 8, (1 << 12) + 8);
         assert!(across.contains("an array of float64 is 2x the size"), "it may be one: {across}");
-        assert!(says(0, 5000).contains("F32, 4 bytes an element"));
-        assert!(says(1 << 12, 1 << 13).contains("an array of float64 is 2x the size"), "a piece of one");
+        assert!(error(0, 5000).contains("F32, 4 bytes an element"));
+        assert!(error(1 << 12, 1 << 13).contains("an array of float64 is 2x the size"), "a piece of one");
     }
 }

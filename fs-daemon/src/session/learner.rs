@@ -135,7 +135,7 @@ impl Learner {
             let mut users = self.users.lock();
             users.present = if opened { users.present + 1 } else { users.present.saturating_sub(1) };
         }
-        self.tell_use();
+        self.report_use();
     }
 
     /// Somebody uses the learner until [`Self::user_ended`], whether contributions are open or not.
@@ -152,7 +152,7 @@ impl Learner {
             users.present = users.present.saturating_sub(1);
             users.ended = true;
         }
-        self.tell_use();
+        self.report_use();
     }
 
     /// Somebody uses the learner whose end nobody will see.
@@ -161,7 +161,7 @@ impl Learner {
     }
 
     /// Tells the job whether the learner is used.
-    pub fn tell_use(&self) {
+    pub fn report_use(&self) {
         let unsettled = self.contributor.is_open();
         // Sent under the lock, so that the last message is the present state.
         let users = self.users.lock();

@@ -87,12 +87,12 @@ impl Publication {
         }
     }
 
-    /// Whether the written bytes may become a version. `lacks_bytes`: some required bytes are missing.
-    fn check(&self, publisher: Option<&Publisher>, lacks_bytes: bool) -> CallResult<()> {
+    /// Whether the written bytes may become a version. `is_incomplete`: some required bytes are missing.
+    fn check(&self, publisher: Option<&Publisher>, is_incomplete: bool) -> CallResult<()> {
         if let Some(refused) = publisher.and_then(Publisher::spoiled) {
             return Err(explained(&self.model, refused));
         }
-        if lacks_bytes {
+        if is_incomplete {
             let size = self.model.layout.size();
             return Err(CallError::new(
                 libc::EINVAL,

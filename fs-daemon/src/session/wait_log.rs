@@ -10,7 +10,7 @@ use libmodelio::vocabulary::phase::JobPhase;
 use super::model::Model;
 
 /// How often it is looked whether there is something to say.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A report about a model that still holds.
 #[derive(Default)]
@@ -22,18 +22,18 @@ struct Said {
 /// The report about each model, by its name.
 #[derive(Default)]
 pub struct WaitLog {
-    looked: Option<Instant>,
+    checked: Option<Instant>,
     of: BTreeMap<String, Said>,
 }
 
 impl WaitLog {
     /// Looks, if it is time to.
-    pub fn look<'a>(&mut self, models: impl Iterator<Item = &'a Model>) {
+    pub fn check<'a>(&mut self, models: impl Iterator<Item = &'a Model>) {
         let now = Instant::now();
-        if self.looked.is_some_and(|at| now.duration_since(at) < LOOK) {
+        if self.checked.is_some_and(|at| now.duration_since(at) < CHECK_INTERVAL) {
             return;
         }
-        self.looked = Some(now);
+        self.checked = Some(now);
         for model in models {
             for line in self.of.entry(model.name.clone()).or_default().news(&model.job.status()) {
                 tracing::warn!(model = model.name, "{line}");

@@ -39,7 +39,7 @@ struct Client {
 
 impl Client {
     /// The next message, its number and payload; `None` at the end.
-    fn hear(&mut self) -> Option<(Message, u64, Vec<u8>)> {
+    fn receive(&mut self) -> Option<(Message, u64, Vec<u8>)> {
         loop {
             let mut bytes = vec![0; self.receiver.wanted()];
             self.stream.read_exact(&mut bytes).ok()?;
@@ -60,14 +60,14 @@ impl Client {
     }
 
     fn greet(&mut self, silence_ms: u32) {
-        let hello = self.hear().expect("a hello").0;
+        let hello = self.receive().expect("a hello").0;
         assert!(matches!(hello, Message::Hello { protocol: 3, role: Role::Admin, .. }), "{hello:?}");
         self.say(&welcome(silence_ms), 0, &[]);
     }
 
     /// Until the client has gone.
     fn wait(&mut self) {
-        while self.hear().is_some() {}
+        while self.receive().is_some() {}
     }
 }
 
@@ -79,15 +79,15 @@ fn welcome(silence_ms: u32) -> Message {
 fn a_good_conversation() {
     let (address, thread) = peer(1, |_, client| {
         client.greet(10_000);
-        let (status, request, _) = client.hear().expect("a request");
+        let (status, request, _) = client.receive().expect("a request");
         assert_eq!((status, request), (Message::Status, 1));
         client.say(&Message::Ping, 0, &[]);
-        assert_eq!(client.hear().expect("it lives").0, Message::Pong);
+        assert_eq!(client.receive().expect("it lives").0, Message::Pong);
         client.say(&Message::Text, 1, b"{}");
-        let (create, request, payload) = client.hear().expect("a request");
+        let (create, request, payload) = client.receive().expect("a request");
         assert_eq!((create, request, payload), (Message::Create, 2, vec![5; 100_000]));
         client.say(&Message::Refused(Refusal::Exists("m".to_owned())), 2, &[]);
-        assert_eq!(client.hear().expect("another request").1, 3);
+        assert_eq!(client.receive().expect("another request").1, 3);
         client.say(&Message::Done, 3, &[]);
         client.wait();
     });
@@ -158,7 +158,7 @@ fn a_greeting_that_is_damaged_on_the_way() {
 fn half_a_greeting() {
     let half = || frame(&welcome(1000), 0, Epoch(0), &[]).expect("a sound message")[..HEADER + 2].to_vec();
     let (error, _) = failure(LONG, move |client| {
-        client.hear();
+        client.receive();
         client.stream.write_all(&half()).expect("it listens");
     });
     assert!(matches!(error, AdminError::Disconnected { .. }), "{error}");
@@ -239,9 +239,9 @@ fn silence_ends_at_the_deadline() {
 fn silence_ends_when_the_welcome_says() {
     let (address, thread) = peer(1, |_, client| {
         client.greet(SOON.as_millis() as u32);
-        assert_eq!(client.hear().expect("a request").0, Message::Status);
+        assert_eq!(client.receive().expect("a request").0, Message::Status);
         let mut pings = 0;
-        while let Some((message, ..)) = client.hear() {
+        while let Some((message, ..)) = client.receive() {
             assert_eq!(message, Message::Ping);
             pings += 1;
         }
@@ -260,9 +260,9 @@ fn silence_ends_when_the_welcome_says() {
 fn pongs_keep_a_slow_answer_waited_for() {
     let (address, thread) = peer(1, |_, client| {
         client.greet(SOON.as_millis() as u32);
-        assert_eq!(client.hear().expect("a request").0, Message::Status);
+        assert_eq!(client.receive().expect("a request").0, Message::Status);
         for _ in 0..8 {
-            assert_eq!(client.hear().expect("a ping").0, Message::Ping);
+            assert_eq!(client.receive().expect("a ping").0, Message::Ping);
             client.say(&Message::Pong, 0, &[]);
         }
         client.say(&Message::Text, 1, &[]);
@@ -279,7 +279,7 @@ fn pongs_keep_a_slow_answer_waited_for() {
 fn a_damaged_payload_is_noticed() {
     let (address, thread) = peer(1, |_, client| {
         client.greet(60_000);
-        client.hear();
+        client.receive();
         let mut bytes = frame(&Message::Text, 1, Epoch(0), b"good").expect("a sound message");
         bytes.extend(b"bad!");
         client.stream.write_all(&bytes).expect("it listens");
@@ -300,7 +300,7 @@ fn a_registry_is_connected_to_again() {
     // The first connection ends after one answer; the second after a wrong one; the third stays.
     let (address, thread) = peer(3, |number, client| {
         client.greet(60_000);
-        let (asked, request, _) = client.hear().expect("a request");
+        let (asked, request, _) = client.receive().expect("a request");
         assert_eq!(asked, Message::Registry(RegistryRequest::Models));
         let answer = if number == 1 {
             Message::Done

@@ -210,7 +210,7 @@ impl Shared {
                 let mut inner = self.inner.lock();
                 inner.spare.push(out);
                 let mut actions = Vec::new();
-                inner.core.unfit(plan, learners[bad], block, &mut actions);
+                inner.core.non_finite(plan, learners[bad], block, &mut actions);
                 self.act(inner, actions);
                 Some(None)
             }
@@ -233,17 +233,17 @@ impl Shared {
     }
 
     /// Where a block of a version is to be received; `None` if it is not wanted.
-    pub(super) fn lands(&self, route: &Route, version: Version, block: BlockId) -> Option<Target> {
+    pub(super) fn reserve(&self, route: &Route, version: Version, block: BlockId) -> Option<Target> {
         let mut inner = self.inner.lock();
         let (retain, max) = inner.bounds();
-        if !inner.is_in_force(route) || !inner.core.lands(version, block) {
+        if !inner.is_in_force(route) || !inner.core.reserve(version, block) {
             return None;
         }
         let back = inner.versions.back(retain, max).ok().flatten();
         let extent = self.layout.block_bytes(block);
         let Some(back) = back else {
             let mut actions = Vec::new();
-            inner.core.landed(version, block, false, self.now(), &mut actions);
+            inner.core.end_reservation(version, block, false, self.now(), &mut actions);
             self.act(inner, actions);
             return None;
         };

@@ -49,7 +49,7 @@ impl Shared {
                 if let Some(leaving) = peer.fallbacks.overcome(route.number, Instant::now()) {
                     let address = route.address();
                     tracing::info!(model = %self.model, %address, "in place of one by TCP there is a better way");
-                    peer.usage.rest(&leaving);
+                    peer.usage.park(&leaving);
                 }
             } else {
                 peer.fallbacks.greeted(route.number, link);
@@ -107,7 +107,7 @@ impl Shared {
             _ if !was_up => {}
             Role::Control => inner.core.coordinator_down(now, &mut actions),
             _ if alone => inner.core.shard_down(route.part),
-            _ => inner.core.look_after(route.part, now, &mut actions),
+            _ => inner.core.check_part(route.part, now, &mut actions),
         }
         self.act(inner, actions);
         self.rouse();
@@ -122,7 +122,7 @@ impl Shared {
             let connections = self.options.connections;
             let now = Instant::now();
             let mut later = |at: Instant| next = Some(next.map_or(at, |next: Instant| next.min(at)));
-            let mut look = |peer: &mut Peer, wanted: usize, (role, part): (Role, Part)| {
+            let mut check = |peer: &mut Peer, wanted: usize, (role, part): (Role, Part)| {
                 if peer.barred {
                     return;
                 }
@@ -151,11 +151,11 @@ impl Shared {
                 }
             };
             let coordinator = inner.routes.coordinator;
-            look(&mut inner.coordinator, 1, (Role::Control, coordinator));
+            check(&mut inner.coordinator, 1, (Role::Control, coordinator));
             for (part, peer) in inner.parts.iter_mut().enumerate() {
                 // One after the other, so that the shard knows what the last one is for and puts the next elsewhere.
                 let greeted = peer.links.len();
-                look(peer, connections.min(greeted + 1), (Role::Data, part));
+                check(peer, connections.min(greeted + 1), (Role::Data, part));
             }
             Arc::clone(&inner.routes)
         };
@@ -222,21 +222,21 @@ impl Inner {
 
 impl Connection {
     /// The shard wants it to be used only if need be, or as the others.
-    pub(super) fn rest(&self, rests: bool) {
-        self.change_usage(|usage, _| if rests { usage.rest(&self.link) } else { usage.wake(&self.link) });
+    pub(super) fn park(&self, parked: bool) {
+        self.change_usage(|usage, _| if parked { usage.park(&self.link) } else { usage.wake(&self.link) });
     }
 
     /// What was sent did not arrive, as the shard has said over this connection: so it is sound, and the others show that
     /// they are.
-    pub(super) fn doubt_others(&self) {
+    pub(super) fn suspect_others(&self) {
         self.change_usage(|usage, links| {
-            links.iter().filter(|other| !other.is(&self.link)).for_each(|other| usage.doubt(other));
+            links.iter().filter(|other| !other.is(&self.link)).for_each(|other| usage.suspect(other));
         });
     }
 
     /// Nothing came over it that was asked for.
-    pub(super) fn doubt(&self) {
-        self.change_usage(|usage, _| usage.doubt(&self.link));
+    pub(super) fn suspect(&self) {
+        self.change_usage(|usage, _| usage.suspect(&self.link));
     }
 
     /// Something has come over it.

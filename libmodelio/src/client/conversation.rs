@@ -71,7 +71,7 @@ impl Greeting {
     fn payload(&self, received: &Received, bytes: &[u8]) -> Result<bool, Close> {
         let moved = matches!(received.message, Message::Moved);
         if moved {
-            self.to.shared.hear_moved(&self.to.route, bytes)?;
+            self.to.shared.on_moved(&self.to.route, bytes)?;
         }
         Ok(moved)
     }
@@ -95,7 +95,7 @@ impl Conversation for Control {
         if matches!(received.message, Message::Moved) {
             return Ok(Take::Buffered);
         }
-        received.expect_payload(0).map_err(unfit)?;
+        received.expect_payload(0).map_err(malformed)?;
         if let Message::Refused(
             refusal @ (Refusal::NoModel(_) | Refusal::Generation { .. } | Refusal::Deleted(_)),
         ) = &received.message
@@ -144,7 +144,7 @@ pub(super) struct Data<P> {
     greeting: Greeting,
     path: P,
     /// What is landing just now.
-    landing: Option<(Version, BlockId)>,
+    reserved: Option<(Version, BlockId)>,
     /// Blocks that were asked for here and have not come.
     due: usize,
     /// When one last came, or was first asked for.
@@ -154,18 +154,18 @@ pub(super) struct Data<P> {
 }
 
 /// Blocks that have not come after such a silence do not come any more: the shard did not have them.
-const LOST: Duration = Duration::from_secs(1);
+const OVERDUE: Duration = Duration::from_secs(1);
 
 impl<P: BlockPath> Data<P> {
     pub(super) fn new(shared: Arc<Shared>, route: Route, path: P) -> Data<P> {
         let greeting = Greeting::new(shared, route);
-        Data { greeting, path, landing: None, due: 0, came: Instant::now(), refused: None }
+        Data { greeting, path, reserved: None, due: 0, came: Instant::now(), refused: None }
     }
 
-    fn landed(&mut self, whole: bool) {
-        if let Some((version, block)) = self.landing.take() {
+    fn end_reservation(&mut self, whole: bool) {
+        if let Some((version, block)) = self.reserved.take() {
             self.greeting.to.shared.with_core(|core, now, actions| {
-                core.landed(version, block, whole, now, actions);
+                core.end_reservation(version, block, whole, now, actions);
             });
         }
     }
@@ -181,7 +181,7 @@ impl<P: BlockPath> Conversation for Data<P> {
             Message::Moved => return Ok(Take::Buffered),
             // Its length is looked at below.
             Message::Block { .. } => {}
-            _ => received.expect_payload(0).map_err(unfit)?,
+            _ => received.expect_payload(0).map_err(malformed)?,
         }
         if let Message::Refused(Refusal::NoRdma(why)) = &received.message
             && self.greeting.silence.is_none()
@@ -201,7 +201,7 @@ impl<P: BlockPath> Conversation for Data<P> {
             self.due = self.due.saturating_sub(1);
             self.came = Instant::now();
         }
-        if self.path.hear(to, received)? {
+        if self.path.receive(to, received)? {
             return Ok(Take::Nothing);
         }
         match &received.message {
@@ -211,10 +211,10 @@ impl<P: BlockPath> Conversation for Data<P> {
                 }
                 let extent = shared.layout.block_bytes(block);
                 let expected = (extent.end - extent.start) as u32;
-                received.expect_payload(expected).map_err(unfit)?;
-                return Ok(match shared.lands(route, version, block) {
+                received.expect_payload(expected).map_err(malformed)?;
+                return Ok(match shared.reserve(route, version, block) {
                     Some(target) => {
-                        self.landing = Some((version, block));
+                        self.reserved = Some((version, block));
                         Take::Into(target)
                     }
                     None => Take::Nothing,
@@ -223,9 +223,9 @@ impl<P: BlockPath> Conversation for Data<P> {
             Message::Refused(Refusal::NoVersion { .. }) => self.due = 0,
             // All others end the connection.
             Message::Refused(refusal) => return Err(turned_away(refusal)),
-            Message::Missing { blocks, .. } if !blocks.is_empty() => to.doubt_others(),
-            &Message::Rest { rests } => {
-                to.rest(rests);
+            Message::Missing { blocks, .. } if !blocks.is_empty() => to.suspect_others(),
+            &Message::Park { parked } => {
+                to.park(parked);
                 return Ok(Take::Nothing);
             }
             _ => {}
@@ -244,13 +244,13 @@ impl<P: BlockPath> Conversation for Data<P> {
                 // Out of the ring.
                 tally.copied(Flow::Pull, len);
             }
-            self.landed(true);
+            self.end_reservation(true);
         }
         Ok(())
     }
 
     fn copied(&mut self, bytes: usize) {
-        if self.landing.is_some() {
+        if self.reserved.is_some() {
             self.greeting.to.shared.tally.copied(Flow::Pull, bytes);
         }
     }
@@ -258,9 +258,9 @@ impl<P: BlockPath> Conversation for Data<P> {
     fn next(&mut self) -> Option<Outgoing> {
         self.greeting.silence?;
         let to = &self.greeting.to;
-        if self.due > 0 && self.came.elapsed() > LOST {
+        if self.due > 0 && self.came.elapsed() > OVERDUE {
             self.due = 0;
-            to.doubt();
+            to.suspect();
         }
         let (outgoing, asked) = self.path.next(to, self.due)?;
         if self.due == 0 {
@@ -282,12 +282,12 @@ impl<P: BlockPath> Conversation for Data<P> {
         self.greeting.silence
     }
 
-    fn heard(&mut self) {
+    fn alive(&mut self) {
         self.greeting.to.trust();
     }
 
     fn closed(&mut self, why: &Close) {
-        self.landed(false);
+        self.end_reservation(false);
         self.path.closed(&self.greeting.to);
         let Connection { shared, route, link } = &self.greeting.to;
         match self.refused.take() {
@@ -301,6 +301,6 @@ fn turned_away(refusal: &Refusal) -> Close {
     Close::Asked(format!("refused by the shard: {refusal}").into())
 }
 
-fn unfit(error: WireError) -> Close {
+fn malformed(error: WireError) -> Close {
     Close::Asked(error.to_string().into())
 }

@@ -8,7 +8,7 @@ use crate::timer::Timed;
 use crate::wire::Message;
 
 impl Timed for Shared {
-    fn look(&self) -> Option<Duration> {
+    fn check(&self) -> Option<Duration> {
         const IDLE: Duration = Duration::from_millis(200);
         /// While there is none for the next version: one that was lent for new weights may have been dropped.
         const NO_BUFFER: Duration = Duration::from_millis(20);
@@ -25,12 +25,12 @@ impl Timed for Shared {
         };
         let mut inner = self.inner.lock();
         // Nobody raises the alarm for a deadline meanwhile: all of them are looked at in the end.
-        inner.looks_at = Now::ZERO;
+        inner.checks_at = Now::ZERO;
         // The connection's own pings know nothing of leases.
         let alive = inner.lease().map(|lease| inner.alive_at + lease / 4);
         if alive.is_some_and(|at| at <= Instant::now()) {
             inner.alive_at = Instant::now();
-            inner.coordinator.links.iter().for_each(|link| link.say(0, Message::Ping));
+            inner.coordinator.links.iter().for_each(|link| link.send_message(0, Message::Ping));
         }
         let now = self.now();
         let mut actions = Vec::new();
@@ -41,7 +41,7 @@ impl Timed for Shared {
         let [retry, alive] = [retry, alive].map(|at| Some(at?.saturating_duration_since(Instant::now())));
         let pause = [due, retry, alive].into_iter().flatten().min().unwrap_or(IDLE);
         let pause = pause.clamp(Duration::from_millis(5), IDLE);
-        inner.looks_at = self.now() + pause;
+        inner.checks_at = self.now() + pause;
         Some(pause)
     }
 }

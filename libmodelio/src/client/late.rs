@@ -16,7 +16,7 @@ pub(super) struct Late {
 
 impl Late {
     /// The coordinator says so when it has waited for a while.
-    pub(super) fn hear(&mut self, state: &JobState) {
+    pub(super) fn update(&mut self, state: &JobState) {
         let ago = |waited| Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
         if state.late.is_empty() && state.late_more == 0 {
             self.learners = None;

@@ -76,7 +76,7 @@ impl Shared {
     ///
     /// # Errors
     /// The connection is to end: it belongs to an older map, or what was said makes no sense.
-    pub(super) fn hear_moved(&self, route: &Route, bytes: &[u8]) -> Result<(), Close> {
+    pub(super) fn on_moved(&self, route: &Route, bytes: &[u8]) -> Result<(), Close> {
         let bad = |why: &dyn std::fmt::Display| {
             Close::Asked(
                 format!("what the shard says of where the model is now makes no sense: {why}").into(),
@@ -263,7 +263,7 @@ impl Shared {
         let ask = move || {
             let found = registry_view(&*registry, &name);
             if let Some(shared) = this.upgrade() {
-                shared.hear_registry(found);
+                shared.on_registry_answer(found);
             }
         };
         if let Err(error) = std::thread::Builder::new().name("client-registry".into()).spawn(ask) {
@@ -272,7 +272,7 @@ impl Shared {
         }
     }
 
-    fn hear_registry(&self, found: Result<(ModelRecord, Vec<ShardRecord>), RegistryError>) {
+    fn on_registry_answer(&self, found: Result<(ModelRecord, Vec<ShardRecord>), RegistryError>) {
         let (word, unconfirmed, known) = {
             let mut inner = self.inner.lock();
             let unconfirmed = inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.moved.clone());
@@ -287,7 +287,7 @@ impl Shared {
                 let others = known.parts.iter().filter(|place| unconfirmed.is_none() && !is_listed(place));
                 let others: Vec<ShardRecord> = others.map(|place| place.record.clone()).collect();
                 shards.extend(others);
-                self.registry_says(Moved { record, shards }, word, unconfirmed)
+                self.confirm_move(Moved { record, shards }, word, unconfirmed)
             }
             Err(RegistryError::Peer(error)) => match word {
                 Some((moved, who)) => {
@@ -333,7 +333,7 @@ impl Shared {
     }
 
     /// The registry's record counts, whatever a shard has said.
-    fn registry_says(
+    fn confirm_move(
         &self,
         known: Moved,
         word: Option<(Moved, String)>,

@@ -19,7 +19,7 @@ use super::routes::Routes;
 use super::versions::Versions;
 use crate::timer::Alarm;
 use crate::transport::frames::{Link, Outgoing};
-use crate::transport::local::{End, Shard, Word};
+use crate::transport::local::{End, Mail, Shard};
 use crate::transport::reactor::Handle;
 use crate::transport::stream::Close;
 use crate::transport::tally::Tally;
@@ -54,7 +54,7 @@ pub(super) struct Inner {
     /// Of a shard in this process.
     pub(super) pumps: Pumps,
     /// When the keeper looks at deadlines again, unless it is woken.
-    pub(super) looks_at: Now,
+    pub(super) checks_at: Now,
     /// When the coordinator last heard that the client lives.
     pub(super) alive_at: Instant,
 }
@@ -94,7 +94,7 @@ pub(super) struct After {
     answers: Answers,
     events: Vec<Event>,
     /// A shard in this process is to be told something,
-    says: bool,
+    mail_left: bool,
     /// there may be something to push to it,
     pushes: bool,
     /// or it may have a buffer back.
@@ -149,7 +149,7 @@ impl Inner {
             late: Late::default(),
             spare: Vec::new(),
             pumps: Pumps::default(),
-            looks_at: Now::ZERO,
+            checks_at: Now::ZERO,
             alive_at: Instant::now(),
             routes: Arc::new(routes),
             core,
@@ -357,7 +357,7 @@ impl Shared {
 
     /// Wakes the thread that looks at deadlines if one has come about before it looks.
     pub(super) fn rouse_keeper(&self, inner: &Inner) {
-        if inner.core.next_deadline().is_some_and(|due| due < inner.looks_at) {
+        if inner.core.next_deadline().is_some_and(|due| due < inner.checks_at) {
             self.rouse();
         }
     }
@@ -385,7 +385,7 @@ impl Shared {
             queue.extend(more.drain(..));
         }
         drop(inner);
-        let After { answers, events, says, pushes, gives_back } = after;
+        let After { answers, events, mail_left, pushes, gives_back } = after;
         for event in events {
             let listener = self.listener.lock().clone();
             if let Some(listener) = listener {
@@ -399,7 +399,7 @@ impl Shared {
             if pushes {
                 self.pump(local);
             }
-            if says {
+            if mail_left {
                 local.shard.mailbox().drain();
             }
         }
@@ -416,8 +416,8 @@ impl Shared {
         match action {
             Action::ToCoordinator(request, message) => {
                 if let Some(local) = &self.local {
-                    local.shard.mailbox().put(End::Client, End::Coordinator, Word::Says(request, message));
-                    after.says = true;
+                    local.shard.mailbox().put(End::Client, End::Coordinator, Mail::Message(request, message));
+                    after.mail_left = true;
                 } else if let Some(link) = inner.coordinator.links.first() {
                     link.send(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(request, message) });
                 }
@@ -464,7 +464,7 @@ impl Shared {
                     local.shard.set_buffers(max);
                     after.gives_back = true;
                 }
-                inner.late.hear(inner.core.state());
+                inner.late.update(inner.core.state());
             }
             Action::Left(learner, reason) => after.events.push(Event::Left(learner, reason)),
             Action::Pulled(version) => {

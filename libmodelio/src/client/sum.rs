@@ -108,7 +108,7 @@ pub fn sum_to(
             let bytes = local.start + elements.start * wire.size()..local.start + elements.end * wire.size();
             for (at, part) in parts.iter().enumerate() {
                 // Those that are judged are the very values that are added.
-                if !kernels::fold_bytes(wire, &part[bytes.clone()], sums, at == 0) && check {
+                if !kernels::accumulate_bytes(wire, &part[bytes.clone()], sums, at == 0) && check {
                     return Err(at);
                 }
             }

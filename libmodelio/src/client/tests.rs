@@ -221,7 +221,7 @@ fn what_was_lent_is_sent_no_more_when_its_commit_is_answered_whatever_the_answer
         // Asked again, it is told to be gone.
         bench.said.clear();
         bench.grant(1);
-        let lacks = Message::Lacks { plan: PlanId(1), learner: Some(L) };
+        let lacks = Message::SourceGone { plan: PlanId(1), learner: Some(L) };
         assert_eq!(bench.said, [Action::ToCoordinator(0, lacks)]);
     }
 }
@@ -330,7 +330,7 @@ fn a_grant_of_what_was_given_up_is_declined() {
     bench.pass(1000);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
     bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
-    let lacks = Message::Lacks { plan: PlanId(1), learner: None };
+    let lacks = Message::SourceGone { plan: PlanId(1), learner: None };
     assert!(bench.said.contains(&Action::ToCoordinator(0, lacks)));
     assert_eq!(bench.core.outgoing(), None);
 }
@@ -387,9 +387,9 @@ fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
     bench.pass(10);
     assert!(bench.core.next_pull(0, 8, bench.now).is_some());
     for block in (0..4).map(BlockId) {
-        assert!(bench.core.lands(Version(1), block));
-        assert!(!bench.core.lands(Version(1), block), "it is landing");
-        bench.core.landed(Version(1), block, true, bench.now, &mut bench.said);
+        assert!(bench.core.reserve(Version(1), block));
+        assert!(!bench.core.reserve(Version(1), block), "it is reserved");
+        bench.core.end_reservation(Version(1), block, true, bench.now, &mut bench.said);
     }
     assert_eq!(bench.said.last(), Some(&Action::Pulled(Version(1))));
     bench.said.clear();

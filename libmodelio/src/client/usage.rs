@@ -9,9 +9,9 @@ use crate::wire::Message;
 #[derive(Default)]
 pub(super) struct Usage {
     /// The shard wants these to be used only if need be.
-    resting: Vec<Link>,
+    parked: Vec<Link>,
     /// What was sent over these did not arrive, or nothing came, and nothing has come since.
-    doubted: Vec<Link>,
+    suspected: Vec<Link>,
 }
 
 fn is_in(list: &[Link], link: &Link) -> bool {
@@ -21,8 +21,8 @@ fn is_in(list: &[Link], link: &Link) -> bool {
 impl Usage {
     /// Whether `link`, of `links`, is used: one of `most`, or of all where something does not get on.
     pub(super) fn uses(&self, links: &[Link], link: &Link, most: usize, struggles: bool) -> bool {
-        let sound = |link: &&Link| !is_in(&self.doubted, link);
-        let awake = |link: &&Link| sound(link) && !is_in(&self.resting, link);
+        let sound = |link: &&Link| !is_in(&self.suspected, link);
+        let awake = |link: &&Link| sound(link) && !is_in(&self.parked, link);
         let most = if struggles { links.len() } else { most };
         let among = |used: &mut dyn Iterator<Item = &Link>| used.take(most).any(|used| used.is(link));
         if !struggles && links.iter().any(|link| awake(&link)) {
@@ -35,37 +35,37 @@ impl Usage {
     }
 
     /// It is to be used only if need be.
-    pub(super) fn rest(&mut self, link: &Link) {
-        if !is_in(&self.resting, link) {
-            self.resting.push(link.clone());
+    pub(super) fn park(&mut self, link: &Link) {
+        if !is_in(&self.parked, link) {
+            self.parked.push(link.clone());
         }
     }
 
     /// It is over.
     pub(super) fn forget(&mut self, link: &Link) {
-        self.resting.retain(|known| !known.is(link));
-        self.doubted.retain(|known| !known.is(link));
+        self.parked.retain(|known| !known.is(link));
+        self.suspected.retain(|known| !known.is(link));
     }
 
     /// It may be used as the others.
     pub(super) fn wake(&mut self, link: &Link) {
-        self.resting.retain(|resting| !resting.is(link));
+        self.parked.retain(|parked| !parked.is(link));
     }
 
     /// Something has come over it.
     pub(super) fn trust(&mut self, link: &Link) {
-        self.doubted.retain(|doubted| !doubted.is(link));
+        self.suspected.retain(|suspected| !suspected.is(link));
     }
 
     pub(super) fn len(&self) -> (usize, usize) {
-        (self.resting.len(), self.doubted.len())
+        (self.parked.len(), self.suspected.len())
     }
 
-    pub(super) fn doubt(&mut self, link: &Link) {
-        if !is_in(&self.doubted, link) {
-            self.doubted.push(link.clone());
+    pub(super) fn suspect(&mut self, link: &Link) {
+        if !is_in(&self.suspected, link) {
+            self.suspected.push(link.clone());
             // The answer shows that it is sound.
-            link.say(0, Message::Ping);
+            link.send_message(0, Message::Ping);
         }
     }
 }
@@ -85,19 +85,19 @@ mod tests {
         let mut usage = Usage::default();
         assert_eq!(used(&usage, &links, 2, false), [0, 1]);
         assert_eq!(used(&usage, &links, 2, true), [0, 1, 2]);
-        usage.resting = vec![links[0].clone()];
+        usage.parked = vec![links[0].clone()];
         assert_eq!(used(&usage, &links, 1, false), [1]);
         assert_eq!(used(&usage, &links, 1, true), [0, 1, 2]);
-        usage.resting = links.clone();
+        usage.parked = links.clone();
         assert_eq!(used(&usage, &links, 1, false), [0]);
-        usage.doubt(&links[0]);
-        usage.doubt(&links[0]);
+        usage.suspect(&links[0]);
+        usage.suspect(&links[0]);
         assert_eq!(used(&usage, &links, 1, false), [1]);
         assert_eq!(used(&usage, &links, 1, true), [1, 2]);
-        usage.doubted = links.clone();
+        usage.suspected = links.clone();
         assert_eq!(used(&usage, &links, 1, false), [0]);
         assert_eq!(used(&usage, &links, 1, true), [0, 1, 2]);
         links.iter().for_each(|link| usage.forget(link));
-        assert!(usage.resting.is_empty() && usage.doubted.is_empty());
+        assert!(usage.parked.is_empty() && usage.suspected.is_empty());
     }
 }

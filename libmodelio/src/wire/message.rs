@@ -181,7 +181,7 @@ pub enum Message {
     },
     /// The granted bytes are no longer here: their program has given them up. Not answered; said again with
     /// the grant.
-    Lacks {
+    SourceGone {
         /// The plan.
         plan: PlanId,
         /// The learner of the contribution; none for new weights.
@@ -189,7 +189,7 @@ pub enum Message {
     },
     /// Acknowledges answers, and says which numbers the client's requests have. Not answered. It is the first
     /// message over a connection: requests under other numbers over an earlier one were somebody else's.
-    Heard {
+    AckThrough {
         /// The client has every answer up to this number, and will not ask again.
         request: u64,
         /// The newest request that the client has made.
@@ -451,9 +451,9 @@ pub enum Message {
 
     // -- a shard to a client, on a connection for blocks
     /// Whether the client is to use its other connections instead of this one, unless something was lost.
-    Rest {
-        /// They are.
-        rests: bool,
+    Park {
+        /// Whether this one is parked.
+        parked: bool,
     },
 
     // -- to the coordinator again
@@ -616,9 +616,9 @@ pub struct JobState {
     pub version: Version,
     /// Plans up to this one are over.
     pub over: PlanId,
-    /// The last number that the client has acknowledged by `Heard`; none if it has not yet over this
+    /// The last number that the client has acknowledged by `AckThrough`; none if it has not yet over this
     /// connection.
-    pub heard: Option<u64>,
+    pub acked_through: Option<u64>,
     /// The settings.
     pub controls: Controls,
     /// The phase of the job.

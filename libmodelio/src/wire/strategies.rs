@@ -171,7 +171,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
     )
         .prop_map(
             |(
-                (version, over, heard),
+                (version, over, acked_through),
                 (sequence, members, committed, contributions),
                 controls,
                 phase,
@@ -181,7 +181,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 sequence,
                 version,
                 over,
-                heard,
+                acked_through,
                 controls,
                 phase,
                 learners,
@@ -359,9 +359,11 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(plan, learner, block)| Message::NonFiniteContribution { plan, learner, block })
             .boxed(),
         (id64(PlanId), proptest::option::of(learner()))
-            .prop_map(|(plan, learner)| Message::Lacks { plan, learner })
+            .prop_map(|(plan, learner)| Message::SourceGone { plan, learner })
             .boxed(),
-        (any::<u64>(), any::<u64>()).prop_map(|(request, newest)| Message::Heard { request, newest }).boxed(),
+        (any::<u64>(), any::<u64>())
+            .prop_map(|(request, newest)| Message::AckThrough { request, newest })
+            .boxed(),
         job_state().prop_map(|state| Message::State(Box::new(state))).boxed(),
         (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Over { plan }).boxed(),
@@ -457,7 +459,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Generation), any::<u64>())
             .prop_map(|(generation, attempt)| Message::Abandon { generation, attempt })
             .boxed(),
-        any::<bool>().prop_map(|rests| Message::Rest { rests }).boxed(),
+        any::<bool>().prop_map(|parked| Message::Park { parked }).boxed(),
         (text(), id64(Generation), shard())
             .prop_map(|(model, generation, off)| Message::StopMove { model, generation, off })
             .boxed(),

@@ -295,7 +295,7 @@ fn a_trickle_is_gathered(choice: Choice) {
 fn what_waits_to_be_gathered_is_told(choice: Choice) {
     let reactor = reactor(choice, 1);
     let (near, mut far) = pair();
-    let (told, heard) = channel();
+    let (told, arrived) = channel();
     let stream = Patient::new(100_000, told);
     reactor.handle().add(near, Box::new(stream), Thread::Any).expect("room");
     let mut written = 0;
@@ -303,7 +303,7 @@ fn what_waits_to_be_gathered_is_told(choice: Choice) {
         far.write_all(&vec![0; piece]).expect("written");
         written += piece;
         let deadline = Instant::now() + PATIENCE;
-        while heard.recv_timeout(PATIENCE).expect("it is told") != written {
+        while arrived.recv_timeout(PATIENCE).expect("it is told") != written {
             assert!(Instant::now() < deadline);
         }
     }

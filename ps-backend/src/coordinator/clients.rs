@@ -31,12 +31,12 @@ pub(super) struct Client {
     pub(super) learners: BTreeMap<LearnerId, Asked>,
     pub(super) requests: Requests,
     #[serde(skip)]
-    told: Option<Told>,
+    sent_state: Option<SentState>,
 }
 
 /// The last state that a client was sent, without its number.
 #[derive(Debug)]
-struct Told {
+struct SentState {
     state: JobState,
     at: Now,
     /// The time when the client was first sent the same state.
@@ -47,7 +47,13 @@ impl Client {
     /// A client whose requests up to `before` were made before it was given up.
     fn new(before: u64) -> Client {
         let requests = Requests::new(before);
-        Client { connected: false, last_seen: Now::ZERO, learners: BTreeMap::new(), requests, told: None }
+        Client {
+            connected: false,
+            last_seen: Now::ZERO,
+            learners: BTreeMap::new(),
+            requests,
+            sent_state: None,
+        }
     }
 
     pub(super) fn answers(&self) -> usize {
@@ -61,16 +67,17 @@ impl Client {
     }
 
     /// Whether the client must be sent the state: it is new to the client, or was sent long enough ago.
-    pub(super) fn must_hear(&self, state: &JobState, now: Now) -> bool {
-        self.told.as_ref().is_none_or(|told| {
-            let known = told.at.saturating_sub(told.since);
-            told.state != *state || now >= told.at + known.clamp(REPEAT, REPEAT_SELDOM)
+    pub(super) fn needs_state(&self, state: &JobState, now: Now) -> bool {
+        self.sent_state.as_ref().is_none_or(|sent| {
+            let known = sent.at.saturating_sub(sent.since);
+            sent.state != *state || now >= sent.at + known.clamp(REPEAT, REPEAT_SELDOM)
         })
     }
 
-    pub(super) fn hears(&mut self, state: JobState, now: Now) {
-        let since = self.told.as_ref().filter(|told| told.state == state).map_or(now, |told| told.since);
-        self.told = Some(Told { state, at: now, since });
+    pub(super) fn sent(&mut self, state: JobState, now: Now) {
+        let since =
+            self.sent_state.as_ref().filter(|sent| sent.state == state).map_or(now, |sent| sent.since);
+        self.sent_state = Some(SentState { state, at: now, since });
     }
 
     pub(super) fn forget(&mut self, learner: LearnerId) {
@@ -101,7 +108,7 @@ impl CoordinatorCore {
         client.requests.connects(now);
         client.connected = true;
         client.last_seen = now;
-        self.tell(id, now, actions);
+        self.send_state(id, now, actions);
         self.grant_again(id, actions);
         Ok(())
     }
@@ -156,7 +163,7 @@ impl CoordinatorCore {
         };
         client.last_seen = now;
         if request == 0 {
-            return self.told(id, message, now, actions);
+            return self.notified(id, message, now, actions);
         }
         match client.requests.known(request) {
             Known::New => {}
@@ -172,7 +179,7 @@ impl CoordinatorCore {
             return actions.push(Action::ToClient(id, request, Message::Refused(refusal)));
         }
         if client.requests.is_full() {
-            let why = format!("{MAX_ANSWERS} answers were not heard");
+            let why = format!("{MAX_ANSWERS} answers were not acknowledged");
             actions.push(Action::Close(id, Refusal::Other(why)));
             return self.client_down(id, now, actions);
         }
@@ -202,9 +209,9 @@ impl CoordinatorCore {
     }
 
     /// Takes messages that need no answer.
-    fn told(&mut self, id: ClientId, message: Message, now: Now, actions: &mut Vec<Action>) {
+    fn notified(&mut self, id: ClientId, message: Message, now: Now, actions: &mut Vec<Action>) {
         match message {
-            Message::Heard { request, newest } => {
+            Message::AckThrough { request, newest } => {
                 if let Some(client) = self.clients.get_mut(&id)
                     && let Err(refusal) = client.requests.numbered(request, newest)
                 {
@@ -227,12 +234,12 @@ impl CoordinatorCore {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
             // The staged contribution lies in this process: another plan would lack it, too.
-            Message::Lacks { plan, learner } if self.in_process => {
+            Message::SourceGone { plan, learner } if self.in_process => {
                 let who = learner.map_or("new weights".to_owned(), |learner| format!("learner {learner}"));
                 let why = format!("plan {plan}: the contribution of {who} is gone");
                 self.fail(0, &Refusal::Other(why), now, actions);
             }
-            Message::Lacks { plan, learner } => {
+            Message::SourceGone { plan, learner } => {
                 self.withheld(id, plan, learner, ShardError::Interrupted, now, actions);
             }
             // Signs of life, and messages of a later release.
@@ -274,7 +281,7 @@ impl CoordinatorCore {
                 // The state comes first: a learner that has joined may begin at once, in a job that runs
                 // since then.
                 self.perform(std::mem::take(&mut wanted), now, actions);
-                self.tell_all(now, actions);
+                self.send_state_to_all(now, actions);
                 Some(Message::Joined { learner, incarnation, since: self.sequence })
             }
             Message::Leave { learner, reason } => {

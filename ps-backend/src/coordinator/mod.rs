@@ -7,12 +7,12 @@
 //! refused. `docs/network.md` tells why.
 
 mod clients;
+mod job_states;
 mod moving;
 mod plans;
 mod requests;
 mod senders;
 mod shares;
-mod telling;
 #[cfg(test)]
 mod tests;
 use std::collections::{BTreeMap, VecDeque};
@@ -103,7 +103,7 @@ pub struct CoordinatorCore {
     sequence: u64,
     /// Whether clients must be sent the state.
     changed: bool,
-    told_at: Now,
+    states_sent_at: Now,
     /// Why nothing goes any more.
     failed: Option<Refusal>,
     /// Shards that have not been reached for long.
@@ -154,7 +154,7 @@ impl CoordinatorCore {
             next_plan: PlanId(1),
             sequence: 0,
             changed: false,
-            told_at: Now::ZERO,
+            states_sent_at: Now::ZERO,
             failed: None,
             away: Vec::new(),
             in_process: false,
@@ -222,7 +222,7 @@ impl CoordinatorCore {
     pub fn are_away(&mut self, shards: Vec<ShardId>, now: Now, actions: &mut Vec<Action>) {
         if self.away != shards {
             self.away = shards;
-            self.tell_all(now, actions);
+            self.send_state_to_all(now, actions);
         }
     }
 
@@ -276,7 +276,7 @@ impl CoordinatorCore {
             }
         }
         if std::mem::take(&mut self.changed) {
-            self.tell_all(now, actions);
+            self.send_state_to_all(now, actions);
         }
         // Answers come after the state that they are part of: a client that has its answer knows the outcome.
         for (client, asked, answer) in answers {
@@ -299,7 +299,7 @@ impl CoordinatorCore {
     pub fn next_deadline(&self) -> Now {
         let repeat = self.run.as_ref().map(Run::repeat_at);
         let core = [self.core.next_deadline(), self.core.next_overdue()];
-        let deadlines = [Some(self.told_at + REPEAT), repeat].into_iter().chain(core);
+        let deadlines = [Some(self.states_sent_at + REPEAT), repeat].into_iter().chain(core);
         deadlines.flatten().min().unwrap_or(Now::MAX)
     }
 
@@ -314,8 +314,8 @@ impl CoordinatorCore {
             self.reclaim(learner, ShardError::TimedOut(late.into()), now, actions);
         }
         self.repeat(now, actions);
-        if now >= self.told_at + REPEAT {
-            self.tell_again(now, actions);
+        if now >= self.states_sent_at + REPEAT {
+            self.resend_states(now, actions);
         }
     }
 

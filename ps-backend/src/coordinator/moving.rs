@@ -85,7 +85,7 @@ impl CoordinatorCore {
         coordinator.partitions = partitions;
         coordinator.names = super::names(layout);
         coordinator.is_trainable = layout.is_trainable();
-        coordinator.told_at = now;
+        coordinator.states_sent_at = now;
         coordinator.clients.values_mut().for_each(|client| client.taken_over(now));
         coordinator.core.taken_over(now);
         Ok(coordinator)

@@ -489,7 +489,7 @@ impl CoordinatorCore {
         for (_, (client, asked)) in std::mem::take(&mut self.tickets) {
             self.answer(client, asked, Message::Refused(why.clone()), actions);
         }
-        self.tell_all(now, actions);
+        self.send_state_to_all(now, actions);
     }
 }
 

@@ -51,9 +51,9 @@ pub(super) struct Requests {
     /// The client had made no request above this one when it connected, as it says.
     made: u64,
     /// It has all answers up to this one, as it says over this connection.
-    heard: u64,
+    acked_through: u64,
     /// The newest number that the client has stated; it includes requests that never came.
-    said: Option<u64>,
+    stated: Option<u64>,
     /// The highest number of a request that came, over whichever connection.
     newest: u64,
     /// Answers that it may not have had.
@@ -72,8 +72,8 @@ impl Requests {
             since: Now::ZERO,
             settled: false,
             made: u64::MAX,
-            heard: 0,
-            said: None,
+            acked_through: 0,
+            stated: None,
             newest: before,
             answered: BTreeMap::new(),
             open: BTreeMap::new(),
@@ -85,7 +85,7 @@ impl Requests {
     pub(super) fn connects(&mut self, now: Now) {
         self.connection += 1;
         (self.since, self.settled) = (now, false);
-        (self.made, self.heard, self.said) = (u64::MAX, 0, None);
+        (self.made, self.acked_through, self.stated) = (u64::MAX, 0, None);
         // The client counts on from what it has made: a number that it has not reached is higher than its own.
         while self.answered.len() > MAX_ANSWERS {
             self.answered.pop_last();
@@ -114,17 +114,17 @@ impl Requests {
         )))
     }
 
-    /// The client states that it has all answers up to `heard`, and has made no request above `newest`.
+    /// The client states that it has all answers up to `acked_through`, and has made no request above `newest`.
     ///
     /// # Errors
     /// If it cannot have asked so often.
-    pub(super) fn numbered(&mut self, heard: u64, newest: u64) -> Result<(), Refusal> {
-        self.reaches(heard.max(newest))?;
+    pub(super) fn numbered(&mut self, acked_through: u64, newest: u64) -> Result<(), Refusal> {
+        self.reaches(acked_through.max(newest))?;
         self.made = self.made.min(newest);
-        self.said = Some(heard);
+        self.stated = Some(acked_through);
         // The client may have given up requests that are still on their way here: they do not count as
         // acknowledged.
-        self.heard = heard.min(self.newest);
+        self.acked_through = acked_through.min(self.newest);
         self.forget();
         Ok(())
     }
@@ -140,10 +140,11 @@ impl Requests {
 
     /// Forgets answers that nobody will ask for.
     fn forget(&mut self) {
-        let (connection, settled, made, heard) = (self.connection, self.settled, self.made, self.heard);
+        let (connection, settled, made, acked_through) =
+            (self.connection, self.settled, self.made, self.acked_through);
         self.answered.retain(|number, (over, _)| match *over == connection {
-            true => *number > heard,
-            false => !settled || (*number > heard && *number <= made),
+            true => *number > acked_through,
+            false => !settled || (*number > acked_through && *number <= made),
         });
     }
 
@@ -152,7 +153,7 @@ impl Requests {
         let is_open = self.open.get(&number).is_some_and(|over| self.is_its_own(number, *over));
         let answer = self.answered.get(&number).filter(|(over, _)| self.is_its_own(number, *over));
         match answer {
-            _ if number <= self.heard || is_open => Known::Nothing,
+            _ if number <= self.acked_through || is_open => Known::Nothing,
             Some((_, answer)) => Known::Answered(answer),
             None if number <= self.before.min(self.made) => Known::Late,
             None => Known::New,
@@ -186,8 +187,8 @@ impl Requests {
         self.open.remove(&number);
         // Nobody waits for the answer to a request that was given up.
         let is_wanted = match over == self.connection {
-            true => number > self.said.unwrap_or_default(),
-            false => !self.settled || (number > self.heard && number <= self.made),
+            true => number > self.stated.unwrap_or_default(),
+            false => !self.settled || (number > self.acked_through && number <= self.made),
         };
         if is_wanted && kept {
             self.answered.insert(number, (over, in_short(answer)));
@@ -212,8 +213,8 @@ impl Requests {
     }
 
     /// The number that the client has acknowledged over this connection.
-    pub(super) fn heard(&self) -> Option<u64> {
-        self.said
+    pub(super) fn acked_through(&self) -> Option<u64> {
+        self.stated
     }
 }
 

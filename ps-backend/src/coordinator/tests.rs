@@ -106,7 +106,7 @@ impl Bench {
     }
 
     /// The messages to a client, without the state of the job.
-    fn heard_by(&mut self, client: ClientId) -> Vec<(u64, Message)> {
+    fn sent_to(&mut self, client: ClientId) -> Vec<(u64, Message)> {
         let said =
             self.said.extract_if(.., |action| matches!(action, Action::ToClient(id, ..) if *id == client));
         let said = said.filter_map(|action| match action {
@@ -116,7 +116,7 @@ impl Bench {
         said.filter(|(_, message)| !matches!(message, Message::State(_))).collect()
     }
 
-    fn heard_by_partition(&mut self) -> Vec<Message> {
+    fn sent_to_partition(&mut self) -> Vec<Message> {
         let said = self.said.extract_if(.., |action| matches!(action, Action::ToPartition(..)));
         said.filter_map(|action| match action {
             Action::ToPartition(_, _, message) => Some(message),
@@ -126,7 +126,7 @@ impl Bench {
     }
 
     fn started(&mut self) -> libmodelio::wire::Plan {
-        match self.heard_by_partition().pop() {
+        match self.sent_to_partition().pop() {
             Some(Message::Start(plan)) => *plan,
             other => panic!("a start is expected, not {other:?}"),
         }
@@ -179,20 +179,20 @@ fn a_state_that_stays_the_same_is_repeated_ever_more_seldom() {
 fn a_step_of_two_clients() {
     let mut bench = Bench::new();
     bench.commit(A, 1, 1, 2);
-    assert!(bench.heard_by_partition().is_empty(), "the others of the step are waited for");
+    assert!(bench.sent_to_partition().is_empty(), "the others of the step are waited for");
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     assert!(matches!(plan.work, Work::Reduce { .. }));
     assert_eq!(plan.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A, B]);
-    assert!(bench.heard_by(A).contains(&grant(plan.plan, &[(1, 1)])));
-    assert!(bench.heard_by(B).contains(&grant(plan.plan, &[(2, 1)])));
+    assert!(bench.sent_to(A).contains(&grant(plan.plan, &[(1, 1)])));
+    assert!(bench.sent_to(B).contains(&grant(plan.plan, &[(2, 1)])));
 
     bench.partition(0, Message::Ready { plan: plan.plan });
-    assert_eq!(bench.heard_by_partition(), [Message::Conclude { plan: plan.plan }]);
+    assert_eq!(bench.sent_to_partition(), [Message::Conclude { plan: plan.plan }]);
     assert!(bench.said.contains(&Action::Published(Version(1))));
     let over = |said: &Action| matches!(said, Action::ToClient(A, 0, Message::State(state)) if state.over == plan.plan);
     assert!(bench.said.iter().any(over));
-    assert_eq!(bench.heard_by(A), [(3, Message::Done)]);
+    assert_eq!(bench.sent_to(A), [(3, Message::Done)]);
     bench.partition(plan.plan.0, Message::Done);
     assert_eq!(bench.coordinator.running(), None);
 }
@@ -206,7 +206,7 @@ fn who_is_alone_for_long_is_added_up_and_answered() {
     assert_eq!(plan.work, Work::Add { replaces: false });
     bench.partition(0, Message::Ready { plan: plan.plan });
     bench.partition(plan.plan.0, Message::Done);
-    assert!(bench.heard_by(A).contains(&(3, Message::Done)), "it is at the shards for good");
+    assert!(bench.sent_to(A).contains(&(3, Message::Done)), "it is at the shards for good");
     // The other one makes the version, from its own and what is kept.
     bench.commit(B, 2, 1, 2);
     let next = bench.started();
@@ -225,9 +225,9 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
     bench.pass(Now::from_secs(31));
-    assert_eq!(bench.heard_by_partition().last(), Some(&Message::Drop { plan: plan.plan }));
+    assert_eq!(bench.sent_to_partition().last(), Some(&Message::Drop { plan: plan.plan }));
     assert_eq!(bench.coordinator.client_count(), (1, 1));
-    assert!(bench.heard_by(A).contains(&(0, Message::Over { plan: plan.plan })));
+    assert!(bench.sent_to(A).contains(&(0, Message::Over { plan: plan.plan })));
     // The next plan begins when the shard has given up this one.
     bench.partition(plan.plan.0, Message::Done);
     let next = bench.started();
@@ -242,16 +242,16 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
 fn a_request_that_is_repeated_is_carried_out_once() {
     let mut bench = Bench::new();
     bench.commit(A, 1, 1, 2);
-    let opened = bench.heard_by(A);
+    let opened = bench.sent_to(A);
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
-    assert_eq!(bench.heard_by(A), opened, "the same answer");
-    bench.client(A, 0, Message::Heard { request: 2, newest: 3 });
+    assert_eq!(bench.sent_to(A), opened, "the same answer");
+    bench.client(A, 0, Message::AckThrough { request: 2, newest: 3 });
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
-    assert_eq!(bench.heard_by(A), [], "what was heard is not said again");
+    assert_eq!(bench.sent_to(A), [], "what was sent is not said again");
     assert_eq!(
         bench.coordinator.kept(),
         (1, 1),
-        "the commit waits; the join of the other client was not heard"
+        "the commit waits; the join of the other client was not sent"
     );
 }
 
@@ -264,9 +264,9 @@ fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
     bench.said.clear();
     let block = libmodelio::vocabulary::ids::BlockId(3);
     bench.partition(0, Message::NonFinitePayload { plan: plan.plan, client: B, block });
-    assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
+    assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }]);
     let refused = Message::Refused(ShardError::NonFinite(block).into());
-    assert!(bench.heard_by(B).contains(&(3, refused)));
+    assert!(bench.sent_to(B).contains(&(3, refused)));
     bench.partition(plan.plan.0, Message::Done);
     // Its learner may commit the step again.
     bench.commit(B, 2, 1, 4);
@@ -280,9 +280,9 @@ fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    bench.client(B, 0, Message::Lacks { plan: plan.plan, learner: Some(LearnerId(2)) });
-    assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
-    assert!(bench.heard_by(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
+    bench.client(B, 0, Message::SourceGone { plan: plan.plan, learner: Some(LearnerId(2)) });
+    assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }]);
+    assert!(bench.sent_to(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
 }
 
 #[test]
@@ -320,12 +320,9 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_its_commit_has_timed_out() {
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
     bench.pass(Now::from_secs(10));
-    assert_eq!(bench.heard_by_partition().last(), Some(&Message::Drop { plan: plan.plan }));
-    let heard = bench.heard_by(A);
-    assert!(
-        heard.contains(&(0, Message::Over { plan: plan.plan })) && heard.iter().any(timed_out),
-        "{heard:?}"
-    );
+    assert_eq!(bench.sent_to_partition().last(), Some(&Message::Drop { plan: plan.plan }));
+    let sent = bench.sent_to(A);
+    assert!(sent.contains(&(0, Message::Over { plan: plan.plan })) && sent.iter().any(timed_out), "{sent:?}");
     // The other one's stays where it is, and its commit is taken.
     bench.partition(0, Message::Ready { plan: plan.plan });
     assert!(!bench.said.contains(&Action::Published(Version(1))), "it was dropped");
@@ -351,14 +348,11 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_nobody_waits_for_it() {
         bench.commit(B, 2, 1, 2);
         let plan = bench.started();
         bench.client(A, 4, end.clone());
-        assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }], "{end:?}");
-        let heard = bench.heard_by(A);
-        assert!(heard.contains(&(3, Message::Refused(ShardError::Interrupted.into()))), "{heard:?}");
+        assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }], "{end:?}");
+        let sent = bench.sent_to(A);
+        assert!(sent.contains(&(3, Message::Refused(ShardError::Interrupted.into()))), "{sent:?}");
         if matches!(end, Message::Open { .. }) {
-            assert!(
-                heard.contains(&(4, Message::Opened { step: Step(1), staging_lent: false })),
-                "{heard:?}"
-            );
+            assert!(sent.contains(&(4, Message::Opened { step: Step(1), staging_lent: false })), "{sent:?}");
         }
         // Memory that is not lent stays at its client until the plan is over.
         let mut bench = Bench::new();
@@ -366,7 +360,7 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_nobody_waits_for_it() {
         bench.commit(B, 2, 1, 2);
         bench.started();
         bench.client(A, 4, end);
-        assert_eq!(bench.heard_by_partition(), []);
+        assert_eq!(bench.sent_to_partition(), []);
     }
 }
 
@@ -378,16 +372,16 @@ fn what_a_shard_has_read_for_too_long_is_read_again_and_nobody_is_blamed() {
     let plan = bench.started();
     bench.said.clear();
     bench.partition(0, Message::Torn { plan: plan.plan });
-    assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
+    assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }]);
     bench.partition(0, Message::Torn { plan: plan.plan });
-    assert_eq!(bench.heard_by_partition(), [], "said again");
+    assert_eq!(bench.sent_to_partition(), [], "said again");
     bench.partition(plan.plan.0, Message::Done);
     let next = bench.started();
     assert_eq!((next.sources, next.work), (plan.sources, plan.work));
     let is_refused =
         |(request, message): &(u64, Message)| *request > 0 && matches!(message, Message::Refused(_));
-    let heard = [bench.heard_by(A), bench.heard_by(B)].concat();
-    assert!(!heard.iter().any(is_refused), "{heard:?}");
+    let sent = [bench.sent_to(A), bench.sent_to(B)].concat();
+    assert!(!sent.iter().any(is_refused), "{sent:?}");
 }
 
 #[test]
@@ -405,14 +399,14 @@ fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
         under: None,
     };
     bench.client(A, 4, commit.clone());
-    assert!(bench.heard_by(A).is_empty(), "it waits for the other one of the step");
+    assert!(bench.sent_to(A).is_empty(), "it waits for the other one of the step");
     bench.client(A, 3, commit);
     let interrupted = Message::Refused(ShardError::Interrupted.into());
-    assert_eq!(bench.heard_by(A), [(3, interrupted)], "nobody waits for it");
+    assert_eq!(bench.sent_to(A), [(3, interrupted)], "nobody waits for it");
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     bench.partition(0, Message::Ready { plan: plan.plan });
-    assert!(bench.heard_by(A).contains(&(4, Message::Done)));
+    assert!(bench.sent_to(A).contains(&(4, Message::Done)));
 }
 
 #[test]
@@ -424,10 +418,10 @@ fn an_error_says_which_shards_were_waited_for() {
     bench.coordinator.are_away(vec![ShardId(5)], bench.now, &mut bench.said);
     bench.said.clear();
     bench.pass(Now::from_secs(3));
-    let said = format!("{:?}", bench.heard_by(A));
+    let said = format!("{:?}", bench.sent_to(A));
     assert!(said.contains("; out of reach: shard 5"), "{said}");
     bench.partition(0, Message::Refused(Refusal::NoModel("m".into())));
     bench.commit(A, 1, 1, 3);
-    let said = format!("{:?} {:?}", bench.heard_by(A), bench.coordinator.failed());
+    let said = format!("{:?} {:?}", bench.sent_to(A), bench.coordinator.failed());
     assert_eq!(said.matches("shard 5 does not have this job's blocks any more").count(), 3, "{said}");
 }

@@ -75,13 +75,13 @@ impl<S: Clone> JobCore<S> {
     /// # Errors
     /// A record of a job with other tensors, or one that no job has.
     pub fn restore(&mut self, record: JobRecord) -> Result<(), ShardError> {
-        let unfit = |why: String| Err(ShardError::NotAllowed(why));
+        let refused = |why: String| Err(ShardError::NotAllowed(why));
         if record.steps.tensors() != self.tensors as u64 {
             let got = record.steps.tensors();
-            return unfit(format!("the record is of {got} tensors, the model has {}", self.tensors));
+            return refused(format!("the record is of {got} tensors, the model has {}", self.tensors));
         }
         if record.learners.len() > 2 * MAX_LEARNERS {
-            return unfit(format!("the record names {} learners", record.learners.len()));
+            return refused(format!("the record names {} learners", record.learners.len()));
         }
         record.learners.iter().try_for_each(|learner| check_name(&learner.name))?;
         debug_assert!(self.members.is_empty() && self.next_learner == LearnerId(1).0, "it has begun");

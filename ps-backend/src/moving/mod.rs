@@ -29,7 +29,7 @@ pub const PATIENT: Duration = Duration::from_secs(300);
 /// The time for which one shard is told to switch, or to forget, before the next one is.
 pub const SWITCHING: Duration = Duration::from_secs(3);
 /// How often it is looked whether the job is held.
-const LOOK: Duration = Duration::from_millis(5);
+const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 /// How often shards are asked how far they are.
 const POLL: Duration = Duration::from_millis(10);
 /// The time after which an unanswered message is repeated.
@@ -272,7 +272,7 @@ impl MoveCore {
     pub fn next_deadline(&self, now: Now) -> Now {
         let asked = self.asked.values().map(|asked| asked.until).min();
         let stage = match &self.stage {
-            Stage::Waiting => Some(now + LOOK),
+            Stage::Waiting => Some(now + CHECK_INTERVAL),
             Stage::Filling { poll_at: at, .. }
             | Stage::Putting { again_at: at, .. }
             | Stage::Abandoning { again_at: at, .. } => *at,

@@ -106,10 +106,10 @@ impl Moving {
         let numbers = self.told(&both(Tell::Adopt));
         self.answer(numbers, Told::Done);
         self.wants(&[Action::Hold]);
-        self.tick(LOOK);
+        self.tick(CHECK_INTERVAL);
         let numbers = self.told(&both(Tell::Fill));
         self.answer(numbers, Told::Done);
-        self.tick(LOOK);
+        self.tick(CHECK_INTERVAL);
         let numbers = self.told(&both(Tell::Adopting));
         self.answer(numbers, Told::Adopted { blocks: 7, of: 8 });
         assert_eq!(
@@ -367,7 +367,7 @@ fn shards_that_do_not_know_are_told_until_they_do() {
 fn a_model_that_is_deleted_does_not_come_back() {
     let mut moving = Moving::new(2);
     moving.sight.wanted = false;
-    moving.tick(LOOK);
+    moving.tick(CHECK_INTERVAL);
     moving.has_failed(false, "no model", [1, 3]);
     let mut moving = Moving::new(2);
     moving.prepare([1, 3], 1);
@@ -390,10 +390,10 @@ fn a_shard_that_was_started_anew_meanwhile_is_found_out() {
     let mut moving = Moving::new(2);
     let numbers = moving.told(&[(1, Tell::Adopt), (3, Tell::Adopt)]);
     moving.answer(numbers, Told::Done);
-    moving.tick(LOOK);
+    moving.tick(CHECK_INTERVAL);
     let numbers = moving.told(&[(1, Tell::Fill), (3, Tell::Fill)]);
     moving.answer(numbers, Told::Done);
-    moving.tick(LOOK);
+    moving.tick(CHECK_INTERVAL);
     let numbers = moving.told(&[(1, Tell::Adopting), (3, Tell::Adopting)]);
     moving.answer(numbers, Told::Adopted { blocks: 8, of: 8 });
     moving.act(|core, now, actions| core.frozen(Ok(1), now, actions));
@@ -431,7 +431,7 @@ fn a_process_that_ends_says_so_and_does_nothing_more() {
     let mut moving = Moving::new(2);
     moving.prepare([1, 3], 1);
     moving.sight.ends = true;
-    moving.tick(LOOK);
+    moving.tick(CHECK_INTERVAL);
     moving.told(&[]);
     moving.wants(&[Action::Finished(Err(Refusal::other("the shard shuts down")))]);
     assert!(moving.core.is_over());

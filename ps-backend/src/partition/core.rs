@@ -308,7 +308,7 @@ impl PartitionCore {
     }
 
     /// Whether the partition knows this plan, or a later one.
-    pub fn has_heard_of(&self, plan: PlanId) -> bool {
+    pub fn knows_plan(&self, plan: PlanId) -> bool {
         plan <= self.newest
     }
 
@@ -487,7 +487,7 @@ impl PartitionCore {
     /// A block of `client` is about to come: nothing else of that block is taken until [`Self::end`], if it may come. Or it
     /// `lies` where it can be read for as long as the plan takes. Hot path: allocates nothing.
     pub fn reserve(&mut self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
-        let placement = self.look(client, plan, block, lies);
+        let placement = self.peek(client, plan, block, lies);
         let Some(running) = &mut self.running else { return placement };
         match placement {
             Placement::Ready(place) => {
@@ -508,7 +508,7 @@ impl PartitionCore {
     }
 
     /// The answer that [`Self::reserve`] would give just now; reserves nothing.
-    pub fn look(&self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
+    pub fn peek(&self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
         if plan > self.newest {
             return Placement::Later;
         }

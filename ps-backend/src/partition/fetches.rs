@@ -47,7 +47,7 @@ pub trait Edge<T, S> {
     ///
     /// # Errors
     /// [`Self::Error`].
-    fn land(&mut self, what: &T, slot: &S) -> Result<bool, Self::Error>;
+    fn reduce_fetched(&mut self, what: &T, slot: &S) -> Result<bool, Self::Error>;
 
     /// The payload is done with.
     fn over(&mut self, what: T);
@@ -159,7 +159,7 @@ impl<T, S> Fetches<T, S> {
             match state {
                 Where::Coming { .. } | Where::ComingDirect => break,
                 Where::Used => self.pop(edge),
-                Where::Here(slot) if edge.land(what, slot)? => self.pop(edge),
+                Where::Here(slot) if edge.reduce_fetched(what, slot)? => self.pop(edge),
                 Where::Here(_) => {
                     self.fetch_ahead(edge)?;
                     return Ok(Stand::Idle);

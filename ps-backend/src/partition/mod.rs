@@ -3,4 +3,4 @@
 pub mod core;
 pub mod fetches;
 pub mod store;
-pub mod unheard;
+pub mod unknown_plan;

@@ -38,7 +38,7 @@ pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
 use crate::region_store::{Loading, RegionStore};
 use job::Alive;
-pub use job::{Part, PartitionJob, Target};
+pub use job::{BlockInput, PartitionJob, Target};
 pub use kept::KeptState;
 pub use merge::Merge;
 pub use pinned::{PinnedVersion, ShownVersion};
@@ -381,7 +381,7 @@ impl PartitionStore {
         if !matches!(work, PartitionWork::Add { .. }) && !inner.store.recycle(retain, max) {
             return Err(PartitionError::NoBuffer { max });
         }
-        let making = match &work {
+        let builder = match &work {
             PartitionWork::Add { .. } => None,
             PartitionWork::Reduce { step, tensors, fresh_state } => {
                 let (version, steps) =
@@ -395,7 +395,7 @@ impl PartitionStore {
         }
         let Shared { sums, tally, .. } = &*self.shared;
         let shared = (Arc::clone(sums), Arc::clone(tally));
-        let job = PartitionJob::new(Arc::clone(self.layout()), shared, work, making, check);
+        let job = PartitionJob::new(Arc::clone(self.layout()), shared, work, builder, check);
         inner.running = Arc::downgrade(job.alive());
         Ok(Arc::new(job))
     }
@@ -403,8 +403,8 @@ impl PartitionStore {
     /// Sets the steps of tensors for a job that has begun before all of them were known. Blocks that are
     /// computed already do not change.
     pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps) {
-        if let Some(making) = job.making() {
-            making.seal(ByteSteps::of_partition(&self.shared.partition, tensors));
+        if let Some(builder) = job.builder() {
+            builder.seal(ByteSteps::of_partition(&self.shared.partition, tensors));
         }
     }
 
@@ -454,17 +454,17 @@ impl PartitionStore {
         if !std::ptr::eq(inner.running.as_ptr(), Arc::as_ptr(job.alive())) || job.is_over() {
             return Err(PartitionError::Over);
         }
-        let Some(making) = job.making() else {
+        let Some(builder) = job.builder() else {
             let both = job.seal()?;
             return Ok((!both.is_empty()).then(|| Merge::new(Arc::clone(job), both)));
         };
         job.check_finished()?;
         match job.work() {
             PartitionWork::Reduce { step, .. } => {
-                inner.store.publish_next(making, step.reducer);
+                inner.store.publish_next(builder, step.reducer);
                 self.shared.sums.clear();
             }
-            _ => inner.store.publish_assigned(making),
+            _ => inner.store.publish_assigned(builder),
         }
         job.give_up();
         inner.recycle();

@@ -3,7 +3,7 @@
 //!
 //! A reducer is a file here, its line in [`of`], and its entry in the table of [`libmodelio::vocabulary::reducer`], which
 //! also has the hyper-parameters. Operation for operation they do what PyTorch's single-tensor implementations do,
-//! except that Adam's two bias corrections are folded into its step size and epsilon.
+//! except that Adam's two bias corrections enter its step size and epsilon.
 //!
 //! A block is reduced as soon as all of its contributions are there, while others are still on their way: a
 //! pass knows no block but its own. A reducer that needs to have seen other blocks first (a norm, as for LARS

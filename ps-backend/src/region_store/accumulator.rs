@@ -198,7 +198,7 @@ impl Accumulator {
     ///
     /// # Safety
     /// The block is the caller's alone. The payload is of [`Payload::wanted_len`].
-    pub(crate) unsafe fn fold(
+    pub(crate) unsafe fn accumulate(
         &self,
         layout: &ModelLayout,
         block: BlockId,
@@ -213,7 +213,7 @@ impl Accumulator {
             unsafe {
                 if let (Some(sent), Some(own)) = (sent, Wire::of(segment.dtype)) {
                     let sum = self.sum.floats_mut(element_span(segment, own));
-                    finite &= kernels::fold(sent, bytes, sum, stores);
+                    finite &= kernels::accumulate(sent, bytes, sum, stores);
                 } else if let (Combine::Last, Some(raw)) = (combine, &self.raw) {
                     kernels::stream_copy(bytes, raw.bytes_mut(span(&segment.bytes)));
                 }
@@ -227,8 +227,8 @@ impl Accumulator {
     /// payload that is to be checked and holds NaN or Inf.
     ///
     /// # Safety
-    /// The conditions of [`Self::fold`].
-    pub(crate) unsafe fn fold_all(
+    /// The conditions of [`Self::accumulate`].
+    pub(crate) unsafe fn accumulate_all(
         &self,
         layout: &ModelLayout,
         block: BlockId,
@@ -248,7 +248,7 @@ impl Accumulator {
                     let Some(wire) = *wire else { continue };
                     let bytes_of = |words: usize| words / wire.words() * wire.size();
                     let bytes = &bytes[bytes_of(at * CHUNK)..][..bytes_of(sum.len())];
-                    let finite = kernels::fold(wire, bytes, sum, stores && index == 0);
+                    let finite = kernels::accumulate(wire, bytes, sum, stores && index == 0);
                     if !finite && payloads[index].1 {
                         bad = Some(bad.map_or(index, |bad| bad.min(index)));
                     }
@@ -262,7 +262,7 @@ impl Accumulator {
     /// Returns whether all that is stored is finite.
     ///
     /// # Safety
-    /// The conditions of [`Self::fold`].
+    /// The conditions of [`Self::accumulate`].
     pub(crate) unsafe fn overlay(
         &self,
         layout: &ModelLayout,
@@ -278,7 +278,7 @@ impl Accumulator {
             unsafe {
                 if let Some(own) = Wire::of(segment.dtype) {
                     let sum = self.sum.floats_mut(element_span(&segment.cut(range), own));
-                    finite &= kernels::fold(own, bytes, sum, true);
+                    finite &= kernels::accumulate(own, bytes, sum, true);
                 } else if let Some(raw) = &self.raw {
                     kernels::stream_copy(bytes, raw.bytes_mut(span(&range)));
                 }
@@ -323,7 +323,7 @@ impl Accumulator {
             // SAFETY: passed on to the caller.
             unsafe {
                 let bytes = other.sum.bytes(elements.start * 4..elements.end * 4);
-                kernels::fold(wire.wide(), bytes, self.sum.floats_mut(elements), false);
+                kernels::accumulate(wire.wide(), bytes, self.sum.floats_mut(elements), false);
             }
         }
     }

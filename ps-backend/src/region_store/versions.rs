@@ -52,7 +52,7 @@ impl Versions {
     /// The first version is loaded.
     pub(super) fn complete(&mut self) {
         if !std::mem::replace(&mut self.complete, true) {
-            self.watches.iter().for_each(|watch| self.tell_all(&**watch));
+            self.watches.iter().for_each(|watch| self.publish_all(&**watch));
         }
     }
 
@@ -63,12 +63,12 @@ impl Versions {
     /// Tells `watch` of the present versions, and of later ones.
     pub(super) fn watch(&mut self, watch: Arc<dyn VersionWatch>) {
         if self.complete {
-            self.tell_all(&*watch);
+            self.publish_all(&*watch);
         }
         self.watches.push(watch);
     }
 
-    fn tell_all(&self, watch: &dyn VersionWatch) {
+    fn publish_all(&self, watch: &dyn VersionWatch) {
         self.all.iter().for_each(|(&version, published)| watch.published(version, published.buffer.region()));
     }
 

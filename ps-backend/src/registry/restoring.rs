@@ -74,8 +74,8 @@ impl RegistryCore {
             }
             Some(stored) => {
                 // The model may have become ready without this shard's knowing.
-                let told = ModelRecord { ready: record.ready || stored.ready, ..record.clone() };
-                follows(stored, stored.epoch, &told)?;
+                let claimed = ModelRecord { ready: record.ready || stored.ready, ..record.clone() };
+                follows(stored, stored.epoch, &claimed)?;
                 record.epoch > stored.epoch || record.ready && !stored.ready
             }
             None => {
@@ -93,7 +93,8 @@ impl RegistryCore {
             let known = self.at(&claim.address).and_then(|known| self.shards.remove(&known));
             let until = known.as_ref().map_or(now, |known| known.until);
             claim.draining = known.is_some_and(|known| known.record.draining);
-            self.shards.insert(claim.shard, Shard { record: claim, until, heard: None, holds: false });
+            self.shards
+                .insert(claim.shard, Shard { record: claim, until, last_announced: None, holds: false });
         }
         Ok(())
     }

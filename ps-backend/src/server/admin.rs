@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::coordinator::Begins;
 use super::partition::{MakeError, Partition};
-use super::shared::{Making, Model, Shared};
+use super::shared::{Creation, Model, Shared};
 use super::unsent::AdminAnswer;
 use crate::memory;
 use crate::snapshot::Piece;
@@ -24,18 +24,19 @@ impl Shared {
                 Some(_) => return Err(Refusal::Exists(name)),
                 None => {}
             }
-            let mut making = self.making.lock();
-            let busy =
-                |(life, of): (&Generation, &Making)| *life == generation || (of.name == name && !of.deleted);
-            if making.iter().any(busy) {
+            let mut creations = self.creations.lock();
+            let busy = |(life, of): (&Generation, &Creation)| {
+                *life == generation || (of.name == name && !of.deleted)
+            };
+            if creations.iter().any(busy) {
                 return Err(Refusal::other(format!("model {name:?} is being created")));
             }
-            making.insert(generation, Making { name: name.clone(), deleted: false });
+            creations.insert(generation, Creation { name: name.clone(), deleted: false });
         }
         let shard = *self.shard.lock();
         let partition = has_room(&record, shard).and_then(|()| Partition::new(&record, shard, &self.pool));
         let mut models = self.models.lock();
-        let deleted = self.making.lock().remove(&generation).is_none_or(|making| making.deleted);
+        let deleted = self.creations.lock().remove(&generation).is_none_or(|creation| creation.deleted);
         let partition = partition.map_err(Refusal::other)?;
         if deleted {
             return Err(Refusal::Deleted(name));
@@ -43,8 +44,8 @@ impl Shared {
         let layout = partition.layout();
         tracing::info!(model = %name, blocks = layout.blocks(), bytes = layout.size(), "created");
         self.gone.is_back(&name);
-        let (coordinator, whereabouts, begins) = (None, None, None);
-        models.insert(name, Model { generation, record, partition, coordinator, whereabouts, begins });
+        let (coordinator, redirect, begins) = (None, None, None);
+        models.insert(name, Model { generation, record, partition, coordinator, redirect, begins });
         Ok((Message::Done, None))
     }
 
@@ -97,7 +98,7 @@ impl Shared {
             "threads": self.options.threads,
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
-            "registry_heard": self.table.as_ref().map(|table| table.heard()),
+            "registry_heard": self.table.as_ref().map(|table| table.announcements()),
             "models": models,
             "adopting": self.adopting.status(),
             "left": self.gone.names(),

@@ -41,7 +41,7 @@ impl Shared {
     }
 
     fn try_announce(&self) -> Result<(), RegistryError> {
-        let mut told = ShardId(0);
+        let mut number = ShardId(0);
         // A partition may come while the registry answers: then it is told of that.
         for _ in 0..2 {
             // One lock at a time: who asks how the shard is holds that of the models, and waits for that of the number.
@@ -50,27 +50,28 @@ impl Shared {
             let (address, draining) = (self.address.clone(), self.standing.lock().draining);
             let (host, rdma) = (shm::host(), self.rdma_address());
             let record = ShardRecord { shard, address, host, draining, rdma };
-            told = self.registry(|registry, deadline| registry.announce(&record, bound, LEASE, deadline))?;
-            if self.take_number(told) {
+            number =
+                self.registry(|registry, deadline| registry.announce(&record, bound, LEASE, deadline))?;
+            if self.take_number(number) {
                 return Ok(());
             }
         }
         let shard = *self.shard.lock();
         Err(RegistryError::Refused(Refusal::other(format_args!(
-            "it gives this shard number {told}, which has partitions of models under number {shard}"
+            "it gives this shard number {number}, which has partitions of models under number {shard}"
         ))))
     }
 
     fn is_bound(&self) -> bool {
         let models = self.models.lock();
-        !(models.is_empty() && self.making.lock().is_empty() && self.adopting.lock().is_empty())
+        !(models.is_empty() && self.creations.lock().is_empty() && self.adopting.lock().is_empty())
     }
 
     /// Whether the shard has this number now.
     fn take_number(&self, number: ShardId) -> bool {
         // Whoever makes a partition is among these before it looks at the number.
-        let (models, making, adopting) = (self.models.lock(), self.making.lock(), self.adopting.lock());
-        let bound = !(models.is_empty() && making.is_empty() && adopting.is_empty());
+        let (models, creations, adopting) = (self.models.lock(), self.creations.lock(), self.adopting.lock());
+        let bound = !(models.is_empty() && creations.is_empty() && adopting.is_empty());
         let mut shard = self.shard.lock();
         if *shard != number && bound {
             return false;
@@ -84,7 +85,7 @@ impl Shared {
 
     /// All that the registry is told now and then. It hears of what is held here even if it refuses this shard its
     /// number.
-    fn tell_registry(&self) -> Result<(), RegistryError> {
+    fn report_to_registry(&self) -> Result<(), RegistryError> {
         let announced = self.announce();
         match announced {
             Err(RegistryError::Peer(_)) => announced,
@@ -111,7 +112,7 @@ impl Shared {
             }
             drop(standing);
             for (here, fate) in chunk.iter().zip(fates) {
-                self.is_told(here, fate)?;
+                self.accept_fate(here, fate)?;
             }
         }
         let is_here = |generation| here.iter().any(|here| here.held.generation == generation);
@@ -147,7 +148,7 @@ impl Shared {
         Some((ModelRecord { ready, ..found.record.clone() }, coordinator))
     }
 
-    fn is_told(&self, here: &Here, fate: Fate) -> Result<(), RegistryError> {
+    fn accept_fate(&self, here: &Here, fate: Fate) -> Result<(), RegistryError> {
         let Held { model, generation, epoch } = &here.held;
         let outcome = match fate {
             Fate::Deleted => {
@@ -268,7 +269,7 @@ pub(super) fn run(shared: &Weak<Shared>) {
         if shared.stopping.load(Ordering::Relaxed) {
             return;
         }
-        match shared.tell_registry() {
+        match shared.report_to_registry() {
             Ok(()) if trouble.take().is_some() => tracing::info!("announced to the registry again"),
             Ok(()) => {}
             Err(error) => {

@@ -55,13 +55,13 @@ fn unknown() -> Refusal {
 }
 
 impl Captures {
-    /// There is memory for a copy. `looks_after`: has somebody call [`Self::expire`] from now on.
+    /// There is memory for a copy. `starts_expiry`: has somebody call [`Self::expire`] from now on.
     pub(super) fn reserve(
         &self,
         name: Name,
         store: &PartitionStore,
         slots: u8,
-        looks_after: impl FnOnce() -> Result<(), Refusal>,
+        starts_expiry: impl FnOnce() -> Result<(), Refusal>,
     ) -> Result<(), Refusal> {
         {
             let mut all = self.0.lock();
@@ -76,7 +76,7 @@ impl Captures {
             let partition = store.partition().clone();
             all.insert(name, Capture { partition, stage: Stage::Busy, until: Instant::now() });
         }
-        let copied = looks_after()
+        let copied = starts_expiry()
             .and_then(|()| Copied::reserve(store.partition().layout(), kinds(slots)).map_err(Refusal::other));
         self.put(name, RESERVED, copied.map(|copied| ((), Stage::Reserved(Box::new(copied)))))
     }

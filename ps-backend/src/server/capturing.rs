@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::captures::{Name, PINNED};
 use super::coordinator::Coordinator;
-use super::line::Line;
+use super::peer_shard::PeerShard;
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
@@ -27,13 +27,13 @@ const PROMPT: Duration = Duration::from_secs(10);
 /// The pause before whoever is behind is pinned again.
 const AGAIN: Duration = Duration::from_millis(2);
 /// How often is looked whether a pin, or a copy, is over.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A snapshot that is being taken.
 struct Capturing<'a> {
     shared: &'a Arc<Shared>,
     coordinator: &'a Coordinator,
-    lines: BTreeMap<ShardId, Line>,
+    peers: BTreeMap<ShardId, PeerShard>,
     generation: Generation,
     epoch: Epoch,
     snapshot: u64,
@@ -70,24 +70,24 @@ impl Shared {
         if partition.epoch != epoch {
             return Err(Refusal::Epoch { expected: partition.epoch, got: epoch });
         }
-        let looks_after = || {
+        let starts_expiry = || {
             let weak = Arc::downgrade(self);
-            let looks = move || {
+            let expires = move || {
                 loop {
-                    std::thread::sleep(LOOK);
+                    std::thread::sleep(CHECK_INTERVAL);
                     let Some(shared) = weak.upgrade().filter(|shared| !shared.is_stopping()) else { return };
                     if !shared.captures.expire(Instant::now()) {
                         return;
                     }
                 }
             };
-            let spawned = std::thread::Builder::new().name("captures".into()).spawn(looks);
+            let spawned = std::thread::Builder::new().name("captures".into()).spawn(expires);
             spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to end it: {error}")))
         };
         if holds {
             return self.captures.pin(name, partition.store());
         }
-        self.captures.reserve(name, partition.store(), slots, looks_after)?;
+        self.captures.reserve(name, partition.store(), slots, starts_expiry)?;
         Ok(partition.progress().0)
     }
 
@@ -122,14 +122,14 @@ impl Shared {
         let records =
             records.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
         let owners = self.owners_of(model)?;
-        let line = |owner: &ShardId| {
+        let peer = |owner: &ShardId| {
             let record = records.iter().find(|record| record.shard == *owner);
             let record = record.ok_or_else(|| Refusal::other(format!("shard {owner} is not announced")))?;
-            Ok((*owner, Line::new(record)))
+            Ok((*owner, PeerShard::new(record)))
         };
-        let lines = owners.iter().map(line).collect::<Result<BTreeMap<_, _>, Refusal>>()?;
+        let peers = owners.iter().map(peer).collect::<Result<BTreeMap<_, _>, Refusal>>()?;
         let capturing =
-            Capturing { shared: self, coordinator: &coordinator, lines, generation, epoch, snapshot };
+            Capturing { shared: self, coordinator: &coordinator, peers, generation, epoch, snapshot };
         let taken = capturing.take();
         drop(alone);
         match taken {
@@ -172,8 +172,8 @@ impl Capturing<'_> {
                 return Err(Refusal::other(why));
             }
             std::thread::sleep(AGAIN);
-            for (line, version) in self.lines.values().zip(&mut versions).filter(|(_, v)| **v < newest) {
-                *version = pinned(self.ask(line, PROMPT, &pin)?)?;
+            for (peer, version) in self.peers.values().zip(&mut versions).filter(|(_, v)| **v < newest) {
+                *version = pinned(self.ask(peer, PROMPT, &pin)?)?;
             }
         };
         let (version, slots) = (record.version, slots_of(&record));
@@ -183,19 +183,19 @@ impl Capturing<'_> {
         serde_json::to_vec(&json!({ "record": record, "settings": settings })).map_err(Refusal::other)
     }
 
-    fn ask(&self, line: &Line, within: Duration, message: &Message) -> Result<Message, Refusal> {
-        let answer = line.request(self.shared, message, &[], within);
-        answer.map_err(|why| Refusal::other(format!("shard {} at {}: {why}", line.shard(), line.address())))
+    fn ask(&self, peer: &PeerShard, within: Duration, message: &Message) -> Result<Message, Refusal> {
+        let answer = peer.request(self.shared, message, &[], within);
+        answer.map_err(|why| Refusal::other(format!("shard {} at {}: {why}", peer.shard(), peer.address())))
     }
 
     /// Asks all shards at once.
     fn all(&self, within: Duration, message: &Message) -> Result<Vec<Message>, Refusal> {
         std::thread::scope(|scope| {
             let asked: Vec<_> = self
-                .lines
+                .peers
                 .values()
-                .map(|line| {
-                    std::thread::Builder::new().spawn_scoped(scope, move || self.ask(line, within, message))
+                .map(|peer| {
+                    std::thread::Builder::new().spawn_scoped(scope, move || self.ask(peer, within, message))
                 })
                 .collect();
             let answer = |asked: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| {

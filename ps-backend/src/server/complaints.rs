@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 /// So many are told of in each [`SPAN`].
-const TOLD: u32 = 10;
+const LOGGED: u32 = 10;
 /// The time for which that counts.
 const SPAN: Duration = Duration::from_secs(10);
 
@@ -27,7 +27,7 @@ impl Log {
     pub(super) fn turned_away(&self, peer: &str, why: &dyn Display) {
         match self.complaints.lock().one_more(self.started.elapsed()) {
             Some(0) => tracing::warn!(peer, "turned away: {why}"),
-            Some(untold) => tracing::warn!(peer, untold, "turned away: {why}"),
+            Some(left_out) => tracing::warn!(peer, left_out, "turned away: {why}"),
             None => tracing::debug!(peer, "turned away: {why}"),
         }
     }
@@ -37,8 +37,8 @@ impl Log {
 #[derive(Debug, Default)]
 struct Complaints {
     since: Option<Duration>,
-    told: u32,
-    untold: u64,
+    logged: u32,
+    left_out: u64,
 }
 
 impl Complaints {
@@ -46,14 +46,14 @@ impl Complaints {
     /// it.
     fn one_more(&mut self, now: Duration) -> Option<u64> {
         if self.since.is_none_or(|since| now >= since + SPAN) {
-            (self.since, self.told) = (Some(now), 0);
+            (self.since, self.logged) = (Some(now), 0);
         }
-        if self.told >= TOLD {
-            self.untold += 1;
+        if self.logged >= LOGGED {
+            self.left_out += 1;
             return None;
         }
-        self.told += 1;
-        Some(std::mem::take(&mut self.untold))
+        self.logged += 1;
+        Some(std::mem::take(&mut self.left_out))
     }
 }
 
@@ -62,20 +62,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_are_counted_and_few_are_told() {
+    fn many_are_counted_and_few_are_logged() {
         let mut complaints = Complaints::default();
-        let mut told = Vec::new();
+        let mut logged = Vec::new();
         for milli in 0..25_000 {
-            told.extend(complaints.one_more(Duration::from_millis(milli)));
+            logged.extend(complaints.one_more(Duration::from_millis(milli)));
         }
         // Three spans; the first of the second and the third says how many were left out.
-        assert_eq!(told.len(), 30);
-        assert_eq!((told[0], told[10], told[20]), (0, 9_990, 9_990));
-        assert_eq!(told.iter().sum::<u64>(), 2 * 9_990);
+        assert_eq!(logged.len(), 30);
+        assert_eq!((logged[0], logged[10], logged[20]), (0, 9_990, 9_990));
+        assert_eq!(logged.iter().sum::<u64>(), 2 * 9_990);
     }
 
     #[test]
-    fn few_are_all_told() {
+    fn few_are_all_logged() {
         let mut complaints = Complaints::default();
         assert!((0..1000).all(|second| complaints.one_more(Duration::from_secs(second)) == Some(0)));
     }

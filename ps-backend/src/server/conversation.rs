@@ -14,14 +14,14 @@ use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
 use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};
 
 use super::coordinator::Coordinator;
-#[cfg(feature = "rdma")]
-use super::fabric::Remote;
-use super::memory::Memory;
 use super::moving;
 use super::partition::{Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
+#[cfg(feature = "rdma")]
+use super::rdma_clients::RdmaClient;
+use super::redirect::{Redirect, TurnedAway};
 use super::shared::Shared;
-use super::unsent::{Unsent, UnsentAll, say, say_counted};
-use super::whereabouts::{TurnedAway, Whereabouts};
+use super::shm_clients::ShmClient;
+use super::unsent::{Unsent, UnsentAll, answer, answer_counted};
 use crate::partition::store::PinnedVersion;
 
 /// Longest silence on a connection.
@@ -51,10 +51,10 @@ struct Data {
     /// The version that is being sent.
     pinned: Option<Arc<PinnedVersion>>,
     /// What both ends see, if the client is on this host.
-    memory: Option<Box<Memory>>,
+    memory: Option<Box<ShmClient>>,
     /// What their devices reach, if it has come by RDMA.
     #[cfg(feature = "rdma")]
-    remote: Option<Box<Remote>>,
+    remote: Option<Box<RdmaClient>>,
 }
 
 /// The shard's end of one connection.
@@ -66,10 +66,10 @@ pub(super) struct Peer {
     kind: Kind,
     epoch: Epoch,
     /// Until the greeting says what the connection is for.
-    memory: Option<Box<Memory>>,
+    memory: Option<Box<ShmClient>>,
     /// The same.
     #[cfg(feature = "rdma")]
-    remote: Option<Box<Remote>>,
+    remote: Option<Box<RdmaClient>>,
     unsent: Arc<UnsentAll>,
 }
 
@@ -78,16 +78,16 @@ impl Peer {
         Peer::of(shared, address.to_string(), None)
     }
 
-    pub(super) fn through_memory(shared: Arc<Shared>, memory: Memory) -> Peer {
+    pub(super) fn through_memory(shared: Arc<Shared>, memory: ShmClient) -> Peer {
         Peer::of(shared, "this host".into(), Some(Box::new(memory)))
     }
 
     #[cfg(feature = "rdma")]
-    pub(super) fn by_rdma(shared: Arc<Shared>, address: String, remote: Remote) -> Peer {
+    pub(super) fn by_rdma(shared: Arc<Shared>, address: String, remote: RdmaClient) -> Peer {
         Peer { remote: Some(Box::new(remote)), ..Peer::of(shared, address, None) }
     }
 
-    fn of(shared: Arc<Shared>, address: String, memory: Option<Box<Memory>>) -> Peer {
+    fn of(shared: Arc<Shared>, address: String, memory: Option<Box<ShmClient>>) -> Peer {
         Peer {
             shared,
             address,
@@ -106,14 +106,14 @@ impl Peer {
     }
 
     /// Says where the model is now, and ends the connection once that is said.
-    fn say_moved(&self, request: u64, to: &Whereabouts) -> Close {
+    fn send_redirect(&self, request: u64, to: &Redirect) -> Close {
         let payload = Some(Piece::owned(to.payload.to_vec()));
-        self.link.say_last(Outgoing { message: Message::Moved, request, epoch: to.epoch, payload });
+        self.link.send_last(Outgoing { message: Message::Moved, request, epoch: to.epoch, payload });
         Close::Asked("the model has moved".into())
     }
 
     /// Where the model of this connection is now, if it has moved since the greeting.
-    fn moved(&self) -> Option<Whereabouts> {
+    fn moved(&self) -> Option<Redirect> {
         match &self.kind {
             Kind::Control { coordinator, .. } => coordinator.moved().cloned(),
             Kind::Data(data) => data.partition.moved().cloned(),
@@ -126,7 +126,7 @@ impl Peer {
         let why = refusal.to_string();
         self.shared.complaints.turned_away(&self.address, &why);
         self.link
-            .say_last(Outgoing { epoch: self.epoch, ..Outgoing::new(request, Message::Refused(refusal)) });
+            .send_last(Outgoing { epoch: self.epoch, ..Outgoing::new(request, Message::Refused(refusal)) });
         Close::Asked(why.into())
     }
 
@@ -159,7 +159,7 @@ impl Peer {
             return Err(Refusal::Generation { model, expected, got }.into());
         }
         let epoch = found.partition.epoch;
-        match &found.whereabouts {
+        match &found.redirect {
             Some(to) if got < epoch && *role != Role::Coordinator => {
                 return Err(TurnedAway::Moved(to.clone()));
             }
@@ -246,13 +246,13 @@ impl Peer {
                 let unsent = Unsent::one_more(&self.unsent, 0)?;
                 let text = shared.status().to_string();
                 let answer = Ok((Message::Text, Some(text.into_bytes())));
-                say_counted(&self.link, request, answer, Some(unsent));
+                answer_counted(&self.link, request, answer, Some(unsent));
                 return Ok(());
             }
             Message::Move { model, generation, off, timeout_ms, hold_ms } => {
                 let (link, timeout) = (self.link.clone(), Duration::from_millis(timeout_ms.into()));
                 let hold = (hold_ms > 0).then(|| Duration::from_millis(hold_ms.into()));
-                let answer = move |answer| say(&link, request, answer);
+                let answer = move |result| answer(&link, request, result);
                 match shared.move_model(&model, generation, off, (timeout, hold), answer) {
                     Ok(()) => return Ok(()),
                     Err(refusal) => Err(refusal),
@@ -265,7 +265,7 @@ impl Peer {
                     .then(|| shared.pool.clone());
                 let answers = move || {
                     let answer = shared.between_shards(message, &payload);
-                    say_counted(&link, request, answer, Some(unsent));
+                    answer_counted(&link, request, answer, Some(unsent));
                 };
                 // Fetching is short and comes often. The rest may take memory, or give it back, which takes time; and
                 // others' jobs go on, for which the pool is.
@@ -294,16 +294,16 @@ impl Peer {
                         Message::Delete { model, generation } => shared.delete(&model, generation),
                         other => Err(Refusal::Role { what: other.name().to_owned() }),
                     };
-                    say_counted(&link, request, answer, Some(unsent));
+                    answer_counted(&link, request, answer, Some(unsent));
                 };
-                match std::thread::Builder::new().name("making".into()).spawn(answers) {
+                match std::thread::Builder::new().name("creating".into()).spawn(answers) {
                     Ok(_) => return Ok(()),
                     Err(error) => Err(Refusal::other(format!("no thread for it: {error}"))),
                 }
             }
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };
-        say(&self.link, request, answer);
+        self::answer(&self.link, request, answer);
         Ok(())
     }
 }
@@ -471,12 +471,12 @@ impl Conversation for Peer {
             let greeted = self.greet(received).and_then(|()| self.welcome().map_err(TurnedAway::from));
             return match greeted {
                 Ok(()) => Ok(Take::Nothing),
-                Err(TurnedAway::Moved(to)) => Err(self.say_moved(request, &to)),
+                Err(TurnedAway::Moved(to)) => Err(self.send_redirect(request, &to)),
                 Err(TurnedAway::Refused(refusal)) => Err(self.refuse(request, refusal)),
             };
         }
         if let Some(to) = self.moved() {
-            return Err(self.say_moved(request, &to));
+            return Err(self.send_redirect(request, &to));
         }
         let epoch = received.header.epoch();
         if !matches!(self.kind, Kind::Admin) && epoch != self.epoch && received.message != Message::Pong {
@@ -485,7 +485,7 @@ impl Conversation for Peer {
         let outcome = match &mut self.kind {
             Kind::Strange => Ok(Take::Nothing),
             Kind::Control { client, coordinator } => {
-                coordinator.client_says(*client, &self.link, request, received.message.clone());
+                coordinator.from_client(*client, &self.link, request, received.message.clone());
                 Ok(Take::Nothing)
             }
             Kind::Data(data) => data.message(received, &self.link),
@@ -548,7 +548,7 @@ impl Conversation for Peer {
 
     fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
         if let Some(to) = self.moved() {
-            return Err(self.say_moved(0, &to));
+            return Err(self.send_redirect(0, &to));
         }
         match &mut self.kind {
             Kind::Data(data) => data.tick(now, &self.link).map_err(|refusal| self.refuse(0, refusal)),
@@ -556,13 +556,13 @@ impl Conversation for Peer {
         }
     }
 
-    fn heard(&mut self) {
+    fn alive(&mut self) {
         if let Kind::Control { client, coordinator } = &self.kind {
             coordinator.client_alive(*client);
         }
     }
 
-    fn last_words(&mut self, refusal: Refusal) -> Option<Outgoing> {
+    fn farewell(&mut self, refusal: Refusal) -> Option<Outgoing> {
         self.shared.complaints.turned_away(&self.address, &refusal);
         Some(Outgoing { epoch: self.epoch, ..Outgoing::new(0, Message::Refused(refusal)) })
     }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::timer::{self, Alarm, Timed};
 use libmodelio::transport::frames::{Link, Outgoing};
-use libmodelio::transport::local::{End, Hears, Mailbox, Word};
+use libmodelio::transport::local::{End, Mail, Mailbox, Recipient};
 use libmodelio::transport::reactor::Handle;
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, LearnerId, PlanId, ShardId, Version};
@@ -21,13 +21,13 @@ use libmodelio::wire::{JobState, Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::Mutex;
 
 use super::partition::{Partition, ToCoordinator};
-use super::whereabouts::Whereabouts;
+use super::redirect::Redirect;
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{JobRecord, MemberView, WaitedFor};
 use crate::moving::Progress;
 use moves::Moves;
 pub(super) use moves::{MAX_MOVES, Moving};
-use remote::Remote;
+use remote::RemoteShard;
 
 /// How a shard's address is found.
 pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
@@ -38,9 +38,9 @@ struct State {
     /// The client in this process.
     client_here: Option<ClientId>,
     /// When deadlines are looked at again, unless the alarm is raised.
-    looks_at: Duration,
+    checks_at: Duration,
     /// When they were looked at last.
-    looked_at: Instant,
+    checked_at: Instant,
     /// It was handed over, and perhaps goes on elsewhere: nothing changes it.
     frozen: bool,
     /// Clients whose connections have come or gone meanwhile.
@@ -59,7 +59,7 @@ enum Way {
     /// The coordinator's own partition, by the mailbox.
     Here,
     /// Over the network.
-    There(Arc<Remote>),
+    There(Arc<RemoteShard>),
 }
 
 /// What a coordinator begins with.
@@ -90,7 +90,7 @@ pub struct Coordinator {
     alarm: OnceLock<Alarm>,
     stopping: AtomicBool,
     /// Where the model is now, once another block map is in force.
-    moved: OnceLock<Whereabouts>,
+    moved: OnceLock<Redirect>,
     /// Moves under way.
     pub(super) moves: Arc<Moves>,
     this: Weak<Coordinator>,
@@ -141,7 +141,7 @@ impl Coordinator {
             .into_keys()
             .map(|other| match other {
                 _ if other == shard => Way::Here,
-                other => Way::There(Arc::new(Remote::new(other, known, began_at))),
+                other => Way::There(Arc::new(RemoteShard::new(other, known, began_at))),
             })
             .collect();
         let layout = record.layout().map_err(|error| error.to_string())?;
@@ -165,19 +165,19 @@ impl Coordinator {
             core,
             clients: HashMap::new(),
             client_here: None,
-            looks_at: Duration::ZERO,
-            looked_at: Instant::now(),
+            checks_at: Duration::ZERO,
+            checked_at: Instant::now(),
             frozen: false,
             missed: BTreeSet::new(),
             late: None,
         };
-        let own: Weak<dyn Hears> = Arc::downgrade(here) as Weak<dyn Hears>;
+        let own: Weak<dyn Recipient> = Arc::downgrade(here) as Weak<dyn Recipient>;
         let coordinator = Arc::new_cyclic(|this: &Weak<Coordinator>| Coordinator {
             model: record.name.clone(),
             generation: record.generation,
             epoch: map.epoch(),
             ways,
-            mailbox: Arc::new(Mailbox::new(this.clone() as Weak<dyn Hears>, own)),
+            mailbox: Arc::new(Mailbox::new(this.clone() as Weak<dyn Recipient>, own)),
             state: Mutex::new(state),
             network,
             began_at,
@@ -272,7 +272,7 @@ impl Coordinator {
     }
 
     /// Tells clients and the log which shards have been away for long, and the log which learners are waited for.
-    fn say_who_is_waited_for(&self) {
+    fn log_waits(&self) {
         // In one process whoever shows the model says so.
         if self.is_frozen() || self.network.is_none() {
             return;
@@ -338,8 +338,8 @@ impl Coordinator {
                 match action {
                     Action::ToClient(client, request, message) => {
                         if state.client_here == Some(client) {
-                            let word = Word::Says(request, message);
-                            self.mailbox.put(End::Coordinator, End::Client, word);
+                            let mail = Mail::Message(request, message);
+                            self.mailbox.put(End::Coordinator, End::Client, mail);
                             drains = true;
                         } else if let Some(link) = state.clients.get(&client) {
                             link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
@@ -352,8 +352,8 @@ impl Coordinator {
                     }
                     Action::ToPartition(partition, request, message) => match &self.ways[partition] {
                         Way::Here => {
-                            let word = Word::Says(request, message);
-                            self.mailbox.put(End::Coordinator, End::Partition, word);
+                            let mail = Mail::Message(request, message);
+                            self.mailbox.put(End::Coordinator, End::Partition, mail);
                             drains = true;
                         }
                         Way::There(remote) => orders.push((remote, request, message)),
@@ -363,7 +363,7 @@ impl Coordinator {
                     }
                 }
             }
-            state.core.next_deadline() < state.looks_at
+            state.core.next_deadline() < state.checks_at
         };
         for (remote, request, message) in orders {
             if let Some(link) = &*remote.link.lock() {
@@ -378,7 +378,7 @@ impl Coordinator {
         }
     }
 
-    fn partition_says(&self, partition: usize, request: u64, message: Message) {
+    fn from_partition(&self, partition: usize, request: u64, message: Message) {
         self.with_core(|state, now, actions| {
             state.core.from_partition(partition, request, message, now, actions)
         });
@@ -460,7 +460,7 @@ impl Coordinator {
     }
 
     /// A message came over it.
-    pub(super) fn client_says(&self, client: ClientId, link: &Link, request: u64, message: Message) {
+    pub(super) fn from_client(&self, client: ClientId, link: &Link, request: u64, message: Message) {
         self.with_core(|state, now, actions| {
             if state.clients.get(&client).is_some_and(|known| known.is(link)) {
                 state.core.from_client(client, request, message, now, actions);
@@ -510,28 +510,28 @@ impl Coordinator {
                 }
             };
             if let Err(error) = std::thread::Builder::new().name("coord-connect".into()).spawn(connects) {
-                remote.is_lost(format!("no thread to look for it: {error}"), now);
+                remote.is_lost(format!("no thread to check for it: {error}"), now);
             }
         }
     }
 }
 
 /// What its own partition says, and a client in this process.
-impl Hears for Coordinator {
-    fn hears(self: Arc<Coordinator>, from: End, word: Word) {
-        match (from, word) {
-            (End::Partition, Word::Says(request, message)) => {
+impl Recipient for Coordinator {
+    fn receive(self: Arc<Coordinator>, from: End, mail: Mail) {
+        match (from, mail) {
+            (End::Partition, Mail::Message(request, message)) => {
                 if let Some(own) = self.ways.iter().position(|way| matches!(way, Way::Here)) {
-                    self.partition_says(own, request, message);
+                    self.from_partition(own, request, message);
                 }
             }
-            (End::Partition, Word::Buffer(ready)) => {
+            (End::Partition, Mail::Buffer(ready)) => {
                 self.with_core(|state, now, actions| state.core.buffer(ready, now, actions));
             }
-            (End::Client, Word::IsWhole(learner)) => {
+            (End::Client, Mail::WholeBlock(learner)) => {
                 self.with_core(|state, now, actions| state.core.is_whole(learner, now, actions));
             }
-            (End::Client, Word::Says(request, message)) => {
+            (End::Client, Mail::Message(request, message)) => {
                 self.with_core(|state, now, actions| {
                     if let Some(client) = state.client_here {
                         state.core.from_client(client, request, message, now, actions);
@@ -551,28 +551,28 @@ fn patience(bytes: u64) -> Duration {
 }
 
 impl Timed for Coordinator {
-    fn look(&self) -> Option<Duration> {
+    fn check(&self) -> Option<Duration> {
         const IDLE: Duration = Duration::from_millis(200);
         const STALLED: Duration = Duration::from_millis(500);
         if self.is_stopping() {
             return None;
         }
-        let looked_at = {
+        let checked_at = {
             let mut state = self.state.lock();
             // Nobody raises the alarm meanwhile: all deadlines are looked at in the end.
-            state.looks_at = Duration::ZERO;
-            std::mem::replace(&mut state.looked_at, Instant::now())
+            state.checks_at = Duration::ZERO;
+            std::mem::replace(&mut state.checked_at, Instant::now())
         };
-        if looked_at.elapsed() > STALLED {
+        if checked_at.elapsed() > STALLED {
             self.forgive_silence();
         }
         self.connect_missing();
         self.with_core(|state, now, actions| state.core.tick(now, actions));
-        self.say_who_is_waited_for();
+        self.log_waits();
         let mut state = self.state.lock();
         let due = state.core.next_deadline().saturating_sub(self.now());
         let pause = due.clamp(Duration::from_millis(1), IDLE);
-        state.looks_at = self.now() + pause;
+        state.checks_at = self.now() + pause;
         Some(pause)
     }
 }

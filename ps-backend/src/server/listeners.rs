@@ -8,9 +8,9 @@ use libmodelio::transport::stream::Stream;
 use libmodelio::transport::tcp::SocketOptions;
 
 use super::conversation::Peer;
-use super::memory::{Listening, Meets, Memory};
 use super::options::{NoRdma, RdmaUse, ServerError};
 use super::shared::Shared;
+use super::shm_clients::{Listening, Meets, ShmClient};
 
 /// Bytes that are read from a TCP connection at once, before what comes is known.
 const AHEAD: usize = 128;
@@ -47,7 +47,7 @@ impl Meets for OnThisHost {
         self.0.upgrade().is_some_and(|shared| !shared.is_stopping())
     }
 
-    fn end(&self, memory: Memory) -> Option<Peer> {
+    fn end(&self, memory: ShmClient) -> Option<Peer> {
         Some(Peer::through_memory(self.0.upgrade()?, memory))
     }
 }
@@ -72,14 +72,14 @@ pub(super) fn by_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), S
 fn start_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
     use libmodelio::transport::rdma::verbs::VerbsError;
 
-    use super::fabric::{Rdma, Remote};
+    use super::rdma_clients::{Rdma, RdmaClient};
 
     if shared.options.rdma == RdmaUse::Off {
         return Err(NoRdma::off());
     }
     let (options, port) = (&shared.options.rdma_options, shared.options.rdma_port);
     let weak = Arc::downgrade(shared);
-    let meets = move |peer: String, remote: Remote| Some(Peer::by_rdma(weak.upgrade()?, peer, remote));
+    let meets = move |peer: String, remote: RdmaClient| Some(Peer::by_rdma(weak.upgrade()?, peer, remote));
     let started = Rdma::start(address, port, options, shared.options.device_memory.clone(), meets);
     let started = started.map_err(|error| {
         // Whoever names a device expects one.

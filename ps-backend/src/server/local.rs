@@ -171,7 +171,7 @@ impl LocalShard {
             }
             drop(kept);
             if Instant::now() >= deadline {
-                return Err(SnapshotError::Unfit("the job makes versions too fast to be captured".into()));
+                return Err(SnapshotError::Invalid("the job makes versions too fast to be captured".into()));
             }
             std::thread::yield_now();
         }

@@ -6,20 +6,20 @@
 //! | module | holds |
 //! |---|---|
 //! | `options` | what a process is to be |
-//! | `whereabouts` | where models are that have moved |
+//! | `redirect` | where models are that have moved |
 //! | `standing` | what is between a shard and the registry |
 //! | `table` | the registry in this process |
 //! | `complaints` | how often the log tells of peers that are turned away |
 //! | `unsent` | requests whose answers were not taken |
 //! | `partition` | one partition of a model at work (`unsafe`) |
-//! | `memory` | clients on the same host, through shared memory (`unsafe`) |
-//! | `fabric` | clients elsewhere, by RDMA (`unsafe`) |
+//! | `shm_clients` | clients on the same host, through shared memory (`unsafe`) |
+//! | `rdma_clients` | clients elsewhere, by RDMA (`unsafe`) |
 //! | `coordinator` | the coordinator of a model at work |
 //! | `moving::adoptions` | partitions that are to be, under another block map |
 //! | `captures` | copies of versions, for snapshots |
 //! | `shared` | what all connections share |
 //! | `models` | the models: how they are found, coordinated and forgotten |
-//! | `line` | another shard that is told what to do |
+//! | `peer_shard` | another shard that is told what to do |
 //! | `capturing` | snapshots of models that run |
 //! | `moving` | a model's blocks on their way to other shards |
 //! | `admin` | creating and loading models, status |
@@ -38,21 +38,21 @@ mod capturing;
 mod complaints;
 mod conversation;
 pub mod coordinator;
-#[cfg(feature = "rdma")]
-mod fabric;
-mod line;
 mod listeners;
 pub mod local;
-mod memory;
 mod models;
 mod moving;
 mod options;
 pub mod partition;
+mod peer_shard;
+#[cfg(feature = "rdma")]
+mod rdma_clients;
+mod redirect;
 mod shared;
+mod shm_clients;
 mod standing;
 mod table;
 mod unsent;
-mod whereabouts;
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -71,9 +71,9 @@ use parking_lot::{Condvar, Mutex};
 pub use crate::moving::Progress;
 pub use options::{RdmaUse, ServerError, ServerOptions};
 
-use memory::Listening;
 use options::NoRdma;
 use shared::Shared;
+use shm_clients::Listening;
 use table::Table;
 
 /// A shard, or a registry, or both, as long as it lives.
@@ -109,14 +109,14 @@ impl Server {
             shard: Mutex::new(ShardId(0)),
             net: reactor.handle(),
             pool: Arc::new(pool),
-            memory: Threads::new(memory::MAX_CONNECTIONS),
+            memory: Threads::new(shm_clients::MAX_CONNECTIONS),
             #[cfg(feature = "rdma")]
             rdma: Default::default(),
             no_rdma: Default::default(),
             no_memory: Default::default(),
             complaints: complaints::Log::new(),
             models: Mutex::default(),
-            making: Mutex::default(),
+            creations: Mutex::default(),
             adopting: Default::default(),
             captures: Default::default(),
             gone: Default::default(),

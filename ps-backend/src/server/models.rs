@@ -7,9 +7,9 @@ use libmodelio::wire::{Message, ModelRecord, Refusal, Role, ShardRecord};
 
 use super::coordinator::{Begins, Coordinator, Network};
 use super::partition::Partition;
+use super::redirect::TurnedAway;
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
-use super::whereabouts::TurnedAway;
 
 impl Shared {
     /// The partition of this life of a model, and its name.
@@ -78,8 +78,8 @@ impl Shared {
     /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
     pub(super) fn delete(&self, name: &str, generation: Generation) -> AdminAnswer {
         self.adopting.delete(generation);
-        if let Some(making) = self.making.lock().get_mut(&generation) {
-            making.deleted = true;
+        if let Some(creation) = self.creations.lock().get_mut(&generation) {
+            creation.deleted = true;
         }
         let model = {
             let mut models = self.models.lock();

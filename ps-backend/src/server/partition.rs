@@ -9,7 +9,7 @@
 //! | `reservation` | blocks that come: where they go, and what has become of them (`unsafe`) |
 //! | `blocks` | blocks of versions that go (`unsafe`) |
 //! | `here` | a client in this process |
-//! | `resting` | which connections are used |
+//! | `parking` | which connections are used |
 //! | `moving` | the partition of another block map |
 //! | `shown` | versions, for clients to fetch by RDMA |
 //! | `sum_memory` | where blocks are fetched to that need no slot |
@@ -17,9 +17,9 @@
 mod blocks;
 mod here;
 mod moving;
+mod parking;
 mod plans;
 mod reservation;
-mod resting;
 #[cfg(feature = "rdma")]
 mod shown;
 #[cfg(feature = "rdma")]
@@ -31,22 +31,22 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use libmodelio::transport::frames::{Link, Outgoing};
-use libmodelio::transport::local::{End, Mailbox, Word};
+use libmodelio::transport::local::{End, Mail, Mailbox};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
 use parking_lot::Mutex;
 
-use super::whereabouts::Whereabouts;
+use super::redirect::Redirect;
 use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
 use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork};
 use crate::snapshot::Piece;
 use here::Here;
+use parking::Connected;
 use reservation::{AllKept, Coming};
 pub(super) use reservation::{Lent, Push, Reservation, Reserved, Room, Sender};
-use resting::Connected;
 #[cfg(feature = "rdma")]
 pub(super) use shown::Shown;
 #[cfg(feature = "rdma")]
@@ -114,7 +114,7 @@ pub struct Partition {
     /// Connections of clients, for blocks.
     links: Mutex<Vec<Connected>>,
     /// Where the model is now, once another block map is in force.
-    moved: OnceLock<Whereabouts>,
+    moved: OnceLock<Redirect>,
     /// Its versions, for clients that fetch them by RDMA.
     #[cfg(feature = "rdma")]
     shown: Mutex<Option<Arc<Shown>>>,
@@ -276,11 +276,11 @@ impl Partition {
 impl State {
     /// Says something to the coordinator, if there is one. One in this process hears it when [`State::mailbox`] is
     /// drained, which is to be once the lock is let go of.
-    fn say(&self, epoch: Epoch, request: u64, message: Message) {
+    fn send(&self, epoch: Epoch, request: u64, message: Message) {
         match &self.coordinator {
             None => {}
             Some(ToCoordinator::Here(mailbox)) => {
-                mailbox.put(End::Partition, End::Coordinator, Word::Says(request, message));
+                mailbox.put(End::Partition, End::Coordinator, Mail::Message(request, message));
             }
             Some(ToCoordinator::There(link)) => {
                 link.send(Outgoing { epoch, ..Outgoing::new(request, message) });

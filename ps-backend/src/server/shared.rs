@@ -15,14 +15,14 @@ use parking_lot::{Condvar, Mutex};
 use super::captures::Captures;
 use super::complaints::Log;
 use super::coordinator::Coordinator;
-#[cfg(feature = "rdma")]
-use super::fabric::Rdma;
 use super::moving::Adoptions;
 use super::options::{NoRdma, ServerOptions};
 use super::partition::Partition;
+#[cfg(feature = "rdma")]
+use super::rdma_clients::Rdma;
+use super::redirect::{Gone, Redirect};
 use super::standing::{Standing, life};
 use super::table::{Local, Table};
-use super::whereabouts::{Gone, Whereabouts};
 use crate::core::JobRecord;
 
 /// Longest wait for the registry.
@@ -35,14 +35,14 @@ pub(super) struct Model {
     pub partition: Arc<Partition>,
     pub coordinator: Option<Arc<Coordinator>>,
     /// What is told to whoever speaks of an older block map, if there was one.
-    pub whereabouts: Option<Whereabouts>,
+    pub redirect: Option<Redirect>,
     /// What its job goes on from, until it begins.
     pub begins: Option<JobRecord>,
 }
 
 /// A partition whose memory is being taken.
 #[derive(Debug)]
-pub(super) struct Making {
+pub(super) struct Creation {
     pub name: String,
     /// Its model was deleted meanwhile: the partition is not wanted.
     pub deleted: bool,
@@ -67,7 +67,7 @@ pub(super) struct Shared {
     pub complaints: Log,
     pub models: Mutex<BTreeMap<String, Model>>,
     /// Models that are being made: their memory is being taken.
-    pub making: Mutex<BTreeMap<Generation, Making>>,
+    pub creations: Mutex<BTreeMap<Generation, Creation>>,
     /// Partitions under block maps that are to be.
     pub adopting: Adoptions,
     /// Copies of versions, for snapshots.

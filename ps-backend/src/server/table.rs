@@ -29,11 +29,12 @@ impl Table {
     }
 
     /// Which shards are known, and how long ago each has announced itself.
-    pub(super) fn heard(&self) -> Value {
+    pub(super) fn announcements(&self) -> Value {
         let age = self.age();
         let core = self.core.lock();
-        let shards = core.heard().map(|(record, heard)| {
-            let seconds = heard.map(|heard| age.saturating_sub(heard).as_secs_f64());
+        let shards = core.announcements().map(|(record, last_announced)| {
+            let seconds =
+                last_announced.map(|last_announced| age.saturating_sub(last_announced).as_secs_f64());
             json!({ "shard": record.shard.0, "address": record.address, "seconds": seconds })
         });
         shards.collect()

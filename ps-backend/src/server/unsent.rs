@@ -54,12 +54,12 @@ impl Drop for Unsent {
 }
 
 /// Says what came of a request.
-pub(super) fn say(link: &Link, request: u64, answer: AdminAnswer) {
-    say_counted(link, request, answer, None);
+pub(super) fn answer(link: &Link, request: u64, answer: AdminAnswer) {
+    answer_counted(link, request, answer, None);
 }
 
 /// The same; `unsent` counts until that is with the kernel.
-pub(super) fn say_counted(link: &Link, request: u64, answer: AdminAnswer, unsent: Option<Unsent>) {
+pub(super) fn answer_counted(link: &Link, request: u64, answer: AdminAnswer, unsent: Option<Unsent>) {
     let (message, payload) = match answer {
         Ok((message, payload)) => (message, payload),
         Err(refusal) => (Message::Refused(refusal), None),

@@ -55,7 +55,7 @@ impl Kind {
                 // Nothing of the kind has been needed yet.
                 [] => room.fill(0),
                 bytes => {
-                    return Err(SnapshotError::Unfit(format!(
+                    return Err(SnapshotError::Invalid(format!(
                         "{} bytes are kept of block {block}",
                         bytes.len()
                     )));

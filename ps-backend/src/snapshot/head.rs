@@ -57,21 +57,21 @@ impl Head {
     /// How the model lies in memory, in blocks of `block_size`.
     ///
     /// # Errors
-    /// [`SnapshotError::Unfit`] if this is no model, or has another order of its tensors.
+    /// [`SnapshotError::Invalid`] if this is no model, or has another order of its tensors.
     pub fn layout(&self, block_size: u32) -> Result<ModelLayout, SnapshotError> {
-        let unfit = |error: &dyn std::fmt::Display| SnapshotError::Unfit(error.to_string());
+        let invalid = |error: &dyn std::fmt::Display| SnapshotError::Invalid(error.to_string());
         let tensor = |(name, dtype, shape): &(String, String, Vec<usize>)| {
             let dtype = DType::from_name(dtype).ok_or_else(|| {
-                SnapshotError::Unfit(format!("tensor {name:?} is of unknown type {dtype:?}"))
+                SnapshotError::Invalid(format!("tensor {name:?} is of unknown type {dtype:?}"))
             })?;
             Ok((name.clone(), dtype, shape.clone()))
         };
         let tensors: Vec<_> = self.tensors.iter().map(tensor).collect::<Result<_, SnapshotError>>()?;
-        let layout = ModelLayout::new(tensors, block_size).map_err(|error| unfit(&error))?;
+        let layout = ModelLayout::new(tensors, block_size).map_err(|error| invalid(&error))?;
         let in_order =
             layout.tensors().iter().zip(&self.tensors).all(|(tensor, (name, ..))| tensor.name == *name);
         if !in_order || self.record.steps.tensors() != layout.tensors().len() as u64 {
-            return Err(unfit(&"its tensors and their steps are not those of a model"));
+            return Err(invalid(&"its tensors and their steps are not those of a model"));
         }
         Ok(layout)
     }
@@ -79,10 +79,10 @@ impl Head {
     /// The settings.
     ///
     /// # Errors
-    /// [`SnapshotError::Unfit`] names one that no job can have.
+    /// [`SnapshotError::Invalid`] names one that no job can have.
     pub fn controls(&self) -> Result<Controls, SnapshotError> {
         let settings = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
-        Controls::default().with_all(settings).map_err(|error| SnapshotError::Unfit(error.to_string()))
+        Controls::default().with_all(settings).map_err(|error| SnapshotError::Invalid(error.to_string()))
     }
 
     /// Refuses a snapshot whose tensors are not those of `expected`.

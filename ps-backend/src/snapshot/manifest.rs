@@ -43,7 +43,7 @@ impl Manifest {
     pub(super) fn write(&self, dir: &Path) -> Result<(), SnapshotError> {
         let path = dir.join(MANIFEST);
         let failed = SnapshotError::file(&path);
-        let text = self.encode().map_err(|error| SnapshotError::Unfit(error.to_string()))?;
+        let text = self.encode().map_err(|error| SnapshotError::Invalid(error.to_string()))?;
         let temporary = partial(&path);
         std::fs::write(&temporary, text).map_err(&failed)?;
         let synced = std::fs::File::open(&temporary).and_then(|file| file.sync_all());

@@ -103,7 +103,7 @@ pub enum SnapshotError {
     OtherModel(String),
     /// The snapshot's description of the model or the job is wrong.
     #[error("{0}")]
-    Unfit(String),
+    Invalid(String),
     /// There is not enough memory for the copy.
     #[error(
         "not enough memory: a snapshot is copied first, which takes {:.1} GiB, and {:.1} GiB are available",

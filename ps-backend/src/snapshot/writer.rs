@@ -119,7 +119,7 @@ impl Writer {
         writing.write(&planned.tail)?;
         if writing.len() != planned.len {
             let why = format!("{} has {} bytes, not {}", planned.name, writing.len(), planned.len);
-            return Err(SnapshotError::Unfit(why));
+            return Err(SnapshotError::Invalid(why));
         }
         self.done.push(writing.finish()?);
         Ok(())
@@ -158,7 +158,7 @@ impl Sink for Writer {
             bytes => bytes,
         };
         if bytes.len() as u64 != range.end - range.start {
-            return Err(SnapshotError::Unfit(format!("block {block} came with {} bytes", bytes.len())));
+            return Err(SnapshotError::Invalid(format!("block {block} came with {} bytes", bytes.len())));
         }
         let places: Vec<_> =
             self.plan.extents.of(what, range).map(|(within, extent, at)| (within, extent.file, at)).collect();

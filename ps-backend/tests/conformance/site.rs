@@ -45,7 +45,7 @@ impl Way {
     }
 
     pub fn shm() -> Option<Way> {
-        Some(Way { kind: TransportKind::SharedMemory, over: Some(world::Way::Memory) })
+        Some(Way { kind: TransportKind::SharedMemory, over: Some(world::Way::Shm) })
     }
 
     pub fn tcp(io: Choice) -> Option<Way> {

@@ -166,12 +166,12 @@ pub fn adam_counts_its_steps_per_tensor(way: &Way) {
             }
             ALL.map(|tensor| writers[0].sees(tensor))
         };
-        let rests: [&[&str]; 5] = [&ALL, &["second", "half"], &["tiny"], &["first", "second"], &ALL];
-        let with_rests = run(&rests);
+        let written: [&[&str]; 5] = [&ALL, &["second", "half"], &["tiny"], &["first", "second"], &ALL];
+        let with_gaps = run(&written);
         for (i, tensor) in ALL.iter().enumerate() {
-            let times = rests.iter().filter(|step| step.contains(tensor)).count();
+            let times = written.iter().filter(|step| step.contains(tensor)).count();
             let without = run(&vec![&ALL[..]; times]);
-            assert!(with_rests[i] == without[i], "{tensor} after {times} steps of {reducer}");
+            assert!(with_gaps[i] == without[i], "{tensor} after {times} steps of {reducer}");
         }
     }
 }

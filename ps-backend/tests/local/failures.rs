@@ -31,7 +31,7 @@ fn poisoned(job: &Job) -> Vec<u8> {
 #[test]
 fn nan_is_refused_on_every_way_in_and_leaves_the_learner_usable() {
     for others in [false, true] {
-        // Alone, blocks are reduced on arrival; with another learner missing they are deferred or folded.
+        // Alone, blocks are reduced on arrival; with another learner missing they are deferred or accumulated.
         let job = Job::new(&[("reducer", "adam"), ("learners", if others { "2" } else { "1" })]);
         let learner = job.join("a");
         let other = others.then(|| job.join("b"));
@@ -104,7 +104,7 @@ fn nan_in_a_mapping_is_found_wherever_it_is_read_first() {
 
 #[test]
 fn nan_in_one_of_two_mappings_at_once_fails_that_one() {
-    // Large enough that the first waits a moment for the second instead of being folded.
+    // Large enough that the first waits a moment for the second instead of being accumulated.
     let job = Job::with(floats_layout(4 << 20), &[("reducer", "sum"), ("learners", "2")]);
     let (a, b) = (job.join("a"), job.join("b"));
     let before = decode(&job.layout, &job.weights());

@@ -133,7 +133,7 @@ fn untouched_blocks_keep_their_value_over_many_versions() {
 }
 
 #[test]
-fn assigned_contributions_replace_everything_folded_or_not() {
+fn assigned_contributions_replace_everything_accumulated_or_not() {
     for count in 1..=3 {
         for mapped in [false, true] {
             let number = count.to_string();
@@ -160,7 +160,7 @@ fn assigned_contributions_replace_everything_folded_or_not() {
                 assert!(job.weights() == expected, "{count} learners, step {step}");
             }
             if mapped && count > 1 {
-                // All in a mapping: the first ones are folded, their bytes of every type survive that.
+                // All in a mapping: the first ones are accumulated, their bytes of every type survive that.
                 for learner in &learners {
                     learner.commit_mapped(&data).unwrap();
                 }
@@ -172,7 +172,7 @@ fn assigned_contributions_replace_everything_folded_or_not() {
 }
 
 #[test]
-fn assigned_bytes_that_were_folded_survive_when_the_last_learner_brings_nothing() {
+fn assigned_bytes_that_were_accumulated_survive_when_the_last_learner_brings_nothing() {
     let job = Job::new(&[("reducer", "assign"), ("learners", "2")]);
     let (a, b) = (job.join("a"), job.join("b"));
     let data = gradient(&job.layout, 3);

@@ -10,7 +10,7 @@ use libmodelio::transport::{CommitNotice, Region, RegionKey, ShardError};
 use libmodelio::vocabulary::ids::{Step, Version};
 use libmodelio::wire::Message;
 
-use crate::memory::Raw;
+use crate::shm::Raw;
 use crate::world::{LONG, Learner, Way, World, ask};
 
 const BYTES: u64 = 16 << 20;
@@ -50,7 +50,7 @@ impl<'a> Mapped<'a> {
 
 /// By RDMA, clients write into the memory of shards, or shards fetch from that of clients.
 fn ways() -> Vec<Way> {
-    let ways = vec![Way::Memory, Way::Tcp(Choice::Auto)];
+    let ways = vec![Way::Shm, Way::Tcp(Choice::Auto)];
     #[cfg(feature = "rdma")]
     let ways = {
         use libmodelio::transport::rdma::{Placement, RdmaOptions};
@@ -78,7 +78,7 @@ fn mapped_memory_that_changes_after_a_timeout_never_counts() {
             let block = world.record.block_map().unwrap().blocks_of(world.shards()[1].shard).next().unwrap();
             let version = Version(readers.len() as u64);
             raw.say(Message::Pull { version, blocks: block.0..block.0 + 1 });
-            assert!(matches!(raw.hear().unwrap().message, Message::Share { .. }));
+            assert!(matches!(raw.receive().unwrap().message, Message::Share { .. }));
             readers.push(raw);
             match mapped.commit(Duration::from_secs(1)) {
                 Ok(_) => assert_eq!(learner.pull().0, Version(readers.len() as u64)),

@@ -116,5 +116,5 @@ fn learners_live_through_moves_of_their_model_over_tcp() {
 
 #[test]
 fn learners_live_through_moves_of_their_model_in_shared_memory() {
-    lived_through(Way::Memory, &LONG_COURSE);
+    lived_through(Way::Shm, &LONG_COURSE);
 }

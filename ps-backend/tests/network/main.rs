@@ -4,15 +4,15 @@ mod lent;
 #[cfg(feature = "rdma")]
 mod liars;
 mod living;
-mod memory;
 mod moved;
 mod moving;
+mod parking;
 mod payload;
 #[cfg(feature = "rdma")]
 mod pinned;
 #[cfg(feature = "rdma")]
 mod rdma;
-mod resting;
+mod shm;
 mod steps;
 #[cfg(feature = "rdma")]
 mod strangers;

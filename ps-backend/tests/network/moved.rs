@@ -157,7 +157,7 @@ impl Talk {
                         return;
                     }
                 } else {
-                    self.hear(received.message, request, epoch);
+                    self.receive(received.message, request, epoch);
                 }
             }
             let (new, gone) = {
@@ -197,7 +197,7 @@ impl Talk {
         true
     }
 
-    fn hear(&mut self, message: Message, request: u64, epoch: Epoch) {
+    fn receive(&mut self, message: Message, request: u64, epoch: Epoch) {
         // A connection's own pings are of no map.
         if message != Message::Ping {
             assert_eq!(epoch, self.script.lock().unwrap().epoch, "{} of another map", message.name());
@@ -552,7 +552,7 @@ fn a_shard_that_welcomes_under_another_map_is_left() {
 fn shared_memory_alone_does_not_follow_to_another_host_and_says_so() {
     let second = Hand::start(ShardId(9), Epoch(2));
     for transport in [TransportChoice::SharedMemory, TransportChoice::Auto] {
-        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
         assert_eq!(world.record.epoch, Epoch(1));
         let owners = vec![(ShardId(9), world.record.layout().unwrap().blocks())];
         let moved = ModelRecord { epoch: Epoch(2), owners, coordinator: ShardId(9), ..world.record.clone() };

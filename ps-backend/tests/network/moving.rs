@@ -141,7 +141,7 @@ fn not_the_coordinator(record: &ModelRecord) -> ShardId {
 #[test]
 fn a_drained_shard_can_be_stopped_and_nothing_is_lost() {
     drained(TCP, false, not_the_coordinator);
-    drained(Way::Memory, false, not_the_coordinator);
+    drained(Way::Shm, false, not_the_coordinator);
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn another_shard_takes_the_place_of_a_drained_one() {
 #[test]
 fn a_coordinator_that_is_drained_hands_the_job_over() {
     drained(TCP, false, |record| record.coordinator);
-    drained(Way::Memory, true, |record| record.coordinator);
+    drained(Way::Shm, true, |record| record.coordinator);
 }
 
 #[test]
@@ -198,7 +198,7 @@ impl Raw {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    pub fn hear(&mut self) -> (Received, Vec<u8>) {
+    pub fn receive(&mut self) -> (Received, Vec<u8>) {
         loop {
             let (used, received) = self.receiver.push(&self.unread).unwrap();
             self.unread.drain(..used);
@@ -233,7 +233,7 @@ impl Raw {
     /// The answer to a request, whatever else is said.
     fn answer(&mut self, request: u64) -> Message {
         loop {
-            let (received, _) = self.hear();
+            let (received, _) = self.receive();
             if received.header.request() == request {
                 return received.message;
             }
@@ -249,7 +249,7 @@ impl Raw {
     /// It is told where the model is now, and the connection ends.
     fn is_moved(&mut self, after: &ModelRecord) {
         loop {
-            let (received, payload) = self.hear();
+            let (received, payload) = self.receive();
             if received.message == Message::Moved {
                 let moved = Moved::decode(&payload).unwrap();
                 assert_eq!(moved.record, *after);
@@ -268,9 +268,9 @@ fn lives_through(coordinator_moves: bool) {
     let off = if coordinator_moves { before.coordinator } else { not_the_coordinator(&before) };
     let client = ClientId(77);
     let mut control = Raw::greet(&world.address_of(before.coordinator), Role::Control, &before, client);
-    assert!(matches!(control.hear().0.message, Message::Welcome { .. }));
+    assert!(matches!(control.receive().0.message, Message::Welcome { .. }));
     let mut data = Raw::greet(&world.address_of(off), Role::Data, &before, client);
-    assert!(matches!(data.hear().0.message, Message::Welcome { .. }));
+    assert!(matches!(data.receive().0.message, Message::Welcome { .. }));
     let joined = control.ask(1, &Message::Join { name: "by-hand".into() });
     let Message::Joined { learner, .. } = joined else { panic!("{joined:?}") };
     // Its commit waits for a learner that is still to come.
@@ -304,12 +304,12 @@ fn lives_through(coordinator_moves: bool) {
     }
     Raw::greet(&world.address_of(off), Role::Data, &before, client).is_moved(&world.record);
     let refused =
-        Raw::greet(&world.address_of(off), Role::Coordinator, &before, ClientId(0)).hear().0.message;
+        Raw::greet(&world.address_of(off), Role::Coordinator, &before, ClientId(0)).receive().0.message;
     assert_eq!(refused, Message::Refused(Refusal::Epoch { expected: Epoch(2), got: Epoch(1) }));
     // The client goes on with its learner and its requests.
     let mut control =
         Raw::greet(&world.address_of(world.record.coordinator), Role::Control, &world.record, client);
-    assert!(matches!(control.hear().0.message, Message::Welcome { .. }));
+    assert!(matches!(control.receive().0.message, Message::Welcome { .. }));
     assert_eq!(control.ask(1, &Message::Join { name: "by-hand".into() }), joined, "it was carried out");
     control.say(3, &commit);
     let other = world.client();
@@ -317,13 +317,13 @@ fn lives_through(coordinator_moves: bool) {
     let late_answer = late.push(1.0);
     // The plan has both; it is sent what it asks for.
     let plan = loop {
-        if let Message::Grant { plan, .. } = control.hear().0.message {
+        if let Message::Grant { plan, .. } = control.receive().0.message {
             break plan;
         }
     };
     let owner = world.record.block_map().unwrap().owners()[0];
     let mut data = Raw::greet(&world.address_of(owner), Role::Data, &world.record, client);
-    assert!(matches!(data.hear().0.message, Message::Welcome { .. }));
+    assert!(matches!(data.receive().0.message, Message::Welcome { .. }));
     let block = 2.0f32.to_le_bytes().repeat((64 << 10) / 4);
     let push = Message::Push { plan, block: libmodelio::vocabulary::ids::BlockId(0), wide: false };
     data.stream.write_all(&frame(&push, 0, world.record.epoch, &block).unwrap()).unwrap();
@@ -534,7 +534,7 @@ fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
 #[test]
 fn a_deleted_model_takes_no_memory_though_clients_are_connected() {
     let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
-    for way in [TCP, Way::Memory] {
+    for way in [TCP, Way::Shm] {
         let world = World::of(2, &layout, &[("reducer", "sum"), ("learners", "1")], way);
         let client = world.client();
         world.registry.delete("m", world.record.generation, Instant::now() + LONG).unwrap();

@@ -64,7 +64,7 @@ fn pushed_and_pulled(counts: &Payloads, pulled: u64) {
 
 #[test]
 fn over_shared_memory_no_byte_of_a_model_with_one_shard_is_copied() {
-    let (ours, shards) = counted(Way::Memory);
+    let (ours, shards) = counted(Way::Shm);
     pushed_and_pulled(&ours, ALL);
     assert_eq!((ours.push_copied_bytes, ours.pull_copied_bytes), (0, 0));
     pushed_and_pulled(&shards, shards.pulled_bytes);
@@ -74,7 +74,7 @@ fn over_shared_memory_no_byte_of_a_model_with_one_shard_is_copied() {
 
 #[test]
 fn over_shared_memory_each_pulled_byte_of_several_shards_is_copied_once_and_no_pushed_one() {
-    let (ours, shards) = counted_with(2, Way::Memory);
+    let (ours, shards) = counted_with(2, Way::Shm);
     pushed_and_pulled(&ours, ALL);
     assert_eq!((ours.push_copied_bytes, ours.pull_copied_bytes), (0, ours.pulled_bytes));
     assert_eq!((shards.push_copied_bytes, shards.pull_copied_bytes), (0, 0));
@@ -114,7 +114,7 @@ fn the_first_contribution_comes_straight_into_the_sum() {
         assert_eq!(of_two(way).push_stored_bytes, ALL, "{way:?}");
     }
     // It is read where it lies.
-    assert_eq!(of_two(Way::Memory).push_stored_bytes, 0);
+    assert_eq!(of_two(Way::Shm).push_stored_bytes, 0);
 }
 
 #[cfg(feature = "rdma")]

@@ -313,14 +313,14 @@ fn say(
     let frames = std::iter::once(&hello).chain(messages);
     let to_send = frames.flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();
     let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
-    let (news, heard) = channel();
+    let (news, events) = channel();
     endpoint.connect(to, Instant::now() + LONG, 0, move |queue_pair| {
         queue_pair.expect("a queue pair");
         let (out, into) = (Buffer::zeroed(ROOM), Buffer::zeroed(ROOM));
         let receiver = Receiver::new(Limits::MAX);
         Some(Box::new(Raw { out, to_send, sent: 0, into, receiver, news }) as Box<dyn Stream>)
     });
-    heard
+    events
 }
 
 /// How the shard ends a connection on which these were said.
@@ -328,10 +328,10 @@ fn ends(endpoint: &Endpoint, world: &World, messages: &[Message]) -> String {
     ended(&say(endpoint, world, ClientId(7), messages))
 }
 
-fn ended(heard: &News<Result<Received, String>>) -> String {
+fn ended(events: &News<Result<Received, String>>) -> String {
     let mut refused = None;
     loop {
-        match heard.recv_timeout(LONG).expect("an end") {
+        match events.recv_timeout(LONG).expect("an end") {
             Ok(Received { message: Message::Refused(refusal), .. }) => refused = Some(refusal),
             Ok(_) => {}
             Err(why) => return refused.map_or(why, |refusal: Refusal| refusal.to_string()),
@@ -502,11 +502,11 @@ fn many_come_and_go() {
     let come_and_go = |times: usize| {
         for begun in (0..times).step_by(AT_ONCE) {
             let some = begun..times.min(begun + AT_ONCE);
-            let heard: Vec<_> = some
+            let events: Vec<_> = some
                 .map(|_| say(&endpoint, &world, ClientId(7), &[Message::Unshare { region: 1 }]))
                 .collect();
-            for heard in heard {
-                while heard.recv_timeout(LONG).expect("an end").is_ok() {}
+            for events in events {
+                while events.recv_timeout(LONG).expect("an end").is_ok() {}
             }
         }
         let until = Instant::now() + LONG;

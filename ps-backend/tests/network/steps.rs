@@ -62,7 +62,7 @@ pub fn one_connection_or_many(way: Way) {
 
 #[test]
 fn a_client_has_one_connection_or_many() {
-    for way in [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll), Way::Memory] {
+    for way in [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll), Way::Shm] {
         one_connection_or_many(way);
     }
 }
@@ -79,7 +79,7 @@ fn learners_on_two_clients_are_summed_over_plain_sockets() {
 
 #[test]
 fn learners_on_two_clients_are_summed_over_shared_memory() {
-    sums_of_two_clients(Way::Memory, 2);
+    sums_of_two_clients(Way::Shm, 2);
 }
 
 pub fn a_late_one(way: Way) {
@@ -99,7 +99,7 @@ pub fn a_late_one(way: Way) {
 #[test]
 fn who_is_late_does_not_hold_up_the_answer_of_who_is_there() {
     a_late_one(Way::Tcp(Choice::Auto));
-    a_late_one(Way::Memory);
+    a_late_one(Way::Shm);
 }
 
 #[test]

@@ -174,12 +174,12 @@ fn a_client_says_what_a_strange_shard_speaks() {
     }
     let (to, thread) = listen(SocketAddr::new(at.ip(), 0), answers);
     for [begins, says] in expected {
-        let (sender, heard) = channel();
+        let (sender, outcome) = channel();
         endpoint.connect(to, Instant::now() + LONG, 0, move |queue_pair| {
             sender.send(queue_pair.map(drop)).unwrap();
             None
         });
-        let why = heard.recv_timeout(LONG).expect("an answer").expect_err(says);
+        let why = outcome.recv_timeout(LONG).expect("an answer").expect_err(says);
         assert!(why.starts_with(&format!("{to}: {begins}")) && why.contains(says), "{why}: {begins}{says}");
     }
     thread.join().unwrap();

@@ -39,7 +39,7 @@ pub enum Way {
     /// Through sockets.
     Tcp(Choice),
     /// Through shared memory.
-    Memory,
+    Shm,
     /// By RDMA, over the device that this address leads over, used as this says.
     #[cfg(feature = "rdma")]
     Rdma(std::net::IpAddr, fn(&mut RdmaOptions)),
@@ -65,7 +65,7 @@ impl Way {
     pub fn options(self) -> (ServerOptions, TransportChoice) {
         match self {
             Way::Tcp(io) => (ServerOptions { io, ..options() }, TransportChoice::Tcp),
-            Way::Memory => (options(), TransportChoice::SharedMemory),
+            Way::Shm => (options(), TransportChoice::SharedMemory),
             #[cfg(feature = "rdma")]
             Way::Rdma(address, change) => {
                 let listen = std::net::SocketAddr::new(address, 0);

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use libmodelio::bytes::kernels::{
-    Input, Level, Operands, Output, Source, Wire, all_finite, fold, with_level,
+    Input, Level, Operands, Output, Source, Wire, accumulate, all_finite, with_level,
 };
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
@@ -85,7 +85,7 @@ fn trained(reducer: Reducer, n: usize) -> (Vec<u8>, [Vec<f32>; 2]) {
     for t in 1..=60usize {
         let [a, b] = [1, 2].map(|who| raw(&(0..n).map(|i| value(10 * t + who, i)).collect::<Vec<_>>()));
         let mut sum = vec![0f32; 2 * n];
-        assert!(fold(Wire::F64, &a, &mut sum, true));
+        assert!(accumulate(Wire::F64, &a, &mut sum, true));
         let step = Step { reducer, hyper: hyper(), contributions: 2, t: t as u64 };
         let (mut next, [mut s0, mut s1]) = (vec![0; weights.len()], slots.clone());
         let output = Output { weights: &mut next, master: None, slots: [&mut s0, &mut s1] };
@@ -129,9 +129,9 @@ fn what_is_not_finite_is_found_in_doubles() {
         for (at, n) in [(0, 1), (7, 8), (8, 9), (12, 37)] {
             let mut values: Vec<f64> = (0..n).map(|i| value(1, i)).collect();
             let mut sum = vec![0f32; 2 * n];
-            assert!(fold(Wire::F64, &raw(&values), &mut sum, true));
+            assert!(accumulate(Wire::F64, &raw(&values), &mut sum, true));
             values[at] = bad;
-            assert!(!fold(Wire::F64, &raw(&values), &mut sum, false), "{bad} at {at} of {n}");
+            assert!(!accumulate(Wire::F64, &raw(&values), &mut sum, false), "{bad} at {at} of {n}");
             assert!(!all_finite(Wire::F64, &raw(&values)), "{bad} at {at} of {n}");
             values[at] = f64::MAX;
             assert!(all_finite(Wire::F64, &raw(&values)));

@@ -11,7 +11,9 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
-use ps_backend::partition::store::{Limits, Part, PartitionJob, PartitionStore, PartitionWork, Payload};
+use ps_backend::partition::store::{
+    BlockInput, Limits, PartitionJob, PartitionStore, PartitionWork, Payload,
+};
 
 use crate::common;
 use crate::driver::{bytes_of, model, partition_of, reduces_all};
@@ -156,7 +158,7 @@ impl Bench {
                     assert!(
                         job.finish_all(
                             block,
-                            &[Part { payload: last, written: written.as_deref(), check: true }]
+                            &[BlockInput { payload: last, written: written.as_deref(), check: true }]
                         )
                         .unwrap()
                         .is_none()
@@ -216,9 +218,12 @@ fn masters_of_what_was_not_written_stay_as_they_are() {
         let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
         let job = store.begin(Version(base), reduces_all(&store, step, true), true).unwrap();
         assert!(
-            job.finish_all(BlockId(0), &[Part { payload: Payload::Plain(payload), written, check: true }])
-                .unwrap()
-                .is_none()
+            job.finish_all(
+                BlockId(0),
+                &[BlockInput { payload: Payload::Plain(payload), written, check: true }]
+            )
+            .unwrap()
+            .is_none()
         );
         store.conclude(&job).unwrap();
     };

@@ -10,7 +10,9 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
-use ps_backend::partition::store::{Limits, Part, PartitionError, PartitionStore, PartitionWork, Payload};
+use ps_backend::partition::store::{
+    BlockInput, Limits, PartitionError, PartitionStore, PartitionWork, Payload,
+};
 
 use crate::common;
 use crate::driver::{Source, Twin, WAYS, Way, model, partition_of, reduces_all};
@@ -55,7 +57,7 @@ fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
     assert!(
         job.finish_all(
             BlockId(0),
-            &[Part { payload: Payload::Plain(&infinite), written: None, check: false }]
+            &[BlockInput { payload: Payload::Plain(&infinite), written: None, check: false }]
         )
         .unwrap()
         .is_none()
@@ -97,7 +99,7 @@ fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
             let third = [&[0][..], &third.plain(layout, block)].concat();
             let second = if with_wide { Payload::Wide(&second) } else { Payload::Plain(&second) };
             let payloads = [Payload::Plain(&first), second, Payload::Plain(&third[1..])];
-            let parts = payloads.map(|payload| Part { payload, written: None, check: true });
+            let parts = payloads.map(|payload| BlockInput { payload, written: None, check: true });
             assert_eq!(one_pass.add_all(block, &parts).unwrap(), None);
             for payload in payloads {
                 assert!(one_by_one.add(block, payload).unwrap());
@@ -127,20 +129,20 @@ fn in_one_pass_the_first_that_is_to_be_looked_at_and_holds_nan_is_named() {
     let good = encode(&model, 0, |_| 1.0);
     let last = BLOCK as usize / 4 - 1;
     let [early, late] = [0, last].map(|at| encode(&model, 0, |i| if i == at { f32::NAN } else { 1.0 }));
-    let part = |bytes, check| Part { payload: Payload::Plain(bytes), written: None, check };
+    let part = |bytes, check| BlockInput { payload: Payload::Plain(bytes), written: None, check };
     let parts = [part(&good, true), part(&early, false), part(&late, true), part(&early, true)];
     assert_eq!(job.add_all(BlockId(0), &parts).unwrap(), Some(2));
 }
 
 /// Memory in which another thread keeps storing 1 and NaN, as a client may over shared memory.
-struct Restless {
+struct Churn {
     memory: Arc<Mapping>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Restless {
-    fn new(layout: &ModelLayout) -> Restless {
+impl Churn {
+    fn new(layout: &ModelLayout) -> Churn {
         let ones = encode(layout, 0, |_| 1.0);
         let nan = encode(layout, 0, |_| f32::NAN);
         let memory = Arc::new(Mapping::anonymous(ones.len()).unwrap());
@@ -161,7 +163,7 @@ impl Restless {
                 }
             }
         });
-        Restless { memory, over, thread: Some(thread) }
+        Churn { memory, over, thread: Some(thread) }
     }
 
     fn bytes(&self) -> &[u8] {
@@ -170,7 +172,7 @@ impl Restless {
     }
 }
 
-impl Drop for Restless {
+impl Drop for Churn {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Relaxed);
         self.thread.take().unwrap().join().unwrap();
@@ -187,7 +189,7 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
                 PartitionStore::new(partition_of(&model, |_| true), held_by, Limits::default()).unwrap();
             store.load(BlockId(0), &encode(&model, 0, |_| 0.0)).unwrap();
             store.finish_loading().unwrap();
-            let restless = Restless::new(&model);
+            let churn = Churn::new(&model);
             let (mut taken, mut refused) = (0, 0);
             let until = Instant::now() + Duration::from_secs(20);
             while (taken < 200 || refused < 200) && Instant::now() < until {
@@ -200,7 +202,7 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
                     }
                 };
                 let job = store.begin(base, work, true).unwrap();
-                if job.finish(BlockId(0), Some(Payload::Plain(restless.bytes()))).unwrap() {
+                if job.finish(BlockId(0), Some(Payload::Plain(churn.bytes()))).unwrap() {
                     store.conclude(&job).unwrap();
                     let newest = store.newest().unwrap();
                     let values = common::decode(&model, newest.block(BlockId(0)));

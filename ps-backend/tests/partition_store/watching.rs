@@ -315,7 +315,7 @@ impl VersionWatch for Shown {
 struct Counts {
     accepted: u64,
     /// Rejected, and it would have been wrong.
-    spoilt: u64,
+    overwritten: u64,
     late: u64,
 }
 
@@ -340,7 +340,7 @@ impl Shown {
         match (seen.still_there(&entry), is_right) {
             (true, true) => counts.accepted += 1,
             (true, false) => panic!("{seen:?} was accepted with bytes of another version"),
-            (false, false) => counts.spoilt += 1,
+            (false, false) => counts.overwritten += 1,
             (false, true) => counts.late += 1,
         }
     }
@@ -358,7 +358,7 @@ fn versions_are_read_past_the_store_while_it_makes_others() {
     });
     store.watch(Arc::clone(&shown) as Arc<dyn VersionWatch>);
     let deadline = Instant::now() + Duration::from_secs(60);
-    let enough = |counts: &Counts| counts.accepted >= 300 && counts.spoilt >= 30;
+    let enough = |counts: &Counts| counts.accepted >= 300 && counts.overwritten >= 30;
     let counts = std::thread::scope(|scope| {
         let readers = [1u64, 2].map(|stride| {
             let (shown, memory) = (&shown, &memory);

@@ -202,7 +202,9 @@ impl World {
                 let whole = !self.chance(self.settings.broken);
                 let client = &mut self.clients[index];
                 client.back[block.index()] = if whole { content } else { Content::replaced(&[GARBAGE]) };
-                self.on_client(index, |core, now, actions| core.landed(version, block, whole, now, actions));
+                self.on_client(index, |core, now, actions| {
+                    core.end_reservation(version, block, whole, now, actions)
+                });
             }
             ClientEvent::Flipped(version) => {
                 let client = &mut self.clients[index];
@@ -238,7 +240,7 @@ impl World {
             return self
                 .on_client(index, |core, now, actions| core.from_shard(partition, message, now, actions));
         };
-        match self.clients[index].core.lands(version, block) {
+        match self.clients[index].core.reserve(version, block) {
             true => self.begins_to_copy(index, version, block, body),
             false => self.not_copied(index, &body),
         }
@@ -329,7 +331,8 @@ impl World {
                 self.history.records[&uid].bad == Some(block.0)
             };
             if let Some(&(learner, _)) = holders.iter().find(is_bad) {
-                return self.on_client(index, |core, _, actions| core.unfit(plan, learner, block, actions));
+                return self
+                    .on_client(index, |core, _, actions| core.non_finite(plan, learner, block, actions));
             }
         }
         let is_lent = |key: &(LearnerId, Step)| self.clients[index].payloads[key].lent;

@@ -71,7 +71,7 @@ pub struct Record {
     /// A commit of it was asked for.
     pub offered: bool,
     /// A commit of it has ended without anybody's knowing whether it counts.
-    pub doubted: bool,
+    pub unsure: bool,
     pub outcome: Outcome,
     pub version: Option<Version>,
 }
@@ -190,7 +190,7 @@ impl History {
             blocks: BTreeSet::new(),
             bad: None,
             offered: false,
-            doubted: false,
+            unsure: false,
             outcome: Outcome::Unknown,
             version: None,
         };

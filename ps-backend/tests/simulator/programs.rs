@@ -35,10 +35,10 @@ pub enum Asked {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Doing {
     /// It joins, or opens its next contribution, when it goes on.
-    Resting,
+    Idle,
     Writing,
     /// The outcome of its commit is not known.
-    Doubting,
+    Unsure,
     Waiting,
     /// It has left for good.
     Ended,
@@ -62,7 +62,7 @@ pub struct Program {
     /// Steps acknowledged since the network is well.
     pub since: u32,
     /// The coordinator may have carried out a join of which it does not know.
-    doubts_join: bool,
+    join_unsure: bool,
 }
 
 impl Program {
@@ -71,14 +71,14 @@ impl Program {
             name,
             operator: false,
             learner: None,
-            doing: Doing::Resting,
+            doing: Doing::Idle,
             turn: 0,
             step: Step(0),
             slot: 0,
             uid: None,
             mapped: false,
             since: 0,
-            doubts_join: false,
+            join_unsure: false,
         }
     }
 
@@ -102,7 +102,7 @@ impl Program {
 
 impl World {
     /// The program goes on after about so long.
-    pub fn program_rests(&mut self, index: usize, program: usize, about: Now) {
+    pub fn program_pauses(&mut self, index: usize, program: usize, about: Now) {
         let after = about / 2 + self.some_time(about.as_micros() as u64);
         let program_of = &mut self.clients[index].programs[program];
         program_of.turn += 1;
@@ -154,8 +154,8 @@ impl World {
         };
         let doing = program.doing;
         match doing {
-            Doing::Resting if self.ending || self.chance(self.settings.leaves) => self.leave(index, at),
-            Doing::Resting => {
+            Doing::Idle if self.ending || self.chance(self.settings.leaves) => self.leave(index, at),
+            Doing::Idle => {
                 let known = self.clients[index].core.next_step(learner).filter(|_| self.rng.bool());
                 if let Some((step, lent)) = known {
                     self.ask(index, at, Asked::OpenBeside(step), |_| Message::Open { learner });
@@ -165,12 +165,12 @@ impl World {
                 self.ask(index, at, Asked::Open, |_| Message::Open { learner });
             }
             Doing::Writing if self.rng.bool() && self.writes_more(index, at) => {
-                self.program_rests(index, at, self.settings.compute / 4);
+                self.program_pauses(index, at, self.settings.compute / 4);
             }
             Doing::Writing if self.chance(self.settings.aborts) => self.abort(index, at),
             Doing::Writing if self.chance(self.settings.leaves) => self.leave(index, at),
             Doing::Writing => self.commit(index, at),
-            Doing::Doubting => match self.rng.u32(0..10) {
+            Doing::Unsure => match self.rng.u32(0..10) {
                 0..6 => self.commit(index, at),
                 6..8 => self.abort(index, at),
                 8 => self.leave(index, at),
@@ -188,12 +188,12 @@ impl World {
         let program = &mut self.clients[index].programs[at];
         program.doing = Doing::Waiting;
         let Some(learner) = program.learner else {
-            return self.program_rests(index, at, Now::from_millis(10));
+            return self.program_pauses(index, at, Now::from_millis(10));
         };
         if self.rng.bool() {
             self.ask(index, at, Asked::AbortBeside, |_| Message::Abort { learner });
-            self.clients[index].programs[at].doing = Doing::Resting;
-            return self.program_rests(index, at, Now::from_millis(1));
+            self.clients[index].programs[at].doing = Doing::Idle;
+            return self.program_pauses(index, at, Now::from_millis(1));
         }
         self.ask(index, at, Asked::Abort, |_| Message::Abort { learner });
     }
@@ -202,7 +202,7 @@ impl World {
         let program = &mut self.clients[index].programs[at];
         program.doing = Doing::Waiting;
         let Some(learner) = program.learner else {
-            return self.program_rests(index, at, Now::from_millis(10));
+            return self.program_pauses(index, at, Now::from_millis(10));
         };
         let reason = LeaveReason::Asked;
         self.ask(index, at, Asked::Leave, |_| Message::Leave { learner, reason });
@@ -211,8 +211,8 @@ impl World {
     fn commit(&mut self, index: usize, at: usize) {
         let program = &mut self.clients[index].programs[at];
         let (Some(learner), Some(uid)) = (program.learner, program.uid) else {
-            program.doing = Doing::Resting;
-            return self.program_rests(index, at, Now::from_millis(10));
+            program.doing = Doing::Idle;
+            return self.program_pauses(index, at, Now::from_millis(10));
         };
         program.doing = Doing::Waiting;
         let (step, slot, lent) = (program.step, program.slot, program.mapped);
@@ -275,9 +275,9 @@ impl World {
         if let (Ok(version), Some(uid)) = (result, self.clients[index].programs[at].uid) {
             self.history.holds(version, uid);
         }
-        self.clients[index].programs[at].doing = Doing::Resting;
+        self.clients[index].programs[at].doing = Doing::Idle;
         let about = self.settings.compute;
-        self.program_rests(index, at, about);
+        self.program_pauses(index, at, about);
     }
 
     pub fn answered(&mut self, index: usize, at: usize, asked: Asked, result: Result<Message, Refusal>) {
@@ -298,11 +298,11 @@ impl World {
                 program.slot = 0;
                 program.uid = None;
             }
-            (Asked::Join, Err(_)) if timed_out => self.clients[index].programs[at].doubts_join = true,
+            (Asked::Join, Err(_)) if timed_out => self.clients[index].programs[at].join_unsure = true,
             // Nobody else has its name, and whatever it joined before it has left.
             (Asked::Join, Err(Refusal::Shard(ShardError::NameTaken(name)))) => {
-                let doubts = self.clients[index].programs[at].doubts_join;
-                assert!(doubts, "client {index}: a join of {name} was carried out twice");
+                let unsure = self.clients[index].programs[at].join_unsure;
+                assert!(unsure, "client {index}: a join of {name} was carried out twice");
             }
             (Asked::Open, Ok(Message::Opened { step, staging_lent })) => {
                 return self.opened(index, at, step, staging_lent);
@@ -321,22 +321,22 @@ impl World {
                 let text = why.to_string();
                 // The coordinator's word is that it never counts. Silence says nothing.
                 if text.contains("does not answer") || text.contains("silent past the lease") {
-                    self.history.record(uid).doubted = true;
+                    self.history.record(uid).unsure = true;
                 } else {
                     self.history.refused(uid, &why);
                 }
                 return self.abort(index, at);
             }
             (Asked::Commit(uid), Err(_)) if timed_out => {
-                self.history.record(uid).doubted = true;
-                self.clients[index].programs[at].doing = Doing::Doubting;
-                return self.program_rests(index, at, Now::from_millis(50));
+                self.history.record(uid).unsure = true;
+                self.clients[index].programs[at].doing = Doing::Unsure;
+                return self.program_pauses(index, at, Now::from_millis(50));
             }
             // Its commit may have been taken before its learner was given up.
             (Asked::Commit(_), Err(_)) if unknown => self.clients[index].programs[at].learner = None,
             // Where the job has failed, nobody says what has become of an earlier try.
             (Asked::Commit(uid), Err(Refusal::Shard(ShardError::Lost(_))))
-                if self.history.records[&uid].doubted =>
+                if self.history.records[&uid].unsure =>
             {
                 return self.abort(index, at);
             }
@@ -356,8 +356,8 @@ impl World {
             (_, Err(_)) if unknown => self.clients[index].programs[at].learner = None,
             _ => {}
         }
-        self.clients[index].programs[at].doing = Doing::Resting;
-        self.program_rests(index, at, compute);
+        self.clients[index].programs[at].doing = Doing::Idle;
+        self.program_pauses(index, at, compute);
     }
 
     fn await_own_step(&mut self, index: usize, at: usize, learner: LearnerId, uid: Uid) {
@@ -376,8 +376,8 @@ impl World {
         let client = &mut self.clients[index];
         let program = &mut client.programs[at];
         let Some(learner) = program.learner else {
-            program.doing = Doing::Resting;
-            return self.program_rests(index, at, Now::from_millis(10));
+            program.doing = Doing::Idle;
+            return self.program_pauses(index, at, Now::from_millis(10));
         };
         // The region that is lent is the one of the step before, whatever was staged and dropped since.
         let before = client.payloads.get(&(learner, Step(step.0 - 1)));
@@ -400,7 +400,7 @@ impl World {
         }
         self.history.record(uid).blocks.extend(blocks);
         let compute = self.settings.compute;
-        self.program_rests(index, at, compute);
+        self.program_pauses(index, at, compute);
     }
 
     /// Some of what the program contributes is written. False if that was not possible, or not wanted.

@@ -126,8 +126,8 @@ impl World {
             let (plan, step) = (PlanId(self.number()), Step(self.number()));
             let blocks = std::iter::once(0..self.settings.blocks).collect();
             let (request, message) = match self.rng.u8(0..8) {
-                0..3 => (0, Message::Heard { request: request.min(self.number()), newest: request }),
-                3 => (0, Message::Lacks { plan, learner: None }),
+                0..3 => (0, Message::AckThrough { request: request.min(self.number()), newest: request }),
+                3 => (0, Message::SourceGone { plan, learner: None }),
                 4 => (request, Message::Open { learner: NOBODY }),
                 5 => (request, Message::WithdrawAssign { token: u64::MAX - step.0 }),
                 6 => (
@@ -163,7 +163,7 @@ impl World {
                     )
                 }
             };
-            self.believed += u64::from(is_believed && !matches!(message, Message::Lacks { .. }));
+            self.believed += u64::from(is_believed && !matches!(message, Message::SourceGone { .. }));
             self.trace(|| format!("a stranger as client {index}: {request}: {message:?}"));
             self.on_coordinator(|coordinator, now, actions| {
                 coordinator.from_client(id, request, message, now, actions)
@@ -197,13 +197,13 @@ impl World {
                 _ if !self.names_all(index) => continue,
                 _ => {
                     let state = self.clients[index].core.state().clone();
-                    let [sequence, version, over, heard] = [(); 4].map(|()| self.number());
+                    let [sequence, version, over, acked_through] = [(); 4].map(|()| self.number());
                     let (version, over) = (Version(version), PlanId(over));
                     Message::State(Box::new(JobState {
                         sequence,
                         version,
                         over,
-                        heard: Some(heard),
+                        acked_through: Some(acked_through),
                         ..state
                     }))
                 }

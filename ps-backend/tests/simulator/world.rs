@@ -254,7 +254,7 @@ impl World {
         self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));
         for program in 0..programs {
             let about = self.settings.compute;
-            self.program_rests(index, program, about);
+            self.program_pauses(index, program, about);
         }
     }
 
@@ -422,7 +422,7 @@ impl World {
         }
         let mut deliveries = self.network.deliveries(from, to, self.now, &mut self.rng);
         // This comes, though late: a connection that loses it has ended.
-        if deliveries.is_empty() && matches!(message, Message::Heard { .. }) {
+        if deliveries.is_empty() && matches!(message, Message::AckThrough { .. }) {
             deliveries.push(self.now + self.some_time(3000));
         }
         // Rings repeat nothing, and a second copy of what is lent would end the loan of the first.
@@ -449,7 +449,7 @@ impl World {
         let (opener, acceptor) = World::roles(from, to);
         let connection = self.network.connection(opener, acceptor).clone();
         // Only what a connection says of the numbers depends on the connection.
-        let depends = self.network.weather.streams || matches!(message, Message::Heard { .. });
+        let depends = self.network.weather.streams || matches!(message, Message::AckThrough { .. });
         if depends && connection.epoch != epoch {
             return;
         }

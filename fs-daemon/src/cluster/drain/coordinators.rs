@@ -15,7 +15,7 @@ use crate::config::cluster::DrainConfig;
 use crate::progress::Progress;
 
 /// How often the coordinator is asked how far it is, and whether somebody wants to stop is looked at.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The coordinator gives up before we do, and says why.
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -52,13 +52,13 @@ pub(super) fn ask_coordinator(
         timeout_ms: millis(until.saturating_duration_since(Instant::now())),
         hold_ms: config.hold.map_or(0, millis),
     };
-    let (tell, told) = channel();
+    let (sender, answers) = channel();
     let address = coordinator.address.clone();
     let asks = move || {
         let answer = AdminPeer::connect(&address, deadline())
             .and_then(|mut peer| peer.request(&message, &[], until + GRACE));
         // Sending fails only when nobody waits any more.
-        let _ = tell.send(answer);
+        let _ = sender.send(answer);
     };
     if let Err(error) = std::thread::Builder::new().name("asks-coord".into()).spawn(asks) {
         return Ok(Err(format!("no thread: {error}")));
@@ -66,7 +66,7 @@ pub(super) fn ask_coordinator(
     let progress = Progress::things(format!("{}: moves", record.name));
     let mut stopped = false;
     loop {
-        match told.recv_timeout(LOOK) {
+        match answers.recv_timeout(CHECK_INTERVAL) {
             Ok(Ok((Message::Done, _))) => return Ok(Ok(())),
             Ok(Ok((other, _))) => return Ok(Err(format!("its coordinator answers with {}", other.name()))),
             Ok(Err(AdminError::Refusal(Refusal::NoModel(_)))) => {

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::client::{Job, wait_for};
-use libmodelio::transport::local::{End, Word};
+use libmodelio::transport::local::{End, Mail};
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
@@ -23,9 +23,9 @@ use crate::session::model::Snapshots;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Whether the coordinator gets this late.
-fn is_held(to: End, word: &Word) -> bool {
+fn is_held(to: End, mail: &Mail) -> bool {
     use Message::{Join, Leave, SetControl};
-    let is_late = matches!(word, Word::Says(_, Join { .. } | Leave { .. } | SetControl { .. }));
+    let is_late = matches!(mail, Mail::Message(_, Join { .. } | Leave { .. } | SetControl { .. }));
     to == End::Coordinator && is_late
 }
 
@@ -75,7 +75,7 @@ impl Mounted {
     /// Lets the coordinator hear the next request, once it is held back.
     fn answer(&self) {
         let deadline = Instant::now() + PATIENCE;
-        while !self.job().mailbox().unwrap().let_go() {
+        while !self.job().mailbox().unwrap().release_one() {
             assert!(Instant::now() < deadline, "a request to answer");
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -5,7 +5,7 @@
 use std::ops::{Add, Div, Mul, Sub};
 
 use super::Source;
-use super::level::Job;
+use super::level::Kernel;
 use super::line::{Lanes, Line, Scalar};
 use super::op::Op;
 use super::pass::bytes;
@@ -120,7 +120,7 @@ pub struct Reduce<'a, O> {
     pub slots: [(&'a [u8], &'a mut [u8]); 2],
 }
 
-impl<O: Op<Scalar = f64>> Job for Reduce<'_, O> {
+impl<O: Op<Scalar = f64>> Kernel for Reduce<'_, O> {
     /// Whether all sources were finite.
     type Output = bool;
 
@@ -161,13 +161,13 @@ impl<O: Op<Scalar = f64>> Job for Reduce<'_, O> {
 }
 
 /// Added to an accumulator, or stored there.
-pub struct Fold<'a> {
+pub struct Accumulate<'a> {
     pub src: &'a [u8],
     pub acc: &'a mut [u8],
     pub first: bool,
 }
 
-impl Job for Fold<'_> {
+impl Kernel for Accumulate<'_> {
     /// Whether the source was finite.
     type Output = bool;
 
@@ -189,7 +189,7 @@ pub struct Finite<'a> {
     pub src: &'a [u8],
 }
 
-impl Job for Finite<'_> {
+impl Kernel for Finite<'_> {
     type Output = bool;
 
     #[inline(always)]

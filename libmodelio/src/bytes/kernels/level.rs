@@ -51,34 +51,34 @@ pub fn with_level<R>(level: Level, f: impl FnOnce() -> R) -> Option<R> {
 }
 
 /// A computation written once for all levels.
-pub trait Job {
+pub trait Kernel {
     type Output;
     /// Implementations are `#[inline(always)]`: they must end up in the entry functions below.
     fn run<L: Line>(self) -> Self::Output;
 }
 
-/// Run `job` at the best level of this CPU.
-pub fn dispatch<J: Job>(job: J) -> J::Output {
+/// Run `kernel` at the best level of this CPU.
+pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     // Only available levels are ever forced.
     match FORCED.get().or_else(|| Level::available().next()) {
         // SAFETY: the level is available, so the CPU has avx512f.
         #[cfg(target_arch = "x86_64")]
-        Some(Level::Avx512) => unsafe { enter_avx512(job) },
+        Some(Level::Avx512) => unsafe { enter_avx512(kernel) },
         // SAFETY: the level is available, so the CPU has avx2 and f16c.
         #[cfg(target_arch = "x86_64")]
-        Some(Level::Avx2) => unsafe { enter_avx2(job) },
-        Some(Level::Portable) | None => job.run::<Portable>(),
+        Some(Level::Avx2) => unsafe { enter_avx2(kernel) },
+        Some(Level::Portable) | None => kernel.run::<Portable>(),
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn enter_avx512<J: Job>(job: J) -> J::Output {
-    job.run::<Avx512>()
+fn enter_avx512<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512>()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-fn enter_avx2<J: Job>(job: J) -> J::Output {
-    job.run::<Avx2>()
+fn enter_avx2<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx2>()
 }

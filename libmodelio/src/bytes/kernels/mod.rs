@@ -88,7 +88,7 @@ impl Wire {
 pub enum Source<'a> {
     /// Bytes of the segment's [`Wire`] type, at any address.
     Wire(&'a [u8]),
-    /// An accumulator, as [`fold`] makes it: fp32, or of F64 elements the bytes of an f64 in two values each.
+    /// An accumulator, as [`accumulate`] makes it: fp32, or of F64 elements the bytes of an f64 in two values each.
     Acc(&'a [f32]),
 }
 
@@ -244,19 +244,19 @@ pub fn sources_are_finite(wire: Wire, sources: &[Source<'_>]) -> bool {
 ///
 /// # Panics
 /// If the lengths disagree.
-pub fn fold(wire: Wire, src: &[u8], acc: &mut [f32], first: bool) -> bool {
-    fold_bytes(wire, src, bytes_mut(acc), first)
+pub fn accumulate(wire: Wire, src: &[u8], acc: &mut [f32], first: bool) -> bool {
+    accumulate_bytes(wire, src, bytes_mut(acc), first)
 }
 
-/// Like [`fold`], into the bytes of an accumulator at any address.
+/// Like [`accumulate`], into the bytes of an accumulator at any address.
 ///
 /// # Panics
 /// If the lengths disagree.
-pub fn fold_bytes(wire: Wire, src: &[u8], acc: &mut [u8], first: bool) -> bool {
+pub fn accumulate_bytes(wire: Wire, src: &[u8], acc: &mut [u8], first: bool) -> bool {
     assert_eq!(elements(wire, src) * wire.wide().size(), acc.len(), "accumulator");
     match wire {
-        Wire::F64 => dispatch(double::Fold { src, acc, first }),
-        _ => dispatch(pass::Fold { wire, src, acc, first }),
+        Wire::F64 => dispatch(double::Accumulate { src, acc, first }),
+        _ => dispatch(pass::Accumulate { wire, src, acc, first }),
     }
 }
 
@@ -265,7 +265,7 @@ pub fn fold_bytes(wire: Wire, src: &[u8], acc: &mut [u8], first: bool) -> bool {
 /// # Panics
 /// If the lengths disagree.
 pub fn widen(wire: Wire, src: &[u8], dst: &mut [f32]) {
-    fold(wire, src, dst, true);
+    accumulate(wire, src, dst, true);
 }
 
 /// fp32 master copy from half-precision weights, of those elements that differ from `old` ones.
@@ -314,7 +314,7 @@ pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
         return Operands { wire, sources: &[Source::Wire(src)], input, output }
             .reduce_plain(Total::new(), []);
     }
-    fold_bytes(wire, src, dst, true)
+    accumulate_bytes(wire, src, dst, true)
 }
 
 /// Are all elements finite?

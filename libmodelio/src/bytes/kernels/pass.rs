@@ -3,7 +3,7 @@
 //! A ragged end goes through the same arithmetic in a zero-padded line, so that where a segment starts and
 //! ends changes no result.
 
-use super::level::Job;
+use super::level::Kernel;
 use super::line::{LANES, Line, RawHalf};
 use super::op::Op;
 use super::{Source, Wire, elements};
@@ -63,7 +63,7 @@ impl Split {
 }
 
 /// A computation that goes over a segment piece by piece. It is no closure: closures cannot be
-/// `#[inline(always)]`, which [`Job::run`] needs of all that it calls.
+/// `#[inline(always)]`, which [`Kernel::run`] needs of all that it calls.
 trait Pass {
     fn split(&self) -> Split;
     /// Do one piece, streaming it if it says so; returns `seen` with the exponents of its sources.
@@ -262,14 +262,14 @@ impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
 }
 
 /// Wire bytes into an fp32 accumulator.
-pub struct Fold<'a> {
+pub struct Accumulate<'a> {
     pub wire: Wire,
     pub src: &'a [u8],
     pub acc: &'a mut [u8],
     pub first: bool,
 }
 
-impl Pass for Fold<'_> {
+impl Pass for Accumulate<'_> {
     fn split(&self) -> Split {
         // Streamed only when first: a line that was just read is in the cache.
         let outputs = self.first.then_some((self.acc.as_ptr(), 4));
@@ -292,7 +292,7 @@ pub struct Copy<'a> {
     pub dst: &'a mut [u8],
 }
 
-impl Job for Copy<'_> {
+impl Kernel for Copy<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -335,7 +335,7 @@ impl Pass for Finite<'_> {
 
 macro_rules! jobs {
     ($([$($generics:tt)*] $pass:ty),*) => {$(
-        impl<$($generics)*> Job for $pass {
+        impl<$($generics)*> Kernel for $pass {
             /// Whether all sources were finite.
             type Output = bool;
 
@@ -346,4 +346,4 @@ macro_rules! jobs {
         }
     )*};
 }
-jobs!([O: Op<Scalar = f32>, const N: usize] Reduce<'_, O, N>, [] Fold<'_>, [] Finite<'_>);
+jobs!([O: Op<Scalar = f32>, const N: usize] Reduce<'_, O, N>, [] Accumulate<'_>, [] Finite<'_>);

@@ -99,7 +99,7 @@ pub struct ClientCore {
     requests: BTreeMap<u64, Request>,
     next_request: u64,
     /// What the coordinator was last told that the client has heard.
-    heard: u64,
+    acked_through: u64,
     /// Why nobody coordinates the job any more, and the job's state before that.
     lost: Option<(ShardError, JobPhase)>,
     /// Since when the coordinator says that the job has failed.
@@ -123,7 +123,7 @@ pub struct ClientCore {
     /// A version is whole in the buffer, but not shown yet.
     whole: bool,
     /// Blocks of the pull's version that are landing at this moment.
-    landing: u32,
+    reserved: u32,
     waits: Vec<Wait>,
     /// Versions are pulled only when somebody waits for them.
     on_demand: bool,
@@ -146,7 +146,7 @@ impl ClientCore {
             shards,
             requests: BTreeMap::new(),
             next_request: 1,
-            heard: 0,
+            acked_through: 0,
             lost: None,
             failed_at: None,
             state: JobState::default(),
@@ -160,7 +160,7 @@ impl ClientCore {
             shown: None,
             pull: None,
             whole: false,
-            landing: 0,
+            reserved: 0,
             waits: Vec::new(),
             on_demand: false,
             first: 0,
@@ -216,7 +216,7 @@ impl ClientCore {
     /// A connection to a shard is there (again): what was on its way may be lost.
     pub fn shard_up(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
         self.shard_up[part] = true;
-        self.look_after(part, now, actions);
+        self.check_part(part, now, actions);
         actions.push(Action::Wake(part));
     }
 
@@ -226,7 +226,7 @@ impl ClientCore {
     }
 
     /// One of several connections to a shard was lost: what was on it is found and sent again.
-    pub fn look_after(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+    pub fn check_part(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
         if let Some(outgoing) = &mut self.outgoing
             && outgoing.open.is_some()
         {

@@ -36,7 +36,7 @@ pub(super) struct Receiving {
     /// Of them, those that were asked for.
     pub(super) asked: FixedBitSet,
     /// Those that are landing at this moment.
-    pub(super) landing: FixedBitSet,
+    pub(super) reserved: FixedBitSet,
     pub(super) moved: Now,
     /// The shard does not have the version yet: not before this.
     pub(super) retry: Option<Now>,
@@ -50,7 +50,7 @@ impl ClientCore {
         let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
         if self.pull.is_some()
             || self.whole
-            || self.landing > 0
+            || self.reserved > 0
             || self.state.sequence == 0
             || is_shown
             || !self.is_wanted()
@@ -60,7 +60,7 @@ impl ClientCore {
         let receiving = |owned: &FixedBitSet| Receiving {
             missing: owned.clone(),
             asked: FixedBitSet::with_capacity(owned.len()),
-            landing: FixedBitSet::with_capacity(owned.len()),
+            reserved: FixedBitSet::with_capacity(owned.len()),
             moved: now,
             retry: None,
             struggles: false,
@@ -111,7 +111,7 @@ impl ClientCore {
     /// Whether the version that is pulled comes as a whole, from a shard that has all blocks of the model. Whoever `asks`
     /// for it does so where the answer is [`Whole::Ask`].
     pub fn pull_whole(&mut self, asks: bool, now: Now) -> Whole {
-        let (1, Some(pull), 0) = (self.owned.len(), &mut self.pull, self.landing) else { return Whole::Not };
+        let (1, Some(pull), 0) = (self.owned.len(), &mut self.pull, self.reserved) else { return Whole::Not };
         let receiving = &mut pull.parts[0];
         if pull.left < self.blocks || !(receiving.asked.is_clear() || receiving.asked == receiving.missing) {
             return Whole::Not;
@@ -129,16 +129,16 @@ impl ClientCore {
         self.owned[part].count_ones(blocks.start as usize..blocks.end as usize)
     }
 
-    /// A block of a version comes: true if it is wanted, and then [`Self::landed`] must follow. One that is landing
-    /// is not wanted again: if the second one broke off, it would have spoilt the first.
-    pub fn lands(&mut self, version: Version, block: BlockId) -> bool {
+    /// A block of a version comes: true if it is wanted, and then [`Self::release`] must follow. One that is landing
+    /// is not wanted again: if the second one broke off, it would have overwritten part of the first.
+    pub fn reserve(&mut self, version: Version, block: BlockId) -> bool {
         let part = self.owned.iter().position(|owned| owned.contains(block.index()));
         let (Some(part), Some(pull)) = (part, &mut self.pull) else { return false };
         let receiving = &mut pull.parts[part];
         let wanted = pull.version == version
             && receiving.missing.contains(block.index())
-            && !receiving.landing.put(block.index());
-        self.landing += u32::from(wanted);
+            && !receiving.reserved.put(block.index());
+        self.reserved += u32::from(wanted);
         wanted
     }
 
@@ -154,7 +154,7 @@ impl ClientCore {
     }
 
     /// A block is in the buffer, or (not `whole`) was lost on the way.
-    pub fn landed(
+    pub fn end_reservation(
         &mut self,
         version: Version,
         block: BlockId,
@@ -162,7 +162,7 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        self.landing = self.landing.saturating_sub(1);
+        self.reserved = self.reserved.saturating_sub(1);
         let part = self.owned.iter().position(|owned| owned.contains(block.index()));
         if let (Some(part), Some(pull)) = (part, &mut self.pull)
             && pull.version == version
@@ -170,12 +170,12 @@ impl ClientCore {
             let receiving = &mut pull.parts[part];
             receiving.moved = now;
             receiving.asked.set(block.index(), false);
-            receiving.landing.set(block.index(), false);
+            receiving.reserved.set(block.index(), false);
             if whole && receiving.missing.contains(block.index()) {
                 receiving.missing.set(block.index(), false);
                 pull.left -= 1;
             }
-            if pull.left == 0 && self.landing == 0 {
+            if pull.left == 0 && self.reserved == 0 {
                 self.pull = None;
                 self.whole = true;
                 actions.push(Action::Pulled(version));
@@ -191,7 +191,7 @@ impl ClientCore {
 
     /// The version that is being pulled is here as a whole, and nothing has to come. False if it is not wanted.
     pub fn is_here(&mut self, version: Version, actions: &mut Vec<Action>) -> bool {
-        let wanted = self.landing == 0 && self.pull.take_if(|pull| pull.version == version).is_some();
+        let wanted = self.reserved == 0 && self.pull.take_if(|pull| pull.version == version).is_some();
         if wanted {
             self.whole = true;
             actions.push(Action::Pulled(version));

@@ -26,7 +26,7 @@ pub enum Own {
     /// Reduce it for this plan. It counts as sent: [`ClientCore::sent_own`] or [`ClientCore::not_sent`] must follow.
     Send(PlanId),
     /// It is the first: tell the coordinator, which may begin a plan, and ask again.
-    Tell,
+    Announce,
     /// Stage it: it is sent when it is committed.
     Stage,
 }
@@ -60,7 +60,7 @@ impl ClientCore {
             return match self.outgoing.as_ref().is_some_and(waits) {
                 true if is_sealed => self.sealed(plan, payload, now, actions),
                 true => {}
-                false => self.look_again(plan, now, actions),
+                false => self.recheck(plan, now, actions),
             };
         }
         // The coordinator has not heard that the contribution was dropped.
@@ -77,7 +77,7 @@ impl ClientCore {
         };
         let blocks = match self.granted_blocks(plan, &payload, open) {
             Ok(blocks) => blocks,
-            Err(learner) => return self.notify(Message::Lacks { plan, learner }, actions),
+            Err(learner) => return self.notify(Message::SourceGone { plan, learner }, actions),
         };
         // What is added in order is sent in order, by all: who is ahead would only wait.
         let first = if self.state.controls.deterministic { 0 } else { self.first };
@@ -185,7 +185,7 @@ impl ClientCore {
                 ahead.sent_under = Some(outgoing.plan);
                 Own::Send(outgoing.plan)
             }
-            None if is_first => Own::Tell,
+            None if is_first => Own::Announce,
             None => Own::Stage,
         }
     }
@@ -226,7 +226,7 @@ impl ClientCore {
     fn sealed(&mut self, plan: PlanId, payload: Granted, now: Now, actions: &mut Vec<Action>) {
         let blocks = match self.granted_blocks(plan, &payload, None) {
             Ok(blocks) => blocks,
-            Err(learner) => return self.notify(Message::Lacks { plan, learner }, actions),
+            Err(learner) => return self.notify(Message::SourceGone { plan, learner }, actions),
         };
         let Some(outgoing) = &mut self.outgoing else { return };
         for (part, (owned, sending)) in self.owned.iter().zip(&mut outgoing.parts).enumerate() {
@@ -245,7 +245,7 @@ impl ClientCore {
 
     /// The coordinator still waits for the plan that is being sent. A shard that has had all of it may have begun it
     /// again.
-    fn look_again(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
+    fn recheck(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
         for (part, sending) in outgoing.parts.iter_mut().enumerate() {
             if sending.any && sending.done && sending.moved + PATIENCE <= now {
@@ -308,7 +308,13 @@ impl ClientCore {
     }
 
     /// The plan's sum holds NaN or Inf of `learner`, which is to be refused: tells the coordinator.
-    pub fn unfit(&mut self, plan: PlanId, learner: LearnerId, block: BlockId, actions: &mut Vec<Action>) {
+    pub fn non_finite(
+        &mut self,
+        plan: PlanId,
+        learner: LearnerId,
+        block: BlockId,
+        actions: &mut Vec<Action>,
+    ) {
         self.notify(Message::NonFiniteContribution { plan, learner, block }, actions);
     }
 }

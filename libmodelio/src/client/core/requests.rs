@@ -132,14 +132,17 @@ impl ClientCore {
 
     /// Why requests fail from now on, if the job has lost a shard's blocks.
     pub fn lost(&self) -> Option<ShardError> {
-        let told = || ShardError::Lost("a shard does not have its blocks any more".into());
+        let failed = || ShardError::Lost("a shard does not have its blocks any more".into());
         let abandoned = self.lost.as_ref().map(|(why, _)| why.clone());
-        abandoned.or_else(|| (self.state.phase == JobPhase::Failed).then(told))
+        abandoned.or_else(|| (self.state.phase == JobPhase::Failed).then(failed))
     }
 
     /// Which numbers the requests have.
     pub(super) fn numbers(&self) -> Action {
-        Action::ToCoordinator(0, Message::Heard { request: self.heard, newest: self.next_request - 1 })
+        Action::ToCoordinator(
+            0,
+            Message::AckThrough { request: self.acked_through, newest: self.next_request - 1 },
+        )
     }
 
     /// Sends what is not answered.
@@ -310,10 +313,10 @@ impl ClientCore {
         }
         if self.coordinator_up {
             let is_late = |request: &Request| request.sent.is_none_or(|sent| sent + PATIENCE <= now);
-            let heard = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
-            if heard > self.heard || self.requests.values().any(is_late) {
+            let acked_through = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
+            if acked_through > self.acked_through || self.requests.values().any(is_late) {
                 // Where requests have no effect, their numbers may have had none either.
-                self.heard = self.heard.max(heard);
+                self.acked_through = self.acked_through.max(acked_through);
                 actions.push(self.numbers());
             }
             for (&id, request) in self.requests.iter_mut().filter(|(_, request)| is_late(request)) {

@@ -27,7 +27,7 @@ impl ClientCore {
             self.pull.take_if(|pull| pull.version > state.version);
         }
         self.plan_over(state.over, actions);
-        if state.heard != Some(self.heard) && self.coordinator_up {
+        if state.acked_through != Some(self.acked_through) && self.coordinator_up {
             actions.push(self.numbers());
         }
         let named: BTreeMap<LearnerId, LearnerState> =
@@ -48,8 +48,8 @@ impl ClientCore {
             // Word of it was lost, or was not there when this was said.
             let attached = known.attached.filter(|attached| *attached != known.state.attached);
             if attached.is_some() && named.contains_key(&learner) && self.coordinator_up {
-                let told = Message::Touch { learners: vec![learner], attached };
-                actions.push(Action::ToCoordinator(0, told));
+                let touch = Message::Touch { learners: vec![learner], attached };
+                actions.push(Action::ToCoordinator(0, touch));
             }
         }
         for state in &state.learners {

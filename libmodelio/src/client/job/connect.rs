@@ -13,7 +13,7 @@ use crate::client::routes::Routes;
 use crate::client::shared::{Inner, Local, Shared};
 use crate::client::versions::{self, Versions};
 use crate::timer::{self, Timed};
-use crate::transport::local::{Hears, Shard};
+use crate::transport::local::{Recipient, Shard};
 use crate::transport::reactor::{Reactor, ReactorOptions};
 use crate::vocabulary::ids::ClientId;
 use crate::vocabulary::layout::ModelLayout;
@@ -97,8 +97,8 @@ impl Job {
         let inner = Inner::new(core, Versions::new(layout.size() as usize), Routes::here(map.epoch()));
         let local = Local { shard: Arc::clone(&shard) };
         let shared = Shared::new((id, record), layout, inner, ClientOptions::default(), None, Some(local));
-        let ears: std::sync::Weak<dyn Hears> = Arc::downgrade(&shared) as std::sync::Weak<dyn Hears>;
-        if !shard.mailbox().join(ears) {
+        let end: std::sync::Weak<dyn Recipient> = Arc::downgrade(&shared) as std::sync::Weak<dyn Recipient>;
+        if !shard.mailbox().join(end) {
             return Err(bad(&"the shard in this process has a client already"));
         }
         meet(id);

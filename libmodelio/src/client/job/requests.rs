@@ -183,7 +183,7 @@ impl Job {
     /// # Errors
     /// When there is no such learner.
     pub fn abort(&self, learner: LearnerId) -> Result<(), ShardError> {
-        self.tell_beside(learner, Message::Abort { learner })
+        self.send_beside(learner, Message::Abort { learner })
     }
 
     /// Whoever waits for the learner's commit does so no longer: as if its deadline had come. A commit that was taken, or
@@ -192,10 +192,10 @@ impl Job {
     /// # Errors
     /// When there is no such learner.
     pub fn withdraw(&self, learner: LearnerId) -> Result<(), ShardError> {
-        self.tell_beside(learner, Message::Withdraw { learner })
+        self.send_beside(learner, Message::Withdraw { learner })
     }
 
-    fn tell_beside(&self, learner: LearnerId, message: Message) -> Result<(), ShardError> {
+    fn send_beside(&self, learner: LearnerId, message: Message) -> Result<(), ShardError> {
         self.shared.refuse_if_ending()?;
         if !self.has_learner(learner) {
             return Err(ShardError::UnknownLearner(learner));

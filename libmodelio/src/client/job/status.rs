@@ -150,7 +150,7 @@ impl Job {
             let gone =
                 [Some(peer), coordinator].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
             let gone = gone.map(|since| since.elapsed()).filter(|gone| *gone >= AWAY);
-            let told = inner.late.shards.get(&place.record.shard).map(Instant::elapsed);
+            let silent = inner.late.shards.get(&place.record.shard).map(Instant::elapsed);
             // What must not go another way does not.
             let must = self.shared.options.transport;
             let no = |fast: FastPath| {
@@ -176,7 +176,7 @@ impl Job {
                 no_rdma,
                 lost: peer.lost.clone(),
                 connected: !peer.links.is_empty(),
-                away: gone.into_iter().chain(told).max(),
+                away: gone.into_iter().chain(silent).max(),
             }
         };
         inner.routes.parts.iter().zip(&inner.parts).enumerate().map(view).collect()

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use crate::client::blocks::Payload;
 use crate::client::core::{Action, Now, Own, Part};
 use crate::client::shared::{Answers, Inner, Local, Shared};
-use crate::transport::local::{End, Hears, HeldVersion, Pushed, SharedBlock, SharedPayload, Word};
+use crate::transport::local::{End, HeldVersion, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
 use crate::transport::tally::Flow;
 use crate::transport::{BlockSlot, Placement, Region, ShardError};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId};
@@ -27,21 +27,21 @@ const INLINE: usize = 16;
 type Others = SmallVec<[(LearnerId, Region); 4]>;
 
 /// What the coordinator and the partition say.
-impl Hears for Shared {
-    fn hears(self: Arc<Shared>, from: End, word: Word) {
+impl Recipient for Shared {
+    fn receive(self: Arc<Shared>, from: End, mail: Mail) {
         // It shows no newer version than it did when it was shut down.
         if self.is_stopping() {
             return;
         }
-        match (from, word) {
-            (End::Coordinator, Word::Says(request, message)) => {
+        match (from, mail) {
+            (End::Coordinator, Mail::Message(request, message)) => {
                 let mut inner = self.inner.lock();
                 let mut actions = Vec::new();
                 inner.core.from_coordinator(request, message, self.now(), &mut actions);
                 let answers = self.act_unanswered(inner, actions);
                 self.unanswered.lock().push(answers);
             }
-            (End::Partition, Word::GoOn) => {
+            (End::Partition, Mail::Retry) => {
                 let mut inner = self.inner.lock();
                 inner.pumps.went_on += 1;
                 self.act(inner, vec![Action::Wake(ALL)]);
@@ -51,7 +51,7 @@ impl Hears for Shared {
         }
     }
 
-    fn rests(&self) {
+    fn on_idle(&self) {
         let answers = std::mem::take(&mut *self.unanswered.lock());
         answers.into_iter().for_each(Answers::give);
     }
@@ -156,7 +156,7 @@ impl Shared {
         if let Pushed::NonFinite(index) = pushed
             && let Some(&learner) = learners.get(index)
         {
-            self.with_core(|core, _, actions| core.unfit(plan, learner, block, actions));
+            self.with_core(|core, _, actions| core.non_finite(plan, learner, block, actions));
         }
         pushed
     }
@@ -172,9 +172,9 @@ impl Shared {
     ) -> Result<Placement, ShardError> {
         let BlockSlot { learner, step, block, .. } = slot;
         let mut own = inner.core.next_own(learner, step, block);
-        if own == Own::Tell {
+        if own == Own::Announce {
             let mailbox = local.shard.mailbox();
-            mailbox.put(End::Client, End::Coordinator, Word::IsWhole(learner));
+            mailbox.put(End::Client, End::Coordinator, Mail::WholeBlock(learner));
             drop(inner);
             mailbox.drain();
             inner = self.inner.lock();

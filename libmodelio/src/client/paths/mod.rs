@@ -42,7 +42,7 @@ pub(super) trait BlockPath: Send {
     ///
     /// # Errors
     /// The connection ends.
-    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
+    fn receive(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
         let _ = (to, received);
         Ok(false)
     }

@@ -66,7 +66,7 @@ pub(super) trait PeerMemory: Send {
     ///
     /// # Errors
     /// The connection ends.
-    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close>;
+    fn receive(&mut self, to: &Connection, received: &Received) -> Result<bool, Close>;
 
     /// Puts a block, which lies in a range of `from`, into a slot of the shard's, if that is how it is to go.
     fn place(&mut self, from: &Arc<Mapping>, range: Range<usize>) -> Placed {
@@ -169,7 +169,7 @@ impl<M: PeerMemory> Named<M> {
         }
     }
 
-    fn say(&mut self, to: &Connection, request: u64, message: Message) {
+    fn send(&mut self, to: &Connection, request: u64, message: Message) {
         self.ready.push_back(Outgoing { epoch: to.route.epoch(), ..Outgoing::new(request, message) });
     }
 
@@ -177,7 +177,7 @@ impl<M: PeerMemory> Named<M> {
     fn lend(&mut self, to: &Connection, memory: &Arc<Mapping>) -> Result<u32, String> {
         let (region, new) = self.memory.lend(memory)?;
         if let Some(message) = new {
-            self.say(to, 0, message);
+            self.send(to, 0, message);
         }
         Ok(region)
     }
@@ -199,7 +199,7 @@ impl<M: PeerMemory> Named<M> {
     fn tidy(&mut self, to: &Connection) -> Option<(Outgoing, usize)> {
         self.named = 0;
         for region in self.memory.gone() {
-            self.say(to, 0, Message::Unshare { region });
+            self.send(to, 0, Message::Unshare { region });
         }
         self.ready.pop_front().map(|ready| (ready, 0))
     }
@@ -236,7 +236,7 @@ impl<M: PeerMemory> Named<M> {
                 },
             };
             if let Some(push) = push {
-                self.say(to, request, push);
+                self.send(to, request, push);
                 shared.tally.moved(Flow::Push, span.len());
                 return Outcome::Ready;
             }
@@ -282,14 +282,16 @@ impl<M: PeerMemory> Named<M> {
             }
             Ok(()) => {
                 let push = Message::PushAt { plan, block, wide, region, offset: start as u64 };
-                self.say(to, u64::from(slot) + 1, push);
+                self.send(to, u64::from(slot) + 1, push);
                 shared.tally.moved(Flow::Push, len);
                 shared.tally.copied(Flow::Push, sum::copied(layout, block, count, payload.replaces));
                 Outcome::Ready
             }
             Err(bad) => {
                 slots.free.push(slot);
-                shared.with_core(|core, _, actions| core.unfit(plan, payload.learners[bad], block, actions));
+                shared.with_core(|core, _, actions| {
+                    core.non_finite(plan, payload.learners[bad], block, actions)
+                });
                 Outcome::Dropped
             }
         };
@@ -367,9 +369,9 @@ impl<M: PeerMemory> BlockPath for Named<M> {
         }
     }
 
-    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
+    fn receive(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
         if !matches!(received.message, Message::Done) {
-            return self.memory.hear(to, received);
+            return self.memory.receive(to, received);
         }
         let request = received.header.request();
         if self.unsaid.front() == Some(&request) {

@@ -32,13 +32,13 @@ use crate::vocabulary::layout::PartitionLayout;
 use crate::wire::{Message, Received};
 
 /// Looks at the directory, or at entries, that may be under way on one connection.
-const LOOKS: usize = 16;
+const MAX_DIRECTORY_READS: usize = 16;
 /// Blocks up to this many bytes are placed, longer ones fetched, unless it is said otherwise. Where the two cross on real
 /// devices is not measured.
 const PLACE_UP_TO: usize = 64 << 10;
 
 /// What one connection has in common with a shard elsewhere.
-struct Remote {
+struct RdmaPath {
     queue_pair: Arc<QueuePair>,
     /// The shard's blocks, as they lie in its versions.
     layout: PartitionLayout,
@@ -47,7 +47,7 @@ struct Remote {
     last: u32,
     directory: Option<Place>,
     /// Room for what is looked at.
-    looks: Arc<Pool>,
+    directory_reads: Arc<Pool>,
     granted: Option<Granted>,
     pull: Pull,
     done: Done,
@@ -63,16 +63,16 @@ struct Granted {
     free: Vec<u32>,
 }
 
-impl Remote {
-    fn new(queue_pair: &Arc<QueuePair>, layout: PartitionLayout) -> Result<Remote, VerbsError> {
-        let chunk = queue_pair.device().arena().take(LOOKS * DIRECTORY)?;
-        Ok(Remote {
+impl RdmaPath {
+    fn new(queue_pair: &Arc<QueuePair>, layout: PartitionLayout) -> Result<RdmaPath, VerbsError> {
+        let chunk = queue_pair.device().arena().take(MAX_DIRECTORY_READS * DIRECTORY)?;
+        Ok(RdmaPath {
             queue_pair: Arc::clone(queue_pair),
             layout,
             shared: HashMap::new(),
             last: 0,
             directory: None,
-            looks: Pool::new(chunk, DIRECTORY, false),
+            directory_reads: Pool::new(chunk, DIRECTORY, false),
             granted: None,
             pull: Pull::default(),
             done: Vec::new(),
@@ -114,7 +114,7 @@ impl Remote {
     }
 }
 
-impl PeerMemory for Remote {
+impl PeerMemory for RdmaPath {
     const FAST: FastPath = FastPath::Rdma;
 
     fn threads(options: &ClientOptions) -> usize {
@@ -181,7 +181,7 @@ impl PeerMemory for Remote {
         was_used
     }
 
-    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
+    fn receive(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
         match received.message {
             Message::Directory { address, key } => self.directory = Some(Place { address, key }),
             Message::Slots { count, bytes, address, key } => {
@@ -265,7 +265,7 @@ impl Shared {
                 };
                 let remote = this
                     .part_layout(&route)
-                    .and_then(|layout| Remote::new(queue_pair, layout).map_err(|error| error.to_string()));
+                    .and_then(|layout| RdmaPath::new(queue_pair, layout).map_err(|error| error.to_string()));
                 match remote {
                     Ok(remote) => {
                         let conversation = Data::new(this, route, Named::new(remote));

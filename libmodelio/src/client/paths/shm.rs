@@ -61,7 +61,7 @@ impl PeerMemory for OfHost {
         Box::new(move || descriptors.hang_up())
     }
 
-    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
+    fn receive(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
         let asked = |error: shm::RegionError| Close::Asked(error.to_string().into());
         match received.message {
             Message::Share { region, bytes } => {
@@ -132,7 +132,7 @@ impl Drop for Hold {
 
 fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::Piece) -> Result<(), Close> {
     let shared = &to.shared;
-    let Some(mut target) = shared.lands(&to.route, version, block) else { return Ok(()) };
+    let Some(mut target) = shared.reserve(&to.route, version, block) else { return Ok(()) };
     let (start, len) = from.raw();
     // SAFETY: the region is mapped as long as the piece lives, and the back buffer is other memory.
     let copied = unsafe { target.copy_from(start, len) };
@@ -142,7 +142,7 @@ fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::Piece) ->
         shared.tally.moved(Flow::Pull, len);
         shared.tally.copied(Flow::Pull, len);
     }
-    shared.with_core(|core, now, actions| core.landed(version, block, whole, now, actions));
+    shared.with_core(|core, now, actions| core.end_reservation(version, block, whole, now, actions));
     copied
 }
 

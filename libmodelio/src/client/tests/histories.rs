@@ -26,7 +26,7 @@ struct Coordinator {
     pending: BTreeMap<Key, BlockRanges>,
     waiting: BTreeMap<u64, Key>,
     answered: BTreeMap<u64, Message>,
-    heard: u64,
+    acked_through: u64,
     /// Of each learner, the last step that counts, and in which version.
     counts: BTreeMap<LearnerId, (Step, Version)>,
     plan: Option<(PlanId, Vec<Key>, BTreeSet<u32>)>,
@@ -54,7 +54,7 @@ impl Coordinator {
         Message::State(Box::new(JobState {
             sequence: self.sequence,
             version: self.version,
-            heard: Some(self.heard),
+            acked_through: Some(self.acked_through),
             learners: LEARNERS.iter().map(learner).collect(),
             ..JobState::default()
         }))
@@ -63,10 +63,10 @@ impl Coordinator {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Doing {
-    Rests,
+    Idle,
     Waits,
     /// Its last commit timed out, or was taken back.
-    Doubts,
+    Unsure,
 }
 
 struct Program {
@@ -92,7 +92,7 @@ struct World {
     held: BTreeSet<Key>,
     /// What shards were asked for and have not sent.
     asked: Vec<(Version, u32)>,
-    landing: Vec<(Version, u32)>,
+    reserved: Vec<(Version, u32)>,
     /// What the back buffer holds; none for half a block.
     back: Vec<Option<Version>>,
     draws: VecDeque<u16>,
@@ -103,7 +103,7 @@ impl World {
         let map = BlockMap::striped(BLOCKS, &[ShardId(1), ShardId(2)]).unwrap();
         let mut core = ClientCore::new(&map).apart(ClientId(7));
         core.shown(Version(0), Now::ZERO, &mut Vec::new());
-        let program = |_| Program { doing: Doing::Doubts, step: Step(1), blocks: Vec::new() };
+        let program = |_| Program { doing: Doing::Unsure, step: Step(1), blocks: Vec::new() };
         let mut world = World {
             core,
             epoch: 1,
@@ -117,7 +117,7 @@ impl World {
             next_token: 1,
             held: BTreeSet::new(),
             asked: Vec::new(),
-            landing: Vec::new(),
+            reserved: Vec::new(),
             back: vec![None; BLOCKS as usize],
             draws: draws.into(),
         };
@@ -145,7 +145,7 @@ impl World {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::ToCoordinator(_, Message::Lacks { .. }) => panic!("what was granted is not held"),
+            Action::ToCoordinator(_, Message::SourceGone { .. }) => panic!("what was granted is not held"),
             Action::ToCoordinator(request, message) => {
                 assert!(self.connected, "said to nobody: {message:?}");
                 self.wire.push_back((request, message));
@@ -170,7 +170,7 @@ impl World {
                 );
             }
             Action::Pulled(version) => {
-                assert_eq!(self.landing, [], "blocks are landing in what is to be shown");
+                assert_eq!(self.reserved, [], "blocks are reserved in what is to be shown");
                 assert_eq!(self.back, vec![Some(version); BLOCKS as usize], "not whole");
                 assert!(version > self.core.version());
                 self.back.fill(None);
@@ -186,7 +186,7 @@ impl World {
         program.doing = match result {
             Ok(Message::Opened { step, .. }) => {
                 program.step = step;
-                Doing::Rests
+                Doing::Idle
             }
             Ok(Message::Done) => {
                 assert!(
@@ -194,11 +194,11 @@ impl World {
                     "acknowledged, but it does not count"
                 );
                 program.step = program.step.next();
-                Doing::Rests
+                Doing::Idle
             }
             Ok(other) => panic!("{other:?}"),
-            Err(_) if is_open => Doing::Doubts,
-            Err(Refusal::Shard(ShardError::TimedOut(_) | ShardError::Interrupted)) => Doing::Doubts,
+            Err(_) if is_open => Doing::Unsure,
+            Err(Refusal::Shard(ShardError::TimedOut(_) | ShardError::Interrupted)) => Doing::Unsure,
             Err(other) => panic!("{other}"),
         };
     }
@@ -221,8 +221,8 @@ impl World {
         let was_committed = self.held.contains(&(learner, program.step));
         let message = match program.doing {
             Doing::Waits => return,
-            Doing::Doubts if !again || !was_committed => Message::Open { learner },
-            Doing::Doubts | Doing::Rests => {
+            Doing::Unsure if !again || !was_committed => Message::Open { learner },
+            Doing::Unsure | Doing::Idle => {
                 if !was_committed {
                     program.blocks =
                         (0..BLOCKS).filter(|block| new >> block & 1 == 1).map(|b| b..b + 1).collect();
@@ -264,14 +264,15 @@ impl World {
     }
 
     /// The coordinator hears what is first on its wire.
-    fn coordinator_hears(&mut self, lossless: bool) {
+    fn to_coordinator(&mut self, lossless: bool) {
         let Some((request, message)) = self.wire.pop_front() else { return };
-        if let Message::Heard { request, .. } = message {
-            self.coordinator.heard = self.coordinator.heard.max(request);
-            self.coordinator.answered = self.coordinator.answered.split_off(&(self.coordinator.heard + 1));
+        if let Message::AckThrough { request, .. } = message {
+            self.coordinator.acked_through = self.coordinator.acked_through.max(request);
+            self.coordinator.answered =
+                self.coordinator.answered.split_off(&(self.coordinator.acked_through + 1));
         }
         if request == 0
-            || request <= self.coordinator.heard
+            || request <= self.coordinator.acked_through
             || self.coordinator.waiting.contains_key(&request)
         {
             return;
@@ -396,7 +397,7 @@ impl World {
         for times in 0..1 + self.draw(2) {
             assert_eq!(self.on_core(|core, now, actions| core.moved(&map, now, actions)), times == 0);
         }
-        assert!(self.landing.is_empty() || self.core.pulling().is_none());
+        assert!(self.reserved.is_empty() || self.core.pulling().is_none());
     }
 
     fn pull(&mut self, part: usize) {
@@ -406,27 +407,27 @@ impl World {
         }
     }
 
-    fn begins_to_land(&mut self) {
+    fn reserve_a_block(&mut self) {
         if self.asked.is_empty() {
             return;
         }
         let at = self.draw(self.asked.len());
         let (version, block) = self.asked.swap_remove(at);
-        if self.core.lands(version, BlockId(block)) {
+        if self.core.reserve(version, BlockId(block)) {
             self.back[block as usize] = None;
-            self.landing.push((version, block));
+            self.reserved.push((version, block));
         }
     }
 
-    fn has_landed(&mut self, lossless: bool) {
-        if self.landing.is_empty() {
+    fn end_a_reservation(&mut self, lossless: bool) {
+        if self.reserved.is_empty() {
             return;
         }
-        let at = self.draw(self.landing.len());
+        let at = self.draw(self.reserved.len());
         let whole = lossless || self.draw(5) > 0;
-        let (version, block) = self.landing.swap_remove(at);
+        let (version, block) = self.reserved.swap_remove(at);
         self.back[block as usize] = whole.then_some(version);
-        self.on_core(|core, now, actions| core.landed(version, BlockId(block), whole, now, actions));
+        self.on_core(|core, now, actions| core.end_reservation(version, BlockId(block), whole, now, actions));
     }
 
     fn pass(&mut self, millis: u64) {
@@ -442,7 +443,7 @@ impl World {
                 let learner = LEARNERS[self.draw(2)];
                 self.step(learner);
             }
-            4..8 => self.coordinator_hears(false),
+            4..8 => self.to_coordinator(false),
             8 => self.coordinator_plans(false),
             9 => self.shard_takes(part, false),
             10 => self.coordinator_concludes(false),
@@ -459,8 +460,8 @@ impl World {
                 self.coordinator_says(0, state, false);
             }
             13 => self.pull(part),
-            14 => self.begins_to_land(),
-            15 => self.has_landed(false),
+            14 => self.reserve_a_block(),
+            15 => self.end_a_reservation(false),
             16 => {
                 let millis = 50 + self.draw(1500) as u64;
                 self.pass(millis);
@@ -480,12 +481,12 @@ impl World {
         self.connect();
         for _ in 0..100 {
             for learner in LEARNERS {
-                if self.programs[&learner].doing == Doing::Doubts {
+                if self.programs[&learner].doing == Doing::Unsure {
                     self.step(learner);
                 }
             }
             while !self.wire.is_empty() {
-                self.coordinator_hears(true);
+                self.to_coordinator(true);
             }
             self.coordinator_plans(true);
             (0..self.parts).for_each(|part| self.shard_takes(part, true));
@@ -496,10 +497,10 @@ impl World {
             for part in 0..self.parts {
                 self.pull(part);
                 while !self.asked.is_empty() {
-                    self.begins_to_land();
+                    self.reserve_a_block();
                 }
-                while !self.landing.is_empty() {
-                    self.has_landed(true);
+                while !self.reserved.is_empty() {
+                    self.end_a_reservation(true);
                 }
             }
             self.pass(1000);

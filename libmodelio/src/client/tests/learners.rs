@@ -135,7 +135,7 @@ fn a_late_answer_to_what_was_told_beside_opens_nothing() {
 /// A contribution of which a block was reduced for plan 7 where it came.
 fn with_a_block_in_plan_7() -> Bench {
     let mut bench = Bench::new();
-    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Tell);
+    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Announce);
     bench.provisional(7, 1);
     assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Send(PlanId(7)));
     assert!(bench.core.sent_own(L, Step(1), PlanId(7), BlockId(0)));
@@ -158,7 +158,7 @@ fn nothing_is_sent_for_a_plan_whose_contribution_was_dropped_when_the_plan_was_o
     connects_anew(&mut bench);
     assert_eq!(bench.sends(), None, "it was given up");
     assert_eq!(bench.open(4), Some(1));
-    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Tell, "another contribution");
+    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Announce, "another contribution");
     bench.provisional(8, 1);
     assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Send(PlanId(8)));
 }

@@ -28,7 +28,7 @@ fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
                 sequence: number,
                 version: Version(number),
                 over: PlanId(number),
-                heard: Some(number),
+                acked_through: Some(number),
                 learners: vec![LearnerState {
                     learner: L,
                     incarnation: Incarnation(1),

@@ -25,10 +25,10 @@ fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_coordinator() 
     bench.pass(100);
     assert_eq!(bench.said, [], "nobody is connected");
     bench.core.coordinator_up(bench.now, &mut bench.said);
-    let heard = Message::Heard { request: 0, newest: 3 };
+    let ack = Message::AckThrough { request: 0, newest: 3 };
     assert_eq!(
         bench.said[0],
-        Action::ToCoordinator(0, heard),
+        Action::ToCoordinator(0, ack),
         "whoever coordinates is told which numbers are the client's"
     );
     assert!(
@@ -50,12 +50,12 @@ fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_coordinator() 
 fn a_version_is_pulled_from_its_beginning_once_nothing_of_it_is_landing() {
     let mut bench = Bench::new();
     bench.state(2, 1, 1, false);
-    assert!(bench.core.lands(Version(1), BlockId(0)) && bench.core.lands(Version(1), BlockId(1)));
-    bench.core.landed(Version(1), BlockId(1), true, bench.now, &mut bench.said);
+    assert!(bench.core.reserve(Version(1), BlockId(0)) && bench.core.reserve(Version(1), BlockId(1)));
+    bench.core.end_reservation(Version(1), BlockId(1), true, bench.now, &mut bench.said);
     assert!(bench.core.moved(&new_map(), bench.now, &mut bench.said));
-    assert_eq!(bench.core.pulling(), None, "block 0 is landing");
-    assert!(!bench.core.lands(Version(1), BlockId(2)));
-    bench.core.landed(Version(1), BlockId(0), true, bench.now, &mut bench.said);
+    assert_eq!(bench.core.pulling(), None, "block 0 is reserved");
+    assert!(!bench.core.reserve(Version(1), BlockId(2)));
+    bench.core.end_reservation(Version(1), BlockId(0), true, bench.now, &mut bench.said);
     assert_eq!(bench.core.pulling(), Some(Version(1)));
     for (part, blocks) in [(0, vec![2]), (1, vec![1, 3]), (2, vec![0])] {
         let Some(Message::Pull { blocks: asked, .. }) = bench.core.next_pull(part, 8, bench.now) else {
@@ -63,8 +63,8 @@ fn a_version_is_pulled_from_its_beginning_once_nothing_of_it_is_landing() {
         };
         assert_eq!(bench.core.asked_in(part, &asked), blocks.len());
         for block in blocks.into_iter().map(BlockId) {
-            assert!(bench.core.lands(Version(1), block), "all are wanted again");
-            bench.core.landed(Version(1), block, true, bench.now, &mut bench.said);
+            assert!(bench.core.reserve(Version(1), block), "all are wanted again");
+            bench.core.end_reservation(Version(1), block, true, bench.now, &mut bench.said);
         }
     }
     assert_eq!(bench.said.last(), Some(&Action::Pulled(Version(1))));

@@ -54,7 +54,7 @@ pub trait Conversation: Send {
     }
 
     /// Some bytes have come. This is called now and then.
-    fn heard(&mut self) {}
+    fn alive(&mut self) {}
 
     /// Time passes, or the connection was woken; when to call again at the latest.
     ///
@@ -67,7 +67,7 @@ pub trait Conversation: Send {
 
     /// The last message to a peer whose bytes are no frame, or do not fit, before the connection is closed.
     /// By default it is sent only if the peer can learn from it: a refusal of its protocol.
-    fn last_words(&mut self, refusal: Refusal) -> Option<Outgoing> {
+    fn farewell(&mut self, refusal: Refusal) -> Option<Outgoing> {
         let protocol = matches!(refusal, Refusal::Protocol { .. });
         protocol.then(|| Outgoing::new(0, Message::Refused(refusal)))
     }

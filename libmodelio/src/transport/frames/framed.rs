@@ -95,7 +95,7 @@ impl<C: Conversation> Stream for Framed<C> {
 
     fn arriving(&mut self, bytes: usize) {
         if self.reading.arriving(bytes) {
-            self.watch.heard(Instant::now());
+            self.watch.alive(Instant::now());
         }
     }
 
@@ -106,9 +106,9 @@ impl<C: Conversation> Stream for Framed<C> {
             return Ok(());
         }
         if self.watch.is_to_report(now) {
-            self.conversation.heard();
+            self.conversation.alive();
         }
-        self.watch.heard(now);
+        self.watch.alive(now);
         self.reading.filled(bytes);
         let outcome = self.go_on();
         self.mark(now);

@@ -104,12 +104,12 @@ impl Link {
     }
 
     /// A message without a payload.
-    pub fn say(&self, request: u64, message: Message) {
+    pub fn send_message(&self, request: u64, message: Message) {
         self.send(Outgoing::new(request, message));
     }
 
     /// Sends a message; when it is with the kernel, the connection ends. Messages sent afterwards are lost.
-    pub fn say_last(&self, outgoing: Outgoing) {
+    pub fn send_last(&self, outgoing: Outgoing) {
         self.queue(outgoing);
         self.0.ending.store(true, Ordering::Relaxed);
         self.wake();

@@ -43,7 +43,7 @@ impl Progress {
     }
 
     /// No frame is under way, or this end does not read just now.
-    pub(super) fn rests(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.mark = None;
     }
 
@@ -51,7 +51,7 @@ impl Progress {
     ///
     /// # Errors
     /// It has not moved on within `pause`.
-    pub(super) fn look(
+    pub(super) fn check(
         &mut self,
         seen: u64,
         now: Instant,
@@ -69,7 +69,7 @@ impl Progress {
         if now < end { Ok(Some(end.min(now + often))) } else { Err(Stuck) }
     }
 
-    /// [`Self::look`] is called at this time at the latest.
+    /// [`Self::check`] is called at this time at the latest.
     pub(super) fn promised(&mut self, due: Instant) {
         self.due = Some(due);
     }
@@ -92,7 +92,7 @@ mod tests {
         let (mut progress, mut seen, mut now, mut comes) = (Progress::default(), 100, start, start + every);
         progress.under_way(1, seen, now, PAUSE);
         while now < start + total {
-            let Ok(next) = progress.look(seen, now, PAUSE) else { return Some(now - start) };
+            let Ok(next) = progress.check(seen, now, PAUSE) else { return Some(now - start) };
             let next = next.unwrap();
             progress.promised(next);
             now = next;
@@ -131,17 +131,17 @@ mod tests {
         progress.under_way(1, 10, start, PAUSE);
         progress.promised(at(2));
         progress.under_way(2, 20, at(2), PAUSE);
-        assert!(progress.look(20, at(2), PAUSE).is_ok());
+        assert!(progress.check(20, at(2), PAUSE).is_ok());
         progress.promised(at(4));
-        assert!(progress.look(20, at(4), PAUSE).is_ok());
-        progress.rests();
+        assert!(progress.check(20, at(4), PAUSE).is_ok());
+        progress.clear();
         progress.promised(at(9));
-        assert_eq!(progress.look(20, at(9), PAUSE), Ok(None));
+        assert_eq!(progress.check(20, at(9), PAUSE), Ok(None));
         progress.under_way(2, 20, at(9), PAUSE);
         progress.promised(at(11));
-        assert!(progress.look(20, at(11), PAUSE).is_ok());
+        assert!(progress.check(20, at(11), PAUSE).is_ok());
         progress.promised(at(12));
-        assert!(progress.look(20, at(12), PAUSE).is_err());
+        assert!(progress.check(20, at(12), PAUSE).is_err());
     }
 
     #[test]
@@ -154,9 +154,9 @@ mod tests {
         assert!(!progress.under_way(1, 10, start, PAUSE));
         // Stopped for a minute; then it counts from there.
         let resumed = start + 20 * PAUSE;
-        let next = progress.look(10, resumed, PAUSE).unwrap().unwrap();
+        let next = progress.check(10, resumed, PAUSE).unwrap().unwrap();
         assert!(next > resumed);
         progress.promised(resumed + PAUSE);
-        assert!(progress.look(10, resumed + PAUSE, PAUSE).is_err());
+        assert!(progress.check(10, resumed + PAUSE, PAUSE).is_err());
     }
 }

@@ -139,7 +139,7 @@ impl Reading {
             let Some(received) = received else { return Ok(()) };
             self.frames += 1;
             match received.message {
-                Message::Ping => link.say(0, Message::Pong),
+                Message::Ping => link.send_message(0, Message::Pong),
                 Message::Pong => {}
                 _ => self.hand_over(received, conversation)?,
             }
@@ -220,13 +220,13 @@ impl Reading {
 
 /// Refuses received bytes, and gives the reason. The peer hears of it if this end may speak.
 fn refuse(conversation: &mut impl Conversation, link: &Link, error: &WireError) -> Close {
-    say_last_words(conversation, link, error.to_refusal());
+    send_farewell(conversation, link, error.to_refusal());
     Close::Asked(error.to_string().into())
 }
 
 /// Says why the connection ends, if the conversation wants that.
-pub(super) fn say_last_words(conversation: &mut impl Conversation, link: &Link, refusal: Refusal) {
-    if let Some(words) = conversation.last_words(refusal) {
-        link.say_last(words);
+pub(super) fn send_farewell(conversation: &mut impl Conversation, link: &Link, refusal: Refusal) {
+    if let Some(words) = conversation.farewell(refusal) {
+        link.send_last(words);
     }
 }

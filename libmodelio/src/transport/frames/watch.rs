@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::conversation::Conversation;
 use super::link::Link;
 use super::progress::{CRUMBS, Progress};
-use super::reading::{Reading, say_last_words};
+use super::reading::{Reading, send_farewell};
 use crate::transport::stream::Close;
 use crate::wire::{self, HELLO_DEADLINE, Message, Refusal};
 
@@ -16,7 +16,7 @@ const REPORT: Duration = Duration::from_millis(50);
 /// The times of the last bytes in each direction.
 pub(super) struct Watch {
     opened: Instant,
-    heard: Instant,
+    last_bytes: Instant,
     spoke: Instant,
     /// The time when the conversation was last told that bytes have come.
     reported: Instant,
@@ -27,18 +27,18 @@ pub(super) struct Watch {
 impl Watch {
     pub fn new() -> Watch {
         let now = Instant::now();
-        Watch { opened: now, heard: now, spoke: now, reported: now, progress: Progress::default() }
+        Watch { opened: now, last_bytes: now, spoke: now, reported: now, progress: Progress::default() }
     }
 
     /// The connection is there.
     pub fn opened(&mut self) {
         let now = Instant::now();
-        (self.opened, self.heard, self.spoke) = (now, now, now);
+        (self.opened, self.last_bytes, self.spoke) = (now, now, now);
     }
 
     /// Bytes have come.
-    pub fn heard(&mut self, now: Instant) {
-        self.heard = now;
+    pub fn alive(&mut self, now: Instant) {
+        self.last_bytes = now;
     }
 
     /// Whether it is time to tell the conversation that bytes have come.
@@ -71,20 +71,20 @@ impl Watch {
             let deadline = self.opened + HELLO_DEADLINE;
             if now >= deadline {
                 let why = format!("no greeting within {HELLO_DEADLINE:?}");
-                say_last_words(conversation, link, Refusal::Other(why.clone()));
+                send_farewell(conversation, link, Refusal::Other(why.clone()));
                 return Err(Close::Asked(why.into()));
             }
             return Ok(Some(wanted.map_or(deadline, |wanted| wanted.min(deadline))));
         };
-        if reads(reading, link) && now >= self.heard + silence {
+        if reads(reading, link) && now >= self.last_bytes + silence {
             return Err(Close::Asked(format!("silent for {silence:?}").into()));
         }
         let pause = pause(silence);
         self.mark(now, reading, conversation, link);
-        let Ok(look) = self.progress.look(reading.seen(), now, pause) else {
+        let Ok(check) = self.progress.check(reading.seen(), now, pause) else {
             let refusal = stuck(reading, pause);
             let why = refusal.to_string();
-            say_last_words(conversation, link, refusal);
+            send_farewell(conversation, link, refusal);
             return Err(Close::Asked(why.into()));
         };
         if link.is_stuffed() {
@@ -92,10 +92,10 @@ impl Watch {
         }
         if now >= self.spoke + pause {
             self.spoke = now;
-            link.say(0, Message::Ping);
+            link.send_message(0, Message::Ping);
         }
-        let next = (self.spoke + pause).min(self.heard + silence).max(now + Duration::from_millis(10));
-        let next = [look, wanted].into_iter().flatten().fold(next, Instant::min);
+        let next = (self.spoke + pause).min(self.last_bytes + silence).max(now + Duration::from_millis(10));
+        let next = [check, wanted].into_iter().flatten().fold(next, Instant::min);
         self.progress.promised(next);
         Ok(Some(next))
     }
@@ -110,7 +110,7 @@ impl Watch {
     ) -> bool {
         let silence = conversation.silence().filter(|_| reads(reading, link));
         let (Some(frame), Some(silence)) = (reading.under_way(), silence) else {
-            self.progress.rests();
+            self.progress.clear();
             return false;
         };
         self.progress.under_way(frame, reading.seen(), now, pause(silence))

@@ -15,13 +15,13 @@ use crate::vocabulary::ids::LearnerId;
 use crate::wire::Message;
 
 /// Takes what another end says.
-pub trait Hears: Send + Sync {
+pub trait Recipient: Send + Sync {
     /// An end has said this. No lock is held.
-    fn hears(self: Arc<Self>, from: End, word: Word);
+    fn receive(self: Arc<Self>, from: End, mail: Mail);
 
     /// The mailbox is empty, and no thread carries words: callers may now get their answers, and find the
     /// mailbox free for their next request.
-    fn rests(&self) {}
+    fn on_idle(&self) {}
 }
 
 /// An end of a mailbox.
@@ -37,33 +37,33 @@ pub enum End {
 
 /// A message from one end to another.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Word {
+pub enum Mail {
     /// A message under a request's number, as over a connection.
-    Says(u64, Message),
+    Message(u64, Message),
     /// The client says to the coordinator that the contribution which this learner writes has a whole block.
-    IsWhole(LearnerId),
+    WholeBlock(LearnerId),
     /// The partition says to the coordinator whether the next version has a buffer.
     Buffer(bool),
     /// The partition says to the client that a block which had to wait may be taken now.
-    GoOn,
+    Retry,
 }
 
 /// The mailbox between the ends of one model. It keeps none of the ends alive.
 pub struct Mailbox {
-    coordinator: Weak<dyn Hears>,
-    partition: Weak<dyn Hears>,
-    client: OnceLock<Weak<dyn Hears>>,
+    coordinator: Weak<dyn Recipient>,
+    partition: Weak<dyn Recipient>,
+    client: OnceLock<Weak<dyn Recipient>>,
     queue: Mutex<Queue>,
 }
 
 /// Whether a word to an end is held back.
-type Holds = Box<dyn Fn(End, &Word) -> bool + Send>;
+type Holds = Box<dyn Fn(End, &Mail) -> bool + Send>;
 
 #[derive(Default)]
 struct Queue {
-    words: VecDeque<(End, End, Word)>,
+    ready: VecDeque<(End, End, Mail)>,
     /// The held-back words, with sender and receiver.
-    held: VecDeque<(End, End, Word)>,
+    held: VecDeque<(End, End, Mail)>,
     holds: Option<Holds>,
     /// A thread is at it.
     draining: bool,
@@ -71,34 +71,34 @@ struct Queue {
 
 impl Mailbox {
     /// A mailbox between a coordinator and a partition.
-    pub fn new(coordinator: Weak<dyn Hears>, partition: Weak<dyn Hears>) -> Mailbox {
+    pub fn new(coordinator: Weak<dyn Recipient>, partition: Weak<dyn Recipient>) -> Mailbox {
         Mailbox { coordinator, partition, client: OnceLock::new(), queue: Mutex::default() }
     }
 
     /// A client takes part. False if there is one already.
-    pub fn join(&self, client: Weak<dyn Hears>) -> bool {
+    pub fn join(&self, client: Weak<dyn Recipient>) -> bool {
         self.client.set(client).is_ok()
     }
 
     /// Puts a word in. The caller empties the mailbox once it has released its locks.
-    pub fn put(&self, from: End, to: End, word: Word) {
+    pub fn put(&self, from: End, to: End, mail: Mail) {
         let mut queue = self.queue.lock();
-        let is_held = queue.holds.as_ref().is_some_and(|holds| holds(to, &word));
-        let words = if is_held { &mut queue.held } else { &mut queue.words };
-        words.push_back((from, to, word));
+        let is_held = queue.holds.as_ref().is_some_and(|holds| holds(to, &mail));
+        let line = if is_held { &mut queue.held } else { &mut queue.ready };
+        line.push_back((from, to, mail));
     }
 
-    /// From now on, words that `holds` matches are held back, each until [`Self::let_go`]: for tests of late
+    /// From now on, words that `holds` matches are held back, each until [`Self::release_one`]: for tests of late
     /// ends.
-    pub fn hold(&self, holds: impl Fn(End, &Word) -> bool + Send + 'static) {
+    pub fn hold(&self, holds: impl Fn(End, &Mail) -> bool + Send + 'static) {
         self.queue.lock().holds = Some(Box::new(holds));
     }
 
     /// Hands over the word that is held back for longest. False if there is none.
-    pub fn let_go(&self) -> bool {
+    pub fn release_one(&self) -> bool {
         let mut queue = self.queue.lock();
-        let Some(word) = queue.held.pop_front() else { return false };
-        queue.words.push_back(word);
+        let Some(mail) = queue.held.pop_front() else { return false };
+        queue.ready.push_back(mail);
         drop(queue);
         self.drain();
         true
@@ -109,32 +109,32 @@ impl Mailbox {
     pub fn drain(&self) {
         {
             let mut queue = self.queue.lock();
-            if queue.draining || queue.words.is_empty() {
+            if queue.draining || queue.ready.is_empty() {
                 return;
             }
             queue.draining = true;
         }
-        while let Some((from, to, word)) = self.next() {
+        while let Some((from, to, mail)) = self.next() {
             let end = match to {
                 End::Coordinator => Some(&self.coordinator),
                 End::Partition => Some(&self.partition),
                 End::Client => self.client.get(),
             };
             if let Some(end) = end.and_then(Weak::upgrade) {
-                end.hears(from, word);
+                end.receive(from, mail);
             }
         }
         if let Some(client) = self.client.get().and_then(Weak::upgrade) {
-            client.rests();
+            client.on_idle();
         }
     }
 
     /// The next word; with none left, nobody is at it from then on.
-    fn next(&self) -> Option<(End, End, Word)> {
+    fn next(&self) -> Option<(End, End, Mail)> {
         let mut queue = self.queue.lock();
-        let word = queue.words.pop_front();
-        queue.draining = word.is_some();
-        word
+        let mail = queue.ready.pop_front();
+        queue.draining = mail.is_some();
+        mail
     }
 }
 

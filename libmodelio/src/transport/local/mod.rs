@@ -8,5 +8,5 @@
 mod mailbox;
 mod shard;
 
-pub use mailbox::{End, Hears, Mailbox, Word};
+pub use mailbox::{End, Mail, Mailbox, Recipient};
 pub use shard::{HeldVersion, Pushed, Shard, SharedBlock, SharedPayload};

@@ -46,7 +46,7 @@ pub enum Pushed {
     Taken,
     /// The payload of this index holds NaN or Inf, which is refused. The block was not taken.
     NonFinite(usize),
-    /// The partition cannot take it yet, and tells the client when it may ([`super::Word::GoOn`]).
+    /// The partition cannot take it yet, and tells the client when it may ([`super::Mail::Retry`]).
     Later,
     /// The plan is over, or has the block.
     Unwanted,

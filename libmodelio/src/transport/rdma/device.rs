@@ -155,7 +155,7 @@ impl Device {
 
     /// Logs reports of the device that are no outcome of work: ports that go down, queues that fail. Each
     /// connection notices the consequences itself, at the latest by its peer's silence.
-    pub(super) fn hear_trouble(&self) {
+    pub(super) fn log_device_events(&self) {
         while let Some(Trouble { what, is_bad }) = self.context.next_trouble() {
             let device = self.context.name();
             match is_bad {

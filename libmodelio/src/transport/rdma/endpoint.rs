@@ -61,7 +61,7 @@ impl Endpoint {
         let pollers =
             Arc::new(Pollers::start(device.pollers(), device.options().polling, flags).map_err(start)?);
         let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
-        let (sender, heard) = channel();
+        let (sender, commands) = channel();
         let shared = Shared {
             commands: Arc::new(Mutex::new(Some(sender))),
             wake: Arc::new(wake.map_err(start)?),
@@ -69,7 +69,7 @@ impl Endpoint {
             connections: Arc::new(AtomicUsize::new(0)),
         };
         let maker = Maker::new(Arc::clone(&device), Arc::clone(&pollers), CmChannel::new()?);
-        let manager = Manager::new(maker, &shared, heard);
+        let manager = Manager::new(maker, &shared, commands);
         let thread = std::thread::Builder::new().name("rdma-cm".into()).spawn(move || manager.run());
         let thread =
             thread.map_err(|error| start(Errno::from_raw(error.raw_os_error().unwrap_or(libc::EAGAIN))))?;

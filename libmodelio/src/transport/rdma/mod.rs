@@ -50,7 +50,7 @@ pub use device_memory::{DeviceMemory, Export};
 #[cfg(feature = "rdma")]
 pub use endpoint::Endpoint;
 #[cfg(feature = "rdma")]
-pub use offer::{Lack, Offer};
+pub use offer::{Offer, Shortage};
 pub use options::{Buffers, Mtu, NoChoice, Notice, Placement, Polling, RdmaOptions};
 #[cfg(feature = "rdma")]
 pub use queue_pair::QueuePair;

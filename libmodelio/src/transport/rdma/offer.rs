@@ -56,7 +56,7 @@ pub enum Strange {
 
 /// Why a shard that understands its peer takes no connection all the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Lack {
+pub enum Shortage {
     /// The peer has no rings.
     #[error("its registered memory is full: raise its --rdma-arena, or lower its --rdma-slots")]
     Rings,
@@ -71,23 +71,23 @@ pub enum Lack {
     Other,
 }
 
-impl Lack {
+impl Shortage {
     /// The code on the wire: u32 little-endian in byte 12 of the data of a shard that takes no connection.
     pub fn code(self) -> u32 {
         match self {
-            Lack::Other => 0,
-            Lack::Rings => 1,
-            Lack::Completions => 2,
-            Lack::Device => 3,
+            Shortage::Other => 0,
+            Shortage::Rings => 1,
+            Shortage::Completions => 2,
+            Shortage::Device => 3,
         }
     }
 
     /// Decodes the peer's code. An unknown code is `Other`.
-    pub fn decode(bytes: &[u8]) -> Lack {
+    pub fn decode(bytes: &[u8]) -> Shortage {
         let code =
             bytes.get(12..).and_then(|bytes| bytes.first_chunk()).map(|&code| u32::from_le_bytes(code));
-        let all = [Lack::Rings, Lack::Completions, Lack::Device];
-        all.into_iter().find(|lack| Some(lack.code()) == code).unwrap_or(Lack::Other)
+        let all = [Shortage::Rings, Shortage::Completions, Shortage::Device];
+        all.into_iter().find(|shortage| Some(shortage.code()) == code).unwrap_or(Shortage::Other)
     }
 }
 
@@ -122,9 +122,9 @@ impl Offer {
         if got != expected {
             return Err(Strange::Protocol { expected, got });
         }
-        let told = if bytes[6] == 0 { Notify::Immediate } else { Notify::Flag };
-        if told != notify {
-            return Err(Strange::Notify { expected: notify, got: told });
+        let got_notify = if bytes[6] == 0 { Notify::Immediate } else { Notify::Flag };
+        if got_notify != notify {
+            return Err(Strange::Notify { expected: notify, got: got_notify });
         }
         let mtu = match bytes[7] {
             0 => None,
@@ -135,7 +135,7 @@ impl Offer {
         let mut address = [0; 8];
         address.copy_from_slice(&bytes[16..24]);
         let ring = Remote { address: u64::from_le_bytes(address), key: u32::from_le_bytes(key) };
-        Ok(Offer { protocol: got, notify: told, mtu, ring })
+        Ok(Offer { protocol: got, notify, mtu, ring })
     }
 }
 
@@ -156,12 +156,15 @@ mod tests {
         sent.resize(56, 0);
         assert_eq!(Offer::decode(&sent, Notify::Immediate), Ok(offer));
         assert!(matches!(Offer::decode(&sent, Notify::Flag), Err(Strange::Notify { .. })));
-        assert_eq!(Lack::decode(&sent), Lack::Other);
-        for lack in [Lack::Rings, Lack::Completions, Lack::Device] {
-            sent[12] = lack.code() as u8;
-            assert_eq!((Lack::decode(&sent), Offer::decode(&sent, Notify::Immediate)), (lack, Ok(offer)));
+        assert_eq!(Shortage::decode(&sent), Shortage::Other);
+        for shortage in [Shortage::Rings, Shortage::Completions, Shortage::Device] {
+            sent[12] = shortage.code() as u8;
+            assert_eq!(
+                (Shortage::decode(&sent), Offer::decode(&sent, Notify::Immediate)),
+                (shortage, Ok(offer))
+            );
         }
-        assert_eq!(Lack::decode(&sent[..14]), Lack::Other);
+        assert_eq!(Shortage::decode(&sent[..14]), Shortage::Other);
         sent[7] = 6;
         assert_eq!(Offer::decode(&sent, Notify::Immediate), Err(Strange::Mtu(6)));
         sent[4] = 99;

@@ -19,9 +19,9 @@ use crate::transport::stream::Token;
 const WAKEUP: u64 = u64::MAX;
 const QUEUE: u64 = u64::MAX - 1;
 /// The pause between two looks at flags, which make no event.
-const LOOK: Duration = Duration::from_micros(200);
+const CHECK_INTERVAL: Duration = Duration::from_micros(200);
 /// When nothing has happened for this long, the pauses between looks get longer.
-const RESTLESS: Duration = Duration::from_millis(20);
+const BUSY: Duration = Duration::from_millis(20);
 
 /// The driver of one completion queue.
 pub(super) struct Pump {
@@ -101,7 +101,7 @@ impl Pump {
     }
 
     /// Takes what the queue has. True if there was something.
-    fn hear(&mut self) -> bool {
+    fn poll_completions(&mut self) -> bool {
         let mut any = false;
         self.served.values_mut().for_each(|served| served.gone = served.queue_pair.is_gone());
         if self.lost {
@@ -123,7 +123,7 @@ impl Pump {
                     tracing::error!(%error, "a message less is waited for by RDMA");
                 }
                 let Some(queue_pair) = news.pair().and_then(|pair| self.assigned.get(pair)) else { continue };
-                match queue_pair.hear(news) {
+                match queue_pair.complete(news) {
                     Ok(true) => {
                         if let Some(connection) = queue_pair.connection() {
                             connection.wake();
@@ -138,12 +138,12 @@ impl Pump {
             }
         }
         if self.flags {
-            let looked: Vec<(Arc<QueuePair>, String)> = self
+            let broken: Vec<(Arc<QueuePair>, String)> = self
                 .served
                 .values()
-                .filter_map(|served| Some((Arc::clone(&served.queue_pair), served.queue_pair.look().err()?)))
+                .filter_map(|served| Some((Arc::clone(&served.queue_pair), served.queue_pair.check().err()?)))
                 .collect();
-            for (queue_pair, why) in looked {
+            for (queue_pair, why) in broken {
                 queue_pair.break_off(why);
             }
         }
@@ -171,10 +171,10 @@ impl Pump {
     fn sleep(&mut self, timeout: Duration) -> Result<(), Errno> {
         let millis = timeout.as_nanos().div_ceil(1_000_000);
         let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
-        self.rest(timeout)
+        self.wait_for_events(timeout)
     }
 
-    fn rest(&mut self, timeout: EpollTimeout) -> Result<(), Errno> {
+    fn wait_for_events(&mut self, timeout: EpollTimeout) -> Result<(), Errno> {
         let mut events = [EpollEvent::empty(); 16];
         let count = match self.epoll.wait(&mut events, timeout) {
             Ok(count) => count,
@@ -256,11 +256,11 @@ impl Driver for Pump {
         done: &mut Vec<Completion>,
         timeout: Duration,
     ) -> Result<(), Errno> {
-        self.hear();
+        self.poll_completions();
         self.progress(table, done);
         if !done.is_empty() || timeout.is_zero() {
             // Finished streams are checked now and then, even if there is always something to do.
-            return if self.served.is_empty() { Ok(()) } else { self.rest(EpollTimeout::ZERO) };
+            return if self.served.is_empty() { Ok(()) } else { self.wait_for_events(EpollTimeout::ZERO) };
         }
         let until = Instant::now() + timeout;
         let spins = match self.polling {
@@ -271,16 +271,16 @@ impl Driver for Pump {
             Polling::Event => Duration::ZERO,
         };
         let spun = Instant::now() + spins;
-        let mut rested = Instant::now();
+        let mut slept = Instant::now();
         loop {
             let now = Instant::now();
-            if now >= spun || self.hear() || self.possible() || self.thread.is_notified() {
+            if now >= spun || self.poll_completions() || self.possible() || self.thread.is_notified() {
                 break;
             }
-            if now.duration_since(rested) >= LOOK {
+            if now.duration_since(slept) >= CHECK_INTERVAL {
                 // Only this call handles what streams have sent.
-                self.rest(EpollTimeout::ZERO)?;
-                rested = now;
+                self.wait_for_events(EpollTimeout::ZERO)?;
+                slept = now;
             }
             std::hint::spin_loop();
         }
@@ -295,20 +295,20 @@ impl Driver for Pump {
                 self.lose(&error);
             }
             // Work that was done before the queue was armed makes no event.
-            if !self.hear() && !self.possible() {
+            if !self.poll_completions() && !self.possible() {
                 let left = until.saturating_duration_since(Instant::now());
                 if self.flags && !self.served.is_empty() {
                     // A flag makes no event.
-                    let pause = if self.last.elapsed() < RESTLESS { LOOK } else { 5 * LOOK };
+                    let pause = if self.last.elapsed() < BUSY { CHECK_INTERVAL } else { 5 * CHECK_INTERVAL };
                     std::thread::sleep(pause.min(left));
-                    self.rest(EpollTimeout::ZERO)?;
+                    self.wait_for_events(EpollTimeout::ZERO)?;
                 } else {
                     self.sleep(left)?;
                 }
-                self.hear();
+                self.poll_completions();
             }
         } else {
-            self.rest(EpollTimeout::ZERO)?;
+            self.wait_for_events(EpollTimeout::ZERO)?;
         }
         self.progress(table, done);
         Ok(())

@@ -28,7 +28,7 @@ pub struct QueuePair {
     gone: AtomicBool,
     connection: OnceLock<Connection>,
     /// Its conversation has found no room for work, and goes on when there is some.
-    lacks_room: AtomicBool,
+    waits_for_room: AtomicBool,
     /// The peer does not know yet how much was read, for want of room.
     owes: AtomicBool,
     /// Why it is to end, if that was found before there was a connection, too.
@@ -55,9 +55,9 @@ impl QueuePair {
         let talk = Mutex::new(Talk { rings, work: Vec::new() });
         let pair = Pair::new(cm_id, reserved, device.limits())?;
         let (peer, connection, broken) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
-        let [gone, lacks_room, owes] = [(); 3].map(|()| AtomicBool::new(false));
+        let [gone, waits_for_room, owes] = [(); 3].map(|()| AtomicBool::new(false));
         let device = Arc::clone(device);
-        Ok(Arc::new(QueuePair { pair, talk, peer, device, gone, connection, lacks_room, owes, broken }))
+        Ok(Arc::new(QueuePair { pair, talk, peer, device, gone, connection, waits_for_room, owes, broken }))
     }
 
     /// The ring that the peer is to write into.
@@ -103,10 +103,10 @@ impl QueuePair {
     /// when it may be otherwise.
     pub fn room(&self, least: usize) -> usize {
         // Before it is looked at, so that what is done meanwhile sees it.
-        self.lacks_room.store(true, Ordering::SeqCst);
+        self.waits_for_room.store(true, Ordering::SeqCst);
         let room = self.pair.room().saturating_sub(KEPT);
         if room >= least {
-            self.lacks_room.store(false, Ordering::SeqCst);
+            self.waits_for_room.store(false, Ordering::SeqCst);
         }
         room
     }
@@ -217,12 +217,12 @@ impl QueuePair {
     }
 
     /// News of it. True if its conversation has something to take.
-    pub(crate) fn hear(&self, news: Completion) -> Result<bool, String> {
-        match self.pair.hear(news) {
+    pub(crate) fn complete(&self, news: Completion) -> Result<bool, String> {
+        match self.pair.complete(news) {
             Ok(Some(word)) => {
-                self.talk.lock().rings.hear(word).map(|()| false).map_err(|broken| broken.to_string())
+                self.talk.lock().rings.notified(word).map(|()| false).map_err(|broken| broken.to_string())
             }
-            Ok(None) => Ok(self.lacks_room.swap(false, Ordering::SeqCst) || self.pair.has_finished()),
+            Ok(None) => Ok(self.waits_for_room.swap(false, Ordering::SeqCst) || self.pair.has_finished()),
             Err(error) => Err(error.to_string()),
         }
     }
@@ -233,8 +233,8 @@ impl QueuePair {
     }
 
     /// Looks for data that the peer has written without notification.
-    pub(crate) fn look(&self) -> Result<(), String> {
-        self.talk.lock().rings.look().map_err(|broken| broken.to_string())
+    pub(crate) fn check(&self) -> Result<(), String> {
+        self.talk.lock().rings.check().map_err(|broken| broken.to_string())
     }
 
     /// Copies what has come, of a peer that may have been `gone` before that was looked at. `Some(0)` is the end,
@@ -262,7 +262,7 @@ impl QueuePair {
         if !has_room {
             return Ok(());
         }
-        self.say(|rings, work| rings.tell(peer, work))
+        self.with_rings(|rings, work| rings.acknowledge(peer, work))
     }
 
     /// Sends as much as there is room for. `None` if there is no room, or if the peer is `gone` and its last
@@ -284,7 +284,7 @@ impl QueuePair {
         if self.pair.room() < 4 {
             return Ok(None);
         }
-        let bytes = self.say(|rings, work| rings.write(out, peer, work))?;
+        let bytes = self.with_rings(|rings, work| rings.write(out, peer, work))?;
         Ok((bytes > 0).then_some(bytes))
     }
 
@@ -299,12 +299,12 @@ impl QueuePair {
         if self.pair.room() < 1 {
             return Ok(false);
         }
-        self.say(|rings, work| rings.end(peer, work))?;
+        self.with_rings(|rings, work| rings.end(peer, work))?;
         Ok(true)
     }
 
     /// Has done what the rings want.
-    fn say<T>(&self, what: impl FnOnce(&mut Rings, &mut Vec<Work>) -> T) -> Result<T, VerbsError> {
+    fn with_rings<T>(&self, what: impl FnOnce(&mut Rings, &mut Vec<Work>) -> T) -> Result<T, VerbsError> {
         let talk = &mut *self.talk.lock();
         let said = what(&mut talk.rings, &mut talk.work);
         if talk.work.is_empty() {

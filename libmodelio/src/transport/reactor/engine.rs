@@ -58,7 +58,7 @@ impl<D: Driver> Engine<D> {
         loop {
             self.serving.now = Instant::now();
             self.thread.take(&mut inbox);
-            self.hear(&mut inbox);
+            self.take_requests(&mut inbox);
             self.serving.run_timers();
             if let Some(deadline) = self.stop_at
                 && (self.serving.table.len() == 0 || self.serving.now >= deadline)
@@ -82,7 +82,7 @@ impl<D: Driver> Engine<D> {
     }
 
     /// Takes the requests of other threads.
-    fn hear(&mut self, inbox: &mut Inbox) {
+    fn take_requests(&mut self, inbox: &mut Inbox) {
         for arrival in inbox.arrivals.drain(..) {
             if self.stop_at.is_some() { refuse(arrival) } else { self.serving.take(arrival) }
         }

@@ -15,7 +15,7 @@ const LOW_WATER_MIN: usize = 16 << 10;
 const LOW_WATER_MAX: usize = 128 << 10;
 
 /// The shortest interval in which bytes below the low-water mark are looked at.
-const LOOK: Duration = Duration::from_millis(200);
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 /// An outstanding operation on a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ pub(in crate::transport) struct Port {
     /// The socket's SO_RCVLOWAT; `None` if it has none.
     low_water: Option<usize>,
     /// The time when the bytes below it were last looked at.
-    looked: Option<Instant>,
+    checked: Option<Instant>,
 }
 
 impl Port {
@@ -85,7 +85,7 @@ impl Port {
             readiness: None,
             registered: None,
             low_water: Some(1),
-            looked: None,
+            checked: None,
         }
     }
 
@@ -109,12 +109,12 @@ impl Port {
 
     /// How much of the outstanding receive has come, where the low-water mark keeps that from being reported; `None`
     /// where it does not, or that was looked at a moment ago.
-    pub fn look(&mut self, now: Instant) -> Option<usize> {
+    pub fn check(&mut self, now: Instant) -> Option<usize> {
         let hidden = self.receiving == Phase::Outstanding && self.low_water.is_some_and(|bytes| bytes > 1);
-        if !hidden || self.looked.is_some_and(|looked| now < looked + LOOK) {
+        if !hidden || self.checked.is_some_and(|checked| now < checked + CHECK_INTERVAL) {
             return None;
         }
-        self.looked = Some(now);
+        self.checked = Some(now);
         system_calls::waiting(self.fd.as_fd()).ok().map(|waiting| self.got + waiting)
     }
 }

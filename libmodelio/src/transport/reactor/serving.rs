@@ -57,7 +57,7 @@ impl<D: Driver> Serving<D> {
 
     /// A connection was woken, perhaps to be closed.
     pub fn wake(&mut self, state: &ConnectionState) {
-        let (token, close) = state.heard();
+        let (token, close) = state.requested();
         let Some(token) = token else { return };
         match close {
             Some(why) => self.close(token, why),
@@ -87,7 +87,7 @@ impl<D: Driver> Serving<D> {
             Ok(())
         });
         // The connection may have been closed before it was here.
-        let closing = self.table.get(token).and_then(|entry| entry.state().heard().1);
+        let closing = self.table.get(token).and_then(|entry| entry.state().requested().1);
         if let Some(why) = closing {
             self.close(token, why);
             return;
@@ -150,7 +150,7 @@ impl<D: Driver> Serving<D> {
         self.ask(token, |entry, now| {
             match &mut entry.kind {
                 Kind::Stream(stream) => {
-                    if let Some(bytes) = entry.port.look(now) {
+                    if let Some(bytes) = entry.port.check(now) {
                         stream.arriving(bytes);
                     }
                     due = stream.tick(now)?;

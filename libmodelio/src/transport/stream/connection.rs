@@ -122,7 +122,7 @@ impl Connection {
 
 impl ConnectionState {
     /// The serving thread looks: further wake-ups are queued anew.
-    pub fn heard(&self) -> (Option<Token>, Option<Close>) {
+    pub fn requested(&self) -> (Option<Token>, Option<Close>) {
         // Reading the flag that a wake-up found set makes what was written before it seen from here on.
         self.woken.swap(false, Ordering::AcqRel);
         let mut asked = self.asked.lock();

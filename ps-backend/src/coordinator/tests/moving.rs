@@ -25,12 +25,12 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
     bench.commit(A, 1, 1, 2);
     bench.pass(PATIENCE);
     shard_works(&mut bench);
-    assert!(bench.heard_by(A).contains(&(3, Message::Done)));
+    assert!(bench.sent_to(A).contains(&(3, Message::Done)));
     bench.coordinator.hold();
     assert!(!bench.coordinator.is_held());
     assert_eq!(bench.coordinator.held_up_by(), "version 1 waits for the learner(s) b");
     assert!(bench.coordinator.hand_over().is_err());
-    bench.heard_by_partition();
+    bench.sent_to_partition();
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     assert!(
@@ -44,12 +44,12 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
     assert!(bench.coordinator.is_held());
     assert_eq!(bench.coordinator.job().version(), Version(1));
     // The next step is whole, and waits.
-    bench.heard_by_partition();
+    bench.sent_to_partition();
     bench.commit(A, 1, 2, 4);
     bench.pass(PATIENCE);
     bench.commit(B, 2, 2, 4);
     bench.pass(PATIENCE);
-    assert!(bench.heard_by_partition().is_empty());
+    assert!(bench.sent_to_partition().is_empty());
     assert!(bench.coordinator.is_held());
     release(&mut bench);
     assert!(matches!(bench.started().work, Work::Reduce { .. }));
@@ -64,12 +64,12 @@ fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
     bench.coordinator.hold();
     bench.partition(0, Message::Ready { plan: plan.plan });
     bench.partition(plan.plan.0, Message::Done);
-    bench.heard_by_partition();
+    bench.sent_to_partition();
     bench.commit(A, 1, 2, 4);
     for _ in 0..10 {
         bench.pass(PATIENCE);
     }
-    assert!(bench.heard_by_partition().is_empty());
+    assert!(bench.sent_to_partition().is_empty());
     release(&mut bench);
     assert_eq!(bench.started().work, Work::Add { replaces: false });
 }
@@ -80,7 +80,7 @@ fn deadlines_go_on_while_a_job_is_held() {
     bench.coordinator.hold();
     bench.commit(A, 1, 1, 2);
     bench.pass(Now::from_secs(10));
-    let answers = bench.heard_by(A);
+    let answers = bench.sent_to(A);
     let timed_out = |answer: &(u64, Message)| {
         matches!(answer, (3, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))
     };
@@ -97,7 +97,7 @@ fn new_weights_wait_while_a_job_is_held() {
     let mut bench = Bench::new();
     bench.coordinator.hold();
     bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000 });
-    assert!(bench.heard_by_partition().is_empty());
+    assert!(bench.sent_to_partition().is_empty());
     release(&mut bench);
     assert_eq!(bench.started().work, Work::Assign);
 }
@@ -150,7 +150,7 @@ fn a_coordinator_that_is_taken_over_goes_on_with_the_steps_of_each_tensor() {
         let expected = if step == 1 { vec![(2, 1)] } else { vec![(1, 2), (1, 0)] };
         assert_eq!(steps(plan).runs(), expected, "those of both learners together");
         shard_works(&mut bench);
-        bench.heard_by_partition();
+        bench.sent_to_partition();
     }
     bench.coordinator.hold();
     let mut there = taken_over(&bench, 1);
@@ -187,7 +187,7 @@ fn a_coordinator_that_is_taken_over_remembers_all() {
     there.said.clear();
     let leave = Message::Leave { learner: LearnerId(1), reason: libmodelio::transport::LeaveReason::Asked };
     there.client(A, 3, leave);
-    assert_eq!(there.heard_by(A), [(3, Message::Done)], "as the commit was answered");
+    assert_eq!(there.sent_to(A), [(3, Message::Done)], "as the commit was answered");
     assert_eq!(there.coordinator.job().members(there.now).len(), 2);
     // The plan of the commit that waited begins when its time has come, and plans' numbers go on.
     let (plan, partitions) = there.coordinator.running().unwrap();
@@ -221,7 +221,7 @@ proptest! {
             bench.coordinator.client_alive(client, bench.now);
         }
         bench.coordinator.core.taken_over(bench.now);
-        bench.coordinator.told_at = bench.now;
+        bench.coordinator.states_sent_at = bench.now;
         for one in [&mut bench, &mut there] {
             one.coordinator.go_on(one.now, &mut one.said);
             for client in [A, B] {
@@ -256,7 +256,7 @@ fn run(bench: &mut Bench, requests: &mut [u64; 2], steps: &[(u8, usize)]) {
             5 => bench.client(
                 client,
                 0,
-                Message::Heard { request: request.saturating_sub(4), newest: request },
+                Message::AckThrough { request: request.saturating_sub(4), newest: request },
             ),
             6 => bench.pass(Now::from_millis(40)),
             _ => {

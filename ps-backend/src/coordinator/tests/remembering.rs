@@ -9,7 +9,7 @@ fn assign(token: u64) -> Message {
 
 /// The answers to client A.
 fn answers(bench: &mut Bench) -> Vec<(u64, Message)> {
-    bench.heard_by(A).into_iter().filter(|(request, _)| *request > 0).collect()
+    bench.sent_to(A).into_iter().filter(|(request, _)| *request > 0).collect()
 }
 
 /// A shard carries out one plan; returns the work that it was told to start.
@@ -48,7 +48,7 @@ fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_not
     there.client(A, 2, assign(7));
     there.client(A, 3, Message::Join { name: "late".into() });
     assert_eq!(self::answers(&mut there), answers);
-    assert!(there.heard_by_partition().is_empty(), "the weights are written once");
+    assert!(there.sent_to_partition().is_empty(), "the weights are written once");
     assert_eq!(there.coordinator.job().members(there.now).len(), 3);
 }
 
@@ -73,7 +73,7 @@ fn asks_again(bench: &mut Bench) {
         matches!(answer, (2, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))
     };
     assert!(answers.len() == 1 && answers.iter().all(unknown), "{answers:?}");
-    assert!(bench.heard_by_partition().is_empty(), "the weights are written once");
+    assert!(bench.sent_to_partition().is_empty(), "the weights are written once");
     bench.client(A, 3, Message::Join { name: "again".into() });
     assert!(matches!(self::answers(bench)[..], [(3, Message::Joined { .. })]));
 }

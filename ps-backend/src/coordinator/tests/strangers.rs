@@ -12,16 +12,16 @@ fn a_number_that_nobody_has_reached_does_not_make_the_coordinator_deaf() {
     for number in FAR {
         let mut bench = Bench::new();
         bench.client(A, 2, Message::Open { learner: LearnerId(1) });
-        let answers = bench.heard_by(A);
+        let answers = bench.sent_to(A);
         // Neither message changes anything, and both are answered.
         bench.client(A, number, Message::Abort { learner: LearnerId(1) });
         let why = format!("request {number} is too far ahead: the newest of the client is 2");
-        assert_eq!(bench.heard_by(A), [(number, Message::Refused(Refusal::Other(why.clone())))]);
-        bench.client(A, 0, Message::Heard { request: number, newest: number });
+        assert_eq!(bench.sent_to(A), [(number, Message::Refused(Refusal::Other(why.clone())))]);
+        bench.client(A, 0, Message::AckThrough { request: number, newest: number });
         assert_eq!(bench.said, [Action::Close(A, Refusal::Other(why))]);
         bench.said.clear();
         bench.client(A, 2, Message::Open { learner: LearnerId(1) });
-        assert_eq!(bench.heard_by(A), answers, "what was not heard is said again");
+        assert_eq!(bench.sent_to(A), answers, "an unacknowledged answer is sent again");
         bench.commit(A, 1, 1, 3);
         bench.commit(B, 2, 1, 2);
         assert_eq!(bench.started().sources.len(), 2);
@@ -35,12 +35,15 @@ fn a_number_that_is_believed_lasts_no_longer_than_its_connection() {
         let lies: [&[(u64, Message)]; 5] = [
             &[(number, Message::Abort { learner })],
             &[(number, Message::Open { learner: LearnerId(77) })],
-            &[(number, Message::Abort { learner }), (0, Message::Heard { request: number, newest: number })],
             &[
-                (0, Message::Heard { request: 0, newest: number }),
+                (number, Message::Abort { learner }),
+                (0, Message::AckThrough { request: number, newest: number }),
+            ],
+            &[
+                (0, Message::AckThrough { request: 0, newest: number }),
                 (3, Message::Abort { learner: LearnerId(77) }),
             ],
-            &[(0, Message::Heard { request: 2, newest: 0 })],
+            &[(0, Message::AckThrough { request: 2, newest: 0 })],
         ];
         for lie in lies {
             let mut bench = Bench::new();
@@ -51,17 +54,17 @@ fn a_number_that_is_believed_lasts_no_longer_than_its_connection() {
             bench.coordinator.client_down(A, bench.now, &mut bench.said);
             bench.coordinator.client_up(A, bench.now, &mut bench.said).unwrap();
             bench.said.clear();
-            bench.client(A, 0, Message::Heard { request: 1, newest: 2 });
+            bench.client(A, 0, Message::AckThrough { request: 1, newest: 2 });
             bench.client(A, 2, Message::Open { learner });
             assert_eq!(
-                bench.heard_by(A),
+                bench.sent_to(A),
                 [(2, Message::Opened { step: Step(1), staging_lent: false })],
                 "{lie:?}"
             );
             bench.commit(A, 1, 1, 3);
             let opened = Message::Opened { step: Step(1), staging_lent: false };
             assert_eq!(
-                bench.heard_by(A),
+                bench.sent_to(A),
                 [(3, opened)],
                 "it is taken, and the other learner is waited for: {lie:?}"
             );
@@ -78,14 +81,14 @@ fn a_client_that_is_given_up_while_a_stranger_has_its_number_is_heard_when_it_is
     bench.pass(bench.coordinator.job().controls().lease);
     bench.coordinator.client_up(A, bench.now, &mut bench.said).unwrap();
     bench.said.clear();
-    bench.client(A, 0, Message::Heard { request: 1, newest: 2 });
+    bench.client(A, 0, Message::AckThrough { request: 1, newest: 2 });
     let late = |answers: &[(u64, Message)]| {
         matches!(answers, [(_, Message::Refused(Refusal::Shard(ShardError::TimedOut(_))))])
     };
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
-    assert!(late(&bench.heard_by(A)), "it may have been carried out");
+    assert!(late(&bench.sent_to(A)), "it may have been carried out");
     bench.client(A, 3, Message::Join { name: "again".into() });
-    assert_eq!(bench.heard_by(A)[0].1.name(), "Joined");
+    assert_eq!(bench.sent_to(A)[0].1.name(), "Joined");
 }
 
 /// The connection of client A is lost, and somebody connects under its number.
@@ -95,10 +98,10 @@ fn connects_anew(bench: &mut Bench) {
     bench.said.clear();
 }
 
-/// The client itself connects: it has the answers up to `heard`, and has made requests up to `newest`.
-fn client_connects(bench: &mut Bench, heard: u64, newest: u64) {
+/// The client itself connects: it has the answers up to `acked_through`, and has made requests up to `newest`.
+fn client_connects(bench: &mut Bench, acked_through: u64, newest: u64) {
     connects_anew(bench);
-    bench.client(A, 0, Message::Heard { request: heard, newest });
+    bench.client(A, 0, Message::AckThrough { request: acked_through, newest });
 }
 
 #[test]
@@ -112,32 +115,32 @@ fn answers_to_a_stranger_keep_the_client_out_and_its_answers_away_no_longer_than
         for request in from..from + MAX_ANSWERS as u64 {
             bench.client(A, request, Message::Open { learner: LearnerId(77) });
         }
-        assert_eq!(bench.heard_by(A).len(), MAX_ANSWERS);
+        assert_eq!(bench.sent_to(A).len(), MAX_ANSWERS);
         bench.client(A, from + MAX_ANSWERS as u64, Message::Open { learner: LearnerId(77) });
-        let why = Refusal::Other(format!("{MAX_ANSWERS} answers were not heard"));
+        let why = Refusal::Other(format!("{MAX_ANSWERS} answers were not acknowledged"));
         assert_eq!(bench.said, [Action::Close(A, why)]);
         assert_eq!(bench.coordinator.client_count().0, 1, "its connection is over");
         assert!(bench.coordinator.kept().1 <= 2 * MAX_ANSWERS + 1, "one of the other client");
     }
     client_connects(&mut bench, 1, 2);
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
-    assert_eq!(bench.heard_by(A), [opened]);
+    assert_eq!(bench.sent_to(A), [opened]);
     bench.client(A, 3, Message::Join { name: "more".into() });
-    assert_eq!(bench.heard_by(A)[0].1.name(), "Joined");
+    assert_eq!(bench.sent_to(A)[0].1.name(), "Joined");
 }
 
 #[test]
 fn an_answer_that_a_stranger_says_it_has_heard_or_has_not_asked_for_is_given_to_the_client_again() {
-    for (heard, newest) in [(2, 2), (2, 0), (0, 0)] {
+    for (acked_through, newest) in [(2, 2), (2, 0), (0, 0)] {
         let mut bench = Bench::new();
         bench.client(A, 2, Message::Join { name: "more".into() });
-        let joined = bench.heard_by(A);
+        let joined = bench.sent_to(A);
         assert_eq!(joined[0].1.name(), "Joined");
         connects_anew(&mut bench);
-        bench.client(A, 0, Message::Heard { request: heard, newest });
+        bench.client(A, 0, Message::AckThrough { request: acked_through, newest });
         client_connects(&mut bench, 1, 2);
         bench.client(A, 2, Message::Join { name: "more".into() });
-        assert_eq!(bench.heard_by(A), joined, "{heard}, {newest}");
+        assert_eq!(bench.sent_to(A), joined, "{acked_through}, {newest}");
     }
 }
 
@@ -150,7 +153,7 @@ fn a_client_is_not_given_the_answer_to_a_stranger_s_request_of_the_same_number()
     client_connects(&mut bench, 1, 1);
     bench.client(A, 2, Message::Assign { token: 8, blocks: vec![0..4], timeout_ms: 9000 });
     let answers = |bench: &mut Bench| -> Vec<(u64, Message)> {
-        bench.heard_by(A).into_iter().filter(|(request, _)| *request > 0).collect()
+        bench.sent_to(A).into_iter().filter(|(request, _)| *request > 0).collect()
     };
     bench.pass(Now::from_secs(1));
     assert_eq!(answers(&mut bench), [], "the stranger's has timed out");
@@ -170,7 +173,7 @@ fn a_setting_that_was_refused_is_refused_when_it_comes_again_though_it_would_do_
     bench.client(A, 3, set("learners", "3"));
     bench.client(A, 2, set("min_learners", "3"));
     let refused = |answer: &&(u64, Message)| matches!(answer, (2, Message::Refused(Refusal::Control(_))));
-    assert_eq!(bench.heard_by(A).iter().filter(refused).count(), 2);
+    assert_eq!(bench.sent_to(A).iter().filter(refused).count(), 2);
     assert_eq!(bench.coordinator.job().controls().min_learners, 1);
 }
 
@@ -180,16 +183,16 @@ fn a_client_that_connects_anew_and_asks_for_nothing_is_told_what_it_has_said() {
     bench.client(A, MAX_SKIPPED, Message::Open { learner: LearnerId(1) });
     let newest = MAX_SKIPPED + 1000;
     bench.client(A, newest, Message::Open { learner: LearnerId(1) });
-    bench.client(A, 0, Message::Heard { request: newest, newest });
-    for heard in [newest, newest + 5] {
-        client_connects(&mut bench, heard, newest + 5);
+    bench.client(A, 0, Message::AckThrough { request: newest, newest });
+    for acked_through in [newest, newest + 5] {
+        client_connects(&mut bench, acked_through, newest + 5);
         assert_eq!(bench.said, []);
         bench.pass(bench.coordinator.job().controls().lease / 2);
         let told = bench.said.iter().rev().find_map(|action| match action {
-            Action::ToClient(A, 0, Message::State(state)) => Some(state.heard),
+            Action::ToClient(A, 0, Message::State(state)) => Some(state.acked_through),
             _ => None,
         });
-        assert_eq!(told, Some(Some(heard)));
+        assert_eq!(told, Some(Some(acked_through)));
         bench.said.clear();
     }
 }
@@ -201,10 +204,10 @@ fn what_a_client_asks_after_it_is_back_is_carried_out_once_also_where_a_stranger
     bench.pass(bench.coordinator.job().controls().lease);
     client_connects(&mut bench, 1, 2);
     bench.client(A, 3, Message::Join { name: "again".into() });
-    let joined = bench.heard_by(A);
+    let joined = bench.sent_to(A);
     client_connects(&mut bench, 2, 3);
     bench.client(A, 3, Message::Join { name: "again".into() });
-    assert_eq!(bench.heard_by(A), joined, "the same answer");
+    assert_eq!(bench.sent_to(A), joined, "the same answer");
     assert_eq!(joined[0].1.name(), "Joined");
 }
 
@@ -217,9 +220,9 @@ fn answers_that_nobody_hears_keep_no_client_out_and_refusals_are_kept_in_short()
         assert!(!full, "{id}");
         let setting = Message::SetControl { name: "momentum".into(), value: "9".repeat(1 << 10) };
         bench.client(id, 1, setting.clone());
-        let once = bench.heard_by(id);
+        let once = bench.sent_to(id);
         bench.client(id, 1, setting);
-        let (once, again) = (format!("{once:?}"), format!("{:?}", bench.heard_by(id)));
+        let (once, again) = (format!("{once:?}"), format!("{:?}", bench.sent_to(id)));
         assert!(once.len() > 1000 && (100..200).contains(&again.len()), "{again}");
         bench.client(id, 2, Message::Open { learner: LearnerId(77) });
         bench.coordinator.client_down(id, bench.now, &mut bench.said);
@@ -233,7 +236,7 @@ fn answers_that_nobody_hears_keep_no_client_out_and_refusals_are_kept_in_short()
 #[test]
 fn requests_that_were_given_up_before_they_came_stop_no_later_one() {
     let mut bench = Bench::new();
-    bench.client(A, 0, Message::Heard { request: 1000, newest: 1000 });
+    bench.client(A, 0, Message::AckThrough { request: 1000, newest: 1000 });
     assert_eq!(bench.said, []);
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
@@ -251,9 +254,9 @@ fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
     // An answer about another plan, or about one whose turn has not come there: the order is repeated.
     bench.partition(77, past(PlanId(77), PlanId(99)));
     bench.partition(plan.plan.0, past(plan.plan, PlanId(plan.plan.0 - 1)));
-    assert_eq!(bench.heard_by_partition(), []);
+    assert_eq!(bench.sent_to_partition(), []);
     bench.partition(plan.plan.0, past(plan.plan, plan.plan));
-    assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
+    assert_eq!(bench.sent_to_partition(), [Message::Drop { plan: plan.plan }]);
     bench.partition(plan.plan.0, Message::Done);
     let next = bench.started();
     assert_eq!(next, libmodelio::wire::Plan { plan: PlanId(plan.plan.0 + 1), ..plan });
@@ -302,11 +305,11 @@ fn a_shard_that_comes_back_hears_which_plan_is_meant_before_what_becomes_of_it()
     let plan = bench.started();
     assert_eq!(bench.coordinator.over(), PlanId(0));
     bench.partition(0, Message::Ready { plan: plan.plan });
-    assert_eq!(bench.heard_by_partition(), [Message::Conclude { plan: plan.plan }]);
+    assert_eq!(bench.sent_to_partition(), [Message::Conclude { plan: plan.plan }]);
     assert_eq!(bench.coordinator.over(), plan.plan);
     bench.coordinator.partition_up(0, &mut bench.said);
     let both = [Message::Start(Box::new(plan.clone())), Message::Conclude { plan: plan.plan }];
-    assert_eq!(bench.heard_by_partition(), both);
+    assert_eq!(bench.sent_to_partition(), both);
     bench.pass(Now::from_millis(600));
-    assert_eq!(bench.heard_by_partition(), both);
+    assert_eq!(bench.sent_to_partition(), both);
 }

@@ -59,7 +59,7 @@ struct Connection {
     fetches: Fetches<u32, Slot>,
     /// The device is at work on these.
     under_way: VecDeque<(u32, Option<Slot>)>,
-    landed: Vec<u32>,
+    reduced: Vec<u32>,
     reads: HashMap<u32, usize>,
     woken: bool,
     waits_for_core: bool,
@@ -88,7 +88,7 @@ struct Sides<'a> {
     direct: bool,
     turns: &'a RefCell<Turns>,
     under_way: &'a mut VecDeque<(u32, Option<Slot>)>,
-    landed: &'a mut Vec<u32>,
+    reduced: &'a mut Vec<u32>,
     reads: &'a mut HashMap<u32, usize>,
     waits_for_core: &'a mut bool,
     waits_for_slot: &'a mut bool,
@@ -110,7 +110,7 @@ impl Edge<u32, Slot> for Sides<'_> {
     type Error = std::convert::Infallible;
 
     fn turn(&mut self, &block: &u32) -> Result<Turn, Self::Error> {
-        Ok(match self.core.look(self.client, PLAN, block, false) {
+        Ok(match self.core.peek(self.client, PLAN, block, false) {
             Placement::Later => {
                 *self.waits_for_core = true;
                 Turn::Later
@@ -121,11 +121,11 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn is_due(&mut self, &block: &u32) -> bool {
-        let placement = self.core.look(self.client, PLAN, block, false);
+        let placement = self.core.peek(self.client, PLAN, block, false);
         matches!(placement, Placement::Ready(_))
     }
 
-    fn land(&mut self, &block: &u32, _: &Slot) -> Result<bool, Self::Error> {
+    fn reduce_fetched(&mut self, &block: &u32, _: &Slot) -> Result<bool, Self::Error> {
         match self.core.reserve(self.client, PLAN, block, false) {
             Placement::Later => {
                 *self.waits_for_core = true;
@@ -141,11 +141,11 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn over(&mut self, block: u32) {
-        self.landed.push(block);
+        self.reduced.push(block);
     }
 
     fn fetch_direct(&mut self, &block: &u32) -> Result<bool, Self::Error> {
-        let placement = self.core.look(self.client, PLAN, block, false);
+        let placement = self.core.peek(self.client, PLAN, block, false);
         let is_first = matches!(placement, Placement::Ready(Place { first: true, last: false, .. }));
         if !self.direct || !is_first {
             return Ok(false);
@@ -212,7 +212,7 @@ impl World {
                             .collect(),
                         fetches: Fetches::default(),
                         under_way: VecDeque::new(),
-                        landed: Vec::new(),
+                        reduced: Vec::new(),
                         reads: HashMap::new(),
                         woken: false,
                         waits_for_core: false,
@@ -257,7 +257,7 @@ impl World {
             direct: self.direct,
             turns: &self.turns,
             under_way: &mut connection.under_way,
-            landed: &mut connection.landed,
+            reduced: &mut connection.reduced,
             reads: &mut connection.reads,
             waits_for_core: &mut connection.waits_for_core,
             waits_for_slot: &mut connection.waits_for_slot,
@@ -330,7 +330,7 @@ impl World {
             let Connection { model, client, .. } = connection;
             let what = format!("connection {who}, of {client:?} of model {model}");
             assert!(connection.to_name.is_empty() && connection.fetches.is_empty(), "{what} is not through");
-            assert!(connection.landed.is_sorted(), "{what}: {:?}", connection.landed);
+            assert!(connection.reduced.is_sorted(), "{what}: {:?}", connection.reduced);
             // In vain once at most.
             assert!(connection.reads.values().all(|&reads| reads <= 2), "{what}: {:?}", connection.reads);
         }
@@ -433,12 +433,12 @@ fn what_is_fetched_direct_takes_no_slot_and_waits_for_nobody() {
         name(&mut world, 0, block);
     }
     assert_eq!(world.connections[0].under_way.len(), 3);
-    for landed in 1..=3 {
+    for reduced in 1..=3 {
         let what = world.connections[0].under_way.pop_front().expect("a fetch");
         world.came(0, what);
         world.again(0);
-        assert_eq!(world.connections[0].landed.len(), landed);
-        assert_eq!(world.cores[0].running(), Some((PLAN, 6 - landed as u64)));
+        assert_eq!(world.connections[0].reduced.len(), reduced);
+        assert_eq!(world.cores[0].running(), Some((PLAN, 6 - reduced as u64)));
     }
     assert!(world.connections[1].woken);
     // It needs a slot: it makes the version.
@@ -470,7 +470,7 @@ fn what_waits_keeps_its_slots_until_another_is_short() {
     for _ in 0..3 {
         world.again(1);
     }
-    assert_eq!((world.slots.count_free(), &world.connections[1].landed[..]), (0, &[][..]));
+    assert_eq!((world.slots.count_free(), &world.connections[1].reduced[..]), (0, &[][..]));
     // The wait ends when the first comes.
     name(&mut world, 0);
     assert!(world.connections[1].woken);
@@ -486,9 +486,9 @@ fn what_waits_keeps_its_slots_until_another_is_short() {
     world.again(1);
     assert!(world.connections[1].under_way.is_empty());
     come(&mut world, 0);
-    assert_eq!(world.connections[0].landed, [0, 1]);
+    assert_eq!(world.connections[0].reduced, [0, 1]);
     come(&mut world, 0);
-    assert_eq!(world.connections[0].landed, [0, 1, 2, 3]);
+    assert_eq!(world.connections[0].reduced, [0, 1, 2, 3]);
     world.again(1);
     assert_eq!(world.connections[1].under_way.len(), 2);
 }

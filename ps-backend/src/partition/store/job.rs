@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use super::sums::Sums;
 use super::{PartitionError, PartitionWork, Payload, check_payload};
 use crate::region_store::accumulator::is_direct;
-use crate::region_store::{Making, Term, Written};
+use crate::region_store::{Term, VersionBuilder, Written};
 
 /// A thread is at work on the block.
 const CLAIMED: u8 = 1;
@@ -33,7 +33,7 @@ pub struct PartitionJob {
     tally: Arc<Tally>,
     work: PartitionWork,
     /// The old and the new version, if one is made.
-    making: Option<Making>,
+    builder: Option<VersionBuilder>,
     check: bool,
     blocks: Box<[AtomicU8]>,
     over: AtomicBool,
@@ -47,7 +47,7 @@ pub(super) struct Alive;
 
 /// A payload of a block.
 #[derive(Clone, Copy, Debug)]
-pub struct Part<'a> {
+pub struct BlockInput<'a> {
     /// The whole block.
     pub payload: Payload<'a>,
     /// With `assign`, what of it counts, if that is not all.
@@ -84,7 +84,7 @@ impl PartitionJob {
         layout: Arc<ModelLayout>,
         (sums, tally): (Arc<Sums>, Arc<Tally>),
         work: PartitionWork,
-        making: Option<Making>,
+        builder: Option<VersionBuilder>,
         check: bool,
     ) -> PartitionJob {
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
@@ -93,7 +93,7 @@ impl PartitionJob {
             sums,
             tally,
             work,
-            making,
+            builder,
             check,
             blocks,
             over: AtomicBool::new(false),
@@ -181,7 +181,7 @@ impl PartitionJob {
                 (Combine::Last, Payload::Plain(bytes), Some(written)) => {
                     open.overlay(&self.layout, block, bytes, written)
                 }
-                _ => open.fold(&self.layout, block, payload, !claim.holds(), combine),
+                _ => open.accumulate(&self.layout, block, payload, !claim.holds(), combine),
             }
         };
         if combine == Combine::Last {
@@ -196,7 +196,7 @@ impl PartitionJob {
     ///
     /// # Errors
     /// The errors of [`Self::add`].
-    pub fn add_all(&self, block: BlockId, parts: &[Part<'_>]) -> Result<Option<usize>, PartitionError> {
+    pub fn add_all(&self, block: BlockId, parts: &[BlockInput<'_>]) -> Result<Option<usize>, PartitionError> {
         if self.replaces() || parts.len() < 2 {
             for (index, part) in parts.iter().enumerate() {
                 if !self.add_written(block, part.payload, part.written)? && part.check {
@@ -213,7 +213,8 @@ impl PartitionJob {
         let payloads: SmallVec<[_; INLINE]> =
             parts.iter().map(|part| (part.payload, part.check && self.check)).collect();
         // SAFETY: the block is claimed, and payloads are as long as they should be.
-        let bad = unsafe { self.sums.open(block).fold_all(&self.layout, block, &payloads, !claim.holds()) };
+        let bad =
+            unsafe { self.sums.open(block).accumulate_all(&self.layout, block, &payloads, !claim.holds()) };
         claim.set(HELD);
         Ok(bad)
     }
@@ -226,7 +227,7 @@ impl PartitionJob {
     /// # Errors
     /// [`PartitionError::AddsOnly`], and the errors of [`Self::add`].
     pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartitionError> {
-        let part = last.map(|payload| Part { payload, written: None, check: true });
+        let part = last.map(|payload| BlockInput { payload, written: None, check: true });
         Ok(self.finish_all(block, part.as_slice())?.is_none())
     }
 
@@ -235,13 +236,17 @@ impl PartitionJob {
     ///
     /// # Errors
     /// The errors of [`Self::finish`].
-    pub fn finish_all(&self, block: BlockId, parts: &[Part<'_>]) -> Result<Option<usize>, PartitionError> {
-        let making = self.making().ok_or(PartitionError::AddsOnly)?;
+    pub fn finish_all(
+        &self,
+        block: BlockId,
+        parts: &[BlockInput<'_>],
+    ) -> Result<Option<usize>, PartitionError> {
+        let builder = self.builder().ok_or(PartitionError::AddsOnly)?;
         for part in parts {
             check_payload(&self.layout, block, part.payload)?;
         }
         let PartitionWork::Reduce { step, .. } = &self.work else {
-            let finite = self.assign(making, block, parts.last().map(|part| part.payload))?;
+            let finite = self.assign(builder, block, parts.last().map(|part| part.payload))?;
             return Ok((!finite).then(|| parts.len().saturating_sub(1)));
         };
         let claim = self.claim(block)?;
@@ -261,7 +266,7 @@ impl PartitionJob {
         let sent = parts.iter().map(|part| Term::Sent(part.payload));
         let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
         // SAFETY: the block is claimed, and with it its sums; payloads are as long as they should be.
-        if !unsafe { making.block(block, step, &terms, &written) } {
+        if !unsafe { builder.block(block, step, &terms, &written) } {
             if self.check && parts.iter().any(|part| part.check) {
                 // Memory that others can write, too, may change while it is read. So a copy is checked, and
                 // if it is good, the copy counts.
@@ -279,9 +284,9 @@ impl PartitionJob {
                 let sent = (0..parts.len()).map(|index| Term::Sent(copied(index)));
                 let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
                 // SAFETY: as above; the copies are nobody else's.
-                unsafe { making.block(block, step, &terms, &written) };
+                unsafe { builder.block(block, step, &terms, &written) };
             }
-            making.approve(block);
+            builder.approve(block);
         }
         claim.set(FINISHED);
         Ok(None)
@@ -290,7 +295,7 @@ impl PartitionJob {
     /// Gives `block` its new values, or none.
     fn assign(
         &self,
-        making: &Making,
+        builder: &VersionBuilder,
         block: BlockId,
         values: Option<Payload<'_>>,
     ) -> Result<bool, PartitionError> {
@@ -299,7 +304,7 @@ impl PartitionJob {
         }
         let claim = self.claim(block)?;
         // SAFETY: the block is claimed; a plain payload is as long as the block.
-        let finite = unsafe { making.assign(block, values.map(Payload::bytes)) };
+        let finite = unsafe { builder.assign(block, values.map(Payload::bytes)) };
         if finite {
             claim.set(FINISHED);
         }
@@ -312,8 +317,8 @@ impl PartitionJob {
     }
 
     /// The version that it makes, if it makes one.
-    pub(super) fn making(&self) -> Option<&Making> {
-        self.making.as_ref()
+    pub(super) fn builder(&self) -> Option<&VersionBuilder> {
+        self.builder.as_ref()
     }
 
     pub(super) fn alive(&self) -> &Arc<Alive> {

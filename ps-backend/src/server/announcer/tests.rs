@@ -28,7 +28,7 @@ fn who_asks_how_a_shard_is_and_its_announcer_do_not_wait_for_each_other() {
     let (done, both) = channel();
     let (announcer, announced) = (Arc::clone(&server.shared), done.clone());
     std::thread::spawn(move || {
-        let outcome = (0..TIMES).try_for_each(|_| announcer.tell_registry());
+        let outcome = (0..TIMES).try_for_each(|_| announcer.report_to_registry());
         announced.send(outcome.is_ok()).unwrap();
     });
     let asker = Arc::clone(&server.shared);

@@ -72,7 +72,7 @@ impl Moves {
         self.known.lock().progress.clone()
     }
 
-    pub(in crate::server) fn tell(&self, progress: Option<Progress>) {
+    pub(in crate::server) fn report(&self, progress: Option<Progress>) {
         self.known.lock().progress = progress;
     }
 }

@@ -11,7 +11,7 @@ use libmodelio::wire::Refusal;
 use super::Coordinator;
 use crate::coordinator::TakeOverError;
 use crate::core::JobRecord;
-use crate::server::whereabouts::Whereabouts;
+use crate::server::redirect::Redirect;
 
 impl Coordinator {
     /// Which life of the model, and under which block map.
@@ -83,7 +83,7 @@ impl Coordinator {
     }
 
     /// Another block map is in force, and another coordinator: all who are connected are told.
-    pub(in crate::server) fn retire(&self, to: &Whereabouts) {
+    pub(in crate::server) fn retire(&self, to: &Redirect) {
         if self.moved.set(to.clone()).is_err() {
             return;
         }
@@ -96,7 +96,7 @@ impl Coordinator {
     }
 
     /// Where the model is now, if it has moved.
-    pub(in crate::server) fn moved(&self) -> Option<&Whereabouts> {
+    pub(in crate::server) fn moved(&self) -> Option<&Redirect> {
         self.moved.get()
     }
 }

@@ -30,7 +30,7 @@ enum Place {
 }
 
 /// A shard of the model on the network.
-pub(super) struct Remote {
+pub(super) struct RemoteShard {
     pub shard: ShardId,
     pub link: Mutex<Option<Link>>,
     /// A connection exists or is on its way.
@@ -68,12 +68,12 @@ impl Pauses {
     }
 }
 
-impl Remote {
+impl RemoteShard {
     /// The shard of this number; if it is among the `known` ones its blocks are there.
-    pub(super) fn new(shard: ShardId, known: &[ShardRecord], now: Duration) -> Remote {
+    pub(super) fn new(shard: ShardId, known: &[ShardRecord], now: Duration) -> RemoteShard {
         let known = known.iter().find(|record| record.shard == shard);
         let place = known.map_or(Place::Unknown, |record| Place::Found(record.address.clone()));
-        Remote {
+        RemoteShard {
             shard,
             link: Mutex::new(None),
             busy: AtomicBool::new(false),
@@ -149,13 +149,13 @@ impl Remote {
 
 impl Coordinator {
     /// Connects, which may take a while unless the shard is at hand.
-    pub(super) fn connect(&self, index: usize, remote: &Arc<Remote>) {
+    pub(super) fn connect(&self, index: usize, remote: &Arc<RemoteShard>) {
         if let Err(why) = self.try_connect(index, remote) {
             remote.is_lost(why, self.now());
         }
     }
 
-    fn try_connect(&self, index: usize, remote: &Arc<Remote>) -> Result<(), String> {
+    fn try_connect(&self, index: usize, remote: &Arc<RemoteShard>) -> Result<(), String> {
         const PATIENCE: Duration = Duration::from_secs(5);
         let network = self.network.as_ref().ok_or("the model has no shards elsewhere")?;
         let address = remote.find(|shard| (network.resolve)(shard))?;
@@ -184,7 +184,7 @@ struct ToPartition {
     /// Where it was connected to.
     address: String,
     index: usize,
-    remote: Arc<Remote>,
+    remote: Arc<RemoteShard>,
     link: Link,
     silence: Option<Duration>,
 }
@@ -220,7 +220,7 @@ impl Conversation for ToPartition {
                     if let Err(why) = self.remote.has_not(&self.address) {
                         return Err(Close::Asked(why.into()));
                     }
-                    self.coordinator.partition_says(self.index, 0, received.message.clone());
+                    self.coordinator.from_partition(self.index, 0, received.message.clone());
                 }
                 return Err(Close::Asked(refusal.to_string().into()));
             }
@@ -235,7 +235,7 @@ impl Conversation for ToPartition {
                 if let Message::Refused(refusal @ Refusal::Plan { .. }) = message {
                     tracing::debug!(model = %self.coordinator.model, shard = %self.remote.shard, "{refusal}");
                 }
-                self.coordinator.partition_says(self.index, received.header.request(), message.clone());
+                self.coordinator.from_partition(self.index, received.header.request(), message.clone());
             }
         }
         Ok(Take::Nothing)

@@ -21,7 +21,7 @@ use crate::server::shared::Shared;
 const ASK_AFTER: Duration = Duration::from_secs(5);
 const ASK_AGAIN: Duration = Duration::from_secs(2);
 /// How soon it is seen that nobody needs it any more.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 impl Shared {
     /// Takes the memory of a partition that is to be. Takes time.
@@ -126,7 +126,7 @@ fn keep(adopting: &Arc<Adopting>, shared: &std::sync::Weak<Shared>) {
     let filled = Instant::now();
     let mut asked = filled;
     while !adopting.is_over() {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(CHECK_INTERVAL);
         let Some(shared) = shared.upgrade().filter(|shared| !shared.is_stopping()) else { return };
         if filled.elapsed() < ASK_AFTER || asked.elapsed() < ASK_AGAIN {
             continue;

@@ -16,12 +16,12 @@ use parking_lot::MutexGuard;
 
 use crate::moving::{Action, Job, Looked, MoveCore, PIECE, PROMPT, Plan, Put, Sight, Tell, Told};
 use crate::server::coordinator::{Coordinator, MAX_MOVES, Moving};
-use crate::server::line::Line;
+use crate::server::peer_shard::PeerShard;
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
 
 /// How often it is looked whether the process, or the model, ends.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// How often it is looked whether another move is over, or this one is to be stopped.
 const TURN: Duration = Duration::from_millis(20);
 
@@ -36,7 +36,7 @@ struct Mover<'a> {
     coordinator: &'a Arc<Coordinator>,
     plan: Arc<Plan>,
     attempt: u64,
-    lines: BTreeMap<ShardId, Arc<Line>>,
+    peers: BTreeMap<ShardId, Arc<PeerShard>>,
     /// The coordinator's, once it is frozen, and what time it was there.
     state: Arc<[u8]>,
     frozen_at: Duration,
@@ -104,13 +104,13 @@ fn run(
     let (events, told) = channel();
     let (attempt, plan) = (plan.0, Arc::new(plan.1));
     let records = plan.owners.iter().chain([&plan.leaving]);
-    let lines = records.map(|record| (record.shard, Arc::new(Line::new(record)))).collect();
+    let peers = records.map(|record| (record.shard, Arc::new(PeerShard::new(record)))).collect();
     let mover = Mover {
         shared,
         coordinator,
         plan,
         attempt,
-        lines,
+        peers,
         state: Arc::default(),
         frozen_at: Duration::ZERO,
         events,
@@ -183,11 +183,13 @@ impl Mover<'_> {
                 return;
             }
             if self.asker.is_some() {
-                self.coordinator.moves.tell(Some(core.progress()));
+                self.coordinator.moves.report(Some(core.progress()));
             }
             let now = self.coordinator.now();
-            let pause = core.next_deadline(now).saturating_sub(now).clamp(Duration::from_millis(1), LOOK);
-            let event = told.recv_timeout(pause.min(if self.asker.is_some() { TURN } else { LOOK }));
+            let pause =
+                core.next_deadline(now).saturating_sub(now).clamp(Duration::from_millis(1), CHECK_INTERVAL);
+            let event =
+                told.recv_timeout(pause.min(if self.asker.is_some() { TURN } else { CHECK_INTERVAL }));
             let now = self.coordinator.now();
             if let Ok(Event::Answered(number, answer)) = event {
                 core.answered(number, answer, now, &mut actions);
@@ -223,7 +225,7 @@ impl Mover<'_> {
                 self.coordinator.release();
             }
             Action::Put { restores } => {
-                self.coordinator.moves.tell(Some(core.progress()));
+                self.coordinator.moves.report(Some(core.progress()));
                 let request = match restores {
                     false => RegistryRequest::Put { replaces: Some(self.plan.before.epoch) },
                     true => RegistryRequest::Restore { shards: self.plan.owners.clone() },
@@ -243,7 +245,7 @@ impl Mover<'_> {
     fn finished(&mut self, outcome: Result<(), Refusal>) {
         let Some((moving, answer)) = self.asker.take() else { return };
         let off = moving.off();
-        self.coordinator.moves.tell(None);
+        self.coordinator.moves.report(None);
         self.alone = None;
         match &outcome {
             Ok(()) => tracing::info!(model = %self.coordinator.model, %off, "moved"),
@@ -278,11 +280,11 @@ impl Mover<'_> {
     }
 
     fn tell(&self, number: u64, shard: ShardId, what: Tell, within: Duration) {
-        let Some(line) = self.lines.get(&shard).map(Arc::clone) else { return };
+        let Some(peer) = self.peers.get(&shard).map(Arc::clone) else { return };
         let ((message, payload), shared) = (self.message(what), Arc::clone(self.shared));
         let events = self.events.clone();
         let asks = move || {
-            let answer = line.request(&shared, &message, payload.bytes(), within).and_then(told);
+            let answer = peer.request(&shared, &message, payload.bytes(), within).and_then(told);
             if what == Tell::Delete
                 && let Err(why) = &answer
             {

@@ -3,8 +3,8 @@
 use libmodelio::wire::{Moved, Refusal};
 
 use crate::server::coordinator::Begins;
+use crate::server::redirect::Redirect;
 use crate::server::shared::{Model, Shared};
-use crate::server::whereabouts::Whereabouts;
 
 impl Shared {
     /// Another block map is in force. Nothing happens the second time.
@@ -12,7 +12,7 @@ impl Shared {
         let moved = Moved::decode(payload).map_err(Refusal::other)?;
         let Moved { record, shards } = moved;
         let (name, generation, epoch) = (record.name.clone(), record.generation, record.epoch);
-        let to = Whereabouts { generation, epoch, payload: payload.into() };
+        let to = Redirect { generation, epoch, payload: payload.into() };
         let me = *self.shard.lock();
         let owns = record.owners.iter().any(|(owner, _)| *owner == me);
         if shards.iter().any(|shard| shard.shard == me && shard.draining) {
@@ -66,8 +66,8 @@ impl Shared {
                     }
                     _ => None,
                 };
-                let whereabouts = Some(to.clone());
-                let model = Model { generation, record, partition, coordinator, whereabouts, begins: None };
+                let redirect = Some(to.clone());
+                let model = Model { generation, record, partition, coordinator, redirect, begins: None };
                 let before = models.insert(name.clone(), model);
                 self.gone.is_back(&name);
                 self.adopting.take_out(generation);

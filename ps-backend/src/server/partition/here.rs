@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use libmodelio::transport::local::{End, Pushed, SharedBlock, SharedPayload, Word};
+use libmodelio::transport::local::{End, Mail, Pushed, SharedBlock, SharedPayload};
 use libmodelio::vocabulary::ids::Version;
 use smallvec::SmallVec;
 
 use super::Partition;
 use super::reservation::{INLINE, Reserved, Room, Sender};
-use crate::partition::store::{Limits, Part, Payload, PinnedVersion};
+use crate::partition::store::{BlockInput, Limits, Payload, PinnedVersion};
 
 /// A client in this process, as its partition sees it.
 #[derive(Debug)]
@@ -37,12 +37,12 @@ impl Partition {
         };
         let parts = payloads.iter().map(|of| {
             let SharedPayload { bytes, written, check } = *of;
-            Part { payload: Payload::Plain(bytes), written, check }
+            BlockInput { payload: Payload::Plain(bytes), written, check }
         });
-        let parts: SmallVec<[Part<'_>; INLINE]> = parts.collect();
+        let parts: SmallVec<[BlockInput<'_>; INLINE]> = parts.collect();
         // The coordinator hears whose it is.
-        let told = payloads.len() == 1 && !is_own;
-        reservation.complete_with(&parts, told, stands).unwrap_or_else(|error| {
+        let is_reported = payloads.len() == 1 && !is_own;
+        reservation.complete_with(&parts, is_reported, stands).unwrap_or_else(|error| {
             tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");
             Pushed::Unwanted
         })
@@ -63,7 +63,7 @@ impl Partition {
     /// Tells the coordinator whether the next version has a buffer, if it does not know. Returns whether it has one.
     pub(in crate::server) fn find_buffer(&self) -> bool {
         let mut state = self.state.lock();
-        let ready = state.say_buffer(&self.store);
+        let ready = state.report_buffer(&self.store);
         let mailbox = state.mailbox();
         drop(state);
         if let Some(mailbox) = mailbox {
@@ -75,12 +75,12 @@ impl Partition {
 
 impl super::State {
     /// As [`Partition::find_buffer`]; the mailbox is to be drained.
-    pub(super) fn say_buffer(&mut self, store: &crate::partition::store::PartitionStore) -> bool {
+    pub(super) fn report_buffer(&mut self, store: &crate::partition::store::PartitionStore) -> bool {
         let ready = store.find_buffer();
         if std::mem::replace(&mut self.here.has_buffer, ready) != ready
             && let Some(mailbox) = self.mailbox()
         {
-            mailbox.put(End::Partition, End::Coordinator, Word::Buffer(ready));
+            mailbox.put(End::Partition, End::Coordinator, Mail::Buffer(ready));
         }
         ready
     }
@@ -90,7 +90,7 @@ impl super::State {
         if std::mem::take(&mut self.here.waits)
             && let Some(mailbox) = self.mailbox()
         {
-            mailbox.put(End::Partition, End::Client, Word::GoOn);
+            mailbox.put(End::Partition, End::Client, Mail::Retry);
         }
     }
 }

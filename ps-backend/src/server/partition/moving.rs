@@ -8,7 +8,7 @@ use libmodelio::wire::{Kept, ModelRecord, Refusal};
 
 use super::Partition;
 use crate::partition::core::PartitionCore;
-use crate::server::whereabouts::Whereabouts;
+use crate::server::redirect::Redirect;
 
 impl Partition {
     /// The same blocks in the same memory, under another block map.
@@ -45,7 +45,7 @@ impl Partition {
     }
 
     /// Another block map is in force: all who are connected are told, and nothing is taken any more.
-    pub(in crate::server) fn has_moved(&self, to: &Whereabouts) {
+    pub(in crate::server) fn has_moved(&self, to: &Redirect) {
         if self.moved.set(to.clone()).is_err() {
             return;
         }
@@ -64,7 +64,7 @@ impl Partition {
     }
 
     /// Where the model is now, if it has moved.
-    pub(in crate::server) fn moved(&self) -> Option<&Whereabouts> {
+    pub(in crate::server) fn moved(&self) -> Option<&Redirect> {
         self.moved.get()
     }
 }

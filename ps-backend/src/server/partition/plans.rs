@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::transport::ShardError;
 use libmodelio::transport::frames::Link;
-use libmodelio::transport::local::{End, Hears, Word};
+use libmodelio::transport::local::{End, Mail, Recipient};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Combine;
@@ -35,9 +35,9 @@ impl From<core::PartitionError> for Refusal {
 }
 
 /// Orders of the coordinator in this process.
-impl Hears for Partition {
-    fn hears(self: Arc<Partition>, from: End, word: Word) {
-        if let (End::Coordinator, Word::Says(request, message)) = (from, word) {
+impl Recipient for Partition {
+    fn receive(self: Arc<Partition>, from: End, mail: Mail) {
+        if let (End::Coordinator, Mail::Message(request, message)) = (from, mail) {
             self.from_coordinator(request, message, None);
         }
     }
@@ -82,7 +82,7 @@ impl Partition {
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };
         if let Err(refusal) = outcome {
-            state.say(self.epoch, request, Message::Refused(refusal));
+            state.send(self.epoch, request, Message::Refused(refusal));
         }
         self.act(state, actions);
     }
@@ -166,23 +166,23 @@ impl Partition {
                 }
                 // Its job knows since the start was taken.
                 Action::Sealed(_) => {}
-                Action::Ready(plan) => state.say(self.epoch, 0, Message::Ready { plan }),
+                Action::Ready(plan) => state.send(self.epoch, 0, Message::Ready { plan }),
                 Action::NonFinite { plan, client, block } => {
                     let block = self.store.partition().global(BlockId(block)).unwrap_or_default();
-                    state.say(self.epoch, 0, Message::NonFinitePayload { plan, client, block });
+                    state.send(self.epoch, 0, Message::NonFinitePayload { plan, client, block });
                 }
-                Action::Torn(plan) => state.say(self.epoch, 0, Message::Torn { plan }),
-                Action::Done(plan) => state.say(self.epoch, plan.0, Message::Done),
+                Action::Torn(plan) => state.send(self.epoch, 0, Message::Torn { plan }),
+                Action::Done(plan) => state.send(self.epoch, plan.0, Message::Done),
                 Action::Conclude(plan, kind) => {
                     state.kept.clear();
                     if let Err(error) = self.conclude(&mut state, plan, &mut jobs) {
                         tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
-                        state.say(self.epoch, plan.0, Message::Refused(lost.into()));
+                        state.send(self.epoch, plan.0, Message::Refused(lost.into()));
                     } else if kind != core::Kind::Add && self.has_client_here {
                         // The answer that follows says so, unless something else is said before.
                         state.here.has_buffer = true;
-                        state.say_buffer(&self.store);
+                        state.report_buffer(&self.store);
                     }
                 }
                 Action::Void(plan) => {
@@ -249,7 +249,7 @@ impl Partition {
         tracing::error!(model = %self.model, %plan, %error, "cannot begin");
         let lost = ShardError::Lost(format!("plan {plan} cannot begin: {error}"));
         let state = self.state.lock();
-        state.say(self.epoch, plan.0, Message::Refused(lost.into()));
+        state.send(self.epoch, plan.0, Message::Refused(lost.into()));
         let mailbox = state.mailbox();
         drop(state);
         if let Some(mailbox) = mailbox {

@@ -22,8 +22,8 @@ use super::{Partition, State};
 use crate::partition::core::{Outcome, Place, Placement};
 #[cfg(feature = "rdma")]
 use crate::partition::fetches::Turn;
-use crate::partition::store::{self, Part, PartitionError, PartitionJob, PartitionWork, Payload};
-use crate::partition::unheard::Unheard;
+use crate::partition::store::{self, BlockInput, PartitionError, PartitionJob, PartitionWork, Payload};
+use crate::partition::unknown_plan::UnknownPlan;
 pub(super) use kept::AllKept;
 pub(in crate::server) use kept::Lent;
 use kept::{Kept, Other, Together};
@@ -37,23 +37,23 @@ pub(in crate::server) struct Sender {
     /// Its connection; none of the client in this process.
     link: Option<Link>,
     /// Plans that it waits for, and nothing else.
-    unheard: Unheard,
+    unknown_plan: UnknownPlan,
 }
 
 impl Sender {
     /// A client, over one of its connections.
     pub(in crate::server) fn over(link: &Link, client: ClientId) -> Sender {
-        Sender { client, link: Some(link.clone()), unheard: Unheard::default() }
+        Sender { client, link: Some(link.clone()), unknown_plan: UnknownPlan::default() }
     }
 
     /// The client in this process.
     pub(super) fn here(client: ClientId) -> Sender {
-        Sender { client, link: None, unheard: Unheard::default() }
+        Sender { client, link: None, unknown_plan: UnknownPlan::default() }
     }
 
     /// When what waits for word of a plan is to be looked at again, if anything does.
     pub(in crate::server) fn until(&self, now: Instant) -> Option<Instant> {
-        self.unheard.until(now)
+        self.unknown_plan.until(now)
     }
 
     /// Ends its connection.
@@ -180,7 +180,7 @@ impl Partition {
         let mut state = self.state.lock();
         // A pass takes one wide payload at most.
         let lies = matches!(room, Room::Lent(_)) && !wide;
-        let place = match state.core.look(client, plan, block.0, lies) {
+        let place = match state.core.peek(client, plan, block.0, lies) {
             Placement::Ready(place) => place,
             Placement::Keep => {
                 if let (Room::Lent(lent), Some(link)) = (room, sender.link.clone()) {
@@ -237,7 +237,7 @@ impl Partition {
             state.here.waits = true;
             return true;
         };
-        if !state.core.has_heard_of(push.plan) && !sender.unheard.waits(push.plan, Instant::now()) {
+        if !state.core.knows_plan(push.plan) && !sender.unknown_plan.waits(push.plan, Instant::now()) {
             let Push { plan, block, .. } = push;
             tracing::debug!(model = %self.model, %plan, %block, "passed over: no word of its plan");
             return false;
@@ -251,7 +251,7 @@ impl Partition {
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn turn(&self, sender: &mut Sender, push: &Push) -> Turn {
         let mut state = self.state.lock();
-        match state.core.look(sender.client, push.plan, push.block.0, false) {
+        match state.core.peek(sender.client, push.plan, push.block.0, false) {
             Placement::Ready(_) => Turn::Now,
             placement if self.waits(&mut state, sender, push, placement) => Turn::Later,
             _ => Turn::Never,
@@ -261,7 +261,7 @@ impl Partition {
     /// Whether a payload would be taken at once.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn is_due(&self, sender: &Sender, push: &Push) -> bool {
-        let placement = self.state.lock().core.look(sender.client, push.plan, push.block.0, false);
+        let placement = self.state.lock().core.peek(sender.client, push.plan, push.block.0, false);
         matches!(placement, Placement::Ready(_))
     }
 }
@@ -314,7 +314,7 @@ impl Reservation {
         stands: impl FnOnce() -> bool,
     ) -> Result<(), Refusal> {
         let payload = if self.push.wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
-        let part = Part { payload, written: None, check: self.place.check };
+        let part = BlockInput { payload, written: None, check: self.place.check };
         self.complete_with(&[part], true, stands).map(drop).map_err(Refusal::other)
     }
 
@@ -322,8 +322,8 @@ impl Reservation {
     /// to hear of it (`told`), the block can come again.
     pub(super) fn complete_with(
         mut self,
-        parts: &[Part<'_>],
-        told: bool,
+        parts: &[BlockInput<'_>],
+        is_reported: bool,
         stands: impl FnOnce() -> bool,
     ) -> Result<Pushed, PartitionError> {
         let Some(job) = self.job.clone() else { return Ok(Pushed::Unwanted) };
@@ -352,7 +352,7 @@ impl Reservation {
                 (Pushed::Unwanted, Outcome::Torn)
             }
             None => (Pushed::Taken, Outcome::Complete),
-            Some(_) if told => (Pushed::Taken, Outcome::NonFinite),
+            Some(_) if is_reported => (Pushed::Taken, Outcome::NonFinite),
             Some(bad) => (Pushed::NonFinite(bad), Outcome::Released),
         };
         // With others, each has one payload.
@@ -366,7 +366,7 @@ impl Reservation {
     fn reduce(
         &self,
         job: &PartitionJob,
-        own: &[Part<'_>],
+        own: &[BlockInput<'_>],
         with: &[Other],
     ) -> Result<Option<usize>, PartitionError> {
         let before = self.together.iter().position(|client| *client == self.client).unwrap_or(0);
@@ -378,9 +378,9 @@ impl Reservation {
         let counted: SmallVec<[Option<Vec<Range<u32>>>; INLINE]> =
             all.iter().map(|(part, counts)| Some(counted(part.written, (*counts)?))).collect();
         let parts = all.iter().zip(&counted);
-        let parts =
-            parts.map(|((part, _), counted)| Part { written: counted.as_deref().or(part.written), ..*part });
-        let parts: SmallVec<[Part<'_>; INLINE]> = parts.collect();
+        let parts = parts
+            .map(|((part, _), counted)| BlockInput { written: counted.as_deref().or(part.written), ..*part });
+        let parts: SmallVec<[BlockInput<'_>; INLINE]> = parts.collect();
         let moved = parts.iter().map(|part| part.payload.bytes().len()).sum();
         self.partition.store.tally().moved(Flow::Push, moved);
         match self.place.last {

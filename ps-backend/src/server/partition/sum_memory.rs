@@ -94,14 +94,14 @@ impl SumMemory {
         let memory = Arc::clone(self);
         let registers = move || memory.register(index, &who);
         if let Err(error) = std::thread::Builder::new().name("sum-memory".into()).spawn(registers) {
-            self.say(&format!("no thread that registers them: {error}"));
+            self.log(&format!("no thread that registers them: {error}"));
             self.give_up();
         }
         None
     }
 
     /// Once.
-    fn say(&self, why: &str) {
+    fn log(&self, why: &str) {
         if !self.said.swap(true, Ordering::Relaxed) {
             let model = &self.model;
             tracing::warn!(model, "sums are not registered, and all contributions go into slots: {why}");
@@ -126,7 +126,7 @@ impl SumMemory {
         *state = next;
         drop(states);
         if let Some(error) = error {
-            self.say(&error.to_string());
+            self.log(&error.to_string());
         }
     }
 }
@@ -148,7 +148,7 @@ impl Spare for SumMemory {
         }
         drop(states);
         if any {
-            self.say("they give way to what else is pinned, as RLIMIT_MEMLOCK allows no more");
+            self.log("they give way to what else is pinned, as RLIMIT_MEMLOCK allows no more");
         }
     }
 }

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::{LOOKS, Remote};
+use super::{MAX_DIRECTORY_READS, RdmaPath};
 use crate::client::paths::Connection;
 use crate::client::shared::Shared;
 use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
@@ -22,7 +22,7 @@ const BATCH: usize = 8;
 const AGAIN: Duration = Duration::from_millis(2);
 
 /// What work was for.
-const LOOK: u64 = 1 << 40;
+const DIRECTORY_READ: u64 = 1 << 40;
 const CHECK: u64 = 2 << 40;
 const BLOCK: u64 = 3 << 40;
 pub(super) const PUT: u64 = 4 << 40;
@@ -52,7 +52,7 @@ struct Batch {
     coming: usize,
 }
 
-impl Remote {
+impl RdmaPath {
     /// Fetches what the core wants of a version, unless the shard is to be asked for it.
     pub(super) fn fetch(&mut self, to: &Connection, directory: Place) -> Result<(), VerbsError> {
         let shared = &to.shared;
@@ -65,7 +65,7 @@ impl Remote {
         if self.pull.version != version || self.pull.by_ring {
             return Ok(());
         }
-        let Some(seen) = self.pull.seen else { return self.look(directory) };
+        let Some(seen) = self.pull.seen else { return self.read_directory(directory) };
         if !seen.is_readable() {
             self.pull_by_ring(to, &"the shard's memory cannot be read (its log says why)");
             return Ok(());
@@ -78,7 +78,7 @@ impl Remote {
         loop {
             // One more for the look after them.
             let room = self.queue_pair.room(2).saturating_sub(1).min(BATCH);
-            if room == 0 || self.pull.batches.len() >= LOOKS - 1 {
+            if room == 0 || self.pull.batches.len() >= MAX_DIRECTORY_READS - 1 {
                 return Ok(());
             }
             let mut blocks = Vec::with_capacity(room);
@@ -89,7 +89,7 @@ impl Remote {
                     let offset = self.layout.layout().block_bytes(local).start;
                     seen.place(offset, extent.end - extent.start)
                 });
-                let Some(target) = shared.lands(&to.route, version, block) else { continue };
+                let Some(target) = shared.reserve(&to.route, version, block) else { continue };
                 blocks.push(block);
                 let fetched = match place {
                     Some(address) => self.fetch_block(to, target, block, Place { address, key: seen.key }),
@@ -116,7 +116,7 @@ impl Remote {
                 continue;
             }
             // There are as many slots as there may be batches, and one.
-            let slot = self.looks.take(None).ok_or(VerbsError::Full(LOOKS))?;
+            let slot = self.directory_reads.take(None).ok_or(VerbsError::Full(MAX_DIRECTORY_READS))?;
             // Fenced: the device asks for it when it has the blocks, and no sooner.
             self.queue_pair.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
             self.queue_pair.post()?;
@@ -174,7 +174,7 @@ impl Remote {
         let any = !done.is_empty();
         for Finished { token, work } in done.drain(..) {
             match (token & KIND, work) {
-                (LOOK, Work::Read { slot, .. }) => {
+                (DIRECTORY_READ, Work::Read { slot, .. }) => {
                     let bytes = slot.copy::<DIRECTORY>();
                     let pull = &mut self.pull;
                     pull.looking = false;
@@ -184,10 +184,10 @@ impl Remote {
                             pull.again = Some(Instant::now() + AGAIN);
                             let (wanted, newest) = (pull.version, absent.newest.unwrap_or(Version(0)));
                             let refused = Message::Refused(Refusal::NoVersion { wanted, newest });
-                            let heard = shared.with_core_by(&to.route, |core, now, actions| {
+                            let reported = shared.with_core_by(&to.route, |core, now, actions| {
                                 core.from_shard(to.route.part, refused, now, actions);
                             });
-                            if let Err(why) = heard {
+                            if let Err(why) = reported {
                                 tracing::debug!(%why, "a version is gone, and so is its block map");
                             }
                         }
@@ -225,15 +225,17 @@ impl Remote {
         self.pull.again
     }
 
-    fn look(&mut self, directory: Place) -> Result<(), VerbsError> {
+    fn read_directory(&mut self, directory: Place) -> Result<(), VerbsError> {
         if self.pull.looking
             || self.pull.again.is_some_and(|at| at > Instant::now())
             || self.queue_pair.room(1) == 0
         {
             return Ok(());
         }
-        let Some(slot) = self.looks.take(None) else { return Ok(()) };
-        self.queue_pair.read(LOOK, slot, DIRECTORY, directory, false).map_err(|(error, _)| error)?;
+        let Some(slot) = self.directory_reads.take(None) else { return Ok(()) };
+        self.queue_pair
+            .read(DIRECTORY_READ, slot, DIRECTORY, directory, false)
+            .map_err(|(error, _)| error)?;
         self.pull.looking = true;
         self.pull.again = None;
         self.queue_pair.post()
@@ -242,7 +244,7 @@ impl Remote {
     /// Looks whether a version is still there.
     fn check(&self, seen: &Seen) -> Result<(), VerbsError> {
         let Some(directory) = self.directory else { return Ok(()) };
-        let slot = self.looks.take(None).ok_or(VerbsError::Full(LOOKS))?;
+        let slot = self.directory_reads.take(None).ok_or(VerbsError::Full(MAX_DIRECTORY_READS))?;
         let entry = directory.at(seen.offset() as u64);
         self.queue_pair.read(CHECK, slot, ENTRY, entry, false).map_err(|(error, _)| error)?;
         self.queue_pair.post()
@@ -266,7 +268,7 @@ impl Shared {
                 let extent = self.layout.block_bytes(block);
                 self.tally.moved(Flow::Pull, (extent.end - extent.start) as usize);
             }
-            self.with_core(|core, now, actions| core.landed(version, block, whole, now, actions));
+            self.with_core(|core, now, actions| core.end_reservation(version, block, whole, now, actions));
         }
     }
 

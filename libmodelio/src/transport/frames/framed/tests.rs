@@ -54,14 +54,14 @@ fn a_block_that_had_to_wait_is_watched_as_soon_as_it_is_taken() {
     framed.received(bytes.len()).unwrap();
     assert!(!asks(&mut framed), "it waits, and so does the rest");
     let pause = SILENCE / 3;
-    assert_eq!(framed.watch.progress.look(framed.reading.seen(), Instant::now(), pause), Ok(None));
+    assert_eq!(framed.watch.progress.check(framed.reading.seen(), Instant::now(), pause), Ok(None));
     // The conversation is woken, and nothing more ever comes.
     framed.conversation.takes = true;
     assert!(asks(&mut framed));
     let end = Instant::now() + pause;
     assert!(
-        matches!(framed.watch.progress.look(framed.reading.seen(), end - pause, pause), Ok(Some(_))),
+        matches!(framed.watch.progress.check(framed.reading.seen(), end - pause, pause), Ok(Some(_))),
         "it is under way"
     );
-    assert!(framed.watch.progress.look(framed.reading.seen(), end, pause).is_err(), "and has not moved on");
+    assert!(framed.watch.progress.check(framed.reading.seen(), end, pause).is_err(), "and has not moved on");
 }

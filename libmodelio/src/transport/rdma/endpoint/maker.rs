@@ -8,7 +8,7 @@ use std::time::Instant;
 use nix::errno::Errno;
 
 use crate::transport::rdma::device::Device;
-use crate::transport::rdma::offer::{Lack, Offer};
+use crate::transport::rdma::offer::{Offer, Shortage};
 use crate::transport::rdma::options::{Mtu, RdmaOptions};
 use crate::transport::rdma::pollers::Pollers;
 use crate::transport::rdma::queue_pair::QueuePair;
@@ -108,30 +108,30 @@ impl Maker {
         let peer = cm_id.peer().map_or_else(|| "an RDMA peer".to_owned(), |peer| peer.to_string());
         let offer = match Offer::decode(private, self.device.notify()) {
             Ok(offer) => offer,
-            Err(strange) => return self.turn_away(&cm_id, &peer, &strange, Lack::Other),
+            Err(strange) => return self.turn_away(&cm_id, &peer, &strange, Shortage::Other),
         };
         if !self.is_by(&cm_id) {
             let by = cm_id.context().map_or_else(|| "no device".to_owned(), |context| context.name());
             let why = format!("it comes by {by} port {}, and {} is used", cm_id.port(), self.device.name());
-            return self.turn_away(&cm_id, &peer, &why, Lack::Device);
+            return self.turn_away(&cm_id, &peer, &why, Shortage::Device);
         }
         let rings = match self.device.rings() {
             Ok(rings) => rings,
-            Err(error) => return self.turn_away(&cm_id, &peer, &error, Lack::Rings),
+            Err(error) => return self.turn_away(&cm_id, &peer, &error, Shortage::Rings),
         };
         let (number, reserved) = match self.reserve() {
             Ok(found) => found,
-            Err(error) => return self.turn_away(&cm_id, &peer, &error, Lack::Completions),
+            Err(error) => return self.turn_away(&cm_id, &peer, &error, Shortage::Completions),
         };
         let queue_pair = match self.queue_pair(cm_id, rings, (number, reserved)) {
             Ok(queue_pair) => queue_pair,
-            Err((error, cm_id)) => return self.turn_away(&cm_id, &peer, &error, Lack::Other),
+            Err((error, cm_id)) => return self.turn_away(&cm_id, &peer, &error, Shortage::Other),
         };
         queue_pair.invited(offer.ring);
         let mtu = shorter(offer.mtu, self.device.options().mtu);
         if let Err(error) = queue_pair.cm_id().accept(&self.parameters(&queue_pair, mtu), mtu) {
             self.leave(&queue_pair, number);
-            return self.turn_away(queue_pair.cm_id(), &peer, &error, Lack::Other);
+            return self.turn_away(queue_pair.cm_id(), &peer, &error, Shortage::Other);
         }
         Some((queue_pair, number))
     }
@@ -173,12 +173,12 @@ impl Maker {
     }
 
     /// Refuses a connection. The peer hears what this end would have taken, and what is lacking.
-    fn turn_away<T>(&self, cm_id: &CmId, peer: &str, why: &dyn Display, lack: Lack) -> Option<T> {
+    fn turn_away<T>(&self, cm_id: &CmId, peer: &str, why: &dyn Display, shortage: Shortage) -> Option<T> {
         tracing::warn!(peer, "turned away: {why}");
         let ring = Remote { address: 0, key: 0 };
         let (protocol, notify) = (Protocol::NEWEST.number(), self.device.notify());
         let mut own = Offer { protocol, notify, mtu: self.device.options().mtu, ring }.encode();
-        own[12..16].copy_from_slice(&lack.code().to_le_bytes());
+        own[12..16].copy_from_slice(&shortage.code().to_le_bytes());
         if let Err(error) = cm_id.reject(&own) {
             tracing::debug!(%error, peer, "it was not told so");
         }

@@ -14,13 +14,13 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::maker::{Maker, shorter};
 use super::requests::{Command, OVER, Shared, Wish};
 use super::state::State;
-use crate::transport::rdma::offer::{Lack, Offer, Strange};
+use crate::transport::rdma::offer::{Offer, Shortage, Strange};
 use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::{CmEvent, CmId, CmKind, VerbsError};
 use crate::transport::stream::Stream;
 
 /// Queue pairs that are gone are looked for no more seldom than this. All else wakes the thread, or has a deadline.
-const LOOK: Duration = Duration::from_secs(2);
+const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// After a failure that may last.
 const PAUSE: Duration = Duration::from_millis(100);
 /// Longest wait for a connection that was taken to come about.
@@ -29,7 +29,7 @@ const ACCEPTING: Duration = Duration::from_secs(5);
 /// The thread that makes connections.
 pub(super) struct Manager {
     maker: Maker,
-    heard: Receiver<Command>,
+    commands: Receiver<Command>,
     shared: Shared,
     states: HashMap<u64, State>,
     next_token: u64,
@@ -39,10 +39,10 @@ pub(super) struct Manager {
 
 impl Manager {
     /// A manager that hears what is asked of it.
-    pub fn new(maker: Maker, shared: &Shared, heard: Receiver<Command>) -> Manager {
+    pub fn new(maker: Maker, shared: &Shared, commands: Receiver<Command>) -> Manager {
         Manager {
             maker,
-            heard,
+            commands,
             shared: shared.clone(),
             states: HashMap::new(),
             next_token: 1,
@@ -53,14 +53,14 @@ impl Manager {
     /// Runs until it is over.
     pub fn run(mut self) {
         while !self.shared.over.load(Ordering::Acquire) {
-            self.rest();
-            while let Ok(command) = self.heard.try_recv() {
+            self.wait();
+            while let Ok(command) = self.commands.try_recv() {
                 self.obey(command);
             }
-            self.maker.device.hear_trouble();
+            self.maker.device.log_device_events();
             loop {
                 match self.maker.channel().next() {
-                    Ok(Some(event)) => self.hear(event),
+                    Ok(Some(event)) => self.on_event(event),
                     Ok(None) => break,
                     Err(error) => {
                         tracing::error!(%error, "no more RDMA connections can come about");
@@ -69,25 +69,25 @@ impl Manager {
                     }
                 }
             }
-            self.look(Instant::now());
+            self.check(Instant::now());
         }
         let all: Vec<State> = self.states.drain().map(|(_, state)| state).collect();
         all.into_iter().for_each(|state| self.give_up(state, OVER));
         drop(self.shared.commands.lock().take());
-        while let Ok(command) = self.heard.try_recv() {
+        while let Ok(command) = self.commands.try_recv() {
             command.refuse();
         }
     }
 
-    fn rest(&mut self) {
+    fn wait(&mut self) {
         let (device, channel) = (Arc::clone(&self.maker.device), Arc::clone(self.maker.channel()));
         let mut ready = [channel.as_fd(), self.shared.wake.as_fd(), device.trouble()]
             .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
         // A device that is gone would wake it for ever.
         let watched = if self.is_there { &mut ready[..] } else { &mut ready[..2] };
         // Rounded up, so that a deadline is over when it wakes.
-        let left = self.states.values().filter_map(State::deadline).min().map_or(LOOK, |at| {
-            at.saturating_duration_since(Instant::now()).min(LOOK) + Duration::from_millis(1)
+        let left = self.states.values().filter_map(State::deadline).min().map_or(CHECK_INTERVAL, |at| {
+            at.saturating_duration_since(Instant::now()).min(CHECK_INTERVAL) + Duration::from_millis(1)
         });
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
         if let Err(errno) = poll(watched, timeout)
@@ -136,7 +136,7 @@ impl Manager {
         }
     }
 
-    fn hear(&mut self, event: CmEvent) {
+    fn on_event(&mut self, event: CmEvent) {
         let CmEvent { token, kind, private } = event;
         tracing::debug!(token, ?kind, "an RDMA connection");
         match kind {
@@ -151,7 +151,7 @@ impl Manager {
                         format!("refused by the shard: {strange}")
                     }
                     // They understand each other: it is short of something.
-                    Ok(_) => format!("refused by the shard: {}", Lack::decode(&private)),
+                    Ok(_) => format!("refused by the shard: {}", Shortage::decode(&private)),
                     Err(Strange::Magic) => "refused: nobody listens there for RDMA".to_owned(),
                 };
                 self.failed(token, &why);
@@ -280,7 +280,7 @@ impl Manager {
     }
 
     /// Ends what takes too long, and forgets what is gone.
-    fn look(&mut self, now: Instant) {
+    fn check(&mut self, now: Instant) {
         let late: Vec<u64> =
             self.states.iter().filter(|(_, state)| state.is_late(now)).map(|(&token, _)| token).collect();
         for token in late {

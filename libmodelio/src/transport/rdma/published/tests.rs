@@ -261,7 +261,7 @@ fn bytes(words: Vec<u64>) -> Vec<u8> {
 struct Counts {
     accepted: u64,
     /// Rejected, and other bytes had indeed come.
-    spoilt: u64,
+    overwritten: u64,
     /// Rejected, though all bytes were the version's.
     late: u64,
     absent: u64,
@@ -301,7 +301,7 @@ fn read(
             (true, true) => counts.accepted += 1,
             (true, false) => panic!("{seen:?} was accepted with bytes of another version"),
             (false, true) => counts.late += 1,
-            (false, false) => counts.spoilt += 1,
+            (false, false) => counts.overwritten += 1,
         }
     }
     counts
@@ -329,7 +329,7 @@ fn a_copy_of_a_buffer_that_was_used_again_is_never_accepted() {
     let mut directory = Directory::new().unwrap();
     let memory = Arc::clone(directory.memory());
     let deadline = Instant::now() + Duration::from_secs(60);
-    let enough = |counts: &Counts| counts.accepted >= 2_000 && counts.spoilt >= 200;
+    let enough = |counts: &Counts| counts.accepted >= 2_000 && counts.overwritten >= 200;
     let counts = std::thread::scope(|scope| {
         let readers = [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9].map(|seed| {
             let (memory, buffers) = (&memory, &buffers);

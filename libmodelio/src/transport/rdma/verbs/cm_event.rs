@@ -57,15 +57,15 @@ impl CmChannel {
         if unsafe { sys::rdma_get_cm_event(self.raw(), &raw mut event) } != 0 {
             return match Errno::last() {
                 Errno::EAGAIN | Errno::EINTR => Ok(None),
-                errno => Err(VerbsError::Call { doing: "hearing of connections", errno }),
+                errno => Err(VerbsError::Call { doing: "reading an event of connections", errno }),
             };
         }
         // SAFETY: the call has filled it, and it stays until it is acknowledged. An identifier that is being destroyed
         // waits for that, so that `id` lives; a request's own is nobody's yet, and its listener lives, too.
-        let heard = unsafe { self.read(&*event) };
+        let event_read = unsafe { self.read(&*event) };
         // SAFETY: once for each event; nothing of it is used afterwards.
         unsafe { sys::rdma_ack_cm_event(event) };
-        Ok(Some(heard))
+        Ok(Some(event_read))
     }
 
     /// # Safety

@@ -321,14 +321,14 @@ impl Pair {
     ///
     /// # Errors
     /// [`VerbsError::Broken`] if it is a failure. Earlier pieces have been reported then.
-    pub fn hear(&self, news: Completion) -> Result<Option<u32>, VerbsError> {
+    pub fn complete(&self, news: Completion) -> Result<Option<u32>, VerbsError> {
         match news.outcome {
             Outcome::Sent(number) => {
                 let each = self.poller().context().is_iwarp();
                 self.state.lock().posted.reported(number, each);
                 Ok(None)
             }
-            Outcome::Heard(word) => {
+            Outcome::Notified(word) => {
                 if matches!(self.poller().receives(), Receives::Own) {
                     self.post_receive()?;
                 }

@@ -24,7 +24,7 @@ pub(super) enum Outcome {
     /// All work of the queue pair up to this one is done.
     Sent(u64),
     /// A peer has written, and says so by this number.
-    Heard(u32),
+    Notified(u32),
     /// It failed, and with it the queue pair.
     Failed {
         /// The number of the work; `None` for a wait for a message.
@@ -276,7 +276,7 @@ impl Poller {
             } else if is_receive && entry.wc_flags & WITH_IMMEDIATE != 0 {
                 // SAFETY: it came with immediate data.
                 let word = unsafe { entry.imm_data_invalidated_rkey_union.imm_data };
-                Outcome::Heard(u32::from_be(word))
+                Outcome::Notified(u32::from_be(word))
             } else if is_receive {
                 Outcome::Strange
             } else {

@@ -20,7 +20,7 @@ const WORDS: usize = 4096;
 /// Words do not share what a CPU fetches at once.
 const APART: usize = 128;
 /// The number of read bytes after which the peer is notified.
-const TELL: u32 = (RING / 4) as u32;
+const REPORT_EVERY: u32 = (RING / 4) as u32;
 
 /// Counts are sent modulo this; the bits above say what is counted.
 const COUNT: u32 = (1 << 30) - 1;
@@ -50,7 +50,7 @@ pub struct Rings {
     /// knows were read.
     arrived: u32,
     consumed: u32,
-    told: u32,
+    reported: u32,
     /// Counts for the ring that the peer reads: bytes that were written, and that it has read.
     written: u32,
     acknowledged: u32,
@@ -79,7 +79,7 @@ impl Rings {
             notify,
             arrived: 0,
             consumed: 0,
-            told: 0,
+            reported: 0,
             written: 0,
             acknowledged: 0,
             ended: false,
@@ -110,7 +110,7 @@ impl Rings {
     ///
     /// # Errors
     /// [`Broken`].
-    pub fn hear(&mut self, word: u32) -> Result<(), Broken> {
+    pub fn notified(&mut self, word: u32) -> Result<(), Broken> {
         let count = word & COUNT;
         match word & KIND {
             WRITTEN => {
@@ -138,13 +138,13 @@ impl Rings {
     ///
     /// # Errors
     /// [`Broken`].
-    pub fn look(&mut self) -> Result<(), Broken> {
+    pub fn check(&mut self) -> Result<(), Broken> {
         if self.notify == Notify::Flag {
             // This word is written last: if it is there, everything before it is there, too.
             let ended = self.word(END).load(Ordering::Acquire) != 0;
             for kind in [WRITTEN, READ] {
                 let word = self.word(kind).load(Ordering::Acquire);
-                self.hear(kind | (word & COUNT))?;
+                self.notified(kind | (word & COUNT))?;
             }
             self.ended |= ended;
         }
@@ -224,8 +224,8 @@ impl Rings {
         for (index, (start, len)) in
             parts.into_iter().enumerate().take(last + 1).filter(|(_, (_, len))| *len > 0)
         {
-            let told = index == last && self.notify == Notify::Immediate;
-            let word = told.then_some(WRITTEN | (self.written & COUNT));
+            let notifies = index == last && self.notify == Notify::Immediate;
+            let word = notifies.then_some(WRITTEN | (self.written & COUNT));
             let (chunk, to) = (Arc::clone(&self.outgoing), peer.at(start as u64));
             work.push(Work::Ring { chunk, start, len, to, word });
         }
@@ -236,21 +236,21 @@ impl Rings {
     }
 
     /// Notifies the peer of the bytes read, when there are enough.
-    pub fn tell(&mut self, peer: Remote, work: &mut Vec<Work>) {
-        if self.consumed.wrapping_sub(self.told) >= TELL {
-            self.told = self.consumed;
-            let told = self.say(READ, self.consumed & COUNT, peer);
-            work.push(told);
+    pub fn acknowledge(&mut self, peer: Remote, work: &mut Vec<Work>) {
+        if self.consumed.wrapping_sub(self.reported) >= REPORT_EVERY {
+            self.reported = self.consumed;
+            let report = self.counter(READ, self.consumed & COUNT, peer);
+            work.push(report);
         }
     }
 
     /// Tells the peer that nothing more is said.
     pub fn end(&mut self, peer: Remote, work: &mut Vec<Work>) {
-        let said = self.say(END, 1, peer);
-        work.push(said);
+        let end = self.counter(END, 1, peer);
+        work.push(end);
     }
 
-    fn say(&mut self, kind: u32, count: u32, peer: Remote) -> Work {
+    fn counter(&mut self, kind: u32, count: u32, peer: Remote) -> Work {
         match self.notify {
             Notify::Flag => self.flag(kind, count, peer),
             Notify::Immediate => {

@@ -46,13 +46,13 @@ fn two_ends_meet_and_share_rings() {
         let mut client = meet(&at, LONG).unwrap();
         let mut shard = shard.join().unwrap();
         let mut said = *b"frames";
-        let mut heard = [0; 6];
+        let mut received = [0; 6];
         // SAFETY: both arrays are this thread's.
         unsafe {
             assert_eq!(client.end.write([(said.as_mut_ptr(), 6)].into_iter()), Ok(6));
-            assert_eq!(shard.end.read([(heard.as_mut_ptr(), 6)].into_iter()), Ok(6));
+            assert_eq!(shard.end.read([(received.as_mut_ptr(), 6)].into_iter()), Ok(6));
         }
-        assert_eq!(heard, said);
+        assert_eq!(received, said);
         // Bells are those of the other end.
         for turn in 0..2 {
             let (sleeper, waker) = match turn {

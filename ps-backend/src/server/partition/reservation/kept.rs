@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 
 use super::super::{Partition, State};
 use super::{Push, Reservation};
-use crate::partition::store::{Part, PartitionError, Payload};
+use crate::partition::store::{BlockInput, PartitionError, Payload};
 
 /// A payload in memory that is lent to this shard.
 #[derive(Clone)]
@@ -61,9 +61,9 @@ pub(super) struct Other {
 pub(super) type Together = SmallVec<[Other; 4]>;
 
 impl Other {
-    pub(super) fn part(&self) -> (Part<'_>, Option<&[Range<u32>]>) {
+    pub(super) fn part(&self) -> (BlockInput<'_>, Option<&[Range<u32>]>) {
         let payload = Payload::Plain(self.kept.lent.bytes());
-        (Part { payload, written: None, check: self.check }, self.counts.as_deref())
+        (BlockInput { payload, written: None, check: self.check }, self.counts.as_deref())
     }
 }
 

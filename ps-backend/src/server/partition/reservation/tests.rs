@@ -1,7 +1,7 @@
 use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
-use libmodelio::transport::local::{End, Hears, Mailbox, Word};
+use libmodelio::transport::local::{End, Mail, Mailbox, Recipient};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
@@ -18,9 +18,9 @@ const CLIENTS: [ClientId; 2] = [ClientId(1), ClientId(2)];
 /// A coordinator whose orders are never refused.
 struct Coordinates;
 
-impl Hears for Coordinates {
-    fn hears(self: Arc<Coordinates>, _: End, word: Word) {
-        assert!(!matches!(word, Word::Says(_, Message::Refused(_))), "{word:?}");
+impl Recipient for Coordinates {
+    fn receive(self: Arc<Coordinates>, _: End, mail: Mail) {
+        assert!(!matches!(mail, Mail::Message(_, Message::Refused(_))), "{mail:?}");
     }
 }
 
@@ -53,8 +53,8 @@ fn begun() -> Arc<Partition> {
         partition.load((BlockId(block), wire::Kept::Weights), &[0; BLOCK as usize]).unwrap();
     }
     partition.store().finish_loading().unwrap();
-    let own = Arc::downgrade(&partition) as Weak<dyn Hears>;
-    let mailbox = Mailbox::new(Arc::downgrade(&REFUSES_NOTHING) as Weak<dyn Hears>, own);
+    let own = Arc::downgrade(&partition) as Weak<dyn Recipient>;
+    let mailbox = Mailbox::new(Arc::downgrade(&REFUSES_NOTHING) as Weak<dyn Recipient>, own);
     partition.follow(ToCoordinator::Here(Arc::new(mailbox)), PlanId(0));
     let source = |client| PlanSource {
         client,

@@ -12,7 +12,7 @@ const MAX_GONE: usize = 1024;
 
 /// Where a model is now: what is told to whoever speaks of an older block map.
 #[derive(Clone, Debug)]
-pub(super) struct Whereabouts {
+pub(super) struct Redirect {
     pub generation: Generation,
     pub epoch: Epoch,
     /// A [`Moved`](libmodelio::wire::Moved).
@@ -24,7 +24,7 @@ pub(super) enum TurnedAway {
     /// It is refused.
     Refused(Refusal),
     /// It speaks of an older block map.
-    Moved(Whereabouts),
+    Moved(Redirect),
 }
 
 impl From<Refusal> for TurnedAway {
@@ -35,13 +35,13 @@ impl From<Refusal> for TurnedAway {
 
 /// Models that were here, and where they are: the newest ones.
 #[derive(Default)]
-pub(super) struct Gone(Mutex<VecDeque<(String, Whereabouts)>>);
+pub(super) struct Gone(Mutex<VecDeque<(String, Redirect)>>);
 
 impl Gone {
     /// A model is elsewhere now.
-    pub(super) fn add(&self, name: &str, to: Whereabouts) {
+    pub(super) fn add(&self, name: &str, to: Redirect) {
         let mut gone = self.0.lock();
-        let newer = |(known, at): &(String, Whereabouts)| {
+        let newer = |(known, at): &(String, Redirect)| {
             known == name && at.generation == to.generation && at.epoch >= to.epoch
         };
         if gone.iter().any(newer) {
@@ -60,7 +60,7 @@ impl Gone {
     }
 
     /// Where a model is that was here.
-    pub(super) fn of(&self, name: &str, generation: Generation) -> Option<Whereabouts> {
+    pub(super) fn of(&self, name: &str, generation: Generation) -> Option<Redirect> {
         let gone = self.0.lock();
         let found = gone.iter().find(|(known, to)| known == name && to.generation == generation);
         found.map(|(_, to)| to.clone())

@@ -43,7 +43,7 @@ enum Brings {
 
 /// The buffers that a version is computed from and into.
 #[derive(Debug)]
-pub(crate) struct Making {
+pub(crate) struct VersionBuilder {
     pub(super) layout: Arc<ModelLayout>,
     /// The version that is made.
     pub(super) version: Version,
@@ -66,7 +66,7 @@ thread_local! {
     static ALIGNED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-impl Making {
+impl VersionBuilder {
     /// Puts `block` together, or carries it over if nothing changes it. `written` has for each of `terms` what it
     /// brings, or is empty if each brings all. Returns whether all `terms` were finite; the block is void if not,
     /// unless it is [`Self::approve`]d.

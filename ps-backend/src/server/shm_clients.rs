@@ -34,7 +34,7 @@ const MAX_LENT: usize = 256;
 /// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
 const AHEAD: usize = 512;
 /// Longest time in which it is not seen that the shard shuts down, should nothing wake the thread.
-const LOOK: Duration = Duration::from_secs(2);
+const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// Without a descriptor to spare, the next client is accepted after this time.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -46,7 +46,7 @@ struct Named {
 }
 
 /// What one connection has in common with a client.
-pub(super) struct Memory {
+pub(super) struct ShmClient {
     descriptors: Descriptors,
     borrowed: Regions,
     lent: Lender,
@@ -61,10 +61,10 @@ pub(super) struct Memory {
     early: VecDeque<Named>,
 }
 
-impl Memory {
+impl ShmClient {
     /// Of a connection whose model nobody knows yet.
-    fn new(meeting: &Meeting) -> Memory {
-        Memory {
+    fn new(meeting: &Meeting) -> ShmClient {
+        ShmClient {
             descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
             borrowed: Regions::new(0),
             lent: Lender::default(),
@@ -95,7 +95,7 @@ impl Memory {
     /// The number under which the client knows memory of versions.
     fn lend(&mut self, partition: &Partition, memory: &Arc<Mapping>) -> Option<u32> {
         for region in self.lent.gone() {
-            self.ready.push_back(saying(partition, 0, Message::Unshare { region }));
+            self.ready.push_back(outgoing(partition, 0, Message::Unshare { region }));
         }
         let lent = self.lent.lend(memory, &self.descriptors);
         let (region, new) = lent
@@ -104,7 +104,7 @@ impl Memory {
             )
             .ok()?;
         if let Some(bytes) = new {
-            self.ready.push_back(saying(partition, 0, Message::Share { region, bytes }));
+            self.ready.push_back(outgoing(partition, 0, Message::Share { region, bytes }));
         }
         Some(region)
     }
@@ -120,7 +120,7 @@ impl Memory {
         self.last_request += 1;
         self.shown.insert(self.last_request, version.show());
         let named = Message::VersionAt { version: version.version(), region };
-        self.ready.push_back(saying(partition, self.last_request, named));
+        self.ready.push_back(outgoing(partition, self.last_request, named));
         self.ready()
     }
 
@@ -142,7 +142,7 @@ impl Memory {
         self.last_request += 1;
         let named = Message::BlockAt { version: version.version(), block, region, offset };
         self.copied.push_back((self.last_request, Arc::clone(version)));
-        self.ready.push_back(saying(partition, self.last_request, named));
+        self.ready.push_back(outgoing(partition, self.last_request, named));
         self.ready()
     }
 
@@ -218,7 +218,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for ShmClient {
     fn drop(&mut self) {
         let mut given_up = None;
         for (_, version) in &self.copied {
@@ -237,7 +237,7 @@ impl Drop for Memory {
     }
 }
 
-fn saying(partition: &Partition, request: u64, message: Message) -> Outgoing {
+fn outgoing(partition: &Partition, request: u64, message: Message) -> Outgoing {
     Outgoing { epoch: partition.epoch, ..Outgoing::new(request, message) }
 }
 
@@ -256,7 +256,7 @@ pub(super) trait Meets: Send + Sync + 'static {
     fn goes_on(&self) -> bool;
 
     /// This end of a connection to a client; `None` if nobody is met any more.
-    fn end(&self, memory: Memory) -> Option<Self::End>;
+    fn end(&self, memory: ShmClient) -> Option<Self::End>;
 }
 
 impl Listening {
@@ -288,7 +288,7 @@ impl Listening {
 
 fn accept<M: Meets>(listener: &OwnedFd, threads: &Arc<Threads>, meets: &Arc<M>) -> Result<(), Errno> {
     loop {
-        let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::MAX);
+        let timeout = PollTimeout::try_from(CHECK_INTERVAL).unwrap_or(PollTimeout::MAX);
         match poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], timeout) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno),
@@ -313,7 +313,7 @@ fn meet<M: Meets>(threads: &Arc<Threads>, meets: &Arc<M>, socket: OwnedFd) {
     let meets = Arc::clone(meets);
     let spawned = threads.spawn(move |threads| match shm::receive(socket, HELLO_DEADLINE) {
         Ok(meeting) => {
-            if let Some(end) = meets.end(Memory::new(&meeting)) {
+            if let Some(end) = meets.end(ShmClient::new(&meeting)) {
                 threads.serve(meeting, Box::new(Framed::new(end, Link::default(), AHEAD)));
             }
         }

@@ -58,7 +58,7 @@ impl Rdma {
         port: Option<u16>,
         options: &RdmaOptions,
         far: Option<Arc<dyn DeviceMemory>>,
-        meets: impl Fn(String, Remote) -> Option<C> + Send + Sync + 'static,
+        meets: impl Fn(String, RdmaClient) -> Option<C> + Send + Sync + 'static,
     ) -> Result<Rdma, VerbsError> {
         let endpoint = Endpoint::over(Device::open_with(options, far)?)?;
         // An iWARP port is a TCP port, and that is taken.
@@ -66,7 +66,7 @@ impl Rdma {
         let accept =
             move |queue_pair: &Arc<QueuePair>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
                 let address = peer.map_or_else(|| "an RDMA peer".to_owned(), |peer| format!("{peer} (RDMA)"));
-                let end = meets(address, Remote::new(queue_pair))?;
+                let end = meets(address, RdmaClient::new(queue_pair))?;
                 Some(Box::new(Framed::new(end, Link::default(), AHEAD)))
             };
         let address = endpoint.listen(listen, accept)?;
@@ -137,7 +137,7 @@ struct Named {
 }
 
 /// What one connection has in common with a client elsewhere.
-pub(super) struct Remote {
+pub(super) struct RdmaClient {
     queue_pair: Arc<QueuePair>,
     /// The client's memory, by its numbers.
     regions: HashMap<u32, (Place, u64)>,
@@ -167,9 +167,9 @@ struct Granted {
     busy: Vec<bool>,
 }
 
-impl Remote {
-    fn new(queue_pair: &Arc<QueuePair>) -> Remote {
-        Remote {
+impl RdmaClient {
+    fn new(queue_pair: &Arc<QueuePair>) -> RdmaClient {
+        RdmaClient {
             queue_pair: Arc::clone(queue_pair),
             regions: HashMap::new(),
             most_bytes: 0,
@@ -200,7 +200,7 @@ impl Remote {
         let shown = partition.shown(self.queue_pair.device())?;
         let Place { address, key } = shown.place(partition.store())?;
         self.shown = Some(shown);
-        self.ready.push_back(saying(partition, 0, Message::Directory { address, key }));
+        self.ready.push_back(outgoing(partition, 0, Message::Directory { address, key }));
         let bytes = block as usize;
         let granted = match self.queue_pair.device().options().placement {
             Placement::Dynamic => None,
@@ -218,7 +218,7 @@ impl Remote {
         if let Some(granted) = granted {
             let Place { address, key } = granted.registration.remote();
             let (count, bytes) = (granted.slots.len() as u32, bytes as u32);
-            self.ready.push_back(saying(partition, 0, Message::Slots { count, bytes, address, key }));
+            self.ready.push_back(outgoing(partition, 0, Message::Slots { count, bytes, address, key }));
             self.granted = Some(granted);
         }
         Ok(())
@@ -442,10 +442,10 @@ impl Edge<Named, Slot> for AtWork<'_> {
         self.partition.is_due(self.sender, &what.push)
     }
 
-    fn land(&mut self, what: &Named, slot: &Slot) -> Result<bool, Refusal> {
-        let landed = self.reduce(what.push, slot)?;
-        self.waits = !landed;
-        Ok(landed)
+    fn reduce_fetched(&mut self, what: &Named, slot: &Slot) -> Result<bool, Refusal> {
+        let reduced = self.reduce(what.push, slot)?;
+        self.waits = !reduced;
+        Ok(reduced)
     }
 
     fn over(&mut self, what: Named) {
@@ -494,6 +494,6 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 }
 
-fn saying(partition: &Partition, request: u64, message: Message) -> Outgoing {
+fn outgoing(partition: &Partition, request: u64, message: Message) -> Outgoing {
     Outgoing { epoch: partition.epoch, ..Outgoing::new(request, message) }
 }

@@ -26,7 +26,7 @@ impl CoordinatorCore {
             sequence: 0,
             version: self.core.version(),
             over: self.over(),
-            heard: self.clients.get(&id).and_then(|client| client.requests.heard()),
+            acked_through: self.clients.get(&id).and_then(|client| client.requests.acked_through()),
             controls: self.core.controls().clone(),
             phase: self.doing(),
             learners: learners.into_iter().flatten().filter_map(view).collect(),
@@ -39,29 +39,29 @@ impl CoordinatorCore {
         }
     }
 
-    pub(super) fn tell(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn send_state(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         self.sequence += 1;
-        self.tell_those(&[id], |_, _| true, now, actions);
+        self.send_states(&[id], |_, _| true, now, actions);
     }
 
-    pub(super) fn tell_all(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.told_at = now;
+    pub(super) fn send_state_to_all(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.states_sent_at = now;
         self.sequence += 1;
-        self.tell_those(&self.connected(), |_, _| true, now, actions);
+        self.send_states(&self.connected(), |_, _| true, now, actions);
     }
 
     /// Sends the state to the clients that do not know it, and repeats it to the others ever more seldom.
-    pub(super) fn tell_again(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.told_at = now;
+    pub(super) fn resend_states(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.states_sent_at = now;
         self.sequence += 1;
-        self.tell_those(&self.connected(), |client, state| client.must_hear(state, now), now, actions);
+        self.send_states(&self.connected(), |client, state| client.needs_state(state, now), now, actions);
     }
 
     fn connected(&self) -> Vec<ClientId> {
         self.clients.iter().filter(|(_, client)| client.connected).map(|(&id, _)| id).collect()
     }
 
-    fn tell_those(
+    fn send_states(
         &mut self,
         clients: &[ClientId],
         whether: impl Fn(&Client, &JobState) -> bool,
@@ -75,7 +75,7 @@ impl CoordinatorCore {
             {
                 let numbered = JobState { sequence: self.sequence, ..state.clone() };
                 actions.push(Action::ToClient(id, 0, Message::State(Box::new(numbered))));
-                client.hears(state, now);
+                client.sent(state, now);
             }
         }
     }

@@ -14,11 +14,11 @@ pub const LONGEST: Duration = Duration::from_secs(3);
 
 /// The plan that one connection waits for.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Unheard {
+pub struct UnknownPlan {
     waits: Option<(PlanId, Instant)>,
 }
 
-impl Unheard {
+impl UnknownPlan {
     /// A block of `plan`, of which nothing is known at `now`. True if it is to wait. Further blocks of a plan that was
     /// waited for long enough need not.
     pub fn waits(&mut self, plan: PlanId, now: Instant) -> bool {
@@ -44,16 +44,16 @@ mod tests {
     #[test]
     fn a_plan_is_waited_for_once() {
         let start = Instant::now();
-        let mut unheard = Unheard::default();
-        assert_eq!(unheard.until(start), None);
-        assert!(unheard.waits(PlanId(7), start));
+        let mut unknown_plan = UnknownPlan::default();
+        assert_eq!(unknown_plan.until(start), None);
+        assert!(unknown_plan.waits(PlanId(7), start));
         let almost = start + LONGEST - Duration::from_millis(1);
-        assert!(unheard.waits(PlanId(7), almost));
-        assert_eq!(unheard.until(almost), Some(start + LONGEST));
+        assert!(unknown_plan.waits(PlanId(7), almost));
+        assert_eq!(unknown_plan.until(almost), Some(start + LONGEST));
         let late = start + LONGEST;
-        assert!(!unheard.waits(PlanId(7), late), "long enough");
-        assert_eq!(unheard.until(late), None);
-        assert!(unheard.waits(PlanId(8), late), "another one has its own time");
-        assert_eq!(unheard.until(late), Some(late + LONGEST));
+        assert!(!unknown_plan.waits(PlanId(7), late), "long enough");
+        assert_eq!(unknown_plan.until(late), None);
+        assert!(unknown_plan.waits(PlanId(8), late), "another one has its own time");
+        assert_eq!(unknown_plan.until(late), Some(late + LONGEST));
     }
 }

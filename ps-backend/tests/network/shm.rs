@@ -25,7 +25,7 @@ const BYTES: u64 = 1_000_004;
 #[test]
 fn halves_of_one_client_are_added_in_full_precision() {
     let layout = ModelLayout::blank(4 << 20, DType::BF16, 64 << 10).unwrap();
-    for way in [Way::Memory, Way::Tcp(Choice::Auto)] {
+    for way in [Way::Shm, Way::Tcp(Choice::Auto)] {
         let world = World::of(2, &layout, &[("reducer", "sum"), ("learners", "3")], way);
         let client = world.client();
         let learners = ["a", "b", "c"].map(|name| Learner::join(&client, name));
@@ -51,7 +51,7 @@ fn halves_of_one_client_are_added_in_full_precision() {
 
 #[test]
 fn new_weights_are_read_where_they_were_written() {
-    let world = World::new(2, BYTES, &[("reducer", "assign")], Way::Memory);
+    let world = World::new(2, BYTES, &[("reducer", "assign")], Way::Shm);
     let client = world.client();
     for version in 1..=5 {
         let buffer = client.allocate().unwrap();
@@ -74,7 +74,7 @@ fn new_weights_are_read_where_they_were_written() {
 
 #[test]
 fn a_shard_on_another_host_is_reached_over_tcp_or_not_at_all() {
-    let world = World::new(2, BYTES, &[("reducer", "sum")], Way::Memory);
+    let world = World::new(2, BYTES, &[("reducer", "sum")], Way::Shm);
     let mut shards = world.shards();
     shards[1].host = "another host".into();
     let error = world.connect(&shards, TransportChoice::SharedMemory).err().unwrap();
@@ -92,7 +92,7 @@ fn a_shard_on_another_host_is_reached_over_tcp_or_not_at_all() {
 
 #[test]
 fn a_shard_whose_socket_is_not_there_is_reached_over_tcp_and_that_is_said() {
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
     let mut shards = world.shards();
     // The same place, by a name from which no socket's name follows.
     shards[0].address = shards[0].address.replace("127.0.0.1", "localhost");
@@ -112,7 +112,7 @@ fn a_shard_whose_socket_is_not_there_is_reached_over_tcp_and_that_is_said() {
 fn who_goes_while_its_memory_is_read_has_contributed_all_or_nothing() {
     // Longer than the pause between two signs of life.
     let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "5")];
-    let world = World::new(1, 8 << 20, &settings, Way::Memory);
+    let world = World::new(1, 8 << 20, &settings, Way::Shm);
     let watcher = world.client();
     let mut sum = 0.0;
     for round in 0..3 {
@@ -198,7 +198,7 @@ impl Raw {
 
     pub fn welcomed_by(world: &World, shard: usize) -> Raw {
         let mut raw = Raw::meet_shard(world, shard).greets(world, Role::Data);
-        let answer = raw.hear().unwrap().message;
+        let answer = raw.receive().unwrap().message;
         assert!(matches!(answer, Message::Welcome { .. }), "{answer:?}");
         raw
     }
@@ -218,7 +218,7 @@ impl Raw {
     }
 
     /// The next message; none if the shard hangs up.
-    pub fn hear(&mut self) -> Option<Received> {
+    pub fn receive(&mut self) -> Option<Received> {
         let deadline = Instant::now() + LONG;
         loop {
             let gone = self.is_gone(Duration::ZERO);
@@ -230,7 +230,7 @@ impl Raw {
             self.came.drain(..used);
             match received {
                 // Which of its connections a client uses is nothing that is asked here.
-                Some(Received { message: Message::Rest { .. }, .. }) => {}
+                Some(Received { message: Message::Park { .. }, .. }) => {}
                 Some(received) => return Some(received),
                 None if gone && self.came.is_empty() => return None,
                 None => assert!(Instant::now() < deadline, "no answer"),
@@ -239,9 +239,9 @@ impl Raw {
         }
     }
 
-    fn hear_of_all_but_pings(&mut self) -> Received {
+    fn receive_but_pings(&mut self) -> Received {
         loop {
-            let received = self.hear().expect("it does not hang up");
+            let received = self.receive().expect("it does not hang up");
             if received.message != Message::Ping {
                 return received;
             }
@@ -257,16 +257,16 @@ impl Raw {
 
     /// Why it hangs up.
     fn refused(&mut self) -> Refusal {
-        let answer = self.hear();
+        let answer = self.receive();
         let Some(Received { message: Message::Refused(refusal), .. }) = answer else { panic!("{answer:?}") };
-        assert!(self.hear().is_none() && self.is_gone(LONG));
+        assert!(self.receive().is_none() && self.is_gone(LONG));
         refusal
     }
 }
 
 #[test]
 fn lies_are_refused_by_name_and_hurt_nobody_else() {
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
     let push =
         |region, offset| Message::PushAt { plan: PlanId(1), block: BlockId(0), wide: false, region, offset };
     let share = |bytes| Message::Share { region: 1, bytes };
@@ -312,9 +312,9 @@ fn lies_are_refused_by_name_and_hurt_nobody_else() {
     raw.say_bytes(vec![0; 50_000]);
     assert_eq!(raw.refused(), magic("0x0000"));
     let mut raw = Raw::welcomed(&world);
-    let mut spoilt = frame(&Message::Ping, 0, world.record.epoch, &[]).unwrap();
-    *spoilt.last_mut().unwrap() ^= 1;
-    raw.say_bytes(spoilt);
+    let mut corrupt = frame(&Message::Ping, 0, world.record.epoch, &[]).unwrap();
+    *corrupt.last_mut().unwrap() ^= 1;
+    raw.say_bytes(corrupt);
     let refusal = raw.refused();
     assert!(matches!(&refusal, Refusal::Frame { what, .. } if what == "checksum of the body"), "{refusal}");
 
@@ -327,7 +327,7 @@ fn lies_are_refused_by_name_and_hurt_nobody_else() {
 
 #[test]
 fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
     let memory = Mapping::memfd("early", 64 << 10).unwrap();
     memory.fix_size().unwrap();
     let mut raw = Raw::welcomed(&world);
@@ -342,13 +342,13 @@ fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
     }
     // All at once, when the first one has waited long enough: it is free to use its memory again.
     for block in 0..whole {
-        let answer = raw.hear_of_all_but_pings();
+        let answer = raw.receive_but_pings();
         assert_eq!((answer.header.request(), answer.message), (u64::from(block) + 1, Message::Done));
     }
     let waited = begin.elapsed();
     assert!(waited > Duration::from_secs(2) && waited < Duration::from_secs(6), "{waited:?}");
     raw.say(Message::Probe { plan: PlanId(0) });
-    assert!(matches!(raw.hear_of_all_but_pings().message, Message::Missing { .. }));
+    assert!(matches!(raw.receive_but_pings().message, Message::Missing { .. }));
 
     let client = world.client();
     let learner = Learner::join(&client, "l");
@@ -361,10 +361,10 @@ impl Raw {
     /// Pulls `version`, and says of none of its blocks that they are copied.
     fn hold(&mut self, version: Version, blocks: u32) -> Vec<Piece> {
         self.say(Message::Pull { version, blocks: 0..blocks });
-        let Message::Share { region, bytes } = self.hear().unwrap().message else { panic!("not shared") };
+        let Message::Share { region, bytes } = self.receive().unwrap().message else { panic!("not shared") };
         let mut regions = Regions::new(bytes);
         regions.share(region, bytes, &self.descriptors).unwrap();
-        let place = |expected: u32| match self.hear().unwrap().message {
+        let place = |expected: u32| match self.receive().unwrap().message {
             Message::BlockAt { version: of, block, region, offset } => {
                 assert_eq!((of, block), (version, BlockId(expected)));
                 regions.piece(region, offset, 4 * (((BYTES / 4).min((64 << 10) / 4)) as usize)).ok()
@@ -398,7 +398,7 @@ fn go_on(learner: &Learner, from: u64, to: u64) {
 
 #[test]
 fn a_version_that_a_silent_reader_may_still_read_is_never_written_over() {
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
     let client = world.client();
     let learner = Learner::join(&client, "l");
     assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
@@ -422,7 +422,7 @@ fn a_version_that_a_silent_reader_may_still_read_is_never_written_over() {
 
 #[test]
 fn a_version_that_is_read_when_its_connection_ends_is_never_written_over() {
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
     let client = world.client();
     let learner = Learner::join(&client, "l");
     assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
@@ -446,7 +446,7 @@ impl Raw {
     fn show(&mut self, regions: &mut Regions, version: Version) -> (u64, Arc<Mapping>) {
         self.say(Message::PullWhole { version });
         loop {
-            let received = self.hear_of_all_but_pings();
+            let received = self.receive_but_pings();
             match received.message {
                 Message::Share { region, bytes } => regions.share(region, bytes, &self.descriptors).unwrap(),
                 Message::Unshare { region } => regions.unshare(region).unwrap(),
@@ -470,7 +470,7 @@ fn is_all(memory: &Mapping, value: f32) -> bool {
 #[test]
 fn a_shard_whose_buffers_are_all_shown_by_a_client_goes_on_with_others() {
     const SHOWN: u64 = 12;
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
     let client = world.client();
     let learner = Learner::join(&client, "l");
     let (mut raw, mut regions) = (Raw::welcomed(&world), Regions::new(BYTES));
@@ -508,7 +508,7 @@ fn memory_of_shard(world: &World) -> u64 {
 
 #[test]
 fn a_shard_that_has_some_of_the_blocks_shows_no_version_as_a_whole() {
-    let world = World::new(2, BYTES, &[("reducer", "sum")], Way::Memory);
+    let world = World::new(2, BYTES, &[("reducer", "sum")], Way::Shm);
     let mut raw = Raw::welcomed(&world);
     raw.say(Message::PullWhole { version: Version(0) });
     assert!(matches!(raw.refused(), Refusal::Role { .. }));
@@ -517,7 +517,7 @@ fn a_shard_that_has_some_of_the_blocks_shows_no_version_as_a_whole() {
 #[test]
 fn a_client_that_holds_all_versions_that_it_may_shows_no_newer_one_and_holds_up_nobody() {
     let settings = [("reducer", "sum"), ("learners", "1"), ("max_versions", "4")];
-    let world = World::new(1, BYTES, &settings, Way::Memory);
+    let world = World::new(1, BYTES, &settings, Way::Shm);
     let (client, reader) = (world.client(), world.client());
     let learner = Learner::join(&client, "l");
     let shows = |version: Version| {
@@ -555,7 +555,7 @@ fn a_client_that_holds_all_versions_that_it_may_shows_no_newer_one_and_holds_up_
 fn a_plan_that_waits_for_memory_holds_up_no_other_model() {
     let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
     let settings = [("reducer", "sum"), ("learners", "1")];
-    let world = World::with_threads(1, 1, &layout, &settings, Way::Memory);
+    let world = World::with_threads(1, 1, &layout, &settings, Way::Shm);
     let client = world.client();
     let learner = Learner::join(&client, "l");
     let mut readers = Vec::new();
@@ -563,7 +563,7 @@ fn a_plan_that_waits_for_memory_holds_up_no_other_model() {
         assert!(readers.len() < 10, "as many versions as there are buffers are read");
         let mut raw = Raw::welcomed(&world);
         raw.say(Message::Pull { version: Version(readers.len() as u64), blocks: 0..1 });
-        assert!(matches!(raw.hear().unwrap().message, Message::Share { .. }));
+        assert!(matches!(raw.receive().unwrap().message, Message::Share { .. }));
         readers.push(raw);
         let answer = learner.push(1.0);
         match answer.recv_timeout(Duration::from_secs(1)) {

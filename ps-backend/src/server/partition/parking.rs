@@ -15,18 +15,18 @@ use super::Partition;
 pub(super) struct Connected {
     pub(super) client: ClientId,
     pub(super) link: Link,
-    rests: bool,
+    parked: bool,
 }
 
 /// Which of these connections, each with its client and its thread, are to rest, where there are so many threads. One
 /// of every client never does.
-fn resting(connections: &[(ClientId, usize)], threads: usize) -> Vec<bool> {
+fn to_park(connections: &[(ClientId, usize)], threads: usize) -> Vec<bool> {
     let mut clients: BTreeMap<ClientId, Vec<usize>> = BTreeMap::new();
     for (index, (client, _)) in connections.iter().enumerate() {
         clients.entry(*client).or_default().push(index);
     }
     let each = threads.div_ceil(clients.len().max(1)).max(1);
-    let mut rest = vec![true; connections.len()];
+    let mut parks = vec![true; connections.len()];
     let mut busy: BTreeMap<usize, usize> = BTreeMap::new();
     // Who has the least choice chooses first.
     let mut clients: Vec<Vec<usize>> = clients.into_values().collect();
@@ -36,18 +36,18 @@ fn resting(connections: &[(ClientId, usize)], threads: usize) -> Vec<bool> {
             let load = |&index: &usize| busy.get(&connections[index].1).copied().unwrap_or(0);
             let Some(at) = (0..of_client.len()).min_by_key(|&at| load(&of_client[at])) else { break };
             let index = of_client.remove(at);
-            rest[index] = false;
+            parks[index] = false;
             *busy.entry(connections[index].1).or_default() += 1;
         }
     }
-    rest
+    parks
 }
 
 impl Partition {
     /// A client's connection is there.
     pub(in crate::server) fn client_up(&self, client: ClientId, link: &Link) {
         let mut links = self.links.lock();
-        links.push(Connected { client, link: link.clone(), rests: false });
+        links.push(Connected { client, link: link.clone(), parked: false });
         self.share_out(&mut links);
         drop(links);
         if self.moved.get().is_some() {
@@ -65,11 +65,11 @@ impl Partition {
 
     fn share_out(&self, links: &mut [Connected]) {
         let known: Vec<_> = links.iter().map(|known| (known.client, known.link.thread())).collect();
-        let rest = resting(&known, self.pool.current_num_threads());
-        for (known, rests) in links.iter_mut().zip(rest) {
-            if known.rests != rests {
-                known.rests = rests;
-                let message = Message::Rest { rests };
+        let parks = to_park(&known, self.pool.current_num_threads());
+        for (known, parked) in links.iter_mut().zip(parks) {
+            if known.parked != parked {
+                known.parked = parked;
+                let message = Message::Park { parked };
                 known.link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(0, message) });
             }
         }
@@ -85,7 +85,7 @@ mod tests {
     fn of(connections: &[(u64, usize)], threads: usize) -> Vec<bool> {
         let connections: Vec<_> =
             connections.iter().map(|&(client, thread)| (ClientId(client), thread)).collect();
-        resting(&connections, threads)
+        to_park(&connections, threads)
     }
 
     #[test]
@@ -107,11 +107,11 @@ mod tests {
         fn nobody_is_left_without_and_threads_are_used_evenly(
             connections in proptest::collection::vec((0u64..6, 0usize..4), 0..24), threads in 1usize..8,
         ) {
-            let rest = of(&connections, threads);
+            let parks = of(&connections, threads);
             let clients: std::collections::BTreeSet<_> = connections.iter().map(|(client, _)| client).collect();
             for client in &clients {
-                let own = connections.iter().zip(&rest).filter(|((of, _), _)| of == *client);
-                let (all, used) = own.fold((0, 0), |(all, used), (_, &rests)| (all + 1, used + usize::from(!rests)));
+                let own = connections.iter().zip(&parks).filter(|((of, _), _)| of == *client);
+                let (all, used) = own.fold((0, 0), |(all, used), (_, &parked)| (all + 1, used + usize::from(!parked)));
                 prop_assert_eq!(used, all.min(threads.div_ceil(clients.len()).max(1)));
             }
         }

@@ -1,4 +1,4 @@
-//! Connections of several clients: a shard says which are to rest, so that as many are busy as it has threads.
+//! Connections of several clients: a shard parks some, so that as many are busy as it has threads.
 
 use std::time::{Duration, Instant};
 
@@ -12,36 +12,36 @@ use crate::world::{LONG, Way, World};
 fn data(world: &World, client: u64) -> Raw {
     let address = world.address_of(world.record.coordinator);
     let mut raw = Raw::greet(&address, Role::Data, &world.record, ClientId(client));
-    assert!(matches!(raw.hear().0.message, Message::Welcome { .. }));
+    assert!(matches!(raw.receive().0.message, Message::Welcome { .. }));
     raw
 }
 
-/// The next word on whether a connection rests.
-fn rests(raw: &mut Raw) -> bool {
+/// Whether a connection is parked, by its next message.
+fn parked(raw: &mut Raw) -> bool {
     loop {
-        match raw.hear().0.message {
-            Message::Rest { rests } => return rests,
+        match raw.receive().0.message {
+            Message::Park { parked } => return parked,
             Message::Ping => {}
             other => panic!("{other:?}"),
         }
     }
 }
 
-/// The one of them that is told something.
-fn told(of: &mut [Raw; 2]) -> &mut Raw {
+/// The one of them to which a message comes.
+fn notified(of: &mut [Raw; 2]) -> &mut Raw {
     let until = Instant::now() + LONG;
-    let heard = |raw: &Raw| {
+    let has_news = |raw: &Raw| {
         raw.stream.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
-        let heard = raw.stream.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
+        let has_news = raw.stream.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
         raw.stream.set_read_timeout(Some(LONG)).unwrap();
-        heard
+        has_news
     };
     while Instant::now() < until {
-        if let Some(at) = of.iter().position(heard) {
+        if let Some(at) = of.iter().position(has_news) {
             return &mut of[at];
         }
     }
-    panic!("nobody is told anything");
+    panic!("no message comes");
 }
 
 #[test]
@@ -51,8 +51,8 @@ fn a_shard_has_as_many_busy_connections_as_threads() {
     let mut one = [data(&world, 1), data(&world, 1)];
     // Alone, the first client uses both. A second one has one, and one of the first one's makes room for it.
     let second = data(&world, 2);
-    let resting = told(&mut one);
-    assert!(rests(resting));
+    let in_use = notified(&mut one);
+    assert!(parked(in_use));
     drop(second);
-    assert!(!rests(resting), "it is needed again");
+    assert!(!parked(in_use), "it is needed again");
 }

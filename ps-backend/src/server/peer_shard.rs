@@ -14,14 +14,14 @@ use super::shared::Shared;
 const CONNECTING: Duration = Duration::from_secs(10);
 
 /// The way to one shard, and a connection as long as there is one that nobody uses.
-pub(super) struct Line {
+pub(super) struct PeerShard {
     record: ShardRecord,
     idle: Mutex<Option<AdminPeer>>,
 }
 
-impl Line {
-    pub(super) fn new(record: &ShardRecord) -> Line {
-        Line { record: record.clone(), idle: Mutex::new(None) }
+impl PeerShard {
+    pub(super) fn new(record: &ShardRecord) -> PeerShard {
+        PeerShard { record: record.clone(), idle: Mutex::new(None) }
     }
 
     pub(super) fn shard(&self) -> ShardId {
@@ -56,8 +56,8 @@ impl Line {
     fn ask(&self, message: &Message, payload: &[u8], deadline: Instant) -> Result<Message, AdminError> {
         let known = self.idle.lock().take().filter(|peer| !peer.is_stale());
         // What is asked for may take long, but not to be heard.
-        let heard = deadline.min(Instant::now() + CONNECTING);
-        let mut peer = known.map_or_else(|| AdminPeer::connect(&self.record.address, heard), Ok)?;
+        let until = deadline.min(Instant::now() + CONNECTING);
+        let mut peer = known.map_or_else(|| AdminPeer::connect(&self.record.address, until), Ok)?;
         let answer = peer.request(message, payload, deadline);
         if matches!(answer, Ok(_) | Err(AdminError::Refusal(_))) {
             *self.idle.lock() = Some(peer);
