@@ -5,7 +5,7 @@ use std::sync::Arc;
 use libmodelio::client::{ClientOptions, Job, TransportChoice};
 use libmodelio::registry::Registry;
 use libmodelio::transport::NO_RDMA;
-use libmodelio::transport::reactor::{Backend, Choice};
+use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions};
 use libmodelio::wire::{ModelRecord, ShardRecord};
 
 use super::shard::choice;
@@ -49,6 +49,14 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
             return Err(explain_new_registry(&config.registry, error));
         }
         let shards = registry.shards(deadline()).map_err(failed)?;
+        // One set of threads moves the bytes of all models.
+        let reactor = ReactorOptions {
+            threads: config.threads,
+            choice: choice(config.io),
+            ..ReactorOptions::default()
+        };
+        let reactor = Reactor::start(&reactor).map_err(|error| Error::new(error.to_string()))?;
+        let reactor = Arc::new(reactor);
         let mut models = Vec::new();
         for name in &names {
             let index = u8::try_from(models.len()).map_err(|_| Error::usage("more than 256 models"))?;
@@ -57,7 +65,7 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
                 tracing::warn!(model = %name, "still being created: not shown; mount it by its name when it is there");
                 continue;
             }
-            models.push(Arc::new(connect(&record, &shards, &registry, index, config)?));
+            models.push(Arc::new(connect(&record, &shards, (&registry, &reactor), index, config)?));
         }
         if models.is_empty() {
             let error = Error::new(format!("of the models at {} none is there yet", config.registry));
@@ -70,7 +78,7 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
 fn connect(
     record: &ModelRecord,
     shards: &[ShardRecord],
-    registry: &Arc<dyn Registry>,
+    (registry, reactor): (&Arc<dyn Registry>, &Arc<Reactor>),
     index: u8,
     config: &MountConfig,
 ) -> Result<Model, Error> {
@@ -87,11 +95,19 @@ fn connect(
         Transport::Rdma => TransportChoice::Rdma,
     };
     let io = choice(config.io);
-    let registry = Some(Arc::clone(registry));
+    let (registry, reactor) = (Some(Arc::clone(registry)), Some(Arc::clone(reactor)));
     let rdma = config.rdma.clone();
     let MountConfig { threads, connections, .. } = *config;
-    let options =
-        ClientOptions { threads, io, transport, connections, rdma, registry, ..ClientOptions::default() };
+    let options = ClientOptions {
+        reactor,
+        threads,
+        io,
+        transport,
+        connections,
+        rdma,
+        registry,
+        ..ClientOptions::default()
+    };
     let job = Job::connect(record, shards, options)
         .map_err(|error| Error::new(format!("cannot take part in {name}")).caused_by(error))?;
     for shard in job.shards() {

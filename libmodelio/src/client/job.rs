@@ -81,7 +81,7 @@ impl VersionView {
 /// [`Self::withdraw_assign`] and [`Self::allocate`]. [`Self::join`] and [`Self::leave`] ask others, up to their deadline.
 pub struct Job {
     shared: Arc<Shared>,
-    reactor: Mutex<Option<Reactor>>,
+    reactor: Mutex<Option<Arc<Reactor>>>,
     /// Buffers for new weights that were handed out and have not come back.
     lent: Mutex<HashMap<RegionKey, Weak<Mapping>>>,
     /// Blocks that were reduced from where they came.
@@ -252,7 +252,8 @@ impl Job {
         if let Some(Ok(endpoint)) = endpoint {
             endpoint.shut_down(Duration::from_secs(2));
         }
-        if let Some(reactor) = self.reactor.lock().take()
+        // The last of those who share it ends it.
+        if let Some(reactor) = self.reactor.lock().take().and_then(Arc::into_inner)
             && let Err(error) = reactor.shut_down(Duration::from_secs(2))
         {
             tracing::warn!(%error, "connections");

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::registry::Registry;
 use crate::transport::rdma::RdmaOptions;
-use crate::transport::reactor::Choice;
+use crate::transport::reactor::{Choice, Reactor};
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::controls::ControlError;
 use crate::vocabulary::ids::{LearnerId, Step, Version};
@@ -43,9 +43,11 @@ pub enum Pulls {
 /// What a client may be told to do otherwise.
 #[derive(Clone)]
 pub struct ClientOptions {
-    /// Threads that move bytes.
+    /// Threads that move bytes through sockets, which several clients may share. Without, a client starts its own.
+    pub reactor: Option<Arc<Reactor>>,
+    /// How many threads of its own a client starts.
     pub threads: usize,
-    /// By which way.
+    /// The way of moving bytes of the threads that it starts.
     pub io: Choice,
     /// Whether they go through sockets at all.
     pub transport: TransportChoice,
@@ -84,6 +86,7 @@ impl fmt::Debug for ClientOptions {
 impl Default for ClientOptions {
     fn default() -> ClientOptions {
         ClientOptions {
+            reactor: None,
             threads: 2,
             io: Choice::Auto,
             transport: TransportChoice::Auto,

@@ -48,9 +48,17 @@ impl Job {
         if let Some(why) = routes.parts.iter().find_map(|place| place.barred.clone()) {
             return Err(ClientError::Transport { model, why });
         }
-        let reactor =
-            ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
-        let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
+        let reactor = match &options.reactor {
+            Some(reactor) => Arc::clone(reactor),
+            None => {
+                let own = ReactorOptions {
+                    threads: options.threads,
+                    choice: options.io,
+                    ..ReactorOptions::default()
+                };
+                Arc::new(Reactor::start(&own).map_err(|error| start(&error))?)
+            }
+        };
         let size = layout.size() as usize;
         #[cfg(feature = "rdma")]
         let mut endpoint = None;
@@ -66,6 +74,8 @@ impl Job {
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
         let inner = Inner::new(core, versions, routes);
         let net = reactor.handle();
+        // The job holds the threads, so that it can end them.
+        let options = ClientOptions { reactor: None, ..options };
         let shared = Shared::new((id, record), layout, inner, options, Some(net), None);
         #[cfg(feature = "rdma")]
         {
@@ -106,7 +116,7 @@ impl Job {
         Job::begin(shared, None)
     }
 
-    fn begin(shared: Arc<Shared>, reactor: Option<Reactor>) -> Result<Job, ClientError> {
+    fn begin(shared: Arc<Shared>, reactor: Option<Arc<Reactor>>) -> Result<Job, ClientError> {
         let timed = Arc::downgrade(&shared);
         let alarm = timer::watch(timed as Weak<dyn Timed>);
         let _ = shared.alarm.set(alarm.map_err(|error| ClientError::Start(error.to_string()))?);

@@ -51,7 +51,7 @@ impl Recipient for Shared {
         }
     }
 
-    fn on_idle(&self) {
+    fn answer_callers(&self) {
         let answers = std::mem::take(&mut *self.unanswered.lock());
         answers.into_iter().for_each(Answers::give);
     }

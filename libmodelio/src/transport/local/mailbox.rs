@@ -1,10 +1,10 @@
 //! The messages between the ends of a model in one process: its coordinator, the partition beside it, and a
 //! client.
 //!
-//! An end puts a word in under its own lock, so that words keep the order of the decisions behind them. Once
-//! it has released that lock, it empties the mailbox ([`Mailbox::drain`]) on the same thread, unless another
-//! thread is already doing so and takes the new word, too. So no end is ever called from another end's stack,
-//! and one thread at a time carries words.
+//! An end puts a message in under its own lock, so that messages keep the order of the decisions behind them.
+//! Once it has released that lock, it empties the mailbox ([`Mailbox::drain`]) on the same thread, unless
+//! another thread is already doing so and takes the new message, too. So no end is ever called from another
+//! end's stack, and one thread at a time hands messages over.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
@@ -14,15 +14,18 @@ use parking_lot::Mutex;
 use crate::vocabulary::ids::LearnerId;
 use crate::wire::Message;
 
-/// Takes what another end says.
+/// An end that takes messages.
 pub trait Recipient: Send + Sync {
-    /// An end has said this. No lock is held.
+    /// Takes a message of another end. The caller holds no lock.
     fn receive(self: Arc<Self>, from: End, mail: Mail);
 
-    /// The mailbox is empty, and no thread carries words: callers may now get their answers, and find the
-    /// mailbox free for their next request.
-    fn on_idle(&self) {}
+    /// Gives callers the answers that have come. The mailbox is empty then, so that their next request is handed
+    /// over at once, or it has not been empty for [`ANSWERS_AFTER`] messages.
+    fn answer_callers(&self) {}
 }
+
+/// Messages that are handed over, at most, before callers get their answers.
+const ANSWERS_AFTER: usize = 64;
 
 /// An end of a mailbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,16 +59,16 @@ pub struct Mailbox {
     queue: Mutex<Queue>,
 }
 
-/// Whether a word to an end is held back.
+/// Whether a message to an end is held back.
 type Holds = Box<dyn Fn(End, &Mail) -> bool + Send>;
 
 #[derive(Default)]
 struct Queue {
     ready: VecDeque<(End, End, Mail)>,
-    /// The held-back words, with sender and receiver.
+    /// The held-back messages, with sender and receiver.
     held: VecDeque<(End, End, Mail)>,
     holds: Option<Holds>,
-    /// A thread is at it.
+    /// A thread is emptying the mailbox.
     draining: bool,
 }
 
@@ -80,7 +83,7 @@ impl Mailbox {
         self.client.set(client).is_ok()
     }
 
-    /// Puts a word in. The caller empties the mailbox once it has released its locks.
+    /// Puts a message in. The caller empties the mailbox once it has released its locks.
     pub fn put(&self, from: End, to: End, mail: Mail) {
         let mut queue = self.queue.lock();
         let is_held = queue.holds.as_ref().is_some_and(|holds| holds(to, &mail));
@@ -88,13 +91,13 @@ impl Mailbox {
         line.push_back((from, to, mail));
     }
 
-    /// From now on, words that `holds` matches are held back, each until [`Self::release_one`]: for tests of late
+    /// From now on, messages that `holds` matches are held back, each until [`Self::release_one`]: for tests of late
     /// ends.
     pub fn hold(&self, holds: impl Fn(End, &Mail) -> bool + Send + 'static) {
         self.queue.lock().holds = Some(Box::new(holds));
     }
 
-    /// Hands over the word that is held back for longest. False if there is none.
+    /// Hands over the message that is held back for longest. False if there is none.
     pub fn release_one(&self) -> bool {
         let mut queue = self.queue.lock();
         let Some(mail) = queue.held.pop_front() else { return false };
@@ -104,7 +107,7 @@ impl Mailbox {
         true
     }
 
-    /// Hands over all words in it, and those that are put in meanwhile. Does nothing if another thread is
+    /// Hands over all messages in it, and those that are put in meanwhile. Does nothing if another thread is
     /// already doing so. The caller must hold no lock of any end.
     pub fn drain(&self) {
         {
@@ -114,6 +117,12 @@ impl Mailbox {
             }
             queue.draining = true;
         }
+        let answer = || {
+            if let Some(client) = self.client.get().and_then(Weak::upgrade) {
+                client.answer_callers();
+            }
+        };
+        let mut handed_over = 0;
         while let Some((from, to, mail)) = self.next() {
             let end = match to {
                 End::Coordinator => Some(&self.coordinator),
@@ -123,13 +132,15 @@ impl Mailbox {
             if let Some(end) = end.and_then(Weak::upgrade) {
                 end.receive(from, mail);
             }
+            handed_over += 1;
+            if handed_over % ANSWERS_AFTER == 0 {
+                answer();
+            }
         }
-        if let Some(client) = self.client.get().and_then(Weak::upgrade) {
-            client.on_idle();
-        }
+        answer();
     }
 
-    /// The next word; with none left, nobody is at it from then on.
+    /// The next message. With none left, no thread is emptying the mailbox from then on.
     fn next(&self) -> Option<(End, End, Mail)> {
         let mut queue = self.queue.lock();
         let mail = queue.ready.pop_front();

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use parking_lot::Mutex;
 
 use super::backend::{Backend, Choice, NotUring};
 use super::driver::Driver;
@@ -84,7 +85,7 @@ impl Backend {
 /// Threads that each drive many connections. Dropping it shuts it down.
 pub struct Reactor {
     handle: Handle,
-    threads: Vec<Running>,
+    threads: Mutex<Vec<Running>>,
 }
 
 struct Running {
@@ -121,12 +122,12 @@ impl Reactor {
         let states: Vec<_> =
             states.collect::<Result<_, Errno>>().map_err(|errno| StartError::Thread(errno.into()))?;
         let handle = Handle { threads: states.into(), backend };
-        let mut reactor = Reactor { handle: handle.clone(), threads: Vec::with_capacity(options.threads) };
+        let mut reactor = Reactor { handle: handle.clone(), threads: Mutex::default() };
         for (number, state) in handle.threads.iter().enumerate() {
             let name = format!("{}-{number}", options.name);
             // Dropping the unfinished reactor ends the threads before it.
             let running = start(name, &handle.backend, Arc::clone(state)).map_err(StartError::Thread)?;
-            reactor.threads.push(running);
+            reactor.threads.get_mut().push(running);
         }
         Ok(reactor)
     }
@@ -156,7 +157,7 @@ impl Reactor {
             state.post(|inbox| inbox.shut_down = Some(deadline));
         }
         let mut running = 0;
-        for Running { thread, alive } in self.threads.drain(..) {
+        for Running { thread, alive } in self.threads.get_mut().drain(..) {
             // A little longer than the thread itself waits, so that it can say what is the matter.
             let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(50);
             match alive.recv_timeout(left) {

@@ -123,3 +123,26 @@ fn a_held_back_message_arrives_when_it_is_released() {
     assert!(mailbox.release_one() && mailbox.release_one() && !mailbox.release_one());
     assert_eq!(coordinator.received.lock()[..], [1, 2, 3]);
 }
+
+/// A client whose answers are counted, beside two ends that answer each other for long.
+struct Caller(AtomicUsize, Weak<Receiver>);
+
+impl Recipient for Caller {
+    fn receive(self: Arc<Self>, _: End, _: Mail) {}
+
+    fn answer_callers(&self) {
+        let handed_over = self.1.upgrade().map_or(0, |end| end.received.lock().len());
+        assert!(handed_over <= (self.0.fetch_add(1, Ordering::SeqCst) + 1) * ANSWERS_AFTER);
+    }
+}
+
+#[test]
+fn callers_are_answered_though_the_mailbox_is_not_empty() {
+    const ROUNDS: u64 = 1_000;
+    let (mailbox, [coordinator, _partition]) = ends(true);
+    let caller = Arc::new(Caller(AtomicUsize::new(0), Arc::downgrade(&coordinator)));
+    assert!(mailbox.join(Arc::downgrade(&caller) as Weak<dyn Recipient>));
+    mailbox.put(End::Coordinator, End::Partition, Mail::Message(ROUNDS, Message::Done));
+    mailbox.drain();
+    assert_eq!(caller.0.load(Ordering::SeqCst), ROUNDS as usize / ANSWERS_AFTER + 1);
+}
