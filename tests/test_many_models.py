@@ -71,3 +71,19 @@ def test_threads_and_memory_do_not_grow_with_models(start_mount, tmp_path):
             file.write(np.full(ELEMENTS, 2, "<f4").tobytes())
     assert all((array(model / "weights") == 3).all() for model in mount.models)
     assert settled(mount)[0] <= THREADS
+
+
+def test_threads_do_not_grow_with_models_on_a_network(cluster):
+    shard = cluster()
+    names = [f"m{i}" for i in range(20)]
+    for name in names:
+        shard.create(name, size=BYTES, reducer="sum")
+    few = shard.mount(models=names[:1], transport="tcp")
+    mount = shard.mount(models=names, transport="tcp")
+    assert settled(mount)[0] == settled(few)[0] <= THREADS
+    # All of them can be trained all the same.
+    for model in mount.models:
+        with open(model / "gradients", "wb", buffering=0) as file:
+            file.write(np.full(ELEMENTS, 2, "<f4").tobytes())
+        assert (array(model / "weights") == 2).all()
+    assert settled(mount)[0] <= THREADS
