@@ -5,6 +5,7 @@ use std::sync::Arc;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::controls::Controls;
 use ps_backend::memory::MemoryUse;
+use ps_backend::partition::executor::{Cpu, Executor};
 use ps_backend::server::local::{self, Beginning, LocalError};
 
 use crate::background::Ready;
@@ -42,11 +43,11 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
             sources.push((&spec.name, source));
         }
         memory::check_together(needed)?;
-        let pool = local::pool(config.threads)
+        let executor = Cpu::start(config.threads)
             .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
         let mut models = Vec::new();
         for (name, source) in sources {
-            models.push(Arc::new(load(name, source, &pool, &controls)?));
+            models.push(Arc::new(load(name, source, &executor, &controls)?));
         }
         Ok(models)
     })
@@ -91,7 +92,12 @@ fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Sour
     Ok(source)
 }
 
-fn load(name: &str, mut source: Source, pool: &local::Pool, controls: &Controls) -> Result<Model, Error> {
+fn load(
+    name: &str,
+    mut source: Source,
+    executor: &Arc<dyn Executor>,
+    controls: &Controls,
+) -> Result<Model, Error> {
     let mut snapshot = source.verified_snapshot(&|| Ok(()))?;
     let failed = |error: std::io::Error| Error::new(format!("model {name}")).caused_by(error);
     let Source { layout, metadata, files, ranges, .. } = source;
@@ -123,7 +129,7 @@ fn load(name: &str, mut source: Source, pool: &local::Pool, controls: &Controls)
         None => Beginning::Weights(Box::new(fill)),
         Some(reader) => Beginning::Snapshot(reader.head().record.clone(), reader),
     };
-    let started = local::start_from(name, &layout, controls, pool, beginning);
+    let started = local::start_from(name, &layout, controls, executor, beginning);
     if let Some(error) = unread {
         return Err(failed(error));
     }

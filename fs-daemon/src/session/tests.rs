@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use ps_backend::partition::executor::Cpu;
 use ps_backend::server::local;
 
 use super::contribution::{Contribution, Ending};
@@ -23,7 +24,7 @@ const SIZE: u64 = 1 << 16;
 fn model(settings: &[(&str, &str)]) -> Arc<Model> {
     let layout = Arc::new(ModelLayout::blank(SIZE, DType::F32, 64 << 10).unwrap());
     let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-    let job = local::start("m", &layout, &controls, &local::pool(1).unwrap(), |_| Ok(())).unwrap();
+    let job = local::start("m", &layout, &controls, &Cpu::start(1).unwrap(), |_| Ok(())).unwrap();
     Arc::new(Model::new(
         "m".into(),
         job,

@@ -12,6 +12,7 @@ use libmodelio::vocabulary::layout::PartitionLayout;
 use libmodelio::wire::{Kept, Refusal};
 use parking_lot::Mutex;
 
+use crate::partition::executor::Executor;
 use crate::partition::store::{KeptState, PartitionStore};
 use crate::snapshot::{Copied, Piece};
 
@@ -104,13 +105,14 @@ impl Captures {
         name: Name,
         version: Version,
         slots: u8,
-        pool: &rayon::ThreadPool,
+        executor: &dyn Executor,
     ) -> Result<(), Refusal> {
         let copied = match self.take(name)?.1 {
             Stage::Pinned(mut copied, kept) => match kept.version() {
-                pinned if pinned == version => {
-                    copied.fill(&kept, kinds(slots), pool).map(|()| Arc::new(*copied)).map_err(Refusal::other)
-                }
+                pinned if pinned == version => copied
+                    .fill(&kept, kinds(slots), executor)
+                    .map(|()| Arc::new(*copied))
+                    .map_err(Refusal::other),
                 newest => Err(Refusal::NoVersion { wanted: version, newest }),
             },
             // Said again.
@@ -183,6 +185,7 @@ mod tests {
     use libmodelio::vocabulary::reducer::Reducer;
 
     use super::*;
+    use crate::partition::executor::Cpu;
     use crate::partition::store::{Limits, PartitionError, PartitionWork};
 
     const NAME: Name = (Generation(1), 7);
@@ -210,23 +213,23 @@ mod tests {
         }
     }
 
-    fn pool() -> rayon::ThreadPool {
-        rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap()
+    fn cpu() -> Arc<dyn Executor> {
+        Cpu::start(1).unwrap()
     }
 
     #[test]
     fn a_job_stands_still_from_the_pin_to_the_copy_and_no_longer() {
-        let (captures, store, pool) = (Captures::default(), store(), pool());
+        let (captures, store, cpu) = (Captures::default(), store(), cpu());
         captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
         assert!(begins(&store), "memory alone holds nobody up");
         for _ in 0..2 {
             assert_eq!(captures.pin(NAME, &store).unwrap(), Version(0));
             assert!(!begins(&store));
         }
-        captures.copy(NAME, Version(0), 1, &pool).unwrap();
+        captures.copy(NAME, Version(0), 1, &*cpu).unwrap();
         assert!(begins(&store));
         // Said again, and said too late.
-        captures.copy(NAME, Version(0), 1, &pool).unwrap();
+        captures.copy(NAME, Version(0), 1, &*cpu).unwrap();
         captures.pin(NAME, &store).unwrap_err();
         assert!(begins(&store));
         for block in [1, 2] {
@@ -251,12 +254,12 @@ mod tests {
         assert!(captures.expire(Instant::now()) && !begins(&store));
         assert!(!captures.expire(Instant::now() + PINNED));
         assert!(begins(&store));
-        captures.copy(NAME, Version(0), 1, &pool()).unwrap_err();
+        captures.copy(NAME, Version(0), 1, &*cpu()).unwrap_err();
         captures.pin(NAME, &store).unwrap_err();
         // A copy lasts longer.
         captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
         captures.pin(NAME, &store).unwrap();
-        captures.copy(NAME, Version(0), 1, &pool()).unwrap();
+        captures.copy(NAME, Version(0), 1, &*cpu()).unwrap();
         assert!(captures.expire(Instant::now() + PINNED));
         assert!(!captures.expire(Instant::now() + UNUSED));
     }
@@ -269,7 +272,7 @@ mod tests {
         captures.pin(NAME, &store).unwrap_err();
         captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
         captures.pin(NAME, &store).unwrap();
-        let another = captures.copy(NAME, Version(1), 1, &pool());
+        let another = captures.copy(NAME, Version(1), 1, &*cpu());
         assert_eq!(another, Err(Refusal::NoVersion { wanted: Version(1), newest: Version(0) }));
         assert!(begins(&store));
         let names = (0..MAX_CAPTURES as u64 + 1).map(|snapshot| (Generation(2), snapshot));

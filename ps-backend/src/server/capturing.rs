@@ -50,7 +50,7 @@ impl Shared {
                 Ok((Message::Pinned { version }, None))
             }
             Message::Copy { generation, snapshot, version, slots } => {
-                self.captures.copy((generation, snapshot), version, slots, &self.pool).map(done)
+                self.captures.copy((generation, snapshot), version, slots, &*self.executor).map(done)
             }
             Message::FetchCopy { generation, snapshot, block, what } => {
                 let bytes = self.captures.fetch((generation, snapshot), (block, what))?;

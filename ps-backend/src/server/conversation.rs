@@ -261,17 +261,17 @@ impl Peer {
             message if moving::is_between_shards(&message) && shared.options.holds_blocks => {
                 let (link, payload) = (self.link.clone(), payload.to_vec());
                 let unsent = Unsent::one_more(&self.unsent, payload.len())?;
-                let pool = matches!(message, Message::Fetch { .. } | Message::FetchCopy { .. })
-                    .then(|| shared.pool.clone());
+                let is_short = matches!(message, Message::Fetch { .. } | Message::FetchCopy { .. });
+                let executor = is_short.then(|| shared.executor.clone());
                 let answers = move || {
                     let answer = shared.between_shards(message, &payload);
                     answer_counted(&link, request, answer, Some(unsent));
                 };
                 // Fetching is short and comes often. The rest may take memory, or give it back, which takes time; and
-                // others' jobs go on, for which the pool is.
-                let spawned = match pool {
-                    Some(pool) => {
-                        pool.spawn(answers);
+                // others' jobs go on, for which the executor is.
+                let spawned = match executor {
+                    Some(executor) => {
+                        executor.spawn(Box::new(answers));
                         Ok(())
                     }
                     None => std::thread::Builder::new().name("moving".into()).spawn(answers).map(drop),

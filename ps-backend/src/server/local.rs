@@ -18,6 +18,7 @@ use libmodelio::wire::{JobState, ModelRecord, RecordError, Refusal};
 use super::coordinator::{Begins, Coordinator};
 use super::partition::{MakeError, Partition};
 use crate::core::JobRecord;
+use crate::partition::executor::Executor;
 use crate::partition::store::PartitionError;
 use crate::snapshot::{self, Copied, Load, SnapshotError, Source};
 
@@ -59,23 +60,11 @@ impl From<Refusal> for LocalError {
 /// To take the memory of a larger version lasts longer than a step: that does not wait for the first contribution.
 const WARM_UP_AT_ONCE: u64 = 16 << 20;
 
-/// Threads that work on many blocks, of any number of models.
-pub type Pool = Arc<rayon::ThreadPool>;
-
-/// So many threads.
-///
-/// # Errors
-/// When the system has none.
-pub fn pool(threads: usize) -> io::Result<Pool> {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("reduce-{i}"));
-    pool.build().map(Arc::new).map_err(io::Error::other)
-}
-
 /// The coordinator and the partition of a model whose client is in this process.
 pub struct LocalShard {
     coordinator: Arc<Coordinator>,
     partition: Arc<Partition>,
-    pool: Pool,
+    executor: Arc<dyn Executor>,
 }
 
 /// Fills the memory of version 0, in which blocks lie one behind the other.
@@ -89,7 +78,7 @@ pub enum Beginning<'a> {
     Snapshot(JobRecord, &'a mut dyn Source),
 }
 
-/// Makes a model in this process: `load` fills version 0 by its memory, and work on many blocks runs on `pool`.
+/// Makes a model in this process: `load` fills version 0 by its memory, and `executor` does the work on many blocks.
 ///
 /// # Errors
 /// [`LocalError`].
@@ -97,10 +86,10 @@ pub fn start(
     name: &str,
     layout: &Arc<ModelLayout>,
     controls: &Controls,
-    pool: &Pool,
+    executor: &Arc<dyn Executor>,
     load: impl FnOnce(&Mapping) -> io::Result<()>,
 ) -> Result<Job, LocalError> {
-    start_from(name, layout, controls, pool, Beginning::Weights(Box::new(load))).map(|(job, _)| job)
+    start_from(name, layout, controls, executor, Beginning::Weights(Box::new(load))).map(|(job, _)| job)
 }
 
 /// Makes a model in this process, with whatever it begins with. Of its shard snapshots can be taken.
@@ -111,14 +100,14 @@ pub fn start_from(
     name: &str,
     layout: &Arc<ModelLayout>,
     controls: &Controls,
-    pool: &Pool,
+    executor: &Arc<dyn Executor>,
     beginning: Beginning<'_>,
 ) -> Result<(Job, Weak<LocalShard>), LocalError> {
     const SHARD: ShardId = ShardId(0);
     let map = BlockMap::striped(layout.blocks(), &[SHARD])?;
     let controls = controls.clone();
     let record = ModelRecord::new(name, Generation(1), layout, BTreeMap::new(), &map, SHARD, controls)?;
-    let partition = Partition::of_process(&record, layout, pool)?;
+    let partition = Partition::of_process(&record, layout, executor)?;
     let job = match beginning {
         Beginning::Weights(load) => {
             partition.store().load_whole(load)?;
@@ -134,7 +123,7 @@ pub fn start_from(
     };
     let coordinator = Coordinator::new(&record, &partition, SHARD, None, job, &[]);
     let coordinator = coordinator.map_err(LocalError::Coordinator)?;
-    let shard = Arc::new(LocalShard { coordinator, partition, pool: Arc::clone(pool) });
+    let shard = Arc::new(LocalShard { coordinator, partition, executor: Arc::clone(executor) });
     if layout.size() >= WARM_UP_AT_ONCE {
         shard.warm_up();
     }
@@ -166,7 +155,7 @@ impl LocalShard {
             let (record, controls) = self.coordinator.record();
             // The coordinator counts a version before the partition has heard that it does.
             if record.version == kept.version() {
-                copied.fill(&kept, snapshot::kinds(&record), &self.pool)?;
+                copied.fill(&kept, snapshot::kinds(&record), &*self.executor)?;
                 return Ok((record, controls, copied));
             }
             drop(kept);
@@ -194,11 +183,11 @@ impl Shard for LocalShard {
     }
 
     fn execute(&self, work: Box<dyn FnOnce() + Send>) {
-        self.pool.spawn(work);
+        self.executor.spawn(work);
     }
 
     fn threads(&self) -> usize {
-        self.pool.current_num_threads()
+        self.executor.threads()
     }
 
     fn warm_up(&self) {

@@ -69,6 +69,7 @@ use libmodelio::wire::Refusal;
 use parking_lot::{Condvar, Mutex};
 
 pub use crate::moving::Progress;
+use crate::partition::executor::Cpu;
 pub use options::{RdmaUse, ServerError, ServerOptions};
 
 use options::NoRdma;
@@ -95,11 +96,7 @@ impl Server {
         let of_net =
             ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
         let reactor = Reactor::start(&of_net).map_err(|error| threads(&error))?;
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(options.threads.max(2))
-            .thread_name(|i| format!("reduce-{i}"))
-            .build()
-            .map_err(|error| threads(&error))?;
+        let executor = Cpu::start(options.threads.max(2)).map_err(|error| threads(&error))?;
         let listen = options.listen;
         let listener = bind(listen).map_err(|error| ServerError::Listen { address: listen, error })?;
         let address =
@@ -108,7 +105,7 @@ impl Server {
         let shared = Arc::new_cyclic(|this| Shared {
             shard: Mutex::new(ShardId(0)),
             net: reactor.handle(),
-            pool: Arc::new(pool),
+            executor,
             memory: Threads::new(shm_clients::MAX_CONNECTIONS),
             #[cfg(feature = "rdma")]
             rdma: Default::default(),

@@ -1,7 +1,8 @@
 //! One shard's partition of a model at work: the edge around [`PartitionCore`] and [`PartitionStore`].
 //!
 //! Network threads bring blocks; the core says what each is for, the store does it. The lock is held for decisions
-//! and never for a pass over a block. Work on many blocks, and whatever takes memory, runs on the pool.
+//! and never for a pass over a block. Work on many blocks goes to the executor in batches; whatever
+//! takes memory runs on its threads.
 //!
 //! | module | holds |
 //! |---|---|
@@ -41,6 +42,7 @@ use parking_lot::Mutex;
 use super::redirect::Redirect;
 use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
+use crate::partition::executor::Executor;
 use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork};
 use crate::snapshot::Piece;
 use here::Here;
@@ -110,7 +112,7 @@ pub struct Partition {
     is_warm: AtomicBool,
     store: PartitionStore,
     state: Mutex<State>,
-    pool: Arc<rayon::ThreadPool>,
+    executor: Arc<dyn Executor>,
     /// Connections of clients, for blocks.
     links: Mutex<Vec<Connected>>,
     /// Where the model is now, once another block map is in force.
@@ -153,7 +155,7 @@ impl Partition {
     pub fn new(
         record: &ModelRecord,
         shard: ShardId,
-        pool: &Arc<rayon::ThreadPool>,
+        executor: &Arc<dyn Executor>,
     ) -> Result<Arc<Partition>, MakeError> {
         let bad = |error: &dyn std::fmt::Display| MakeError::Record(error.to_string());
         let layout = record.layout().map_err(|error| bad(&error))?;
@@ -175,7 +177,7 @@ impl Partition {
         let store = PartitionStore::new(partition, controls.reducer, Limits { buffers, ..limits })?;
         // All that it can ever need, so that a job that begins with one learner has room for the others.
         store.prefault_sums(SUMS).map_err(PartitionError::from)?;
-        Ok(Partition::of(record, (layout.size(), false), store, pool))
+        Ok(Partition::of(record, (layout.size(), false), store, executor))
     }
 
     /// The partition of a model whose only client is in this process: all of its blocks. Memory beyond that of the
@@ -186,20 +188,20 @@ impl Partition {
     pub fn of_process(
         record: &ModelRecord,
         layout: &ModelLayout,
-        pool: &Arc<rayon::ThreadPool>,
+        executor: &Arc<dyn Executor>,
     ) -> Result<Arc<Partition>, MakeError> {
         let all: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
         let partition = layout.partition(&all).map_err(|error| MakeError::Record(error.to_string()))?;
         let limits = Limits { retain: 0, buffers: record.controls.max_versions as usize };
         let store = PartitionStore::new(partition, record.controls.reducer, limits)?;
-        Ok(Partition::of(record, (layout.size(), true), store, pool))
+        Ok(Partition::of(record, (layout.size(), true), store, executor))
     }
 
     fn of(
         record: &ModelRecord,
         (model_bytes, has_client_here): (u64, bool),
         store: PartitionStore,
-        pool: &Arc<rayon::ThreadPool>,
+        executor: &Arc<dyn Executor>,
     ) -> Arc<Partition> {
         let state = State {
             core: PartitionCore::new(store.partition().blocks().len() as u32, Version(0)),
@@ -222,7 +224,7 @@ impl Partition {
             is_warm: AtomicBool::new(false),
             store,
             state: Mutex::new(state),
-            pool: Arc::clone(pool),
+            executor: Arc::clone(executor),
             links: Mutex::default(),
             moved: OnceLock::new(),
             #[cfg(feature = "rdma")]

@@ -24,6 +24,7 @@ use super::redirect::{Gone, Redirect};
 use super::standing::{Standing, life};
 use super::table::{Local, Table};
 use crate::core::JobRecord;
+use crate::partition::executor::Executor;
 
 /// Longest wait for the registry.
 const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
@@ -54,7 +55,7 @@ pub(super) struct Shared {
     pub address: String,
     pub shard: Mutex<ShardId>,
     pub net: Handle,
-    pub pool: Arc<rayon::ThreadPool>,
+    pub executor: Arc<dyn Executor>,
     /// Connections through shared memory.
     pub memory: Arc<Threads>,
     /// Connections by RDMA.

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::Kept;
-use rayon::prelude::*;
+use parking_lot::Mutex;
 
 use super::{SnapshotError, pieces};
 use crate::memory;
+use crate::partition::executor::Executor;
 use crate::partition::store::KeptState;
 use crate::region_store::kept_range;
 
@@ -37,16 +38,16 @@ impl Kind {
         Kind { what, starts, bytes }
     }
 
-    fn fill(&mut self, kept: &KeptState) -> Result<(), SnapshotError> {
+    fn fill(&mut self, kept: &KeptState, executor: &dyn Executor) -> Result<(), SnapshotError> {
         let mut left = self.bytes.as_mut_slice();
         let mut blocks = Vec::with_capacity(self.starts.len() - 1);
         for (block, ends) in (0..).map(BlockId).zip(self.starts.windows(2)) {
             let (room, rest) = left.split_at_mut(ends[1] - ends[0]);
-            blocks.push((block, room));
+            blocks.push((block, Mutex::new(room)));
             left = rest;
         }
         let what = self.what;
-        blocks.into_par_iter().try_for_each(|(block, room)| {
+        let copy = |block, room: &mut [u8]| {
             if room.is_empty() {
                 return Ok(());
             }
@@ -55,14 +56,20 @@ impl Kind {
                 // Nothing of the kind has been needed yet.
                 [] => room.fill(0),
                 bytes => {
-                    return Err(SnapshotError::Invalid(format!(
-                        "{} bytes are kept of block {block}",
-                        bytes.len()
-                    )));
+                    let why = format!("{} bytes are kept of block {block}", bytes.len());
+                    return Err(SnapshotError::Invalid(why));
                 }
             }
             Ok(())
-        })
+        };
+        let failed = Mutex::new(None);
+        executor.for_each(blocks.len(), &|at| {
+            let (block, room) = &blocks[at];
+            if let Err(error) = copy(*block, &mut room.lock()) {
+                failed.lock().get_or_insert(error);
+            }
+        });
+        failed.into_inner().map_or(Ok(()), Err)
     }
 }
 
@@ -97,7 +104,7 @@ impl Copied {
         &mut self,
         kept: &KeptState,
         kinds: impl Iterator<Item = Kept>,
-        pool: &rayon::ThreadPool,
+        executor: &dyn Executor,
     ) -> Result<(), SnapshotError> {
         let kinds: Vec<Kept> = kinds.collect();
         self.kinds.retain(|kind| kinds.contains(&kind.what));
@@ -106,7 +113,7 @@ impl Copied {
                 self.kinds.push(Kind::new(&self.layout, what));
             }
         }
-        pool.install(|| self.kinds.iter_mut().try_for_each(|kind| kind.fill(kept)))
+        self.kinds.iter_mut().try_for_each(|kind| kind.fill(kept, executor))
     }
 
     /// The data of a block; empty if it has none of that kind.

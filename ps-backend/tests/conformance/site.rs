@@ -16,6 +16,7 @@ use libmodelio::transport::{
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use ps_backend::partition::executor::Cpu;
 use ps_backend::server::local;
 
 use crate::world::{self, World};
@@ -77,8 +78,8 @@ impl Way {
         let place = match self.over {
             None => {
                 let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-                let pool = local::pool(2).unwrap();
-                let client = local::start("m", &Arc::new(layout), &controls, &pool, |_| Ok(())).unwrap();
+                let executor = Cpu::start(2).unwrap();
+                let client = local::start("m", &Arc::new(layout), &controls, &executor, |_| Ok(())).unwrap();
                 Place::Here(Arc::new(client))
             }
             Some(way) => Place::There(Box::new(World::of(shards, &layout, &settings, way))),

@@ -12,6 +12,7 @@ use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
+use ps_backend::partition::executor::Cpu;
 use ps_backend::server::local;
 
 pub const LONG: Duration = Duration::from_secs(20);
@@ -39,8 +40,8 @@ impl Job {
     pub fn with(layout: ModelLayout, settings: &[(&str, &str)]) -> Job {
         let layout = Arc::new(layout);
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        let pool = local::pool(2).unwrap();
-        let shard = local::start("m", &layout, &controls, &pool, |memory| {
+        let executor = Cpu::start(2).unwrap();
+        let shard = local::start("m", &layout, &controls, &executor, |memory| {
             // SAFETY: nobody else knows the shard yet.
             unsafe { memory.write(0, &initial_weights(&layout)) };
             Ok(())

@@ -11,6 +11,7 @@ use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::Message;
+use ps_backend::partition::executor::Cpu;
 use ps_backend::server::local;
 
 use super::*;
@@ -48,9 +49,9 @@ impl Mounted {
     }
 
     fn of(layout: ModelLayout, settings: &[(&str, &str)]) -> Mounted {
-        let (layout, pool) = (Arc::new(layout), local::pool(1).unwrap());
+        let (layout, executor) = (Arc::new(layout), Cpu::start(1).unwrap());
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        let job = local::start("m", &layout, &controls, &pool, |_| Ok(())).unwrap();
+        let job = local::start("m", &layout, &controls, &executor, |_| Ok(())).unwrap();
         job.mailbox().unwrap().hold(is_held);
         let model = Model::new(
             "m".into(),

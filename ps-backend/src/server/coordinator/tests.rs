@@ -7,6 +7,7 @@ use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use super::*;
+use crate::partition::executor::Cpu;
 
 #[test]
 fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
@@ -17,8 +18,7 @@ fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
     let record =
         ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, here, Default::default())
             .unwrap();
-    let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
-    let partition = Partition::new(&record, here, &pool).unwrap();
+    let partition = Partition::new(&record, here, &Cpu::start(1).unwrap()).unwrap();
     let reactor = Reactor::start(&ReactorOptions { threads: 1, ..ReactorOptions::default() }).unwrap();
     let (tell, asked) = std::sync::mpsc::channel();
     let resolve: Resolve = Arc::new(move |shard| {

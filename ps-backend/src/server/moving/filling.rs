@@ -43,7 +43,7 @@ impl Shared {
             _ => {
                 // The one before is of use if it is the same: else its memory is needed.
                 let known = taking.before.take().and_then(|known| known.untouched(&told.record));
-                let partition = known.map_or_else(|| Partition::new(&told.record, me, &self.pool), Ok);
+                let partition = known.map_or_else(|| Partition::new(&told.record, me, &self.executor), Ok);
                 (partition.map_err(Refusal::other)?, false)
             }
         };

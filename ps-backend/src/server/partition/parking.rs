@@ -65,7 +65,7 @@ impl Partition {
 
     fn share_out(&self, links: &mut [Connected]) {
         let known: Vec<_> = links.iter().map(|known| (known.client, known.link.thread())).collect();
-        let parks = to_park(&known, self.pool.current_num_threads());
+        let parks = to_park(&known, self.executor.threads());
         for (known, parked) in links.iter_mut().zip(parks) {
             if known.parked != parked {
                 known.parked = parked;

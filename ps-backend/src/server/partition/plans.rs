@@ -3,6 +3,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use fixedbitset::FixedBitSet;
 use libmodelio::transport::ShardError;
 use libmodelio::transport::frames::Link;
 use libmodelio::transport::local::{End, Mail, Recipient};
@@ -10,10 +11,10 @@ use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{self, Message, Refusal, Work};
-use rayon::prelude::*;
 
 use super::{Partition, State, ToCoordinator};
 use crate::partition::core::{self, Action, Plan, Source, local_blocks};
+use crate::partition::executor::{Batch, Done, Pass};
 use crate::partition::store::{PartitionError, PartitionWork};
 
 /// The pause before the next try of a plan that cannot begin yet: old versions are still read, or the plan before is being
@@ -142,6 +143,7 @@ impl Partition {
         mut state: parking_lot::MutexGuard<'_, State>,
         actions: Vec<Action>,
     ) {
+        let mut batches = Vec::new();
         let mut jobs: Vec<Box<dyn FnOnce() + Send>> = Vec::new();
         let mut begins = None;
         for action in actions {
@@ -158,11 +160,20 @@ impl Partition {
                 },
                 Action::Gather(plan, blocks) => {
                     let partition = Arc::clone(self);
-                    jobs.push(Box::new(move || partition.gather(plan, &blocks)));
+                    let gather = Box::new(move |block| partition.gather(plan, block));
+                    let pass = Pass::Gather(gather, listed(&blocks));
+                    batches.push(Batch { plan, pass, done: Box::new(drop) });
                 }
                 Action::Compute(plan, blocks) => {
                     let partition = Arc::clone(self);
-                    jobs.push(Box::new(move || partition.compute(plan, &blocks)));
+                    let done: Done = Box::new(move |outcome| partition.computed(plan, outcome));
+                    match &state.job {
+                        Some((of, job)) if *of == plan => {
+                            let pass = Pass::Compute(Arc::clone(job), listed(&blocks));
+                            batches.push(Batch { plan, pass, done });
+                        }
+                        _ => jobs.push(Box::new(|| done(Ok(())))),
+                    }
                 }
                 // Its job knows since the start was taken.
                 Action::Sealed(_) => {}
@@ -175,7 +186,7 @@ impl Partition {
                 Action::Done(plan) => state.send(self.epoch, plan.0, Message::Done),
                 Action::Conclude(plan, kind) => {
                     state.kept.clear();
-                    if let Err(error) = self.conclude(&mut state, plan, &mut jobs) {
+                    if let Err(error) = self.conclude(&mut state, plan, &mut batches, &mut jobs) {
                         tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
                         state.send(self.epoch, plan.0, Message::Refused(lost.into()));
@@ -202,15 +213,14 @@ impl Partition {
         if let Some(plan) = begins {
             self.begin(plan);
         }
-        for job in jobs {
-            self.pool.spawn(job);
-        }
+        batches.into_iter().for_each(|batch| self.executor.execute(batch));
+        jobs.into_iter().for_each(|job| self.executor.spawn(job));
         if let Some(mailbox) = mailbox {
             mailbox.drain();
         }
     }
 
-    /// Takes the memory for a plan, or has somebody wait until there is some. Not here: a thread of the pool that waits
+    /// Takes the memory for a plan, or has somebody wait until there is some. Not here: a thread of the executor that waits
     /// may have the very work below it on its stack that it waits for.
     fn begin(self: &Arc<Partition>, plan: PlanId) {
         let error = match self.try_begin(plan) {
@@ -284,16 +294,10 @@ impl Partition {
         Ok(())
     }
 
-    /// Computes blocks that nobody sends.
-    fn compute(self: &Arc<Partition>, plan: PlanId, blocks: &fixedbitset::FixedBitSet) {
-        let job = self.state.lock().job.clone().filter(|(of, _)| *of == plan);
-        if let Some((_, job)) = job {
-            let blocks: Vec<u32> = blocks.ones().map(|block| block as u32).collect();
-            blocks.into_par_iter().for_each(|block| {
-                if let Err(error) = job.finish(BlockId(block), None) {
-                    tracing::error!(model = %self.model, %plan, block, %error, "cannot be computed");
-                }
-            });
+    /// Blocks that nobody sends are computed.
+    fn computed(self: &Arc<Partition>, plan: PlanId, outcome: Result<(), (BlockId, PartitionError)>) {
+        if let Err((block, error)) = outcome {
+            tracing::error!(model = %self.model, %plan, %block, %error, "cannot be computed");
         }
         let mut state = self.state.lock();
         let mut actions = Vec::new();
@@ -305,16 +309,12 @@ impl Partition {
         self: &Arc<Partition>,
         state: &mut State,
         plan: PlanId,
+        batches: &mut Vec<Batch>,
         jobs: &mut Vec<Box<dyn FnOnce() + Send>>,
     ) -> Result<(), PartitionError> {
         let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) else { return Ok(()) };
         if let Some(merge) = self.store.conclude(&job)? {
-            const AT_ONCE: usize = 16;
-            jobs.push(Box::new(move || {
-                let starts: Vec<usize> = (0..merge.len()).step_by(AT_ONCE).collect();
-                let all = merge.len();
-                starts.into_par_iter().for_each(|start| merge.run(start..(start + AT_ONCE).min(all)));
-            }));
+            batches.push(Batch { plan, pass: Pass::Merge(merge), done: Box::new(drop) });
         }
         // A client in this process has yet to give back what it does not show any more.
         if !self.has_client_here && self.store.wants_spare() {
@@ -324,11 +324,11 @@ impl Partition {
         Ok(())
     }
 
-    /// Has a version buffer made, on the pool, if none is free and there was a [`Self::warm_up`].
+    /// Has a version buffer made, by another thread, if none is free and there was a [`Self::warm_up`].
     pub(in crate::server) fn keep_spare(self: &Arc<Partition>) {
         if self.is_warm.load(Ordering::Relaxed) && self.store.wants_spare() {
             let partition = Arc::clone(self);
-            self.pool.spawn(move || partition.add_spares(1));
+            self.executor.spawn(Box::new(move || partition.add_spares(1)));
         }
     }
 
@@ -347,13 +347,20 @@ impl Partition {
         }
     }
 
-    /// Takes the memory of the first versions, on the pool: as many as are retained, and one for readers that hold a
+    /// Takes the memory of the first versions, by another thread: as many as are retained, and one for readers that hold a
     /// version. Does nothing the second time.
     pub(in crate::server) fn warm_up(self: &Arc<Partition>, retain: impl FnOnce() -> usize) {
         if self.is_warm.swap(true, Ordering::Relaxed) {
             return;
         }
         let (partition, count) = (Arc::clone(self), retain() + 1);
-        self.pool.spawn(move || partition.add_spares(count));
+        self.executor.spawn(Box::new(move || partition.add_spares(count)));
     }
 }
+
+fn listed(blocks: &FixedBitSet) -> Vec<BlockId> {
+    blocks.ones().map(|block| BlockId(block as u32)).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -7,12 +7,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use fixedbitset::FixedBitSet;
 use libmodelio::transport::frames::Link;
 use libmodelio::transport::shm::{Descriptors, Piece};
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
 use libmodelio::wire::Refusal;
-use rayon::prelude::*;
 use smallvec::SmallVec;
 
 use super::super::{Partition, State};
@@ -68,27 +66,23 @@ impl Other {
 }
 
 impl Partition {
-    /// Does with blocks of which all that comes is kept what is to be done.
-    pub(in crate::server::partition) fn gather(self: &Arc<Partition>, plan: PlanId, blocks: &FixedBitSet) {
-        let blocks: Vec<u32> = blocks.ones().map(|block| block as u32).collect();
-        blocks.into_par_iter().for_each(|block| {
-            let mut state = self.state.lock();
-            let Some((_, job)) = state.job.clone().filter(|(of, _)| *of == plan) else { return };
-            let Some((client, place)) = state.core.reserve_kept(plan, block) else { return };
-            let block = BlockId(block);
-            let kept = state.kept.remove(&(block, client));
-            let (partition, counts) = (Arc::clone(self), self.counts(&state, client, block));
-            drop(state);
-            let push = Push { plan, block, wide: false, len: 0 };
-            let (job, target, comes, together) = (Some(job), None, false, SmallVec::new());
-            let reservation =
-                Reservation { partition, client, push, place, counts, job, target, comes, together };
-            if let Some(Kept { lent, .. }) = kept
-                && let Err(error) = reservation.complete_lent(&lent)
-            {
-                tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");
-            }
-        });
+    /// Does with a block of which all that comes is kept what is to be done.
+    pub(in crate::server::partition) fn gather(self: &Arc<Partition>, plan: PlanId, block: BlockId) {
+        let mut state = self.state.lock();
+        let Some((_, job)) = state.job.clone().filter(|(of, _)| *of == plan) else { return };
+        let Some((client, place)) = state.core.reserve_kept(plan, block.0) else { return };
+        let kept = state.kept.remove(&(block, client));
+        let (partition, counts) = (Arc::clone(self), self.counts(&state, client, block));
+        drop(state);
+        let push = Push { plan, block, wide: false, len: 0 };
+        let (job, target, comes, together) = (Some(job), None, false, SmallVec::new());
+        let reservation =
+            Reservation { partition, client, push, place, counts, job, target, comes, together };
+        if let Some(Kept { lent, .. }) = kept
+            && let Err(error) = reservation.complete_lent(&lent)
+        {
+            tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");
+        }
     }
 
     /// What is kept of a connection is there no more.

@@ -9,6 +9,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{self, ModelRecord, PlanSource, Work};
 
 use super::*;
+use crate::partition::executor::Cpu;
 use crate::server::partition::ToCoordinator;
 
 const BLOCK: u32 = 64 << 10;
@@ -47,8 +48,7 @@ fn begun() -> Arc<Partition> {
         controls: Controls::default().with_all([("reducer", "sum"), ("learners", "2")]).unwrap(),
         ready: true,
     };
-    let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
-    let partition = Partition::new(&record, ShardId(1), &pool).unwrap();
+    let partition = Partition::new(&record, ShardId(1), &Cpu::start(1).unwrap()).unwrap();
     for block in 0..BLOCKS {
         partition.load((BlockId(block), wire::Kept::Weights), &[0; BLOCK as usize]).unwrap();
     }

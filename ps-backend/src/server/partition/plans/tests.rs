@@ -1,0 +1,191 @@
+//! Plans of a partition whose executor does nothing until it is told to.
+
+use std::sync::Weak;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use libmodelio::transport::local::{Mailbox, Pushed, SharedBlock, SharedPayload};
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
+use libmodelio::wire::{Kept, ModelRecord, PlanSource};
+use parking_lot::Mutex;
+
+use super::*;
+use crate::partition::executor::{Cpu, Executor};
+
+const BLOCK: u32 = 64 << 10;
+const BLOCKS: u32 = 3;
+const CLIENT: ClientId = ClientId(1);
+const LONG: Duration = Duration::from_secs(20);
+
+/// Holds batches, as a device would that has not come to them yet.
+struct Holds {
+    batches: Mutex<Vec<Batch>>,
+    cpu: Arc<dyn Executor>,
+}
+
+impl Executor for Holds {
+    fn execute(&self, batch: Batch) {
+        self.batches.lock().push(batch);
+    }
+    fn spawn(&self, work: Box<dyn FnOnce() + Send>) {
+        self.cpu.spawn(work);
+    }
+    fn for_each(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
+        self.cpu.for_each(count, work);
+    }
+    fn threads(&self) -> usize {
+        self.cpu.threads()
+    }
+}
+
+/// Notes what the partition says.
+struct Notes(Mutex<Sender<Message>>);
+
+impl Hears for Notes {
+    fn hears(self: Arc<Notes>, _: End, word: Word) {
+        if let Word::Says(_, message) = word {
+            self.0.lock().send(message).unwrap();
+        }
+    }
+}
+
+struct Bench {
+    partition: Arc<Partition>,
+    executor: Arc<Holds>,
+    said: Receiver<Message>,
+    _notes: Arc<Notes>,
+    plans: u64,
+}
+
+impl Bench {
+    /// A partition of fp32 ones.
+    fn new() -> Bench {
+        let layout = ModelLayout::blank(u64::from(BLOCK * BLOCKS), DType::F32, BLOCK).unwrap();
+        let tensors = layout.tensors().iter().map(|tensor| {
+            let shape = tensor.shape.iter().map(|&n| n as u64).collect();
+            (tensor.name.to_string(), "F32".to_owned(), shape)
+        });
+        let record = ModelRecord {
+            name: "m".into(),
+            generation: Generation(1),
+            tensors: tensors.collect(),
+            metadata: Default::default(),
+            block_size: BLOCK,
+            epoch: Epoch(1),
+            owners: vec![(ShardId(1), BLOCKS)],
+            coordinator: ShardId(1),
+            controls: Controls::default().with_all([("reducer", "sum")]).unwrap(),
+            ready: true,
+        };
+        let executor = Arc::new(Holds { batches: Mutex::default(), cpu: Cpu::start(1).unwrap() });
+        let of_partition: Arc<dyn Executor> = Arc::clone(&executor) as _;
+        let partition = Partition::new(&record, ShardId(1), &of_partition).unwrap();
+        for block in (0..BLOCKS).map(BlockId) {
+            partition.load((block, Kept::Weights), &1f32.to_le_bytes().repeat(BLOCK as usize / 4)).unwrap();
+        }
+        partition.store().finish_loading().unwrap();
+        let (sender, said) = channel();
+        let notes = Arc::new(Notes(Mutex::new(sender)));
+        let own = Arc::downgrade(&partition) as Weak<dyn Hears>;
+        let mailbox = Mailbox::new(Arc::downgrade(&notes) as Weak<dyn Hears>, own);
+        partition.follow(ToCoordinator::Here(Arc::new(mailbox)), PlanId(0));
+        Bench { partition, executor, said, _notes: notes, plans: 0 }
+    }
+
+    /// Begins a plan for which the client sends the first `sent` blocks, and sends them.
+    fn run(&mut self, work: Work, sent: u32) -> PlanId {
+        self.plans += 1;
+        let plan = PlanId(self.plans);
+        let blocks = std::iter::once(0..sent).collect();
+        let partly = Default::default();
+        let sources = vec![PlanSource { client: CLIENT, blocks, check: true, partly, provisional: false }];
+        let base = self.partition.progress().0;
+        let started = wire::Plan { plan, work, base, ordered: false, sources };
+        self.partition.from_coordinator(plan.0, Message::Start(started), None);
+        for block in (0..sent).map(BlockId) {
+            while self.push(plan, block) == Pushed::Later {
+                std::thread::sleep(BEGIN_AGAIN);
+            }
+        }
+        plan
+    }
+
+    fn push(&self, plan: PlanId, block: BlockId) -> Pushed {
+        let bytes = &2f32.to_le_bytes().repeat(BLOCK as usize / 4)[..];
+        let payloads = &[SharedPayload { bytes, written: None, check: true }];
+        let shared = SharedBlock { client: CLIENT, plan, block, payloads, is_own: false };
+        self.partition.push_here(shared, &|| true)
+    }
+
+    fn conclude(&self, plan: PlanId) {
+        self.partition.from_coordinator(plan.0, Message::Conclude { plan }, None);
+        assert_eq!(self.said.recv_timeout(LONG).unwrap(), Message::Done);
+    }
+
+    /// The batch that the executor has been handed, which is the only one.
+    fn batch(&self) -> Batch {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let mut batches = self.executor.batches.lock();
+            assert!(batches.len() < 2 && Instant::now() < deadline, "{} batches", batches.len());
+            if let Some(batch) = batches.pop() {
+                return batch;
+            }
+            drop(batches);
+            std::thread::sleep(BEGIN_AGAIN);
+        }
+    }
+
+    fn first_weight(&self, block: u32) -> f32 {
+        let newest = self.partition.store().newest().unwrap();
+        f32::from_le_bytes(newest.block(BlockId(block))[..4].try_into().unwrap())
+    }
+}
+
+/// The weights decay to half, and contributions are added.
+fn reduce() -> Work {
+    let hyper = libmodelio::vocabulary::reducer::Hyper { carry: 0.5, ..Default::default() };
+    let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1 };
+    Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), fresh_state: true }
+}
+
+#[test]
+fn blocks_that_nobody_sends_are_one_batch_and_the_plan_waits_for_it() {
+    let mut bench = Bench::new();
+    let plan = bench.run(reduce(), 1);
+    let batch = bench.batch();
+    assert_eq!(batch.plan, plan);
+    let Pass::Compute(_, blocks) = &batch.pass else { panic!("no pass that computes") };
+    assert_eq!(*blocks, [BlockId(1), BlockId(2)]);
+    // All that is sent has come, and is computed. No thread but the executor's computes the rest.
+    assert_eq!(bench.push(plan, BlockId(0)), Pushed::Unwanted);
+    assert_eq!(bench.partition.progress().1, Some((plan, 2)));
+    assert!(bench.said.try_recv().is_err(), "nothing is ready yet");
+    bench.executor.cpu.execute(batch);
+    assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Ready { plan });
+    bench.conclude(plan);
+    assert_eq!([0, 1, 2].map(|block| bench.first_weight(block)), [2.5, 0.5, 0.5]);
+}
+
+#[test]
+fn sums_of_two_plans_are_one_batch_and_the_next_plan_waits_for_it() {
+    let mut bench = Bench::new();
+    for _ in 0..2 {
+        let plan = bench.run(Work::Add { replaces: false }, BLOCKS);
+        assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Ready { plan });
+        bench.conclude(plan);
+    }
+    let batch = bench.batch();
+    assert!(matches!(&batch.pass, Pass::Merge(merge) if merge.len() == BLOCKS as usize));
+    let plan = bench.run(reduce(), 0);
+    std::thread::sleep(10 * BEGIN_AGAIN);
+    assert!(bench.executor.batches.lock().is_empty(), "it has not begun");
+    bench.executor.cpu.execute(batch);
+    bench.executor.cpu.execute(bench.batch());
+    assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Ready { plan });
+    bench.conclude(plan);
+    assert_eq!([0, 1, 2].map(|block| bench.first_weight(block)), [4.5; 3]);
+}
