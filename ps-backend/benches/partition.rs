@@ -12,7 +12,8 @@ use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
-use ps_backend::partition::store::{Limits, PartitionJob, PartitionStore, PartitionWork, Payload};
+use libmodelio::wire::Work;
+use ps_backend::partition::store::{Limits, PartitionJob, PartitionStore, Payload};
 
 const BLOCK: usize = 256 << 10;
 const SIZE: usize = 128 << 20;
@@ -46,10 +47,10 @@ impl Bench {
         let base = self.store.newest().unwrap().version();
         let step = Step { reducer: self.reducer, hyper: Hyper::default(), contributions: 3, t: base.0 + 1 };
         let work = match adds {
-            true => PartitionWork::Add { combine: self.reducer.combine() },
+            true => Work::Add { combine: self.reducer.combine() },
             false => {
                 let tensors = TensorSteps::uniform(self.store.partition().tensor_ends().len(), step.t);
-                PartitionWork::Reduce { step, tensors, fresh_state: base.0 == 0 }
+                Work::Reduce { step, tensors, fresh_state: base.0 == 0 }
             }
         };
         self.store.begin(base, work, true).unwrap()

@@ -319,40 +319,18 @@ impl RegionStore {
         self.free.push(buffer);
     }
 
-    /// The memory for computing `version` by `reducer` from what is at hand elsewhere, with these optimizer `steps`.
-    /// `fresh` starts the optimizer's state from zero.
+    /// The memory for computing `version` from what is at hand elsewhere, with these optimizer `steps`, after
+    /// [`Self::prepare`] if its reducer keeps state.
     ///
     /// # Errors
-    /// When the optimizer state's memory cannot be had, or there is no buffer for the version.
+    /// When there is no buffer for the version.
     pub(crate) fn next_version(
-        &mut self,
-        version: Version,
-        reducer: Reducer,
-        fresh: bool,
-        steps: ByteSteps,
-        check: bool,
-    ) -> io::Result<VersionBuilder> {
-        self.prepare(reducer, fresh)?;
-        let back = self.back.clone().ok_or_else(no_buffer)?;
-        self.builder(version, back, steps, check)
-    }
-
-    /// The memory for a version whose blocks are those of the newest, or new values. Optimizer state stays.
-    ///
-    /// # Errors
-    /// When there is no buffer for it.
-    pub(crate) fn assigned_version(&self, version: Version, check: bool) -> io::Result<VersionBuilder> {
-        let back = self.back.clone().ok_or_else(no_buffer)?;
-        self.builder(version, back, ByteSteps::default(), check)
-    }
-
-    fn builder(
         &self,
         version: Version,
-        back: Arc<VersionBuffer>,
         steps: ByteSteps,
         check: bool,
     ) -> io::Result<VersionBuilder> {
+        let back = self.back.clone().ok_or_else(no_buffer)?;
         let front = self.newest().ok_or_else(no_buffer)?;
         let mut shown = self.versions.values().map(|published| published.buffer.region.key());
         debug_assert!(shown.all(|key| key != back.region.key()), "a version is to be written");
@@ -378,19 +356,8 @@ impl RegionStore {
     }
 
     /// What [`Self::next_version`] gave is complete and becomes the newest.
-    pub(crate) fn publish_next(&mut self, builder: &VersionBuilder, reducer: Reducer) {
+    pub(crate) fn publish_next(&mut self, builder: &VersionBuilder) {
         self.back = None;
-        self.slots_used |= reducer.state_slots() > 0;
-        self.show(builder);
-    }
-
-    /// What [`Self::assigned_version`] gave is complete and becomes the newest.
-    pub(crate) fn publish_assigned(&mut self, builder: &VersionBuilder) {
-        self.back = None;
-        self.show(builder);
-    }
-
-    fn show(&mut self, builder: &VersionBuilder) {
         let version = builder.version;
         for (stamp, changed) in builder.back.stamps.iter().zip(self.changed.iter()) {
             if stamp.load(Ordering::Relaxed) == version.0 {
@@ -399,6 +366,11 @@ impl RegionStore {
         }
         self.state.swap(0, 1);
         self.versions.insert(version, Arc::clone(&builder.back));
+    }
+
+    /// A version by this reducer was published: its state is not zero any more.
+    pub(crate) fn has_used(&mut self, reducer: Reducer) {
+        self.slots_used |= reducer.state_slots() > 0;
     }
 
     /// Bytes of fp32 masters, and of the optimizer's slots.

@@ -7,7 +7,8 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
-use ps_backend::partition::store::{Limits, PartitionStore, PartitionWork, Payload};
+use libmodelio::wire::Work;
+use ps_backend::partition::store::{Limits, PartitionStore, Payload};
 
 const BLOCK: u32 = 256 << 10;
 const SIZE: u64 = 64 << 20;
@@ -24,7 +25,7 @@ fn version(store: &PartitionStore, base: u64, plans: usize, sources: usize) {
     let payload = vec![0x3c; BLOCK as usize];
     let blocks = || (0..(SIZE / u64::from(BLOCK)) as u32).map(BlockId);
     for _ in 1..plans {
-        let work = PartitionWork::Add { combine: Reducer::Sgd.combine() };
+        let work = Work::Add { combine: Reducer::Sgd.combine() };
         let job = store.begin(Version(base), work, true).unwrap();
         for block in (0..sources).flat_map(|_| blocks()) {
             assert!(job.add(block, Payload::Plain(&payload)).unwrap());
@@ -34,7 +35,7 @@ fn version(store: &PartitionStore, base: u64, plans: usize, sources: usize) {
     let contributions = (plans * sources) as u32;
     let step = Step { reducer: Reducer::Sgd, hyper: Hyper::default(), contributions, t: base + 1 };
     let tensors = TensorSteps::uniform(1, step.t);
-    let work = PartitionWork::Reduce { step, tensors, fresh_state: base == 0 };
+    let work = Work::Reduce { step, tensors, fresh_state: base == 0 };
     let job = store.begin(Version(base), work, true).unwrap();
     for block in (1..sources).flat_map(|_| blocks()) {
         assert!(job.add(block, Payload::Plain(&payload)).unwrap());

@@ -8,26 +8,33 @@ use serde::{Deserialize, Serialize};
 use strum::{IntoEnumIterator, VariantNames};
 
 /// How the contributions to an element become one value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Combine {
     /// They are added up.
     Sum,
-    /// The last one takes the place of the others.
+    /// The last one takes the place of the others, byte by byte: what it has not written takes no part.
     Last,
+}
+
+impl Combine {
+    /// Whether the value depends on their order, and on which bytes each has written.
+    pub fn replaces(self) -> bool {
+        self == Combine::Last
+    }
 }
 
 /// The properties of a reducer besides its arithmetic.
 struct Facts {
     combine: Combine,
-    state_slots: usize,
+    state: &'static [&'static str],
     reads: &'static [&'static str],
 }
 
-/// The reducers, one entry each: how it combines contributions, how many values of state it keeps for each
-/// weight, and which hyper-parameters it reads. A reducer's name in lower case is its word in control files,
+/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, and which
+/// hyper-parameters it reads. A reducer's name in lower case is its word in control files,
 /// messages and help.
 macro_rules! reducers {
-    ($($(#[$about:meta])* $name:ident: $combine:ident, $slots:literal, [$($read:ident),*];)*) => {
+    ($($(#[$about:meta])* $name:ident: $combine:ident, [$($state:literal),*], [$($read:ident),*];)*) => {
         /// How contributions become the next weights.
         #[derive(
             Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize,
@@ -42,7 +49,7 @@ macro_rules! reducers {
                 match self {
                     $(Self::$name => Facts {
                         combine: Combine::$combine,
-                        state_slots: $slots,
+                        state: &[$($state),*],
                         reads: &[$(stringify!($read)),*],
                     },)*
                 }
@@ -53,22 +60,22 @@ macro_rules! reducers {
 
 reducers! {
     /// `w' = carry * w + sum of contributions`; never averaged.
-    Sum: Sum, 0, [carry];
+    Sum: Sum, [], [carry];
     /// `w' = w - lr * g`, with L2 weight decay in `g`.
     #[default]
-    Sgd: Sum, 0, [learning_rate, weight_decay, aggregation];
+    Sgd: Sum, [], [learning_rate, weight_decay, aggregation];
     /// SGD with heavy-ball momentum. State: the momentum buffer.
-    Momentum: Sum, 1, [learning_rate, momentum, dampening, weight_decay, aggregation];
+    Momentum: Sum, ["momentum_buffer"], [learning_rate, momentum, dampening, weight_decay, aggregation];
     /// SGD with Nesterov momentum. State: the momentum buffer.
-    Nesterov: Sum, 1, [learning_rate, momentum, dampening, weight_decay, aggregation];
+    Nesterov: Sum, ["momentum_buffer"], [learning_rate, momentum, dampening, weight_decay, aggregation];
     /// Adam with L2 weight decay. State: first and second moment.
-    Adam: Sum, 2, [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
+    Adam: Sum, ["exp_avg", "exp_avg_sq"], [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
     /// Adam with decoupled weight decay. State: first and second moment.
-    AdamW: Sum, 2, [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
+    AdamW: Sum, ["exp_avg", "exp_avg_sq"], [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
     /// RMSprop with L2 weight decay. State: the running mean of the squared gradient.
-    RmsProp: Sum, 1, [learning_rate, alpha, epsilon, weight_decay, aggregation];
+    RmsProp: Sum, ["square_avg"], [learning_rate, alpha, epsilon, weight_decay, aggregation];
     /// `w'` is the value the last contribution holds; without one, `w` stays.
-    Assign: Last, 0, [];
+    Assign: Last, [], [];
 }
 
 impl Reducer {
@@ -93,12 +100,25 @@ impl Reducer {
     /// Whether the reducer takes elements of all types: elements that are not floats can replace others, but
     /// not be added to them.
     pub fn takes_all_types(self) -> bool {
-        self.combine() == Combine::Last
+        self.combine().replaces()
+    }
+
+    /// Whether whole new weights may be written between its versions, which are no contribution.
+    pub fn takes_weights(self) -> bool {
+        self.combine().replaces()
     }
 
     /// Values of optimizer state kept for each weight.
     pub fn state_slots(self) -> usize {
-        self.facts().state_slots
+        self.facts().state.len()
+    }
+
+    /// Torch's name for a value of state.
+    ///
+    /// # Panics
+    /// If the reducer keeps fewer values.
+    pub fn state_name(self, slot: usize) -> &'static str {
+        self.facts().state[slot]
     }
 
     /// Whether the reducer reads the hyper-parameter of this name.

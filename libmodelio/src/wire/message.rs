@@ -19,7 +19,7 @@ use crate::vocabulary::ids::{
 };
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::reducer::{self, Reducer};
+use crate::vocabulary::reducer::{self, Combine, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 
 /// The purpose of a connection. The first frame names it, and it does not change.
@@ -696,8 +696,8 @@ pub struct Plan {
 pub enum Work {
     /// They are added up, together with the sums of earlier plans of this version.
     Add {
-        /// They are not added: the last one counts.
-        replaces: bool,
+        /// Or the last one takes the place of the others.
+        combine: Combine,
     },
     /// The next version is made of their sum, together with the sums of earlier plans of this version.
     Reduce {
@@ -711,6 +711,17 @@ pub enum Work {
     /// The next version is this one with these blocks in place of its own. The sums of earlier plans stay for
     /// the version after it, and so does optimizer state.
     Assign,
+}
+
+impl Work {
+    /// How payloads become one; `None` where nothing is added up.
+    pub fn combine(&self) -> Option<Combine> {
+        match self {
+            Work::Add { combine } => Some(*combine),
+            Work::Reduce { step, .. } => Some(step.reducer.combine()),
+            Work::Assign => None,
+        }
+    }
 }
 
 /// One client's part of a plan.

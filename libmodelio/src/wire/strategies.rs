@@ -14,7 +14,7 @@ use crate::vocabulary::ids::{
 };
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::reducer::{self, Hyper, Reducer};
+use crate::vocabulary::reducer::{self, Combine, Hyper, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 
 fn text() -> impl Strategy<Value = String> {
@@ -207,7 +207,7 @@ fn partly() -> impl Strategy<Value = PartlyWritten> {
 
 fn plan() -> impl Strategy<Value = Plan> {
     let work = prop_oneof![
-        any::<bool>().prop_map(|replaces| Work::Add { replaces }),
+        prop_oneof![Just(Combine::Sum), Just(Combine::Last)].prop_map(|combine| Work::Add { combine }),
         Just(Work::Assign),
         (step(), vec((any::<u32>(), any::<u64>()), 0..4).prop_map(TensorSteps::from), any::<bool>())
             .prop_map(|(step, tensors, fresh_state)| Work::Reduce { step, tensors, fresh_state })

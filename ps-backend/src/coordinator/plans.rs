@@ -294,13 +294,13 @@ impl CoordinatorCore {
         let (kind, senders, todo) = match work {
             core::Action::Accumulate { contributions, combine } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
-                let replaces = *combine == Combine::Last;
-                let senders = senders(contributions, self.core.accumulated_contributions(), replaces);
-                (Kind::Accumulate(learners), senders, Work::Add { replaces })
+                let accumulated = self.core.accumulated_contributions();
+                let senders = senders(contributions, accumulated, combine.replaces());
+                (Kind::Accumulate(learners), senders, Work::Add { combine: *combine })
             }
             core::Action::Reduce(plan) => match &plan.work {
                 core::Work::Reduce { step, tensors, fresh_state, inputs } => {
-                    let replaces = step.reducer.combine() == Combine::Last;
+                    let replaces = step.reducer.combine().replaces();
                     let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
                     let mut senders = senders(inputs, self.core.accumulated_contributions(), replaces);
                     if let Some(learner) = plan.provisional {
@@ -324,8 +324,7 @@ impl CoordinatorCore {
         };
         let controls = self.core.controls();
         let reject = controls.nonfinite == NonFinite::Reject;
-        let replaces = matches!(todo, Work::Add { replaces: true })
-            || senders.iter().any(|s| matches!(s.payload, Granted::Contributions { replaces: true, .. }));
+        let replaces = todo.combine().is_some_and(Combine::replaces);
         let source = |sender: &Sender| PlanSource {
             client: sender.client,
             blocks: ranges(&sender.blocks),

@@ -11,6 +11,7 @@ use std::ops::Range;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Step;
 use libmodelio::vocabulary::layout::DType;
+use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{Granted, Work};
 
 use super::*;
@@ -203,7 +204,7 @@ fn who_is_alone_for_long_is_added_up_and_answered() {
     bench.commit(A, 1, 1, 2);
     bench.pass(PATIENCE);
     let plan = bench.started();
-    assert_eq!(plan.work, Work::Add { replaces: false });
+    assert_eq!(plan.work, Work::Add { combine: Combine::Sum });
     bench.partition(0, Message::Ready { plan: plan.plan });
     bench.partition(plan.plan.0, Message::Done);
     assert!(bench.sent_to(A).contains(&(3, Message::Done)), "it is at the shards for good");

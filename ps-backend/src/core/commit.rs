@@ -3,7 +3,6 @@
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
-use libmodelio::vocabulary::reducer::Combine;
 
 use super::{
     Action, Committed, Contribution, JobCore, MAX_ASSIGNS, Now, Opening, Pending, PendingKind, Phase, Place,
@@ -84,7 +83,7 @@ impl<S: Clone> JobCore<S> {
             ));
         }
         let reducers = [self.params().0, self.controls.reducer];
-        if reducers.iter().any(|reducer| reducer.combine() == Combine::Last) {
+        if reducers.iter().any(|reducer| reducer.combine().replaces()) {
             let pieces = contribution.partly.as_ref().map(PartlyWritten::pieces);
             let all = pieces.and_then(|pieces| Some(pieces + self.pieces(Some(learner))?));
             if all.is_none_or(|all| all > MAX_PIECES) {
@@ -223,7 +222,7 @@ impl<S: Clone> JobCore<S> {
     /// # Errors
     /// [`ShardError::NotAllowed`] says what to set.
     pub fn may_assign(&self) -> Result<(), ShardError> {
-        if self.controls.reducer.combine() == Combine::Last || self.version.0 == 0 {
+        if self.controls.reducer.takes_weights() || self.version.0 == 0 {
             return Ok(());
         }
         Err(ShardError::NotAllowed(format!(

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use libmodelio::vocabulary::ids::LearnerId;
-use libmodelio::vocabulary::reducer::Combine;
 
 use super::{Action, JobCore, Now, PendingKind, Phase};
 
@@ -30,7 +29,7 @@ impl<S: Clone> JobCore<S> {
         }
         // Values of several learners replace each other byte by byte: a later commit may change the result of
         // a block.
-        if self.params().0.combine() == Combine::Last && !self.committed.is_empty() {
+        if self.params().0.combine().replaces() && !self.committed.is_empty() {
             return None;
         }
         let learner = self.last_outstanding()?;

@@ -4,7 +4,7 @@ use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
-use libmodelio::vocabulary::reducer::{Combine, Hyper, Reducer};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 use super::{Action, JobCore, Member, Now, PendingKind, Phase, Tensors};
@@ -37,7 +37,7 @@ impl<S: Clone> JobCore<S> {
     /// # Errors
     /// Why not: contributions that were taken as gradients are written in too many pieces to be values.
     pub fn may_set(&self, controls: &Controls) -> Result<(), ControlError> {
-        let replaces = |controls: &Controls| controls.reducer.combine() == Combine::Last;
+        let replaces = |controls: &Controls| controls.reducer.combine().replaces();
         let assigns = replaces(controls) && !replaces(&self.controls);
         if !assigns || self.pieces(None).is_some_and(|pieces| pieces <= MAX_PIECES) {
             return Ok(());

@@ -28,9 +28,9 @@ use libmodelio::transport::Region;
 use libmodelio::transport::tally::Tally;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
-use libmodelio::vocabulary::reducer::{Combine, Reducer, Step};
+use libmodelio::vocabulary::reducer::{Combine, Reducer};
 use libmodelio::vocabulary::tensor_steps::{ByteSteps, TensorSteps};
-use libmodelio::wire::Kept;
+use libmodelio::wire::{Kept, Work};
 use parking_lot::Mutex;
 
 use crate::memory::MemoryUse;
@@ -127,38 +127,6 @@ impl PartitionError {
     /// Whether the same operation may succeed a little later.
     pub fn is_transient(&self) -> bool {
         matches!(self, PartitionError::Busy | PartitionError::NoBuffer { .. } | PartitionError::Memory(_))
-    }
-}
-
-/// The result that a plan makes of its blocks.
-#[derive(Clone, Debug, PartialEq)]
-pub enum PartitionWork {
-    /// They are added up, with the sums of concluded plans of the coming version.
-    Add {
-        /// Or the last value replaces what is there.
-        combine: Combine,
-    },
-    /// The next version is made from them, and from the sums of concluded plans.
-    Reduce {
-        /// How. The `t` of it is that of no block.
-        step: Step,
-        /// The optimizer step of each tensor of the model; 0 for those that stay as they are.
-        tensors: TensorSteps,
-        /// Optimizer state starts from zero.
-        fresh_state: bool,
-    },
-    /// The next version is the newest with the blocks that come in place of its own. Sums and optimizer state stay.
-    Assign,
-}
-
-impl PartitionWork {
-    /// How contributions become one; `None` where nothing is added up.
-    pub fn combine(&self) -> Option<Combine> {
-        match self {
-            PartitionWork::Add { combine } => Some(*combine),
-            PartitionWork::Reduce { step, .. } => Some(step.reducer.combine()),
-            PartitionWork::Assign => None,
-        }
     }
 }
 
@@ -366,32 +334,31 @@ impl PartitionStore {
     /// [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it) or
     /// somebody reads what is kept, and [`PartitionError::NoBuffer`], pass. [`PartitionError::Base`],
     /// [`PartitionError::Loading`], [`PartitionError::Memory`].
-    pub fn begin(
-        &self,
-        base: Version,
-        work: PartitionWork,
-        check: bool,
-    ) -> Result<Arc<PartitionJob>, PartitionError> {
+    pub fn begin(&self, base: Version, work: Work, check: bool) -> Result<Arc<PartitionJob>, PartitionError> {
         let mut inner = self.shared.inner.lock();
         let newest = inner.ready()?;
         if base != newest {
             return Err(PartitionError::Base { expected: newest, got: base });
         }
         let (retain, max) = (inner.limits.retain, inner.limits.max());
-        if !matches!(work, PartitionWork::Add { .. }) && !inner.store.recycle(retain, max) {
+        if !matches!(work, Work::Add { .. }) && !inner.store.recycle(retain, max) {
             return Err(PartitionError::NoBuffer { max });
         }
-        let builder = match &work {
-            PartitionWork::Add { .. } => None,
-            PartitionWork::Reduce { step, tensors, fresh_state } => {
-                let (version, steps) =
-                    (newest.next(), ByteSteps::of_partition(&self.shared.partition, tensors));
-                Some(inner.store.next_version(version, step.reducer, *fresh_state, steps, check)?)
+        let partition = &self.shared.partition;
+        let steps = match &work {
+            Work::Add { .. } => None,
+            Work::Reduce { step, tensors, fresh_state } => {
+                inner.store.prepare(step.reducer, *fresh_state)?;
+                Some(ByteSteps::of_partition(partition, tensors))
             }
-            PartitionWork::Assign => Some(inner.store.assigned_version(newest.next(), check)?),
+            Work::Assign => {
+                let all = TensorSteps::uniform(partition.tensor_ends().len(), 1);
+                Some(ByteSteps::of_partition(partition, &all))
+            }
         };
-        if work.combine() == Some(Combine::Last) {
-            self.shared.sums.assign();
+        let builder = steps.map(|steps| inner.store.next_version(newest.next(), steps, check)).transpose()?;
+        if work.combine().is_some_and(Combine::replaces) {
+            self.shared.sums.keep_raw();
         }
         let Shared { sums, tally, .. } = &*self.shared;
         let shared = (Arc::clone(sums), Arc::clone(tally));
@@ -432,14 +399,12 @@ impl PartitionStore {
     }
 
     /// Whether [`Self::begin`] would find all the memory that it needs, and so take no time.
-    pub fn is_prepared(&self, work: &PartitionWork) -> bool {
+    pub fn is_prepared(&self, work: &Work) -> bool {
         let inner = self.shared.inner.lock();
         match work {
-            PartitionWork::Add { .. } => true,
-            PartitionWork::Reduce { step, fresh_state, .. } => {
-                inner.store.is_prepared(step.reducer, *fresh_state)
-            }
-            PartitionWork::Assign => inner.store.has_buffer(),
+            Work::Add { .. } => true,
+            Work::Reduce { step, fresh_state, .. } => inner.store.is_prepared(step.reducer, *fresh_state),
+            Work::Assign => inner.store.has_buffer(),
         }
     }
 
@@ -459,12 +424,10 @@ impl PartitionStore {
             return Ok((!both.is_empty()).then(|| Merge::new(Arc::clone(job), both)));
         };
         job.check_finished()?;
-        match job.work() {
-            PartitionWork::Reduce { step, .. } => {
-                inner.store.publish_next(builder, step.reducer);
-                self.shared.sums.clear();
-            }
-            _ => inner.store.publish_assigned(builder),
+        inner.store.publish_next(builder);
+        if let Work::Reduce { step, .. } = job.work() {
+            inner.store.has_used(step.reducer);
+            self.shared.sums.clear();
         }
         job.give_up();
         inner.recycle();

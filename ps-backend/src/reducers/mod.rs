@@ -2,14 +2,13 @@
 //! of [`libmodelio::bytes::kernels`].
 //!
 //! A reducer is a file here, its line in [`of`], and its entry in the table of [`libmodelio::vocabulary::reducer`], which
-//! also has the hyper-parameters. Operation for operation they do what PyTorch's single-tensor implementations do,
-//! except that Adam's two bias corrections enter its step size and epsilon.
+//! also has the hyper-parameters and answers what everybody else asks of a reducer.
+//! Operation for operation they do what PyTorch's single-tensor implementations do, except that Adam's two bias corrections
+//! enter its step size and epsilon.
 //!
 //! A block is reduced as soon as all of its contributions are there, while others are still on their way: a
-//! pass knows no block but its own. A reducer that needs to have seen other blocks first (a norm, as for LARS
-//! or clipping) takes a plan of its own between the last contribution and [`crate::core::Work::Reduce`]. A
-//! reducer that gives each learner something else (EASGD) takes outputs beside the version's. Neither kind of
-//! plan exists.
+//! pass knows no block but its own, and makes nothing but the version. `docs/architecture.md` tells where a reduction
+//! across blocks would come before the pass, and an output for each learner beside it.
 
 mod adam;
 mod assign;
@@ -51,8 +50,8 @@ fn of(reducer: Reducer) -> &'static dyn Reduce {
 /// Compute the next version of a segment: `output = reducer(input, sum of sources)`.
 ///
 /// Sources are summed in fp32 (F64 in f64) in the order given; none at all is a zero gradient, with which optimizers
-/// still decay and step. `assign` takes the last source, bytes as they are, and without one keeps the
-/// weights.
+/// still decay and step. A reducer that [replaces](libmodelio::vocabulary::reducer::Combine::replaces) takes the last
+/// source, bytes as they are, and without one keeps the weights.
 ///
 /// Returns whether every element of every source was finite, or true if not asked to `check`. The output
 /// is complete either way; a caller who refuses the contributions drops it.

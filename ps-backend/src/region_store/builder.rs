@@ -2,7 +2,7 @@
 //!
 //! Holds `unsafe`; the module above explains why it is sound.
 use std::cell::Cell;
-use std::ops::Range;
+use std::ops::{Range, RangeFrom};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -10,7 +10,7 @@ use libmodelio::bytes::block::span;
 use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, Segment};
-use libmodelio::vocabulary::reducer::{self, Combine};
+use libmodelio::vocabulary::reducer;
 use libmodelio::vocabulary::tensor_steps::ByteSteps;
 use smallvec::SmallVec;
 
@@ -69,7 +69,8 @@ thread_local! {
 impl VersionBuilder {
     /// Puts `block` together, or carries it over if nothing changes it. `written` has for each of `terms` what it
     /// brings, or is empty if each brings all. Returns whether all `terms` were finite; the block is void if not,
-    /// unless it is [`Self::approve`]d.
+    /// unless it is [`Self::approve`]d. Others may be
+    /// storing into payloads meanwhile.
     ///
     /// # Safety
     /// The block is this thread's alone in the next version, and nobody writes what `terms` refer to, whose
@@ -110,49 +111,24 @@ impl VersionBuilder {
         self.steps().pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
     }
 
-    /// Gives `block` new `values`, or carries it over without them. Optimizer state stays unchanged. Returns
-    /// whether all that it has got is finite, if anybody wants to know; the block is void if not. Others may
-    /// be storing into the values meanwhile.
+    /// After [`Self::block`]: where the weight is still that of the newest version, so is the master, with the precision
+    /// that the weight does not show.
     ///
     /// # Safety
-    /// The block is this thread's alone in the next version; `values` are as long as the block.
-    pub(crate) unsafe fn assign(&self, block: BlockId, values: Option<&[u8]>) -> bool {
-        let Some(values) = values else {
-            // SAFETY: passed on to the caller.
-            unsafe { self.carry(block) };
-            return true;
-        };
-        self.mark(block, VOID);
-        let start = self.layout.block_bytes(block).start;
+    /// The block is this thread's alone in the next version.
+    pub(crate) unsafe fn keep_masters(&self, block: BlockId) {
+        let [Some(old), Some(new)] = self.state.each_ref().map(|state| state.master.as_ref()) else { return };
         for segment in self.layout.segments(block) {
-            let local = (segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize;
-            // SAFETY: this thread has the block of the next version to itself.
-            let output = unsafe { self.back.region.memory().bytes_mut(span(&segment.bytes)) };
-            match Wire::of(segment.dtype).filter(|_| self.check) {
-                Some(wire) if !kernels::copy_checked(wire, &values[local.clone()], output) => return false,
-                Some(_) => {}
-                None => kernels::stream_copy(&values[local], output),
-            }
+            let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { continue };
+            let elements = element_span(segment, wire);
+            // SAFETY: passed on to the caller; the old state is immutable while its version is the newest.
+            let (old, weights, master) = unsafe {
+                let weights = self.back.region.memory().bytes(span(&segment.bytes));
+                (old.floats(elements.clone()), weights, new.floats_mut(elements))
+            };
+            kernels::stream_copy(kernels::bytes(old), kernels::bytes_mut(master));
+            kernels::widen_changed(wire, self.front.bytes(segment.bytes.clone()), weights, master);
         }
-        // SAFETY: as above.
-        unsafe { self.carry_state(block, |_| false) };
-        for segment in self.layout.segments(block) {
-            self.widen_new(segment);
-        }
-        self.approve(block);
-        true
-    }
-
-    /// Sets the masters of the elements of `segment` whose values differ from those of the newest version.
-    /// Unwritten elements keep the precision that their weights do not show.
-    fn widen_new(&self, segment: &Segment) {
-        let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { return };
-        let Some(master) = &self.state[1].master else { return };
-        let elements = element_span(segment, wire);
-        // SAFETY: called while the block belongs to this thread, in both next buffers.
-        let (new, master) =
-            unsafe { (self.back.region.memory().bytes(span(&segment.bytes)), master.floats_mut(elements)) };
-        kernels::widen_changed(wire, self.front.bytes(segment.bytes.clone()), new, master);
     }
 
     /// The block belongs to the version as it was put together, finite or not.
@@ -247,9 +223,9 @@ impl VersionBuilder {
             drop(sources);
             ALIGNED.set(aligned);
         };
-        let assigns = step.reducer.combine() == Combine::Last && written.iter().any(Option::is_some);
+        let in_part = written.iter().any(Option::is_some);
         for (piece, t) in self.pieces(block) {
-            if assigns {
+            if in_part {
                 brought(&piece, start, written, |piece, brings| make(&piece, t, brings));
             } else {
                 make(&piece, t, Brings::All);
@@ -304,7 +280,9 @@ impl VersionBuilder {
                 master: new.master.as_ref().filter(|_| halves).map(|m| m.floats_mut(elements.clone())),
                 slots: [slot_mut(0), slot_mut(1)],
             };
-            reducers::apply(step, Operands { wire, sources, input, output }, self.check)
+            let finite = reducers::apply(step, Operands { wire, sources, input, output }, self.check);
+            self.copy_slots(step.reducer.state_slots().., elements);
+            finite
         }
     }
 
@@ -351,10 +329,23 @@ impl VersionBuilder {
     /// The conditions of [`Self::carry`], for the elements' block.
     unsafe fn copy_state(&self, elements: Range<usize>) {
         let [old, new] = &self.state;
-        let parts =
-            [(&old.master, &new.master), (&old.slots[0], &new.slots[0]), (&old.slots[1], &new.slots[1])];
         let bytes = elements.start * 4..elements.end * 4;
-        for (from, to) in parts {
+        if let (Some(from), Some(to)) = (&old.master, &new.master) {
+            // SAFETY: as in `reduce`.
+            unsafe { kernels::stream_copy(from.bytes(bytes.clone()), to.bytes_mut(bytes)) };
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.copy_slots(0.., elements) };
+    }
+
+    /// The same of these slots alone.
+    ///
+    /// # Safety
+    /// The conditions of [`Self::carry`], for the elements' block.
+    unsafe fn copy_slots(&self, slots: RangeFrom<usize>, elements: Range<usize>) {
+        let [old, new] = &self.state;
+        let bytes = elements.start * 4..elements.end * 4;
+        for (from, to) in old.slots.iter().zip(&new.slots).skip(slots.start) {
             if let (Some(from), Some(to)) = (from, to) {
                 // SAFETY: as in `reduce`.
                 unsafe { kernels::stream_copy(from.bytes(bytes.clone()), to.bytes_mut(bytes.clone())) };

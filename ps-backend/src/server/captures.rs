@@ -186,7 +186,7 @@ mod tests {
 
     use super::*;
     use crate::partition::executor::Cpu;
-    use crate::partition::store::{Limits, PartitionError, PartitionWork};
+    use crate::partition::store::{Limits, PartitionError};
 
     const NAME: Name = (Generation(1), 7);
 
@@ -203,7 +203,7 @@ mod tests {
     }
 
     fn begins(store: &PartitionStore) -> bool {
-        match store.begin(Version(0), PartitionWork::Assign, false) {
+        match store.begin(Version(0), libmodelio::wire::Work::Assign, false) {
             Ok(job) => {
                 job.give_up();
                 true

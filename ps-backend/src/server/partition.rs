@@ -36,14 +36,14 @@ use libmodelio::transport::local::{End, Mail, Mailbox};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
+use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal, Work};
 use parking_lot::Mutex;
 
 use super::redirect::Redirect;
 use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
 use crate::partition::executor::Executor;
-use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork};
+use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore};
 use crate::snapshot::Piece;
 use here::Here;
 use parking::Connected;
@@ -72,7 +72,7 @@ const MOST_BUFFERS: usize = 32;
 struct State {
     core: PartitionCore,
     /// The plan that was started last, for its beginning.
-    starting: Option<(PlanId, Version, PartitionWork, bool)>,
+    starting: Option<(PlanId, Version, Work, bool)>,
     job: Option<(PlanId, Arc<PartitionJob>)>,
     /// Of its plan, sources that send blocks in part.
     partly: Vec<PlanSource>,

@@ -8,7 +8,6 @@ use std::ops::Range;
 use libmodelio::vocabulary::dtype::DType;
 use libmodelio::vocabulary::layout::header::header_bytes;
 use libmodelio::vocabulary::layout::{ModelLayout, Tensor};
-use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Kept;
 
 use super::{Head, kinds};
@@ -78,18 +77,6 @@ pub(super) struct StateTensor {
     pub of: Option<(Kept, Range<u64>)>,
 }
 
-/// Torch's name for a kind of optimizer state.
-fn name_of(reducer: Reducer, slot: u8) -> &'static str {
-    match (reducer, slot) {
-        (Reducer::Adam | Reducer::AdamW, 0) => "exp_avg",
-        (Reducer::Adam | Reducer::AdamW, _) => "exp_avg_sq",
-        (Reducer::RmsProp, _) => "square_avg",
-        (Reducer::Momentum | Reducer::Nesterov | Reducer::Sum | Reducer::Sgd | Reducer::Assign, _) => {
-            "momentum_buffer"
-        }
-    }
-}
-
 /// The tensors of the optimizer's file, in their order, and the steps that the last of them count.
 pub(super) fn state_tensors(head: &Head, layout: &ModelLayout) -> (Vec<StateTensor>, Vec<f32>) {
     let mut tensors = Vec::new();
@@ -98,7 +85,7 @@ pub(super) fn state_tensors(head: &Head, layout: &ModelLayout) -> (Vec<StateTens
         let kind = match what {
             Kept::Weights => continue,
             Kept::Masters => "master",
-            Kept::Slot(slot) => name_of(head.record.optimizer, slot),
+            Kept::Slot(slot) => head.record.optimizer.state_name(slot.into()),
         };
         let mut at = 0;
         for (_, tensor) in reducible() {

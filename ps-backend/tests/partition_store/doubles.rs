@@ -7,8 +7,9 @@ use libmodelio::bytes::kernels::{
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::wire::Work;
 use proptest::prelude::*;
-use ps_backend::partition::store::{Limits, PartitionStore, PartitionWork, Payload};
+use ps_backend::partition::store::{Limits, PartitionStore, Payload};
 use ps_backend::reducers::apply;
 
 use crate::driver::reduces_all;
@@ -177,7 +178,7 @@ proptest! {
         store.finish_loading().unwrap();
         for t in 1..=3usize {
             let base = Version(t as u64 - 1);
-            let job = store.begin(base, PartitionWork::Add { combine: reducer.combine() }, true).unwrap();
+            let job = store.begin(base, Work::Add { combine: reducer.combine() }, true).unwrap();
             let first = payload(10 * t + 1, ways[2 * t - 2]);
             match job.destination(block, ways[2 * t - 2]).unwrap() {
                 Some(mut target) => {

@@ -7,9 +7,8 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
-use ps_backend::partition::store::{
-    Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork, Payload,
-};
+use libmodelio::wire::Work;
+use ps_backend::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, Payload};
 
 use crate::common;
 use crate::watching::Watcher;
@@ -133,9 +132,9 @@ pub struct Twin {
 }
 
 /// A version in which every tensor of the model is written.
-pub fn reduces_all(store: &PartitionStore, step: Step, fresh_state: bool) -> PartitionWork {
+pub fn reduces_all(store: &PartitionStore, step: Step, fresh_state: bool) -> Work {
     let tensors = TensorSteps::uniform(store.partition().tensor_ends().len(), step.t);
-    PartitionWork::Reduce { step, tensors, fresh_state }
+    Work::Reduce { step, tensors, fresh_state }
 }
 
 impl Twin {
@@ -177,7 +176,7 @@ impl Twin {
     }
 
     pub fn begin_add(&self) -> Result<Arc<PartitionJob>, PartitionError> {
-        self.store.begin(self.version, PartitionWork::Add { combine: self.reducer.combine() }, true)
+        self.store.begin(self.version, Work::Add { combine: self.reducer.combine() }, true)
     }
 
     /// `more` contributions come besides those of concluded plans.

@@ -9,11 +9,10 @@ use common::{encode, initial_weights, noise};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::wire::Work;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
-use ps_backend::partition::store::{
-    BlockInput, Limits, PartitionJob, PartitionStore, PartitionWork, Payload,
-};
+use ps_backend::partition::store::{BlockInput, Limits, PartitionJob, PartitionStore, Payload};
 
 use crate::common;
 use crate::driver::{bytes_of, model, partition_of, reduces_all};
@@ -119,7 +118,7 @@ impl Bench {
     /// Adds up what comes for the next version; nothing is shown of it yet.
     fn keep(&mut self, plan: &Plan) -> Option<Vec<Vec<Sent>>> {
         let sent = self.sent(plan);
-        let work = PartitionWork::Add { combine: Reducer::Assign.combine() };
+        let work = Work::Add { combine: Reducer::Assign.combine() };
         let job = self.store.begin(self.version, work, true).unwrap();
         sent.iter().flatten().for_each(|sent| Bench::add(&job, sent, plan.in_place));
         if plan.dropped {
@@ -134,7 +133,7 @@ impl Bench {
     fn assign(&mut self) {
         let plan = Plan { sources: vec![(2, None)], dropped: false, in_place: false };
         let sent = self.sent(&plan);
-        let job = self.store.begin(self.version, PartitionWork::Assign, true).unwrap();
+        let job = self.store.begin(self.version, Work::Assign, true).unwrap();
         for block in (0..self.layout.blocks()).map(BlockId) {
             let new = sent.iter().flatten().find(|sent| sent.block == block);
             assert!(job.finish(block, new.map(|sent| Payload::Plain(&sent.bytes))).unwrap());
@@ -205,9 +204,16 @@ proptest! {
     }
 }
 
-/// Half precision keeps what an fp32 master knows beyond the weights.
+/// Half precision keeps what an fp32 master knows beyond the weights: where values are not written, and where new weights
+/// are the old ones.
 #[test]
-fn masters_of_what_was_not_written_stay_as_they_are() {
+fn masters_of_what_does_not_change_stay_as_they_are() {
+    for publishes in [false, true] {
+        masters_stay(publishes);
+    }
+}
+
+fn masters_stay(publishes: bool) {
     let layout = ModelLayout::blank(u64::from(common::BLOCK), DType::BF16, common::BLOCK).unwrap();
     let store =
         PartitionStore::new(partition_of(&layout, |_| true), Reducer::Sum, Limits::default()).unwrap();
@@ -229,11 +235,19 @@ fn masters_of_what_was_not_written_stay_as_they_are() {
     };
     // bfloat16 has no 1 + 2^-10, nor 1 + 3 * 2^-10. It has 1 + 2^-7, which is what 8 of them make.
     (0..4).for_each(|base| make(base, Reducer::Sum, &small, None));
-    make(4, Reducer::Assign, &encode(&layout, 0, |_| 5.0), Some(&[8..16]));
+    let is_new = |i: usize| (4..8).contains(&i);
+    if publishes {
+        let job = store.begin(Version(4), Work::Assign, true).unwrap();
+        let values = encode(&layout, 0, |i| if is_new(i) { 5.0 } else { 1.0 });
+        assert!(job.finish(BlockId(0), Some(Payload::Plain(&values))).unwrap());
+        store.conclude(&job).unwrap();
+    } else {
+        make(4, Reducer::Assign, &encode(&layout, 0, |_| 5.0), Some(&[8..16]));
+    }
     (5..9).for_each(|base| make(base, Reducer::Sum, &small, None));
     let newest = store.newest().unwrap();
     let values = common::decode(&layout, newest.block(BlockId(0)));
-    let expected = |i: usize| if (4..8).contains(&i) { 5.0 } else { 1.0 + 1.0 / 128.0 };
+    let expected = |i: usize| if is_new(i) { 5.0 } else { 1.0 + 1.0 / 128.0 };
     let wrong = values.iter().enumerate().find(|(i, value)| **value != expected(*i));
     assert_eq!(wrong, None);
 }

@@ -10,9 +10,8 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
-use ps_backend::partition::store::{
-    BlockInput, Limits, PartitionError, PartitionStore, PartitionWork, Payload,
-};
+use libmodelio::wire::Work;
+use ps_backend::partition::store::{BlockInput, Limits, PartitionError, PartitionStore, Payload};
 
 use crate::common;
 use crate::driver::{Source, Twin, WAYS, Way, model, partition_of, reduces_all};
@@ -195,7 +194,7 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
             while (taken < 200 || refused < 200) && Instant::now() < until {
                 let base = store.newest().unwrap().version();
                 let work = match reducer {
-                    None => PartitionWork::Assign,
+                    None => Work::Assign,
                     Some(reducer) => {
                         let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
                         reduces_all(&store, step, true)
@@ -244,10 +243,8 @@ fn whatever_does_not_fit_is_refused_and_changes_nothing() {
     assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Unfinished(BlockId(0)))));
     drop(job);
     let base = Version(7);
-    let error = twin
-        .store
-        .begin(base, PartitionWork::Add { combine: Reducer::Sum.combine() }, true)
-        .expect_err("base");
+    let error =
+        twin.store.begin(base, Work::Add { combine: Reducer::Sum.combine() }, true).expect_err("base");
     assert!(matches!(error, PartitionError::Base { expected: Version(0), got: Version(7) }));
     assert!(matches!(twin.store.load(BlockId(0), &bytes), Err(PartitionError::Loaded)));
     let source = all(&twin, 1, Way::Plain);
@@ -265,7 +262,7 @@ fn nothing_is_read_or_begun_before_all_is_loaded() {
     assert!(store.load(BlockId(2), &bytes).unwrap());
     assert!(matches!(store.finish_loading(), Err(PartitionError::NotLoaded(BlockId(1)))));
     assert!(store.newest().is_none() && store.version(Version(0)).is_none());
-    let begun = store.begin(Version(0), PartitionWork::Add { combine: Reducer::Sgd.combine() }, true);
+    let begun = store.begin(Version(0), Work::Add { combine: Reducer::Sgd.combine() }, true);
     assert!(matches!(begun, Err(PartitionError::Loading)));
     assert!(store.load(BlockId(1), &bytes).unwrap());
     store.finish_loading().unwrap();

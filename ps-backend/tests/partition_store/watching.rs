@@ -13,11 +13,11 @@ use libmodelio::transport::rdma::published::{Absent, DIRECTORY, Directory, ENTRY
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::wire::Kept;
+use libmodelio::wire::Work;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use ps_backend::partition::store::{
-    KeptState, Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork, Payload, PinnedVersion,
-    VersionWatch,
+    KeptState, Limits, PartitionError, PartitionJob, PartitionStore, Payload, PinnedVersion, VersionWatch,
 };
 
 use crate::common;
@@ -119,7 +119,7 @@ fn loaded(version: u64, limits: Limits, watcher: &mut Vec<Arc<Watcher>>) -> Part
     store
 }
 
-fn reduces(store: &PartitionStore, t: u64) -> PartitionWork {
+fn reduces(store: &PartitionStore, t: u64) -> Work {
     let step = Step { reducer: Reducer::Momentum, hyper: Hyper::default(), contributions: 1, t };
     reduces_all(store, step, false)
 }
@@ -180,14 +180,14 @@ impl Play {
         self.value += 1.0;
         match step {
             Move::Begin { assigns } => {
-                let work = if assigns { PartitionWork::Assign } else { reduces(&self.store, newest.0 + 1) };
+                let work = if assigns { Work::Assign } else { reduces(&self.store, newest.0 + 1) };
                 match self.store.begin(newest, work, false) {
                     Ok(job) => self.job = Some(job),
                     Err(error) => assert!(error.is_transient(), "{error}"),
                 }
             }
             Move::Add { concludes } => {
-                let work = PartitionWork::Add { combine: Reducer::Momentum.combine() };
+                let work = Work::Add { combine: Reducer::Momentum.combine() };
                 if let Ok(job) = self.store.begin(newest, work, false) {
                     let payload = payload(&self.store, 1, self.value);
                     assert!(job.add(BlockId(1), Payload::Plain(&payload)).unwrap());

@@ -158,7 +158,7 @@ impl Shard {
 
     fn replaces(&self) -> bool {
         match self.plan.as_ref().map(|plan| &plan.work) {
-            Some(Work::Add { replaces }) => *replaces,
+            Some(Work::Add { combine }) => combine.replaces(),
             Some(Work::Reduce { .. }) => {
                 self.step.as_ref().is_some_and(|(reducer, ..)| *reducer == Reducer::Assign)
             }

@@ -5,6 +5,7 @@
 //! a lie is a matter of identity.
 
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{Granted, JobState, MAX_NUMBER, MAX_SKIPPED, Message, Plan, PlanSource, Work};
 
 use crate::client::Client;
@@ -91,13 +92,8 @@ impl World {
         };
         let base = if self.rng.u8(0..4) > 0 { base } else { Version(self.number()) };
         let sources = if self.rng.bool() { vec![source] } else { Vec::new() };
-        Plan {
-            plan,
-            base,
-            work: Work::Add { replaces: self.shards[partition].values },
-            sources,
-            ordered: false,
-        }
+        let combine = if self.shards[partition].values { Combine::Last } else { Combine::Sum };
+        Plan { plan, base, work: Work::Add { combine }, sources, ordered: false }
     }
 
     /// Some client that lives and is connected to the coordinator.

@@ -15,7 +15,6 @@ use crate::client::shared::Shared;
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::ids::{BlockId, Version};
-use crate::vocabulary::reducer::Combine;
 use crate::wire::{Message, Refusal};
 
 impl Job {
@@ -26,7 +25,7 @@ impl Job {
     pub fn may_assign(&self) -> Result<(), ShardError> {
         let inner = self.shared.inner.lock();
         let (reducer, version) = (inner.controls().reducer, inner.core.version());
-        if reducer.combine() == Combine::Last || version == Version(0) {
+        if reducer.takes_weights() || version == Version(0) {
             return Ok(());
         }
         Err(ShardError::NotAllowed(format!(

@@ -1,6 +1,7 @@
 //! Holding a job between two versions, and taking it elsewhere.
 
 use libmodelio::transport::Attached;
+use libmodelio::vocabulary::reducer::Combine;
 use proptest::prelude::*;
 
 use super::*;
@@ -71,7 +72,7 @@ fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
     }
     assert!(bench.sent_to_partition().is_empty());
     release(&mut bench);
-    assert_eq!(bench.started().work, Work::Add { replaces: false });
+    assert_eq!(bench.started().work, Work::Add { combine: Combine::Sum });
 }
 
 #[test]

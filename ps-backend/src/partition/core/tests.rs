@@ -1,5 +1,7 @@
 //! Every placement, every order, every contradiction.
 
+use libmodelio::vocabulary::reducer::Combine;
+
 use super::*;
 
 const A: ClientId = ClientId(1);
@@ -41,7 +43,7 @@ impl Bench {
 
     fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> Plan {
         let work = match kind {
-            Kind::Add => Work::Add { replaces: false },
+            Kind::Add => Work::Add { combine: Combine::Sum },
             Kind::Reduce => {
                 Work::Reduce { step: Default::default(), tensors: Default::default(), fresh_state: false }
             }

@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use libmodelio::transport::tally::{Flow, Tally};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::vocabulary::reducer::Combine;
+use libmodelio::vocabulary::reducer::{Combine, Reducer, Step};
+use libmodelio::wire::Work;
 use smallvec::SmallVec;
 
 use super::sums::Sums;
-use super::{PartitionError, PartitionWork, Payload, check_payload};
+use super::{PartitionError, Payload, check_payload};
 use crate::region_store::accumulator::is_direct;
 use crate::region_store::{Term, VersionBuilder, Written};
 
@@ -31,7 +32,7 @@ pub struct PartitionJob {
     layout: Arc<ModelLayout>,
     sums: Arc<Sums>,
     tally: Arc<Tally>,
-    work: PartitionWork,
+    work: Work,
     /// The old and the new version, if one is made.
     builder: Option<VersionBuilder>,
     check: bool,
@@ -83,7 +84,7 @@ impl PartitionJob {
     pub(super) fn new(
         layout: Arc<ModelLayout>,
         (sums, tally): (Arc<Sums>, Arc<Tally>),
-        work: PartitionWork,
+        work: Work,
         builder: Option<VersionBuilder>,
         check: bool,
     ) -> PartitionJob {
@@ -102,7 +103,7 @@ impl PartitionJob {
     }
 
     /// The work that it does.
-    pub fn work(&self) -> &PartitionWork {
+    pub fn work(&self) -> &Work {
         &self.work
     }
 
@@ -139,9 +140,7 @@ impl PartitionJob {
         block: BlockId,
         wide: bool,
     ) -> Result<Option<Target>, PartitionError> {
-        if self.work == PartitionWork::Assign {
-            return Err(PartitionError::AssignsOnly);
-        }
+        self.work.combine().ok_or(PartitionError::AssignsOnly)?;
         let claim = self.claim(block)?;
         if claim.holds() || !is_direct(&self.layout, block, wide) {
             return Ok(None);
@@ -184,9 +183,7 @@ impl PartitionJob {
                 _ => open.accumulate(&self.layout, block, payload, !claim.holds(), combine),
             }
         };
-        if combine == Combine::Last {
-            self.sums.holds_too(block, claim.holds(), written);
-        }
+        self.sums.holds_too(block, claim.holds(), written);
         claim.set(HELD);
         Ok(finite || !self.check)
     }
@@ -245,12 +242,17 @@ impl PartitionJob {
         for part in parts {
             check_payload(&self.layout, block, part.payload)?;
         }
-        let PartitionWork::Reduce { step, .. } = &self.work else {
-            let finite = self.assign(builder, block, parts.last().map(|part| part.payload))?;
-            return Ok((!finite).then(|| parts.len().saturating_sub(1)));
+        let new_weights;
+        let (step, sums_count) = match &self.work {
+            Work::Reduce { step, .. } => (step, true),
+            // The sums are of the version after it.
+            _ => {
+                new_weights = Step { reducer: Reducer::Assign, t: 1, ..Step::default() };
+                (&new_weights, false)
+            }
         };
         let claim = self.claim(block)?;
-        let sealed = self.sums.sealed(block);
+        let sealed = self.sums.sealed(block).filter(|_| sums_count);
         let open = claim.holds().then(|| self.sums.open(block));
         let sums: SmallVec<[Term<'_>; 2]> = sealed.into_iter().chain(open).map(Term::Sum).collect();
         let of_sealed = sealed.and_then(|_| self.sums.sealed_written(block));
@@ -258,7 +260,7 @@ impl PartitionJob {
         let in_part =
             of_sealed.is_some() || of_open.is_some() || parts.iter().any(|part| part.written.is_some());
         let mut written = SmallVec::<[Written<'_>; INLINE]>::new();
-        if self.replaces() && in_part {
+        if in_part {
             written.extend(sealed.map(|_| of_sealed.as_deref()));
             written.extend(open.map(|_| of_open.as_deref()));
             written.extend(parts.iter().map(|part| part.written));
@@ -288,27 +290,12 @@ impl PartitionJob {
             }
             builder.approve(block);
         }
+        if !sums_count && !parts.is_empty() {
+            // SAFETY: as above.
+            unsafe { builder.keep_masters(block) };
+        }
         claim.set(FINISHED);
         Ok(None)
-    }
-
-    /// Gives `block` its new values, or none.
-    fn assign(
-        &self,
-        builder: &VersionBuilder,
-        block: BlockId,
-        values: Option<Payload<'_>>,
-    ) -> Result<bool, PartitionError> {
-        if let Some(Payload::Wide(_)) = values {
-            return Err(PartitionError::AssignsOnly);
-        }
-        let claim = self.claim(block)?;
-        // SAFETY: the block is claimed; a plain payload is as long as the block.
-        let finite = unsafe { builder.assign(block, values.map(Payload::bytes)) };
-        if finite {
-            claim.set(FINISHED);
-        }
-        Ok(finite)
     }
 
     /// Whether the open sum of `block` holds something.
@@ -330,8 +317,8 @@ impl PartitionJob {
     }
 
     /// Whether new values replace the old ones.
-    pub(super) fn replaces(&self) -> bool {
-        self.work.combine() == Some(Combine::Last)
+    fn replaces(&self) -> bool {
+        self.work.combine().is_some_and(Combine::replaces)
     }
 
     /// # Errors
@@ -402,9 +389,7 @@ impl Target {
     pub fn complete_written(mut self, written: Option<&[Range<u32>]>) -> bool {
         let (job, block) = (Arc::clone(&self.job), self.block);
         let finite = !job.check || Payload::Wide(self.bytes()).is_finite(&job.layout, block);
-        if self.job.replaces() {
-            self.job.sums.holds_too(self.block, false, written);
-        }
+        self.job.sums.holds_too(self.block, false, written);
         self.mark().fetch_or(HELD, Ordering::Relaxed);
         finite
     }

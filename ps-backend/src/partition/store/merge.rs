@@ -44,7 +44,7 @@ impl Merge {
             }
             // SAFETY: the job is concluded, so that nobody can claim the block; no other job begins while
             // this one exists; and the thread that has taken the block here is alone with it.
-            unsafe { sums.merge(block, self.job.replaces()) };
+            unsafe { sums.merge(block) };
         }
     }
 }

@@ -33,10 +33,10 @@ pub(super) struct Sums {
     /// Whether pages of it were ever taken.
     used: [AtomicBool; 2],
     /// Whether bytes that are not reduced were ever kept.
-    assigned: AtomicBool,
+    raw: AtomicBool,
     blocks: Box<[AtomicU8]>,
-    /// With `assign`, the written ranges of blocks of which an accumulator does not hold all. Most blocks
-    /// have no entry.
+    /// Where values replace each other, the written ranges of blocks of which an accumulator does not hold all. Most
+    /// blocks have no entry.
     partly: [Mutex<BTreeMap<BlockId, Vec<Range<u32>>>>; 2],
     /// Whether there is an entry.
     any_partly: AtomicBool,
@@ -48,9 +48,9 @@ impl Sums {
         let raw = has_opaque(&layout);
         let accumulators = [Accumulator::new(&layout, raw)?, Accumulator::new(&layout, raw)?];
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
-        let (assigned, any_partly) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (keeps_raw, any_partly) = (AtomicBool::new(false), AtomicBool::new(false));
         let (used, partly) = Default::default();
-        Ok(Sums { layout, accumulators, used, assigned, blocks, partly, any_partly })
+        Ok(Sums { layout, accumulators, used, raw: keeps_raw, blocks, partly, any_partly })
     }
 
     fn note(&self, block: BlockId) -> u8 {
@@ -116,8 +116,8 @@ impl Sums {
     }
 
     /// From now on, bytes that are not reduced are kept besides.
-    pub(super) fn assign(&self) {
-        self.assigned.store(true, Ordering::Relaxed);
+    pub(super) fn keep_raw(&self) {
+        self.raw.store(true, Ordering::Relaxed);
     }
 
     /// The sum of concluded plans.
@@ -131,14 +131,14 @@ impl Sums {
         self.blocks[block.index()].store((self.note(block) ^ TURNED) | SEALED, Ordering::Relaxed);
     }
 
-    /// Makes what the open sum holds of `block` part of the sealed one, if there is one; if it `replaces` that, only what
-    /// was written of it counts.
+    /// Makes what the open sum holds of `block` part of the sealed one, if there is one: adds it, or puts what was written
+    /// of it in its place, if that is not all.
     ///
     /// # Safety
     /// Nobody else may use the block's sums meanwhile.
-    pub(super) unsafe fn merge(&self, block: BlockId, replaces: bool) {
+    pub(super) unsafe fn merge(&self, block: BlockId) {
         let Some(sealed) = self.sealed(block) else { return };
-        let written = self.open_written(block).filter(|_| replaces);
+        let written = self.open_written(block);
         // SAFETY: the caller is alone with the block.
         unsafe {
             match &written {
@@ -174,7 +174,7 @@ impl Sums {
     /// Bytes of those accumulators that were ever used.
     pub(super) fn bytes(&self) -> u64 {
         let used = self.accumulators.iter().zip(&self.used).filter(|(_, used)| used.load(Ordering::Relaxed));
-        let raw = self.assigned.load(Ordering::Relaxed);
+        let raw = self.raw.load(Ordering::Relaxed);
         used.map(|(accumulator, _)| accumulator.bytes(&self.layout, raw)).sum()
     }
 }

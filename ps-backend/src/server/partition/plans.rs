@@ -15,7 +15,7 @@ use libmodelio::wire::{self, Message, Refusal, Work};
 use super::{Partition, State, ToCoordinator};
 use crate::partition::core::{self, Action, Plan, Source, local_blocks};
 use crate::partition::executor::{Batch, Done, Pass};
-use crate::partition::store::{PartitionError, PartitionWork};
+use crate::partition::store::PartitionError;
 
 /// The pause before the next try of a plan that cannot begin yet: old versions are still read, or the plan before is being
 /// left.
@@ -89,22 +89,14 @@ impl Partition {
     }
 
     fn start(&self, state: &mut State, plan: wire::Plan, actions: &mut Vec<Action>) -> Result<(), Refusal> {
-        let work = match &plan.work {
-            Work::Add { replaces } => {
-                PartitionWork::Add { combine: if *replaces { Combine::Last } else { Combine::Sum } }
+        if let Work::Reduce { tensors, .. } = &plan.work {
+            let (got, expected) = (tensors.tensors(), self.store.partition().tensor_ends().len() as u64);
+            if got != expected {
+                let why = format!("the plan is of {got} tensors, the model has {expected}");
+                return Err(Refusal::other(why));
             }
-            Work::Reduce { step, tensors, fresh_state } => {
-                let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
-                let expected = self.store.partition().tensor_ends().len() as u64;
-                if tensors.tensors() != expected {
-                    let got = tensors.tensors();
-                    let why = format!("the plan is of {got} tensors, the model has {expected}");
-                    return Err(Refusal::other(why));
-                }
-                PartitionWork::Reduce { step, tensors, fresh_state }
-            }
-            Work::Assign => PartitionWork::Assign,
-        };
+        }
+        let work = plan.work.clone();
         let mine = self.store.partition().blocks();
         let source = |source: &wire::PlanSource| Source {
             client: source.client,
@@ -122,11 +114,12 @@ impl Partition {
         let seals = actions[before..].contains(&Action::Sealed(id));
         let begins = actions[before..].contains(&Action::Begin(id));
         if begins || seals {
-            state.partly = plan.sources.into_iter().filter(|of| !of.partly.is_empty()).collect();
+            let in_part = work.combine().is_some_and(Combine::replaces);
+            state.partly = plan.sources.into_iter().filter(|of| in_part && !of.partly.is_empty()).collect();
         }
         match &state.job {
             Some((of, job)) if seals && *of == id => {
-                if let PartitionWork::Reduce { tensors, .. } = &work {
+                if let Work::Reduce { tensors, .. } = &work {
                     self.store.seal(job, tensors);
                 }
             }
@@ -277,7 +270,7 @@ impl Partition {
             let job = self.store.begin(base, work, check)?;
             state = self.state.lock();
             // It may have been sealed meanwhile.
-            if let Some((_, _, PartitionWork::Reduce { tensors, .. }, _)) = &state.starting
+            if let Some((_, _, Work::Reduce { tensors, .. }, _)) = &state.starting
                 && !state.core.is_provisional()
             {
                 self.store.seal(&job, tensors);

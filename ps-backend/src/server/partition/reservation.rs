@@ -15,14 +15,14 @@ use libmodelio::transport::stream::{Close, Guard, Target};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
 use libmodelio::vocabulary::ranges;
-use libmodelio::wire::{Message, Received, Refusal};
+use libmodelio::wire::{Message, Received, Refusal, Work};
 use smallvec::SmallVec;
 
 use super::{Partition, State};
 use crate::partition::core::{Outcome, Place, Placement};
 #[cfg(feature = "rdma")]
 use crate::partition::fetches::Turn;
-use crate::partition::store::{self, BlockInput, PartitionError, PartitionJob, PartitionWork, Payload};
+use crate::partition::store::{self, BlockInput, PartitionError, PartitionJob, Payload};
 use crate::partition::unknown_plan::UnknownPlan;
 pub(super) use kept::AllKept;
 pub(in crate::server) use kept::Lent;
@@ -343,7 +343,7 @@ impl Reservation {
             }
         };
         // New weights lie in memory that is not written again.
-        let stands = *job.work() == PartitionWork::Assign || (stands() && all_stand);
+        let stands = *job.work() == Work::Assign || (stands() && all_stand);
         drop(job);
         let Push { plan, block, .. } = self.push;
         let (pushed, outcome) = match bad {

@@ -44,9 +44,9 @@ impl Executor for Holds {
 /// Notes what the partition says.
 struct Notes(Mutex<Sender<Message>>);
 
-impl Hears for Notes {
-    fn hears(self: Arc<Notes>, _: End, word: Word) {
-        if let Word::Says(_, message) = word {
+impl Recipient for Notes {
+    fn receive(self: Arc<Notes>, _: End, mail: Mail) {
+        if let Mail::Message(_, message) = mail {
             self.0.lock().send(message).unwrap();
         }
     }
@@ -89,8 +89,8 @@ impl Bench {
         partition.store().finish_loading().unwrap();
         let (sender, said) = channel();
         let notes = Arc::new(Notes(Mutex::new(sender)));
-        let own = Arc::downgrade(&partition) as Weak<dyn Hears>;
-        let mailbox = Mailbox::new(Arc::downgrade(&notes) as Weak<dyn Hears>, own);
+        let own = Arc::downgrade(&partition) as Weak<dyn Recipient>;
+        let mailbox = Mailbox::new(Arc::downgrade(&notes) as Weak<dyn Recipient>, own);
         partition.follow(ToCoordinator::Here(Arc::new(mailbox)), PlanId(0));
         Bench { partition, executor, said, _notes: notes, plans: 0 }
     }
@@ -104,7 +104,7 @@ impl Bench {
         let sources = vec![PlanSource { client: CLIENT, blocks, check: true, partly, provisional: false }];
         let base = self.partition.progress().0;
         let started = wire::Plan { plan, work, base, ordered: false, sources };
-        self.partition.from_coordinator(plan.0, Message::Start(started), None);
+        self.partition.from_coordinator(plan.0, Message::Start(Box::new(started)), None);
         for block in (0..sent).map(BlockId) {
             while self.push(plan, block) == Pushed::Later {
                 std::thread::sleep(BEGIN_AGAIN);
@@ -174,7 +174,7 @@ fn blocks_that_nobody_sends_are_one_batch_and_the_plan_waits_for_it() {
 fn sums_of_two_plans_are_one_batch_and_the_next_plan_waits_for_it() {
     let mut bench = Bench::new();
     for _ in 0..2 {
-        let plan = bench.run(Work::Add { replaces: false }, BLOCKS);
+        let plan = bench.run(Work::Add { combine: Combine::Sum }, BLOCKS);
         assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Ready { plan });
         bench.conclude(plan);
     }

@@ -67,7 +67,7 @@ fn begun() -> Arc<Partition> {
         1,
         Message::Start(Box::new(wire::Plan {
             plan: PlanId(1),
-            work: Work::Add { replaces: false },
+            work: Work::Add { combine: Combine::Sum },
             base: Version(0),
             ordered: false,
             sources: CLIENTS.map(source).to_vec(),
