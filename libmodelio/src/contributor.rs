@@ -1,13 +1,13 @@
-//! The client side of one learner: takes writes at any offset, ships whole blocks to the shard
-//! while the program still writes the rest, and ends the contribution at fsync or close.
+//! The contribution of one learner. It takes writes at any offset, ships whole blocks to the shard while the program
+//! still writes the rest, and ends the contribution at fsync or close.
 //!
-//! Copies of a byte on this path: none where its block arrives whole and the shard reduces it on
-//! arrival; one (into staging) where it does not.
+//! A byte is not copied if its block arrives whole and the shard reduces it on arrival. Otherwise it is copied once,
+//! into staging.
 //!
-//! The job may run other requests' completions before it returns, so nothing is sent under the lock
-//! that could wake somebody: only the opening of a contribution, which answers nobody else.
+//! The job may call other requests' completions before it returns. So nothing is sent under the lock that could wake
+//! them, except the opening of a contribution, which answers no other request.
 //!
-//! Holds `unsafe` for entering the staging regions; see [`crate::bytes::mmap`] for the rule.
+//! This module holds `unsafe` for entering the staging regions; see [`crate::bytes::mmap`] for the rule.
 
 mod commit;
 
@@ -30,87 +30,88 @@ use crate::vocabulary::partly::PartlyWritten;
 /// Why a write or commit failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ContributeError {
-    /// Wrong use; nothing changed.
+    /// The caller's error. Nothing changed.
     #[error(transparent)]
     Refused(#[from] WriteRefused),
-    /// The shard's word.
+    /// The shard's error.
     #[error(transparent)]
     Shard(#[from] ShardError),
-    /// What was written ends in the middle of an element.
+    /// The written bytes end in the middle of an element.
     #[error("what was written ends at byte {0}, in the middle of an element; the contribution is dropped")]
     HalfElement(u64),
     /// An earlier contribution of this learner is still being committed.
     #[error("the previous contribution is still being committed")]
     Busy,
-    /// Somebody else's failure, or death, took the caller's bytes along.
+    /// Another program has failed or died, and the caller's bytes were dropped with its contribution.
     #[error("the contribution that this was part of was dropped: another program that wrote into it failed")]
     Dropped,
 }
 
-/// Which of a learner's contributions somebody wrote into, for those who share one: its end is everybody's.
+/// The contribution of a learner that a program has written into. Programs that share a learner share the
+/// contribution and its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Share {
     /// None.
     #[default]
     None,
-    /// The one of this number, as [`Contributor::write`] has told.
+    /// The contribution of this number, from [`Contributor::write`].
     Of(u64),
 }
 
-/// Bytes through this client, for status and for counting copies.
+/// The bytes that went through this client, for the status.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// Written by programs.
+    /// Bytes that programs have written.
     pub written: AtomicU64,
-    /// Reduced straight from the request buffer or the mapped region.
+    /// Bytes that were reduced from the request buffer or the mapped region.
     pub reduced_on_arrival: AtomicU64,
-    /// Copied once into staging.
+    /// Bytes that were copied into staging.
     pub staged: AtomicU64,
 }
 
 struct State {
     tracker: ContributionTracker,
-    /// The step that the open contribution is; `None` while none is open.
+    /// The step of the open contribution. `None` while none is open.
     step: Option<Step>,
-    /// A commit or an abort is on its way: nobody else may touch the contribution.
+    /// A commit or an abort is under way. Nothing else may touch the contribution.
     committing: bool,
-    /// Why the open contribution cannot succeed any more.
+    /// Why the open contribution can no longer succeed.
     failed: Option<ContributeError>,
-    /// Where this contribution gathers what the shard does not reduce on arrival.
+    /// The memory for blocks that the shard does not reduce on arrival.
     staging: Region,
-    /// A second one, for a learner that writes ahead while the shard still reads the first.
+    /// A second region, for a learner that writes while the shard still reads the first.
     spare: Option<Region>,
-    /// The last two steps that were committed, or tried to be, and where their payload lies.
+    /// The last two steps whose commit was sent, and the regions of their payload.
     shipped: [Option<(Step, RegionKey)>; 2],
-    /// Blocks that were completed with zeros at the end.
+    /// Blocks that were filled up with zeros at the end.
     unchecked: FixedBitSet,
-    /// What of those was written.
+    /// The written ranges of those blocks.
     partly: PartlyWritten,
     /// Tensors of which something was written.
     tensors: FixedBitSet,
-    /// Counts the contributions that were opened.
+    /// The number of contributions that were opened.
     number: u64,
-    /// Those that were dropped and may have been several programs'.
+    /// Dropped contributions that several programs may have written into.
     dropped: BTreeSet<u64>,
-    /// What is `committing` is an abort.
+    /// The message under way is an abort.
     aborting: bool,
-    /// Others who wait for the commit that is on its way.
+    /// Others who wait for the commit that is under way.
     joined: Vec<Done>,
 }
 
-/// Whoever waits for the end of a contribution.
+/// The completion of a contribution's end.
 type Done = Box<dyn FnOnce(Result<(), ContributeError>) + Send>;
 
-/// Dropped contributions that are remembered. Older ones have long been closed by all who wrote into them.
+/// The most dropped contributions that are remembered. All programs have long closed older ones.
 const MAX_DROPPED: usize = 1024;
 
 impl State {
-    /// Whether `share` is of a contribution that was dropped.
+    /// Whether `share` is of a dropped contribution.
     fn has_dropped(&self, share: Share) -> bool {
         matches!(share, Share::Of(number) if self.dropped.contains(&number))
     }
 
-    /// A commit of `step` goes off.
+    /// A commit of `step` is sent.
     fn ship(&mut self, step: Step, from: RegionKey) {
         if self.shipped[0].is_some_and(|(last, _)| last != step) {
             self.shipped[1] = self.shipped[0];
@@ -118,13 +119,13 @@ impl State {
         self.shipped[0] = Some((step, from));
     }
 
-    /// Whether the step before `step` was committed from what is the staging region now.
+    /// Whether the payload of the step before `step` lies in the present staging region.
     fn is_in_staging(&self, step: Step) -> bool {
         let before = self.shipped.iter().flatten().find(|(shipped, _)| shipped.next() == step);
         before.is_some_and(|(_, key)| *key == self.staging.key())
     }
 
-    /// No contribution is open any more; the one that was is `taken`, or dropped.
+    /// Closes the contribution. It is `taken`, or dropped.
     fn reset(&mut self, taken: bool) {
         if self.step.is_some() {
             if !taken {
@@ -144,14 +145,14 @@ impl State {
     }
 }
 
-/// One learner's contribution path. Shared by all its file handles.
+/// The contribution path of one learner. All its file handles share it.
 pub struct Contributor {
     learner: LearnerId,
     incarnation: Incarnation,
     layout: Arc<ModelLayout>,
     job: Arc<Job>,
-    /// What programs map through `gradients`. Never used for write(2), so that a mapping always is
-    /// what its program stored.
+    /// The region that programs map through `gradients`. A write(2) never uses it, so a mapping always holds what its
+    /// program stored.
     mapped: Region,
     state: Mutex<State>,
     /// Signalled when no piece is in flight.
@@ -159,15 +160,15 @@ pub struct Contributor {
     traffic: Arc<Traffic>,
 }
 
-/// Most pieces that one request can have without an allocation: 1 MiB over 64 KiB blocks, and two
-/// ends where it is not aligned.
+/// The most pieces of a request that need no allocation: 1 MiB over blocks of 64 KiB, and two ends if it is not
+/// aligned.
 const PIECES: usize = 18;
 
 impl Contributor {
-    /// For a learner that has joined `job`. Its regions take memory when they are used.
+    /// For a learner that has joined `job`. Its regions take memory when they are first used.
     ///
     /// # Errors
-    /// When memory cannot be had.
+    /// When there is no memory.
     pub fn new(
         job: Arc<Job>,
         (learner, incarnation): (LearnerId, Incarnation),
@@ -199,7 +200,7 @@ impl Contributor {
         self.learner
     }
 
-    /// Its life.
+    /// The learner's incarnation.
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
     }
@@ -209,37 +210,37 @@ impl Contributor {
         &self.mapped
     }
 
-    /// Stores bytes that a program put into its mapping of `gradients`, where the kernel hands them over
-    /// instead of mapping the region itself.
+    /// Stores bytes that a program has put into its mapping of `gradients`. The kernel hands them over if it does not
+    /// map the region itself.
     ///
     /// # Errors
     /// [`WriteRefused::PastEnd`].
     pub fn store_mapped(&self, offset: u64, data: &[u8]) -> Result<(), WriteRefused> {
         let (size, end) = (self.layout.size(), offset.saturating_add(data.len() as u64));
-        // The last page of a mapping reaches past the end; those bytes belong to nobody.
+        // The last page of a mapping reaches past the end. Those bytes belong to no tensor.
         let len = size.saturating_sub(offset).min(data.len() as u64) as usize;
         if len == 0 && !data.is_empty() {
             return Err(WriteRefused::PastEnd { offset, end, size });
         }
-        // SAFETY: this is the program's own store; the shard reads the region only in its fsync.
+        // SAFETY: this is the program's own store. The shard reads the region only during the program's fsync.
         unsafe { self.mapped.memory().write(offset as usize, &data[..len]) };
         Ok(())
     }
 
-    /// Reads the mapped region; bytes past its end stay as they are.
+    /// Reads the mapped region. Bytes past its end are left as they are.
     pub fn load_mapped(&self, offset: u64, bytes: &mut [u8]) {
         let len = self.layout.size().saturating_sub(offset).min(bytes.len() as u64) as usize;
         if len > 0 {
             let start = offset as usize;
-            // SAFETY: as good as any read(2) of a file that others have mapped: each byte is old or new.
+            // SAFETY: this is like read(2) of a file that others have mapped: each byte is old or new.
             bytes[..len].copy_from_slice(unsafe { self.mapped.memory().bytes(start..start + len) });
         }
     }
 
-    /// Takes the staging memory now rather than page by page under the first contribution.
+    /// Takes the staging memory now, and not page by page during the first contribution.
     ///
     /// # Errors
-    /// When the memory is not there.
+    /// When there is no memory.
     pub fn prefault(&self) -> std::io::Result<()> {
         let staging = Arc::clone(self.state.lock().staging.memory());
         staging.prefault()
@@ -250,19 +251,19 @@ impl Contributor {
         self.state.lock().step.is_some()
     }
 
-    /// Bytes of the open contribution so far.
+    /// The number of bytes that the open contribution has.
     pub fn open_bytes(&self) -> u64 {
         self.state.lock().tracker.bytes()
     }
 
-    /// Takes `data` at `offset`. Blocks that become complete go to the shard before this returns. `share` is what
-    /// the same program's writes have written into, if that has not ended for it; it is told by a write that fails,
-    /// too, once something of it was taken.
+    /// Takes `data` at `offset`. Blocks that become whole go to the shard before this returns. `share` names the
+    /// contribution that the same program has written into, if that has not ended. It is set even by a write that
+    /// fails after part of it was taken.
     ///
     /// # Errors
-    /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Dropped`] change nothing, but for
-    /// [`WriteRefused::PastEnd`] where something was written before. That, and a shard's refusal of a block, spoil the
-    /// contribution: later writes and the commit report it, and it counts nowhere.
+    /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Dropped`] change nothing,
+    /// except [`WriteRefused::PastEnd`] after earlier writes. That error, and a shard's refusal of a block, make the
+    /// contribution fail: later writes and the commit report it, and it counts nowhere.
     pub fn write(
         &self,
         share: &mut Share,
@@ -286,10 +287,11 @@ impl Contributor {
             if let Some(failed) = &state.failed {
                 return Err(failed.clone());
             }
-            // Refusals come first, so that a wrong write opens nothing.
+            // A refused write opens nothing.
             let begun = state.tracker.begin(offset, data.len() as u64, |piece| pieces.push(piece));
             if let Err(refused) = begun {
-                // An array that is too long is another one than was meant, and so is what came of it before.
+                // An array that is too long is not the array that was meant. What was written of it before is wrong,
+                // too.
                 if state.step.is_some() && matches!(refused, WriteRefused::PastEnd { .. }) {
                     state.failed = Some(refused.into());
                 }
@@ -301,7 +303,7 @@ impl Contributor {
                     Ok(step) => step,
                     Err(error) => {
                         state.tracker.reset();
-                        // So that fsync or close does not say that all is well.
+                        // The commit must not report success.
                         state.failed = Some(error.clone().into());
                         return Err(error.into());
                     }
@@ -324,14 +326,14 @@ impl Contributor {
         outcome.map_err(ContributeError::from)
     }
 
-    /// Called with the state locked: the shard answers an opening without answering anybody else.
+    /// The state is locked during this call. The shard answers an opening without calling other completions.
     fn open(&self, state: &mut State, timeout: Duration) -> Result<Step, ShardError> {
         let Opening { step, staging_lent } = match self.job.open_known(self.learner, timeout)? {
             Some(opening) => opening,
             None => wait_for(timeout, |done| self.job.open(self.learner, timeout, done))?,
         };
-        // The shard still reads the step before this one. That need not be what was committed last: a commit
-        // that timed out may have been taken or not, and this may be the second try after an abort.
+        // The shard still reads the step before this one. That may differ from the last commit here: a commit that
+        // timed out may have been taken, and this may be the second try after an abort.
         if staging_lent && state.is_in_staging(step) {
             let spare = match state.spare.take() {
                 Some(spare) => spare,
@@ -343,7 +345,7 @@ impl Contributor {
         Ok(step)
     }
 
-    /// Ships or stages one piece. Its in-flight mark is always taken back.
+    /// Ships or stages one piece. It always takes the in-flight mark back.
     fn take(&self, piece: &Piece, data: &[u8], step: Step, staging: &Region) -> Result<(), ShardError> {
         let start = piece.bytes.start as usize;
         if piece.whole {
@@ -355,8 +357,8 @@ impl Contributor {
             }
             return self.placed(piece, placed);
         }
-        // SAFETY: nobody reads the block before it is complete and all its copies are in. Two writers of
-        // the same bytes race as two write(2) calls on any file do: one of them wins, byte by byte.
+        // SAFETY: nobody reads the block before it is whole and all copies into it have ended. Two writers of the
+        // same bytes race like two write(2) calls on any file: one of them wins, byte by byte.
         unsafe { staging.memory().write(start, data) };
         self.traffic.staged.fetch_add(data.len() as u64, Ordering::Relaxed);
         {
@@ -367,7 +369,7 @@ impl Contributor {
             }
         }
         let block = self.layout.block_bytes(piece.block);
-        // SAFETY: the block is complete, and marked as sent: no write enters it any more.
+        // SAFETY: the block is whole and marked as sent, so no write enters it any more.
         let whole = unsafe { staging.memory().bytes(block.start as usize..block.end as usize) };
         let placed = self.offer(piece.block, whole, step, None);
         self.placed(piece, placed)
@@ -383,7 +385,7 @@ impl Contributor {
     ) -> Result<Placement, ShardError> {
         let slot = BlockSlot { learner: self.learner, incarnation: self.incarnation, step, block };
         match self.job.write(data, slot, room)? {
-            // The shard took this step without this block: a commit that timed out here had arrived there.
+            // The shard has taken this step without this block: a commit that timed out here had reached it.
             Placement::Duplicate => Err(ShardError::NotAllowed(format!(
                 "step {step} was already taken: block {block} came too late"
             ))),
@@ -391,8 +393,8 @@ impl Contributor {
         }
     }
 
-    /// Notes what became of an offered block, and a failure in the same moment: a commit that finds nothing
-    /// in flight finds all failures.
+    /// Records the outcome of an offered block. A failure is recorded in the same moment, so a commit that finds
+    /// nothing in flight finds all failures.
     fn placed(&self, piece: &Piece, placed: Result<Placement, ShardError>) -> Result<(), ShardError> {
         let mut state = self.state.lock();
         state.tracker.sent(piece.block, matches!(placed, Ok(Placement::Deferred)));
@@ -415,7 +417,7 @@ fn region(job: &Job, name: &str) -> Result<Region, ShardError> {
     Ok(job.register(Arc::new(memory.map_err(|error| ShardError::no_memory(&error))?)))
 }
 
-/// Pieces of one request, on the stack for all but outsized ones.
+/// The pieces of one request. They are on the stack unless there are very many.
 struct PieceList {
     inline: [Option<Piece>; PIECES],
     len: usize,

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn it_looks_after_the_pause_that_was_named_until_there_is_none() {
+    fn an_object_is_checked_after_each_pause_until_it_returns_none() {
         let pause = Duration::from_millis(30);
         let (_what, _, checks) = watched(vec![pause, Duration::ZERO]);
         let first = checks.recv_timeout(LONG).unwrap();
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_roused_is_looked_at_at_once_and_others_are_not() {
+    fn a_woken_object_is_checked_at_once_and_others_are_not() {
         let (_other, _, others) = watched(vec![LONG]);
         others.recv_timeout(LONG).unwrap();
         let (_what, alarm, checks) = watched(vec![LONG, LONG]);
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_gone_is_not_looked_at() {
+    fn a_dropped_object_is_not_checked() {
         let (what, alarm, checks) = watched(vec![LONG, LONG]);
         checks.recv_timeout(LONG).unwrap();
         drop(what);

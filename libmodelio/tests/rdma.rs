@@ -199,7 +199,7 @@ fn nobody_listens() {
 }
 
 #[test]
-fn who_asks_after_the_end_is_told() {
+fn a_request_after_the_end_is_refused() {
     let Some(at) = address() else { return };
     let endpoint = Endpoint::open(&options()).unwrap();
     endpoint.shut_down(Duration::from_secs(2));
@@ -345,7 +345,7 @@ impl Stranger {
 }
 
 #[test]
-fn words_that_nobody_hears_use_nothing_up() {
+fn unread_words_use_nothing_up() {
     let Some(at) = address() else { return };
     let options = RdmaOptions { queues: 1, shared_receives: 8, ..options() };
     let endpoint = Endpoint::open(&options).unwrap();

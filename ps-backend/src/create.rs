@@ -382,7 +382,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_has_stopped_has_not_loaded() {
+    fn a_stopped_upload_has_not_loaded() {
         let stopped = || Err(CreateError::Stopped);
         let thread = || Err(CreateError::Thread("it panicked".into()));
         assert!(all_loaded(vec![Ok(()), Ok(())]).is_ok());

@@ -1,14 +1,14 @@
-//! The shard's memory: version buffers and optimizer state; what is recycled when.
+//! The shard's memory: version buffers and optimizer state.
 //!
-//! Version buffers, optimizer state and fp32 masters are double: a version is computed from the newest
-//! ones into the next ones, and publishing it swaps them. Until then the old ones are whole, so a
-//! contribution that is dropped in the middle leaves nothing behind. What it left in the next buffer is
-//! told apart by stamps: each block of a buffer says which version's value it holds.
+//! Version buffers, optimizer state and fp32 masters are double. A version is computed from the newest ones into the
+//! next ones, and publishing it swaps them. Until then the old ones are whole, so a contribution that is dropped in
+//! the middle leaves nothing behind that counts. Stamps identify what it left in the next buffer: each block of a
+//! buffer has the number of the version whose value it holds.
 //!
-//! This and its submodules are among the modules that may hold `unsafe`: they turn shared mappings into
-//! slices. What makes that sound is block ownership. A version that is published is never written before
-//! it is recycled, which waits for its pins; the buffer of the next version is written block by block,
-//! and [`crate::partition::store`] gives a block to one thread at a time.
+//! This module and those below it may hold `unsafe`: they turn shared mappings into slices. That is sound because
+//! blocks have owners. A published version is never written before it is recycled, which waits for its pins. The
+//! buffer of the next version is written block by block, and [`crate::partition::store`] gives a block to one thread
+//! at a time.
 
 pub(crate) mod accumulator;
 mod buffers;
@@ -39,8 +39,8 @@ use table::Left;
 pub use versions::VersionWatch;
 use versions::Versions;
 
-/// All memory of one model's shard. Not shared: its owner's lock guards it, and a [`VersionBuilder`] takes along
-/// what computing blocks without that lock needs.
+/// The memory of one model's shard. Its owner's lock guards it. A [`VersionBuilder`] has the part that is needed for
+/// computing blocks without that lock.
 #[derive(Debug)]
 pub struct RegionStore {
     layout: Arc<ModelLayout>,
@@ -48,18 +48,18 @@ pub struct RegionStore {
     versions: Versions,
     back: Option<Arc<VersionBuffer>>,
     free: Vec<Arc<VersionBuffer>>,
-    /// Buffers in existence, but for those in `lent`.
+    /// The number of buffers, without those in `lent`.
     live: usize,
-    /// Handed out to be filled with new weights.
+    /// Buffers that were handed out for new weights.
     lent: Vec<Weak<Mapping>>,
-    /// Spares being pre-faulted outside.
+    /// The number of spares that are being pre-faulted outside.
     coming: usize,
     next_key: u64,
-    /// State of the newest version, and of the next.
+    /// The state of the newest version, and of the next one.
     state: [Arc<StateBuffer>; 2],
     /// The version in which each block last changed.
     changed: Arc<[AtomicU64]>,
-    /// The optimizer's slots are no longer zero.
+    /// Whether the optimizer's slots are no longer zero.
     slots_used: bool,
     /// The log says that there is no memory for another version.
     said_full: bool,
@@ -70,7 +70,7 @@ impl RegionStore {
     /// pre-faulted.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// When there is no memory.
     pub fn new(layout: Arc<ModelLayout>) -> io::Result<RegionStore> {
         let blocks = layout.blocks();
         let has_halves = (0..blocks)
@@ -99,7 +99,7 @@ impl RegionStore {
         Ok(store)
     }
 
-    /// A new buffer whose blocks hold nothing. Its pages are taken when touched.
+    /// A new buffer whose blocks hold no version. Its pages are taken when they are touched.
     fn allocate(&mut self) -> io::Result<Arc<VersionBuffer>> {
         let buffer = VersionBuffer::allocate(&self.layout, RegionKey(self.next_key), VOID)?;
         self.next_key += 1;
@@ -107,19 +107,19 @@ impl RegionStore {
         Ok(buffer)
     }
 
-    /// What version 0 is loaded into, block by block: after [`Self::prepare`], and given back before anything else is
-    /// done, [`Self::loaded`] first of all.
+    /// The memory that version 0 is loaded into, block by block. It comes after [`Self::prepare`], and must be
+    /// dropped before any other call, above all [`Self::loaded`].
     pub(crate) fn loading(&self) -> Option<Loading> {
         debug_assert!(!self.versions.is_complete(), "others read it");
         let front = self.newest()?;
         Some(Loading { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]) })
     }
 
-    /// Makes sure that both state buffers have what `reducer` needs, pre-faulted, and nothing more;
-    /// `fresh` starts its slots from zero. Not while a [`VersionBuilder`] exists.
+    /// Makes sure that both state buffers have exactly what `reducer` needs, pre-faulted. `fresh` starts its slots
+    /// from zero. No [`VersionBuilder`] may exist.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// When there is no memory.
     pub fn prepare(&mut self, reducer: Reducer, fresh: bool) -> io::Result<()> {
         let fresh = fresh && self.slots_used;
         let bytes = self.layout.elements() as usize * 4;
@@ -133,7 +133,7 @@ impl RegionStore {
         };
         for (side, shared) in self.state.iter_mut().enumerate() {
             let blocks = self.layout.blocks();
-            // Makings hold clones only while they exist; between them this is the one owner.
+            // Builders have clones while they exist. Between them this is the only owner.
             let Some(state) = Arc::get_mut(shared) else {
                 return Err(io::Error::other("optimizer state is in use"));
             };
@@ -148,7 +148,7 @@ impl RegionStore {
                 if i >= reducer.state_slots() {
                     *slot = None;
                 } else if slot.is_none() || fresh {
-                    // Give the old one back first: both together may not fit.
+                    // The old memory is given back first, because both together may not fit.
                     *slot = None;
                     *slot = Some(new()?);
                 }
@@ -163,65 +163,67 @@ impl RegionStore {
         self.versions.last_key_value().map(|(_, published)| Arc::clone(&published.buffer))
     }
 
-    /// The buffer of `version` and when it was published, if it still exists.
+    /// The buffer of `version` and the time of its publication, if it still exists.
     pub fn get(&self, version: Version) -> Option<(Arc<VersionBuffer>, SystemTime)> {
         self.versions.get(&version).map(|published| (Arc::clone(&published.buffer), published.at))
     }
 
-    /// Numbers of all versions in memory, the merely pinned ones included.
+    /// The numbers of all versions in memory. Pinned ones are included.
     pub fn versions(&self) -> impl DoubleEndedIterator<Item = Version> {
         self.versions.keys().copied()
     }
 
-    /// Buffers in existence, and those nobody needs.
+    /// The number of buffers, and of those that nobody needs.
     pub fn buffers(&self) -> (usize, usize) {
         let lent = self.lent.iter().filter(|lent| lent.strong_count() > 0).count();
         (self.live + lent, self.free.len())
     }
 
-    /// The memory of versions, of the next one, and of those to come, but for what is lent or on its way.
+    /// The memory of versions, of the next one and of later ones, without lent buffers and spares that are being
+    /// made.
     pub fn memory(&self) -> impl Iterator<Item = &Arc<Mapping>> {
         let shown = self.versions.values().map(|published| &published.buffer);
         shown.chain(&self.back).chain(&self.free).map(|buffer| buffer.region.memory())
     }
 
-    /// Buffers in existence.
+    /// The number of buffers.
     fn total(&mut self) -> usize {
         self.lent.retain(|lent| lent.strong_count() > 0);
         self.live + self.lent.len()
     }
 
-    /// Keeps `version` from being recycled. False when it is gone.
+    /// Keeps `version` from being recycled. False if it is gone.
     pub fn pin(&mut self, version: Version) -> bool {
         self.versions.pin(version)
     }
 
-    /// Takes `count` pins back.
+    /// Takes back `count` pins.
     pub fn unpin(&mut self, version: Version, count: u64) {
         self.versions.unpin(version, count);
     }
 
-    /// Somebody outside of this process shows `version` from now on, who holds a pin until now. The store waits for it as
-    /// for a pin, unless it needs the buffer: then it lets go of it, and the kernel keeps it for whoever has it mapped.
+    /// Another process, whose client holds a pin until now, shows `version` from now on. The store waits for it as
+    /// for a pin, unless it needs the buffer. Then it gives the buffer up, and the kernel keeps the memory for the
+    /// processes that map it.
     pub fn show_outside(&mut self, version: Version) {
         self.versions.show(version);
     }
 
-    /// One of those does not show it any more.
+    /// One of those processes no longer shows it.
     pub fn unshow(&mut self, version: Version) {
         self.versions.unshow(version);
     }
 
-    /// Somebody outside of this process may go on reading the buffer of `version`, and nobody knows for how long. The
-    /// buffer is not used for another version: once this one is over, the store lets go of it, and the kernel keeps it
-    /// for whoever has it mapped. The caller holds a pin.
+    /// Another process may go on reading the buffer of `version` for an unknown time. So the buffer is not used for
+    /// another version. When this version is over, the store gives the buffer up, and the kernel keeps the memory for
+    /// the processes that map it. The caller holds a pin.
     pub fn give_up(&mut self, version: Version) {
         self.versions.give_up(version);
     }
 
-    /// Recycles versions that are neither retained nor needed, and finds the next version's buffer if it has none: where all
-    /// are in use, it takes one in place of the oldest that is only shown outside of this process. It waits for a spare
-    /// buffer that is being made. Returns whether it has one now.
+    /// Recycles versions that are neither retained nor needed, and finds a buffer for the next version if it has
+    /// none. If all are in use, it takes one in place of the oldest version that is only shown by other processes. It
+    /// waits for a spare that is being made. Returns whether the next version has a buffer now.
     pub fn recycle(&mut self, retain: usize, max: usize) -> bool {
         for version in self.versions.idle(retain) {
             match self.versions.remove(version) {
@@ -247,24 +249,24 @@ impl RegionStore {
                     self.back = Some(buffer);
                     self.said_full = false;
                 }
-                // Said once: it is tried again and again.
+                // It is logged once, because it is tried again and again.
                 Err(error) if !std::mem::replace(&mut self.said_full, true) => {
                     tracing::error!(%error, "no buffer for another version; trying again");
                 }
                 Err(_) => {}
             }
         }
-        // Buffers beyond what the present bound allows go back to the system.
+        // Buffers above the present limit go back to the system.
         while self.total() > max && self.free.pop().is_some() {
             self.live -= 1;
         }
         self.back.is_some()
     }
 
-    /// A buffer for a write of `weights`. It counts as existing until it is published or dropped.
+    /// A buffer for new weights. It counts as existing until it is published or dropped.
     ///
     /// # Errors
-    /// When `max` exist already, or there is no memory.
+    /// When `max` buffers exist already, or there is no memory.
     pub fn take_buffer(&mut self, max: usize) -> io::Result<Region> {
         let buffer = match self.free.pop() {
             Some(buffer) => buffer,
@@ -281,12 +283,12 @@ impl RegionStore {
         Ok(region)
     }
 
-    /// Whether there is a buffer for the next version.
+    /// Whether the next version has a buffer.
     pub fn has_buffer(&self) -> bool {
         self.back.is_some() || !self.free.is_empty()
     }
 
-    /// Whether the next version can be made by `reducer` without taking memory, or clearing any.
+    /// Whether `reducer` can make the next version without taking or clearing memory.
     pub fn is_prepared(&self, reducer: Reducer, fresh: bool) -> bool {
         let wanted = reducer.state_slots();
         let is_there = |state: &Arc<StateBuffer>| {
@@ -297,13 +299,13 @@ impl RegionStore {
         self.has_buffer() && !takes_new && self.state.iter().all(is_there)
     }
 
-    /// Whether one more spare buffer is to be made: fewer than `count` are free and none is on its way. They save the
-    /// next versions from first touches.
+    /// Whether to make one more spare buffer: fewer than `count` are free, and none is being made. Spares save later
+    /// versions from first touches.
     pub fn wants_spares(&mut self, count: usize, max: usize) -> bool {
         self.free.len() < count && self.coming == 0 && self.total() < max
     }
 
-    /// A new buffer to pre-fault outside and hand to [`Self::add_spare`].
+    /// A new buffer, which the caller pre-faults and hands to [`Self::add_spare`].
     ///
     /// # Errors
     /// When there is no memory.
@@ -313,7 +315,7 @@ impl RegionStore {
         Ok(buffer)
     }
 
-    /// Takes a pre-faulted buffer in.
+    /// Adds a pre-faulted buffer.
     pub fn add_spare(&mut self, buffer: Arc<VersionBuffer>) {
         self.coming = self.coming.saturating_sub(1);
         self.free.push(buffer);
@@ -334,8 +336,8 @@ impl RegionStore {
         let front = self.newest().ok_or_else(no_buffer)?;
         let mut shown = self.versions.values().map(|published| published.buffer.region.key());
         debug_assert!(shown.all(|key| key != back.region.key()), "a version is to be written");
-        // Blocks that a dropped contribution left behind are of no version; an assignment, too, takes a version number
-        // that they may be stamped with.
+        // Blocks that a dropped contribution left behind belong to no version. Their stamp may equal the new
+        // version's number, also for an assignment.
         let newest = version.0 - 1;
         for stamp in back.stamps.iter().chain(&self.state[1].stamps) {
             if stamp.load(Ordering::Relaxed) > newest {

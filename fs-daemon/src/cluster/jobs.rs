@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_waited_for_is_said_with_since_when() {
+    fn the_status_names_awaited_shards_and_learners_and_since_when() {
         let shards = [
             json!({ "shard": 1, "address": "node1:7070", "models": [{ "name": "m", "coordinator": {
                 "state": "waiting",

@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rdma_of_a_shard_is_told_where_there_is_something_to_tell() {
+    fn the_status_has_a_shards_rdma_if_there_is_any() {
         let with = json!({ "address": "node1:7070", "device": "mlx5_0 port 1", "connections": 4 });
         assert_eq!(rdma(&with), ", rdma on mlx5_0 port 1 at node1:7070 with 4 connection(s)");
         let hindered =

@@ -248,7 +248,7 @@ mod tests {
     use crate::cli::UP;
 
     #[test]
-    fn a_slip_of_the_pen_is_told_what_was_meant() {
+    fn a_typing_error_gets_a_suggestion() {
         assert_eq!(UP.nearest("block-size", 0), Some("block_size"));
         assert_eq!(UP.nearest("lerning_rate", 2), Some("learning_rate"));
         assert_eq!(UP.nearest("zzzzzzzzzz", 2), None);

@@ -146,7 +146,7 @@ impl Fs {
     /// A learner joins, for `owner`. The job is asked, so the answer may come later.
     ///
     /// # Errors
-    /// EPERM outside of `learners/`, EEXIST, EINVAL or ENAMETOOLONG for an unfit name, EDQUOT.
+    /// EPERM outside of `learners/`, EEXIST, EINVAL or ENAMETOOLONG for an invalid name, EDQUOT.
     pub fn make_dir(self: &Arc<Self>, parent: u64, name: &OsStr, owner: Owner, done: Done<Attributes>) {
         let (tree, name) = match self.joins_as(parent, name) {
             Ok((tree, name)) => (Arc::clone(tree), name.to_owned()),

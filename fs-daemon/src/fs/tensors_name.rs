@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_version_is_told_of_once_the_name_of_an_older_one_is_dropped() {
+    fn a_version_is_announced_once_the_name_of_an_older_one_is_dropped() {
         let (name, given) = name();
         name.keep(|| Version(3));
         name.when_shown(Version(4), answer(&given));

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_goes_on_when_no_exit_is_pending() {
+    fn waiting_opens_go_on_when_no_exit_is_pending() {
         let (exits, now) = (PendingExits::default(), Instant::now());
         let (sender, receiver) = mpsc::channel();
         let (one, other) = ((0, LearnerId(1)), (1, LearnerId(1)));

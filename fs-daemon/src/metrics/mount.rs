@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fallback_is_what_was_looked_for_and_not_taken() {
+    fn a_fallback_is_a_path_that_was_tried_and_not_taken() {
         use TransportKind::{InProcess, Rdma, SharedMemory, Tcp};
         for (transport, no_memory, no_rdma, shm, rdma) in [
             (InProcess, false, false, false, false),

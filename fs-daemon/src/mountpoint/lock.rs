@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn the_dead_and_the_dying_are_told_from_the_living() {
+    fn dead_and_dying_processes_are_distinguished_from_living_ones() {
         assert!(!is_ending(std::process::id()));
         assert!(is_ending(u32::MAX));
         let mut child = Command::new("sh").args(["-c", "exit 0"]).stdin(Stdio::null()).spawn().unwrap();

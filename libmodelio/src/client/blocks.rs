@@ -1,7 +1,7 @@
-//! Blocks on their way: from staging regions to shards, from shards into the back buffer.
+//! Blocks on their way: from staging regions to shards, and from shards into the back buffer.
 //!
-//! One of the modules that hold `unsafe`: blocks of the back buffer are handed to connections to be received into,
-//! and blocks of staging regions to be sent from. What makes that sound is told at each place.
+//! This module holds `unsafe`: connections receive into blocks of the back buffer, and send from blocks of staging
+//! regions. Each place says why that is sound.
 
 use std::sync::{Arc, Weak};
 
@@ -21,27 +21,28 @@ use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Version};
 use crate::wire::{Granted, Message};
 
-/// Blocks that may be asked for on one connection: even if each has a request of its own, a shard takes so many.
+/// The most blocks that one connection may have asked for. A shard takes this many requests, even if each asks for
+/// one block.
 const DUE_MAX: usize = 128;
 
-/// What is to be sent of a block.
+/// The payload of one block for the plan under way.
 pub(super) struct Payload {
     pub(super) plan: PlanId,
-    /// Where it lies, by learner.
+    /// The memory that holds it, one region for each learner.
     pub(super) sources: Vec<Region>,
-    /// Nobody stores into them meanwhile.
+    /// No program stores into the sources while they are read.
     pub(super) steady: bool,
-    /// By source, whether somebody has looked for NaN and Inf in it; empty for new weights.
+    /// For each source, whether its contribution has been searched for NaN and Inf. Empty for new weights.
     pub(super) checked: SmallVec<[bool; 16]>,
     pub(super) learners: Vec<LearnerId>,
-    /// The last one counts, and not the sum.
+    /// The last source counts, and not the sum.
     pub(super) replaces: bool,
-    /// Then, and if there are several: what of each counts, if that is not all.
+    /// The written ranges of each source, if there are several sources and the last one counts.
     pub(super) written: Vec<Written>,
 }
 
 impl Inner {
-    /// What is to be sent of a block for the plan under way. None without a plan, or if its payload is gone.
+    /// The payload of a block for the plan under way. `None` without a plan, or if the payload is gone.
     pub(super) fn granted(&self, block: BlockId) -> Option<Payload> {
         let (plan, granted) = self.core.outgoing()?;
         match granted.clone() {
@@ -77,8 +78,7 @@ impl Inner {
 }
 
 impl Shared {
-    /// Takes the memory of a version that is going to be pulled before it is needed, on a thread of its own: that
-    /// takes a while.
+    /// Takes memory for a version before it is pulled. A thread of its own does it, because it takes a while.
     pub(super) fn add_spare(&self) {
         {
             let mut inner = self.inner.lock();
@@ -94,7 +94,7 @@ impl Shared {
                 let (_, max) = inner.bounds();
                 inner.versions.add_spare(memory, max);
             }
-            // Pulls make do with what there is, or say so.
+            // Pulls use the buffers that exist, or log that there is none.
             (Err(error), shared) => {
                 tracing::warn!(%error, "no memory for a version ahead");
                 shared.iter().for_each(|shared| shared.inner.lock().versions.no_spare());
@@ -107,8 +107,8 @@ impl Shared {
         }
     }
 
-    /// The next block to push to a part, or the next request for blocks, with how many those are, unless `due` are
-    /// many already.
+    /// The next block to push to a shard, or else the next request for blocks and how many it asks for. There is no
+    /// request if the connection already waits for `due` blocks and that is enough.
     pub(super) fn next_sent(&self, route: &Route, link: &Link, due: usize) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
         if inner.is_in_force(route) && !inner.uses(route.part, link, self.options.threads) {
@@ -116,7 +116,7 @@ impl Shared {
         }
         let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
-        // Parts are numbered by the map in force.
+        // The map in force numbers the parts.
         while inner.is_in_force(route)
             && let Some((plan, block)) = inner.core.next_push(route.part, now)
         {
@@ -128,8 +128,8 @@ impl Shared {
         self.next_pull_for(inner, route, due, DUE_MAX)
     }
 
-    /// The next request for blocks of a part, and how many blocks it asks for; `due` are those that the connection
-    /// waits for already, which are `most` at most, or those of one request.
+    /// The next request for blocks of one shard, and how many blocks it asks for. The connection waits for `due`
+    /// blocks already. It may wait for `most`, or for those of one request.
     pub(super) fn next_pull_for(
         &self,
         mut inner: MutexGuard<'_, Inner>,
@@ -142,7 +142,7 @@ impl Shared {
         }
         inner.core.pulling()?;
         let window = (self.options.window / self.layout.block_size() as usize).max(1);
-        // Each connection has its share of the window, so that none has to wait for another, and asks for several
+        // Each connection has its share of the window, so that no connection waits for another. It asks for several
         // blocks at once.
         let share = window.div_ceil(self.options.connections.max(1)).min(most);
         if due > 0 && due + PULL_BLOCKS > share {
@@ -151,7 +151,7 @@ impl Shared {
         let (retain, max) = inner.bounds();
         match inner.versions.back(retain, max) {
             Ok(Some(_)) => {}
-            // All buffers are held: asked again when one is given back.
+            // All buffers are held. The request comes when one is given back.
             Ok(None) => return None,
             Err(error) => {
                 tracing::error!(%error, "no memory for a version");
@@ -166,8 +166,8 @@ impl Shared {
         Some((Outgoing { epoch: route.epoch(), ..Outgoing::new(0, message) }, asked))
     }
 
-    /// The payload of a block of the plan under way, and whether it is wide. Bytes are looked at without the lock.
-    /// `Some(None)` if the plan has been refused here.
+    /// The payload of a block of the plan under way, and whether it is wide. The bytes are read without the lock.
+    /// `Some(None)` if this client has refused the plan.
     pub(super) fn push(
         &self,
         mut inner: MutexGuard<'_, Inner>,
@@ -177,12 +177,13 @@ impl Shared {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
         let Payload { sources, steady, learners, replaces, written, .. } = inner.granted(block)?;
-        // What may change between its checksum and the kernel's copy is copied here.
+        // A steady source is sent from where it lies. Others could change between the checksum and the kernel's copy,
+        // so they are copied here.
         if let ([source], true) = (&sources[..], steady) {
             let memory = Arc::clone(source.memory());
             drop(inner);
             self.tally.moved(Flow::Push, span.len());
-            // SAFETY: a committed payload stays untouched until the plan that sends it is over.
+            // SAFETY: nobody writes a committed payload until its plan is over.
             let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
             return Some(Some((false, piece)));
         }
@@ -217,13 +218,13 @@ impl Shared {
         }
     }
 
-    /// Whether a plan is under way still. What is read of contributions for it is looked at so after it was read: if one
-    /// of them was lent, and is not any more, that may be something else.
+    /// Whether a plan is still under way. It is checked after contributions were read for it: a lent contribution may
+    /// have ended meanwhile, and then its memory may hold other data.
     pub(super) fn still_sends(&self, plan: PlanId) -> bool {
         self.inner.lock().core.outgoing().is_some_and(|(of, _)| of == plan)
     }
 
-    /// The memory that is being pulled into.
+    /// The memory that the client pulls into.
     #[cfg(feature = "rdma")]
     pub(super) fn back_buffer(&self) -> Option<Arc<crate::bytes::mmap::Mapping>> {
         let mut inner = self.inner.lock();
@@ -232,7 +233,7 @@ impl Shared {
         back.map(|back| Arc::clone(back.memory()))
     }
 
-    /// Where a block of a version is to be received; `None` if it is not wanted.
+    /// The place to receive a block of a version into. `None` if the block is not wanted.
     pub(super) fn reserve(&self, route: &Route, version: Version, block: BlockId) -> Option<Target> {
         let mut inner = self.inner.lock();
         let (retain, max) = inner.bounds();
@@ -248,8 +249,8 @@ impl Shared {
             return None;
         };
         let memory = Arc::clone(back.memory());
-        // SAFETY: the back buffer is written by connections only, and the core lets each of its blocks land once;
-        // it is published when nothing is landing any more. The range is within the model.
+        // SAFETY: only connections write the back buffer, and the core reserves each of its blocks for one of them at
+        // a time. The buffer is published when no block is reserved any more. The range is within the model.
         Some(unsafe {
             let bytes = memory.bytes_mut(extent.start as usize..extent.end as usize);
             let (start, len) = (bytes.as_mut_ptr(), bytes.len());
@@ -258,7 +259,7 @@ impl Shared {
     }
 }
 
-/// A sum's memory, which comes home when it is sent.
+/// The memory of a sum, which returns to the pool when the sum is sent.
 struct Pooled {
     bytes: Vec<u8>,
     home: Weak<Shared>,
@@ -266,10 +267,10 @@ struct Pooled {
 
 impl Drop for Pooled {
     fn drop(&mut self) {
-        /// Sums on their way at once, about.
+        /// About how many sums are on their way at once.
         const SPARE: usize = 64;
         if let Some(home) = self.home.upgrade()
-            // Where the lock is held just now, the memory is simply freed.
+            // If the lock is held at this moment, the memory is freed instead.
             && let Some(mut inner) = home.inner.try_lock()
             && inner.spare.len() < SPARE
         {

@@ -1,4 +1,4 @@
-//! Connections to the coordinator and to the shards: opened, greeted, ended, opened again.
+//! Connections to the coordinator and to shards: the client opens them, and opens them again when they end.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,15 +15,14 @@ use crate::transport::frames::Link;
 use crate::transport::stream::Close;
 use crate::wire::Role;
 
-/// Why a connection that goes by TCP is closed when there is one that goes a better way.
+/// The reason for closing a TCP connection after a faster one has come about.
 const OVERCOME: &str = "another connection has come about in its place, by a better way";
 
 impl Shared {
-    /// The peer has greeted a connection. If that goes by a fast path, the peer reads this end's memory until the loan
-    /// ends.
+    /// The peer has greeted a connection. On a fast path it reads this end's memory until the loan ends.
     ///
     /// # Errors
-    /// If it was opened under a block map that is no longer in force.
+    /// If the connection was opened under a block map that is no longer in force.
     pub(super) fn greeted(
         &self,
         route: &Route,
@@ -54,19 +53,19 @@ impl Shared {
             } else {
                 peer.fallbacks.greeted(route.number, link);
             }
-            // Those that come first are used.
+            // Fast connections go first in the list, and are used first.
             let worse = |other: &Link| is_fast && peer.fallbacks.is_one(other);
             let at = peer.links.iter().position(worse).unwrap_or(peer.links.len());
             peer.links.insert(at, link.clone());
             inner.core.shard_up(route.part, now, &mut actions);
-            // For the next connection.
+            // The keeper may open the next connection now.
             self.rouse();
         }
         self.act(inner, actions);
         Ok(())
     }
 
-    /// A connection is over.
+    /// A connection has ended.
     pub(super) fn ended(&self, route: &Route, link: &Link, why: &str) {
         let mut inner = self.inner.lock();
         if !inner.is_in_force(route) {
@@ -77,7 +76,7 @@ impl Shared {
         let peer = inner.peer(route);
         peer.opened.retain(|&number| number != route.number);
         if peer.fallbacks.ended(route.number, link, Instant::now()) {
-            // There are others, and all is as before.
+            // Other connections exist, and nothing else changes.
             tracing::debug!(model = %self.model, address = %route.address(), "no better way than TCP yet: {why}");
             return;
         }
@@ -113,7 +112,7 @@ impl Shared {
         self.rouse();
     }
 
-    /// Opens the connections that are missing, and says when to look again.
+    /// Opens the missing connections. Returns when to check again.
     pub(super) fn connect_missing(&self) -> Option<Instant> {
         let mut missing = Vec::new();
         let mut next = None;
@@ -133,7 +132,7 @@ impl Shared {
                     missing.extend(numbers.iter().map(|&number| (role, part, number)));
                     peer.opened.extend(numbers);
                 };
-                // One that only tries is one more.
+                // A connection that only tries a faster path counts in addition.
                 let wanted = wanted + usize::from(peer.fallbacks.is_trying());
                 if peer.opened.len() < wanted {
                     match peer.retry_at.filter(|&at| at > now) {
@@ -153,7 +152,8 @@ impl Shared {
             let coordinator = inner.routes.coordinator;
             check(&mut inner.coordinator, 1, (Role::Control, coordinator));
             for (part, peer) in inner.parts.iter_mut().enumerate() {
-                // One after the other, so that the shard knows what the last one is for and puts the next elsewhere.
+                // Connections are opened one after the other. The shard then knows the purpose of each, and puts the
+                // next one on another thread.
                 let greeted = peer.links.len();
                 check(peer, connections.min(greeted + 1), (Role::Data, part));
             }
@@ -175,7 +175,7 @@ impl Shared {
         self.without(FastPath::Rdma, route, crate::transport::NO_RDMA);
     }
 
-    /// A shard cannot be reached by `fast`: TCP is taken in its place, if it may be.
+    /// The fast path to a shard has not come about. The client takes TCP instead, unless the options forbid it.
     pub(super) fn without(&self, fast: FastPath, route: Route, why: &str) {
         if self.options.transport == fast.alone() {
             return self.ended(&route, &Link::default(), &format!("{fast}: {why}"));
@@ -204,7 +204,7 @@ impl Shared {
 }
 
 impl Inner {
-    /// Whom a connection leads to.
+    /// The peer that a connection leads to.
     fn peer(&mut self, route: &Route) -> &mut Peer {
         match route.role {
             Role::Control => &mut self.coordinator,
@@ -212,7 +212,7 @@ impl Inner {
         }
     }
 
-    /// Whether blocks go over this connection now, of a client with so many threads.
+    /// Whether blocks go over this connection at the moment, in a client with this many threads.
     pub(super) fn uses(&self, part: Part, link: &Link, threads: usize) -> bool {
         let most = threads.div_ceil(self.parts.len()).max(1);
         let peer = &self.parts[part];
@@ -221,30 +221,30 @@ impl Inner {
 }
 
 impl Connection {
-    /// The shard wants it to be used only if need be, or as the others.
+    /// The shard parks the connection, or uses it like the others again.
     pub(super) fn park(&self, parked: bool) {
         self.change_usage(|usage, _| if parked { usage.park(&self.link) } else { usage.wake(&self.link) });
     }
 
-    /// What was sent did not arrive, as the shard has said over this connection: so it is sound, and the others show that
-    /// they are.
+    /// The shard has said over this connection that blocks are missing. So this connection works, and the others must
+    /// show that they do.
     pub(super) fn suspect_others(&self) {
         self.change_usage(|usage, links| {
             links.iter().filter(|other| !other.is(&self.link)).for_each(|other| usage.suspect(other));
         });
     }
 
-    /// Nothing came over it that was asked for.
+    /// The connection has not brought what was asked for.
     pub(super) fn suspect(&self) {
         self.change_usage(|usage, _| usage.suspect(&self.link));
     }
 
-    /// Something has come over it.
+    /// The connection has brought something.
     pub(super) fn trust(&self) {
         self.change_usage(|usage, _| usage.trust(&self.link));
     }
 
-    /// If that changes something, all of them are asked again.
+    /// Changes the usage of a peer's connections. If that has an effect, all of them are asked what they send.
     fn change_usage(&self, change: impl FnOnce(&mut Usage, &[Link])) {
         let mut inner = self.shared.inner.lock();
         if !inner.is_in_force(&self.route) {

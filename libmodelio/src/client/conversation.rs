@@ -1,4 +1,4 @@
-//! What a client says: on its connection to the coordinator, and on those for blocks.
+//! The client's end of a connection: the one to the coordinator, and those for blocks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,7 +40,7 @@ impl Greeting {
         Ok(())
     }
 
-    /// True when the peer has just welcomed the client.
+    /// Takes the peer's welcome. True if this message was it.
     fn welcomed(&mut self, message: &Message) -> Result<bool, Close> {
         match message {
             _ if self.silence.is_some() => Ok(false),
@@ -58,8 +58,8 @@ impl Greeting {
         }
     }
 
-    /// At any time the model may have moved, and where to is a payload. No other is longer than a block, which its
-    /// message says, or `expect_payload`.
+    /// A peer may announce a move at any time, and the new map is a payload. No other payload is longer than a block;
+    /// `Message::Block` or `expect_payload` checks its length.
     fn limits(&self) -> Limits {
         match self.silence {
             None => Limits { payload: MAX_PAYLOAD, ..Limits::GREETING },
@@ -67,7 +67,7 @@ impl Greeting {
         }
     }
 
-    /// What comes with a message that has come. True if that was it.
+    /// Takes the payload of a message. True if this was a move.
     fn payload(&self, received: &Received, bytes: &[u8]) -> Result<bool, Close> {
         let moved = matches!(received.message, Message::Moved);
         if moved {
@@ -77,7 +77,7 @@ impl Greeting {
     }
 }
 
-/// Requests, and what the coordinator says.
+/// Requests to the coordinator, and its messages.
 pub(super) struct Control(Greeting);
 
 impl Control {
@@ -139,21 +139,21 @@ impl Conversation for Control {
     }
 }
 
-/// Blocks to and from one shard.
+/// A connection for blocks to and from one shard.
 pub(super) struct Data<P> {
     greeting: Greeting,
     path: P,
-    /// What is landing just now.
+    /// The block that this connection is receiving.
     reserved: Option<(Version, BlockId)>,
-    /// Blocks that were asked for here and have not come.
+    /// The number of blocks that were asked for here and have not come.
     due: usize,
-    /// When one last came, or was first asked for.
+    /// When a block last came, or was first asked for.
     came: Instant,
-    /// Why the shard does not serve it by the fast path that it is.
+    /// Why the shard refuses the fast path of this connection.
     refused: Option<String>,
 }
 
-/// Blocks that have not come after such a silence do not come any more: the shard did not have them.
+/// A shard that has sent no block for so long did not have the requested ones.
 const OVERDUE: Duration = Duration::from_secs(1);
 
 impl<P: BlockPath> Data<P> {
@@ -179,7 +179,7 @@ impl<P: BlockPath> Conversation for Data<P> {
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         match &received.message {
             Message::Moved => return Ok(Take::Buffered),
-            // Its length is looked at below.
+            // Its length is checked below.
             Message::Block { .. } => {}
             _ => received.expect_payload(0).map_err(malformed)?,
         }
@@ -221,7 +221,7 @@ impl<P: BlockPath> Conversation for Data<P> {
                 });
             }
             Message::Refused(Refusal::NoVersion { .. }) => self.due = 0,
-            // All others end the connection.
+            // All other refusals end the connection.
             Message::Refused(refusal) => return Err(turned_away(refusal)),
             Message::Missing { blocks, .. } if !blocks.is_empty() => to.suspect_others(),
             &Message::Park { parked } => {
@@ -241,7 +241,7 @@ impl<P: BlockPath> Conversation for Data<P> {
             let (tally, len) = (&self.greeting.to.shared.tally, received.header.payload_len() as usize);
             tally.moved(Flow::Pull, len);
             if self.path.fast().is_some() {
-                // Out of the ring.
+                // The payload came out of the ring.
                 tally.copied(Flow::Pull, len);
             }
             self.end_reservation(true);

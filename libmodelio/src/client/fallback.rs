@@ -1,5 +1,7 @@
-//! Connections to a shard that go by TCP where a better way did not come about, and when that is tried again: by one
-//! connection more than there are to be, in whose favour one of them goes when it has come about.
+//! TCP connections to a shard whose better path did not come about.
+//!
+//! The better path is tried again now and then, by one additional connection. When that has come about, one of the
+//! TCP connections is closed.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -7,14 +9,14 @@ use std::time::{Duration, Instant};
 use super::options::TransportChoice;
 use crate::transport::frames::Link;
 
-/// The better way is tried again after this, and twice as long each time that it is in vain,
+/// The pause before the better path is tried again. It doubles with each failed try,
 const FIRST: Duration = Duration::from_secs(5);
-/// up to this.
+/// up to this limit.
 const LONGEST: Duration = Duration::from_secs(60);
-/// What is under way on a connection has so long to arrive before it is closed.
+/// How long a connection is kept open before it is closed, so that blocks on it can arrive.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// A way to a shard that is better than TCP, where it comes about.
+/// A path to a shard that is better than TCP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FastPath {
     SharedMemory,
@@ -22,7 +24,7 @@ pub(super) enum FastPath {
 }
 
 impl FastPath {
-    /// The choice that allows no other way.
+    /// The transport choice that allows only this path.
     pub(super) fn alone(self) -> TransportChoice {
         match self {
             FastPath::SharedMemory => TransportChoice::SharedMemory,
@@ -43,73 +45,74 @@ impl std::fmt::Display for FastPath {
 /// The fallbacks to one shard.
 #[derive(Default)]
 pub(super) struct Fallbacks {
-    /// By the numbers of their connections.
+    /// The fallbacks, by the numbers of their connections.
     taken: BTreeMap<usize, Fallback>,
-    /// The reason that was logged last.
+    /// The newest reason in the log.
     logged: Option<String>,
-    /// Times that the better way was tried again, in a row.
+    /// The number of failed tries in a row.
     tries: u32,
-    /// When it is tried next.
+    /// The time of the next try.
     again: Option<Instant>,
-    /// The number of the connection by which it is being tried.
+    /// The number of the connection that tries the better path.
     trial: Option<usize>,
-    /// What is not needed any more, and when it is closed.
+    /// A connection that is not needed any more, and when it is closed.
     leaving: Option<(Link, Instant)>,
 }
 
 struct Fallback {
     instead_of: FastPath,
     why: String,
-    /// Once it is greeted.
+    /// The connection, once it is greeted.
     link: Option<Link>,
 }
 
-/// What is due.
+/// The next thing to do.
 pub(super) enum Due {
-    /// The better way is to be tried, by the connection of that number.
+    /// Try the better path by the connection of this number.
     Try(usize),
-    /// Another one has taken its place.
+    /// Close a connection that a better one has replaced.
     Close(Link),
-    /// Nothing before then.
+    /// Nothing before this time.
     At(Instant),
 }
 
 impl Fallbacks {
-    /// A connection has to go by TCP. True if that has a reason that was not logged yet.
+    /// A connection has to go by TCP. True if the log does not have the reason yet.
     pub(super) fn take(&mut self, number: usize, instead_of: FastPath, why: &str, now: Instant) -> bool {
         self.taken.insert(number, Fallback { instead_of, why: why.to_owned(), link: None });
         self.again.get_or_insert(now + FIRST);
         self.logged.replace(why.to_owned()).as_deref() != Some(why)
     }
 
-    /// Whether that connection goes by TCP though there is a better way.
+    /// Whether a connection goes by TCP for want of a better path.
     pub(super) fn is_one(&self, link: &Link) -> bool {
         self.taken.values().any(|fallback| fallback.link.as_ref().is_some_and(|known| known.is(link)))
     }
 
-    /// Why there is no `fast` for some or all.
+    /// Why some or all connections do not go by `fast`.
     pub(super) fn why(&self, fast: FastPath) -> Option<&str> {
         self.taken.values().find(|fallback| fallback.instead_of == fast).map(|fallback| fallback.why.as_str())
     }
 
-    /// Whether the connection of that number only tries whether the better way comes about.
+    /// Whether the connection of this number only tries the better path.
     pub(super) fn is_trial(&self, number: usize) -> bool {
         self.trial == Some(number)
     }
 
-    /// Whether there is such a one.
+    /// Whether a connection is trying the better path.
     pub(super) fn is_trying(&self) -> bool {
         self.trial.is_some()
     }
 
-    /// A connection was greeted that goes by TCP.
+    /// A TCP connection was greeted.
     pub(super) fn greeted(&mut self, number: usize, link: &Link) {
         if let Some(fallback) = self.taken.get_mut(&number) {
             fallback.link = Some(link.clone());
         }
     }
 
-    /// One was that goes the better way: the one that is to rest, and goes soon.
+    /// A connection by the better path was greeted. Returns the TCP connection that it replaces, which is parked and
+    /// closed soon.
     pub(super) fn overcome(&mut self, number: usize, now: Instant) -> Option<Link> {
         self.taken.remove(&number);
         (self.logged, self.tries) = (None, 0);
@@ -125,7 +128,7 @@ impl Fallbacks {
         leaving
     }
 
-    /// One is over. True if it has only tried.
+    /// A connection has ended. True if it only tried the better path.
     pub(super) fn ended(&mut self, number: usize, link: &Link, now: Instant) -> bool {
         let tried = self.is_trial(number);
         if tried {
@@ -147,7 +150,7 @@ impl Fallbacks {
         }
     }
 
-    /// What is to be done now, or when to ask again; `free` is the number of the next connection.
+    /// The next thing to do, or when to ask again. `free` is the number of the next connection.
     pub(super) fn due(&mut self, now: Instant, free: usize) -> Option<Due> {
         if let Some((link, at)) = &self.leaving {
             return Some(if *at <= now { Due::Close(link.clone()) } else { Due::At(*at) });
@@ -182,7 +185,7 @@ mod tests {
             (fallbacks.why(FastPath::Rdma), fallbacks.why(FastPath::SharedMemory)),
             (Some("no room"), None)
         );
-        // Before there is another way, nothing is tried.
+        // The first connection must be there before anything is tried.
         assert!(fallbacks.due(now + LONGEST, 2).is_none());
         let links = [(); 2].map(|()| Link::default());
         (0..2).for_each(|number| fallbacks.greeted(number, &links[number]));
@@ -210,13 +213,13 @@ mod tests {
         assert!(tried(&mut fallbacks, now, 2));
         let leaving = fallbacks.overcome(2, now).expect("one makes room");
         assert!(leaving.is(&links[0]));
-        // What is under way there arrives first.
+        // Blocks on the old connection arrive first.
         assert!(matches!(fallbacks.due(now, 3), Some(Due::At(at)) if at == now + DRAIN));
         now += DRAIN;
         assert!(matches!(fallbacks.due(now, 3), Some(Due::Close(link)) if link.is(&links[0])));
         assert!(fallbacks.is_one(&links[1]) && !fallbacks.is_one(&Link::default()) && !fallbacks.is_trying());
         assert!(!fallbacks.ended(0, &links[0], now));
-        // The other one's turn comes at once.
+        // The other connection's turn comes at once.
         assert!(fallbacks.why(FastPath::Rdma).is_some() && tried(&mut fallbacks, now, 0));
         assert!(fallbacks.overcome(0, now).expect("one makes room").is(&links[1]));
         assert!(!fallbacks.ended(1, &links[1], now));
@@ -234,7 +237,7 @@ mod tests {
         assert!(!fallbacks.ended(0, &link, now + FIRST), "it was in use");
         assert!(fallbacks.overcome(1, now + FIRST).is_none() && !fallbacks.is_trial(1));
         assert!(fallbacks.due(now + LONGEST, 2).is_none());
-        // The number that had a fallback before goes the better way now.
+        // The connection with the earlier fallback's number goes by the better path now.
         fallbacks.take(0, FastPath::SharedMemory, "nobody answers", now);
         assert!(fallbacks.overcome(0, now).is_none());
         assert!(fallbacks.why(FastPath::SharedMemory).is_none() && fallbacks.due(now + LONGEST, 2).is_none());

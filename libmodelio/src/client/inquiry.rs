@@ -1,35 +1,36 @@
-//! What a client asks the registry when a shard has said that the model has moved, or shards are out of reach.
+//! The client's questions to the registry. It asks when a shard has reported a move, or when shards are out of reach.
 
 use std::time::Instant;
 
 use crate::vocabulary::ids::Epoch;
 use crate::wire::Moved;
 
-/// Why a connection ends over which a shard has said that the model has moved.
+/// Why a connection ends over which a shard has reported a move.
 pub(super) const IN_QUESTION: &str = "the registry is asked whether the model has moved, as the shard says";
 
-/// A shard has said that the model is where it is now, and the registry has not said so yet.
+/// A move that a shard has reported, and that the registry has not confirmed yet.
 pub(super) struct Unconfirmed {
     pub(super) moved: Moved,
     pub(super) since: Instant,
-    /// Whether the coordinator was met where the model was before.
+    /// Whether the coordinator was reached at the old place.
     pub(super) met: bool,
 }
 
-/// What is asked of the registry.
+/// The state of the questions to the registry.
 #[derive(Default)]
 pub(super) struct Inquiry {
     pub(super) under_way: bool,
-    /// Questions since all shards were last there.
+    /// The number of questions since all shards were last in reach.
     pub(super) tries: u32,
-    /// The next one.
+    /// The time of the next question.
     pub(super) next: Option<Instant>,
-    /// What a shard has said that is to be confirmed, and which shard that was.
-    pub(super) word: Option<(Moved, String)>,
-    /// What the process at the coordinator's address has said when it knew nothing of the job that it coordinated.
+    /// A reported move that waits for confirmation, and the shard that reported it.
+    pub(super) report: Option<(Moved, String)>,
+    /// The answer of a process at the coordinator's address that knows nothing of the job.
     pub(super) lost: Option<String>,
-    /// How often in a row the registry had another life of the name.
+    /// How often in a row the registry had another generation of the model.
     pub(super) other_lives: u32,
-    /// The epoch of what a shard has said that the registry knows nothing of, and until when it is not asked of it again.
+    /// The epoch of a reported move that the registry does not know, and until when the registry is not asked about
+    /// it again.
     pub(super) refused: Option<(Epoch, Instant)>,
 }

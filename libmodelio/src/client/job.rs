@@ -1,13 +1,13 @@
-//! [`Job`]: one model as a process takes part in it, wherever its shards are.
+//! [`Job`]: the interface to one model, wherever its shards are.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `connect` | how it comes about |
-//! | `requests` | what learners ask, and settings |
+//! | `connect` | connecting |
+//! | `requests` | requests of learners, and settings |
 //! | `weights` | whole new weights |
-//! | `status` | what it is doing |
+//! | `status` | the status |
 //!
-//! It answers from what the coordinator has told; what has to be asked of others has a completion.
+//! It answers from what the coordinator has sent already. A call that needs another answer takes a completion.
 
 mod connect;
 mod requests;
@@ -42,8 +42,8 @@ pub use status::{JobStatus, ShardView};
 /// A version that is in memory.
 #[derive(Clone, Debug)]
 pub struct VersionView {
-    /// A memfd of the model's size that nobody else may write. Its bytes stay what they are only while it is the newest or
-    /// pinned.
+    /// A memfd of the model's size that no other process may write. Its bytes stay unchanged only while the version
+    /// is the newest or pinned.
     pub region: Region,
     /// When it was published.
     pub published: SystemTime,
@@ -62,29 +62,32 @@ impl VersionView {
 /// A job: one model, its versions in this process's memory, its settings and its learners.
 ///
 /// # What may wait
-/// Nothing does. The threads that answer the kernel call all of this, so each call returns from what this process
-/// knows already: it takes short locks, asks nobody and waits for nobody. What has to be asked of others has a
-/// completion ([`Self::set_control`]) or is only told to them ([`Self::touch`]). [`Self::check_finite`] computes in
-/// the calling thread, for as long as a pass over the bytes takes.
+/// Nothing does. The threads that answer the kernel make all of these calls, so each call returns from what this
+/// process knows already: it takes short locks, and waits for no other process. A call that needs an answer from
+/// elsewhere takes a completion ([`Self::set_control`]) or only sends a notice ([`Self::touch`]).
+/// [`Self::check_finite`] computes in the calling thread, for as long as a pass over the bytes takes.
 ///
-/// # What holds of what is mirrored
-/// Where the decisions are made elsewhere, what is known here may be late, but:
-/// - [`Self::version`] never goes back, and the version that it names is whole in this process's memory: it can be
+/// # Guarantees
+/// If the coordinator is elsewhere, this process may know of changes late. But:
+///
+/// - [`Self::version`] never goes back. The version that it names is whole in this process's memory: it can be
 ///   pinned, got and read.
-/// - Once a learner of this process has had its commit answered, [`Self::last_commit`] knows of that commit, and
-///   once a request for its version was answered, [`Self::version`] is at least that.
-/// - [`Event::Published`] is told after [`Self::version`] shows it, [`Event::Left`] after [`Self::has_learner`] does.
+/// - [`Self::last_commit`] knows of a commit once the commit was answered. [`Self::version`] is at least that
+///   commit's version once a request for it was answered.
+/// - [`Event::Published`] comes after [`Self::version`] shows the version, and [`Event::Left`] after
+///   [`Self::has_learner`] shows that the learner has left.
 /// - Versions that are pinned here stay, whatever becomes of them elsewhere.
 ///
-/// Requests that the kernel's threads wait for are answered before the call returns, from what is known here:
-/// [`Self::open`], unless its learner's last commit was not answered with success, [`Self::abort`], [`Self::withdraw`],
-/// [`Self::withdraw_assign`] and [`Self::allocate`]. [`Self::join`] and [`Self::leave`] ask others, up to their deadline.
+/// The kernel's threads wait for some requests. These are answered before the call returns, from what is known here:
+/// [`Self::open`], unless its learner's last commit was not answered with success, [`Self::abort`],
+/// [`Self::withdraw`], [`Self::withdraw_assign`] and [`Self::allocate`]. [`Self::join`] and [`Self::leave`] ask
+/// others, and wait until their deadline at most.
 pub struct Job {
     shared: Arc<Shared>,
     reactor: Mutex<Option<Arc<Reactor>>>,
-    /// Buffers for new weights that were handed out and have not come back.
+    /// Buffers for new weights that were handed out and not returned.
     lent: Mutex<HashMap<RegionKey, Weak<Mapping>>>,
-    /// Blocks that were reduced from where they came.
+    /// The number of blocks that were reduced on arrival.
     on_arrival: AtomicU64,
     next_key: AtomicU64,
 }
@@ -95,37 +98,38 @@ impl Job {
         &self.shared.layout
     }
 
-    /// What moves the bytes, to be named loudly.
+    /// The name of what moves the bytes.
     pub fn backend(&self) -> String {
         self.shared.net.as_ref().map_or("in this process".to_owned(), |net| net.backend().to_string())
     }
 
-    /// This life of the process.
+    /// The number of this client.
     pub fn id(&self) -> ClientId {
         self.shared.client
     }
 
-    /// Payload that has gone to shards elsewhere and come from them; `None` where the model is part of this process.
+    /// Payload that this process has pushed to shards elsewhere and pulled from them. `None` if the shard is in this
+    /// process.
     pub fn payload(&self) -> Option<Payloads> {
         self.shared.local.is_none().then(|| self.shared.tally.read())
     }
 
-    /// What this end says to a shard in this process goes through it.
+    /// The mailbox to a shard in this process.
     pub fn mailbox(&self) -> Option<&Mailbox> {
         self.shared.local.as_ref().map(|local| local.shard.mailbox())
     }
 
-    /// Makes `memory` addressable for shards. Not for the data path: register at start, then reuse.
+    /// Makes `memory` addressable for shards. This takes a while: register at the start, and use the region again.
     pub fn register(&self, memory: Arc<Mapping>) -> Region {
         Region::new(memory, RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed)))
     }
 
-    /// Who is told of events, in the place of whoever was before.
+    /// Sets the listener for events. It replaces the earlier one.
     pub fn subscribe(&self, listener: Listener) {
         *self.shared.listener.lock() = Some(Arc::new(listener));
     }
 
-    /// The settings, as last heard.
+    /// The settings, as last received.
     pub fn controls(&self) -> Controls {
         self.shared.inner.lock().controls().clone()
     }
@@ -137,12 +141,12 @@ impl Job {
         self.shared.inner.lock().core.version()
     }
 
-    /// Versions in this process's memory, rising, the merely pinned ones included.
+    /// The versions in this process's memory, in rising order. Pinned ones are included.
     pub fn versions(&self) -> Vec<Version> {
         self.shared.inner.lock().versions.numbers().collect()
     }
 
-    /// Versions under `versions/`, the newest first: it and the retained.
+    /// The versions under `versions/`, the newest first.
     pub fn retained(&self) -> Vec<Version> {
         let inner = self.shared.inner.lock();
         let mut versions: Vec<Version> = inner.versions.numbers().collect();
@@ -151,12 +155,12 @@ impl Job {
         versions
     }
 
-    /// Pins `version`: it is not recycled before [`Self::unpin`]. False when it is gone.
+    /// Pins `version`: its buffer is not recycled before [`Self::unpin`]. False if the version is gone.
     pub fn pin(&self, version: Version) -> bool {
         self.shared.inner.lock().versions.pin(version)
     }
 
-    /// Takes `count` pins of `version` back.
+    /// Takes back `count` pins of `version`.
     pub fn unpin(&self, version: Version, count: u64) {
         self.shared.unpin(version, count);
     }
@@ -184,7 +188,7 @@ impl Job {
         found.map(|_| version).ok_or(ShardError::Unreachable)
     }
 
-    /// Version buffers in existence, and free ones.
+    /// The number of version buffers, and of free ones.
     pub fn buffers(&self) -> (usize, usize) {
         match &self.shared.local {
             Some(local) => local.shard.buffers(),
@@ -194,13 +198,13 @@ impl Job {
 
     // -- learners
 
-    /// Whether `learner` is one of this client's and in the job, and does not leave it.
+    /// Whether `learner` belongs to this client and is in the job, and is not about to leave.
     pub fn has_learner(&self, learner: LearnerId) -> bool {
         let inner = self.shared.inner.lock();
         inner.core.has_learner(learner) && !inner.core.is_leaving(learner)
     }
 
-    /// Where the last commit of `learner`, one of this process's, is.
+    /// The state of the last commit of `learner`, one of this process's learners.
     pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
         self.shared.inner.lock().core.last_commit(learner)
     }
@@ -213,18 +217,18 @@ impl Job {
         inner.core.state().learners.iter().find(|known| known.learner == learner).is_some_and(is_coming)
     }
 
-    /// For how long nothing was heard of a learner, where that is known.
+    /// How long a learner has been silent, if that is known.
     fn silence(&self, learner: LearnerId) -> Duration {
         self.shared.local.as_ref().map(|local| local.shard.silence(learner)).unwrap_or_default()
     }
 
     // -- the end
 
-    /// Takes nothing more, and leaves: tells the coordinator that its learners go, answers what waits, ends all connections.
+    /// Shuts the job down: the learners leave, waiting requests are answered, and all connections end.
     pub fn shut_down(&self) {
         let shared = &self.shared;
         shared.ends.store(true, Ordering::Relaxed);
-        // Before their learners leave, which would be their answer otherwise.
+        // Waiting requests are answered before the learners leave. Their leaving would be the answer otherwise.
         shared.dismiss();
         let learners: Vec<LearnerId> =
             shared.inner.lock().core.state().learners.iter().map(|learner| learner.learner).collect();
@@ -238,7 +242,7 @@ impl Job {
         }
         drop(sender);
         for _ in &learners {
-            // Whoever does not answer is left with the lease.
+            // The lease ends for a learner whose answer does not come.
             let _ = receiver.recv_timeout(patience);
         }
         shared.stop();

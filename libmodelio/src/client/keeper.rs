@@ -1,4 +1,4 @@
-//! A client's deadlines: connections that are kept up, requests that are sent again, signs of life.
+//! A client's deadlines: it opens missing connections, repeats requests and sends signs of life.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ use crate::wire::Message;
 impl Timed for Shared {
     fn check(&self) -> Option<Duration> {
         const IDLE: Duration = Duration::from_millis(200);
-        /// While there is none for the next version: one that was lent for new weights may have been dropped.
+        /// The pause while the next version has no buffer: a buffer that was lent for new weights may have been
+        /// dropped.
         const NO_BUFFER: Duration = Duration::from_millis(20);
         if self.is_stopping() {
             return None;
@@ -24,9 +25,9 @@ impl Timed for Shared {
             Some(local) => (!local.shard.find_buffer()).then(|| Instant::now() + NO_BUFFER),
         };
         let mut inner = self.inner.lock();
-        // Nobody raises the alarm for a deadline meanwhile: all of them are looked at in the end.
+        // All deadlines are checked now, so nobody needs to raise the alarm meanwhile.
         inner.checks_at = Now::ZERO;
-        // The connection's own pings know nothing of leases.
+        // The pings of the connection take no account of leases.
         let alive = inner.lease().map(|lease| inner.alive_at + lease / 4);
         if alive.is_some_and(|at| at <= Instant::now()) {
             inner.alive_at = Instant::now();

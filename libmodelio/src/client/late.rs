@@ -1,4 +1,4 @@
-//! What the coordinator says that the job waits for, and since when it does.
+//! The learners and shards that the job waits for, and since when.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -7,7 +7,7 @@ use crate::vocabulary::ids::ShardId;
 use crate::vocabulary::phase::{AWAY, LONG};
 use crate::wire::JobState;
 
-/// Learners and shards that are waited for.
+/// The learners and shards that the job waits for.
 #[derive(Default)]
 pub(super) struct Late {
     pub(super) learners: Option<Instant>,
@@ -15,7 +15,7 @@ pub(super) struct Late {
 }
 
 impl Late {
-    /// The coordinator says so when it has waited for a while.
+    /// Takes the names from the coordinator's state, which has them once the wait is long.
     pub(super) fn update(&mut self, state: &JobState) {
         let ago = |waited| Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
         if state.late.is_empty() && state.late_more == 0 {

@@ -1,20 +1,20 @@
-//! Taking part in a job: as a learner, and as who shows its versions.
+//! A client of a job: it contributes for learners, and shows versions.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `core` | what is decided (pure) |
-//! | `job` | [`Job`], what others call |
-//! | `options` | what it is told, and tells |
-//! | `late` | whom the job waits for |
-//! | `keeper` | its clock: deadlines, connections that are missing |
-//! | `shared` | lock, clock, and what the core's decisions change |
-//! | `routes`, `redirect`, `inquiry` | the block map in force, where its shards are, and how another one takes its place |
-//! | `peer`, `connections`, `usage`, `fallback` | which connections there are, are missing, are used, and go by TCP for now |
-//! | `conversation` | what is said on each kind of connection |
-//! | `paths` | how blocks go: by TCP, shared memory, RDMA, or in this process |
-//! | `blocks` | payload on its way, whatever the path (`unsafe`) |
-//! | `versions` | the versions that are shown here |
-//! | `sum` | adding up contributions before they cross the network |
+//! | `core` | the decisions (pure) |
+//! | `job` | [`Job`], the interface |
+//! | `options` | options, events, errors |
+//! | `late` | learners and shards that the job waits for |
+//! | `keeper` | deadlines, missing connections |
+//! | `shared` | lock, clock and memory around the core |
+//! | `routes`, `redirect`, `inquiry` | the block map in force with its shards, and its replacement |
+//! | `peer`, `connections`, `usage`, `fallback` | the connections: which exist, are missing, are in use, and go by TCP for now |
+//! | `conversation` | the messages on each kind of connection |
+//! | `paths` | the ways of blocks: TCP, shared memory, RDMA, or in this process |
+//! | `blocks` | payload on its way, by any path (`unsafe`) |
+//! | `versions` | the versions that the client shows |
+//! | `sum` | sums of contributions, before they cross the network |
 
 mod blocks;
 mod connections;

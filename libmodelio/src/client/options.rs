@@ -1,4 +1,4 @@
-//! What a client is told, what it tells, and why none comes about.
+//! The options of a client, its events, and its errors.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,56 +14,57 @@ use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::partly::PartlyWritten;
 use crate::wire::{Message, Refusal};
 
-/// Which way bytes are to go.
+/// The transport of blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// Shared memory to shards on this host; RDMA to others that take it; TCP where neither comes about, and the log says
-    /// why.
+    /// Shared memory to shards on this host, and RDMA to other shards that offer it. TCP where that does not come
+    /// about; the log then says why.
     #[default]
     Auto,
-    /// TCP, to all of them.
+    /// TCP to all shards.
     Tcp,
-    /// Shared memory, or not at all.
+    /// Shared memory, and no other transport.
     SharedMemory,
-    /// RDMA, or not at all.
+    /// RDMA, and no other transport.
     Rdma,
 }
 
 /// When a client pulls versions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pulls {
-    /// Each, as soon as it is published: whoever opens it finds it here.
+    /// Every version, as soon as it is published. An open finds it here.
     #[default]
     Published,
-    /// The first, and then those that somebody waits for ([`Job::await_step`](super::Job::await_step), [`Job::await_newest`](super::Job::await_newest)): for who
-    /// contributes more often than it reads.
+    /// The first version, and then those that a request waits for ([`Job::await_step`](super::Job::await_step),
+    /// [`Job::await_newest`](super::Job::await_newest)). This suits programs that contribute more often than they
+    /// read.
     Awaited,
 }
 
-/// What a client may be told to do otherwise.
+/// The options of a client.
 #[derive(Clone)]
 pub struct ClientOptions {
-    /// Threads that move bytes through sockets, which several clients may share. Without, a client starts its own.
+    /// Threads that move bytes through sockets. Several clients may share them. Without it, a client starts its own.
     pub reactor: Option<Arc<Reactor>>,
-    /// How many threads of its own a client starts.
+    /// The number of threads that a client starts.
     pub threads: usize,
-    /// The way of moving bytes of the threads that it starts.
+    /// The system calls that those threads move bytes with.
     pub io: Choice,
-    /// Whether they go through sockets at all.
+    /// The transport.
     pub transport: TransportChoice,
-    /// Connections to each shard for blocks.
+    /// The number of connections to each shard for blocks.
     pub connections: usize,
-    /// Bytes that may be asked for and on their way from one shard. They are received where they belong, so it costs no
-    /// memory; too few leave a shard without work while this end is not running.
+    /// The most bytes that may be asked for and on their way from one shard. They are received where they belong, so
+    /// they cost no memory. With too few, a shard is without work while this end is not running.
     pub window: usize,
     /// When versions are pulled.
     pub pulls: Pulls,
     /// How RDMA is used, where it is.
     pub rdma: RdmaOptions,
-    /// How long to wait for shards, and the first version, when connecting.
+    /// The longest wait for shards and for the first version, when connecting.
     pub patience: Duration,
-    /// Who is asked where the model is now when shards are out of reach. Without one, a client does not find a model
-    /// that has moved while nobody was left where it was.
+    /// The registry that is asked for the model's place when shards are out of reach. Without it, a client does not
+    /// find a model that has moved while no shard was left at the old place.
     pub registry: Option<Arc<dyn Registry>>,
 }
 
@@ -100,13 +101,13 @@ impl Default for ClientOptions {
     }
 }
 
-/// Why no client came about.
+/// Why a client could not connect.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The record of the model cannot be used.
     #[error("model {model}: {why}")]
     Record {
-        /// Which.
+        /// The model.
         model: String,
         /// What is wrong with it.
         why: String,
@@ -114,25 +115,25 @@ pub enum ClientError {
     /// No threads or memory.
     #[error("cannot start: {0}")]
     Start(String),
-    /// Bytes cannot go the way that is asked for.
+    /// Blocks cannot go by the required transport.
     #[error("model {model}: {why}")]
     Transport {
-        /// Which.
+        /// The model.
         model: String,
-        /// Why not.
+        /// The reason.
         why: String,
     },
     /// A shard does not answer, or not as it should.
     #[error("model {model}: {why}")]
     Unreachable {
-        /// Which.
+        /// The model.
         model: String,
-        /// What was seen last.
+        /// The newest error.
         why: String,
     },
 }
 
-/// What happens in a job, for whoever shows it.
+/// An event in a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A version is complete; opens from now on see it.
@@ -141,51 +142,51 @@ pub enum Event {
     Left(LearnerId, LeaveReason),
 }
 
-/// Called once for every [`Event`], with no lock held, before those who wait for it are answered. It takes milliseconds
-/// at most. Events that follow each other closely may come from two threads and in either order: ask the job what is
-/// newest.
+/// A function that is called once for every [`Event`], with no lock held, before waiting requests are answered. It
+/// takes milliseconds at most. Two events that follow closely may come from two threads and in either order: ask the
+/// job for the newest version.
 pub type Listener = Box<dyn Fn(Event) + Send + Sync>;
 
-/// Called once with the outcome, perhaps from another thread, perhaps before the call that it was given to returns. It
-/// must not block.
+/// A completion. It is called once with the outcome, perhaps from another thread, and perhaps before the call that
+/// took it returns. It must not block.
 pub type Done<T> = Box<dyn FnOnce(Result<T, ShardError>) + Send>;
 
-/// The same, with the coordinator's words.
+/// Like [`Done`], with the coordinator's answer.
 pub type Answered = Box<dyn FnOnce(Result<Message, Refusal>) + Send>;
 
 /// Why a setting was not changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SetError {
-    /// It does not fit; nothing has changed.
+    /// The value does not fit. Nothing has changed.
     #[error(transparent)]
     Refused(#[from] ControlError),
-    /// Nobody said whether it was: [`ShardError::TimedOut`] or [`ShardError::Unreachable`]. It may still take
-    /// effect; setting the same value again does no harm.
+    /// The outcome is unknown: [`ShardError::TimedOut`] or [`ShardError::Unreachable`]. The value may still take
+    /// effect. Setting the same value again does no harm.
     #[error(transparent)]
     Unanswered(#[from] ShardError),
 }
 
-/// As [`Done`], for a setting.
+/// Like [`Done`], for a setting.
 pub type SetDone = Box<dyn FnOnce(Result<(), SetError>) + Send>;
 
-/// A contribution is open.
+/// An open contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// Which step it is.
+    /// The step.
     pub step: Step,
-    /// The staging region still holds the last contribution: stage this one elsewhere.
+    /// The staging region still holds the last contribution, so this one must be staged elsewhere.
     pub staging_lent: bool,
 }
 
-/// Where a contribution lies.
+/// The memory of a contribution.
 #[derive(Clone, Debug)]
 pub(super) struct Staged {
     /// The memory.
     pub(super) region: Region,
-    /// Nobody stores into it while it may be read. False where a program has it mapped: until the contribution is answered
-    /// it should not, but it can; then the memory is its own, whatever the answer is.
+    /// Nobody stores into the memory while it may be read. False if a program has it mapped: the program should not
+    /// store before its fsync returns, but it can. After that the memory is the program's.
     pub(super) steady: bool,
-    /// What of its blocks was written, where that is not all. `None` if that is in more than
+    /// The written ranges of partly written blocks. `None` if there are more than
     /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces.
     pub(super) partly: Option<PartlyWritten>,
 }

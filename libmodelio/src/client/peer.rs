@@ -1,4 +1,4 @@
-//! The coordinator, or a shard, as its client knows it: which connections to it there are, and what became of others.
+//! The coordinator or a shard as the client knows it, with its connections.
 
 use std::time::Instant;
 
@@ -6,41 +6,41 @@ use super::fallback::Fallbacks;
 use super::usage::Usage;
 use crate::transport::frames::Link;
 
-/// Ends a connection by which a shard reads memory of this end's, before it returns: nothing that is read later counts.
+/// Ends a connection by which a shard reads this end's memory. Nothing that is read after it returns counts.
 pub(super) type EndOfLoan = Box<dyn Fn() + Send + Sync>;
 
 pub(super) struct Peer {
-    /// Connections that are greeted.
+    /// The greeted connections.
     pub(super) links: Vec<Link>,
-    /// Connections over which the shard reads this end's memory, each with what ends that reading.
+    /// The connections over which the shard reads this end's memory, each with the function that ends the reading.
     pub(super) loans: Vec<(Link, EndOfLoan)>,
-    /// Connections in existence or on their way, by their numbers.
+    /// The numbers of all connections that exist or are being opened.
     pub(super) opened: Vec<usize>,
-    /// When to try again.
+    /// The time of the next try.
     pub(super) retry_at: Option<Instant>,
     pub(super) tries: u32,
-    /// What was seen when the last one ended.
+    /// The error of the last connection that ended. A new connection clears it.
     pub(super) trouble: Option<String>,
-    /// The same, and it is kept when there is another one.
+    /// The same error. A new connection does not clear it.
     pub(super) lost: Option<String>,
-    /// Which of them are used.
+    /// The connections that are in use.
     pub(super) usage: Usage,
-    /// Which of `links` is next.
+    /// The index in `links` of the next connection to use.
     pub(super) turn: usize,
-    /// Which of them go by TCP though there is a better way.
+    /// The connections that go by TCP for want of a better path.
     pub(super) fallbacks: Fallbacks,
-    /// Times in a row that it did not answer on its Unix socket.
+    /// How often in a row the shard did not answer on its Unix socket.
     pub(super) unmet: u32,
-    /// Since when it cannot be reached.
+    /// Since when it is out of reach.
     pub(super) gone_since: Option<Instant>,
-    /// It has been reached under the block map in force.
+    /// It was reached under the block map in force.
     pub(super) met: bool,
-    /// It must not be reached by the only way there is.
+    /// The only path to it is forbidden.
     pub(super) barred: bool,
 }
 
 impl Peer {
-    /// One that nothing is known of yet.
+    /// A peer that was not reached yet.
     pub(super) fn new(barred: bool) -> Peer {
         Peer {
             links: Vec::new(),

@@ -1,5 +1,5 @@
-//! The model moves: a shard says so, or the registry, where shards that were to say it are gone. From then on another
-//! block map is in force, and all connections are opened anew.
+//! A change of the block map. A shard reports that the model has moved; if no such shard is left, the registry does.
+//! Another map is then in force, and all connections are opened anew.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,41 +16,41 @@ use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::ShardId;
 use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 
-/// A shard that cannot be reached for so long may have been stopped because its blocks are elsewhere: the registry is
-/// asked, and again after pauses that grow from this.
+/// A shard that is out of reach for so long may have been stopped after its blocks moved. The registry is then asked,
+/// and again after growing pauses that begin with this one.
 const GONE: Duration = Duration::from_secs(2);
-/// Longest pause between two questions.
+/// The longest pause between two questions.
 const LONGEST: Duration = Duration::from_secs(60);
-/// Longest wait for an answer of the registry's.
+/// The longest wait for an answer of the registry's.
 const ANSWER: Duration = Duration::from_secs(5);
 
 fn in_question() -> Close {
     Close::Asked(IN_QUESTION.into())
 }
 
-/// On whose word the model has moved.
+/// The source of a new block map.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Word {
-    /// The registry's, or a shard's where there is no registry.
+enum Authority {
+    /// The registry, or a shard if there is no registry.
     Good,
-    /// A shard's alone.
+    /// Only a shard.
     Unconfirmed,
-    /// The registry's, against what a shard has said.
+    /// The registry, which contradicts a shard.
     Corrects,
 }
 
 impl Inner {
-    /// Whether what came by this way concerns those that are spoken to now.
+    /// Whether a route belongs to the block map in force.
     pub(super) fn is_in_force(&self, route: &Route) -> bool {
         Arc::ptr_eq(&self.routes, &route.routes)
     }
 }
 
 impl Shared {
-    /// As [`Shared::with_core`], for what comes over a connection.
+    /// Like [`Shared::with_core`], for a message of a connection.
     ///
     /// # Errors
-    /// If it was opened under an older map: nothing is changed, and the connection is to end.
+    /// If the connection was opened under an older map. Then nothing is changed, and the connection must end.
     pub(super) fn with_core_by(
         &self,
         route: &Route,
@@ -72,10 +72,10 @@ impl Shared {
         if self.inner.lock().is_in_force(route) { Ok(()) } else { Err(overtaken()) }
     }
 
-    /// A shard says where the model is now.
+    /// A shard reports where the model is now.
     ///
     /// # Errors
-    /// The connection is to end: it belongs to an older map, or what was said makes no sense.
+    /// The connection must end: it belongs to an older map, or the report makes no sense.
     pub(super) fn on_moved(&self, route: &Route, bytes: &[u8]) -> Result<(), Close> {
         let bad = |why: &dyn std::fmt::Display| {
             Close::Asked(
@@ -84,7 +84,7 @@ impl Shared {
         };
         let moved = Moved::decode(bytes).map_err(|error| bad(&error))?;
         if self.options.registry.is_none() {
-            self.moved(&moved, Word::Good).map_err(|why| bad(&why))?;
+            self.moved(&moved, Authority::Good).map_err(|why| bad(&why))?;
             return self.check_in_force(route);
         }
         self.sense_of(&moved.record, &moved.shards).map_err(|why| bad(&why))?;
@@ -104,8 +104,8 @@ impl Shared {
                         .into(),
                 ));
             }
-            if inquiry.word.as_ref().is_none_or(|(known, _)| known.record.epoch <= epoch) {
-                inquiry.word = Some((moved, route.address().to_owned()));
+            if inquiry.report.as_ref().is_none_or(|(known, _)| known.record.epoch <= epoch) {
+                inquiry.report = Some((moved, route.address().to_owned()));
             }
             !std::mem::replace(&mut inquiry.under_way, true)
         };
@@ -115,8 +115,8 @@ impl Shared {
         Err(in_question())
     }
 
-    /// Where the coordinator was met there is a process that knows nothing of the job: that has failed, unless the
-    /// model has moved, which the registry is asked.
+    /// A process at the coordinator's address knows nothing of the job. So the job has failed, unless the model has
+    /// moved. The registry is asked about that.
     pub(super) fn coordinator_has_not(&self, route: &Route, refusal: &Refusal) {
         {
             let mut inner = self.inner.lock();
@@ -137,7 +137,7 @@ impl Shared {
         }
     }
 
-    /// The model is not elsewhere.
+    /// The model is not elsewhere, so the job fails.
     fn fail_if_lost(&self) {
         let mut inner = self.inner.lock();
         let Some(why) = inner.inquiry.lost.take() else { return };
@@ -147,7 +147,7 @@ impl Shared {
         self.act(inner, actions);
     }
 
-    /// Where `record` leads, if it is of this model and leads anywhere.
+    /// Checks that `record` is of this model and leads to shards.
     fn sense_of(
         &self,
         record: &ModelRecord,
@@ -160,21 +160,21 @@ impl Shared {
         Ok((map, Arc::new(routes)))
     }
 
-    /// The model is where `moved` says, if that is of a newer map than the one in force; of any other map, if the one
-    /// in force is to be corrected. True if it was.
+    /// Puts the block map of `moved` in force if it is newer than the present one, or if it corrects the present one.
+    /// True if it did.
     ///
     /// # Errors
-    /// For another model, or a record that leads nowhere: nothing has changed.
-    fn moved(&self, moved: &Moved, word: Word) -> Result<bool, String> {
+    /// `moved` is of another model, or its record leads nowhere. Then nothing has changed.
+    fn moved(&self, moved: &Moved, authority: Authority) -> Result<bool, String> {
         let (map, new) = self.sense_of(&moved.record, &moved.shards)?;
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
         let now = self.now();
-        // Another connection may have said the same meanwhile.
+        // Another connection may have brought the same report.
         let taken = !self.is_stopping()
-            && match word {
-                Word::Corrects => inner.core.corrected(&map, now, &mut actions),
-                Word::Good | Word::Unconfirmed => inner.core.moved(&map, now, &mut actions),
+            && match authority {
+                Authority::Corrects => inner.core.corrected(&map, now, &mut actions),
+                Authority::Good | Authority::Unconfirmed => inner.core.moved(&map, now, &mut actions),
             };
         if !taken {
             return Ok(false);
@@ -183,13 +183,13 @@ impl Shared {
         let before = std::mem::replace(&mut inner.routes, Arc::clone(&new));
         let parts = std::mem::replace(&mut inner.parts, peers);
         let coordinator = std::mem::replace(&mut inner.coordinator, Peer::new(false));
-        // Whoever coordinates now has taken over the job that was met, unless the one who says so is wrong.
+        // The new coordinator has taken over the job that was reached before, unless the report is wrong.
         let met = coordinator.met || inner.unconfirmed.take().is_some_and(|before| before.met);
-        match word {
-            Word::Unconfirmed => {
+        match authority {
+            Authority::Unconfirmed => {
                 inner.unconfirmed = Some(Unconfirmed { moved: moved.clone(), since: Instant::now(), met });
             }
-            Word::Good | Word::Corrects => inner.coordinator.met = met,
+            Authority::Good | Authority::Corrects => inner.coordinator.met = met,
         }
         inner.inquiry = Inquiry { under_way: inner.inquiry.under_way, ..Inquiry::default() };
         parts
@@ -198,7 +198,7 @@ impl Shared {
             .flat_map(|peer| &peer.links)
             .for_each(|link| link.close(overtaken()));
         self.act(inner, actions);
-        // They end by themselves, and nobody waits for them.
+        // The old connections end by themselves, and nobody waits for them.
         let _ = before.threads.shut_down(Duration::ZERO);
         let at: Vec<String> = new
             .parts
@@ -232,8 +232,8 @@ impl Shared {
 
     // -- the registry
 
-    /// Asks the registry where the model is if shards have been out of reach for long, or if nobody but a shard has said
-    /// where it is.
+    /// Asks the registry for the model's place if shards have been out of reach for long, or if only a shard has
+    /// reported a move.
     pub(super) fn inquire(&self) {
         if self.options.registry.is_none() {
             return;
@@ -256,7 +256,7 @@ impl Shared {
         self.ask_registry();
     }
 
-    /// Asks, on a thread of its own: no connection waits for it.
+    /// Asks the registry on a thread of its own, so that no connection waits.
     fn ask_registry(&self) {
         let Some(registry) = self.options.registry.clone() else { return };
         let (this, name) = (self.this.clone(), self.model.clone());
@@ -273,23 +273,23 @@ impl Shared {
     }
 
     fn on_registry_answer(&self, found: Result<(ModelRecord, Vec<ShardRecord>), RegistryError>) {
-        let (word, unconfirmed, known) = {
+        let (report, unconfirmed, known) = {
             let mut inner = self.inner.lock();
             let unconfirmed = inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.moved.clone());
-            (inner.inquiry.word.take(), unconfirmed, Arc::clone(&inner.routes))
+            (inner.inquiry.report.take(), unconfirmed, Arc::clone(&inner.routes))
         };
         let outcome = match found {
             Ok((record, mut shards)) => {
-                // A shard whose lease is over is not listed, but still where it was, if anywhere.
+                // A shard whose lease is over is not listed. If it lives, it is where it was.
                 self.is_gone(&record);
                 let is_listed =
                     |place: &ShardRoute| shards.iter().any(|shard| shard.shard == place.record.shard);
                 let others = known.parts.iter().filter(|place| unconfirmed.is_none() && !is_listed(place));
                 let others: Vec<ShardRecord> = others.map(|place| place.record.clone()).collect();
                 shards.extend(others);
-                self.confirm_move(Moved { record, shards }, word, unconfirmed)
+                self.confirm_move(Moved { record, shards }, report, unconfirmed)
             }
-            Err(RegistryError::Peer(error)) => match word {
+            Err(RegistryError::Peer(error)) => match report {
                 Some((moved, who)) => {
                     let epoch = moved.record.epoch;
                     tracing::warn!(
@@ -297,13 +297,13 @@ impl Shared {
                         "the model has moved, as a shard says; the registry cannot be asked ({error}), and will be \
                          until it says so, too"
                     );
-                    self.moved(&moved, Word::Unconfirmed).map(drop)
+                    self.moved(&moved, Authority::Unconfirmed).map(drop)
                 }
                 None => Err(error.to_string()),
             },
             Err(error) => {
-                if let Some((moved, who)) = word {
-                    self.refuse_word(&moved, &who, &error.to_string());
+                if let Some((moved, who)) = report {
+                    self.refuse_report(&moved, &who, &error.to_string());
                 }
                 Err(error.to_string())
             }
@@ -315,9 +315,9 @@ impl Shared {
         self.asked();
     }
 
-    /// The name is another model's by now: while nobody coordinates this one any more, it is gone.
+    /// The name now belongs to another model. If this one has no coordinator, it is gone.
     fn is_gone(&self, record: &ModelRecord) {
-        /// Once may be a registry that has not heard of all models yet.
+        /// A young registry may not know all models yet, so one answer is not enough.
         const SURE: u32 = 2;
         let mut inner = self.inner.lock();
         let is_other = record.generation != self.generation;
@@ -332,19 +332,19 @@ impl Shared {
         }
     }
 
-    /// The registry's record counts, whatever a shard has said.
+    /// Puts the registry's record in force, whatever a shard has reported.
     fn confirm_move(
         &self,
         known: Moved,
-        word: Option<(Moved, String)>,
+        report: Option<(Moved, String)>,
         unconfirmed: Option<Moved>,
     ) -> Result<(), String> {
         let Moved { record, shards } = &known;
-        if let Some((moved, who)) = word {
+        if let Some((moved, who)) = report {
             let of_same_life = record.generation == moved.record.generation;
             if !of_same_life || record.epoch < moved.record.epoch {
                 let there = format!("block map {} of generation {}", record.epoch, record.generation);
-                self.refuse_word(&moved, &who, &there);
+                self.refuse_report(&moved, &who, &there);
             } else if record.epoch == moved.record.epoch && !is_same(record, shards, &moved) {
                 tracing::warn!(
                     model = %self.model, shard = %who,
@@ -353,7 +353,7 @@ impl Shared {
                 );
             }
         }
-        let Some(unconfirmed) = unconfirmed else { return self.moved(&known, Word::Good).map(drop) };
+        let Some(unconfirmed) = unconfirmed else { return self.moved(&known, Authority::Good).map(drop) };
         if is_same(record, shards, &unconfirmed) {
             tracing::info!(model = %self.model, epoch = %record.epoch, "the registry says, too, that the model has moved");
             let mut inner = self.inner.lock();
@@ -365,16 +365,16 @@ impl Shared {
         if record.epoch <= unconfirmed.record.epoch {
             tracing::warn!(
                 model = %self.model,
-                "a shard's word was false: expected block map {} on {:?}, as the registry has it, got {} on {:?}",
+                "a shard's report was false: expected block map {} on {:?}, as the registry has it, got {} on {:?}",
                 record.epoch, places(record, shards),
                 unconfirmed.record.epoch, places(&unconfirmed.record, &unconfirmed.shards)
             );
         }
-        self.moved(&known, Word::Corrects).map(drop)
+        self.moved(&known, Authority::Corrects).map(drop)
     }
 
-    /// A shard says what the registry does not.
-    fn refuse_word(&self, moved: &Moved, who: &str, there: &str) {
+    /// Refuses a shard's report that the registry contradicts.
+    fn refuse_report(&self, moved: &Moved, who: &str, there: &str) {
         let epoch = moved.record.epoch;
         tracing::warn!(
             model = %self.model, shard = %who,
@@ -384,14 +384,15 @@ impl Shared {
         self.inner.lock().inquiry.refused = Some((epoch, Instant::now() + GONE));
     }
 
-    /// A question is answered, or will not be: when the next one is asked, if shards are still out of reach.
+    /// A question to the registry has ended. Sets the time of the next one, for the case that shards stay out of
+    /// reach.
     fn asked(&self) {
         let inquiry = &mut self.inner.lock().inquiry;
         inquiry.under_way = false;
-        inquiry.word = None;
+        inquiry.report = None;
         inquiry.tries += 1;
         let pause = match inquiry.other_lives {
-            // Whether that stays so is known soon.
+            // The next answer is worth having soon.
             1 => GONE,
             _ => (GONE * 2u32.pow(inquiry.tries.min(5))).min(LONGEST),
         };
@@ -399,7 +400,7 @@ impl Shared {
     }
 }
 
-/// The owners of a record, and where they are.
+/// The owners in a record, and their addresses.
 fn places<'a>(record: &ModelRecord, shards: &'a [ShardRecord]) -> Vec<(ShardId, &'a str)> {
     let mut owners: Vec<ShardId> = record.owners.iter().map(|(owner, _)| *owner).collect();
     owners.sort_unstable();
@@ -409,11 +410,11 @@ fn places<'a>(record: &ModelRecord, shards: &'a [ShardRecord]) -> Vec<(ShardId, 
     owners.into_iter().map(|owner| (owner, address(owner).unwrap_or_default())).collect()
 }
 
-/// Whether what a shard has said is what the registry says.
-fn is_same(record: &ModelRecord, shards: &[ShardRecord], word: &Moved) -> bool {
+/// Whether a shard's report agrees with the registry.
+fn is_same(record: &ModelRecord, shards: &[ShardRecord], report: &Moved) -> bool {
     let map =
         |record: &ModelRecord| (record.generation, record.epoch, record.coordinator, record.owners.clone());
-    map(record) == map(&word.record) && places(record, shards) == places(&word.record, &word.shards)
+    map(record) == map(&report.record) && places(record, shards) == places(&report.record, &report.shards)
 }
 
 fn registry_view(

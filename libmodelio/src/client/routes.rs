@@ -1,6 +1,7 @@
-//! Where a model's blocks are, and by which way each shard is reached: one block map with its shards' addresses.
-//! Replaced as a whole when the model moves. Every connection keeps the one that it was opened under, so that what it
-//! still says, and its end, mean nothing to those that came after it.
+//! The routes: one block map, with the address of each shard and the path to it.
+//!
+//! They are replaced as a whole when the model moves. Each connection keeps the routes that it was opened under. Its
+//! messages and its end therefore do not affect later connections.
 
 use std::sync::Arc;
 
@@ -14,36 +15,36 @@ use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{Epoch, ShardId};
 use crate::wire::{Role, ShardRecord};
 
-/// A block map, and where its shards are.
+/// A block map, with its shards.
 pub(super) struct Routes {
     pub(super) epoch: Epoch,
-    /// Which part coordinates the job.
+    /// The part that coordinates the job.
     pub(super) coordinator: Part,
-    /// In the order of the core's parts.
+    /// The shards, in the order of the core's parts.
     pub(super) parts: Vec<ShardRoute>,
-    /// Of connections through shared memory.
+    /// The threads of connections through shared memory.
     pub(super) threads: Arc<Threads>,
 }
 
-/// One shard.
+/// The route to one shard.
 pub(super) struct ShardRoute {
     pub(super) record: ShardRecord,
-    /// How many blocks it owns.
+    /// The number of blocks that it owns.
     pub(super) blocks: u32,
-    /// Those, as runs.
+    /// Its blocks, as runs.
     #[cfg(feature = "rdma")]
     pub(super) owned: Vec<std::ops::Range<u32>>,
-    /// By which path better than TCP it is reached, if that comes about.
+    /// The path to it that is better than TCP, if there may be one.
     pub(super) fast: Option<FastPath>,
-    /// Why it must not be reached by the only way there is.
+    /// Why the only path to it is forbidden.
     pub(super) barred: Option<String>,
 }
 
 impl Routes {
-    /// Of `map`; each shard has up to `connections` for blocks.
+    /// The routes of `map`. Each shard has up to `connections` for blocks.
     ///
     /// # Errors
-    /// For an owner that is not among `shards`.
+    /// When an owner is not among `shards`.
     pub(super) fn new(
         map: &BlockMap,
         coordinator: ShardId,
@@ -85,12 +86,12 @@ impl Routes {
         let parts = map.shares().into_iter().map(place).collect::<Result<Vec<ShardRoute>, String>>()?;
         let coordinator = parts.iter().position(|place| place.record.shard == coordinator);
         let coordinator = coordinator.ok_or("the shard that coordinates it owns no block of it")?;
-        // Connections that end may still be there when those in their place begin.
+        // Old connections may still exist when new ones begin.
         let threads = Threads::new(2 * parts.len() * connections);
         Ok(Routes { epoch: map.epoch(), coordinator, parts, threads })
     }
 
-    /// Of a shard in this process, which no connection leads to.
+    /// The routes to a shard in this process, which need no connection.
     pub(super) fn here(epoch: Epoch) -> Routes {
         Routes { epoch, coordinator: 0, parts: Vec::new(), threads: Threads::new(0) }
     }
@@ -100,7 +101,7 @@ impl Routes {
     }
 }
 
-/// The blocks of a shard, as runs.
+/// A shard's blocks, as runs.
 #[cfg(feature = "rdma")]
 fn runs(map: &BlockMap, shard: ShardId) -> Vec<std::ops::Range<u32>> {
     let mut runs: Vec<std::ops::Range<u32>> = Vec::new();
@@ -113,15 +114,15 @@ fn runs(map: &BlockMap, shard: ShardId) -> Vec<std::ops::Range<u32>> {
     runs
 }
 
-/// What a connection is for, and the routes that it was opened under.
+/// The purpose of a connection, and its routes.
 #[derive(Clone)]
 pub(super) struct Route {
     pub(super) routes: Arc<Routes>,
     /// [`Role::Control`] to the coordinator, or [`Role::Data`].
     pub(super) role: Role,
-    /// To whom.
+    /// The part that it leads to.
     pub(super) part: Part,
-    /// Which of its kind, while it is there.
+    /// Its number among connections of its kind. It is free again when the connection has ended.
     pub(super) number: usize,
 }
 
@@ -130,13 +131,13 @@ impl Route {
         self.routes.epoch
     }
 
-    /// Where it leads.
+    /// The address that it leads to.
     pub(super) fn address(&self) -> &str {
         self.routes.address(self.part)
     }
 }
 
-/// Why a connection ends that was opened under an older map.
+/// The reason for ending a connection that was opened under an older map.
 pub(super) fn overtaken() -> Close {
     Close::Asked("the model has moved".into())
 }

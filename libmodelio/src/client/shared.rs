@@ -1,7 +1,8 @@
-//! What all connections of a client share: the lock, the clock and the memory around [`ClientCore`], which decides.
+//! The common state of a client's connections: the lock, the clock and the memory around [`ClientCore`], which
+//! decides.
 //!
-//! One lock, held for decisions and never for a copy. Completions and the listener are called after it is released,
-//! on whatever thread brought the news, a reactor's included, so they must not block.
+//! One lock is held for decisions, and never for a copy. Completions and the listener are called after it is
+//! released, on the thread that brought the message. That may be a reactor's thread, so they must not block.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,13 +31,13 @@ use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::wire::{Message, ModelRecord, Refusal};
 
-/// A device for RDMA, or why it could not be opened, and when.
+/// The RDMA device, or why it could not be opened, and when.
 #[cfg(feature = "rdma")]
 pub(super) type Opened = Result<Arc<crate::transport::rdma::Endpoint>, (String, Instant)>;
 
 pub(super) struct Inner {
     pub(super) core: ClientCore,
-    /// In force.
+    /// The routes in force.
     pub(super) routes: Arc<Routes>,
     pub(super) versions: Versions,
     pub(super) answers: HashMap<Token, Answered>,
@@ -49,13 +50,13 @@ pub(super) struct Inner {
     pub(super) inquiry: Inquiry,
     pub(super) unconfirmed: Option<Unconfirmed>,
     pub(super) late: Late,
-    /// Sums that are on their way; the memory is used again.
+    /// Memory of sums, which is used again.
     pub(super) spare: Vec<Vec<u8>>,
-    /// Of a shard in this process.
+    /// The pushing threads, for a shard in this process.
     pub(super) pumps: Pumps,
-    /// When the keeper looks at deadlines again, unless it is woken.
+    /// When the keeper next checks deadlines, unless it is woken.
     pub(super) checks_at: Now,
-    /// When the coordinator last heard that the client lives.
+    /// When the client last sent the coordinator a sign of life.
     pub(super) alive_at: Instant,
 }
 
@@ -64,16 +65,16 @@ pub(super) struct Local {
     pub(super) shard: Arc<dyn Shard>,
 }
 
-/// What of its work is under way, under the client's lock.
+/// The state of pushing to it, under the client's lock.
 #[derive(Debug, Default)]
 pub(super) struct Pumps {
-    /// Threads that push.
+    /// The number of pushing threads.
     pub(super) at_work: usize,
-    /// How often the shard has said that blocks which had to wait may be taken.
+    /// How often the shard has let blocks go on that had to wait.
     pub(super) went_on: u64,
 }
 
-/// What those hear who wait for something.
+/// Completions with their outcomes.
 #[derive(Default)]
 pub(super) struct Answers {
     answers: Vec<(Answered, Result<Message, Refusal>)>,
@@ -81,53 +82,53 @@ pub(super) struct Answers {
 }
 
 impl Answers {
-    /// No lock may be held.
+    /// Calls the completions. No lock may be held.
     pub(super) fn give(self) {
         self.waits.into_iter().for_each(|(done, result)| done(result));
         self.answers.into_iter().for_each(|(done, result)| done(result));
     }
 }
 
-/// What has to happen once the lock is released.
+/// The work to do once the lock is released.
 #[derive(Default)]
 pub(super) struct After {
     answers: Answers,
     events: Vec<Event>,
-    /// A shard in this process is to be told something,
+    /// The mailbox has messages to a shard in this process,
     mail_left: bool,
-    /// there may be something to push to it,
+    /// blocks may be ready for it,
     pushes: bool,
-    /// or it may have a buffer back.
+    /// or a version buffer may be given back to it.
     gives_back: bool,
 }
 
-/// What all connections of a client share.
+/// The common state of a client's connections.
 pub(super) struct Shared {
     pub(super) layout: Arc<ModelLayout>,
     pub(super) model: String,
     pub(super) generation: Generation,
     pub(super) client: ClientId,
-    /// As it was when the client connected: what a model that has moved is compared with.
+    /// The record of the model at the time of connecting. A moved model is compared with it.
     pub(super) record: ModelRecord,
     pub(super) options: ClientOptions,
-    /// The threads that move bytes; none if the shard is in this process.
+    /// The reactor. None if the shard is in this process.
     pub(super) net: Option<Handle>,
     /// The shard in this process, if it is.
     pub(super) local: Option<Local>,
-    /// Who hears something when nothing is being said to that shard, or by it.
+    /// Answers that wait until the mailbox to that shard is empty.
     pub(super) unanswered: Mutex<Vec<Answers>>,
     pub(super) started: Instant,
     pub(super) inner: Mutex<Inner>,
     pub(super) changed: Condvar,
-    /// Has its deadlines looked at.
+    /// Wakes the keeper.
     pub(super) alarm: OnceLock<Alarm>,
     pub(super) listener: Mutex<Option<Arc<Listener>>>,
-    /// It takes nothing more.
+    /// The job takes no more requests.
     pub(super) ends: AtomicBool,
-    /// Nothing moves any more.
+    /// Everything stops.
     pub(super) stopping: AtomicBool,
     pub(super) tally: Tally,
-    /// The device for RDMA, once it is wanted.
+    /// The RDMA device, once it was needed.
     #[cfg(feature = "rdma")]
     pub(super) rdma_endpoint: Mutex<Option<Opened>>,
     pub(super) this: Weak<Shared>,
@@ -166,12 +167,12 @@ impl Inner {
         &self.core.state().controls
     }
 
-    /// Versions to retain, and buffers that may exist.
+    /// The number of versions to retain, and the most buffers that may exist.
     pub(super) fn bounds(&self) -> (usize, usize) {
         (self.controls().retain as usize, self.controls().max_versions as usize)
     }
 
-    /// Silence after which the coordinator gives a client up, if it ever does.
+    /// The coordinator gives a client up after this silence, if ever.
     pub(super) fn lease(&self) -> Option<Duration> {
         Some(self.controls().lease).filter(|lease| !lease.is_zero())
     }
@@ -186,7 +187,7 @@ impl Inner {
 }
 
 impl Shared {
-    /// Of the client of this number, of the model of this record, with a network or a shard in this process.
+    /// For the client of this number and the model of this record, with a network or a shard in this process.
     pub(super) fn new(
         (client, record): (ClientId, &ModelRecord),
         layout: Arc<ModelLayout>,
@@ -228,19 +229,20 @@ impl Shared {
     }
 
     /// # Errors
-    /// Once nothing more is taken.
+    /// When the job takes no more requests.
     pub(super) fn refuse_if_ending(&self) -> Result<(), ShardError> {
         if self.ends.load(Ordering::Relaxed) { Err(ShardError::Unreachable) } else { Ok(()) }
     }
 
-    /// The newest version that is here, pinned: between asking for it and pinning it, it might be gone.
+    /// Pins the newest version here, in one step: a version that was only asked for could be gone before it is
+    /// pinned.
     pub(super) fn pin_newest(&self) -> Option<Version> {
         let mut inner = self.inner.lock();
         let version = inner.core.version();
         inner.versions.pin(version).then_some(version)
     }
 
-    /// Takes pins back; a pull that waits for a buffer may go on then.
+    /// Takes pins back. A pull that waits for a buffer may then go on.
     pub(super) fn unpin(&self, version: Version, count: u64) {
         let mut inner = self.inner.lock();
         inner.versions.unpin(version, count);
@@ -259,13 +261,13 @@ impl Shared {
         }
     }
 
-    /// `done` is called when the newest version that the coordinator has told of, or a newer one, is here, or `timeout`
+    /// Calls `done` when the newest version that the coordinator has announced, or a newer one, is here, or `timeout`
     /// is over.
     pub(super) fn await_newest(&self, timeout: Duration, done: Done<Version>) {
         self.wait(done, |core, token, now, actions| core.await_newest(token, now + timeout, now, actions));
     }
 
-    /// Waits for a version, as the core is told.
+    /// Registers a wait for a version with the core.
     pub(super) fn wait(
         &self,
         done: Done<Version>,
@@ -284,7 +286,7 @@ impl Shared {
         self.act(inner, actions);
     }
 
-    /// Answers all who wait: nothing comes any more.
+    /// Answers all waiting requests: nothing comes any more.
     pub(super) fn dismiss(&self) {
         self.with_core(|core, _, actions| core.end_loans(actions));
         let mut inner = self.inner.lock();
@@ -324,7 +326,7 @@ impl Shared {
         });
     }
 
-    /// Asks something of the core that is answered once, before a deadline.
+    /// Sends the core a request that is answered once, before a deadline.
     pub(super) fn ask(
         &self,
         timeout: Duration,
@@ -347,7 +349,7 @@ impl Shared {
         self.act(inner, actions);
     }
 
-    /// Deadlines are looked at now, and whoever waits for the first version looks whether it is here.
+    /// Wakes the keeper and the thread that waits for the first version.
     pub(super) fn rouse(&self) {
         self.changed.notify_all();
         if let Some(alarm) = self.alarm.get() {
@@ -355,14 +357,14 @@ impl Shared {
         }
     }
 
-    /// Wakes the thread that looks at deadlines if one has come about before it looks.
+    /// Wakes the keeper if a deadline comes before its next check.
     pub(super) fn rouse_keeper(&self, inner: &Inner) {
         if inner.core.next_deadline().is_some_and(|due| due < inner.checks_at) {
             self.rouse();
         }
     }
 
-    /// Changes the core and carries out what comes of it.
+    /// Changes the core, and carries out the actions.
     pub(super) fn with_core(&self, change: impl FnOnce(&mut ClientCore, Now, &mut Vec<Action>)) {
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
@@ -370,12 +372,12 @@ impl Shared {
         self.act(inner, actions);
     }
 
-    /// Carries out actions, releases the lock, then tells and answers.
+    /// Carries out actions, releases the lock, and then calls listener and completions.
     pub(super) fn act(&self, inner: MutexGuard<'_, Inner>, actions: Vec<Action>) {
         self.act_unanswered(inner, actions).give();
     }
 
-    /// As [`Self::act`], but for the answers.
+    /// Like [`Self::act`], but returns the completions.
     pub(super) fn act_unanswered(&self, mut inner: MutexGuard<'_, Inner>, actions: Vec<Action>) -> Answers {
         let mut after = After::default();
         let mut queue = std::collections::VecDeque::from(actions);
@@ -422,7 +424,7 @@ impl Shared {
                     link.send(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(request, message) });
                 }
             }
-            // On its way to a shard in this process nothing is lost.
+            // Nothing is lost on the way to a shard in this process.
             Action::ToShard(..) if self.local.is_some() => {}
             Action::ToShard(part, message) => {
                 let peer = &mut inner.parts[part];
@@ -468,7 +470,7 @@ impl Shared {
             }
             Action::Left(learner, reason) => after.events.push(Event::Left(learner, reason)),
             Action::Pulled(version) => {
-                // Whoever connects waits for the first one. The keeper makes a spare buffer for those that are pulled.
+                // A thread waits for the first version. For pulled versions, the keeper takes a spare buffer.
                 if self.local.is_none() || !inner.core.shows_any() {
                     self.rouse();
                 }

@@ -1,7 +1,7 @@
-//! Adding up one block of several contributions before it crosses the network: the lower of the two levels.
+//! Summing one block of several contributions before it crosses the network.
 //!
-//! Sums are made in fp32 (of f64: in f64), in the order of the contributions, and stay fp32 on the wire where the model
-//! has half precision: nothing is rounded twice.
+//! Sums are made in fp32 (f64 for f64 tensors), in the order of the contributions. On the wire, sums of
+//! half-precision tensors stay fp32, so nothing is rounded twice.
 
 use std::ops::Range;
 
@@ -10,14 +10,14 @@ use crate::bytes::kernels::{self, Wire};
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::{DType, ModelLayout, Segment};
 
-/// Bytes of a sum to which all contributions are added before the next ones: they stay in the cache meanwhile.
+/// The bytes of a sum that all contributions are added to before the next bytes. They stay in the cache meanwhile.
 const CHUNK: usize = 8 << 10;
 
-/// The bytes of a block that one contribution has written, if those are not all of it.
+/// The written ranges of a block, if a contribution has not written all of it.
 pub type Written = Option<Vec<Range<u32>>>;
 
-/// How a sum of `count` contributions to `block` looks: whether it is wide, with its reducible elements as fp32, and how
-/// many bytes it has.
+/// The shape of a sum of `count` contributions to `block`: whether it is wide, with its reducible elements as fp32,
+/// and its length in bytes.
 pub fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> (bool, usize) {
     let bytes = |segment: &Segment| (segment.bytes.end - segment.bytes.start) as usize;
     let widened = |segment: &Segment| match segment.dtype {
@@ -30,19 +30,20 @@ pub fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool)
     (wide, segments.iter().map(|segment| if wide { widened(segment) } else { bytes(segment) }).sum())
 }
 
-/// Bytes of a payload of such a [`shape`] that are copied as they are, and not added up.
+/// The number of bytes in a payload of this [`shape`] that are copied, and not added up.
 pub fn copied(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> usize {
     let bytes = |segment: &Segment| (segment.bytes.end - segment.bytes.start) as usize;
     let plain = replaces || count < 2;
     layout.segments(block).iter().filter(|s| plain || !s.dtype.is_reducible()).map(bytes).sum()
 }
 
-/// Puts the sum of `parts` (each the whole block) into `out`. True if it is wide: reducible elements as fp32.
-/// Of elements that cannot be reduced, and of all if it `replaces`, the last part counts; there, `written` has for each
-/// part what of it does, if that is not all, or is empty.
+/// Puts the sum of `parts`, each a whole block, into `out`. True if the sum is wide: its reducible elements are fp32.
+///
+/// The last part counts for elements that cannot be reduced, and for all elements if it `replaces`. In that case
+/// `written` has the written ranges of each part, or is empty if all parts are whole.
 ///
 /// # Errors
-/// The index of a part that holds NaN or Inf, if they are to be looked for.
+/// The index of a part that holds NaN or Inf, if `check` asks for that.
 pub fn sum(
     layout: &ModelLayout,
     block: BlockId,
@@ -57,7 +58,7 @@ pub fn sum(
     Ok(wide)
 }
 
-/// The same, into memory of the right [`shape`].
+/// Like [`sum`], into memory of the right [`shape`].
 ///
 /// # Errors
 /// As of [`sum`].
@@ -80,7 +81,7 @@ pub fn sum_to(
         if check && let Some((bad, _)) = others.find(|(_, part)| !is_finite(layout, block, part)) {
             return Err(bad);
         }
-        // A program may be storing into what it has mapped, which is a whole: what counts is looked at, and that alone.
+        // A program may be storing into mapped memory, so the copy that counts is checked, and nothing else.
         out.copy_from_slice(parts[whole]);
         for (at, part) in parts.iter().enumerate().skip(whole + 1) {
             for range in written(at).unwrap_or_default() {
@@ -107,7 +108,7 @@ pub fn sum_to(
             let elements = i * CHUNK / wide..(i * CHUNK + sums.len()) / wide;
             let bytes = local.start + elements.start * wire.size()..local.start + elements.end * wire.size();
             for (at, part) in parts.iter().enumerate() {
-                // Those that are judged are the very values that are added.
+                // The checked values are the very values that are added.
                 if !kernels::accumulate_bytes(wire, &part[bytes.clone()], sums, at == 0) && check {
                     return Err(at);
                 }
@@ -140,7 +141,7 @@ mod tests {
         assert_eq!(out, b);
     }
 
-    /// Of one type of element: its bytes in a model, and what it is as a wide number.
+    /// An element type: the bytes of a value in a model, and the value of bytes in a wide payload.
     type Element = (DType, fn(f64) -> Vec<u8>, fn(&[u8]) -> f64);
 
     #[test]
@@ -166,7 +167,7 @@ mod tests {
         for (dtype, encode, decode) in types {
             for n in [1, 2047, 2048, 2049, 9001] {
                 let layout = ModelLayout::new(vec![("t".into(), dtype, vec![n])], 1 << 20).unwrap();
-                // Of several sizes, so that another order of adding gives other bits.
+                // The values have several magnitudes, so that another order of addition gives other bits.
                 let value = |part: usize, i: usize| (1.0 + i as f64 * 0.37).sin() * [1e4, 1.0, 1e-3][part];
                 let parts =
                     [0, 1, 2].map(|part| (0..n).flat_map(|i| encode(value(part, i))).collect::<Vec<u8>>());
@@ -203,7 +204,7 @@ mod tests {
         let written = [None, Some(vec![0..4, 8..12]), Some(vec![8..12])];
         assert_eq!(of(&parts, &written), bytes(&[2.0, 1.0, 3.0, 1.0]));
         assert_eq!(of(&parts[1..], &written[1..]), bytes(&[2.0, 0.0, 3.0, 0.0]));
-        // Nothing shows of what the last whole one has covered.
+        // The last whole part hides everything before it.
         let [whole, first, second] = written;
         assert_eq!(
             of(&[parts[1], parts[0], parts[2]], &[first, whole, second]),
@@ -244,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn who_holds_nan_is_named() {
+    fn a_part_with_nan_is_named() {
         let layout = ModelLayout::blank(4, DType::F32, 64 << 10).unwrap();
         let (a, b) = (bytes(&[1.0]), bytes(&[f32::NAN]));
         let mut out = Vec::new();

@@ -302,7 +302,7 @@ fn the_late_answer_to_an_earlier_request_releases_nothing_that_was_committed_sin
             4,
             Message::Refused(ShardError::TimedOut("its version is being made".into()).into()),
         );
-        // The answer to the earlier request took a detour.
+        // The answer to the earlier request came late.
         bench.coordinator(early, late);
         assert!(!bench.said.contains(&Action::Release(L, Step(1))), "{:?}", bench.said);
         assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]), "it is sent as before");
@@ -315,7 +315,7 @@ fn the_late_answer_to_an_earlier_request_releases_nothing_that_was_committed_sin
 }
 
 #[test]
-fn a_coordinator_that_is_away_is_not_looked_for_in_a_loop() {
+fn a_coordinator_out_of_reach_is_not_sought_in_a_loop() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
     bench.core.coordinator_down(bench.now, &mut bench.said);

@@ -1,16 +1,18 @@
-//! Which of the connections to a shard blocks go over. A client with several shards has enough with one or two to each,
-//! and a shard with several clients says which are to rest; when something is lost, or does not get on, all are used
-//! but those over which nothing seems to come through.
+//! The connections to a shard that blocks go over.
+//!
+//! A client with several shards uses one or two connections to each. A shard with several clients parks some of their
+//! connections. If something is lost or does not progress, the client uses all connections, except those that seem to
+//! bring nothing.
 
 use crate::transport::frames::Link;
 use crate::wire::Message;
 
-/// What is known of the connections to one shard.
+/// The usage of the connections to one shard.
 #[derive(Default)]
 pub(super) struct Usage {
-    /// The shard wants these to be used only if need be.
+    /// Connections that the shard has parked.
     parked: Vec<Link>,
-    /// What was sent over these did not arrive, or nothing came, and nothing has come since.
+    /// Connections whose blocks did not arrive or did not come, and that have brought nothing since.
     suspected: Vec<Link>,
 }
 
@@ -19,7 +21,8 @@ fn is_in(list: &[Link], link: &Link) -> bool {
 }
 
 impl Usage {
-    /// Whether `link`, of `links`, is used: one of `most`, or of all where something does not get on.
+    /// Whether `link`, one of `links`, is in use. At most `most` of them are, or all while something does not
+    /// progress.
     pub(super) fn uses(&self, links: &[Link], link: &Link, most: usize, struggles: bool) -> bool {
         let sound = |link: &&Link| !is_in(&self.suspected, link);
         let awake = |link: &&Link| sound(link) && !is_in(&self.parked, link);
@@ -34,25 +37,25 @@ impl Usage {
         }
     }
 
-    /// It is to be used only if need be.
+    /// The shard parks the connection.
     pub(super) fn park(&mut self, link: &Link) {
         if !is_in(&self.parked, link) {
             self.parked.push(link.clone());
         }
     }
 
-    /// It is over.
+    /// The connection has ended.
     pub(super) fn forget(&mut self, link: &Link) {
         self.parked.retain(|known| !known.is(link));
         self.suspected.retain(|known| !known.is(link));
     }
 
-    /// It may be used as the others.
+    /// The shard uses the connection again.
     pub(super) fn wake(&mut self, link: &Link) {
         self.parked.retain(|parked| !parked.is(link));
     }
 
-    /// Something has come over it.
+    /// The connection has brought something.
     pub(super) fn trust(&mut self, link: &Link) {
         self.suspected.retain(|suspected| !suspected.is(link));
     }
@@ -64,7 +67,7 @@ impl Usage {
     pub(super) fn suspect(&mut self, link: &Link) {
         if !is_in(&self.suspected, link) {
             self.suspected.push(link.clone());
-            // The answer shows that it is sound.
+            // The answer shows that the connection works.
             link.send_message(0, Message::Ping);
         }
     }
@@ -74,7 +77,7 @@ impl Usage {
 mod tests {
     use super::*;
 
-    /// Which of three connections are used.
+    /// The connections in use, of three.
     fn used(usage: &Usage, links: &[Link], most: usize, struggles: bool) -> Vec<usize> {
         (0..links.len()).filter(|&at| usage.uses(links, &links[at], most, struggles)).collect()
     }

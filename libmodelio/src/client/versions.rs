@@ -1,7 +1,8 @@
-//! The versions that a client shows: buffers of the model's size, pulled into and recycled, or the shard's own.
+//! The versions that a client shows. Their buffers are of the model's size: the client pulls into them and recycles
+//! them, or they are the shard's own.
 //!
-//! A buffer belongs to whoever pulls or writes into it until it is published; from then on nobody writes it before it
-//! is recycled, which waits for its pins.
+//! Until a buffer is published, it belongs to the thread that pulls or writes into it. Afterwards nobody writes it
+//! before it is recycled, which waits for its pins.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -14,15 +15,15 @@ use crate::bytes::mmap::Mapping;
 use crate::transport::{Region, RegionKey};
 use crate::vocabulary::ids::Version;
 
-/// A version that is shown.
+/// A version that the client shows.
 #[derive(Clone)]
 pub struct Shown {
-    /// Its bytes. They stay what they are only while the version is the newest, or pinned.
+    /// Its bytes. They stay unchanged only while the version is the newest, or pinned.
     pub buffer: Region,
     /// When it was complete here.
     pub at: SystemTime,
     pins: u64,
-    /// What keeps the buffer, if it is the shard's own.
+    /// Keeps the buffer, if it is the shard's own.
     hold: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -34,10 +35,10 @@ impl fmt::Debug for Shown {
     }
 }
 
-/// Memory for a version of `size` bytes whose pages are taken, which takes time: not under a lock.
+/// Takes memory for a version of `size` bytes, with all its pages. This takes a while, so no lock may be held.
 ///
 /// # Errors
-/// When there is none.
+/// When there is no memory.
 pub fn spare(size: usize) -> io::Result<Mapping> {
     let memory = memory(size)?;
     memory.prefault()?;
@@ -46,28 +47,28 @@ pub fn spare(size: usize) -> io::Result<Mapping> {
 
 fn memory(size: usize) -> io::Result<Mapping> {
     let memory = Mapping::memfd("gradfs-version", size)?;
-    // Programs get this memory through passthrough; none of them may ever change it.
+    // Programs get this memory through passthrough, and no program may ever change it.
     memory.seal()?;
     Ok(memory)
 }
 
-/// All versions in memory, and the buffers that hold none.
+/// All versions in memory, and the free buffers.
 #[derive(Debug)]
 pub struct Versions {
     size: usize,
     shown: BTreeMap<Version, Shown>,
     free: Vec<Region>,
-    /// Handed out to be written, and not back yet.
+    /// Buffers that were handed out to be written, and not returned.
     lent: Vec<(RegionKey, Weak<Mapping>)>,
-    /// Being pulled into.
+    /// The buffer that is being pulled into.
     back: Option<Region>,
-    /// A spare buffer is on its way.
+    /// A spare buffer is being taken.
     coming: bool,
     next_key: u64,
 }
 
 impl Versions {
-    /// None yet, of `size` bytes each.
+    /// No version yet. Each takes `size` bytes.
     pub fn new(size: usize) -> Versions {
         Versions {
             size,
@@ -91,22 +92,23 @@ impl Versions {
         Region::new(Arc::new(memory), key)
     }
 
-    /// Whether a spare buffer is worth its while, and then must be added: fewer exist than are going to be used in
-    /// turn (the newest version, the `retain` before it, and the next), none is free, and none on its way.
+    /// Whether to take a spare buffer, which [`Self::add_spare`] or [`Self::no_spare`] must follow. It is worth its
+    /// memory while none is free or being taken, and fewer exist than are used in turn: the newest version, the
+    /// `retain` before it, and the next.
     pub fn wants_spare(&mut self, retain: usize, max: usize) -> bool {
-        // Where the shard's own are shown, nothing is pulled into a buffer.
+        // If the shard's own buffers are shown, nothing is pulled into a buffer.
         let pulls = self.newest().is_none_or(|(_, newest)| newest.hold.is_none());
         let wants = pulls && !self.coming && self.free.is_empty() && self.total() < max.min(retain + 2);
         self.coming |= wants;
         wants
     }
 
-    /// None comes after all.
+    /// The spare buffer does not come.
     pub fn no_spare(&mut self) {
         self.coming = false;
     }
 
-    /// Takes memory of [`spare`] in, unless there are `max` buffers meanwhile.
+    /// Adds the memory of [`spare`], unless there are `max` buffers by now.
     pub fn add_spare(&mut self, memory: Mapping, max: usize) {
         self.coming = false;
         if self.total() >= max {
@@ -116,19 +118,19 @@ impl Versions {
         self.free.push(region);
     }
 
-    /// Buffers in existence.
+    /// The number of buffers.
     fn total(&mut self) -> usize {
         self.lent.retain(|(_, memory)| memory.strong_count() > 0);
         self.shown.len() + self.free.len() + self.lent.len() + usize::from(self.back.is_some())
     }
 
-    /// Buffers in existence, and those that nobody needs.
+    /// The number of buffers, and of those that nobody needs.
     pub fn buffers(&mut self) -> (usize, usize) {
         (self.total(), self.free.len())
     }
 
-    /// The buffer to pull into: recycles what is neither retained nor pinned, and makes a new one while there are
-    /// fewer than `max`. None when all are held.
+    /// The buffer to pull into. It recycles a version that is neither retained nor pinned, or takes a new buffer
+    /// while there are fewer than `max`. None if all buffers are held.
     ///
     /// # Errors
     /// When there is no memory.
@@ -143,13 +145,13 @@ impl Versions {
         Ok(self.back.clone())
     }
 
-    /// What the next version is pulled into, as far as that is there.
+    /// The memory that the next version is pulled into, as far as it exists.
     #[cfg(feature = "rdma")]
     pub fn next_memory(&self) -> Option<Arc<Mapping>> {
         self.back.as_ref().or(self.free.last()).map(|region| Arc::clone(region.memory()))
     }
 
-    /// Frees versions that are neither among the newest and the `retain` before it, nor pinned.
+    /// Frees versions that are not pinned and not among the newest and the `retain` before it.
     pub fn recycle(&mut self, retain: usize, max: usize) {
         let keep = self.shown.keys().rev().nth(retain).copied().unwrap_or(Version(0));
         let idle: Vec<Version> = self
@@ -166,20 +168,21 @@ impl Versions {
         while self.total() > max && self.free.pop().is_some() {}
     }
 
-    /// What was pulled into is `version` now.
+    /// Makes the buffer that was pulled into `version`.
     pub fn publish(&mut self, version: Version) {
         if let Some(buffer) = self.back.take() {
             self.shown.insert(version, Shown { buffer, at: SystemTime::now(), pins: 0, hold: None });
         }
     }
 
-    /// Whether one more version may be shown where it lies: there are fewer than `max` of those that are needed.
+    /// Whether one more version may be shown from the shard's memory: fewer than `max` versions are needed.
     pub fn has_room(&mut self, retain: usize, max: usize) -> bool {
         self.recycle(retain, max);
         self.total() - self.free.len() - usize::from(self.back.is_some()) < max
     }
 
-    /// `version` lies in the shard's own memory, which `hold` keeps as it is. Buffers for what is pulled are needed no more.
+    /// Shows `version` from the shard's own memory, which `hold` keeps unchanged. Buffers for pulling are not needed
+    /// any more.
     pub fn show(
         &mut self,
         version: Version,
@@ -210,27 +213,27 @@ impl Versions {
         Ok(region)
     }
 
-    /// The newest.
+    /// The newest version.
     pub fn newest(&self) -> Option<(Version, &Shown)> {
         self.shown.last_key_value().map(|(&version, shown)| (version, shown))
     }
 
-    /// One of them.
+    /// One version.
     pub fn get(&self, version: Version) -> Option<&Shown> {
         self.shown.get(&version)
     }
 
-    /// Their numbers, rising.
+    /// The numbers of the versions, in rising order.
     pub fn numbers(&self) -> impl DoubleEndedIterator<Item = Version> {
         self.shown.keys().copied()
     }
 
-    /// Keeps `version` from being recycled. False when it is gone.
+    /// Keeps `version` from being recycled. False if it is gone.
     pub fn pin(&mut self, version: Version) -> bool {
         self.shown.get_mut(&version).map(|shown| shown.pins += 1).is_some()
     }
 
-    /// Takes `count` pins back.
+    /// Takes back `count` pins.
     pub fn unpin(&mut self, version: Version, count: u64) {
         if let Some(shown) = self.shown.get_mut(&version) {
             debug_assert!(shown.pins >= count, "{version} has {} pins", shown.pins);
@@ -279,7 +282,7 @@ mod tests {
             assert!(versions.pin(version));
             assert!(!versions.wants_spare(1, 4));
         }
-        // The first one was recycled, and its buffer given back.
+        // The first version was recycled, and its buffer freed.
         assert_eq!(versions.buffers(), (3, 0));
         assert!(!versions.has_room(1, 3) && holds.iter().all(|hold| hold.strong_count() == 1));
         versions.unpin(Version(2), 1);
@@ -297,7 +300,7 @@ mod tests {
         versions.add_spare(spare(4096).unwrap(), 2);
         assert_eq!(versions.buffers(), (2, 0));
         drop(lent);
-        // One that does not come is asked for again.
+        // A spare that does not come is asked for again.
         assert!(versions.wants_spare(0, 2));
         versions.no_spare();
         assert!(versions.wants_spare(0, 2));

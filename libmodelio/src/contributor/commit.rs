@@ -1,7 +1,7 @@
-//! How a contribution ends: committed, shipped from the mapping, or dropped.
+//! The end of a contribution: a commit from staging, a commit from the mapping, or an abort.
 //!
-//! While a message about it is on its way the state is `committing`, and not locked: whoever the answer
-//! wakes may use this contributor.
+//! While the message is under way, the state is `committing` and not locked, because the answer may wake callers of
+//! this contributor.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,10 +12,10 @@ use crate::transport::{CommitNotice, ShardError};
 use crate::vocabulary::ids::Step;
 use crate::vocabulary::partly::MAX_PIECES;
 
-/// For what ends by itself at once unless the machine is stuck.
+/// The deadline for waits that end at once unless the machine is stuck.
 const STUCK: Duration = Duration::from_secs(10);
 
-/// What becomes of a contribution whose commit fails.
+/// What a failed commit does to its contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OnError {
     StaysOpen,
@@ -23,15 +23,14 @@ enum OnError {
 }
 
 impl Contributor {
-    /// Ends the contribution. `done` gets Ok once every block is taken for good; without anything
-    /// written it gets Ok at once.
+    /// Ends the contribution. `done` gets Ok once every block is taken for good, or at once if nothing was written.
     ///
-    /// After a timeout, or [`Self::withdraw`], the contribution is still open: commit again, or
-    /// [`Self::abort`]. A commit that the shard had taken in spite of the timeout counts; committing again says
-    /// so. After any other error only [`Self::abort`] helps.
+    /// After a timeout, or after [`Self::withdraw`], the contribution is still open: commit again, or
+    /// [`Self::abort`]. If the shard had taken the commit in spite of the timeout, committing again reports that.
+    /// After any other error only [`Self::abort`] helps.
     ///
-    /// `share` says what the caller wrote into. If others have ended that, it gets its outcome; if they are
-    /// about to, it waits with them.
+    /// `share` names the contribution that the caller wrote into. If others have ended it, the caller gets its
+    /// outcome. If they are ending it, the caller waits with them.
     pub fn commit(
         self: &Arc<Self>,
         share: Share,
@@ -56,7 +55,7 @@ impl Contributor {
                 }
             }
             match self.seal(timeout) {
-                // Somebody else was faster: it is the same contribution that ends.
+                // Another program was faster. The same contribution ends.
                 Err(ContributeError::Busy) if share != Share::None && !self.state.lock().aborting => {}
                 sealed => break sealed,
             }
@@ -68,7 +67,7 @@ impl Contributor {
         }
     }
 
-    /// Waits for writes in flight and completes blocks that were written in part. On success the state is
+    /// Waits for writes in flight, and fills partly written blocks up with zeros. On success the state is
     /// `committing`.
     fn seal(&self, timeout: Duration) -> Result<Option<(Step, CommitNotice)>, ContributeError> {
         let (step, gaps, staging) = {
@@ -82,7 +81,7 @@ impl Contributor {
                     return Err(ShardError::TimedOut("writes are still in flight".into()).into());
                 }
             }
-            // Somebody else's commit or abort may have come first.
+            // Another program's commit or abort may have come first.
             if state.committing {
                 return Err(ContributeError::Busy);
             }
@@ -100,7 +99,7 @@ impl Contributor {
         }
         for missing in missing() {
             let range = missing.start as usize..missing.end as usize;
-            // SAFETY: this is `committing`, and nothing is in flight: no write is in these bytes.
+            // SAFETY: the state is `committing` and nothing is in flight, so no write is in these bytes.
             unsafe { staging.memory().bytes_mut(range) }.fill(0);
         }
         let mut state = self.state.lock();
@@ -121,7 +120,7 @@ impl Contributor {
         Ok(Some((step, notice)))
     }
 
-    /// The contribution cannot be committed after all; those who wait with the caller hear why.
+    /// The commit cannot be sent after all. Everyone who waits for it gets the error.
     fn unseal(&self, error: ContributeError) -> ContributeError {
         let joined = {
             let mut state = self.state.lock();
@@ -132,8 +131,8 @@ impl Contributor {
         error
     }
 
-    /// Ships the whole mapped region as one contribution: what a program stored through mmap. `done`
-    /// gets the outcome as for [`Self::commit`], but a failed one leaves nothing open.
+    /// Commits the whole mapped region as one contribution: the values that a program stored through mmap. `done`
+    /// gets the outcome as in [`Self::commit`], but a failed commit leaves nothing open.
     pub fn commit_mapped(
         self: &Arc<Self>,
         timeout: Duration,
@@ -157,7 +156,7 @@ impl Contributor {
         self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
         self.traffic.reduced_on_arrival.fetch_add(self.layout.size(), Ordering::Relaxed);
         let notice = CommitNotice::whole(&self.layout, self.mapped.clone(), false);
-        // On an error the program still has the values in its mapping; nothing must linger for its next one.
+        // The program still has the values in its mapping. Nothing of this commit may stay for the next one.
         self.send_commit(step, notice, timeout, OnError::Aborts, done);
     }
 
@@ -189,22 +188,22 @@ impl Contributor {
         self.job.commit(self.learner, step, notice, timeout, Box::new(completion));
     }
 
-    /// Ends the wait for a commit that is on its way, unless it is taken: it then fails with
-    /// [`ShardError::Interrupted`], and the contribution is still open as after a timeout.
+    /// Ends the wait for a commit that is under way, unless it is taken. The commit then fails with
+    /// [`ShardError::Interrupted`], and the contribution is still open, as after a timeout.
     pub fn withdraw(&self) {
-        // A learner that is gone has nothing under way.
+        // A learner that is gone has no commit under way.
         let _ = self.job.withdraw(self.learner);
     }
 
-    /// Drops the open contribution, if there is one; the shard forgets what it took of it. Returns whether there was
-    /// one. While a commit is on its way this does nothing.
+    /// Drops the open contribution, and the shard's part of it. Returns whether there was one. It does nothing while
+    /// a commit is under way.
     pub fn abort(&self) -> bool {
         let mut state = self.state.lock();
-        // A copy that still runs ends within microseconds; the deadline is for a stuck machine.
+        // A running copy ends within microseconds. The deadline is for a stuck machine.
         let deadline = Instant::now() + STUCK;
         while state.tracker.is_busy() && !state.committing {
             if self.idle.wait_until(&mut state, deadline).timed_out() && state.tracker.is_busy() {
-                // Its bytes may still come: the region cannot be used again before.
+                // Bytes may still come into the region, so it cannot be used again yet.
                 let what = "a write of the dropped contribution is stuck";
                 state.failed = Some(ShardError::TimedOut(what.into()).into());
                 tracing::error!(learner = %self.learner, what);
@@ -227,10 +226,10 @@ impl Contributor {
         was_open
     }
 
-    /// Without the lock, but `committing`, so that no new contribution opens before the old one is gone.
+    /// The lock is not held, but the state is `committing`, so no new contribution opens before the old one is gone.
     fn send_abort(&self) {
         if let Err(error) = self.job.abort(self.learner) {
-            // A learner that is gone has nothing open either.
+            // A learner that is gone has no contribution open either.
             tracing::debug!(learner = %self.learner, %error, "dropping a contribution");
         }
     }

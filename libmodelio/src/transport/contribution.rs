@@ -1,5 +1,4 @@
-//! The contribution of a learner to a shard, whatever the transport: memory, blocks, the commit's notice; and
-//! the refusals of a shard.
+//! A learner's contribution, for any transport: its memory, its blocks and its commit; and a shard's refusals.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -21,13 +20,13 @@ pub enum TransportKind {
     InProcess,
     /// Streams over a network.
     Tcp,
-    /// Memory that processes on one host have in common.
+    /// Memory that processes of one host share.
     SharedMemory,
-    /// Memory that devices of both ends reach.
+    /// Memory that the devices of both ends reach.
     Rdma,
 }
 
-/// Why a program that was built without RDMA does not use it.
+/// The reason when a program without RDMA support does not use RDMA.
 pub const NO_RDMA: &str = "this gradfs was built without RDMA (cargo build --release --features rdma)";
 
 impl fmt::Display for TransportKind {
@@ -74,7 +73,7 @@ impl Region {
 pub struct BlockSlot {
     /// The learner.
     pub learner: LearnerId,
-    /// In which life.
+    /// The learner's incarnation.
     pub incarnation: Incarnation,
     /// The step of the learner.
     pub step: Step,
@@ -94,30 +93,30 @@ pub enum Placement {
     Duplicate,
 }
 
-/// The contents of a contribution when it ends.
+/// The content of a contribution at its end.
 #[derive(Clone, Debug)]
 pub struct CommitNotice {
-    /// Blocks that were sent; others count as zero.
+    /// The blocks that were sent. Others count as zero.
     pub sent: FixedBitSet,
-    /// The blocks of them to be read from `staging`.
+    /// The sent blocks that are read from `staging`.
     pub deferred: FixedBitSet,
-    /// The blocks of `deferred` that were never offered whole, so nobody has looked for NaN in them.
+    /// The deferred blocks that were never offered whole. They have not been searched for NaN and Inf.
     pub unchecked: FixedBitSet,
-    /// Tensors of which something was written, by number; others stay as they are, unless another learner has written
-    /// them.
+    /// The tensors of which something was written, by number. Others stay as they are, unless another learner has
+    /// written them.
     pub tensors: FixedBitSet,
-    /// The written parts of blocks that were written in part; the rest is zero. `None` if there are more than
-    /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces: then it cannot be of values.
+    /// The written ranges of partly written blocks; the rest is zero. `None` if there are more than
+    /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces. Then the contribution cannot be one of values.
     pub partly: Option<PartlyWritten>,
     /// The learner's staging region.
     pub staging: Region,
-    /// Whether the staging memory stays untouched until the learner opens its next contribution, so
-    /// that the shard may read it later. False where a program has it mapped.
+    /// Whether the staging memory stays untouched until the learner opens its next contribution. Then the shard may
+    /// read it later. False if a program has it mapped.
     pub lendable: bool,
 }
 
 impl CommitNotice {
-    /// All of a model, as it lies in `staging`.
+    /// A contribution of the whole model, in `staging`.
     pub fn whole(layout: &ModelLayout, staging: Region, lendable: bool) -> CommitNotice {
         let all = |len: usize| {
             let mut all = FixedBitSet::with_capacity(len);
@@ -139,8 +138,8 @@ impl CommitNotice {
     /// Checks that the shard can use it without harm.
     ///
     /// # Errors
-    /// [`ShardError::OutOfRange`] when it names other blocks or tensors than `layout` has, sets are not part of each other, or the
-    /// staging region is shorter than the model.
+    /// [`ShardError::OutOfRange`] when it names blocks or tensors that `layout` does not have, when a set exceeds the
+    /// set that should contain it, or when the staging region is shorter than the model.
     pub fn check(&self, layout: &ModelLayout) -> Result<(), ShardError> {
         let blocks = layout.blocks() as usize;
         let fits = [&self.sent, &self.deferred, &self.unchecked].iter().all(|set| set.len() == blocks)
@@ -153,13 +152,13 @@ impl CommitNotice {
     }
 }
 
-/// The refusal of a shard, and its reason. A refused request changes nothing.
+/// A shard's refusal of a request. A refused request changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum ShardError {
-    /// The learner is not (or no longer) in the job, or in another life.
+    /// The learner is not in the job, or has another incarnation.
     #[error("learner {0} is no longer in the job: join again (mkdir learners/<id>)")]
     UnknownLearner(LearnerId),
-    /// The name is taken by a live learner.
+    /// The name belongs to a live learner.
     #[error("learner {0:?} is already in the job")]
     NameTaken(String),
     /// A learner table is full.
@@ -187,7 +186,7 @@ pub enum ShardError {
     /// NaN or Inf under `nonfinite=reject`.
     #[error("block {0} holds NaN or Inf (control/nonfinite is \"reject\"); the contribution is dropped")]
     NonFinite(BlockId),
-    /// Fewer active learners than `min_learners`.
+    /// The job has fewer active learners than `min_learners`.
     #[error("the job is stopped: {active} active learners, control/min_learners is {needed}")]
     Stopped {
         /// Active now.
@@ -201,7 +200,7 @@ pub enum ShardError {
     /// The commit was withdrawn before it was taken.
     #[error("interrupted before the contribution was taken")]
     Interrupted,
-    /// Nobody is there, or the shard is shutting down.
+    /// No peer answers, or the shard is shutting down.
     #[error("the shard is not reachable")]
     Unreachable,
     /// There is no memory for the request.
@@ -210,15 +209,15 @@ pub enum ShardError {
     /// The request is not allowed in this state.
     #[error("{0}")]
     NotAllowed(String),
-    /// A shard has lost its blocks, or contradicts the others: the job cannot go on.
+    /// A shard has lost its blocks, or contradicts the others. The job cannot go on.
     #[error("the job has failed: {0}")]
     Lost(String),
-    /// There is no descriptor for the request.
+    /// No file descriptor is left for the request.
     #[error(
         "out of open files: {0}; start gradfs with a higher limit (ulimit -Hn), or have fewer learners and versions"
     )]
     OutOfFiles(String),
-    /// Values in too many pieces.
+    /// The values are written in too many pieces.
     #[error(
         "written in too many pieces: with reducer assign, a version takes {0} pieces of partly written blocks at most, of all learners"
     )]
@@ -226,7 +225,7 @@ pub enum ShardError {
 }
 
 impl ShardError {
-    /// Why there is no new memory: each has a descriptor, and those may be what is lacking.
+    /// The error for missing memory. Each piece of memory takes a file descriptor, and those may be used up instead.
     pub fn no_memory(error: &io::Error) -> ShardError {
         match error.raw_os_error() {
             Some(libc::EMFILE | libc::ENFILE) => ShardError::OutOfFiles(error.to_string()),

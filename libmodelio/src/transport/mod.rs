@@ -2,11 +2,11 @@
 //!
 //! | module | holds | uses |
 //! |---|---|---|
-//! | `stream` | what a byte stream is, what its connection is woken by, the memory that it names | |
+//! | `stream` | byte streams, their connections and the memory that they name | |
 //! | `frames` | messages and payload as frames on a byte stream | `stream` |
 //! | `reactor` | threads that drive byte streams, by io_uring, by epoll, or by a transport's own driver | `stream` |
 //! | `tcp` | byte streams over sockets | `reactor`, `stream` |
-//! | `shm` | byte streams and payload in memory that processes of one host have in common | `reactor`, `stream` |
+//! | `shm` | byte streams and payload in memory that processes of one host share | `reactor`, `stream` |
 //! | `rdma` | byte streams and payload between registered memory of two machines | `reactor`, `stream` |
 //! | `local` | a model whose client, coordinator and partition are in one process | |
 //!
@@ -17,8 +17,8 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `contribution` | what a learner hands to a shard: regions, blocks, what a commit says of them |
-//! | `tally` | how much payload was moved, and how much of it CPUs copied |
+//! | `contribution` | what a learner hands to a shard: regions, blocks, commits |
+//! | `tally` | counts of moved payload, and of the part that CPUs copied |
 
 mod contribution;
 pub mod frames;

@@ -57,12 +57,12 @@ impl Tally {
         }
     }
 
-    /// A block has gone or come.
+    /// A block was moved.
     pub fn moved(&self, flow: Flow, bytes: usize) {
         self.of(flow).moved.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Bytes of a block were copied, or will have been when it has gone.
+    /// Bytes of a block were copied, or will be before it has moved.
     pub fn copied(&self, flow: Flow, bytes: usize) {
         if bytes > 0 {
             self.of(flow).copied.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -74,7 +74,7 @@ impl Tally {
         self.stored.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// All that was counted.
+    /// All counts.
     pub fn read(&self) -> Payloads {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         Payloads {

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_of_another_epoch_are_told_so() {
+    fn requests_of_another_epoch_are_refused() {
         let map = BlockMap::striped(10, &shards(3)).unwrap();
         assert_eq!(map.owner(Epoch(1), BlockId(4)), Ok(ShardId(4)));
         let stale = MapError::Epoch { expected: Epoch(1), got: Epoch(0) };

@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_consistency_is_told_all_the_good_ones() {
+    fn a_bad_consistency_gets_a_list_of_the_good_ones() {
         let error = Controls::default().with("consistency", "quorum(0)").unwrap_err();
         let expected = "consistency: \"quorum(0)\" is not sync, async, quorum(k) with k from 1 to 65536, \
                         or ssp(s) with s from 0 to 65536";
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn a_consistency_in_the_wrong_form_is_told_the_right_one() {
+    fn a_consistency_in_the_wrong_form_gets_the_right_form() {
         for (text, meant) in [
             ("quorum 2", Some("quorum(2)")),
             ("Quorum=3", Some("quorum(3)")),

@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn the_documents_tell_of_every_reducer() {
+    fn the_documents_describe_every_reducer() {
         let semantics = include_str!("../../../docs/semantics.md");
         let names =
             rows(semantics, "| reducer |").into_iter().skip(2).filter_map(|row| row.split('`').nth(1));

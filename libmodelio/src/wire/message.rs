@@ -169,8 +169,8 @@ pub enum Message {
         /// The token of the weights.
         token: u64,
     },
-    /// A granted contribution holds NaN or Inf, which is to be refused; the client found it when it added the
-    /// contribution to others. Not answered; said again when the shard asks for the block again.
+    /// A granted contribution holds NaN or Inf, which the job refuses. The client has found it when it added the
+    /// contribution to others. Not answered; repeated when the shard asks for the block again.
     NonFiniteContribution {
         /// The plan.
         plan: PlanId,
@@ -179,16 +179,15 @@ pub enum Message {
         /// The block with the number.
         block: BlockId,
     },
-    /// The granted bytes are no longer here: their program has given them up. Not answered; said again with
-    /// the grant.
+    /// The granted payload has gone: its program has given it up. Not answered; repeated with the grant.
     SourceGone {
         /// The plan.
         plan: PlanId,
         /// The learner of the contribution; none for new weights.
         learner: Option<LearnerId>,
     },
-    /// Acknowledges answers, and says which numbers the client's requests have. Not answered. It is the first
-    /// message over a connection: requests under other numbers over an earlier one were somebody else's.
+    /// Acknowledges answers, and states the numbers of the client's requests. Not answered. It is the first message over
+    /// a connection. Requests with other numbers over an earlier connection were somebody else's.
     AckThrough {
         /// The client has every answer up to this number, and will not ask again.
         request: u64,
@@ -450,7 +449,8 @@ pub enum Message {
     },
 
     // -- a shard to a client, on a connection for blocks
-    /// Whether the client is to use its other connections instead of this one, unless something was lost.
+    /// Parks this connection, or uses it again. The client uses its other connections instead of a parked one, unless
+    /// something was lost.
     Park {
         /// Whether this one is parked.
         parked: bool,
@@ -616,8 +616,7 @@ pub struct JobState {
     pub version: Version,
     /// Plans up to this one are over.
     pub over: PlanId,
-    /// The last number that the client has acknowledged by `AckThrough`; none if it has not yet over this
-    /// connection.
+    /// The last number that the client has acknowledged by `AckThrough`. None if it has not done so over this connection.
     pub acked_through: Option<u64>,
     /// The settings.
     pub controls: Controls,

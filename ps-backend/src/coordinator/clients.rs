@@ -1,4 +1,4 @@
-//! The coordinator's clients: their requests, once each, their learners, their silence.
+//! The coordinator's clients: their requests, which are carried out once, their learners and their leases.
 use std::collections::{BTreeMap, BTreeSet};
 
 use libmodelio::transport::ShardError;
@@ -13,13 +13,13 @@ use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
 use super::{Action, CoordinatorCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
 use crate::core::{Contribution, Now, Opening, Ticket};
 
-/// Longest name of a setting and longest value of one, in bytes.
+/// The longest name and the longest value of a setting, in bytes.
 const MAX_SETTING: (usize, usize) = (64, 64 << 10);
 
-/// Longest reason of a refusal that quotes a client, in characters.
+/// The longest reason of a refusal that quotes a client, in characters.
 const MAX_REASON: usize = 1000;
 
-/// A client that is not connected and has nothing in the job is forgotten after this where leases never end.
+/// If leases never end, a client that is not connected and has nothing in the job is forgotten after this time.
 const FORGET: Now = Now::from_secs(60);
 
 /// One client.
@@ -27,7 +27,7 @@ const FORGET: Now = Now::from_secs(60);
 pub(super) struct Client {
     pub(super) connected: bool,
     last_seen: Now,
-    /// With the newest request about each.
+    /// Its learners, each with the newest request about it.
     pub(super) learners: BTreeMap<LearnerId, Asked>,
     pub(super) requests: Requests,
     #[serde(skip)]
@@ -39,7 +39,7 @@ pub(super) struct Client {
 struct SentState {
     state: JobState,
     at: Now,
-    /// The time when the client was first sent the same state.
+    /// When the client was first sent the same state.
     since: Now,
 }
 
@@ -60,13 +60,13 @@ impl Client {
         self.requests.kept()
     }
 
-    /// It has to connect to another shard, and has all of its lease for it.
+    /// The client has to connect to another shard. Its lease begins anew.
     pub(super) fn taken_over(&mut self, now: Now) {
         self.connected = false;
         self.last_seen = now;
     }
 
-    /// Whether the client must be sent the state: it is new to the client, or was sent long enough ago.
+    /// Whether the client must be sent the state, because it is new to the client or was sent long enough ago.
     pub(super) fn needs_state(&self, state: &JobState, now: Now) -> bool {
         self.sent_state.as_ref().is_none_or(|sent| {
             let known = sent.at.saturating_sub(sent.since);
@@ -86,10 +86,10 @@ impl Client {
 }
 
 impl CoordinatorCore {
-    /// A client connects, or comes back. Tells it the state of the job.
+    /// A client connects, perhaps again. It is sent the state of the job.
     ///
     /// # Errors
-    /// When there are too many.
+    /// When there are too many clients.
     pub fn client_up(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) -> Result<(), Refusal> {
         let is_full = !self.clients.contains_key(&id) && self.clients.len() >= MAX_CLIENTS;
         let idle = if is_full { self.idle_client() } else { None };
@@ -113,15 +113,15 @@ impl CoordinatorCore {
         Ok(())
     }
 
-    /// The client that has been silent for longest, among those that are not connected and have nothing in
-    /// the job but answers.
+    /// The client that has been silent for longest, among those that are not connected and have only answers kept for
+    /// them.
     fn idle_client(&self) -> Option<ClientId> {
         let idle = self.clients.iter().filter(|(id, client)| !client.connected && !self.takes_part(**id));
         idle.min_by_key(|(_, client)| client.last_seen).map(|(&id, _)| id)
     }
 
-    /// The client's connection is gone. It may come back within its lease; a client that only reads need not
-    /// be waited for.
+    /// The client's connection has ended. It may come back within its lease. A client that only reads is forgotten at
+    /// once.
     pub fn client_down(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         client.connected = false;
@@ -137,14 +137,14 @@ impl CoordinatorCore {
             || self.assigns_from(id)
     }
 
-    /// Sign of life.
+    /// A sign of life of a client.
     pub fn client_alive(&mut self, id: ClientId, now: Now) {
         if let Some(client) = self.clients.get_mut(&id) {
             client.last_seen = now;
         }
     }
 
-    /// Clients that are connected, and all that are known.
+    /// The number of connected clients, and of all known ones.
     pub fn client_count(&self) -> (usize, usize) {
         (self.clients.values().filter(|client| client.connected).count(), self.clients.len())
     }
@@ -184,8 +184,8 @@ impl CoordinatorCore {
             return self.client_down(id, now, actions);
         }
         let asked = client.requests.opens(request);
-        // A commit that comes after its contribution was ended must not count: each learner's requests are
-        // taken in order. But a commit that repeats a taken one is answered so.
+        // A commit must not count if it comes after the end of its contribution, so each learner's requests are taken
+        // in order. But a commit that repeats a taken one gets its answer.
         let repeats = match &message {
             Message::Commit { learner, step, .. } => {
                 self.core.member(*learner, now).is_some_and(|member| *step == member.step)
@@ -193,7 +193,7 @@ impl CoordinatorCore {
             _ => false,
         };
         if let Some(newest) = subject(&message).and_then(|learner| client.learners.get_mut(&learner)) {
-            // An older commit does not end the wait of one that was sent anew since, either.
+            // Nor does an older commit end the wait of a newer one.
             let is_overtaken = client.requests.is_before(request, *newest);
             if is_overtaken && (!repeats || client.requests.is_open(*newest)) {
                 let overtaken = Message::Refused(ShardError::Interrupted.into());
@@ -208,7 +208,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// Takes messages that need no answer.
+    /// Takes a message that needs no answer.
     fn notified(&mut self, id: ClientId, message: Message, now: Now, actions: &mut Vec<Action>) {
         match message {
             Message::AckThrough { request, newest } => {
@@ -233,7 +233,7 @@ impl CoordinatorCore {
             Message::NonFiniteContribution { plan, learner, block } => {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
-            // The staged contribution lies in this process: another plan would lack it, too.
+            // The staged contribution lies in this process, so another plan would not find it either.
             Message::SourceGone { plan, learner } if self.in_process => {
                 let who = learner.map_or("new weights".to_owned(), |learner| format!("learner {learner}"));
                 let why = format!("plan {plan}: the contribution of {who} is gone");
@@ -242,7 +242,7 @@ impl CoordinatorCore {
             Message::SourceGone { plan, learner } => {
                 self.withheld(id, plan, learner, ShardError::Interrupted, now, actions);
             }
-            // Signs of life, and messages of a later release.
+            // Others are signs of life, or messages of a later release.
             _ => {}
         }
     }
@@ -278,8 +278,8 @@ impl CoordinatorCore {
                 if let Some(client) = self.clients.get_mut(&id) {
                     client.learners.insert(learner, asked);
                 }
-                // The state comes first: a learner that has joined may begin at once, in a job that runs
-                // since then.
+                // The state is sent first: a learner that has joined may begin at once, and its job may have begun to
+                // run just now.
                 self.perform(std::mem::take(&mut wanted), now, actions);
                 self.send_state_to_all(now, actions);
                 Some(Message::Joined { learner, incarnation, since: self.sequence })
@@ -302,7 +302,7 @@ impl CoordinatorCore {
             }
             Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under } => {
                 let learner = mine(learner)?;
-                // Clients open contributions by themselves and announce it separately: the message may still
+                // Clients open contributions by themselves and announce them separately. The announcement may still
                 // be under way.
                 let next = core.member(learner, now).map(|member| member.step.next());
                 if next == Some(step) {
@@ -322,7 +322,7 @@ impl CoordinatorCore {
                 let steady = self.in_process && !lent;
                 let contribution = Contribution { learner, sent, tensors, partly, source, steady, lent };
                 let deadline = deadline(timeout_ms);
-                // Another contribution to the step was begun before this one, and blocks of it were sent.
+                // Another contribution to the step was begun before this one, and its blocks were sent.
                 let is_stale = under.is_none() || under != self.provisional_plan();
                 if is_stale {
                     self.core.drop_early(learner, &mut wanted);
@@ -350,7 +350,7 @@ impl CoordinatorCore {
                     )));
                 }
                 let controls = core.controls().with(&name, &value);
-                // Answers are kept.
+                // Answers are kept, so their reasons must not be long.
                 let refused = |error: &dyn std::fmt::Display| {
                     Refusal::Control(error.to_string().chars().take(MAX_REASON).collect())
                 };
@@ -412,13 +412,13 @@ impl CoordinatorCore {
         }
     }
 
-    /// The time of silence after which a client is given up.
+    /// The silence after which a client is given up.
     fn longest_absence(&self) -> Now {
         let lease = self.core.controls().lease;
         if lease.is_zero() { FORGET } else { lease }
     }
 
-    /// Ends clients that have been silent for the lease.
+    /// Gives up clients that have been silent for the lease.
     pub(super) fn expire_clients(&mut self, now: Now, actions: &mut Vec<Action>) {
         let (longest, endless) = (self.longest_absence(), self.core.controls().lease.is_zero());
         for client in self.clients.values_mut().filter(|client| client.connected) {
@@ -437,10 +437,10 @@ impl CoordinatorCore {
         }
     }
 
-    /// The client and its waiting contributions are lost.
+    /// Gives up a client, with its waiting contributions.
     fn client_gone(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.remove(&id) else { return };
-        // A client that has asked for nothing has nothing that could come late.
+        // No request can come late from a client that has made none.
         if client.requests.newest() > 0 {
             if self.given_up.len() >= MAX_CLIENTS {
                 self.given_up.pop_front();
@@ -450,9 +450,9 @@ impl CoordinatorCore {
         self.tickets.retain(|_, (of, _)| *of != id);
         let mut wanted = Vec::new();
         self.core.withdraw_assign(|source| source.client == id, now, &mut wanted);
-        // Before anything is lost: it may have begun something that is void then.
+        // This comes before anything is dropped: it may have begun work that is void afterwards.
         self.perform(wanted, now, actions);
-        // Learners that have left leave contributions behind.
+        // Learners that have left may have left contributions behind.
         let left = self.core.unread().filter(|(_, source)| source.client == id).map(|(learner, _)| learner);
         let learners: BTreeSet<LearnerId> = client.learners.into_keys().chain(left).collect();
         self.lose(id, &learners.into_iter().collect::<Vec<_>>(), now, actions);

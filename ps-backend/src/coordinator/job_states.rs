@@ -1,4 +1,4 @@
-//! The state that clients are sent, and how often.
+//! The job's state, as it is sent to clients.
 use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::wire::{JobState, LearnerState, Message};
 
@@ -7,7 +7,7 @@ use super::{Action, CoordinatorCore};
 use crate::core::Now;
 
 impl CoordinatorCore {
-    /// The state of the job, as one client is to see it, but for its number.
+    /// The state of the job for one client, without its number.
     pub fn state(&self, id: ClientId, now: Now) -> JobState {
         let learners = self.clients.get(&id).map(|client| client.learners.keys());
         let view = |learner: &LearnerId| {
@@ -50,7 +50,7 @@ impl CoordinatorCore {
         self.send_states(&self.connected(), |_, _| true, now, actions);
     }
 
-    /// Sends the state to the clients that do not know it, and repeats it to the others ever more seldom.
+    /// Sends the state to clients that do not know it, and repeats it to the others, less and less often.
     pub(super) fn resend_states(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.states_sent_at = now;
         self.sequence += 1;

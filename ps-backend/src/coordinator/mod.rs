@@ -1,9 +1,9 @@
 //! The coordinator of a model: the job's decisions, for clients and shards on a network. Pure: messages and `now` go
-//! in, messages come out.
+//! in, and messages come out.
 //!
-//! Around a [`JobCore`], which decides as it does on one machine, it keeps the clients (their requests are carried
-//! out once, however often they come), and has the shards do what the core calls accumulating and reducing: as plans, one
-//! at a time, which are concluded when every shard is ready and dropped when a client is lost or a contribution
+//! It is built around a [`JobCore`], which decides as it does on one machine. The coordinator keeps the clients, and
+//! carries each of their requests out once. It turns the core's accumulating and reducing into plans for the shards,
+//! one at a time. A plan is concluded when every shard is ready, and dropped when a client is lost or a contribution
 //! refused. `docs/network.md` tells why.
 
 mod clients;
@@ -34,40 +34,40 @@ pub use moving::TakeOverError;
 use plans::{Run, is_provisional};
 use requests::Asked;
 
-/// The place where a contribution, or new weights, wait to be sent.
+/// The payload of a contribution, or of new weights.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Source {
-    /// At this client.
+    /// The client that holds it.
     pub client: ClientId,
-    /// Its name for it: the learner's step, or the token of new weights.
+    /// The client's name for it: the learner's step, or the token of new weights.
     pub name: u64,
-    /// Blocks of new weights.
+    /// The blocks of new weights.
     pub weights: BlockRanges,
 }
 
-/// Index of a shard among those of the model.
+/// The index of a shard among those of the model.
 pub type Partition = usize;
 
 /// Work for the edge.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Send to a client: the answer to a request, or unasked under number 0.
+    /// Send to a client: the answer to a request, or a notice under number 0.
     ToClient(ClientId, u64, Message),
-    /// Send to a shard of the model. The answer, if there is one, repeats the number.
+    /// Send to a shard of the model. An answer repeats the number.
     ToPartition(Partition, u64, Message),
-    /// The client breaks the protocol, or is no longer known: close its connection.
+    /// Close the client's connection: the client breaks the protocol, or is no longer known.
     Close(ClientId, Refusal),
     /// A version is complete.
     Published(Version),
 }
 
-/// The interval in which unanswered messages are repeated, and in which the state is compared with the one
-/// that clients know. It is also the first interval in which an unchanged state is repeated, in case it was lost.
+/// The interval in which unanswered messages are repeated, and in which the state is compared with the one that
+/// clients know. An unchanged state is first repeated after this interval, in case it was lost.
 const REPEAT: Now = Now::from_millis(500);
 /// The longest interval in which an unchanged state is repeated.
 const REPEAT_SELDOM: Now = Now::from_secs(4);
 
-/// Clients of one model.
+/// The most clients of one model.
 pub const MAX_CLIENTS: usize = 4096;
 
 /// The job of one model.
@@ -87,7 +87,7 @@ pub struct CoordinatorCore {
     #[serde(skip)]
     shards: Arc<[ShardId]>,
     clients: BTreeMap<ClientId, Client>,
-    /// Clients that were given up, with the highest number of a request of each: the newest ones.
+    /// The newest clients that were given up, each with its highest request number.
     given_up: VecDeque<(ClientId, u64)>,
     owners: BTreeMap<LearnerId, ClientId>,
     /// Requests that the core answers later.
@@ -95,18 +95,18 @@ pub struct CoordinatorCore {
     next_ticket: Ticket,
     #[serde(skip)]
     run: Option<Run>,
-    /// The core's next actions, while a run is being wound up.
+    /// The core's next actions, which wait until the present plan has ended.
     #[serde(skip)]
     queue: VecDeque<core::Action<Source>>,
     next_plan: PlanId,
-    /// The number of the last state that clients were sent.
+    /// The number of the newest state that was sent to clients.
     sequence: u64,
     /// Whether clients must be sent the state.
     changed: bool,
     states_sent_at: Now,
-    /// Why nothing goes any more.
+    /// Why the job has failed.
     failed: Option<Refusal>,
-    /// Shards that have not been reached for long.
+    /// The shards that have been out of reach for long.
     #[serde(skip)]
     away: Vec<ShardId>,
     /// The only client and the only shard are in this process.
@@ -125,7 +125,7 @@ impl CoordinatorCore {
     /// A job at version 0, for a model of this layout on `partitions` shards.
     ///
     /// # Errors
-    /// Settings that do not fit the model.
+    /// When the settings do not fit the model.
     pub fn new(
         layout: &ModelLayout,
         partitions: usize,
@@ -162,21 +162,21 @@ impl CoordinatorCore {
         })
     }
 
-    /// Sets the numbers of the shards, which reports about them name.
+    /// Sets the numbers of the shards, for messages.
     pub fn on_shards(self, shards: Vec<ShardId>) -> CoordinatorCore {
         CoordinatorCore { shards: shards.into(), ..self }
     }
 
-    /// Plans begin while their last contribution is written: its clients send blocks as they are whole.
+    /// Plans may begin while their last contribution is written. Its client sends blocks as they become whole.
     #[must_use]
     pub fn with_provisional_plans(self) -> CoordinatorCore {
         CoordinatorCore { core: self.core.with_provisional_plans(), ..self }
     }
 
-    /// The only client and the only shard are in this process. So the client's staging memory is not lost
-    /// while the job lives, the client is never given up, and plans begin while their last contribution is
-    /// written. The edge has to report if the next version has no buffer ([`Self::buffer`]) before the
-    /// shard has concluded the plan of a version, and each change after that.
+    /// The only client and the only shard are in this process. So staging memory is not lost while the job lives, the
+    /// client is never given up, and plans may begin while their last contribution is written. The edge must report that
+    /// the next version has no buffer ([`Self::buffer`]) before the shard has concluded the plan of a version. It must
+    /// also report each later change.
     #[must_use]
     pub fn in_process(self) -> CoordinatorCore {
         let core = self.core.with_provisional_plans().of_whole_blocks();
@@ -198,7 +198,7 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// The job itself, to look at.
+    /// The job, for reading.
     pub fn job(&self) -> &JobCore<Source> {
         &self.core
     }
@@ -208,7 +208,7 @@ impl CoordinatorCore {
         self.run.as_ref().map(|run| (run.id(), run.waiting().collect()))
     }
 
-    /// Requests that are not answered yet, and answers that are kept because their clients may not have had them.
+    /// The number of unanswered requests, and of answers that are kept because their clients may not have them.
     pub fn kept(&self) -> (usize, usize) {
         (self.tickets.len(), self.clients.values().map(Client::answers).sum())
     }
@@ -218,7 +218,7 @@ impl CoordinatorCore {
         self.failed.as_ref()
     }
 
-    /// These shards have not been reached for long: waiting requests may wait for them.
+    /// These shards have been out of reach for long, so waiting requests may wait for them.
     pub fn are_away(&mut self, shards: Vec<ShardId>, now: Now, actions: &mut Vec<Action>) {
         if self.away != shards {
             self.away = shards;
@@ -226,7 +226,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// The shards that [`Self::are_away`] has named.
+    /// The shards of [`Self::are_away`].
     pub fn away(&self) -> &[ShardId] {
         &self.away
     }
@@ -240,7 +240,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// Carries out what the core wants, until nothing is left.
+    /// Carries out the core's actions until none is left.
     fn perform(&mut self, wanted: Vec<core::Action<Source>>, now: Now, actions: &mut Vec<Action>) {
         let mut wanted = VecDeque::from(wanted);
         let mut answers = Vec::new();
@@ -278,13 +278,13 @@ impl CoordinatorCore {
         if std::mem::take(&mut self.changed) {
             self.send_state_to_all(now, actions);
         }
-        // Answers come after the state that they are part of: a client that has its answer knows the outcome.
+        // Answers go after the state: a client that has its answer must know the outcome.
         for (client, asked, answer) in answers {
             self.answer(client, asked, answer, actions);
         }
     }
 
-    /// A timeout names the shards that are out of reach.
+    /// Adds the shards that are out of reach to a timeout's message.
     fn with_shards(&self, error: ShardError) -> ShardError {
         match error {
             ShardError::TimedOut(why) if !self.away.is_empty() => {
@@ -295,7 +295,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// When [`Self::tick`] has something to do at the latest.
+    /// The latest moment for the next [`Self::tick`].
     pub fn next_deadline(&self) -> Now {
         let repeat = self.run.as_ref().map(Run::repeat_at);
         let core = [self.core.next_deadline(), self.core.next_overdue()];
@@ -303,7 +303,7 @@ impl CoordinatorCore {
         deadlines.flatten().min().unwrap_or(Now::MAX)
     }
 
-    /// Time passes: deadlines, leases, and messages that have to be repeated.
+    /// Time passes. Handles deadlines and leases, and repeats messages.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.expire_clients(now, actions);
         let mut wanted = Vec::new();
@@ -319,7 +319,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// The blocks as a set, if they are a model's.
+    /// The blocks as a set. None if the model does not have them.
     fn block_set(&self, ranges: &BlockRanges) -> Option<fixedbitset::FixedBitSet> {
         let mut set = fixedbitset::FixedBitSet::with_capacity(self.blocks as usize);
         for range in ranges {

@@ -1,12 +1,12 @@
-//! The coordinator while its model's blocks move: holding the job between two versions, and being taken to another
-//! shard.
+//! The coordinator while its model's blocks move. It holds the job between two versions, and its state goes to
+//! another shard.
 
 use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::{Action, CoordinatorCore, Now};
 use crate::core::JobRecord;
 
-/// The received state is no coordinator of this model.
+/// The received state does not fit this model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the state of the model's coordinator cannot be used: {0}")]
 pub struct TakeOverError(String);
@@ -17,7 +17,7 @@ impl CoordinatorCore {
         self.core.hold();
     }
 
-    /// Goes on.
+    /// Lets the job go on.
     pub fn release(&mut self, now: Now, actions: &mut Vec<Action>) {
         let mut wanted = Vec::new();
         self.core.release(now, &mut wanted);
@@ -29,7 +29,7 @@ impl CoordinatorCore {
         self.core.is_held() && self.run.is_none() && self.queue.is_empty()
     }
 
-    /// The reason why the job is not held yet, for people.
+    /// Why the job is not held yet, for people.
     pub fn held_up_by(&self) -> String {
         if let Some(failed) = &self.failed {
             return format!("the job has failed: {failed}");
@@ -50,10 +50,10 @@ impl CoordinatorCore {
         }
     }
 
-    /// All of it, for another shard. Allowed only while [`Self::is_held`].
+    /// The whole state, for another shard. It is allowed only while [`Self::is_held`].
     ///
     /// # Errors
-    /// [`TakeOverError`] if it is not.
+    /// [`TakeOverError`] if the job is not held.
     pub fn hand_over(&self) -> Result<Vec<u8>, TakeOverError> {
         if !self.is_held() {
             return Err(TakeOverError(self.held_up_by()));
@@ -61,8 +61,8 @@ impl CoordinatorCore {
         postcard::to_stdvec(self).map_err(|error| TakeOverError(error.to_string()))
     }
 
-    /// A coordinator that was handed over at `now`, for a model of this layout on `partitions` shards. It goes on at
-    /// once: clients come back to it.
+    /// A coordinator from a hand-over at `now`, for a model of this layout on `partitions` shards. It goes on at
+    /// once, and clients come back to it.
     ///
     /// # Errors
     /// [`TakeOverError`] for anything that [`Self::hand_over`] does not make.
@@ -91,8 +91,7 @@ impl CoordinatorCore {
         Ok(coordinator)
     }
 
-    /// Goes on from the snapshot's record of a job, with the settings that this job has. The job must have
-    /// just begun.
+    /// Begins at a snapshot's record of a job, with this job's settings. The job must have just begun.
     ///
     /// # Errors
     /// [`TakeOverError`] for the record of another model.
@@ -101,7 +100,7 @@ impl CoordinatorCore {
         Ok(self)
     }
 
-    /// Called after [`Self::taken_over`]: work that the job waits for begins, if there is any.
+    /// Begins waiting work after [`Self::taken_over`].
     pub fn go_on(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.core.hold();
         self.release(now, actions);

@@ -1,5 +1,4 @@
-//! The coordinator's plans: the core's accumulating and reducing, done by clients that send and shards that
-//! add.
+//! The coordinator's plans: the core's accumulating and reducing, done by clients that send and shards that add.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -23,11 +22,11 @@ enum Kind {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The plan gathers blocks, until all shards are ready.
+    /// The shards gather blocks, until all are ready.
     Gathering,
-    /// All were: until all know that it counts.
+    /// The plan counts, and not all shards know yet.
     Concluding,
-    /// The plan is void, until all shards know.
+    /// The plan is void, and not all shards know yet.
     Dropping,
 }
 
@@ -41,7 +40,7 @@ pub(super) struct Run {
     senders: Vec<Sender>,
     start: Message,
     stage: Stage,
-    /// Shards that have not answered what the stage asks of them.
+    /// The shards that have not answered the stage's message.
     waiting: BTreeSet<Partition>,
     repeat_at: Now,
 }
@@ -68,7 +67,7 @@ impl Run {
         Action::ToClient(sender.client, 0, message)
     }
 
-    /// The message of the stage to the shards.
+    /// The message of the present stage to the shards.
     fn order(&self) -> (u64, Message) {
         match self.stage {
             Stage::Gathering => (self.id.0, self.start.clone()),
@@ -77,8 +76,8 @@ impl Run {
         }
     }
 
-    /// The same, for a shard that may have missed it, or has got another message over another connection: the
-    /// messages also say which plan is meant.
+    /// The messages of all stages so far, for a shard that may have missed some, or that has another coordinator's
+    /// messages. They also name the plan.
     fn orders(&self) -> impl Iterator<Item = (u64, Message)> {
         let start = (self.stage != Stage::Gathering).then(|| (self.id.0, self.start.clone()));
         start.into_iter().chain([self.order()])
@@ -86,7 +85,7 @@ impl Run {
 }
 
 impl CoordinatorCore {
-    /// A shard has answered, or says something unasked.
+    /// Takes an answer or a notice of a shard.
     pub fn from_partition(
         &mut self,
         partition: Partition,
@@ -97,7 +96,7 @@ impl CoordinatorCore {
     ) {
         let is_current = self.run.as_ref().is_some_and(|run| run.id.0 == request);
         match &message {
-            // While the plan is concluded or dropped the refusal means nothing: that order is sent again.
+            // While the plan is concluded or dropped, the refusal has no effect, because that order is repeated.
             Message::Refused(Refusal::Plan { plan, newest }) => {
                 let is_past = |run: &Run| run.id == *plan && newest >= plan && run.stage == Stage::Gathering;
                 if self.run.as_ref().is_some_and(is_past) {
@@ -144,7 +143,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A shard is there again: messages that it may have missed are repeated.
+    /// A shard is connected again. Messages that it may have missed are repeated.
     pub fn partition_up(&mut self, partition: Partition, actions: &mut Vec<Action>) {
         if let Some(run) = &self.run
             && run.waiting.contains(&partition)
@@ -174,7 +173,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A contribution of the running plan (or the new weights) is refused.
+    /// A contribution of the running plan, or its new weights, are refused.
     fn refused(
         &mut self,
         learner: Option<LearnerId>,
@@ -191,14 +190,14 @@ impl CoordinatorCore {
             (Kind::Reduce, _) if is_provisional(&run.work) => self.core.early_failed(now, &mut wanted),
             (Kind::Reduce, Some(learner)) => self.core.refused(vec![(learner, error)], now, &mut wanted),
             (Kind::Assign, _) => self.core.assign_failed(error, now, &mut wanted),
-            // A shard names a client that sends nothing.
+            // The shard names a client that sends nothing.
             (_, None) => return,
         }
         self.drop_run(now, actions);
         self.perform(wanted, now, actions);
     }
 
-    /// A shard has read memory of a client's that may not have been lent any more: another plan reads all of it anew.
+    /// A shard has read a client's memory whose loan may have ended. Another plan reads everything again.
     fn torn(&mut self, now: Now, actions: &mut Vec<Action>) {
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
@@ -207,15 +206,14 @@ impl CoordinatorCore {
                 self.core.early_failed(now, &mut wanted);
             }
             Some(Kind::Reduce) => self.core.refused(Vec::new(), now, &mut wanted),
-            // New weights are nobody's to write again.
+            // New weights lie in memory that is not written again.
             Some(Kind::Assign) | None => return,
         }
         self.drop_run(now, actions);
         self.perform(wanted, now, actions);
     }
 
-    /// The memory that `learner` has lent for its last commit is its program's again: work that reads it is
-    /// void.
+    /// `learner` has the memory back that it lent for its last commit. Work that reads the memory is void.
     pub(super) fn reclaim(
         &mut self,
         learner: LearnerId,
@@ -230,7 +228,7 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// Begins what the core wants.
+    /// Begins the work that the core wants.
     pub(super) fn begin(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
         if self.failed.is_some() {
             return;
@@ -244,11 +242,11 @@ impl CoordinatorCore {
         self.repeat(now, actions);
     }
 
-    /// The provisional plan under way is this one from now on: shards hear what they wait for, and clients that all of it
-    /// is to be sent.
+    /// Seals the provisional plan under way with this one. Shards get the final plan, and clients are granted all of
+    /// it.
     pub(super) fn seal(&mut self, plan: Arc<core::Plan<Source>>, now: Now, actions: &mut Vec<Action>) {
         let work = core::Action::Reduce(plan);
-        // It waits for the plan before to be wound up.
+        // The provisional plan has not begun: it waits for the end of the plan before.
         if let Some(waits) = self.queue.iter_mut().find(|work| is_provisional(work)) {
             *waits = work;
             return;
@@ -260,7 +258,7 @@ impl CoordinatorCore {
         if let Some((kind, senders, mut start)) = self.plan_of(&work, id)
             && let Some(run) = &mut self.run
         {
-            // Settings count from the next plan.
+            // New settings count from the next plan.
             if let (Message::Start(begun), Message::Start(sealed)) = (&run.start, &mut start) {
                 sealed.ordered = begun.ordered;
                 let same = |source: &mut PlanSource| {
@@ -274,13 +272,13 @@ impl CoordinatorCore {
         self.repeat(now, actions);
     }
 
-    /// The plan under way, if a contribution to it is still written.
+    /// The plan under way, if its last contribution is still being written.
     pub(super) fn provisional_plan(&self) -> Option<PlanId> {
         let is_it = |run: &&Run| is_provisional(&run.work) && run.stage == Stage::Gathering;
         self.run.as_ref().filter(is_it).map(Run::id)
     }
 
-    /// Begins a work, or has it wait for the plan before.
+    /// Begins work, or queues it until the present plan has ended.
     pub(super) fn want(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
         match self.run {
             Some(_) => self.queue.push_back(work),
@@ -288,8 +286,8 @@ impl CoordinatorCore {
         }
     }
 
-    /// The senders and the work of an action, as a plan for shards under this number. None for actions that
-    /// are no work of theirs.
+    /// The senders of a core's action, and its message to the shards as the plan of this number. None for actions
+    /// that are no work of shards.
     fn plan_of(&self, work: &core::Action<Source>, id: PlanId) -> Option<(Kind, Vec<Sender>, Message)> {
         let (kind, senders, todo) = match work {
             core::Action::Accumulate { contributions, combine } => {
@@ -313,7 +311,7 @@ impl CoordinatorCore {
                         client: buffer.client,
                         learners: Vec::new(),
                         payload: Granted::Weights(buffer.name),
-                        // They were a model's when they came.
+                        // The blocks were checked when the request came.
                         blocks: self.block_set(&buffer.weights).unwrap_or_default(),
                         partly: PartlyWritten::default(),
                     };
@@ -343,7 +341,7 @@ impl CoordinatorCore {
         Some((kind, senders, start))
     }
 
-    /// All shards are ready: from here on the plan counts.
+    /// All shards are ready. The plan counts from here on.
     fn conclude(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.wind_up(Stage::Concluding, now, actions);
         let mut wanted = Vec::new();
@@ -358,7 +356,7 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// The results of the plan are void.
+    /// Drops the running plan. Its results are void.
     fn drop_run(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.wind_up(Stage::Dropping, now, actions);
     }
@@ -380,7 +378,7 @@ impl CoordinatorCore {
         );
     }
 
-    /// A shard takes the plan for one that is over, as somebody else may have told it. Another plan does the
+    /// A shard refuses the plan as past, perhaps because of another coordinator's messages. Another plan does the
     /// same work.
     fn begin_again(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
@@ -394,7 +392,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// Says what has not been answered for a while.
+    /// Repeats messages that have had no answer for a while.
     pub(super) fn repeat(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = self.run.as_mut().filter(|run| run.repeat_at <= now) else { return };
         run.repeat_at = now + REPEAT;
@@ -408,7 +406,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A client that is back may have missed its grant.
+    /// Repeats the grant to a client that has come back and may have missed it.
     pub(super) fn grant_again(&mut self, client: ClientId, actions: &mut Vec<Action>) {
         if let Some(run) = self.run.as_ref().filter(|run| run.stage == Stage::Gathering) {
             let mine = run.senders.iter().filter(|sender| sender.client == client);
@@ -416,7 +414,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A client is lost with all that waits there, contributions of these learners among it.
+    /// A client is lost, with all payload that it holds. Contributions of these learners are among it.
     pub(super) fn lose(
         &mut self,
         client: ClientId,
@@ -437,8 +435,8 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// The core's present work is void. The core has one accumulation or version at a time, and besides an
-    /// accumulation perhaps new weights. The work is under way, or waits for the plan before.
+    /// Drops the core's present work. The core makes one sum or version at a time, and perhaps new weights besides a
+    /// sum. The work is under way, or is queued.
     pub(super) fn drop_work(
         &mut self,
         is_it: impl Fn(&core::Action<Source>) -> bool,
@@ -451,13 +449,13 @@ impl CoordinatorCore {
         }
     }
 
-    /// Plans up to this one are over.
+    /// The number up to which plans are over.
     pub fn over(&self) -> PlanId {
         let gathers = self.run.as_ref().is_some_and(|run| run.stage == Stage::Gathering);
         PlanId(self.next_plan.0 - 1 - u64::from(gathers))
     }
 
-    /// Whether the core works at new weights of `client`.
+    /// Whether the core publishes new weights of `client`.
     pub(super) fn assigns_from(&self, client: ClientId) -> bool {
         let of_client = |plan: &core::Plan<Source>| matches!(&plan.work, core::Work::Assign { buffer } if buffer.client == client);
         let waits =
@@ -470,7 +468,7 @@ impl CoordinatorCore {
             })
     }
 
-    /// A partition contradicts the coordinator: it has lost its blocks, or is of another job.
+    /// The job fails: a partition contradicts the coordinator. It has lost its blocks, or belongs to another job.
     pub(super) fn fail(
         &mut self,
         partition: Partition,
@@ -492,7 +490,7 @@ impl CoordinatorCore {
     }
 }
 
-/// Whether a contribution to it is still being written.
+/// Whether the last contribution to the work is still being written.
 pub(super) fn is_provisional(work: &core::Action<Source>) -> bool {
     matches!(work, core::Action::Reduce(plan) if plan.provisional.is_some())
 }

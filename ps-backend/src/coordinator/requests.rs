@@ -1,10 +1,9 @@
-//! The numbers of one client's requests: which have come, which are answered, and which answers the client
-//! has.
+//! The numbers of one client's requests: which have come, which are answered, and which answers the client has.
 //!
-//! Anybody can connect under a client's number. The numbers that a connection states hold as long as the
-//! connection does. A request that the client had not made when it connected was somebody else's. Answers of
-//! earlier connections are kept until this one has lasted for long: if it were a stranger's, the client
-//! itself would have connected by then. Answers over one connection do not push out those of another.
+//! Anybody can connect under a client's number. The numbers that a connection states are valid as long as the
+//! connection lasts. A request that the client had not made when it connected was somebody else's. Answers over
+//! earlier connections are kept until this one has lasted for long: if it were a stranger's, the client itself would
+//! have connected by then. Answers over one connection do not displace those of another.
 
 use std::collections::BTreeMap;
 
@@ -13,16 +12,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::Now;
 
-/// The number of answers that are kept for a connection that acknowledges none, and for all earlier ones.
+/// The most answers that are kept for a connection that acknowledges none, and for all earlier connections together.
 pub(super) const MAX_ANSWERS: usize = 8192;
 
-/// The part of the reason that is kept of a refused setting, in characters.
+/// The length, in characters, to which the reason for refusing a setting is cut when it is kept.
 const KEPT_REASON: usize = 100;
 
-/// A connection of the client, counted.
+/// The number of one of the client's connections.
 type Connection = u64;
 
-/// The number of a request, and the connection over which it came first.
+/// A request's number, and the connection over which it first came.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Asked {
     pub(super) number: u64,
@@ -33,7 +32,7 @@ pub(super) struct Asked {
 pub(super) enum Known<'a> {
     /// There is no record.
     New,
-    /// It waits for its answer, or the client has that.
+    /// It waits for its answer, or the client has the answer.
     Nothing,
     /// The request was made before the client was given up.
     Late,
@@ -44,28 +43,28 @@ pub(super) enum Known<'a> {
 /// The requests of one client.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Requests {
-    /// The one that counts, since when, and whether that is long ago.
+    /// The connection that counts, since when it has existed, and whether that is long.
     connection: Connection,
     since: Now,
     settled: bool,
-    /// The client had made no request above this one when it connected, as it says.
+    /// On this connection, the client has stated that it had made no request above this one.
     made: u64,
-    /// It has all answers up to this one, as it says over this connection.
+    /// On this connection, the client has stated that it has all answers up to this one.
     acked_through: u64,
-    /// The newest number that the client has stated; it includes requests that never came.
+    /// The number of the last acknowledgement, also if the requests up to it never came.
     stated: Option<u64>,
-    /// The highest number of a request that came, over whichever connection.
+    /// The highest number of a request that came, over any connection.
     newest: u64,
-    /// Answers that it may not have had.
+    /// Answers that the client may not have.
     answered: BTreeMap<u64, (Connection, Message)>,
-    /// Requests that are not answered yet.
+    /// Requests without an answer.
     open: BTreeMap<u64, Connection>,
-    /// Requests up to this one were made in a time after which the client was given up.
+    /// Requests up to this one are from a time before the client was given up.
     before: u64,
 }
 
 impl Requests {
-    /// The requests of a client that was given up when the highest number was `before`; 0 for another client.
+    /// The requests of a client that was given up when its highest number was `before`. 0 for a new client.
     pub(super) fn new(before: u64) -> Requests {
         Requests {
             connection: 0,
@@ -81,12 +80,13 @@ impl Requests {
         }
     }
 
-    /// The client connects: numbers that were stated over its earlier connections no longer hold.
+    /// The client connects. Numbers from its earlier connections are no longer valid.
     pub(super) fn connects(&mut self, now: Now) {
         self.connection += 1;
         (self.since, self.settled) = (now, false);
         (self.made, self.acked_through, self.stated) = (u64::MAX, 0, None);
-        // The client counts on from what it has made: a number that it has not reached is higher than its own.
+        // The client's numbers follow those it has made, so numbers that it has not reached are the highest ones
+        // here.
         while self.answered.len() > MAX_ANSWERS {
             self.answered.pop_last();
         }
@@ -102,8 +102,10 @@ impl Requests {
         self.newest
     }
 
+    /// Checks that the client can have made so many requests.
+    ///
     /// # Errors
-    /// If the client cannot have asked so often.
+    /// When it cannot.
     pub(super) fn reaches(&self, number: u64) -> Result<(), Refusal> {
         let newest = self.newest;
         if number.saturating_sub(newest) <= MAX_SKIPPED {
@@ -117,19 +119,18 @@ impl Requests {
     /// The client states that it has all answers up to `acked_through`, and has made no request above `newest`.
     ///
     /// # Errors
-    /// If it cannot have asked so often.
+    /// When it cannot have made so many requests.
     pub(super) fn numbered(&mut self, acked_through: u64, newest: u64) -> Result<(), Refusal> {
         self.reaches(acked_through.max(newest))?;
         self.made = self.made.min(newest);
         self.stated = Some(acked_through);
-        // The client may have given up requests that are still on their way here: they do not count as
-        // acknowledged.
+        // The client may have given up requests that are still under way. They do not count as acknowledged.
         self.acked_through = acked_through.min(self.newest);
         self.forget();
         Ok(())
     }
 
-    /// Time passes: a connection that has lasted for `long` is the client's.
+    /// Time passes. A connection that has lasted for `long` is the client's.
     pub(super) fn tick(&mut self, long: Now, now: Now) {
         if !self.settled && now.saturating_sub(self.since) >= long {
             self.settled = true;
@@ -160,14 +161,14 @@ impl Requests {
         }
     }
 
-    /// The request is taken, and will be answered.
+    /// Takes a request, which will be answered.
     pub(super) fn opens(&mut self, number: u64) -> Asked {
         self.open.insert(number, self.connection);
         self.newest = self.newest.max(number);
         Asked { number, over: self.connection }
     }
 
-    /// Whether the request waits for its answer.
+    /// Whether the request has no answer yet.
     pub(super) fn is_open(&self, asked: Asked) -> bool {
         self.open.get(&asked.number) == Some(&asked.over)
     }
@@ -177,8 +178,8 @@ impl Requests {
         number < asked.number && (asked.over == self.connection || number < asked.number.min(self.made))
     }
 
-    /// Records the answer, which is `kept` until the client has it if it can be lost. Returns whether to send it: nobody waits
-    /// for the answer to a stranger's request.
+    /// Records an answer. If the answer can be lost it is `kept` until the client has it. Returns whether to send it:
+    /// nobody waits for the answer to a stranger's request.
     pub(super) fn answers(&mut self, asked: Asked, answer: &Message, kept: bool) -> bool {
         let Asked { number, over } = asked;
         if !self.is_open(asked) {
@@ -196,18 +197,18 @@ impl Requests {
         self.is_its_own(number, over)
     }
 
-    /// Answers that are kept.
+    /// The number of kept answers.
     pub(super) fn kept(&self) -> usize {
         self.answered.len()
     }
 
-    /// Whether more answers are kept over this connection than a client leaves unacknowledged.
+    /// Whether this connection has more unacknowledged answers than a client leaves.
     pub(super) fn is_full(&self) -> bool {
         let over_this = |(over, _): &&(Connection, Message)| *over == self.connection;
         self.answered.len() >= MAX_ANSWERS && self.answered.values().filter(over_this).count() >= MAX_ANSWERS
     }
 
-    /// Whether nothing is kept, and nothing waits.
+    /// Whether no answer is kept, and no request is open.
     pub(super) fn is_done(&self) -> bool {
         self.open.is_empty() && self.answered.is_empty()
     }
@@ -218,7 +219,8 @@ impl Requests {
     }
 }
 
-/// The kept form of an answer: reasons may be long, and a setting that is asked for again is refused again.
+/// The kept form of an answer. Its reason is cut, because reasons may be long. A setting that is asked for again is
+/// refused again anyway.
 fn in_short(answer: &Message) -> Message {
     match answer {
         Message::Refused(Refusal::Control(why)) => {

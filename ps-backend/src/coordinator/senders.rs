@@ -16,11 +16,11 @@ use crate::core::{Contribution, Now};
 #[derive(Debug)]
 pub(super) struct Sender {
     pub(super) client: ClientId,
-    /// The learners whose contributions it sends, in the order in which they are added; none for new weights.
+    /// The learners whose contributions it sends, in the order of addition. None for new weights.
     pub(super) learners: Vec<LearnerId>,
     pub(super) payload: Granted,
     pub(super) blocks: FixedBitSet,
-    /// The counting parts of those blocks that others send, too, or that nobody has written as a whole.
+    /// The ranges that count, of blocks that others send, too, or that nobody has written as a whole.
     pub(super) partly: PartlyWritten,
 }
 
@@ -57,9 +57,9 @@ impl CoordinatorCore {
     }
 }
 
-/// Contributions by client; clients in the order of their first learners. If the last contribution `replaces`
-/// the others, the highest learner's values count for each byte, whatever others send, or have sent before
-/// (`accumulated`).
+/// The senders of contributions: the clients, in the order of their first learners. If the last contribution
+/// `replaces` the others, each byte gets the value of the highest learner that has written it, whether it is sent now
+/// or was sent before (`accumulated`).
 pub(super) fn senders<'a>(
     contributions: &'a [Arc<Contribution<Source>>],
     accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,

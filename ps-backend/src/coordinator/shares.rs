@@ -1,5 +1,5 @@
-//! The shares of clients in each block, if values are replaced: for each byte, the highest learner that has
-//! written it counts. Pure.
+//! The clients' shares of each block, if values are replaced: each byte gets the value of the highest learner that
+//! has written it. Pure.
 
 use std::collections::BTreeMap;
 
@@ -12,17 +12,17 @@ use libmodelio::vocabulary::ranges;
 #[derive(Clone, Debug)]
 pub(super) struct Values<'a> {
     pub(super) learner: LearnerId,
-    /// The client that sends them; none if they have been sent.
+    /// The client that sends them. None if they were sent before.
     pub(super) sender: Option<ClientId>,
     pub(super) sent: &'a FixedBitSet,
     pub(super) partly: Option<&'a PartlyWritten>,
 }
 
-/// The counting values of one client.
+/// The values of one client that count.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Share {
     pub(super) blocks: FixedBitSet,
-    /// The blocks of those of which only parts count.
+    /// The ranges that count, of blocks that do not count as a whole.
     pub(super) partly: PartlyWritten,
 }
 
@@ -88,7 +88,7 @@ mod tests {
     const BLOCKS: usize = 4;
     const BYTES: u32 = 12;
 
-    /// For each byte of each block, whether it is written.
+    /// Whether each byte of each block is written.
     type Bytes = [[bool; BYTES as usize]; BLOCKS];
 
     fn written(bytes: &Bytes) -> (FixedBitSet, PartlyWritten) {
@@ -105,7 +105,7 @@ mod tests {
         (sent, partly)
     }
 
-    /// Whole, nothing, or some of it.
+    /// The block is written as a whole, in part, or not at all.
     fn block() -> impl Strategy<Value = [bool; BYTES as usize]> {
         prop_oneof![Just([true; 12]), Just([false; 12]), any::<[bool; 12]>()]
     }
@@ -117,7 +117,7 @@ mod tests {
         fn what_was_not_written_takes_no_part_in_assign(
             learners in prop::collection::vec((prop::array::uniform4(block()), 0..4u64), 1..6),
         ) {
-            // The first client's have been sent.
+            // The first client's values were sent before.
             let client = |of: u64| (of > 0).then_some(ClientId(of));
             let sets: Vec<_> = learners.iter().map(|(bytes, _)| written(bytes)).collect();
             let of = |((number, (_, by)), (sent, partly)): ((usize, &(Bytes, u64)), _)| Values {

@@ -1,4 +1,4 @@
-//! The core's requests to its edge.
+//! The core's actions: requests to its edge.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,30 +24,31 @@ pub type Ticket = u64;
 pub struct Contribution<S> {
     /// The learner.
     pub learner: LearnerId,
-    /// Blocks it holds; the others count as zero.
+    /// The blocks that it holds. Others count as zero.
     #[serde(deserialize_with = "bits::deserialize")]
     pub sent: FixedBitSet,
-    /// Tensors of which it holds something.
+    /// The tensors of which it holds something.
     #[serde(deserialize_with = "bits::deserialize")]
     pub tensors: FixedBitSet,
-    /// The written parts of blocks that were written in part. `None` if there are too many pieces for values.
+    /// The written ranges of partly written blocks. `None` if there are too many pieces for values.
     pub partly: Option<PartlyWritten>,
     /// The place of its payload.
     pub source: S,
-    /// Its payload is in this process, and stays as it is until its version is made: it is safe as soon as it is taken.
+    /// The payload is in this process, and stays unchanged until its version is made. So it is safe as soon as it is
+    /// taken.
     pub steady: bool,
-    /// `source` is memory of a program's, which has it back when the commit is answered: it is answered with an error
-    /// only when nothing that has read it can count any more.
+    /// `source` is memory of a program, which has it back when the commit is answered. An error is the answer only
+    /// when no work can count any more that has read the memory.
     pub lent: bool,
 }
 
 /// The computation of the next version.
 #[derive(Clone, Debug)]
 pub struct Plan<S> {
-    /// How.
+    /// The work.
     pub work: Work<S>,
-    /// The plan is provisional: this learner is still writing its contribution to it, which `inputs` lacks. Either
-    /// [`Action::Seal`] follows, or [`Action::Drop`].
+    /// The plan is provisional: this learner is still writing its contribution, which `inputs` does not have.
+    /// [`Action::Seal`] or [`Action::Drop`] follows.
     pub provisional: Option<LearnerId>,
 }
 
@@ -56,17 +57,17 @@ pub struct Plan<S> {
 pub enum Work<S> {
     /// Reduce contributions.
     Reduce {
-        /// Reducer, hyper-parameters and counts, fixed for all blocks of the version. Its `t` is the highest of
-        /// `tensors`.
+        /// The reducer, its hyper-parameters and counts. They are the same for all blocks of the version. `t` is the
+        /// highest of `tensors`.
         step: reducer::Step,
-        /// The optimizer step of each tensor; 0 for those that stay as they are.
+        /// The optimizer step of each tensor. 0 for tensors that stay as they are.
         tensors: TensorSteps,
         /// Optimizer state starts from zero.
         fresh_state: bool,
-        /// Contributions that are not in the accumulator, by learner.
+        /// The contributions that are not in the accumulator, by learner.
         inputs: Vec<Arc<Contribution<S>>>,
     },
-    /// Publish new values that were written to `weights`.
+    /// Publish new weights.
     Assign {
         /// The place of the new weights.
         buffer: S,
@@ -76,21 +77,22 @@ pub enum Work<S> {
 /// Work for the edge.
 #[derive(Clone, Debug)]
 pub enum Action<S> {
-    /// Add all of these into the accumulator, then call [`JobCore::accumulated`], or [`JobCore::accumulate_failed`] if
+    /// Add all of these to the accumulator. Then call [`JobCore::accumulated`], or [`JobCore::accumulate_failed`] if
     /// nothing was added.
     Accumulate {
-        /// The contributions to add, by learner; at least one.
+        /// The contributions to add, by learner. There is at least one.
         contributions: Vec<Arc<Contribution<S>>>,
-        /// Or the last one replaces what is there.
+        /// How to combine them. The last one may replace the earlier ones.
         combine: Combine,
     },
-    /// Compute a version, then call [`JobCore::reduced`]; not before it is sealed, if the plan is provisional.
+    /// Compute a version, then call [`JobCore::reduced`]. If the plan is provisional, that must wait until it is
+    /// sealed.
     Reduce(Arc<Plan<S>>),
-    /// The provisional plan under way is this one: its last contribution is committed.
+    /// Seal the provisional plan under way with this one. Its last contribution is committed.
     Seal(Arc<Plan<S>>),
-    /// The provisional plan under way is void: its results never count.
+    /// Drop the provisional plan under way. Its results never count.
     Drop,
-    /// Answer a request: it is done, for good.
+    /// Answer a request for good.
     Reply(Ticket, Result<(), ShardError>),
     /// A version is complete.
     Published(Version),
@@ -103,12 +105,12 @@ pub enum Action<S> {
     },
 }
 
-/// Answer to the first write of a contribution.
+/// The answer to the first write of a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
     /// The step of the learner.
     pub step: Step,
-    /// The learner's last contribution is still to be read from its staging region: this one must be
-    /// staged elsewhere.
+    /// The learner's last contribution will still be read from its staging region, so this one must be staged
+    /// elsewhere.
     pub staging_lent: bool,
 }

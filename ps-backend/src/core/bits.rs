@@ -1,4 +1,5 @@
-//! Sets of blocks that come from elsewhere: none takes more room than its bytes did, and none holds what is beyond its end.
+//! Sets of blocks from other processes. None takes more memory than its bytes did, and none has elements beyond its
+//! end.
 
 use fixedbitset::FixedBitSet;
 use serde::de::Error;
@@ -7,7 +8,7 @@ use serde::{Deserialize, Deserializer};
 /// Bytes of one word of the set's memory.
 const WORD: usize = size_of::<usize>();
 
-/// Reads the serialised form of [`FixedBitSet`]; any other bytes are refused.
+/// Reads a serialised [`FixedBitSet`], and refuses any other bytes.
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<FixedBitSet, D::Error> {
     let (length, data): (u64, &'de [u8]) = Deserialize::deserialize(from)?;
     let length = usize::try_from(length).map_err(D::Error::custom)?;

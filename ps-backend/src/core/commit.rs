@@ -1,4 +1,4 @@
-//! Requests that begin or end something: opening, committing, withdrawing, assigning.
+//! Requests that begin or end a contribution or publication.
 
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
@@ -9,14 +9,14 @@ use super::{
     Ticket,
 };
 
-/// The beginning of a timeout's message, which then names the learners that were waited for.
+/// The beginning of a timeout's message. The names of the awaited learners follow.
 pub const NOT_COMMITTED: &str = "not committed: ";
 
 impl<S: Clone> JobCore<S> {
-    /// First write of a contribution of `learner`.
+    /// Opens a contribution of `learner`, at its first write.
     ///
     /// # Errors
-    /// For a learner that is gone, or a stopped job.
+    /// When the learner is gone, or the job is stopped.
     pub fn open(&mut self, learner: LearnerId, now: Now) -> Result<Opening, ShardError> {
         let stopped = self.refuse_if_stopped();
         let staging_lent =
@@ -32,15 +32,15 @@ impl<S: Clone> JobCore<S> {
         Ok(Opening { step, staging_lent })
     }
 
-    /// After [`Self::open`]: begins the plan, if this learner was the last that it waits for.
+    /// Follows [`Self::open`], and begins the plan if this learner was the last one that it waits for.
     pub fn opened(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         if self.provisional {
             self.advance(now, actions);
         }
     }
 
-    /// The contribution of `learner` is complete. Answered by [`Action::Reply`], before `deadline`. Sent
-    /// again, it is answered again and counts once; the earlier request, if it still waits, gets an error.
+    /// Commits the contribution of `learner`. [`Action::Reply`] answers before `deadline`. A repeated commit is
+    /// answered again and counts once. If the earlier request still waits, it gets an error.
     #[allow(clippy::too_many_arguments)]
     pub fn commit(
         &mut self,
@@ -98,7 +98,7 @@ impl<S: Clone> JobCore<S> {
         Ok(())
     }
 
-    /// A commit of the step that was taken last.
+    /// Commits the last taken step again.
     fn commit_again(
         &mut self,
         ticket: Ticket,
@@ -125,7 +125,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Refuses the commit of `learner` that waits to be taken; false if there is none.
+    /// Refuses the commit of `learner` that waits to be taken. False if there is none.
     pub(super) fn drop_pending_commit(
         &mut self,
         learner: LearnerId,
@@ -140,15 +140,15 @@ impl<S: Clone> JobCore<S> {
         pending.is_some()
     }
 
-    /// A commit of `learner` that is not taken yet never will be: its payload is about to be written over.
+    /// Refuses a commit of `learner` that is not taken yet. Its payload is about to be overwritten.
     pub fn withdraw_untaken(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
         if self.drop_pending_commit(learner, ShardError::Interrupted, actions) {
             self.advance(now, actions);
         }
     }
 
-    /// Nobody waits for the last commit of `learner` any more. If the commit is not taken yet, or nothing of
-    /// it was read yet, it fails and the contribution is open again.
+    /// Nobody waits for the last commit of `learner` any more. If it is not taken yet, or if nothing of it was read,
+    /// it fails and the contribution is open again.
     ///
     /// # Errors
     /// [`ShardError::UnknownLearner`].
@@ -160,7 +160,7 @@ impl<S: Clone> JobCore<S> {
     ) -> Result<(), ShardError> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         member.last_seen = now;
-        // Once the next one is open, the one that was taken is not the last.
+        // Once the next contribution is open, the taken one is not the last.
         let is_last = matches!(member.phase, Phase::Idle);
         let dropped = self.drop_pending_commit(learner, ShardError::Interrupted, actions);
         let waits =
@@ -178,8 +178,8 @@ impl<S: Clone> JobCore<S> {
         Ok(())
     }
 
-    /// Nobody waits any more for the publication of the buffers that `is_it` matches. Publications that have
-    /// not begun do not take place.
+    /// Nobody waits any more for the publication of the buffers that `is_it` matches. Publications that have not
+    /// begun do not take place.
     pub fn withdraw_assign(&mut self, is_it: impl Fn(&S) -> bool, now: Now, actions: &mut Vec<Action<S>>) {
         let is_it = |pending: &Pending<S>| matches!(&pending.kind, PendingKind::Assign { buffer, .. } if is_it(buffer));
         self.pending.retain(|pending| {
@@ -192,7 +192,7 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// New values for the whole model become the next version.
+    /// Publishes new values for the whole model as the next version.
     pub fn assign(
         &mut self,
         ticket: Ticket,

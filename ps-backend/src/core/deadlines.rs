@@ -10,19 +10,19 @@ use super::waits::SAID;
 use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PendingKind, Place, Ticket};
 
 impl<S: Clone> JobCore<S> {
-    /// When [`Self::tick`] has something to do at the latest, as far as requests and accumulations go; leases want a
-    /// look now and then besides.
+    /// The latest moment for the next [`Self::tick`], by requests and accumulations. Leases need additional checks
+    /// now and then.
     pub fn next_deadline(&self) -> Option<Now> {
         let pending = self.pending.iter().map(|pending| pending.deadline);
-        // A reader of lent memory checks its deadline itself: see `overdue`.
+        // The reader of lent memory checks its deadline itself: see `overdue`.
         let taken = self.committed.iter().filter(|c| !c.is_read_on_loan());
         let taken = taken.filter_map(|c| c.ticket).chain(self.running_ticket);
         pending.chain(taken.map(|(_, deadline)| deadline)).chain(self.next_accumulation()).min()
     }
 
-    /// Time passes: deadlines and leases.
+    /// Time passes. Handles deadlines and leases.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        // Leases first: a request that waited for a learner that is gone may yet be in time.
+        // Leases come first: a request that waited for a learner may be in time once that learner is gone.
         self.note_stall(now);
         self.expire_leases(now, actions);
         self.expire_lingering(now, actions);
@@ -32,15 +32,15 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Learners whose commits are past their deadlines while the memory that they lend is being read. This core does not
-    /// answer such a commit: its caller calls [`Self::reclaim`], or ends the reading soon.
+    /// The learners whose commits are past their deadlines while their lent memory is being read. The core does not
+    /// answer such a commit: the caller calls [`Self::reclaim`], or ends the reading soon.
     pub fn overdue(&self, now: Now) -> Vec<LearnerId> {
         let on_loan = self.committed.iter().filter(|c| c.is_read_on_loan());
         let is_over = |c: &&Committed<S>| c.ticket.is_some_and(|(_, deadline)| deadline <= now);
         on_loan.filter(is_over).map(|c| c.contribution.learner).collect()
     }
 
-    /// When there is somebody in [`Self::overdue`].
+    /// When [`Self::overdue`] next has a learner.
     pub fn next_overdue(&self) -> Option<Now> {
         let on_loan = self.committed.iter().filter(|c| c.is_read_on_loan());
         on_loan.filter_map(|c| c.ticket).map(|(_, deadline)| deadline).min()

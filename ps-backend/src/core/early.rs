@@ -1,5 +1,4 @@
-//! Plans that begin early, while their last contribution is still written: when one begins, and when it ends
-//! before its commit.
+//! Plans that begin early, while their last contribution is still written.
 
 use std::sync::Arc;
 
@@ -16,19 +15,19 @@ impl<S: Clone> JobCore<S> {
         actions.push(Action::Reduce(Arc::new(self.reduce_plan(Some(learner)))));
     }
 
-    /// The learner for whose contribution a plan may begin now: nobody else can still change the sum that its
-    /// blocks are added to.
+    /// The learner for whose contribution a plan may begin now. No other learner can change the sum that its blocks
+    /// are added to.
     fn may_begin_early(&self) -> Option<LearnerId> {
         let is_idle = self.running.is_none() && self.early.is_none() && !self.holds;
         if !self.provisional || !is_idle || !self.buffer_ready || !self.formed {
             return None;
         }
-        // New weights come first; they would wait for as long as the contribution is written.
+        // New weights come first. Otherwise they would wait for as long as the contribution is written.
         if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
             return None;
         }
-        // Values of several learners replace each other byte by byte: a later commit may change the result of
-        // a block.
+        // Values of several learners replace each other byte by byte, so a later commit may change a block that is
+        // computed already.
         if self.params().0.combine().replaces() && !self.committed.is_empty() {
             return None;
         }
@@ -38,7 +37,7 @@ impl<S: Clone> JobCore<S> {
         (begins && self.failed_early != Some((learner, step))).then_some(learner)
     }
 
-    /// The contribution that `learner` writes has a whole block: a plan may begin that takes its blocks as they come.
+    /// The contribution that `learner` writes has a whole block. A plan may begin that takes its blocks as they come.
     pub fn is_whole(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
         let phase = self.members.get_mut(&learner).map(|member| &mut member.phase);
         if let Some(Phase::Open { has_block, .. }) = phase
@@ -48,8 +47,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// The blocks of `learner` that came early are void, and so is the plan that has them. Committed
-    /// contributions are read instead.
+    /// Drops the early blocks of `learner`, and the plan that has them. Committed contributions are read instead.
     pub fn drop_early(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
         if self.early.take_if(|early| *early == learner).is_some() {
             self.release_params();
@@ -57,8 +55,8 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// The provisional plan under way could not take its learner's blocks: it is void. The contribution is
-    /// read when it is committed.
+    /// The provisional plan under way could not take its learner's blocks, so it is void. The contribution is read
+    /// after its commit.
     pub fn early_failed(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let Some(learner) = self.early.take() else { return };
         let open = self.members.get(&learner).map(|member| member.step.next());

@@ -1,8 +1,8 @@
-//! Holding the job at a moment when all that there is of it are a version and this core: it can be taken elsewhere then.
+//! Holding the job at a moment when it consists of a version and this core alone. It can be moved then.
 //!
-//! The accumulator must hold nothing of the coming version. So contributions are no longer accumulated; they
-//! stay where they are, and their commits wait for the version. When the version is out, no new work begins.
-//! Requests are still taken, and deadlines and leases go on.
+//! The accumulator must hold nothing of the coming version. So contributions are no longer accumulated. They stay
+//! where they are, and their commits wait for the version. After that version no new work begins. Requests are still
+//! taken, and deadlines and leases go on.
 use libmodelio::vocabulary::reducer::Reducer;
 
 use super::{Action, Committed, Contribution, JobCore, Now, Pending, PendingKind, Place};
@@ -13,7 +13,7 @@ impl<S: Clone> JobCore<S> {
         self.holds = true;
     }
 
-    /// Goes on.
+    /// Lets the job go on.
     pub fn release(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         if std::mem::take(&mut self.holds) {
             self.advance(now, actions);
@@ -25,26 +25,26 @@ impl<S: Clone> JobCore<S> {
         self.holds && !self.is_under_way()
     }
 
-    /// The names of those whose contributions the coming version waits for.
+    /// The names of the learners that the coming version waits for.
     pub fn missing_names(&self) -> Vec<&str> {
         let missing = self.members.values().filter(|member| self.takes_part(member) && !member.unpublished);
         missing.map(|member| member.name.as_str()).collect()
     }
 
-    /// The reducer whose optimizer state there is.
+    /// The reducer whose optimizer state exists.
     pub fn state_of(&self) -> Reducer {
         self.params.as_ref().map_or(self.state_of, |(reducer, ..)| *reducer)
     }
 
-    /// Another coordinator has taken the job over while it was held. Learners could not be heard meanwhile,
-    /// so all leases begin anew.
+    /// Another coordinator has taken over the held job. No message of learners could come meanwhile, so all leases
+    /// begin anew.
     pub fn taken_over(&mut self, now: Now) {
         self.stall = None;
         self.members.values_mut().for_each(|member| member.last_seen = now);
     }
 
-    /// Checks that this is the state of a held job of `blocks` blocks and `tensors` tensors. State from
-    /// elsewhere may be anything.
+    /// Checks that this is the state of a held job with `blocks` blocks and `tensors` tensors. State from another
+    /// process may be anything.
     pub fn is_sound(&self, blocks: u32, tensors: usize) -> bool {
         let of_model = |set: &fixedbitset::FixedBitSet| set.len() == blocks as usize;
         let contributed = |contribution: &Contribution<S>| {

@@ -5,10 +5,11 @@ use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 
 use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase};
 
-/// Longest name of a learner, in bytes.
+/// The longest name of a learner, in bytes.
 const MAX_NAME: usize = 64;
 
-/// Checks a name, which is that of a directory. Mounts check it before they ask; other clients may not.
+/// Checks a learner's name, which is also the name of a directory. Mounts check it before they ask, but other clients
+/// may not.
 pub(super) fn check_name(name: &str) -> Result<(), ShardError> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if !name.is_empty() && name.len() <= MAX_NAME && !name.starts_with('.') && name.chars().all(fits) {
@@ -20,10 +21,10 @@ pub(super) fn check_name(name: &str) -> Result<(), ShardError> {
 }
 
 impl<S: Clone> JobCore<S> {
-    /// A learner joins as `name`. In the middle of a step it takes part from the next one.
+    /// A learner joins as `name`. In the middle of a step it takes part from the next one on.
     ///
     /// # Errors
-    /// [`ShardError::NameTaken`], [`ShardError::TooManyLearners`]; [`ShardError::NotAllowed`] for a name that is none.
+    /// [`ShardError::NameTaken`], [`ShardError::TooManyLearners`]; [`ShardError::NotAllowed`] for an invalid name.
     pub fn join(
         &mut self,
         name: &str,
@@ -57,7 +58,7 @@ impl<S: Clone> JobCore<S> {
             step: Step(0),
             unpublished: false,
             published_in: Version(0),
-            // It neither holds the others up nor may run ahead of them.
+            // The learner neither holds others up nor may run ahead of them.
             pace: self.slowest(),
             phase: Phase::Idle,
         };
@@ -97,8 +98,8 @@ impl<S: Clone> JobCore<S> {
         Ok(())
     }
 
-    /// Frees a name, which comes back as another incarnation. The newest names that have left are known one
-    /// by one; for the others, only the highest incarnation that any of them has had.
+    /// Frees a name, which comes back as another incarnation. The newest such names are remembered one by one. For
+    /// all others, only the highest incarnation of any of them is.
     fn remember(&mut self, name: String) {
         self.left.push_back(name);
         if self.left.len() > MAX_LEARNERS
@@ -115,8 +116,8 @@ impl<S: Clone> JobCore<S> {
         self.stop_if_too_few(actions);
         self.advance(now, actions);
         if self.members.is_empty() {
-            // The next learners are a new job: it waits again until all are there. Commits of the last
-            // learners need not wait for that if they make a version of their own.
+            // The next learners form a new job, which waits again until all are there. If the committed contributions
+            // make a version by themselves, they need not wait for that.
             let flushes = self.formed && self.committed.len() >= self.controls.min_learners as usize;
             self.reform = flushes && !self.committed.is_empty();
             self.formed = self.reform;
@@ -153,19 +154,19 @@ impl<S: Clone> JobCore<S> {
         } else if let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner)
             && taken.undo.is_some()
         {
-            // The commit is taken; but if it still fails, the contribution must not be open again.
+            // The commit is taken. But if it fails, the contribution must not be open again.
             taken.undo = Some(Phase::Idle);
         }
         Ok(())
     }
 
-    /// Sign of life from `learner`. `attached`: whether a process uses it, where that is known anew.
+    /// A sign of life of `learner`. `attached` says whether a process uses it, if that has changed.
     pub fn touch(&mut self, learner: LearnerId, attached: Option<Attached>, now: Now) {
         if let Some(member) = self.members.get_mut(&learner) {
             member.last_seen = now;
             if let Some(attached) = attached {
                 member.attached = attached == Attached::Yes;
-                // Said again, it is as long ago as it was.
+                // A repeated report does not change the time of the exit.
                 let since = member.exited.unwrap_or(now);
                 member.exited = (attached == Attached::Exited).then_some(since);
             }
@@ -184,7 +185,7 @@ impl<S: Clone> JobCore<S> {
         ShardError::Stopped { active: self.members.len() as u32, needed: self.controls.min_learners }
     }
 
-    /// Tells waiting learners that the job has stopped.
+    /// Refuses the requests of waiting learners if the job has stopped.
     pub(super) fn stop_if_too_few(&mut self, actions: &mut Vec<Action<S>>) {
         if !self.is_stopped() {
             return;

@@ -1,24 +1,24 @@
-//! The job's decisions: who is in the job, what a version is made of, when it is complete. Pure: events and `now` go in,
-//! [`Action`]s come out; no socket, no clock, no bytes.
+//! The decisions of a job: who is in it, what a version is made of, and when it is complete. Pure: events and `now`
+//! go in, and [`Action`]s come out. It has no socket, no clock and no bytes.
 //!
 //! # How a version is made
-//! Every learner has at most one open contribution, whose payload waits at its client. When the contributions of a version
-//! are committed, a plan adds them up and computes the version ([`Action::Reduce`]).
+//! Every learner has at most one open contribution, whose payload waits at its client. When the contributions to a
+//! version are committed, a plan adds them up and computes the version ([`Action::Reduce`]).
 //!
-//! A plan may begin *early*, while its last contribution is still written: blocks are then added as soon as
-//! they are whole. The plan may begin only when no other learner can undo the result. Where a version waits
-//! for several (`sync`, `quorum`), all other learners must have committed; where every contribution makes one
-//! (`async`, `ssp`), the learner must be alone. Such a plan is provisional: the commit seals it
-//! ([`Action::Seal`]); a learner that dies or aborts drops it ([`Action::Drop`]), and the version is computed
-//! again without that contribution. Commits of a learner stay, whatever becomes of it.
+//! A plan may begin *early*, while its last contribution is still written: blocks are then added as soon as they are
+//! whole. It may begin only when no other learner can change the result. If a version waits for several learners
+//! (`sync`, `quorum`), all others must have committed. If every contribution makes a version (`async`, `ssp`), the
+//! learner must be alone. Such a plan is provisional. The commit seals it ([`Action::Seal`]). If the learner dies or
+//! aborts, it is dropped ([`Action::Drop`]), and the version is computed again without that contribution. A learner's
+//! commits stay, whatever becomes of the learner.
 //!
-//! Memory does not grow with the learners: payloads wait at the clients, and one fp32 accumulator takes those
-//! that must leave them before the version is made (iRDMA §IV-C).
+//! Memory does not grow with the learners. Payloads wait at the clients, and one fp32 accumulator takes those whose
+//! memory is needed before the version is made (iRDMA §IV-C).
 //!
 //! # What a deadline means
-//! A commit that was not taken by its deadline can be sent again or aborted. Once it is taken it counts,
-//! even if its version is still being computed at the deadline and the answer is a timeout; the same
-//! commit sent again then learns the outcome and changes nothing.
+//! A commit that was not taken by its deadline can be repeated or aborted. Once it is taken it counts, even if its
+//! version is still being computed at the deadline and the answer is a timeout. Repeating the commit then returns the
+//! outcome and changes nothing.
 
 mod actions;
 mod bits;
@@ -54,10 +54,10 @@ pub use commit::NOT_COMMITTED;
 pub use record::{JobRecord, LearnerRecord};
 use state::{Committed, Member, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
 
-/// Writes of new weights that can wait at once.
+/// The most writes of new weights that may wait at once.
 pub const MAX_ASSIGNS: usize = 64;
 
-/// Learners a job can have at once.
+/// The most learners in a job.
 pub const MAX_LEARNERS: usize = libmodelio::vocabulary::controls::MAX_LEARNERS as usize;
 
 /// The decisions of one job.
@@ -67,18 +67,18 @@ pub struct JobCore<S> {
     blocks: usize,
     tensors: usize,
     controls: Controls,
-    /// Follows `controls` when no block of the coming version depends on it.
+    /// The consistency in force. It follows `controls` when no block of the coming version depends on it.
     consistency: Consistency,
     version: Version,
     members: BTreeMap<LearnerId, Member>,
-    /// Last incarnation of each name that is in the job, or among `left`.
+    /// The last incarnation of each name in the job or in `left`.
     lives: BTreeMap<String, Incarnation>,
-    /// Names that have left, the newest last.
+    /// The names that have left, the newest last.
     left: VecDeque<String>,
-    /// The highest incarnation of a name that is known no more.
+    /// The highest incarnation of a forgotten name.
     forgotten: Incarnation,
     next_learner: u32,
-    /// Whether as many learners as expected have been here.
+    /// Whether the expected number of learners has been reached.
     formed: bool,
     committed: Vec<Committed<S>>,
     pending: VecDeque<Pending<S>>,
@@ -89,40 +89,40 @@ pub struct JobCore<S> {
     running: Option<Arc<Plan<S>>>,
     /// How long a contribution whose memory is needed back waits for the others of its step.
     accumulate_patience: Now,
-    /// Plans begin while their last contribution is still written.
+    /// Whether plans begin while their last contribution is still written.
     provisional: bool,
     /// Whether early plans wait for a whole block.
     #[serde(skip)]
     of_whole_blocks: bool,
-    /// The plan that had begun early for this step could not take it: it is read when it is committed.
+    /// The learner and step whose early plan failed. The contribution is read after its commit.
     failed_early: Option<(LearnerId, Step)>,
-    /// The write of `weights` that the running plan publishes.
+    /// The publication of new weights in the running plan.
     running_ticket: Option<(Ticket, Now)>,
-    /// Reducer and constants of the coming version, and its frozen tensors; fixed once part of it was
-    /// computed.
+    /// Reducer, constants and frozen tensors of the coming version. They are fixed once part of it was computed.
     params: Option<(Reducer, Hyper, Tensors)>,
-    /// Tensors that are never reduced, as the settings have them.
+    /// The tensors that the settings freeze.
     frozen: Tensors,
-    /// The reducer whose optimizer state there is.
+    /// The reducer whose optimizer state exists.
     state_of: Reducer,
-    /// `learners` was raised, or all have left, in mid-step: count again after it.
+    /// `learners` was raised, or all learners have left, in the middle of a step. Learners are counted again after
+    /// it.
     reform: bool,
-    /// The next version has a buffer.
+    /// Whether the next version has a buffer.
     buffer_ready: bool,
     /// Whether no new work begins once earlier work is done.
     #[serde(skip)]
     holds: bool,
-    /// Somebody waits for other learners.
+    /// A time in which learners wait for others.
     stall: Option<Stall>,
     wait: Option<Wait>,
-    /// Optimizer steps of each tensor since its state was zero.
+    /// The optimizer steps of each tensor since its state was zero.
     optimizer_steps: TensorSteps,
     contributions_taken: u64,
 }
 
 impl<S: Clone> JobCore<S> {
-    /// A job at version 0 without learners, for a model of `blocks` blocks and `tensors` tensors. The next version's
-    /// buffer is taken to be ready.
+    /// A job at version 0 without learners, for a model with `blocks` blocks and `tensors` tensors. The next version
+    /// is assumed to have a buffer.
     pub fn new(blocks: u32, tensors: usize, controls: Controls) -> JobCore<S> {
         let blocks = blocks as usize;
         JobCore {
@@ -159,16 +159,16 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Waits up to `patience` for the rest of a step before it accumulates a contribution whose memory is
-    /// needed back: contributions that are summed in one pass need no accumulation. The time that
-    /// accumulating takes is a good choice: waiting in vain then at most doubles the cost.
+    /// Sets how long a contribution whose memory is needed back waits for the rest of its step. Contributions that
+    /// are summed in one pass need no accumulation. The time of an accumulation is a good choice: a wait in vain then
+    /// at most doubles the cost.
     #[must_use]
     pub fn with_accumulate_patience(mut self, patience: Now) -> JobCore<S> {
         self.accumulate_patience = patience;
         self
     }
 
-    /// Begins a plan when the last learner that it waits for begins to write.
+    /// Plans begin when the last learner that they wait for begins to write.
     #[must_use]
     pub fn with_provisional_plans(mut self) -> JobCore<S> {
         self.provisional = true;

@@ -1,8 +1,7 @@
-//! The record of a job: everything that is true of its newest version, whoever is connected and whatever is
-//! under way.
+//! The record of a job: the facts about its newest version, without connections and work under way.
 //!
-//! It is the coordinator's part of a snapshot. A contribution that is part of no version yet is not in it:
-//! its learner is recorded at the step before.
+//! It is the coordinator's part of a snapshot. A contribution that is not part of a version is not in it: its learner
+//! is recorded at the step before.
 
 use std::collections::BTreeSet;
 
@@ -15,18 +14,18 @@ use serde::{Deserialize, Serialize};
 use super::membership::check_name;
 use super::{JobCore, MAX_LEARNERS, Member};
 
-/// All that is true of a version.
+/// The facts about a version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobRecord {
     /// The version.
     pub version: Version,
-    /// The reducer whose optimizer state there is.
+    /// The reducer whose optimizer state exists.
     pub optimizer: Reducer,
-    /// Optimizer steps of each tensor since its state was zero, as runs of tensors.
+    /// The optimizer steps of each tensor since its state was zero, as runs of tensors.
     pub steps: TensorSteps,
-    /// Contributions that are part of it, or of a version before.
+    /// The number of contributions that are part of it or of an earlier version.
     pub contributions: u64,
-    /// Names of learners, those that are in the job first.
+    /// The names of learners. Those in the job come first.
     pub learners: Vec<LearnerRecord>,
     /// The highest incarnation of a name that is not listed.
     pub unlisted: Incarnation,
@@ -37,14 +36,14 @@ pub struct JobRecord {
 pub struct LearnerRecord {
     /// The name in `learners/<name>`.
     pub name: String,
-    /// The last life under it.
+    /// Its last incarnation.
     pub incarnation: Incarnation,
-    /// The last step of that life that is part of the version; unknown of one that has left.
+    /// The last step of that incarnation that is part of the version. None if the learner has left.
     pub step: Option<Step>,
 }
 
 impl<S: Clone> JobCore<S> {
-    /// The facts about the newest version.
+    /// The record of the newest version.
     pub fn record(&self) -> JobRecord {
         let of_member = |member: &Member| LearnerRecord {
             name: member.name.clone(),
@@ -69,11 +68,11 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Goes on from a record, without learners: those that were in the job join again, as other incarnations.
-    /// The job must have just begun.
+    /// Begins at a record, without learners. Those that were in the job join again, as other incarnations. The job
+    /// must have just begun.
     ///
     /// # Errors
-    /// A record of a job with other tensors, or one that no job has.
+    /// When the record is of a job with other tensors, or is not sound.
     pub fn restore(&mut self, record: JobRecord) -> Result<(), ShardError> {
         let refused = |why: String| Err(ShardError::NotAllowed(why));
         if record.steps.tensors() != self.tensors as u64 {

@@ -1,8 +1,8 @@
-//! Work that was begun and cannot be finished: its remains, and the work that is begun anew.
+//! Work that has begun and cannot be finished, and the work that begins in its place.
 //!
-//! Until it is accumulated or part of a version, a commit that is not steady can be taken out again, and with
-//! it the plan or the accumulation that has it. The contributions of all others go back to where they can be
-//! read again; the earlier contents of the accumulator stay.
+//! A commit that is not steady can be taken out again until it is accumulated or part of a version, and with it the
+//! plan or the accumulation that has it. The other contributions go back to where they can be read again. The earlier
+//! contents of the accumulator stay.
 
 use std::sync::Arc;
 
@@ -12,8 +12,8 @@ use libmodelio::vocabulary::ids::{LearnerId, Step};
 use super::{Action, Committed, JobCore, Member, Now, Phase, Place, Plan, Work};
 
 impl<S: Clone> JobCore<S> {
-    /// The contributions of a [`Action::Accumulate`] could not be added up, and nothing of any of them was. The
-    /// commits named fail with the error beside them and are open again; the rest are accumulated anew.
+    /// The contributions of an [`Action::Accumulate`] could not be added up, and nothing was added. The named commits
+    /// fail with the error beside them, and are open again. The others are accumulated anew.
     pub fn accumulate_failed(
         &mut self,
         failed: Vec<(LearnerId, ShardError)>,
@@ -26,8 +26,8 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// The running plan found NaN or Inf in contributions that nobody had looked at. Their commits fail with
-    /// the error beside them and are taken back; the version is not made.
+    /// The running plan found NaN or Inf in contributions that were not checked before. Their commits fail with the
+    /// error beside them, and are taken back. The version is not made.
     pub fn refused(&mut self, bad: Vec<(LearnerId, ShardError)>, now: Now, actions: &mut Vec<Action<S>>) {
         self.stop_plan();
         self.fail(bad, actions);
@@ -35,12 +35,11 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// The payload of these learners' commits is lost. Commits that are neither steady (their payload is the
-    /// shard's own) nor accumulated are not part of the job: they fail. Learners still in the job leave it
-    /// with [`LeaveReason::Died`].
+    /// The payload of these learners' commits is lost. Commits fail that are neither steady (their payload is the
+    /// shard's own) nor accumulated. Learners that are still in the job leave it with [`LeaveReason::Died`].
     ///
-    /// Returns whether the plan or the accumulation under way needed one of these payloads. If it did, that
-    /// work is void, and must not be reported as done; `actions` may begin another.
+    /// Returns whether the plan or the accumulation under way needed one of the payloads. Then that work is void and
+    /// must not be reported as done. `actions` may begin other work.
     pub fn lost(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action<S>>) -> bool {
         let is_gone = |committed: &Committed<S>| {
             !committed.contribution.steady
@@ -66,17 +65,18 @@ impl<S: Clone> JobCore<S> {
         }
         self.release_params();
         for &learner in learners {
-            // A learner that has left before only has to be forgotten.
+            // A learner that had left before only has to be forgotten.
             let _ = self.depart(learner, LeaveReason::Died, actions);
         }
         self.after_departure(now, actions);
         void
     }
 
-    /// The program of `learner` has the memory back that it has lent for its last commit. Unless that is accumulated, it
-    /// fails with `why` and is open again.
+    /// The program of `learner` has its lent memory back. Unless the last commit is accumulated, it fails with `why`
+    /// and is open again.
     ///
-    /// Returns whether the plan or the accumulation under way reads it, which is void then, as with [`Self::lost`].
+    /// Returns whether the plan or the accumulation under way reads that memory. Then that work is void, as with
+    /// [`Self::lost`].
     pub fn reclaim(
         &mut self,
         learner: LearnerId,
@@ -100,7 +100,7 @@ impl<S: Clone> JobCore<S> {
         is_read
     }
 
-    /// The write of `weights` that the running plan publishes has failed: there is no new version.
+    /// The publication of new weights has failed. There is no new version.
     pub fn assign_failed(&mut self, error: ShardError, now: Now, actions: &mut Vec<Action<S>>) {
         let is_assign = |plan: &mut Arc<Plan<S>>| matches!(plan.work, Work::Assign { .. });
         if self.running.take_if(is_assign).is_some()
@@ -119,7 +119,7 @@ impl<S: Clone> JobCore<S> {
         })
     }
 
-    /// The version that was being made is not.
+    /// The version under way is not made.
     fn stop_plan(&mut self) {
         self.running = None;
         for committed in
@@ -129,7 +129,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// The contributions that were being accumulated are not in the accumulator.
+    /// The contributions under way are not in the accumulator.
     fn stop_accumulation(&mut self) {
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
             committed.place = Place::ToAccumulate;
@@ -151,15 +151,15 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Settings are fixed only as long as something was computed with them.
+    /// Fixed settings are released when nothing depends on them any more.
     pub(super) fn release_params(&mut self) {
         if !self.is_under_way() {
             self.params = None;
         }
     }
 
-    /// Undoes a commit of which nothing has been read yet: the contribution is open again. Blocks that came
-    /// after it are dropped.
+    /// Takes back a commit of which nothing was read. The contribution is open again, and its early blocks are
+    /// dropped.
     pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
         let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
         let committed = self.committed.remove(at);

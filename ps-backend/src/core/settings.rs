@@ -1,4 +1,4 @@
-//! Settings: whether they can be had, and when they take effect.
+//! Settings: whether they are possible, and when they take effect.
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
@@ -10,10 +10,10 @@ use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use super::{Action, JobCore, Member, Now, PendingKind, Phase, Tensors};
 
 impl<S: Clone> JobCore<S> {
-    /// Never reduces these tensors, from the next version of which nothing has been computed.
+    /// Freezes these tensors, from the next version of which nothing has been computed.
     ///
     /// # Panics
-    /// If it is not a set of the model's tensors.
+    /// If this is not a set of the model's tensors.
     pub fn freeze(&mut self, tensors: FixedBitSet) {
         assert_eq!(tensors.len(), self.tensors, "tensors of the model");
         self.frozen = Tensors(tensors);
@@ -35,7 +35,7 @@ impl<S: Clone> JobCore<S> {
     /// Checks that these settings are possible now.
     ///
     /// # Errors
-    /// Why not: contributions that were taken as gradients are written in too many pieces to be values.
+    /// Contributions that were taken as gradients have too many pieces to be values.
     pub fn may_set(&self, controls: &Controls) -> Result<(), ControlError> {
         let replaces = |controls: &Controls| controls.reducer.combine().replaces();
         let assigns = replaces(controls) && !replaces(&self.controls);
@@ -46,8 +46,8 @@ impl<S: Clone> JobCore<S> {
         Err(ControlError::Conflict(why.into()))
     }
 
-    /// The number of pieces of partly written blocks, in contributions to the coming version and in those
-    /// that wait to be taken, except the one of `sender`. None if it is unknown for one of them.
+    /// The number of pieces of partly written blocks, in contributions to the coming version and in those that wait
+    /// to be taken, without that of `sender`. None if one of the numbers is unknown.
     pub(super) fn pieces(&self, sender: Option<LearnerId>) -> Option<usize> {
         let waiting = self.pending.iter().filter_map(|pending| match &pending.kind {
             PendingKind::Commit { contribution, .. } => {
@@ -59,7 +59,7 @@ impl<S: Clone> JobCore<S> {
         committed.chain(waiting).map(|of| of.partly.as_ref().map(PartlyWritten::pieces)).sum()
     }
 
-    /// Lets new settings and new learners in where nothing that has begun depends on the old ones.
+    /// Lets new settings take effect and new learners take part, if nothing that has begun depends on the old ones.
     pub(super) fn settle(&mut self) {
         if self.running.is_some() || self.early.is_some() {
             return;
@@ -77,7 +77,7 @@ impl<S: Clone> JobCore<S> {
         }
         let version = self.version;
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
-        // No step has begun, so learners who came in a dropped step need not wait for the next.
+        // No step has begun, so learners that came in a dropped step need not wait for the next one.
         if !self.members.values().any(|member| self.takes_part(member) && is_open(member)) {
             for member in self.members.values_mut() {
                 member.joined_at = member.joined_at.min(version);

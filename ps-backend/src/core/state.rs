@@ -13,7 +13,7 @@ pub(super) enum Phase {
     Idle,
     Open {
         step: Step,
-        /// A block of it is whole.
+        /// Whether one of its blocks is whole.
         has_block: bool,
     },
 }
@@ -25,23 +25,23 @@ pub(super) struct Member {
     /// It takes part in versions after this one.
     pub(super) joined_at: Version,
     pub(super) last_seen: Now,
-    /// Some process that is known to live uses it.
+    /// Whether a living process is known to use it.
     pub(super) attached: bool,
-    /// The time when its last process exited. None if a process uses it, or none is known.
+    /// When its last process exited. None if a process uses it, or none is known.
     pub(super) exited: Option<Now>,
-    /// Last committed step.
+    /// The last committed step.
     pub(super) step: Step,
     /// Whether that step waits for its version.
     pub(super) unpublished: bool,
     /// The version that its last published step is part of.
     pub(super) published_in: Version,
-    /// Steps committed, from where the slowest learner was when it joined.
+    /// The number of committed steps, counted from the slowest learner's pace when it joined.
     pub(super) pace: u64,
     pub(super) phase: Phase,
 }
 
 impl Member {
-    /// A request of its own has come.
+    /// The learner has made a request.
     pub(super) fn is_used(&mut self, now: Now) {
         self.last_seen = now;
         self.exited = None;
@@ -52,11 +52,11 @@ impl Member {
 pub(super) enum Place {
     /// The payload stays where it is until the version is made.
     Kept,
-    /// Waits for its turn to be accumulated.
+    /// The payload waits to be accumulated.
     ToAccumulate,
-    /// Being accumulated; the commit's ticket waits, if there is one.
+    /// The payload is being accumulated. The commit's ticket may wait for that.
     Accumulating,
-    /// In the accumulator.
+    /// The payload is in the accumulator.
     Accumulated,
 }
 
@@ -64,12 +64,12 @@ pub(super) enum Place {
 pub(super) struct Committed<S> {
     pub(super) contribution: Arc<Contribution<S>>,
     pub(super) place: Place,
-    /// To answer when the payload is safe, at the latest at the time beside it.
+    /// The request to answer when the payload is safe, and its deadline.
     pub(super) ticket: Option<(Ticket, Now)>,
-    /// When it is accumulated unless its version is made before.
+    /// When it is accumulated, unless its version is made before.
     pub(super) accumulate_at: Now,
-    /// The learner's phase before: the commit can be taken back until the payload has left its program's
-    /// memory and was found to be good.
+    /// The learner's phase before the commit. The commit can be taken back until the payload has left its program's
+    /// memory and was found to be finite.
     pub(super) undo: Option<Phase>,
 }
 
@@ -85,7 +85,7 @@ impl<S> Committed<S> {
     }
 }
 
-/// Some of the model's tensors.
+/// A set of the model's tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Tensors(#[serde(deserialize_with = "bits::deserialize")] pub(super) FixedBitSet);
 
@@ -103,24 +103,23 @@ pub(super) enum PendingKind<S> {
     Assign { buffer: S },
 }
 
-/// A time in which somebody has been waiting for other learners, without a pause as long as a lease: those whose
-/// requests time out come again.
+/// A time in which learners wait for others. Short pauses do not end it, because requests that time out come again.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Stall {
     pub(super) since: Now,
-    /// When somebody was last seen to wait.
+    /// When a learner was last seen to wait.
     pub(super) until: Now,
-    /// How far the slowest learner was, where others wait for it.
+    /// The pace of the slowest learner, if others wait for it.
     pub(super) slowest: u64,
 }
 
-/// A wait for other learners that is not over, but for a moment in which those whose requests have timed out come again.
+/// A wait for other learners. A short pause does not end it, because requests that time out come again.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Wait {
     pub(super) since: Now,
-    /// Since when nobody waits, if so.
+    /// Since when no learner has waited, if that is so.
     pub(super) paused: Option<Now>,
-    /// The version before the one that is waited for; where learners wait for slower ones, how far those are; the highest
-    /// number before as many have joined as are expected.
+    /// The version before the awaited one; or the pace of the slower learners, if others wait for those; or the
+    /// highest number of learners so far, before all have joined.
     pub(super) at: u64,
 }

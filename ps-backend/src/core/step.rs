@@ -1,4 +1,4 @@
-//! From commits to versions: taking what waits, accumulating, reducing, publishing.
+//! From commits to versions: taking commits, accumulating, reducing and publishing.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::{
 };
 
 impl<S: Clone> JobCore<S> {
-    /// The next version's buffer is there, or not yet.
+    /// Reports whether the next version has a buffer.
     pub fn set_buffer_ready(&mut self, ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
         self.buffer_ready = ready;
         self.advance(now, actions);
@@ -33,7 +33,7 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// The running plan is computed; its version is published.
+    /// The running plan is computed, and its version is published.
     pub fn reduced(&mut self, buffer_ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
         let Some(plan) = self.running.take() else { return };
         self.buffer_ready = buffer_ready;
@@ -45,7 +45,7 @@ impl<S: Clone> JobCore<S> {
                 self.end_step(now, actions);
             }
             Work::Assign { .. } => {
-                // The step goes on: a learner who came in the middle of it still waits for the next one.
+                // The step goes on: a learner that came in the middle of it still waits for the next one.
                 let version = self.version;
                 for member in self.members.values_mut().filter(|member| member.joined_at >= version) {
                     member.joined_at = version.next();
@@ -68,7 +68,7 @@ impl<S: Clone> JobCore<S> {
             if let Some(member) = self.members.get_mut(&committed.contribution.learner) {
                 member.unpublished = false;
                 member.published_in = self.version;
-                // Until now the learner had nothing to say.
+                // The learner had no reason to send anything until now.
                 member.last_seen = now;
             }
         }
@@ -78,7 +78,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Takes what can be taken and starts what can be started.
+    /// Takes the commits that can be taken, and begins the work that can begin.
     pub(super) fn advance(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         self.settle();
         if self.running.is_none() {
@@ -111,7 +111,7 @@ impl<S: Clone> JobCore<S> {
                         self.start_step(actions);
                     }
                 }
-                // The first version may have overtaken a publication that was allowed when it was asked for.
+                // The first version may have come before a publication that was allowed when it was requested.
                 PendingKind::Assign { buffer } if self.early.is_none() && !self.is_held() => {
                     match self.may_assign() {
                         Ok(()) => {
@@ -146,8 +146,7 @@ impl<S: Clone> JobCore<S> {
         });
     }
 
-    /// Starts the coming version if all that it waits for is there; otherwise answers the commits
-    /// whose payload is safe where it is.
+    /// Begins the coming version if it is complete. Otherwise answers the commits whose payload is safe.
     fn start_step(&mut self, actions: &mut Vec<Action<S>>) {
         if self.committed.is_empty() || self.running.is_some() {
             return;
@@ -160,7 +159,7 @@ impl<S: Clone> JobCore<S> {
             }
             return;
         }
-        // Contributions that were to be accumulated are read in place instead: the version is made now.
+        // Contributions that would have been accumulated are read in place, because the version is made now.
         for committed in &mut self.committed {
             if committed.place == Place::ToAccumulate {
                 committed.place = Place::Kept;
@@ -169,8 +168,8 @@ impl<S: Clone> JobCore<S> {
         self.run(self.reduce_plan(None), actions);
     }
 
-    /// The plan for the coming version from what is committed, and, if it is provisional, what this learner still writes,
-    /// which may hold any tensor.
+    /// The plan for the coming version. It has the committed contributions. If it is provisional, it also has the one
+    /// that this learner still writes, which may hold any tensor.
     pub(super) fn reduce_plan(&self, provisional: Option<LearnerId>) -> Plan<S> {
         let kept = self.committed.iter().filter(|committed| committed.place == Place::Kept);
         let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
@@ -189,7 +188,7 @@ impl<S: Clone> JobCore<S> {
         Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional }
     }
 
-    /// Whether work still goes on in the memory that the coming version would be made in or from.
+    /// Whether the memory that the coming version is made in or from is still in use.
     fn is_busy(&self) -> bool {
         let committed = |learner| self.committed.iter().any(|c| c.contribution.learner == learner);
         self.is_accumulating() || self.early.is_some_and(|early| !committed(early))
@@ -202,7 +201,7 @@ impl<S: Clone> JobCore<S> {
         actions.push(if seals { Action::Seal(plan) } else { Action::Reduce(plan) });
     }
 
-    /// When the next contribution is to be accumulated.
+    /// When the next contribution is accumulated.
     pub(super) fn next_accumulation(&self) -> Option<Now> {
         // Accumulation adds contributions in the order in which they come.
         if self.running.is_some() || self.is_accumulating() || self.controls.deterministic || self.holds {
@@ -215,9 +214,9 @@ impl<S: Clone> JobCore<S> {
             .min()
     }
 
-    /// Accumulates contributions whose memory is needed back: when the first is due, all.
+    /// Accumulates contributions whose memory is needed back. When the first one is due, all are accumulated.
     fn start_accumulation(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        // When the version is made now anyway, the memory is read in place.
+        // If the version is made now anyway, the memory is read in place.
         let now_anyway = self.is_complete() && self.buffer_ready && !self.is_busy();
         if now_anyway || self.next_accumulation().is_none_or(|at| at > now) {
             return;

@@ -1,4 +1,4 @@
-//! The state of the job, for those that show it or work for it: nothing here decides.
+//! The job's state, for reading. Nothing here decides.
 use std::sync::Arc;
 
 use libmodelio::transport::Attached;
@@ -42,17 +42,17 @@ impl<S: Clone> JobCore<S> {
         &self.controls
     }
 
-    /// Contributions taken since the start.
+    /// The number of contributions taken since the start.
     pub fn contributions_taken(&self) -> u64 {
         self.contributions_taken
     }
 
-    /// Learners whose contribution to the coming version is in.
+    /// The number of learners whose contribution to the coming version is in.
     pub fn committed(&self) -> usize {
         self.committed.len()
     }
 
-    /// The places of contributions that are taken and still have to be read, by learner.
+    /// The places of taken contributions that still have to be read, by learner.
     pub fn unread(&self) -> impl Iterator<Item = (LearnerId, &S)> {
         let unread =
             self.committed.iter().filter(|c| !c.contribution.steady && c.place != Place::Accumulated);
@@ -64,7 +64,7 @@ impl<S: Clone> JobCore<S> {
         self.committed.iter().any(|c| c.place == Place::Accumulating)
     }
 
-    /// Contributions to the coming version that are added up already.
+    /// The contributions to the coming version that are in the accumulator.
     pub(crate) fn accumulated_contributions(&self) -> impl Iterator<Item = &Arc<Contribution<S>>> {
         let accumulated = self.committed.iter().filter(|committed| committed.place == Place::Accumulated);
         accumulated.map(|committed| &committed.contribution)
@@ -80,12 +80,12 @@ impl<S: Clone> JobCore<S> {
         self.committed.iter().any(|c| c.place == Place::Accumulated && !c.contribution.sent.is_clear())
     }
 
-    /// Learners in the job, by number.
+    /// The learners in the job, by number.
     pub fn members(&self, now: Now) -> Vec<MemberView> {
         self.members.iter().map(|(&learner, member)| view(learner, member, now)).collect()
     }
 
-    /// One learner in the job.
+    /// A learner in the job.
     pub fn member(&self, learner: LearnerId, now: Now) -> Option<MemberView> {
         self.members.get(&learner).map(|member| view(learner, member, now))
     }

@@ -8,20 +8,20 @@ use super::{Action, JobCore, Member, Now, PendingKind, Stall, Wait, WaitedFor};
 
 /// The most names in a report.
 pub(super) const SAID: usize = 16;
-/// A wait is the same one if somebody waits again within this: requests that time out come again.
+/// A wait goes on if a learner waits again within this time: requests that time out come again.
 const PAUSE: Now = Now::from_secs(1);
 
 impl<S: Clone> JobCore<S> {
-    /// Notes that somebody waits for other learners just now, or does not.
+    /// Notes whether a learner waits for others at the moment.
     pub(super) fn note_stall(&mut self, now: Now) {
         let step_waits = self.gathers() && !self.committed.is_empty();
-        // Without a buffer they wait for readers, and while the job is held for nobody in it.
+        // Without a buffer learners wait for readers, and while the job is held they wait for nobody in it.
         let waits = self.running.is_none()
             && self.buffer_ready
             && !self.is_held()
             && (step_waits || !self.pending.is_empty());
         let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
-        // If the slowest learner has moved, or left, the wait is for others now.
+        // If the slowest learner has moved on or left, the wait is for others now.
         self.stall.take_if(|stall| stall.slowest != slowest);
         if waits {
             let stall = self.stall.get_or_insert(Stall { since: now, until: now, slowest });
@@ -44,8 +44,8 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Removes learners whose last process exited this long ago, and for whom another learner has been
-    /// waiting for as long.
+    /// Removes learners whose last process exited this long ago, and for whom another learner has been waiting for as
+    /// long.
     pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let Some(wait) = self.wait.filter(|wait| self.formed && wait.paused.is_none()) else { return };
         let linger = self.controls.linger;
@@ -61,7 +61,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Learners that somebody who waits may be waiting for.
+    /// The learners that a waiting learner may be waiting for.
     pub(super) fn waited_for(&self) -> impl Iterator<Item = (LearnerId, &Member)> {
         let is_one = |&(&learner, member): &(&LearnerId, &Member)| {
             !member.unpublished && self.holds_up(learner, member) && !self.waits(learner)
@@ -69,8 +69,8 @@ impl<S: Clone> JobCore<S> {
         self.members.iter().filter(is_one).map(|(&learner, member)| (learner, member))
     }
 
-    /// The learners that are waited for, if a wait has lasted long, and the time since when. The time tells
-    /// waits apart.
+    /// The learners that others wait for, if the wait has lasted long, and its beginning. The beginning tells waits
+    /// apart.
     pub fn late(&self, now: Now) -> Option<(Now, WaitedFor)> {
         let wait = self.wait.filter(|wait| now.saturating_sub(wait.since) >= LONG)?;
         let late = if self.formed {
@@ -83,7 +83,7 @@ impl<S: Clone> JobCore<S> {
         (late != WaitedFor::default()).then_some((wait.since, late))
     }
 
-    /// Learners whose lease is over: silent for as long, and either nobody's process, or somebody has
+    /// Removes learners whose lease is over: they were silent for as long, and no process uses them or a learner has
     /// been waiting for them that long.
     pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let lease = self.controls.lease;
@@ -110,7 +110,7 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    /// Whether `learner` is silent because a request of its own is not answered yet.
+    /// Whether `learner` is silent because its own request has no answer yet.
     fn waits(&self, learner: LearnerId) -> bool {
         self.pending.iter().any(|pending| {
             matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)

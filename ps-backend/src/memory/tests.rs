@@ -30,7 +30,7 @@ fn one_formula_counts_versions_masters_state_sums_and_staging() {
 }
 
 #[test]
-fn what_a_model_takes_is_told_by_its_names() {
+fn the_memory_of_a_model_has_a_name_for_each_use() {
     let told = MemoryUse { versions: 3 << 30, staging: 1 << 29, ..MemoryUse::default() }.to_string();
     assert_eq!(told, "versions 3.0 + staging 0.5 GiB");
 }
@@ -90,7 +90,7 @@ fn cache_that_can_be_reclaimed_is_not_counted_as_used() {
 }
 
 #[test]
-fn groups_of_version_1_are_looked_at_as_well() {
+fn groups_of_version_1_are_read_as_well() {
     let files = [
         ("memory/docker/memory.limit_in_bytes", "700\n"),
         ("memory/docker/memory.usage_in_bytes", "600\n"),

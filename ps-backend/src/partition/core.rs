@@ -1,17 +1,15 @@
-//! The decisions about each block that reaches a shard's partition of a model. Pure: events go in, placements
-//! and actions come out; no bytes, no socket, no clock.
+//! The decisions about each block that reaches a shard's partition of a model. Pure: events go in, and placements and
+//! actions come out. It has no bytes, no socket and no clock.
 //!
-//! One plan is under way at a time. Each of its blocks is stored, added to or finished as the payloads of its
-//! sources come. The core reserves the block for one of them at a time and says which of these it is for; the
-//! edge does it and reports how that has ended ([`PartitionCore::end`]). A refused payload changes nothing,
-//! whatever it holds: the plan's number, and its record of who has sent which block, tell late, repeated and
-//! reordered ones apart.
+//! One plan is under way at a time. Each of its blocks is stored, added to or finished as the payloads of its sources
+//! come. The core reserves the block for one payload at a time, and says what to do with it. The edge does that, and
+//! reports the outcome ([`PartitionCore::end`]). A refused payload changes nothing, whatever it holds. The plan's
+//! number and its record of sent blocks identify late, repeated and reordered payloads.
 //!
-//! Numbers of plans follow each other, and the coordinator states its number with each connection. So numbers
-//! that somebody else has stated over another connection do not last: see
-//! [`PartitionCore::coordinated_anew`].
+//! Numbers of plans follow each other, and the coordinator states its number with each connection. So a number that
+//! another process has stated over another connection does not last: see [`PartitionCore::coordinated_anew`].
 //!
-//! Blocks are numbered within the partition here.
+//! In this module, blocks are numbered within the partition.
 
 mod kept;
 
@@ -26,11 +24,11 @@ use libmodelio::wire::Work;
 /// Whether a plan adds up or makes a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Its sum is kept for the coming version.
+    /// The sum is kept for the coming version.
     Add,
-    /// It makes the coming version.
+    /// The plan makes the coming version.
     Reduce,
-    /// It makes the coming version from new values; sums that are kept stay for the one after it.
+    /// The plan makes the coming version from new values. Kept sums are for the version after it.
     Assign,
 }
 
@@ -44,14 +42,14 @@ impl From<&Work> for Kind {
     }
 }
 
-/// The blocks that a source sends, and those that it has sent.
+/// A source of a plan: the blocks that it sends, and those that it has sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Source {
     /// The client.
     pub client: ClientId,
     /// The blocks that it sends.
     pub blocks: FixedBitSet,
-    /// NaN and Inf in them are refused.
+    /// Whether NaN and Inf in them are refused.
     pub check: bool,
     /// Whether it may send any block. The sealed plan names the blocks that it does send.
     pub provisional: bool,
@@ -60,7 +58,7 @@ pub struct Source {
 /// A plan as the core needs it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// Its number, above those of all plans before it.
+    /// Its number, which is above those of all earlier plans.
     pub id: PlanId,
     /// The work on the blocks.
     pub work: Work,
@@ -68,7 +66,7 @@ pub struct Plan {
     pub base: Version,
     /// The senders and their blocks.
     pub sources: Vec<Source>,
-    /// Add in the order of the sources.
+    /// Whether payloads are added in the order of the sources.
     pub ordered: bool,
 }
 
@@ -83,19 +81,19 @@ impl Plan {
         self.sources.iter().position(wants)
     }
 
-    /// Whether the plan is still to be sealed.
+    /// Whether the plan is not sealed yet.
     pub fn is_provisional(&self) -> bool {
         self.sources.iter().any(|source| source.provisional)
     }
 
-    /// Whether `sealed` is this plan, sealed: everything computed under it then stays.
+    /// Whether `sealed` is the sealed form of this plan. Then all blocks that were computed under it stay.
     fn becomes(&self, sealed: &Plan) -> bool {
         let same_work = match (&self.work, &sealed.work) {
             (
                 Work::Reduce { step, fresh_state, .. },
                 Work::Reduce { step: other, fresh_state: fresh, .. },
             ) => {
-                // The highest step of a tensor is known when all is.
+                // The highest step of a tensor is known only when the plan is sealed.
                 let alike = |step: &reducer::Step| reducer::Step { t: 0, ..step.clone() };
                 alike(step) == alike(other) && fresh_state == fresh
             }
@@ -113,47 +111,47 @@ impl Plan {
     }
 }
 
-/// The place of a payload that has a reservation.
+/// What to do with a reserved payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The payload is the first of its block: it is stored in the running plan's accumulator, to which others
-    /// are added.
+    /// The payload is the first of its block. It is stored in the running plan's accumulator, and others are added to
+    /// it.
     pub first: bool,
-    /// The payload is the last: the block of the next version is computed with it, and with the accumulator.
+    /// The payload is the last of its block. The next version's block is computed from it and the accumulator.
     pub last: bool,
-    /// NaN and Inf in it are refused.
+    /// Whether NaN and Inf in it are refused.
     pub check: bool,
-    /// Payloads that are kept go with it, in one pass: [`PartitionCore::take_kept`] says which.
+    /// Whether kept payloads are added in the same pass. [`PartitionCore::take_kept`] names them.
     pub kept: bool,
 }
 
 /// The decision about a payload that is about to come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// The payload may come. Once the block is reserved, the edge reports its end by [`PartitionCore::end`].
+    /// The payload may come. The edge reports the end of its reservation by [`PartitionCore::end`].
     Ready(Place),
-    /// It can be read where it lies, and others of its block are still to come: it is kept, and read with the last of
-    /// them. If it does not stay there, say so by [`PartitionCore::is_gone`].
+    /// The payload can be read where it lies, and others of its block are still to come. It is kept, and read with
+    /// the last of them. If it does not stay there, the edge reports that by [`PartitionCore::is_gone`].
     Keep,
-    /// It has been taken before: pass it over.
+    /// The payload was taken before, and has no effect.
     Duplicate,
-    /// The plan is over, or does not want this block of this client: pass it over.
+    /// The plan is over, or does not want this block of this client. The payload has no effect.
     Unwanted,
-    /// Not now: the block is reserved for another payload, it is not this one's turn, or the plan has not
-    /// begun here. Ask again when a reservation has ended or a plan begun.
+    /// The payload must wait: the block is reserved for another payload, this one's turn has not come, or the plan
+    /// has not begun here. Ask again when a reservation has ended or a plan has begun.
     Later,
 }
 
 /// How a reservation ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The payload is where it belongs.
+    /// The payload is in its place.
     Complete,
-    /// It holds NaN or Inf, which is refused: nothing of the plan can count.
+    /// The payload holds NaN or Inf, which are refused. Nothing of the plan can count.
     NonFinite,
-    /// The payload was read from memory whose loan may have ended before: nothing of the plan can count.
+    /// The payload was read from memory whose loan may have ended before. Nothing of the plan can count.
     Torn,
-    /// It did not come, or not as it was sent: it can come again.
+    /// The payload did not come, or was damaged. It can come again.
     Released,
 }
 
@@ -162,17 +160,15 @@ pub enum Outcome {
 pub enum Action {
     /// Take the memory for the plan; then call [`PartitionCore::begun`].
     Begin(PlanId),
-    /// The running plan, which was provisional, is sealed: from now on blocks are computed with its final
-    /// form.
+    /// The running plan is sealed. Blocks are computed with its final form from now on.
     Sealed(PlanId),
-    /// Compute these blocks, for which nobody sends anything (more); then call [`PartitionCore::computed`].
+    /// Compute these blocks, for which no more payload comes. Then call [`PartitionCore::computed`].
     Compute(PlanId, FixedBitSet),
-    /// All payloads of these blocks have come, or are kept: reserve the kept ones by
-    /// [`PartitionCore::reserve_kept`].
+    /// All payloads of these blocks have come or are kept. Reserve the kept ones by [`PartitionCore::reserve_kept`].
     Gather(PlanId, FixedBitSet),
-    /// Tell the coordinator that all blocks are there and computed.
+    /// Tell the coordinator that all blocks have come and are computed.
     Ready(PlanId),
-    /// Tell the coordinator whose contribution is refused.
+    /// Tell the coordinator which client's contribution is refused.
     NonFinite {
         /// The plan.
         plan: PlanId,
@@ -183,20 +179,20 @@ pub enum Action {
     },
     /// Tell the coordinator that the plan cannot be completed here: a payload may have changed while it was read.
     Torn(PlanId),
-    /// The plan's result counts: publish the version, or keep the sum.
+    /// The plan's result counts. Publish the version, or keep the sum.
     Conclude(PlanId, Kind),
-    /// The plan's result is void. No reservation of it is left.
+    /// The plan's result is void. None of its reservations is left.
     Void(PlanId),
-    /// See to it that the reservations of this plan end soon.
+    /// End the reservations of this plan soon.
     Abandon(PlanId),
-    /// Tell the coordinator that its order to conclude or to drop this plan is carried out.
+    /// Tell the coordinator that this plan is concluded or dropped.
     Done(PlanId),
 }
 
-/// An order that contradicts what the partition knows: the coordinator and the partition are not of one job.
+/// An order that contradicts the partition's state. The coordinator and the partition do not belong to the same job.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PartitionError {
-    /// A plan for another version than the partition holds.
+    /// The plan starts from another version than the partition holds.
     #[error("plan {plan} starts from version {base}, but this partition holds version {version}")]
     Base {
         /// The plan.
@@ -206,7 +202,7 @@ pub enum PartitionError {
         /// The partition's version.
         version: Version,
     },
-    /// A plan that is not complete here is to count.
+    /// The plan cannot be concluded, because it is not complete here.
     #[error("plan {0} is to be concluded, but is not complete here")]
     NotReady(PlanId),
     /// A plan begins while another one is under way.
@@ -217,8 +213,8 @@ pub enum PartitionError {
         /// The plan under way.
         running: PlanId,
     },
-    /// The plan is over, or is not the one that follows the newest; or another one is ready here, which its coordinator
-    /// may still conclude, and this connection has not named it.
+    /// The plan is over, or does not follow the newest one. Or another plan is ready here that its coordinator may
+    /// still conclude, and this connection has not named it.
     #[error("plan {plan} is past, or not the next one: the newest here is {newest}")]
     Order {
         /// The plan.
@@ -226,27 +222,27 @@ pub enum PartitionError {
         /// The newest one here.
         newest: PlanId,
     },
-    /// A plan that does not fit the partition.
+    /// The plan does not fit the partition.
     #[error("plan {0} is not of this partition's blocks")]
     Shape(PlanId),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The edge takes its memory.
+    /// The edge is taking the plan's memory.
     Beginning,
     Gathering,
     Ready,
-    /// A payload was refused; the coordinator has yet to drop the plan.
+    /// A payload was refused. The coordinator must drop the plan.
     NonFinite {
         client: ClientId,
         block: u32,
     },
-    /// A payload may have changed while it was read; the coordinator has yet to drop the plan.
+    /// A payload may have changed while it was read. The coordinator must drop the plan.
     Torn,
-    /// Dropped while blocks were reserved.
+    /// The plan was dropped while blocks were reserved.
     Dropped,
-    /// The coordinator knows nothing of it: somebody else has started it. Blocks are reserved.
+    /// The coordinator does not know the plan: another process has started it. Blocks are reserved.
     Disowned,
 }
 
@@ -254,23 +250,23 @@ enum Stage {
 struct Running {
     plan: Plan,
     stage: Stage,
-    /// Whether the coordinator of the newest connection has started it, or has repeated its start there.
+    /// Whether the coordinator of the newest connection has started the plan, or has repeated its start.
     vouched: bool,
-    /// By source: blocks that have come.
+    /// For each source, the blocks that have come.
     got: Vec<FixedBitSet>,
-    /// By source: blocks that are kept.
+    /// For each source, the blocks that are kept.
     kept: Vec<FixedBitSet>,
-    /// By block: payloads that have come, and that will.
+    /// For each block, the number of payloads that have come, and of all that will.
     came: Vec<u32>,
     wanted: Vec<u32>,
-    /// By block: it is reserved, or is being computed.
+    /// For each block, whether it is reserved or being computed.
     busy: FixedBitSet,
-    /// By block, busy or not: it is computed with its last payload, or already is.
+    /// For each block, busy or not, whether its last payload computes it or has done so.
     last: FixedBitSet,
-    /// Blocks that are being computed without a payload.
+    /// The blocks that are being computed without a payload.
     computing: FixedBitSet,
     in_flight: u32,
-    /// Payloads and computations that are still to come.
+    /// The number of payloads and computations that are still to come.
     left: u64,
 }
 
@@ -280,9 +276,9 @@ pub struct PartitionCore {
     blocks: u32,
     version: Version,
     running: Option<Running>,
-    /// The newest plan that was begun or dropped here.
+    /// The newest plan that began or was dropped here.
     newest: PlanId,
-    /// The newest one that was concluded here, if one was.
+    /// The newest plan that was concluded here.
     concluded: Option<PlanId>,
 }
 
@@ -297,12 +293,12 @@ impl PartitionCore {
         self.version
     }
 
-    /// Whether the plan under way is still to be sealed.
+    /// Whether the plan under way is not sealed yet.
     pub fn is_provisional(&self) -> bool {
         self.running.as_ref().is_some_and(|running| running.plan.is_provisional())
     }
 
-    /// The plan under way, and how much of it is still to come.
+    /// The plan under way, and the number of payloads and computations that are still to come.
     pub fn running(&self) -> Option<(PlanId, u64)> {
         self.running.as_ref().map(|running| (running.plan.id, running.left))
     }
@@ -312,9 +308,9 @@ impl PartitionCore {
         plan <= self.newest
     }
 
-    /// The coordinator has a new connection, and states over it that its plans up to `over` are over: the
-    /// next plan follows that number. Numbers stated over other connections are void. The plan under way goes
-    /// on if the coordinator names it again.
+    /// The coordinator has a new connection, and states that its plans up to `over` are over. The next plan follows
+    /// that number. Numbers from other connections are void. The plan under way goes on if the coordinator names it
+    /// again.
     pub fn coordinated_anew(&mut self, over: PlanId) {
         let mut newest = over;
         if let Some(running) = &mut self.running {
@@ -326,11 +322,12 @@ impl PartitionCore {
         self.newest = newest;
     }
 
-    /// A plan begins. A repeated one is answered again. A plan that was started over another connection and is ready here is
-    /// replaced only if the coordinator `insists`: it has been asking for so long that it cannot know of the ready one.
+    /// Starts a plan. A repeated start is answered again. If another connection has started a plan that is ready
+    /// here, it is replaced only if the coordinator `insists`. A coordinator that has been asking for so long cannot
+    /// know of the ready plan.
     ///
     /// # Errors
-    /// [`PartitionError`]; nothing has changed then.
+    /// [`PartitionError`]. Then nothing has changed.
     pub fn start(
         &mut self,
         plan: Plan,
@@ -355,7 +352,7 @@ impl PartitionCore {
             return Ok(());
         }
         if self.running.as_ref().is_some_and(|running| plan.becomes(&running.plan)) {
-            // It comes late: the plan has been sealed since.
+            // The start comes late: the plan has been sealed since.
             return Ok(());
         }
         let is_running = self.running.as_ref().is_some_and(|running| running.plan.id == plan.id);
@@ -366,7 +363,7 @@ impl PartitionCore {
         self.fits(&plan)?;
         if let Some(running) = &mut self.running {
             match running.stage {
-                // The coordinator repeats the order when that plan has ended.
+                // The coordinator repeats the order when the earlier plan has ended.
                 Stage::Dropped | Stage::Disowned => return Ok(()),
                 _ if running.vouched => {
                     return Err(PartitionError::Overlap { new: plan.id, running: running.plan.id });
@@ -401,7 +398,7 @@ impl PartitionCore {
             busy: FixedBitSet::with_capacity(blocks),
             last: FixedBitSet::with_capacity(blocks),
             computing: FixedBitSet::with_capacity(blocks),
-            // The edge is at work on its memory.
+            // The edge is working on the plan's memory.
             in_flight: 1,
             left: payloads,
             plan,
@@ -419,7 +416,7 @@ impl PartitionCore {
         Ok(())
     }
 
-    /// Whether the plan is to go on: if not, an edge that waits for memory can stop.
+    /// Whether the plan goes on. If not, an edge that waits for memory can stop.
     pub fn wants(&self, plan: PlanId) -> bool {
         let live = |running: &Running| running.plan.id == plan && !running.is_void();
         self.running.as_ref().is_some_and(live)
@@ -437,12 +434,12 @@ impl PartitionCore {
         self.check_ready(actions);
     }
 
-    /// All is known of the running plan: sources have said which blocks they send.
+    /// Seals the running plan: its sources and their blocks are known now.
     fn seal(&mut self, plan: Plan, actions: &mut Vec<Action>) {
         let Some(running) = &mut self.running else { return };
         let id = plan.id;
         running.vouched = true;
-        // Blocks have come that were not to come: somebody else has sent them.
+        // Some blocks that have come are not part of the sealed plan: another process has sent them.
         running.kept.iter_mut().zip(&plan.sources).for_each(|(kept, of)| kept.intersect_with(&of.blocks));
         let strays =
             running.got.iter().zip(&plan.sources).any(|(got, source)| !got.is_subset(&source.blocks));
@@ -484,8 +481,9 @@ impl PartitionCore {
         self.settle(actions);
     }
 
-    /// A block of `client` is about to come: nothing else of that block is taken until [`Self::end`], if it may come. Or it
-    /// `lies` where it can be read for as long as the plan takes. Hot path: allocates nothing.
+    /// A block of `client` is about to come. If it may come, no other payload of the block is taken until
+    /// [`Self::end`]. `lies` says that the payload can be read where it is for as long as the plan takes. This is a
+    /// hot path, and allocates nothing.
     pub fn reserve(&mut self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
         let placement = self.peek(client, plan, block, lies);
         let Some(running) = &mut self.running else { return placement };
@@ -507,7 +505,7 @@ impl PartitionCore {
         placement
     }
 
-    /// The answer that [`Self::reserve`] would give just now; reserves nothing.
+    /// The answer that [`Self::reserve`] would give. It reserves nothing.
     pub fn peek(&self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
         if plan > self.newest {
             return Placement::Later;
@@ -551,7 +549,7 @@ impl PartitionCore {
         })
     }
 
-    /// The reservation of a block is over.
+    /// The reservation of a block has ended.
     pub fn end(
         &mut self,
         client: ClientId,
@@ -585,7 +583,7 @@ impl PartitionCore {
                 (Outcome::Released, _) | (_, None) => {}
             }
         }
-        // Another payload of it was expected when this one was reserved for.
+        // When this payload was reserved for, another one of the block was expected.
         if running.stage == Stage::Gathering
             && running.came[b] == running.wanted[b]
             && !running.last.contains(b)
@@ -601,8 +599,8 @@ impl PartitionCore {
         self.settle(actions);
     }
 
-    /// Blocks that are still to come from `client`, including those with a reservation; `None` if the plan
-    /// has not begun here, so that this is unknown.
+    /// The blocks that are still to come from `client`, including those with a reservation. `None` if this is
+    /// unknown, because the plan has not begun here.
     pub fn missing(&self, client: ClientId, plan: PlanId) -> Option<FixedBitSet> {
         let mut missing = FixedBitSet::with_capacity(self.blocks as usize);
         if plan > self.newest {
@@ -613,7 +611,7 @@ impl PartitionCore {
         };
         match running.stage {
             Stage::Beginning => return None,
-            // The sources are not known yet.
+            // The sources are not known before the plan is sealed.
             Stage::Gathering if running.plan.is_provisional() => return None,
             Stage::Gathering => {}
             Stage::Ready | Stage::NonFinite { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
@@ -630,10 +628,10 @@ impl PartitionCore {
         Some(missing)
     }
 
-    /// The plan's result counts. A repeated order is answered again.
+    /// Concludes the plan: its result counts. A repeated order is answered again.
     ///
     /// # Errors
-    /// [`PartitionError::NotReady`], or [`PartitionError::Order`] if the start is to be repeated before.
+    /// [`PartitionError::NotReady`], or [`PartitionError::Order`] if the start must be repeated first.
     pub fn conclude(&mut self, plan: PlanId, actions: &mut Vec<Action>) -> Result<(), PartitionError> {
         if self.running.as_ref().is_some_and(|running| running.plan.id == plan && !running.vouched) {
             return Err(PartitionError::Order { plan, newest: self.newest });
@@ -653,10 +651,11 @@ impl PartitionCore {
         Ok(())
     }
 
-    /// The plan is given up, and if it has not begun here it never will. Repeated, it is answered again.
+    /// Drops the plan. If it has not begun here, it never will. A repeated order is answered again.
     ///
     /// # Errors
-    /// [`PartitionError::Order`] for one that cannot have begun anywhere yet, or if its start is to be repeated before.
+    /// [`PartitionError::Order`] for a plan that cannot have begun anywhere yet, or if its start must be repeated
+    /// first.
     pub fn drop_plan(&mut self, plan: PlanId, actions: &mut Vec<Action>) -> Result<(), PartitionError> {
         let newest = self.newest;
         let Some(running) = self.running_if(plan) else {
@@ -707,8 +706,7 @@ impl PartitionCore {
 }
 
 impl Running {
-    /// Computes the blocks of a version that get no more payloads, and that their last payload has not
-    /// computed.
+    /// Computes the blocks of a version that get no more payload and that no last payload has computed.
     fn compute_rest(&mut self, actions: &mut Vec<Action>) {
         if self.plan.kind() == Kind::Add || self.plan.is_provisional() || !self.computing.is_clear() {
             return;
@@ -728,13 +726,13 @@ impl Running {
         actions.push(Action::Compute(self.plan.id, alone));
     }
 
-    /// Nothing more comes of this plan.
+    /// Whether nothing of this plan can count any more.
     fn is_void(&self) -> bool {
         matches!(self.stage, Stage::Dropped | Stage::Disowned)
     }
 }
 
-/// By block: how many payloads come.
+/// For each block, the number of payloads.
 fn wanted(plan: &Plan, blocks: usize) -> Vec<u32> {
     let mut wanted = vec![0; blocks];
     for block in plan.sources.iter().flat_map(|source| source.blocks.ones()) {
@@ -743,7 +741,7 @@ fn wanted(plan: &Plan, blocks: usize) -> Vec<u32> {
     wanted
 }
 
-/// The blocks of `ranges` (of the whole model) that are among `mine`, by their place in it.
+/// The blocks in `ranges` (of the whole model) that are among `mine`, by their index there.
 pub fn local_blocks(ranges: &[Range<u32>], mine: &[libmodelio::vocabulary::ids::BlockId]) -> FixedBitSet {
     let mut local = FixedBitSet::with_capacity(mine.len());
     for range in ranges {

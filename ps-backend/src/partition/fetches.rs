@@ -1,31 +1,30 @@
-//! Payloads that lie with clients, and the slots into which they are fetched before they are used. Pure.
+//! Payloads in clients' memory, and the slots that they are fetched into before they are used. Pure.
 //!
-//! Payloads that a connection names are used in the order in which they were named. A payload is fetched
-//! ahead of its turn, as long as no connection lacks a slot for a payload whose turn it is: a connection that
-//! lacks one is *short*. Then connections give back slots with payloads that have to wait, as contributions
-//! that are added up in a fixed order do. They fetch these again when their turn has come, and not before. So
-//! there is always a slot for payloads that others wait for, and a payload is fetched in vain once at most,
-//! unless another payload of its block has come meanwhile. At most half of the slots are under way for one
-//! client: if it stalls, others have the rest.
+//! A connection's payloads are used in the order in which it has named them. A payload is fetched ahead of its turn,
+//! as long as no connection lacks a slot for a payload whose turn it is. A connection that lacks one is *short*. Then
+//! connections give slots back whose payloads have to wait, for example in a plan that adds in a fixed order. They
+//! fetch these again when their turn has come, and not before. So there is always a slot for a payload that others
+//! wait for, and a payload is fetched in vain at most once, unless another payload of its block has come meanwhile.
+//! At most half of the slots are in use for one client. If it stalls, others have the rest.
 //!
-//! A payload that can be fetched straight to its place, as the first contribution to a block can, takes no
-//! slot. It is used as soon as it comes, though payloads named before it may still wait in slots.
+//! A payload that can be fetched straight into its place, as the first contribution to a block can, needs no slot. It
+//! is used as soon as it comes, even while payloads before it wait in slots.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use libmodelio::vocabulary::ids::ClientId;
 
-/// Fetches that are under way on one connection, at most.
+/// The most fetches under way on one connection.
 const UNDER_WAY: usize = 16;
 
 /// The decision about a payload that is not here yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// It would be used at once.
+    /// The payload would be used at once.
     Now,
-    /// It would have to wait. Its connection goes on when that may have changed.
+    /// The payload would have to wait. Its connection goes on when that may have changed.
     Later,
-    /// Nobody wants the payload.
+    /// The payload is not wanted.
     Never,
 }
 
@@ -40,10 +39,10 @@ pub trait Edge<T, S> {
     /// [`Self::Error`].
     fn turn(&mut self, what: &T) -> Result<Turn, Self::Error>;
 
-    /// Whether [`Self::turn`] would say [`Turn::Now`] of a payload that is not the next.
+    /// Whether [`Self::turn`] would return [`Turn::Now`] for a payload that is not the next one.
     fn is_due(&mut self, what: &T) -> bool;
 
-    /// Uses it, or sees that nobody wants it. False if it has to wait: then as with [`Turn::Later`].
+    /// Uses a fetched payload, or finds that it is not wanted. False if it has to wait, as with [`Turn::Later`].
     ///
     /// # Errors
     /// [`Self::Error`].
@@ -52,14 +51,14 @@ pub trait Edge<T, S> {
     /// The payload is done with.
     fn over(&mut self, what: T);
 
-    /// Begins to fetch it to where it belongs, if it may come there at once and there is room for a fetch;
-    /// [`Fetches::came`] says that it is there, and used. False if it needs a slot, or has to wait.
+    /// Begins to fetch a payload into its place, if it may come there at once and there is room for a fetch.
+    /// [`Fetches::came`] reports that it has come and was used. False if it needs a slot, or has to wait.
     ///
     /// # Errors
     /// [`Self::Error`].
     fn fetch_direct(&mut self, what: &T) -> Result<bool, Self::Error>;
 
-    /// Whether one more fetch into a slot can be under way. If not, the connection goes on when one may.
+    /// Whether one more fetch into a slot may begin. If not, the connection goes on when it may.
     fn has_room(&self) -> bool;
 
     /// Whether another connection is short.
@@ -68,19 +67,19 @@ pub trait Edge<T, S> {
     /// A free slot. If there is none, the connection goes on when there may be one.
     fn slot(&mut self) -> Option<S>;
 
-    /// Begins to fetch it; [`Fetches::came`] says that it is there.
+    /// Begins to fetch a payload into a slot. [`Fetches::came`] reports that it has come.
     ///
     /// # Errors
     /// [`Self::Error`].
     fn fetch(&mut self, what: &T, slot: S) -> Result<(), Self::Error>;
 }
 
-/// How it stands with a connection that can do no more just now.
+/// The state of a connection that can do no more at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stand {
-    /// It has what it needs, or waits without a slot.
+    /// The connection has what it needs, or waits without a slot.
     Well,
-    /// The turn of a payload has come, and there is no slot for it.
+    /// A payload's turn has come, and there is no slot for it.
     Short,
     /// The payloads in its slots have to wait.
     Idle,
@@ -88,29 +87,29 @@ pub enum Stand {
 
 #[derive(Debug)]
 enum Where<S> {
-    /// With the client; it may be fetched ahead of its turn.
+    /// The payload lies with the client. It may be fetched ahead of its turn.
     Named {
         ahead: bool,
     },
-    /// Being fetched; not `wanted` when it comes.
+    /// The payload is being fetched. If it is not `wanted`, it is dropped when it comes.
     Coming {
         wanted: bool,
     },
     Here(S),
-    /// Being fetched to where it belongs.
+    /// The payload is being fetched into its place.
     ComingDirect,
-    /// Used.
+    /// The payload was used.
     Used,
 }
 
-/// The payloads that one connection has named, in order. All payloads before one that is in a slot, or that
-/// comes into a slot and is wanted, are here or on their way.
+/// The payloads that one connection has named, in order. All payloads before one that is in a slot, or that comes
+/// into a slot and is wanted, have come or are under way.
 #[derive(Debug)]
 pub struct Fetches<T, S> {
     queue: VecDeque<(T, Where<S>)>,
-    /// The number of the first of them.
+    /// The number of the first payload.
     first: u64,
-    /// The numbers of payloads that are being fetched, in the order of the requests.
+    /// The numbers of the payloads that are being fetched, in the order of the requests.
     coming: VecDeque<u64>,
 }
 
@@ -126,7 +125,7 @@ impl<T, S> Fetches<T, S> {
         self.queue.push_back((what, Where::Named { ahead: true }));
     }
 
-    /// How many there are.
+    /// The number of payloads.
     pub fn len(&self) -> usize {
         self.queue.len()
     }
@@ -136,7 +135,7 @@ impl<T, S> Fetches<T, S> {
         self.queue.is_empty()
     }
 
-    /// The payload that was asked for first has come, into a slot, or to its place.
+    /// The payload that was requested first has come, into a slot or into its place.
     pub fn came(&mut self, slot: Option<S>) {
         let Some(number) = self.coming.pop_front() else { return };
         if let Some((_, state)) = self.queue.get_mut((number - self.first) as usize) {
@@ -148,8 +147,8 @@ impl<T, S> Fetches<T, S> {
         }
     }
 
-    /// Uses payloads that can be used, and fetches those that can be fetched. Report the resulting state to
-    /// [`Turns::stands`], because it concerns all connections.
+    /// Uses and fetches as many payloads as possible. The resulting state must be reported to [`Turns::stands`],
+    /// because it concerns all connections.
     ///
     /// # Errors
     /// The errors of `edge`.
@@ -183,7 +182,7 @@ impl<T, S> Fetches<T, S> {
         Ok(Stand::Well)
     }
 
-    /// Gives back all its slots. Slots that are being filled are free when they are full.
+    /// Gives all slots back. Slots that are being filled follow when they are full.
     pub fn give_back(&mut self) -> Vec<S> {
         let mut slots = Vec::new();
         for (_, state) in &mut self.queue {
@@ -258,38 +257,37 @@ impl<T, S> Fetches<T, S> {
     }
 }
 
-/// The instruction to a connection about others.
+/// What a connection has to do for others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Then {
     /// Give its slots back.
     GiveBack,
-    /// Have these go on: they have slots that they cannot use.
+    /// Wake these connections: they have slots that they cannot use.
     Wake(Vec<u64>),
 }
 
-/// The connections that share slots, by their numbers: which are short, and which have slots that they cannot
-/// use; and the fetches under way for each client.
+/// The connections that share slots, by their numbers. It knows which are short, which have slots that they cannot
+/// use, and how many fetches are under way for each client.
 #[derive(Debug)]
 pub struct Turns {
     short: HashSet<u64>,
     idle: HashSet<u64>,
-    /// Fetches that may be under way for a client.
+    /// The most fetches under way for a client.
     most: usize,
     under_way: HashMap<ClientId, usize>,
-    /// Connections that would fetch more if less were under way for their client.
+    /// Connections that would fetch more if their client had fewer fetches under way.
     barred: HashMap<u64, ClientId>,
 }
 
 impl Turns {
-    /// For this number of slots, shared by clients or one client's own.
+    /// For this number of slots, which clients share or which belong to one client.
     pub fn new(slots: usize, in_common: bool) -> Turns {
         let most = if in_common { (slots / 2).max(1) } else { slots };
         let (short, idle) = (HashSet::new(), HashSet::new());
         Turns { short, idle, most, under_way: HashMap::new(), barred: HashMap::new() }
     }
 
-    /// Whether one more fetch may be under way for the client of `who`. If not, [`Self::came`] says when it
-    /// may.
+    /// Whether one more fetch may begin for the client of `who`. If not, [`Self::came`] returns `who` when it may.
     pub fn may_begin(&mut self, who: u64, client: ClientId) -> bool {
         if self.under_way.get(&client).is_none_or(|&count| count < self.most) {
             return true;
@@ -298,12 +296,12 @@ impl Turns {
         false
     }
 
-    /// One more fetch is under way for `client`.
+    /// A fetch has begun for `client`.
     pub fn began(&mut self, client: ClientId) {
         *self.under_way.entry(client).or_default() += 1;
     }
 
-    /// `count` fetches have ended; returns the connections that are to go on.
+    /// `count` fetches have ended. Returns the connections that must go on.
     pub fn came(&mut self, client: ClientId, count: usize) -> Vec<u64> {
         if let Some(left) = self.under_way.get_mut(&client) {
             *left = left.saturating_sub(count);
@@ -319,7 +317,7 @@ impl Turns {
         self.short.iter().any(|&short| short != who)
     }
 
-    /// It stands so with `who` from now on.
+    /// Sets the state of `who`.
     pub fn stands(&mut self, who: u64, stand: Stand) -> Then {
         self.short.remove(&who);
         self.idle.remove(&who);
@@ -335,7 +333,7 @@ impl Turns {
         Then::Wake(Vec::new())
     }
 
-    /// It needs nothing any more.
+    /// The connection has ended.
     pub fn gone(&mut self, who: u64) {
         self.short.remove(&who);
         self.idle.remove(&who);

@@ -1,18 +1,17 @@
 //! The memory of a shard's partition of a model: versions, optimizer state, masters and sums.
 //!
-//! The core decides about each block; this store carries it out. Network threads bring blocks under a
-//! [`PartitionJob`], which adds them up or computes the block of the next version from them. Nothing of this
-//! counts before [`PartitionStore::conclude`]: until then the newest version and the sums of earlier plans
-//! are untouched, and a dropped plan leaves nothing behind.
+//! The core decides about each block, and this store carries it out. Network threads bring blocks under a
+//! [`PartitionJob`], which adds them up or computes the next version's block from them. Nothing of this counts before
+//! [`PartitionStore::conclude`]: until then the newest version and the sums of earlier plans are unchanged, and a
+//! dropped plan leaves nothing behind.
 //!
-//! A partition has at most two sums of a block, whatever the number of senders: the *sealed* one, of
-//! concluded plans, and the *open* one, of the running plan. Their pages are taken when they are first
-//! needed.
+//! A partition has at most two sums of a block, for any number of senders: the *sealed* one, of concluded plans, and
+//! the *open* one, of the running plan. Their pages are taken when they are first needed.
 //!
-//! This module and those below it may hold `unsafe`. The code is sound because blocks are claimed: every
-//! operation on a block of a job first takes a mark that one thread can hold at a time, and a block that is
-//! computed, or whose job is concluded, cannot be claimed any more. Nothing else can write a buffer while a
-//! job exists, for [`PartitionStore::begin`] waits until all of the last job is gone.
+//! This module and those below it may hold `unsafe`. The code is sound because blocks are claimed: every operation on
+//! a block of a job first takes a mark that only one thread can hold. A block that is computed, or whose job is
+//! concluded, cannot be claimed any more. Nothing else can write a buffer while a job exists, because
+//! [`PartitionStore::begin`] waits until the last job has gone.
 
 mod job;
 mod kept;
@@ -48,15 +47,15 @@ use sums::Sums;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PartitionError {
-    /// A block that the partition does not have.
+    /// The partition does not have the block.
     #[error("block {block} is outside of the partition's {blocks} blocks")]
     NoBlock {
         /// The block.
         block: BlockId,
-        /// How many there are.
+        /// The number of blocks.
         blocks: u32,
     },
-    /// A payload of another length than the block.
+    /// The payload's length is not the block's.
     #[error("a payload of block {block} has {got} bytes, not {expected}")]
     Length {
         /// The block.
@@ -66,7 +65,7 @@ pub enum PartitionError {
         /// The received number of bytes.
         got: usize,
     },
-    /// Masters or optimizer state that the block has no room for, or of another length.
+    /// The block has no room for these masters or this optimizer state, or their length is wrong.
     #[error("{got} bytes of masters or optimizer state do not fit block {block}")]
     State {
         /// The block.
@@ -74,7 +73,7 @@ pub enum PartitionError {
         /// The received number of bytes.
         got: usize,
     },
-    /// Another thread is at work on the block.
+    /// Another thread is working on the block.
     #[error("another thread is at work on block {0}")]
     Claimed(BlockId),
     /// The block is computed, or its plan is concluded.
@@ -86,16 +85,16 @@ pub enum PartitionError {
     /// The plan only adds up.
     #[error("the plan adds up and makes no version")]
     AddsOnly,
-    /// Version 0 is not complete, or nobody has said so.
+    /// Version 0 is not complete, or [`PartitionStore::finish_loading`] was not called.
     #[error("version 0 is still being loaded")]
     Loading,
     /// A block of version 0 has not come.
     #[error("block {0} of version 0 is not loaded")]
     NotLoaded(BlockId),
-    /// Version 0 is there.
+    /// Version 0 is complete.
     #[error("version 0 is loaded already")]
     Loaded,
-    /// The plan is of another version.
+    /// The plan starts from another version.
     #[error("the plan starts from version {got}; version {expected} is the newest")]
     Base {
         /// The newest.
@@ -103,10 +102,10 @@ pub enum PartitionError {
         /// The plan's.
         got: Version,
     },
-    /// The plan before is still worked on, or the state that it has left is read. It will pass.
+    /// The plan before is still worked on, or its state is being read. This passes.
     #[error("the plan before this one is still worked on")]
     Busy,
-    /// All buffers are versions that are read. It will pass.
+    /// All buffers hold versions that are being read. This passes.
     #[error("all {max} version buffers are in use")]
     NoBuffer {
         /// The largest number.
@@ -115,10 +114,10 @@ pub enum PartitionError {
     /// A block of the plan is not computed.
     #[error("block {0} of the plan is not computed yet")]
     Unfinished(BlockId),
-    /// The plan was concluded, given up or replaced.
+    /// The job was concluded, given up or replaced.
     #[error("the plan is over")]
     Over,
-    /// No memory.
+    /// There is no memory.
     #[error("no memory: {0}")]
     Memory(#[from] io::Error),
 }
@@ -133,9 +132,9 @@ impl PartitionError {
 /// How many versions are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Versions before the newest that are kept, read or not.
+    /// The number of versions before the newest that are kept, read or not.
     pub retain: usize,
-    /// Version buffers in existence, at most. The newest, the next and the retained ones are always allowed.
+    /// The most version buffers. The newest, the next and the retained versions always have one.
     pub buffers: usize,
 }
 
@@ -151,21 +150,21 @@ impl Limits {
     }
 }
 
-/// All memory of one shard's partition of a model, as often as it is cloned. Block numbers are those of the partition.
+/// The memory of one shard's partition of a model. Clones share it. Block numbers are those of the partition.
 #[derive(Clone, Debug)]
 pub struct PartitionStore {
     shared: Arc<Shared>,
 }
 
-/// The data that pinned versions keep alive.
+/// The part that pinned versions keep alive.
 #[derive(Debug)]
 struct Shared {
     partition: PartitionLayout,
     inner: Mutex<Inner>,
     sums: Arc<Sums>,
     tally: Arc<Tally>,
-    /// The loaded parts of each block of version 0: none; `COMING`, while a thread is at the block; or the
-    /// marks of the parts that are there.
+    /// The loaded parts of each block of version 0: none; `COMING` while a thread is loading; or the marks of the
+    /// loaded parts.
     loaded: Box<[AtomicU8]>,
 }
 
@@ -175,9 +174,9 @@ struct Inner {
     limits: Limits,
     /// Set until version 0 is complete.
     loading: Option<Arc<Loading>>,
-    /// Whether masters and optimizer state are loaded, too: then all that there is room for has to come.
+    /// Whether masters and optimizer state are loaded, too. Then all of them must come.
     loads_state: bool,
-    /// Gone when all of the last job is.
+    /// Gone when the last job has gone.
     running: Weak<Alive>,
     /// The number of readers of the newest version's state.
     readers: usize,
@@ -186,7 +185,7 @@ struct Inner {
 const COMING: u8 = 1;
 const THERE: u8 = 2;
 
-/// The mark of a kind of data besides weights, once it is there.
+/// The mark of a kind of data other than weights.
 fn mark_of(what: Kept) -> u8 {
     match what {
         Kept::Weights => THERE,
@@ -197,8 +196,8 @@ fn mark_of(what: Kept) -> u8 {
 }
 
 impl PartitionStore {
-    /// Memory for `partition`, to be trained by `reducer`: version 0, to be loaded, the versions after it, and
-    /// optimizer state. All of it is taken from the system now.
+    /// Memory for `partition`, to be trained by `reducer`: version 0, which must be loaded, the versions after it,
+    /// and optimizer state. All of it is taken from the system now.
     ///
     /// # Errors
     /// [`PartitionError::Memory`].
@@ -211,7 +210,7 @@ impl PartitionStore {
         let mut store = RegionStore::new(Arc::clone(layout))?;
         store.prepare(reducer, false)?;
         let loading = store.loading().map(Arc::new);
-        // With those that are retained, every version has a buffer then, unless somebody holds an old one.
+        // Together with the retained ones, every version has a buffer then, unless a reader holds an old one.
         for _ in 0..limits.retain {
             let spare = store.new_spare()?;
             spare.region().memory().prefault()?;
@@ -231,12 +230,12 @@ impl PartitionStore {
         Ok(PartitionStore { shared: Arc::new(Shared { partition, inner, sums, tally, loaded }) })
     }
 
-    /// The blocks that it holds.
+    /// The blocks of the partition.
     pub fn partition(&self) -> &PartitionLayout {
         &self.shared.partition
     }
 
-    /// Payload that has come and gone.
+    /// The count of payload.
     pub fn tally(&self) -> &Tally {
         &self.shared.tally
     }
@@ -245,7 +244,7 @@ impl PartitionStore {
         self.shared.partition.layout()
     }
 
-    /// Takes a block of version 0. False, and nothing is done, if it has come before or is just coming.
+    /// Loads a block of version 0. False, without effect, if it was loaded before or is being loaded.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Loaded`].
@@ -256,20 +255,19 @@ impl PartitionStore {
         if mark.compare_exchange(0, COMING, Ordering::Acquire, Ordering::Relaxed).is_err() {
             return Ok(false);
         }
-        // SAFETY: the mark makes the block this thread's, and version 0 is shown only when all blocks are there.
+        // SAFETY: the mark makes the block this thread's, and version 0 is shown only when all blocks are loaded.
         unsafe { loading.load(block, bytes) };
-        // The handle goes before the block counts: a thread that has seen all blocks finds nobody else at the
-        // memory.
+        // The handle is dropped before the block counts: a thread that sees all blocks loaded finds no other thread
+        // at the memory.
         drop(loading);
         mark.store(THERE, Ordering::Release);
         Ok(true)
     }
 
-    /// Fills version 0 as a whole, by its memory, in which blocks lie one behind the other; then it is complete.
+    /// Fills all of version 0, whose blocks lie one behind the other in memory. Then it is complete.
     ///
     /// # Errors
-    /// The errors of `fill`; [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being
-    /// loaded.
+    /// The errors of `fill`; [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded.
     pub fn load_whole(&self, fill: impl FnOnce(&Mapping) -> io::Result<()>) -> Result<(), PartitionError> {
         let loading = self.shared.inner.lock().loading.clone().ok_or(PartitionError::Loaded)?;
         let mark = |from: u8, to: u8| {
@@ -282,7 +280,7 @@ impl PartitionStore {
             return Err(PartitionError::Busy);
         }
         fill(loading.memory())?;
-        // SAFETY: the marks make all blocks this thread's, and version 0 is shown only when they are there.
+        // SAFETY: the marks make all blocks this thread's, and version 0 is shown only when they are loaded.
         (0..self.layout().blocks()).for_each(|block| unsafe { loading.filled(BlockId(block)) });
         drop(loading);
         mark(COMING, THERE);
@@ -297,8 +295,8 @@ impl PartitionStore {
     /// Version 0 is complete: it can be read, and plans can begin. A second call does nothing.
     ///
     /// # Errors
-    /// [`PartitionError::NotLoaded`] names the first block that has not come. [`PartitionError::Busy`] while one that
-    /// came twice is being looked at.
+    /// [`PartitionError::NotLoaded`] names the first block that has not come. [`PartitionError::Busy`] while a block
+    /// that came twice is being handled.
     pub fn finish_loading(&self) -> Result<(), PartitionError> {
         let mut inner = self.shared.inner.lock();
         let Some(loading) = inner.loading.take() else { return Ok(()) };
@@ -328,7 +326,7 @@ impl PartitionStore {
         }
     }
 
-    /// Starts a plan that goes on from version `base`. `check` looks for NaN and Inf.
+    /// Begins a plan from version `base`. `check` asks to search for NaN and Inf.
     ///
     /// # Errors
     /// [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it) or
@@ -367,15 +365,15 @@ impl PartitionStore {
         Ok(Arc::new(job))
     }
 
-    /// Sets the steps of tensors for a job that has begun before all of them were known. Blocks that are
-    /// computed already do not change.
+    /// Sets the final steps of tensors, for a job that has begun before they were known. Blocks that are computed
+    /// already do not change.
     pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps) {
         if let Some(builder) = job.builder() {
             builder.seal(ByteSteps::of_partition(&self.shared.partition, tensors));
         }
     }
 
-    /// Whether the next version has a buffer, after buffers that nobody needs any more are found.
+    /// Whether the next version has a buffer. Buffers that nobody needs any more are found first.
     pub fn find_buffer(&self) -> bool {
         let mut inner = self.shared.inner.lock();
         let max = inner.limits.max();
@@ -383,7 +381,7 @@ impl PartitionStore {
         inner.store.recycle(retain, max)
     }
 
-    /// Version buffers in existence, and those that nobody needs.
+    /// The number of version buffers, and of those that nobody needs.
     pub fn buffer_counts(&self) -> (usize, usize) {
         self.shared.inner.lock().store.buffers()
     }
@@ -391,7 +389,7 @@ impl PartitionStore {
     /// A buffer of the partition's size for new weights. It counts as existing until it is dropped.
     ///
     /// # Errors
-    /// When as many exist as may, or there is no memory.
+    /// When the most buffers exist, or there is no memory.
     pub fn take_buffer(&self) -> io::Result<Region> {
         let mut inner = self.shared.inner.lock();
         let max = inner.limits.max();
@@ -408,12 +406,12 @@ impl PartitionStore {
         }
     }
 
-    /// The job's result counts from now on: it is the newest version, or part of the sum that later plans go
-    /// on from. If a [`Merge`] is returned, sums have to be added to each other first, on any threads.
+    /// Concludes the job. Its result counts from now on: as the newest version, or as part of the sum that later
+    /// plans add to. If a [`Merge`] is returned, sums must be added to each other first, on any threads.
     ///
     /// # Errors
     /// [`PartitionError::Over`] if the job was concluded or given up. [`PartitionError::Unfinished`] names a block of
-    /// the version that is not computed, [`PartitionError::Claimed`] one that a thread is at work on.
+    /// the version that is not computed, and [`PartitionError::Claimed`] one that a thread is working on.
     pub fn conclude(&self, job: &Arc<PartitionJob>) -> Result<Option<Merge>, PartitionError> {
         let mut inner = self.shared.inner.lock();
         if !std::ptr::eq(inner.running.as_ptr(), Arc::as_ptr(job.alive())) || job.is_over() {
@@ -434,8 +432,8 @@ impl PartitionStore {
         Ok(None)
     }
 
-    /// Takes the memory that `reducer` needs now, instead of when the next plan begins; `fresh` starts its
-    /// state from zero.
+    /// Takes the memory that `reducer` needs now, and not when the next plan begins. `fresh` starts its state from
+    /// zero.
     ///
     /// # Errors
     /// [`PartitionError::Busy`] while a job exists, [`PartitionError::Loading`], [`PartitionError::Memory`].
@@ -445,18 +443,18 @@ impl PartitionStore {
         Ok(inner.store.prepare(reducer, fresh)?)
     }
 
-    /// How many versions are kept from now on.
+    /// Sets the limits on versions.
     pub fn set_limits(&self, limits: Limits) {
         let mut inner = self.shared.inner.lock();
         inner.limits = limits;
         inner.recycle();
     }
 
-    /// Takes the pages of as many sums (at most 2) as plans are going to need: one where several send the same block,
-    /// or where plans add up; two where both. A plan may run meanwhile.
+    /// Takes the pages of as many sums (at most 2) as plans are going to need: one if several clients send the same
+    /// block or if plans add up, two if both. A plan may run meanwhile.
     ///
     /// # Errors
-    /// When the memory is not there.
+    /// When there is no memory.
     pub fn prefault_sums(&self, count: usize) -> io::Result<()> {
         self.shared.sums.prefault(count)
     }
@@ -468,11 +466,11 @@ impl PartitionStore {
         inner.store.wants_spares(1, max)
     }
 
-    /// Makes a buffer for a version after the next one if fewer than `count` are free, and takes its pages. False if
-    /// none was wanted.
+    /// Makes a buffer for a version after the next one, with its pages, if fewer than `count` are free. False if none
+    /// was needed.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// When there is no memory.
     pub fn add_spare(&self, count: usize) -> io::Result<bool> {
         let buffer = {
             let mut inner = self.shared.inner.lock();
@@ -483,22 +481,22 @@ impl PartitionStore {
             inner.store.new_spare()?
         };
         let outcome = buffer.region().memory().prefault();
-        // Without its pages, too, it is a buffer.
+        // It is a buffer even if its pages could not be taken.
         self.shared.inner.lock().store.add_spare(buffer);
         outcome.map(|()| true)
     }
 
-    /// The newest version; none until it is loaded.
+    /// The newest version. None until it is loaded.
     pub fn newest(&self) -> Option<PinnedVersion> {
         PinnedVersion::new(&self.shared, None)
     }
 
-    /// A version, if it is still there.
+    /// A version, if it still exists.
     pub fn version(&self, version: Version) -> Option<PinnedVersion> {
         PinnedVersion::new(&self.shared, Some(version))
     }
 
-    /// Versions in memory, rising.
+    /// The versions in memory, in rising order.
     pub fn versions(&self) -> Vec<Version> {
         self.shared.inner.lock().store.versions().collect()
     }
@@ -513,13 +511,13 @@ impl PartitionStore {
         self.shared.sums.memory().map(Arc::clone)
     }
 
-    /// From now on `watch` hears of all versions, first of those that exist now. While version 0 is being
-    /// loaded there are none.
+    /// Notifies `watch` of all versions from now on, beginning with those that exist. There are none while version 0
+    /// is being loaded.
     pub fn watch(&self, watch: Arc<dyn VersionWatch>) {
         self.shared.inner.lock().store.watch(watch);
     }
 
-    /// The memory it takes.
+    /// The memory in use.
     pub fn bytes(&self) -> MemoryUse {
         let inner = self.shared.inner.lock();
         let (masters, state) = inner.store.state_bytes();
@@ -537,8 +535,8 @@ impl Inner {
         if self.running.strong_count() > 0 || self.readers > 0 {
             return Err(PartitionError::Busy);
         }
-        // The last holder of the job let go of it with release: everything that the holders have written is
-        // visible from here on.
+        // The last holder has dropped the job with release, so everything that the holders have written is visible
+        // from here on.
         fence(Ordering::Acquire);
         self.store.versions().next_back().ok_or(PartitionError::Busy)
     }
@@ -549,7 +547,7 @@ impl Inner {
     }
 }
 
-/// Refuses what is not a payload of `block`.
+/// Refuses a payload that does not fit `block`.
 fn check_payload(layout: &ModelLayout, block: BlockId, payload: Payload<'_>) -> Result<(), PartitionError> {
     if block.0 >= layout.blocks() {
         return Err(PartitionError::NoBlock { block, blocks: layout.blocks() });

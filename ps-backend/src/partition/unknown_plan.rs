@@ -1,15 +1,15 @@
 //! Blocks of plans that the partition does not know yet. Pure.
 //!
-//! A block may overtake the coordinator's message about its plan. So it waits for the message, and later
-//! blocks on its connection wait behind it. The wait has a limit: the coordinator repeats itself, so if no
-//! message comes for a while, the plan is over, or was never there, or will begin again. Passing the block
-//! over is then harmless; its sender asks what is missing once the plan is known, and sends it again.
+//! A block may overtake the coordinator's message about its plan. So the block waits for that message, and later
+//! blocks on its connection wait behind it. The wait has a limit: the coordinator repeats itself, so if no message
+//! comes for a while, the plan is over, never existed, or will begin again. Then the block is dropped, which is
+//! harmless: its sender asks what is missing once the plan is known, and sends the block again.
 
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::PlanId;
 
-/// Longest wait for the message about a plan. The coordinator repeats it more often.
+/// The longest wait for the message about a plan. The coordinator repeats it more often.
 pub const LONGEST: Duration = Duration::from_secs(3);
 
 /// The plan that one connection waits for.
@@ -19,8 +19,8 @@ pub struct UnknownPlan {
 }
 
 impl UnknownPlan {
-    /// A block of `plan`, of which nothing is known at `now`. True if it is to wait. Further blocks of a plan that was
-    /// waited for long enough need not.
+    /// A block of the unknown `plan` has come at `now`. True if it must wait. Once a plan has been waited for long
+    /// enough, its further blocks need not wait.
     pub fn waits(&mut self, plan: PlanId, now: Instant) -> bool {
         match self.waits {
             Some((of, since)) if of == plan => now < since + LONGEST,
@@ -31,7 +31,7 @@ impl UnknownPlan {
         }
     }
 
-    /// When the wait is over, if it is not by `now`.
+    /// The end of the wait, if it is after `now`.
     pub fn until(&self, now: Instant) -> Option<Instant> {
         self.waits.map(|(_, since)| since + LONGEST).filter(|&until| now < until)
     }

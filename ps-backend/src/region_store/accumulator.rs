@@ -1,8 +1,7 @@
-//! Sums of contributions: an array of fp32, in which an F64 element takes two places. Blocks are stored into it, added to
-//! it, and read from it.
+//! Sums of contributions: an array of fp32, in which an F64 element takes two places.
 //!
-//! Holds `unsafe`; the module above explains why it is sound. The accumulator's bytes of a block belong to
-//! one thread while it is added to, and nobody changes them while a plan reads it.
+//! This module holds `unsafe`; the module above explains why it is sound. While a block is added to, its bytes in the
+//! accumulator belong to one thread. Nobody changes them while a plan reads them.
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,48 +17,49 @@ use smallvec::SmallVec;
 
 use super::elements::element_span;
 
-/// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
+/// The number of contributions that are listed on the stack. More of them cost an allocation for each block.
 pub(super) const INLINE: usize = 16;
-/// Values of a sum to which all payloads are added before the next ones: they stay in the cache meanwhile.
+/// The number of values of a sum that all payloads are added to before the next values. They stay in the cache
+/// meanwhile.
 const CHUNK: usize = 2 << 10;
 
 /// The sum of contributions that had to leave their learners' memory before the version is made.
 #[derive(Clone, Debug)]
 pub struct Accumulator {
-    /// In the order of reducible elements.
+    /// The sums, in the order of reducible elements.
     sum: Arc<Mapping>,
-    /// With `assign`, bytes of tensors that are not reduced; at the layout's offsets.
+    /// With `assign`, the bytes of tensors that are not reduced, at the layout's offsets.
     raw: Option<Arc<Mapping>>,
 }
 
-/// A block as somebody sent it.
+/// A block as it was sent.
 #[derive(Clone, Copy, Debug)]
 pub enum Payload<'a> {
     /// The block as it lies in the model.
     Plain(&'a [u8]),
-    /// The same segments in the same order, reducible elements as fp32 unless they are F64: sums of several half-precision
-    /// contributions lose nothing on their way.
+    /// The same segments in the same order, with reducible elements as fp32, or as F64 if they are. Sums of several
+    /// half-precision contributions lose nothing on their way.
     Wide(&'a [u8]),
 }
 
 impl<'a> Payload<'a> {
-    /// The bytes, as they came.
+    /// The bytes as they were sent.
     pub fn bytes(self) -> &'a [u8] {
         match self {
             Payload::Plain(bytes) | Payload::Wide(bytes) => bytes,
         }
     }
 
-    /// Whether every element of it is finite.
+    /// Whether every element is finite.
     ///
     /// # Panics
-    /// The bytes are too few for a payload of `block`.
+    /// When the bytes are too few for a payload of `block`.
     pub fn is_finite(self, layout: &ModelLayout, block: BlockId) -> bool {
         let mut segments = segments(layout, block, self);
         segments.all(|(_, sent, bytes)| sent.is_none_or(|sent| kernels::all_finite(sent, bytes)))
     }
 
-    /// How many bytes it has to have, as a payload of `block`.
+    /// The length of a payload of `block`.
     pub fn wanted_len(self, layout: &ModelLayout, block: BlockId) -> usize {
         match self {
             Payload::Plain(_) => span(&layout.block_bytes(block)).len(),
@@ -68,7 +68,7 @@ impl<'a> Payload<'a> {
     }
 }
 
-/// The segments of `block` with their bytes in `payload`, and the type in which those are sent: none if they are not
+/// The segments of `block` with their bytes in `payload`, and the type in which they are sent: none if they are not
 /// reduced.
 ///
 /// # Panics
@@ -91,7 +91,7 @@ fn segments<'a>(
     })
 }
 
-/// The segments of `block` with those of their bytes that were `written`. Half an element is not.
+/// The segments of `block`, cut to the `written` elements. A half-written element does not count.
 fn pieces<'a>(
     layout: &'a ModelLayout,
     block: BlockId,
@@ -113,7 +113,7 @@ pub(super) fn within(segment: &Segment, start: u64, range: &Range<u32>) -> Optio
     (from < to).then(|| bytes.start + from..bytes.start + to)
 }
 
-/// Bytes of a wide payload of `block`.
+/// The length of a wide payload of `block`.
 pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
     layout
         .segments(block)
@@ -125,7 +125,7 @@ pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
         .sum()
 }
 
-/// Whether a payload of `block` is byte for byte what an accumulator holds of the block.
+/// Whether a payload of `block` equals the accumulator's form of it byte for byte.
 pub fn is_direct(layout: &ModelLayout, block: BlockId, wide: bool) -> bool {
     layout.segments(block).iter().all(|segment| match segment.dtype {
         DType::F32 | DType::F64 => true,
@@ -140,10 +140,11 @@ pub(crate) fn has_opaque(layout: &ModelLayout) -> bool {
 }
 
 impl Accumulator {
-    /// An empty one; with room for tensors that are not reduced if `raw`. Pages are taken when touched.
+    /// An empty accumulator. With `raw` it has room for tensors that are not reduced. Its pages are taken when they
+    /// are touched.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// When there is no memory.
     pub(crate) fn new(layout: &ModelLayout, raw: bool) -> io::Result<Accumulator> {
         let bytes = (layout.elements() as usize * 4).max(4);
         let raw = raw.then(|| Mapping::anonymous(layout.size() as usize).map(Arc::new)).transpose()?;
@@ -153,7 +154,7 @@ impl Accumulator {
     /// Takes the pages of the sums.
     ///
     /// # Errors
-    /// When the memory is not there.
+    /// When there is no memory.
     pub(crate) fn prefault(&self) -> io::Result<()> {
         self.sum.prefault()
     }
@@ -163,7 +164,7 @@ impl Accumulator {
         &self.sum
     }
 
-    /// Sums, by element.
+    /// The sums of elements.
     ///
     /// # Safety
     /// Nobody writes them while the slice lives.
@@ -172,7 +173,7 @@ impl Accumulator {
         unsafe { self.sum.floats(elements) }
     }
 
-    /// Bytes of a segment that is not reduced, if they are kept.
+    /// The bytes of a segment that is not reduced, if they are kept.
     ///
     /// # Safety
     /// Nobody writes them while the slice lives.
@@ -184,7 +185,7 @@ impl Accumulator {
     /// The place of a payload that [`is_direct`].
     ///
     /// # Safety
-    /// The block is the caller's alone while the slice lives.
+    /// The block belongs to the caller alone while the slice lives.
     #[allow(clippy::mut_from_ref)] // that is what the safety contract is about
     pub(crate) unsafe fn room(&self, layout: &ModelLayout, block: BlockId) -> &mut [u8] {
         let segments = layout.segments(block);
@@ -193,11 +194,11 @@ impl Accumulator {
         unsafe { self.sum.bytes_mut(start..start + wide_len(layout, block)) }
     }
 
-    /// Adds a block, or stores it. Bytes that are not reduced are stored with `assign`, and ignored
-    /// otherwise. Returns whether all elements of the payload are finite.
+    /// Adds a block, or stores it. Bytes that are not reduced are stored with `assign`, and ignored otherwise.
+    /// Returns whether all elements of the payload are finite.
     ///
     /// # Safety
-    /// The block is the caller's alone. The payload is of [`Payload::wanted_len`].
+    /// The block belongs to the caller alone. The payload has [`Payload::wanted_len`].
     pub(crate) unsafe fn accumulate(
         &self,
         layout: &ModelLayout,
@@ -209,7 +210,7 @@ impl Accumulator {
         let stores = stores || combine == Combine::Last;
         let mut finite = true;
         for (segment, sent, bytes) in segments(layout, block, payload) {
-            // SAFETY: the block is the caller's alone.
+            // SAFETY: the block belongs to the caller alone.
             unsafe {
                 if let (Some(sent), Some(own)) = (sent, Wire::of(segment.dtype)) {
                     let sum = self.sum.floats_mut(element_span(segment, own));
@@ -222,9 +223,9 @@ impl Accumulator {
         finite
     }
 
-    /// Adds several payloads of a block to each other and to the accumulator, or stores their sum, in one
-    /// pass over memory: the sum stays in the cache until the last is added. Returns the index of the first
-    /// payload that is to be checked and holds NaN or Inf.
+    /// Adds several payloads of a block to the accumulator, or stores their sum, in one pass over memory: the sum
+    /// stays in the cache until the last payload is added. Returns the index of the first payload that must be
+    /// checked and holds NaN or Inf.
     ///
     /// # Safety
     /// The conditions of [`Self::accumulate`].
@@ -241,7 +242,7 @@ impl Accumulator {
         for segment in layout.segments(block) {
             let sent: SmallVec<[_; INLINE]> = sent.iter_mut().filter_map(Iterator::next).collect();
             let Some(own) = Wire::of(segment.dtype) else { continue };
-            // SAFETY: the block is the caller's alone.
+            // SAFETY: the block belongs to the caller alone.
             let sum = unsafe { self.sum.floats_mut(element_span(segment, own)) };
             for (at, sum) in sum.chunks_mut(CHUNK).enumerate() {
                 for (index, (_, wire, bytes)) in sent.iter().enumerate() {
@@ -258,8 +259,8 @@ impl Accumulator {
         bad
     }
 
-    /// Stores what was `written` of a block that was sent as it lies in the model, for `assign`; the rest stays as it is.
-    /// Returns whether all that is stored is finite.
+    /// Stores the `written` ranges of a block that was sent as it lies in the model, for `assign`. The rest stays as
+    /// it is. Returns whether everything that is stored is finite.
     ///
     /// # Safety
     /// The conditions of [`Self::accumulate`].
@@ -274,7 +275,7 @@ impl Accumulator {
         let mut finite = true;
         for (segment, range) in pieces(layout, block, written) {
             let bytes = &payload[(range.start - start) as usize..(range.end - start) as usize];
-            // SAFETY: the block is the caller's alone.
+            // SAFETY: the block belongs to the caller alone.
             unsafe {
                 if let Some(own) = Wire::of(segment.dtype) {
                     let sum = self.sum.floats_mut(element_span(&segment.cut(range), own));
@@ -287,10 +288,10 @@ impl Accumulator {
         finite
     }
 
-    /// Stores what another one holds of these bytes of the block, for `assign`.
+    /// Stores these bytes of the block from another accumulator, for `assign`.
     ///
     /// # Safety
-    /// The block is the caller's alone in both.
+    /// The block belongs to the caller alone in both.
     pub(crate) unsafe fn overlay_from(
         &self,
         layout: &ModelLayout,
@@ -312,10 +313,10 @@ impl Accumulator {
         }
     }
 
-    /// Adds what another one holds of the block.
+    /// Adds the block of another accumulator.
     ///
     /// # Safety
-    /// The block is the caller's alone in both.
+    /// The block belongs to the caller alone in both.
     pub(crate) unsafe fn add(&self, layout: &ModelLayout, block: BlockId, other: &Accumulator) {
         for segment in layout.segments(block) {
             let Some(wire) = Wire::of(segment.dtype) else { continue };
@@ -328,7 +329,7 @@ impl Accumulator {
         }
     }
 
-    /// Bytes of it when all of it is used: the sums, and with `raw` what is not reduced.
+    /// Its size when all of it is used: the sums, and with `raw` the bytes that are not reduced.
     pub(crate) fn bytes(&self, layout: &ModelLayout, raw: bool) -> u64 {
         let segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
         let opaque = segments.filter(|segment| raw && self.raw.is_some() && !segment.dtype.is_reducible());

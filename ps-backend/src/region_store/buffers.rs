@@ -1,6 +1,6 @@
 //! The memory of versions and optimizer state, and the place of a segment in it.
 //!
-//! Holds `unsafe`; the module above explains why it is sound.
+//! This module holds `unsafe`; the module above explains why it is sound.
 
 use std::io;
 use std::ops::Range;
@@ -19,31 +19,31 @@ use super::elements::element_span;
 /// A block whose bytes belong to no version.
 pub(super) const VOID: u64 = u64::MAX;
 
-/// A buffer of the model's size that is, was or becomes a version.
+/// A buffer of the model's size for a version.
 #[derive(Debug)]
 pub struct VersionBuffer {
     pub(super) region: Region,
     /// The version whose value each block holds, or `VOID`.
     pub(super) stamps: Vec<AtomicU64>,
-    /// The checksums of the bytes of each block, or `UNKNOWN`.
+    /// The checksum of each block's bytes, or `UNKNOWN`.
     checksums: Vec<AtomicU64>,
 }
 
-/// A checksum that nobody has asked for: more than 32 bits.
+/// A checksum that was not computed: more than 32 bits.
 const UNKNOWN: u64 = u64::MAX;
 
 impl VersionBuffer {
-    /// New memory, each of whose blocks holds that of version `stamp`. Its pages are taken when touched.
+    /// New memory, whose blocks all have `stamp`. Its pages are taken when they are touched.
     ///
     /// # Errors
-    /// When it cannot be had.
+    /// When there is no memory.
     pub(super) fn allocate(
         layout: &ModelLayout,
         key: RegionKey,
         stamp: u64,
     ) -> io::Result<Arc<VersionBuffer>> {
         let memory = Mapping::memfd("gradfs-version", layout.size() as usize)?;
-        // Programs get this memory through passthrough; none of them may ever change it.
+        // Programs get this memory through passthrough, and no program may ever change it.
         memory.seal()?;
         let region = Region::new(Arc::new(memory), key);
         Ok(Arc::new(VersionBuffer::new(region, layout.blocks(), stamp)))
@@ -54,15 +54,14 @@ impl VersionBuffer {
         VersionBuffer { region, stamps: each(stamp), checksums: each(UNKNOWN) }
     }
 
-    /// Says whose value `block` holds from now on: its bytes have changed, or are about to.
+    /// Sets the version whose value `block` holds. Its bytes have changed, or are about to.
     pub(super) fn stamp(&self, block: BlockId, stamp: u64) {
         self.checksums[block.index()].store(UNKNOWN, Ordering::Relaxed);
         self.stamps[block.index()].store(stamp, Ordering::Relaxed);
     }
 
-    /// The checksum of a block of a *published* version, as `compute` makes it from the bytes at `range`. It
-    /// is computed once for as long as the bytes stay the same, in later versions, too. The caller holds a
-    /// pin.
+    /// The checksum of a block of a *published* version. `compute` makes it from the bytes at `range`, once as long
+    /// as the bytes stay the same, also across versions. The caller holds a pin.
     pub(crate) fn checksum(
         &self,
         block: BlockId,
@@ -100,7 +99,7 @@ pub struct StateBuffer {
     pub(super) stamps: Vec<AtomicU64>,
 }
 
-/// Version 0 while it comes.
+/// Version 0 while it is loaded.
 #[derive(Debug)]
 pub(crate) struct Loading {
     pub(super) layout: Arc<ModelLayout>,
@@ -109,7 +108,7 @@ pub(crate) struct Loading {
 }
 
 impl Loading {
-    /// The memory that is to be filled.
+    /// The memory to fill.
     pub(crate) fn memory(&self) -> &Mapping {
         self.front.region.memory()
     }
@@ -117,7 +116,7 @@ impl Loading {
     /// A block was filled.
     ///
     /// # Safety
-    /// The block is this thread's alone, and nobody reads version 0 yet.
+    /// The block belongs to this thread alone, and nobody reads version 0 yet.
     pub(crate) unsafe fn filled(&self, block: BlockId) {
         let Some(master) = &self.state.master else { return };
         for segment in self.layout.segments(block) {
@@ -130,13 +129,13 @@ impl Loading {
         }
     }
 
-    /// Takes a block.
+    /// Loads a block.
     ///
     /// # Panics
     /// If `bytes` are not as long as the block.
     ///
     /// # Safety
-    /// The block is this thread's alone, and nobody reads version 0 yet.
+    /// The block belongs to this thread alone, and nobody reads version 0 yet.
     pub(crate) unsafe fn load(&self, block: BlockId, bytes: &[u8]) {
         // SAFETY: passed on to the caller.
         let room = unsafe { self.front.region.memory().bytes_mut(span(&self.layout.block_bytes(block))) };

@@ -1,6 +1,6 @@
-//! The next version, block by block: reduced from what was sent, or carried over.
+//! Building the next version block by block: each block is reduced from payloads and sums, or carried over.
 //!
-//! Holds `unsafe`; the module above explains why it is sound.
+//! This module holds `unsafe`; the module above explains why it is sound.
 use std::cell::Cell;
 use std::ops::{Range, RangeFrom};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,20 +19,20 @@ use super::elements::element_span;
 use super::{StateBuffer, VOID, VersionBuffer};
 use crate::reducers;
 
-/// A part that a block is put together from.
+/// A term that a block is made from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Term<'a> {
     /// The accumulator's sum of the block.
     Sum(&'a Accumulator),
-    /// A payload that was sent.
+    /// A payload.
     Sent(Payload<'a>),
 }
 
-/// The bytes of a block that a contribution has written, if those are not all. Only `assign` looks at it: each byte gets
-/// the value of the last contribution that has written it, and a byte that none has written stays as it is.
+/// The written ranges of a block, if a contribution has not written all of it. Only `assign` needs them: each byte
+/// gets the value of the last contribution that has written it, and an unwritten byte stays as it is.
 pub(crate) type Written<'a> = Option<&'a [Range<u32>]>;
 
-/// The terms that a piece of a block is made of.
+/// The terms that a piece of a block is made from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Brings {
     All,
@@ -41,20 +41,19 @@ enum Brings {
     Nobody,
 }
 
-/// The buffers that a version is computed from and into.
+/// The builder of a version: the buffers that it is computed from and into.
 #[derive(Debug)]
 pub(crate) struct VersionBuilder {
     pub(super) layout: Arc<ModelLayout>,
-    /// The version that is made.
+    /// The version that is built.
     pub(super) version: Version,
-    /// By byte: whether it is reduced, and the optimizer's step for it.
+    /// For each byte, whether it is reduced, and the optimizer's step for it.
     pub(super) steps: ByteSteps,
-    /// The final steps, once they are known. Blocks that were computed before are computed with the same
-    /// steps.
+    /// The final steps, once they are known. Blocks that were computed before have the same steps.
     pub(super) sealed: OnceLock<ByteSteps>,
     pub(super) front: Arc<VersionBuffer>,
     pub(super) back: Arc<VersionBuffer>,
-    /// The state of the newest version, and of the next.
+    /// The state of the newest version, and of the next one.
     pub(super) state: [Arc<StateBuffer>; 2],
     pub(super) changed: Arc<[AtomicU64]>,
     /// Whether to check for NaN and Inf.
@@ -62,7 +61,7 @@ pub(crate) struct VersionBuilder {
 }
 
 thread_local! {
-    /// For wide payloads that do not lie at a multiple of four.
+    /// The buffer for wide payloads that are not aligned to four bytes.
     static ALIGNED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
@@ -73,8 +72,8 @@ impl VersionBuilder {
     /// storing into payloads meanwhile.
     ///
     /// # Safety
-    /// The block is this thread's alone in the next version, and nobody writes what `terms` refer to, whose
-    /// payloads are as long as they should be.
+    /// The block belongs to this thread alone in the next version. Nobody writes the memory of `terms`, and their
+    /// payloads have the right length.
     pub(crate) unsafe fn block(
         &self,
         block: BlockId,
@@ -97,7 +96,7 @@ impl VersionBuilder {
         }
     }
 
-    /// From now on blocks are computed with these steps. A second call does nothing.
+    /// Blocks are computed with these steps from now on. A second call does nothing.
     pub(crate) fn seal(&self, steps: ByteSteps) {
         let _ = self.sealed.set(steps);
     }
@@ -106,7 +105,7 @@ impl VersionBuilder {
         self.sealed.get().unwrap_or(&self.steps)
     }
 
-    /// Whether nobody has written any tensor of `block`.
+    /// Whether no learner has written a tensor of `block`.
     fn stays(&self, block: BlockId) -> bool {
         self.steps().pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
     }
@@ -131,12 +130,12 @@ impl VersionBuilder {
         }
     }
 
-    /// The block belongs to the version as it was put together, finite or not.
+    /// The block counts as it was built, finite or not.
     pub(crate) fn approve(&self, block: BlockId) {
         self.mark(block, self.version.0);
     }
 
-    /// Computes `block`; returns whether all `terms` were finite.
+    /// Computes `block`. Returns whether all `terms` were finite.
     ///
     /// # Safety
     /// The conditions of [`Self::block`].
@@ -153,7 +152,7 @@ impl VersionBuilder {
         let mut make = |piece: &Segment, t: u64, brings: Brings| {
             let range = span(&piece.bytes);
             let local = (piece.bytes.start - start) as usize..(piece.bytes.end - start) as usize;
-            // SAFETY: this thread has the block of the next version to itself.
+            // SAFETY: the block of the next version belongs to this thread alone.
             let output = unsafe { self.back.region.memory().bytes_mut(range.clone()) };
             let weights = self.front.bytes(piece.bytes.clone());
             let Some(wire) = Wire::of(piece.dtype) else {
@@ -169,7 +168,7 @@ impl VersionBuilder {
                     None => weights,
                     Some(Term::Sent(Payload::Plain(bytes))) => &bytes[local],
                     Some(Term::Sent(Payload::Wide(bytes))) => &bytes[wide],
-                    // SAFETY: nobody writes what the terms refer to.
+                    // SAFETY: nobody writes the terms' memory.
                     Some(Term::Sum(sum)) => unsafe { sum.raw(range) }.unwrap_or(weights),
                 };
                 kernels::stream_copy(source, output);
@@ -188,7 +187,7 @@ impl VersionBuilder {
             let sources: SmallVec<[Source<'_>; INLINE]> = terms
                 .iter()
                 .map(|term| match (term, sent) {
-                    // SAFETY: nobody writes what the terms refer to.
+                    // SAFETY: nobody writes the terms' memory.
                     (Term::Sum(sum), _) => Source::Acc(unsafe { sum.sums(elements.clone()) }),
                     (Term::Sent(Payload::Plain(bytes)), _) => Source::Wire(&bytes[local.clone()]),
                     (Term::Sent(Payload::Wide(_)), Some(sent)) => Source::Acc(sent),
@@ -201,8 +200,8 @@ impl VersionBuilder {
                 Brings::Nobody => &[],
             };
             if brings != Brings::All && self.check {
-                // Sums that bring nothing here have meaningless contents. The sent payload is checked, for
-                // nobody has checked it.
+                // Sums that bring nothing here have meaningless contents. The payload was not checked before, so it
+                // is.
                 let sent = terms.iter().zip(&sources).filter(|(term, _)| matches!(term, Term::Sent(_)));
                 finite &= sent
                     .into_iter()
@@ -210,11 +209,10 @@ impl VersionBuilder {
             }
             if t > 0 && brings != Brings::Nobody {
                 let step = reducer::Step { t, ..step.clone() };
-                // SAFETY: states and masters are owned by block like the buffers they belong to.
+                // SAFETY: states and masters are owned by block, like the buffers they belong to.
                 finite &= unsafe { self.reduce(wire, &step, counts, elements, weights, output) };
             } else {
-                // Elements that are not reduced are checked all the same, as in every contribution by any
-                // path.
+                // Elements that are not reduced are checked all the same, as on every path.
                 finite &= !self.check || kernels::sources_are_finite(wire, counts);
                 kernels::stream_copy(weights, output);
                 // SAFETY: as above.
@@ -234,7 +232,7 @@ impl VersionBuilder {
         finite
     }
 
-    /// `block` in pieces that have one element type and one step each.
+    /// The pieces of `block` that have one element type and one step each.
     fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, u64)> {
         let segments = self.layout.segments(block).iter();
         segments.flat_map(|segment| {
@@ -243,7 +241,7 @@ impl VersionBuilder {
     }
 
     /// # Safety
-    /// The elements' block is this thread's alone in the next version.
+    /// The elements' block belongs to this thread alone in the next version.
     unsafe fn reduce(
         &self,
         wire: Wire,
@@ -256,8 +254,7 @@ impl VersionBuilder {
         let [old, new] = &self.state;
         let halves = wire.is_half();
         let none = || -> &mut [f32] { &mut [] };
-        // SAFETY: the old state is immutable while its version is the newest; the new one's elements
-        // belong to this thread.
+        // SAFETY: the old state is immutable while its version is the newest. The new elements belong to this thread.
         unsafe {
             let slot = |state: &StateBuffer, i: usize| -> Option<&[f32]> {
                 let wanted = i < step.reducer.state_slots();
@@ -286,10 +283,10 @@ impl VersionBuilder {
         }
     }
 
-    /// A block that nothing changes: brought up to date if the buffer's copy is old.
+    /// Carries an unchanged block over: it is copied if the next buffer's copy is old.
     ///
     /// # Safety
-    /// The block is this thread's alone in the next version.
+    /// The block belongs to this thread alone in the next version.
     pub(super) unsafe fn carry(&self, block: BlockId) {
         let i = block.index();
         let changed = self.changed[i].load(Ordering::Relaxed);
@@ -299,7 +296,7 @@ impl VersionBuilder {
         };
         if !fresh(&self.back.stamps[i]) {
             let range = self.layout.block_bytes(block);
-            // SAFETY: this thread has the block of the next version to itself.
+            // SAFETY: the block of the next version belongs to this thread alone.
             let output = unsafe { self.back.region.memory().bytes_mut(span(&range)) };
             kernels::stream_copy(self.front.bytes(range), output);
             self.back.stamp(block, self.version.0 - 1);
@@ -353,7 +350,7 @@ impl VersionBuilder {
         }
     }
 
-    /// Says which version's value the next buffers hold of `block`.
+    /// Sets the version whose value the next buffers hold of `block`.
     pub(super) fn mark(&self, block: BlockId, stamp: u64) {
         self.back.stamp(block, stamp);
         if let Some(state) = self.state[1].stamps.get(block.index()) {
@@ -362,8 +359,8 @@ impl VersionBuilder {
     }
 }
 
-/// Cuts `piece`, of a block that begins at `start`, where the set of contributions that have written it changes. An element
-/// that a contribution has written in part counts as not written by it.
+/// Cuts `piece`, of a block that begins at `start`, where the set of contributions changes that have written it. A
+/// half-written element counts as not written.
 fn brought(piece: &Segment, start: u64, written: &[Written<'_>], mut each: impl FnMut(Segment, Brings)) {
     let bytes = &piece.bytes;
     let within = |range: &Range<u32>| within(piece, start, range);
@@ -399,7 +396,7 @@ fn brought(piece: &Segment, start: u64, written: &[Written<'_>], mut each: impl 
     }
 }
 
-/// fp32 values where they lie, or a copy of them where they do not lie at a multiple of four.
+/// The bytes as fp32 values, or a copy of them if they are not aligned to four bytes.
 fn floats<'a>(bytes: &'a [u8], aligned: &'a mut Vec<f32>) -> &'a [f32] {
     // SAFETY: any four bytes are an f32.
     match unsafe { bytes.align_to::<f32>() } {

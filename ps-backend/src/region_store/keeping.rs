@@ -1,7 +1,6 @@
-//! The kept data of the newest version, block by block: read here, and loaded into the memory of another
-//! partition.
+//! The data of the newest version, block by block, for another partition: reading it here, and loading it there.
 //!
-//! Holds `unsafe`; the module above explains why it is sound.
+//! This module holds `unsafe`; the module above explains why it is sound.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,14 +23,13 @@ pub(crate) struct Keeping {
 }
 
 impl RegionStore {
-    /// A handle on the kept data of the newest version. Until it is dropped, only computations that have
-    /// begun may go on.
+    /// A handle on the data of the newest version. Until it is dropped, only computations that have begun may go on.
     pub(crate) fn keeping(&self) -> Option<Keeping> {
         let front = self.newest()?;
         Some(Keeping { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]) })
     }
 
-    /// The version to be loaded is this one instead of version 0. Call this before anything is loaded.
+    /// The version to load is this one instead of version 0. This must be called before anything is loaded.
     pub(crate) fn begin_at(&mut self, version: Version) {
         debug_assert!(!self.versions.is_complete(), "others read it");
         let Some(first) = self.newest() else { return };
@@ -45,14 +43,14 @@ impl RegionStore {
         self.versions.load_as(version);
     }
 
-    /// Optimizer state was loaded: it is not zero.
+    /// Optimizer state was loaded, so it is not zero.
     pub(crate) fn state_loaded(&mut self) {
         self.slots_used = true;
     }
 }
 
 impl Keeping {
-    /// The kept data of `block`; empty if it has none of that kind.
+    /// The data of `block`. It is empty if there is none of that kind.
     ///
     /// # Panics
     /// If there is no such block.
@@ -63,13 +61,13 @@ impl Keeping {
             Kept::Masters => &None,
             Kept::Slot(slot) => self.state.slots.get(usize::from(slot)).unwrap_or(&None),
         };
-        // SAFETY: the newest version's state is immutable, and so it stays while nothing new is computed.
+        // SAFETY: the newest version's state is immutable while no new version is computed.
         mapping.as_ref().map_or(&[], |mapping| unsafe { mapping.bytes(state_bytes(&self.layout, block)) })
     }
 }
 
 impl Loading {
-    /// Whether `bytes` can be the kept data of `block`: as many as there are here, or none.
+    /// Whether `bytes` can be the data of `block`: they are as many as there are here, or none.
     pub(crate) fn fits(&self, block: BlockId, what: Kept, bytes: &[u8]) -> bool {
         let of_state = || bytes.is_empty() || bytes.len() == state_bytes(&self.layout, block).len();
         match what {
@@ -87,7 +85,7 @@ impl Loading {
         }
     }
 
-    /// The kinds of data that there is room for of `block`, besides its weights.
+    /// The kinds of data that `block` has room for, besides its weights.
     pub(crate) fn wants(&self, block: BlockId) -> Vec<Kept> {
         let masters = self.state.master.is_some() && has_halves(&self.layout, block);
         let slots = self.state.slots.iter().zip(0..).filter(|(slot, _)| slot.is_some());
@@ -96,7 +94,7 @@ impl Loading {
         masters.chain(slots.map(|(_, i)| Kept::Slot(i))).filter(|_| any).collect()
     }
 
-    /// Takes masters or optimizer state of a block whose weights are there. Without bytes they are zero.
+    /// Loads masters or optimizer state of a block whose weights are loaded. Without bytes they are zero.
     ///
     /// # Panics
     /// If the bytes do not fit.
@@ -120,8 +118,8 @@ impl Loading {
     }
 }
 
-/// The place of a block's data among all data of that kind; empty if the block has none of that kind. This
-/// does not know which kinds a reducer has.
+/// The place of a block's data among all data of that kind. It is empty if the block has none of that kind. The
+/// reducer is not considered.
 ///
 /// # Panics
 /// If there is no such block.
@@ -136,7 +134,7 @@ pub fn kept_range(layout: &ModelLayout, block: BlockId, what: Kept) -> Range<u64
     }
 }
 
-/// The place of a block's masters and optimizer state: elements of a block follow each other.
+/// The place of a block's masters and optimizer state. The elements of a block follow each other.
 fn state_bytes(layout: &ModelLayout, block: BlockId) -> Range<usize> {
     let spans = layout.segments(block).iter().filter_map(|segment| {
         let wire = Wire::of(segment.dtype)?;

@@ -1,5 +1,4 @@
-//! The versions that exist, their users, and the memory that may be written again. Pure: `B` stands for the
-//! memory.
+//! The versions that exist, their users, and the memory that may be written again. Pure: `B` stands for the memory.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -7,26 +6,26 @@ use std::time::SystemTime;
 
 use libmodelio::vocabulary::ids::Version;
 
-/// A version that is there.
+/// A version that exists.
 #[derive(Debug)]
 pub struct Published<B> {
     /// The memory of the version.
     pub buffer: B,
-    /// Since when.
+    /// When it was published.
     pub at: SystemTime,
     pins: u64,
-    /// Those outside of this process that show it until they say otherwise.
+    /// The number of other processes that show it.
     shows: u64,
-    /// Somebody outside of this process may read the buffer for as long as it likes: it is never written again.
+    /// Another process may read the buffer for an unknown time, so the buffer is never written again.
     given_up: bool,
 }
 
-/// The remains of a version that is gone.
+/// What a removed version leaves.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Left<B> {
     /// Its memory, which may be written.
     Free(B),
-    /// No memory is left to reuse: somebody may still read it.
+    /// No memory: another process may still read it.
     GivenUp,
 }
 
@@ -37,7 +36,7 @@ pub struct Table<B> {
 }
 
 impl<B> Table<B> {
-    /// With one version.
+    /// A table with one version.
     pub fn new(version: Version, buffer: B, at: SystemTime) -> Table<B> {
         let mut table = Table { all: BTreeMap::new() };
         table.insert(version, buffer, at);
@@ -49,19 +48,19 @@ impl<B> Table<B> {
         self.all.insert(version, Published { buffer, at, pins: 0, shows: 0, given_up: false });
     }
 
-    /// The first version is this one from now on.
+    /// Gives the first version another number.
     pub fn rename_first(&mut self, version: Version) {
         if let Some((_, first)) = self.all.pop_first() {
             self.all.insert(version, first);
         }
     }
 
-    /// Keeps `version` from being removed. False when it is gone.
+    /// Keeps `version` from being removed. False if it is gone.
     pub fn pin(&mut self, version: Version) -> bool {
         self.all.get_mut(&version).map(|published| published.pins += 1).is_some()
     }
 
-    /// Takes `count` pins back.
+    /// Takes back `count` pins.
     pub fn unpin(&mut self, version: Version, count: u64) {
         if let Some(published) = self.all.get_mut(&version) {
             debug_assert!(published.pins >= count, "{version} has {} pins", published.pins);
@@ -69,8 +68,8 @@ impl<B> Table<B> {
         }
     }
 
-    /// Somebody outside of this process shows `version`, who holds a pin until now: its buffer is not written before that is
-    /// over, see [`Self::unshow`], but it may be let go of.
+    /// Another process, whose client holds a pin until now, shows `version`. Its buffer is not written until
+    /// [`Self::unshow`], but it may be given up.
     pub fn show(&mut self, version: Version) {
         if let Some(published) = self.all.get_mut(&version) {
             debug_assert!(published.pins > 0, "{version} may have been used again");
@@ -78,7 +77,7 @@ impl<B> Table<B> {
         }
     }
 
-    /// One of those does not show it any more.
+    /// One of those processes no longer shows it.
     pub fn unshow(&mut self, version: Version) {
         if let Some(published) = self.all.get_mut(&version) {
             debug_assert!(published.shows > 0, "nobody shows {version}");
@@ -86,8 +85,8 @@ impl<B> Table<B> {
         }
     }
 
-    /// Somebody outside of this process may go on reading the buffer of `version`, and nobody knows for how long. The
-    /// buffer is not used for another version. The caller holds a pin, or shows it.
+    /// Another process may go on reading the buffer of `version` for an unknown time, so the buffer is not used for
+    /// another version. The caller holds a pin, or shows the version.
     pub fn give_up(&mut self, version: Version) {
         if let Some(published) = self.all.get_mut(&version) {
             debug_assert!(published.pins + published.shows > 0, "{version} may have been used again");
@@ -95,24 +94,24 @@ impl<B> Table<B> {
         }
     }
 
-    /// Versions that are neither needed nor among the newest one and the `retain` before it.
+    /// The versions that are neither needed nor among the newest one and the `retain` before it.
     pub fn idle(&self, retain: usize) -> Vec<Version> {
         self.unpinned(retain).filter(|(_, shows)| *shows == 0).map(|(version, _)| version).collect()
     }
 
-    /// The oldest version that is not idle only because it is shown outside of this process.
+    /// The oldest version that would be idle if other processes did not show it.
     pub fn oldest_shown(&self, retain: usize) -> Option<Version> {
         self.unpinned(retain).find(|(_, shows)| *shows > 0).map(|(version, _)| version)
     }
 
-    /// Those that are not retained and that nobody reads in this process, with the number of those who show them.
+    /// The versions that are not retained and not read in this process, with the number of processes that show them.
     fn unpinned(&self, retain: usize) -> impl Iterator<Item = (Version, u64)> {
         let keep = self.all.keys().rev().nth(retain).copied().unwrap_or(Version(0));
         let older = self.all.range(..keep).filter(|(_, published)| published.pins == 0);
         older.map(|(&version, published)| (version, published.shows))
     }
 
-    /// A version that nobody reads in this process is no more.
+    /// Removes a version that is not read in this process.
     pub fn remove(&mut self, version: Version) -> Option<Left<B>> {
         let published = self.all.remove(&version)?;
         debug_assert!(published.pins == 0, "{version} is needed");
@@ -147,7 +146,7 @@ mod tests {
             table.insert(version.next(), "b", at);
         }
         assert_eq!((table.idle(1), table.oldest_shown(1)), (vec![], Some(Version(0))));
-        // One that is read here, too, is needed.
+        // A version that is read here, too, is needed.
         assert!(table.pin(Version(0)));
         assert_eq!(table.oldest_shown(1), Some(Version(1)));
         table.unshow(Version(1));
@@ -155,7 +154,7 @@ mod tests {
         assert_eq!(table.remove(Version(1)), Some(Left::Free("b")));
         table.unpin(Version(0), 1);
         assert_eq!(table.remove(Version(0)), Some(Left::GivenUp));
-        // Whoever shows it says so in the end.
+        // A process that shows a version ends that by a message.
         table.unshow(Version(0));
         assert_eq!(table.oldest_shown(1), None, "2 is retained");
     }

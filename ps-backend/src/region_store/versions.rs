@@ -1,6 +1,6 @@
-//! The versions that exist, and the observers of them.
+//! The versions that exist, and their observers.
 //!
-//! A version's buffer is written again only when it has left this table; observers are told before it leaves.
+//! A version's buffer is written again only after it has left this table. Observers are notified before it leaves.
 
 use std::fmt::Debug;
 use std::ops::Deref;
@@ -13,36 +13,36 @@ use libmodelio::vocabulary::ids::Version;
 use super::table::{Left, Table};
 use super::{RegionStore, VersionBuffer};
 
-/// An observer of versions, which shows them to readers that the store does not know of.
+/// An observer of versions, which shows them to readers that the store does not know.
 ///
-/// The store calls it under its lock: the observer must not wait, nor ask the store anything.
+/// The store calls it under its lock, so the observer must neither wait nor call the store.
 pub trait VersionWatch: Send + Sync + Debug {
-    /// `version` is complete, lies in `memory` from its beginning, and stays as it is until it is retired. Buffers are
-    /// used again and again: one of the same [`Region::key`] is the same, for as long as the store lives.
+    /// `version` is complete. It lies in `memory` from its beginning, and stays unchanged until it is retired.
+    /// Buffers are used again and again: the same [`Region::key`] means the same buffer, as long as the store lives.
     fn published(&self, version: Version, memory: &Region);
 
-    /// From when this returns, what `version` lies in may be written, or given back to the system. A version that was
-    /// published is retired once, at the latest when the store ends.
+    /// When this returns, the memory of `version` may be written, or given back to the system. A published version is
+    /// retired once, at the latest when the store ends.
     fn retired(&self, version: Version);
 }
 
-/// Versions by their numbers. It is never empty, except while the first version gets another number.
+/// The versions by their numbers. There is always at least one, except while the first version gets another number.
 #[derive(Debug)]
 pub(super) struct Versions {
     all: Table<Arc<VersionBuffer>>,
     watches: Vec<Arc<dyn VersionWatch>>,
-    /// Whether the first version is loaded. Until then nobody is told of it.
+    /// Whether the first version is loaded. Observers are not notified of it before.
     complete: bool,
 }
 
 impl Versions {
-    /// Version 0, which is to be loaded.
+    /// Version 0, which must be loaded.
     pub(super) fn loading(buffer: Arc<VersionBuffer>) -> Versions {
         let all = Table::new(Version(0), buffer, SystemTime::now());
         Versions { all, watches: Vec::new(), complete: false }
     }
 
-    /// The version being loaded gets this number instead of its own. Does nothing once it is complete.
+    /// Gives the version that is being loaded this number. It does nothing once that version is complete.
     pub(super) fn load_as(&mut self, version: Version) {
         if !self.complete {
             self.all.rename_first(version);
@@ -60,7 +60,7 @@ impl Versions {
         self.complete
     }
 
-    /// Tells `watch` of the present versions, and of later ones.
+    /// Notifies `watch` of the present versions and of later ones.
     pub(super) fn watch(&mut self, watch: Arc<dyn VersionWatch>) {
         if self.complete {
             self.publish_all(&*watch);
@@ -72,14 +72,14 @@ impl Versions {
         self.all.iter().for_each(|(&version, published)| watch.published(version, published.buffer.region()));
     }
 
-    /// A version that is newer than all others.
+    /// Adds a version that is newer than all others.
     pub(super) fn insert(&mut self, version: Version, buffer: Arc<VersionBuffer>) {
         debug_assert!(self.complete && self.all.keys().all(|&known| known < version), "{version}");
         self.watches.iter().for_each(|watch| watch.published(version, buffer.region()));
         self.all.insert(version, buffer, SystemTime::now());
     }
 
-    /// The remains of a version that is removed.
+    /// Removes a version.
     pub(super) fn remove(&mut self, version: Version) -> Option<Left<Arc<VersionBuffer>>> {
         debug_assert!(self.complete, "{version} is being loaded");
         if self.all.contains_key(&version) {
@@ -115,12 +115,12 @@ impl Versions {
 }
 
 impl RegionStore {
-    /// The version that [`Self::loading`] gave is complete.
+    /// The version of [`Self::loading`] is complete.
     pub(crate) fn loaded(&mut self) {
         self.versions.complete();
     }
 
-    /// Tells `watch` of the present versions, and from now on of all changes.
+    /// Notifies `watch` of the present versions and of all later changes.
     pub(crate) fn watch(&mut self, watch: Arc<dyn VersionWatch>) {
         self.versions.watch(watch);
     }

@@ -1,4 +1,4 @@
-//! Creating, loading and deleting models on a shard, and what it tells of itself.
+//! Administration of a shard: creating, loading and deleting models, and its status.
 
 use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Message, ModelRecord, Refusal};
@@ -12,14 +12,14 @@ use crate::memory;
 use crate::snapshot::Piece;
 
 impl Shared {
-    /// Makes room for this shard's partition of a model. Takes time.
+    /// Makes this shard's partition of a model. This takes a while.
     pub(super) fn create(&self, payload: &[u8]) -> AdminAnswer {
         let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
         let (name, generation) = (record.name.clone(), record.generation);
         {
             let models = self.models.lock();
             match models.get(&name) {
-                // Said again.
+                // The request was repeated.
                 Some(model) if model.generation == generation => return Ok((Message::Done, None)),
                 Some(_) => return Err(Refusal::Exists(name)),
                 None => {}
@@ -50,12 +50,12 @@ impl Shared {
         Ok((Message::Done, None))
     }
 
-    /// A piece of what the model begins with.
+    /// Loads a piece of the model's first version.
     pub(super) fn load(&self, generation: Generation, piece: Piece, bytes: &[u8]) -> Result<(), Refusal> {
         self.partition_of(generation)?.1.load(piece, bytes)
     }
 
-    /// All blocks were sent: the partition can be used, and if it is the coordinator's, the job begins.
+    /// All blocks were sent. The partition can be used now, and the job begins if this shard coordinates it.
     pub(super) fn loaded(&self, generation: Generation) -> AdminAnswer {
         let (name, partition) = self.partition_of(generation)?;
         partition.store().finish_loading().map_err(Refusal::other)?;
@@ -71,7 +71,7 @@ impl Shared {
         Ok((Message::Done, None))
     }
 
-    /// What this shard holds and does.
+    /// The status: what this shard holds and does.
     pub(super) fn status(&self) -> Value {
         let models = self.models.lock();
         let models: Vec<Value> = models
@@ -88,7 +88,7 @@ impl Shared {
             "not_listed": self.why_not_listed(),
             "io": self.net.backend().to_string(),
             "tcp": {
-                // All but the listener.
+                // The listener does not count.
                 "connections": self.net.connections().saturating_sub(1),
             },
             "shared_memory": {
@@ -107,11 +107,11 @@ impl Shared {
     }
 }
 
-/// Refuses what can never be here before tables of its blocks are made.
+/// Refuses a model that can never fit, before tables of its blocks are made.
 fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
     let mine = record.owners.iter().filter(|(owner, _)| *owner == shard);
     let blocks: u64 = mine.map(|&(_, run)| u64::from(run)).sum();
-    // All but the last block are of this size, and there are two versions at least.
+    // All blocks but the last have this size, and there are at least two versions.
     let needed = blocks.saturating_sub(1).saturating_mul(record.block_size.into()).saturating_mul(2);
     match memory::available() {
         Some(available) if available < needed => Err(MakeError::Room { needed, available }),

@@ -1,11 +1,11 @@
-//! What a shard tells the registry again and again: that it is there, and which partitions of models it holds. The
-//! registry may have been started anew, and then knows no more than it is told.
+//! The shard's announcements to the registry. They are repeated: that the shard exists, and which partitions of
+//! models it holds. A registry that was started anew knows only what it is told.
 //!
 //! - A shard that holds partitions keeps its number, whatever the registry says.
-//! - The coordinator of a model that the registry does not know puts its record there again. If nobody does for some
-//!   time, whoever holds a partition of it does, so that it can be deleted.
-//! - A partition is dropped if the registry knows that its model was deleted; never because the registry does not know
-//!   it.
+//! - If the registry does not know a model, its coordinator puts the record there again. If that does not happen for
+//!   some time, a shard that holds a partition of it does, so that the model can be deleted.
+//! - A partition is dropped if the registry knows that its model was deleted. It is never dropped because the
+//!   registry does not know the model.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -20,20 +20,20 @@ use super::coordinator::Coordinator;
 use super::shared::{Model, Shared};
 use super::standing::life;
 
-/// Silence after which the registry forgets a shard.
+/// The registry forgets a shard after this silence.
 const LEASE: Duration = Duration::from_secs(10);
-/// A partition whose model nobody else has told the registry of for so long is left over.
+/// A partition counts as left over when no other shard has reported its model to the registry for so long.
 const LEFT_OVER: Duration = Duration::from_secs(10);
-/// A partition that is here, for the registry.
+/// A partition of this shard, for the registry.
 struct Here {
     held: Held,
-    /// It is in force, as far as is known here.
+    /// Its block map is in force, as far as this shard knows.
     is_partition: bool,
 }
 
 impl Shared {
-    /// Announces the shard, and takes the number that it is given, unless it holds partitions under the one that it
-    /// has.
+    /// Announces the shard, and takes the number that the registry gives. A shard that holds partitions keeps its own
+    /// number.
     pub(super) fn announce(&self) -> Result<(), RegistryError> {
         let outcome = self.try_announce();
         self.standing.lock().not_listed = outcome.as_ref().err().map(RegistryError::to_string);
@@ -42,9 +42,10 @@ impl Shared {
 
     fn try_announce(&self) -> Result<(), RegistryError> {
         let mut number = ShardId(0);
-        // A partition may come while the registry answers: then it is told of that.
+        // A partition may come while the registry answers. Then the registry is told of it in a second round.
         for _ in 0..2 {
-            // One lock at a time: who asks how the shard is holds that of the models, and waits for that of the number.
+            // Locks are taken one at a time: a thread that reads the status holds that of the models, and waits for
+            // that of the number.
             let bound = self.is_bound();
             let shard = *self.shard.lock();
             let (address, draining) = (self.address.clone(), self.standing.lock().draining);
@@ -67,9 +68,9 @@ impl Shared {
         !(models.is_empty() && self.creations.lock().is_empty() && self.adopting.lock().is_empty())
     }
 
-    /// Whether the shard has this number now.
+    /// Takes the number, and returns whether the shard has it now.
     fn take_number(&self, number: ShardId) -> bool {
-        // Whoever makes a partition is among these before it looks at the number.
+        // A thread that makes a partition is in one of these tables before it reads the number.
         let (models, creations, adopting) = (self.models.lock(), self.creations.lock(), self.adopting.lock());
         let bound = !(models.is_empty() && creations.is_empty() && adopting.is_empty());
         let mut shard = self.shard.lock();
@@ -83,8 +84,7 @@ impl Shared {
         true
     }
 
-    /// All that the registry is told now and then. It hears of what is held here even if it refuses this shard its
-    /// number.
+    /// Reports to the registry. Partitions are reported even if the registry refuses this shard its number.
     fn report_to_registry(&self) -> Result<(), RegistryError> {
         let announced = self.announce();
         match announced {
@@ -93,14 +93,15 @@ impl Shared {
         }
     }
 
-    /// Tells the registry what is held here, puts back what it has lost, and drops what it knows to be deleted.
+    /// Reports the partitions of this shard, restores records that the registry has lost, and drops partitions that
+    /// it knows to be deleted.
     fn reconcile(&self) -> Result<(), RegistryError> {
         let shard = *self.shard.lock();
         let here = self.here();
         let deleted = self.standing.lock().deleted();
         let mut first = true;
         let mut chunks = here.chunks(MAX_HELD);
-        // Also if nothing is held.
+        // One report is sent even if there is no partition.
         while let Some(chunk) = chunks.next().or_else(|| first.then_some(&[][..])) {
             let deleted = if std::mem::take(&mut first) { &deleted[..] } else { &[] };
             let held: Vec<Held> = chunk.iter().map(|here| here.held.clone()).collect();
@@ -120,7 +121,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The partitions that are here, and those that are to be.
+    /// The partitions of this shard, and those that it is about to have.
     fn here(&self) -> Vec<Here> {
         let of_model = |model: &Model| Here { held: life(&model.record), is_partition: true };
         let mut here: Vec<Here> = self.models.lock().values().map(of_model).collect();
@@ -134,8 +135,8 @@ impl Shared {
         here
     }
 
-    /// The record of a model that is here, as the registry is to have it, and its coordinator. Nothing while it moves
-    /// and was handed over: then it is in the hands of whoever moves it.
+    /// The record of a model for the registry, and its coordinator. None while the model moves and was handed over:
+    /// the coordinator that moves it puts the record then.
     fn to_restore(&self, of: &Held) -> Option<(ModelRecord, Option<Arc<Coordinator>>)> {
         let models = self.models.lock();
         let found = models.get(&of.model).filter(|model| life(&model.record) == *of)?;
@@ -143,7 +144,7 @@ impl Shared {
         if coordinator.as_ref().is_some_and(|coordinator| coordinator.is_frozen()) {
             return None;
         }
-        // The blocks are all there once there is a coordinator.
+        // Once there is a coordinator, all blocks have been loaded.
         let ready = found.record.ready || coordinator.is_some();
         Some((ModelRecord { ready, ..found.record.clone() }, coordinator))
     }
@@ -164,7 +165,7 @@ impl Shared {
         };
         let mut standing = self.standing.lock();
         match outcome {
-            // A newer block map is in force: whoever moves the model says so.
+            // A newer block map is in force. The coordinator that moves the model reports it.
             Ok(true) | Err(RegistryError::Epoch { .. }) => {
                 standing.is_known(*generation);
             }
@@ -191,10 +192,11 @@ impl Shared {
         Ok(())
     }
 
-    /// The registry does not know a model, or under an older block map. Whether it does now.
+    /// The registry does not know a model, or has an older block map. Restores the record, and returns whether the
+    /// registry knows it now.
     fn restore(&self, held: &Held) -> Result<bool, RegistryError> {
         let Some((record, coordinator)) = self.to_restore(held) else { return Ok(false) };
-        // The coordinator is to say it.
+        // The coordinator restores it first.
         if coordinator.is_none() && self.standing.lock().unknown_for(held.generation) < LEFT_OVER {
             return Ok(false);
         }
@@ -214,8 +216,8 @@ impl Shared {
         Ok(true)
     }
 
-    /// Another block map is in force. Who has moved the model says so; if nobody does, a shard that owns no block in it
-    /// any more gives its own up.
+    /// A newer block map is in force. The coordinator that moved the model tells this shard. If it does not, and the
+    /// new map gives the shard no block, the shard drops its partition.
     fn left_behind(&self, here: &Here) -> Result<bool, RegistryError> {
         if self.standing.lock().unknown_for(here.held.generation) < LEFT_OVER {
             return Ok(false);
@@ -242,7 +244,7 @@ impl Shared {
             let owns = |shard: &ShardRecord| record.owners.iter().any(|(owner, _)| *owner == shard.shard);
             let shards: Vec<ShardRecord> = shards.into_iter().filter(owns).collect();
             if record.owners.iter().any(|(owner, _)| !shards.iter().any(|shard| shard.shard == *owner)) {
-                // Where it is cannot be told, and blocks of it may be lost: it is to be deleted then.
+                // The model cannot be found, and blocks of it may be lost. An operator has to delete it.
                 return Ok(());
             }
             let payload = Moved { record, shards }.encode()?;
@@ -258,7 +260,7 @@ impl Shared {
     }
 }
 
-/// Announces the shard before its lease is over, again and again, and what it holds.
+/// Announces the shard and reports its partitions, again and again, within the lease.
 pub(super) fn run(shared: &Weak<Shared>) {
     let mut trouble = None;
     loop {

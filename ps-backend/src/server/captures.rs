@@ -1,7 +1,8 @@
-//! Copies of a partition's newest version, for snapshots: first it is pinned, so that no plan begins; when the coordinator
-//! has found that all shards are at one version it is copied, and the job goes on. Whoever saves fetches from the copy.
+//! Copies of a partition's newest version, for snapshots. First the version is pinned, so that no plan begins. When
+//! the coordinator has found all shards at one version, it is copied, and the job goes on. `gradfs save` fetches from
+//! the copy.
 //!
-//! Nobody can hold the job up for long: a pin that nobody speaks of ends, and so does a copy that nobody fetches from.
+//! Nobody can hold the job up for long: a pin ends if it is not renewed, and a copy ends if nobody fetches from it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,19 +17,19 @@ use crate::partition::executor::Executor;
 use crate::partition::store::{KeptState, PartitionStore};
 use crate::snapshot::{Copied, Piece};
 
-/// A job stands still no longer than this for a snapshot that comes to nothing.
+/// A pin ends after this, so a job stands still no longer for a failed snapshot.
 pub(super) const PINNED: Duration = Duration::from_secs(10);
-/// Memory for a copy that is never made is given up after this: other shards may take their time for theirs.
+/// Memory for a copy that is not made is given up after this. Other shards may take a while for theirs.
 const RESERVED: Duration = Duration::from_secs(330);
 /// A copy that nobody fetches from is given up after this.
 const UNUSED: Duration = Duration::from_secs(60);
-/// Copies that a shard has at most.
+/// The most copies on a shard.
 const MAX_CAPTURES: usize = 4;
 
-/// Which snapshot of which model.
+/// The model's generation, and the number of the snapshot.
 pub(super) type Name = (Generation, u64);
 
-/// All of a shard.
+/// All captures of a shard.
 #[derive(Default)]
 pub(super) struct Captures(Mutex<BTreeMap<Name, Capture>>);
 
@@ -46,7 +47,7 @@ enum Stage {
     Copied(Arc<Copied>),
 }
 
-/// What a snapshot wants of a partition.
+/// The kinds of data that a snapshot needs of a partition.
 fn kinds(slots: u8) -> impl Iterator<Item = Kept> {
     [Kept::Weights].into_iter().chain((0..slots.min(2)).map(Kept::Slot)).chain([Kept::Masters])
 }
@@ -56,7 +57,7 @@ fn unknown() -> Refusal {
 }
 
 impl Captures {
-    /// There is memory for a copy. `starts_expiry`: has somebody call [`Self::expire`] from now on.
+    /// Takes memory for a copy. `starts_expiry` starts a thread that calls [`Self::expire`].
     pub(super) fn reserve(
         &self,
         name: Name,
@@ -66,7 +67,7 @@ impl Captures {
     ) -> Result<(), Refusal> {
         {
             let mut all = self.0.lock();
-            // Said again.
+            // The request was repeated.
             if all.contains_key(&name) {
                 return Ok(());
             }
@@ -82,7 +83,8 @@ impl Captures {
         self.put(name, RESERVED, copied.map(|copied| ((), Stage::Reserved(Box::new(copied)))))
     }
 
-    /// From now on no plan begins: the version that is returned stays the newest, but for one of a plan that has begun.
+    /// Lets no plan begin from now on. The returned version stays the newest, unless a plan that has begun makes
+    /// another one.
     pub(super) fn pin(&self, name: Name, store: &PartitionStore) -> Result<Version, Refusal> {
         let (copied, before) = match self.take(name)?.1 {
             Stage::Reserved(copied) => (copied, None),
@@ -94,12 +96,12 @@ impl Captures {
             Stage::Busy => return Err(unknown()),
         };
         let kept = store.keep().map_err(Refusal::other);
-        // The pin before has held until now.
+        // The pin before it has held until now.
         drop(before);
         self.put(name, PINNED, kept.map(|kept| (kept.version(), Stage::Pinned(copied, kept))))
     }
 
-    /// The version that is pinned is copied, and the job goes on.
+    /// Copies the pinned version, and the job goes on.
     pub(super) fn copy(
         &self,
         name: Name,
@@ -115,19 +117,19 @@ impl Captures {
                     .map_err(Refusal::other),
                 newest => Err(Refusal::NoVersion { wanted: version, newest }),
             },
-            // Said again.
+            // The request was repeated.
             Stage::Copied(copied) => Ok(copied),
             Stage::Reserved(_) | Stage::Busy => Err(unknown()),
         };
         self.put(name, UNUSED, copied.map(|copied| ((), Stage::Copied(copied))))
     }
 
-    /// Nobody needs it any more.
+    /// Drops a capture that nobody needs any more.
     pub(super) fn release(&self, name: Name) {
         self.0.lock().remove(&name);
     }
 
-    /// Takes what there is of a capture, so that nobody else is at it.
+    /// Takes a capture's stage out, so that no other thread works on it.
     fn take(&self, name: Name) -> Result<(PartitionLayout, Stage), Refusal> {
         let mut all = self.0.lock();
         let capture = all.get_mut(&name).ok_or_else(unknown)?;
@@ -137,7 +139,7 @@ impl Captures {
         }
     }
 
-    /// Puts back what there is of it now, for so long; if there is nothing, it is over.
+    /// Puts a capture's stage back, with a new deadline. On an error the capture is dropped.
     fn put<T>(&self, name: Name, lasts: Duration, now: Result<(T, Stage), Refusal>) -> Result<T, Refusal> {
         let mut all = self.0.lock();
         let (answer, stage) = now.inspect_err(|_| drop(all.remove(&name)))?;
@@ -147,7 +149,7 @@ impl Captures {
         Ok(answer)
     }
 
-    /// Gives up what is over. False if nothing is left to look after.
+    /// Drops captures whose deadline has passed. False if none is left.
     pub(super) fn expire(&self, now: Instant) -> bool {
         let mut all = self.0.lock();
         all.retain(|(generation, snapshot), capture| {
@@ -256,7 +258,7 @@ mod tests {
         assert!(begins(&store));
         captures.copy(NAME, Version(0), 1, &*cpu()).unwrap_err();
         captures.pin(NAME, &store).unwrap_err();
-        // A copy lasts longer.
+        // A copy lives longer.
         captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
         captures.pin(NAME, &store).unwrap();
         captures.copy(NAME, Version(0), 1, &*cpu()).unwrap();

@@ -1,8 +1,9 @@
-//! The coordinator takes a snapshot: a copy on every shard, of one version that is also its own.
+//! Taking a snapshot of a running model: the coordinator has every shard copy the same version, which is also its
+//! own.
 //!
-//! All shards pin their newest version, so that none of them begins another plan. Plans that are under way may be concluded
-//! still: a shard, or the coordinator, may be one version ahead of another. None gets further than that, so whoever is
-//! behind is pinned again until all are at one. Then they copy, and the job goes on.
+//! All shards pin their newest version, so that none of them begins another plan. Plans under way may still be
+//! concluded, so a shard, or the coordinator, may be one version ahead of another. None can get further, so the
+//! coordinator pins a shard that is behind again, until all are at one version. Then they copy, and the job goes on.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,16 +21,16 @@ use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
 use crate::snapshot;
 
-/// Longest wait for the memory of a copy.
+/// The longest wait for the memory of a copy.
 const PATIENT: Duration = Duration::from_secs(300);
-/// Longest wait for anything else.
+/// The longest wait for any other answer.
 const PROMPT: Duration = Duration::from_secs(10);
-/// The pause before whoever is behind is pinned again.
+/// The pause before a shard that is behind is pinned again.
 const AGAIN: Duration = Duration::from_millis(2);
-/// How often is looked whether a pin, or a copy, is over.
+/// How often pins and copies are checked for their end.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A snapshot that is being taken.
+/// A snapshot under way.
 struct Capturing<'a> {
     shared: &'a Arc<Shared>,
     coordinator: &'a Coordinator,
@@ -40,7 +41,7 @@ struct Capturing<'a> {
 }
 
 impl Shared {
-    /// What is asked about snapshots. May take time.
+    /// Handles a request about snapshots. This may take a while.
     pub(super) fn of_snapshot(self: &Arc<Shared>, message: Message, payload: &[u8]) -> AdminAnswer {
         let done = |()| (Message::Done, None);
         match message {
@@ -91,7 +92,7 @@ impl Shared {
         Ok(partition.progress().0)
     }
 
-    /// A model that was created begins at a snapshot.
+    /// A created model begins at a snapshot.
     fn begin_at(&self, generation: Generation, record: &[u8]) -> Result<(), Refusal> {
         let record: JobRecord = serde_json::from_slice(record)
             .map_err(|error| Refusal::other(format!("the record of the job cannot be read: {error}")))?;
@@ -104,10 +105,10 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes a snapshot of a model that is coordinated here. Takes time.
+    /// Takes a snapshot of a model that is coordinated here. This takes a while.
     fn capture(self: &Arc<Shared>, model: &str, generation: Generation, epoch: Epoch) -> AdminAnswer {
         let coordinator = self.coordinator_of(model, generation)?;
-        // What moves the model pins it for itself.
+        // A move of the model pins it by itself.
         let alone = coordinator.moves.alone.try_lock_for(PROMPT).ok_or_else(|| {
             Refusal::other(format!("model {model:?} is being moved: run the command again when that is over"))
         })?;
@@ -135,14 +136,14 @@ impl Shared {
         match taken {
             Ok(payload) => Ok((Message::Captured { snapshot }, Some(payload))),
             Err(refusal) => {
-                // Those that cannot be reached give it up by themselves.
+                // Shards out of reach give the snapshot up by themselves.
                 let _ = capturing.all(PROMPT, &Message::Release { generation, snapshot });
                 Err(refusal)
             }
         }
     }
 
-    /// The shards that own blocks of a model that is here.
+    /// The shards that own blocks of a model.
     fn owners_of(&self, model: &str) -> Result<Vec<ShardId>, Refusal> {
         let models = self.models.lock();
         let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
@@ -156,7 +157,7 @@ impl Capturing<'_> {
         let slots = slots(&self.coordinator.record().0);
         let (generation, epoch, snapshot) = (self.generation, self.epoch, self.snapshot);
         let pin = |holds| Message::Pin { generation, epoch, snapshot, slots, holds };
-        // Memory takes its time: nobody is held up by that.
+        // Memory takes a while, and the job goes on meanwhile.
         self.all(PATIENT, &pin(false))?;
         let pin = pin(true);
         let mut versions = self.all(PINNED, &pin)?.into_iter().map(pinned).collect::<Result<Vec<_>, _>>()?;
@@ -188,7 +189,7 @@ impl Capturing<'_> {
         answer.map_err(|why| Refusal::other(format!("shard {} at {}: {why}", peer.shard(), peer.address())))
     }
 
-    /// Asks all shards at once.
+    /// Sends all shards a request at once.
     fn all(&self, within: Duration, message: &Message) -> Result<Vec<Message>, Refusal> {
         std::thread::scope(|scope| {
             let asked: Vec<_> = self
@@ -203,20 +204,20 @@ impl Capturing<'_> {
                     asked.map_err(|error| Refusal::other(format!("no thread to ask a shard: {error}")))?;
                 asked.join().map_err(|_| Refusal::other("a thread panicked"))?
             };
-            // All of them are waited for.
+            // All answers are awaited.
             let answers: Vec<Result<Message, Refusal>> = asked.into_iter().map(answer).collect();
             answers.into_iter().collect()
         })
     }
 }
 
-/// Kinds of state that the optimizer can keep.
+/// The number of kinds of optimizer state that may be needed.
 fn slots(record: &JobRecord) -> u8 {
-    // What the optimizer keeps may come to be needed before the shards are pinned.
+    // The optimizer may need its state before the shards are pinned.
     record.optimizer.state_slots() as u8
 }
 
-/// Kinds of state that it has kept.
+/// The number of kinds of optimizer state in the record.
 fn slots_of(record: &JobRecord) -> u8 {
     snapshot::kinds(record).filter(|what| matches!(what, Kept::Slot(_))).count() as u8
 }

@@ -1,4 +1,4 @@
-//! The shard's end of a connection: what may be said on it follows from its greeting.
+//! The shard's end of a connection. The greeting decides which messages are allowed on it.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -24,12 +24,12 @@ use super::shm_clients::ShmClient;
 use super::unsent::{Unsent, UnsentAll, answer, answer_counted};
 use crate::partition::store::PinnedVersion;
 
-/// Longest silence on a connection.
+/// The longest silence on a connection.
 const SILENCE: Duration = Duration::from_secs(10);
-/// Requests for blocks that may wait on one connection.
+/// The most requests for blocks that may wait on one connection.
 const MAX_PULLS: usize = 256;
 
-/// What the greeting has made of a connection.
+/// The kind of a connection, from its greeting.
 enum Kind {
     Strange,
     Control { client: ClientId, coordinator: Arc<Coordinator> },
@@ -38,36 +38,36 @@ enum Kind {
     Admin,
 }
 
-/// A client's blocks.
+/// A client's connection for blocks.
 struct Data {
     sender: Sender,
     partition: Arc<Partition>,
-    /// Of the payload that is coming.
+    /// The reservation of the payload that is being received.
     reservation: Option<Reservation>,
-    /// When what waits for such a plan is to be looked at again.
+    /// When to check blocks again that wait for an unknown plan.
     rouse_at: Option<Instant>,
-    /// Blocks that it has asked for, or the version as a whole.
+    /// The requested blocks, or versions as a whole.
     pulls: VecDeque<(Version, Option<Range<u32>>)>,
     /// The version that is being sent.
     pinned: Option<Arc<PinnedVersion>>,
-    /// What both ends see, if the client is on this host.
+    /// The shared memory, if the client is on this host.
     memory: Option<Box<ShmClient>>,
-    /// What their devices reach, if it has come by RDMA.
+    /// The RDMA connection, if the client uses one.
     #[cfg(feature = "rdma")]
     remote: Option<Box<RdmaClient>>,
 }
 
-/// The shard's end of one connection.
+/// The shard's end of a connection.
 pub(super) struct Peer {
     shared: Arc<Shared>,
-    /// Where it is, for the log.
+    /// The peer's address, for the log.
     address: String,
     link: Link,
     kind: Kind,
     epoch: Epoch,
-    /// Until the greeting says what the connection is for.
+    /// Kept here until the greeting.
     memory: Option<Box<ShmClient>>,
-    /// The same.
+    /// Kept here until the greeting.
     #[cfg(feature = "rdma")]
     remote: Option<Box<RdmaClient>>,
     unsent: Arc<UnsentAll>,
@@ -105,7 +105,7 @@ impl Peer {
         self.link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
     }
 
-    /// Says where the model is now, and ends the connection once that is said.
+    /// Tells the peer where the model is now, and ends the connection.
     fn send_redirect(&self, request: u64, to: &Redirect) -> Close {
         let payload = Some(Piece::owned(to.payload.to_vec()));
         self.link.send_last(Outgoing { message: Message::Moved, request, epoch: to.epoch, payload });
@@ -121,7 +121,7 @@ impl Peer {
         }
     }
 
-    /// Says why, and ends the connection once that is said.
+    /// Refuses a request, and ends the connection.
     fn refuse(&self, request: u64, refusal: Refusal) -> Close {
         let why = refusal.to_string();
         self.shared.complaints.turned_away(&self.address, &why);
@@ -225,7 +225,7 @@ impl Peer {
         Ok(())
     }
 
-    /// A request of an administrator whose payload, if it has one, is there.
+    /// Handles a request for administration, with its payload.
     fn administer(&self, request: u64, message: Message, payload: &[u8]) -> Result<(), Refusal> {
         let shared = Arc::clone(&self.shared);
         let answer = match message {
@@ -284,7 +284,8 @@ impl Peer {
             message @ (Message::Create | Message::Loaded { .. } | Message::Delete { .. })
                 if shared.options.holds_blocks =>
             {
-                // These take memory, or give it back: not on a thread that moves bytes, nor on one that jobs wait for.
+                // These take or free memory. They must block neither a thread that moves bytes nor one that jobs wait
+                // for.
                 let unsent = Unsent::one_more(&self.unsent, payload.len())?;
                 let (link, payload) = (self.link.clone(), payload.to_vec());
                 let answers = move || {
@@ -309,7 +310,7 @@ impl Peer {
 }
 
 impl Data {
-    /// Whether what is sent, and not named, is copied into a ring and out of it.
+    /// Whether blocks that are sent, and not named, go through a ring.
     fn goes_through_rings(&self) -> bool {
         #[cfg(feature = "rdma")]
         if self.remote.is_some() {
@@ -318,7 +319,7 @@ impl Data {
         self.memory.is_some()
     }
 
-    /// The next block that was asked for.
+    /// The next requested block.
     fn next_block(&mut self, link: &Link) -> Option<Outgoing> {
         #[cfg(feature = "rdma")]
         if let Some(ready) = self.remote.as_mut().and_then(|remote| remote.ready()) {
@@ -334,8 +335,8 @@ impl Data {
         }
         loop {
             let Some((version, blocks)) = self.pulls.front_mut() else {
-                // A connection on which nothing more is asked for would keep the buffer from being used again: some
-                // of them, each with a version of its own, and there is none left for the next version.
+                // An idle connection must not keep its version's buffer. If several did, each with another version,
+                // no buffer would be left for the next one.
                 self.pinned = None;
                 return None;
             };
@@ -372,7 +373,7 @@ impl Data {
             };
             #[cfg(feature = "rdma")]
             if let (Some(_), Some(Outgoing { payload: Some(piece), .. })) = (&self.remote, &outgoing) {
-                // Through the ring: who asks for it instead of reading it gets it all the same.
+                // The block goes through the ring, because the client has asked for it instead of reading it.
                 self.partition.store().tally().copied(Flow::Pull, piece.len());
             }
             if outgoing.is_some() {
@@ -381,13 +382,13 @@ impl Data {
         }
     }
 
-    /// Time passes; when to call again.
+    /// Time passes. Returns when to call again.
     fn tick(&mut self, now: Instant, link: &Link) -> Result<Option<Instant>, Refusal> {
         if let Some(memory) = &mut self.memory {
             memory.again(&self.partition, &mut self.sender)?;
         }
         if self.rouse_at.take_if(|at| *at <= now).is_some() {
-            // What is received is asked for again after that.
+            // The wake-up makes the connection receive again.
             link.wake();
         }
         #[cfg(feature = "rdma")]
@@ -398,7 +399,7 @@ impl Data {
         Ok(self.rouse_at)
     }
 
-    /// Nothing more is taken.
+    /// Nothing more is received.
     fn given_up(&mut self) {
         self.reservation = None;
         #[cfg(feature = "rdma")]
@@ -444,12 +445,12 @@ impl Data {
                 return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
             }
             Message::Pull { version, blocks } => self.pulls.push_back((*version, Some(blocks.clone()))),
-            // Its memory is the model's bytes.
+            // Its region is the model's bytes.
             Message::PullWhole { version }
                 if self.memory.is_some()
                     && self.partition.layout().size() == self.partition.model_bytes() =>
             {
-                // It shows one version, while the next is made, and its readers may hold another one.
+                // The client shows one version while the next one is made, and its readers may hold another one.
                 self.partition.warm_up(|| 1);
                 self.pulls.push_back((*version, None));
             }

@@ -1,5 +1,5 @@
-//! The coordinator of a model at work: the edge around [`CoordinatorCore`]. It owns the lock, the clock and the ways to
-//! the shards.
+//! The coordinator of a model at work: the edge around [`CoordinatorCore`]. It owns the lock, the clock and the
+//! connections to the shards.
 
 mod moves;
 mod moving;
@@ -29,7 +29,7 @@ use moves::Moves;
 pub(super) use moves::{MAX_MOVES, Moving};
 use remote::RemoteShard;
 
-/// How a shard's address is found.
+/// Finds a shard's address.
 pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
 
 struct State {
@@ -37,36 +37,36 @@ struct State {
     clients: HashMap<ClientId, Link>,
     /// The client in this process.
     client_here: Option<ClientId>,
-    /// When deadlines are looked at again, unless the alarm is raised.
+    /// When deadlines are checked again, unless the alarm is raised.
     checks_at: Duration,
-    /// When they were looked at last.
+    /// When they were last checked.
     checked_at: Instant,
-    /// It was handed over, and perhaps goes on elsewhere: nothing changes it.
+    /// The job was handed over and may go on elsewhere. Nothing changes the core.
     frozen: bool,
-    /// Clients whose connections have come or gone meanwhile.
+    /// Clients that have connected or disconnected meanwhile.
     missed: BTreeSet<ClientId>,
     /// The wait for learners that was logged last.
     late: Option<Duration>,
 }
 
-/// How other shards are reached.
+/// The network, for reaching other shards.
 pub(super) struct Network {
     pub(super) net: Handle,
     pub(super) resolve: Resolve,
 }
 
 enum Way {
-    /// The coordinator's own partition, by the mailbox.
+    /// The coordinator's own partition, through the mailbox.
     Here,
-    /// Over the network.
+    /// A shard on the network.
     There(Arc<RemoteShard>),
 }
 
-/// What a coordinator begins with.
+/// The beginning of a coordinator.
 pub(super) enum Begins<'a> {
     /// A new job.
     Anew,
-    /// What a snapshot has of a job.
+    /// The job's record in a snapshot.
     AtRecord(JobRecord),
     /// A job that was handed over at this time.
     HandedOver(&'a [u8], Duration),
@@ -79,14 +79,14 @@ pub struct Coordinator {
     generation: Generation,
     epoch: Epoch,
     ways: Vec<Way>,
-    /// Between it and its own partition.
+    /// The mailbox to its own partition.
     mailbox: Arc<Mailbox>,
     state: Mutex<State>,
     network: Option<Network>,
-    /// The core's time when this began.
+    /// The core's time at the start.
     began_at: Duration,
     started: Instant,
-    /// Has its deadlines looked at.
+    /// Raises the alarm to have deadlines checked.
     alarm: OnceLock<Alarm>,
     stopping: AtomicBool,
     /// Where the model is now, once another block map is in force.
@@ -96,7 +96,7 @@ pub struct Coordinator {
     this: Weak<Coordinator>,
 }
 
-/// What a coordinator is doing, for status.
+/// The status of a coordinator.
 #[derive(Clone, Debug)]
 pub struct CoordinatorStatus {
     /// The newest version.
@@ -107,25 +107,26 @@ pub struct CoordinatorStatus {
     pub failed: Option<String>,
     /// Learners in the job.
     pub members: Vec<MemberView>,
-    /// Clients that are connected, and all that are known.
+    /// The number of connected clients, and of all known ones.
     pub clients: (usize, usize),
-    /// Contributions that are part of a version.
+    /// The number of contributions that are part of a version.
     pub contributions: u64,
     /// The settings.
     pub controls: libmodelio::vocabulary::controls::Controls,
-    /// Shards that cannot be reached, for how long, and why.
+    /// The shards out of reach, for how long, and why.
     pub unreachable: Vec<(ShardId, Duration, String)>,
-    /// Who has been waited for, and for how long, if it is long.
+    /// The learners that others wait for, and for how long, if that is long.
     pub late: Option<(WaitedFor, Duration)>,
-    /// The model's blocks are on their way.
+    /// The move under way.
     pub moving: Option<Progress>,
 }
 
 impl Coordinator {
-    /// The coordinator of the model of `record`, whose own partition is `here`. Of `known` shards it is certain where their blocks are.
+    /// The coordinator of the model in `record`, whose own partition is `here`. The blocks of the `known` shards are
+    /// certain to be there.
     ///
     /// # Errors
-    /// A record that cannot be used, or no thread.
+    /// When the record cannot be used, or there is no thread.
     pub(super) fn new(
         record: &ModelRecord,
         here: &Arc<Partition>,
@@ -198,7 +199,7 @@ impl Coordinator {
         Ok(coordinator)
     }
 
-    /// Ends it: clients hear that the model is gone.
+    /// Stops the coordinator. Clients get `why`.
     pub(super) fn stop(&self, why: &Refusal) {
         self.stopping.store(true, Ordering::Relaxed);
         let clients: Vec<Link> = self.state.lock().clients.drain().map(|(_, link)| link).collect();
@@ -219,7 +220,7 @@ impl Coordinator {
         self.rouse();
     }
 
-    /// Where the other shards of the model are, as far as is known.
+    /// The known addresses of the model's other shards.
     pub(super) fn addresses(&self) -> Vec<(ShardId, String)> {
         let address = |way: &Way| match way {
             Way::There(remote) => remote.address().map(|address| (remote.shard, address)),
@@ -228,22 +229,22 @@ impl Coordinator {
         self.ways.iter().filter_map(address).collect()
     }
 
-    /// Whether it was handed over: what becomes of the model is not in its hands.
+    /// Whether the job was handed over, and is decided elsewhere.
     pub(super) fn is_frozen(&self) -> bool {
         self.state.lock().frozen
     }
 
-    /// Whether it has been ended.
+    /// Whether the coordinator was stopped.
     pub(super) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Relaxed)
     }
 
-    /// Its newest plan that is over.
+    /// The newest plan that is over.
     fn over(&self) -> PlanId {
         self.state.lock().core.over()
     }
 
-    /// What it is doing.
+    /// The status.
     pub fn status(&self) -> CoordinatorStatus {
         let state = self.state.lock();
         let job = state.core.job();
@@ -262,7 +263,7 @@ impl Coordinator {
         }
     }
 
-    /// Shards that are not connected, for how long, and why.
+    /// Shards without a connection, for how long, and why.
     fn gone(&self, now: Duration) -> Vec<(ShardId, Duration, String)> {
         let gone = |way: &Way| match way {
             Way::There(remote) => remote.is_gone(now).map(|(gone, why)| (remote.shard, gone, why)),
@@ -271,9 +272,9 @@ impl Coordinator {
         self.ways.iter().filter_map(gone).collect()
     }
 
-    /// Tells clients and the log which shards have been away for long, and the log which learners are waited for.
+    /// Tells clients and the log which shards have been away for long, and logs which learners are waited for.
     fn log_waits(&self) {
-        // In one process whoever shows the model says so.
+        // In one process the mount logs the wait.
         if self.is_frozen() || self.network.is_none() {
             return;
         }
@@ -304,7 +305,7 @@ impl Coordinator {
         }
     }
 
-    /// Deadlines are looked at now.
+    /// Has deadlines checked now.
     fn rouse(&self) {
         if let Some(alarm) = self.alarm.get() {
             alarm.rouse();
@@ -319,7 +320,7 @@ impl Coordinator {
         self.with_core_or(change, |_| {});
     }
 
-    /// As [`Self::with_core`]; `frozen` instead if nothing may change the core now.
+    /// Like [`Self::with_core`]. Returns `frozen` if nothing may change the core.
     fn with_core_or(
         &self,
         change: impl FnOnce(&mut State, Duration, &mut Vec<Action>),
@@ -386,12 +387,12 @@ impl Coordinator {
 
     // -- clients
 
-    /// A client's connection for control is there.
+    /// A client's control connection is open.
     pub(super) fn client_up(&self, client: ClientId, link: &Link) -> Result<(), Refusal> {
         let mut outcome = Ok(());
         let met = |state: &mut State| {
             if let Some(old) = state.clients.insert(client, link.clone()) {
-                // What it still says has been overtaken.
+                // A newer connection has replaced this one: its messages do not count.
                 old.close(Close::Asked("the client has connected anew".into()));
             }
         };
@@ -411,7 +412,7 @@ impl Coordinator {
         outcome
     }
 
-    /// A client in this process is there.
+    /// A client in this process joins.
     pub(super) fn client_here(&self, client: ClientId) -> Result<(), Refusal> {
         let mut outcome = Ok(());
         self.with_core(|state, now, actions| {
@@ -421,25 +422,25 @@ impl Coordinator {
         outcome
     }
 
-    /// For how long nothing was heard of a learner.
+    /// How long a learner has been silent.
     pub(super) fn silence(&self, learner: LearnerId) -> Duration {
         let now = self.now();
         self.state.lock().core.job().member(learner, now).map_or(Duration::ZERO, |member| member.silent)
     }
 
-    /// The job as its client in this process is to see it.
+    /// The state of the job for the client in this process.
     pub(super) fn state_here(&self) -> JobState {
         let now = self.now();
         let state = self.state.lock();
         state.client_here.map(|client| state.core.state(client, now)).unwrap_or_default()
     }
 
-    /// Where words to it, and to its own partition, wait.
+    /// The mailbox for its messages and those to its own partition.
     pub(super) fn mailbox(&self) -> &Arc<Mailbox> {
         &self.mailbox
     }
 
-    /// It is over.
+    /// A client's control connection has ended.
     pub(super) fn client_down(&self, client: ClientId, link: &Link) {
         let known = |state: &mut State| {
             let known = state.clients.get(&client).is_some_and(|known| known.is(link));
@@ -459,7 +460,7 @@ impl Coordinator {
         );
     }
 
-    /// A message came over it.
+    /// Takes a message of a client.
     pub(super) fn from_client(&self, client: ClientId, link: &Link, request: u64, message: Message) {
         self.with_core(|state, now, actions| {
             if state.clients.get(&client).is_some_and(|known| known.is(link)) {
@@ -468,21 +469,21 @@ impl Coordinator {
         });
     }
 
-    /// This process has been stopped or starved: what clients have said meanwhile is still to be read, so nobody's
-    /// silence counts.
+    /// This process was stopped or starved. Clients' messages from that time are still to be read, so their silence
+    /// does not count.
     fn forgive_silence(&self) {
         self.with_core(|state, now, actions| {
             let learners: Vec<_> = state.core.job().members(now).iter().map(|m| m.learner).collect();
             let clients: Vec<ClientId> = state.clients.keys().copied().chain(state.client_here).collect();
             for client in clients {
-                // Of these learners its own count.
+                // The process's own learners are alive.
                 let touch = Message::Touch { learners: learners.clone(), attached: None };
                 state.core.from_client(client, 0, touch, now, actions);
             }
         });
     }
 
-    /// Bytes of it came.
+    /// A client has sent bytes.
     pub(super) fn client_alive(&self, client: ClientId) {
         let mut state = self.state.lock();
         let now = self.now();
@@ -502,7 +503,7 @@ impl Coordinator {
                 self.connect(index, remote);
                 continue;
             }
-            // The registry and the resolver of names may take their time: nobody's lease or deadline waits for them.
+            // The registry and the resolver of names may take a while. No lease and no deadline waits for them.
             let (coordinator, of_thread) = (self.this.clone(), Arc::clone(remote));
             let connects = move || {
                 if let Some(coordinator) = coordinator.upgrade() {
@@ -516,7 +517,7 @@ impl Coordinator {
     }
 }
 
-/// What its own partition says, and a client in this process.
+/// Takes messages of its own partition and of a client in this process.
 impl Recipient for Coordinator {
     fn receive(self: Arc<Coordinator>, from: End, mail: Mail) {
         match (from, mail) {
@@ -543,7 +544,7 @@ impl Recipient for Coordinator {
     }
 }
 
-/// As long as moving a contribution takes, about.
+/// About the time that moving a contribution takes.
 fn patience(bytes: u64) -> Duration {
     const BYTES_PER_SECOND: f64 = 4e9;
     const MOST: Duration = Duration::from_millis(50);
@@ -559,7 +560,7 @@ impl Timed for Coordinator {
         }
         let checked_at = {
             let mut state = self.state.lock();
-            // Nobody raises the alarm meanwhile: all deadlines are looked at in the end.
+            // All deadlines are checked now, so nobody needs to raise the alarm meanwhile.
             state.checks_at = Duration::ZERO;
             std::mem::replace(&mut state.checked_at, Instant::now())
         };

@@ -1,4 +1,4 @@
-//! Where clients are met: over TCP, on this host through shared memory, and by RDMA.
+//! The listeners for clients: over TCP, through shared memory on this host, and by RDMA.
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Weak};
@@ -12,10 +12,10 @@ use super::options::{NoRdma, RdmaUse, ServerError};
 use super::shared::Shared;
 use super::shm_clients::{Listening, Meets, ShmClient};
 
-/// Bytes that are read from a TCP connection at once, before what comes is known.
+/// The number of bytes that are read from a TCP connection at once, before its kind is known.
 const AHEAD: usize = 128;
 
-/// Takes connections over TCP.
+/// Listens over TCP.
 pub(super) fn over_tcp(shared: &Arc<Shared>, listener: TcpListener) -> Result<(), ServerError> {
     let of_factory = Arc::clone(shared);
     let accept = move |peer: SocketAddr| -> Option<Box<dyn Stream>> {
@@ -26,7 +26,7 @@ pub(super) fn over_tcp(shared: &Arc<Shared>, listener: TcpListener) -> Result<()
     listens.map(drop).map_err(|error| ServerError::Threads(error.to_string()))
 }
 
-/// Takes connections through shared memory; without them, the log says why.
+/// Listens for connections through shared memory. If that fails, the log says why.
 pub(super) fn through_memory(shared: &Arc<Shared>) -> Option<Listening> {
     match Listening::start(&shared.address, &shared.memory, OnThisHost(Arc::downgrade(shared))) {
         Ok(listening) => Some(listening),
@@ -52,10 +52,10 @@ impl Meets for OnThisHost {
     }
 }
 
-/// Takes connections by RDMA beside those at `address`, if that is wanted; without them, the log says why.
+/// Listens for RDMA connections beside those at `address`, if the options want that. If it fails, the log says why.
 ///
 /// # Errors
-/// They must be, and cannot.
+/// When RDMA is required and not available.
 pub(super) fn by_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), ServerError> {
     let Err(no_rdma) = start_rdma(shared, address) else { return Ok(()) };
     let NoRdma { why, hindered } = &no_rdma;
@@ -82,7 +82,7 @@ fn start_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
     let meets = move |peer: String, remote: RdmaClient| Some(Peer::by_rdma(weak.upgrade()?, peer, remote));
     let started = Rdma::start(address, port, options, shared.options.device_memory.clone(), meets);
     let started = started.map_err(|error| {
-        // Whoever names a device expects one.
+        // Naming a device means expecting one.
         let hindered = error != VerbsError::NoDevice || options.device.is_some();
         NoRdma { why: error.to_string(), hindered }
     })?;

@@ -1,35 +1,35 @@
-//! A shard as a process: it listens, announces itself, holds partitions of models and coordinates some of them; it can
-//! be the registry, too, or that alone.
+//! A shard as a process. It listens, announces itself, holds partitions of models and coordinates some of them. It can
+//! also be the registry, or only that.
 //!
-//! From low to high: a module uses those above it in this table, never those below.
+//! The table goes from low to high: a module uses only modules above it.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `options` | what a process is to be |
-//! | `redirect` | where models are that have moved |
-//! | `standing` | what is between a shard and the registry |
+//! | `options` | options |
+//! | `redirect` | where models are that have moved away |
+//! | `standing` | a shard's standing with the registry |
 //! | `table` | the registry in this process |
-//! | `complaints` | how often the log tells of peers that are turned away |
-//! | `unsent` | requests whose answers were not taken |
+//! | `complaints` | a limit on log messages about refused peers |
+//! | `unsent` | a limit on answers that a peer does not take |
 //! | `partition` | one partition of a model at work (`unsafe`) |
 //! | `shm_clients` | clients on the same host, through shared memory (`unsafe`) |
 //! | `rdma_clients` | clients elsewhere, by RDMA (`unsafe`) |
 //! | `coordinator` | the coordinator of a model at work |
-//! | `moving::adoptions` | partitions that are to be, under another block map |
+//! | `moving::adoptions` | partitions for block maps that are not in force yet |
 //! | `captures` | copies of versions, for snapshots |
-//! | `shared` | what all connections share |
-//! | `models` | the models: how they are found, coordinated and forgotten |
-//! | `peer_shard` | another shard that is told what to do |
-//! | `capturing` | snapshots of models that run |
-//! | `moving` | a model's blocks on their way to other shards |
+//! | `shared` | the common state of connections |
+//! | `models` | finding, coordinating and deleting models |
+//! | `peer_shard` | requests to another shard |
+//! | `capturing` | snapshots of running models |
+//! | `moving` | moving a model's blocks to other shards |
 //! | `admin` | creating and loading models, status |
 //! | `conversation` | the shard's end of every connection |
-//! | `listeners` | where clients are met |
+//! | `listeners` | listeners for clients |
 //! | `local` | a model whose client is in this process |
-//! | `announcer` | what the registry is told again and again, and what it says to that |
+//! | `announcer` | announcements to the registry, and its answers |
 //!
-//! A partition and the coordinator in its process never call each other: what one says to the other waits in their
-//! mailbox until the locks are let go of, and the thread that has said it hands it over.
+//! A partition and the coordinator in its process never call each other. Their messages wait in a mailbox until the
+//! sender has released its locks. Then the sender's thread delivers them.
 
 mod admin;
 mod announcer;
@@ -77,17 +77,17 @@ use shared::Shared;
 use shm_clients::Listening;
 use table::Table;
 
-/// A shard, or a registry, or both, as long as it lives.
+/// A shard, a registry, or both. Dropping it ends it.
 pub struct Server {
     shared: Arc<Shared>,
     address: SocketAddr,
     reactor: Mutex<Option<Reactor>>,
-    /// Where connections through shared memory come about.
+    /// The listener for connections through shared memory.
     listening: Mutex<Option<Listening>>,
 }
 
 impl Server {
-    /// Listens and announces itself.
+    /// Listens, and announces the shard.
     ///
     /// # Errors
     /// [`ServerError`], within some seconds.
@@ -129,7 +129,7 @@ impl Server {
         });
         let mut listening = None;
         if shared.options.holds_blocks {
-            // Before anybody can know of it.
+            // The listener must exist before the shard is announced.
             listening = listeners::through_memory(&shared);
             listeners::by_rdma(&shared, address)?;
             shared.announce()?;
@@ -145,22 +145,23 @@ impl Server {
         Ok(Server { shared, address, reactor: Mutex::new(Some(reactor)), listening: Mutex::new(listening) })
     }
 
-    /// Where it listens; the port that was found, if 0 was asked for.
+    /// The listening address, with the port that was chosen.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Its number; 0 if it holds no blocks.
+    /// The shard's number. 0 if it holds no blocks.
     pub fn shard(&self) -> ShardId {
         *self.shared.shard.lock()
     }
 
-    /// What it holds and does, as `gradfs status` shows it.
+    /// The status, as in `gradfs status`.
     pub fn status(&self) -> serde_json::Value {
         self.shared.status()
     }
 
-    /// What moves the bytes, and why not io_uring, shared memory or a device that there is, to be named loudly.
+    /// The backend that moves the bytes, with the reasons for doing without io_uring, shared memory or an existing
+    /// device. The caller logs it.
     pub fn backend(&self) -> String {
         let backend = self.shared.net.backend();
         if !self.shared.options.holds_blocks {
@@ -178,7 +179,7 @@ impl Server {
         format!("{backend}; {memory}{rdma}")
     }
 
-    /// Ends everything: clients hear that the shard goes.
+    /// Shuts down. Clients are told that the shard goes.
     pub fn shut_down(&self) {
         let shared = &self.shared;
         shared.stopping.store(true, Ordering::Relaxed);
@@ -189,7 +190,7 @@ impl Server {
                 coordinator.stop(&Refusal::other("the shard shuts down"));
             }
         }
-        // What was refused a number has no place there to be given up.
+        // A shard without a number has no place in the registry to give up.
         if shared.options.holds_blocks && shared.why_not_listed().is_none() {
             let shard = *shared.shard.lock();
             if let Err(error) = shared.registry(|registry, deadline| registry.withdraw(shard, deadline)) {
@@ -222,7 +223,7 @@ impl Drop for Server {
     }
 }
 
-/// Listens. The port of a process that was just killed may be taken for some moments more.
+/// Listens. The port of a process that was just killed may be in use for some moments more.
 fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     const PATIENCE: Duration = Duration::from_secs(1);
     const PAUSE: Duration = Duration::from_millis(10);
@@ -237,7 +238,7 @@ fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// The first address that `text` (`host:port`) leads to.
+/// The first address of `text` (`host:port`).
 ///
 /// # Errors
 /// One line that says why there is none.

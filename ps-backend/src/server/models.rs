@@ -1,4 +1,4 @@
-//! The models of a shard: which there are, how one begins to be coordinated, and how it is forgotten.
+//! The models of a shard: finding them, beginning to coordinate one, and deleting one.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::shared::Shared;
 use super::unsent::AdminAnswer;
 
 impl Shared {
-    /// The partition of this life of a model, and its name.
+    /// The partition of this generation of a model, and its name.
     pub(super) fn partition_of(&self, generation: Generation) -> Result<(String, Arc<Partition>), Refusal> {
         let models = self.models.lock();
         let found = models.iter().find(|(_, model)| model.generation == generation);
@@ -20,7 +20,7 @@ impl Shared {
         Ok((name.clone(), Arc::clone(&model.partition)))
     }
 
-    /// The coordinator of a model, if that is here.
+    /// The coordinator of a model, if it is here.
     pub(super) fn coordinator_of(
         &self,
         model: &str,
@@ -36,16 +36,16 @@ impl Shared {
         coordinator.ok_or_else(|| Refusal::other(format!("this shard does not coordinate model {model:?}")))
     }
 
-    /// What is said to somebody who greets for a model that is not here.
+    /// The answer to a greeting for a model that is not here.
     pub(super) fn not_here(&self, name: &str, generation: Generation, role: Role, got: Epoch) -> TurnedAway {
         if let Some(to) = self.gone.of(name, generation).filter(|to| got < to.epoch) {
             return match role {
-                // It was the coordinator, and is no longer.
+                // The peer was the coordinator, and is no longer.
                 Role::Coordinator => Refusal::Epoch { expected: to.epoch, got }.into(),
                 _ => TurnedAway::Moved(to),
             };
         }
-        // It comes; whoever knows of it already comes again.
+        // The partition is about to come. A peer that knows of it already tries again.
         let adopting = self.adopting.of(generation);
         match adopting.filter(|adopting| adopting.record().name == name) {
             Some(adopting) => Refusal::Epoch { expected: adopting.epoch_in_force(), got }.into(),
@@ -53,8 +53,7 @@ impl Shared {
         }
     }
 
-    /// Begins to coordinate a model. Of `known` shards it is certain where their
-    /// blocks are.
+    /// Begins to coordinate a model. The blocks of the `known` shards are certain to be there.
     pub(super) fn coordinator(
         &self,
         record: &ModelRecord,
@@ -75,7 +74,7 @@ impl Shared {
         Coordinator::new(record, partition, shard, network, job, known).map_err(Refusal::other)
     }
 
-    /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
+    /// Deletes a model. If it has moved away, the answer says where it has to be deleted, too.
     pub(super) fn delete(&self, name: &str, generation: Generation) -> AdminAnswer {
         self.adopting.delete(generation);
         if let Some(creation) = self.creations.lock().get_mut(&generation) {
@@ -84,7 +83,7 @@ impl Shared {
         let model = {
             let mut models = self.models.lock();
             match models.get(name) {
-                // It is gone already, or never was here. A registry that is started anew is told.
+                // It is gone already, or never was here. The registry is told of it in case it was started anew.
                 None => {
                     drop(models);
                     self.standing.lock().was_deleted(name, generation);

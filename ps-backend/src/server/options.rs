@@ -1,4 +1,4 @@
-//! What a process is to be, and why it does not come about.
+//! The options of a server process, and why it does not start.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,71 +8,71 @@ use libmodelio::registry::RegistryError;
 use libmodelio::transport::rdma::{DeviceMemory, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
 
-/// What a process is to be.
+/// The options of a server process.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// Where it listens.
+    /// The address to listen on.
     pub listen: SocketAddr,
-    /// The address by which others find it; `None` for the one that it listens on.
+    /// The address for other processes. `None` for the listening address.
     pub advertise: Option<String>,
-    /// The registry's address; `None` if this process is the registry.
+    /// The registry's address. `None` if this process is the registry.
     pub registry: Option<String>,
-    /// It holds blocks; otherwise it is only the registry.
+    /// Whether it holds blocks. Otherwise it is only the registry.
     pub holds_blocks: bool,
-    /// Threads that move bytes, and as many that compute.
+    /// The number of threads that move bytes, and also of those that compute.
     pub threads: usize,
-    /// By which way bytes are moved.
+    /// The system calls that move bytes.
     pub io: Choice,
-    /// Whether connections by RDMA are taken.
+    /// Whether to accept RDMA connections.
     pub rdma: RdmaUse,
-    /// The port for them; `None` for the same number as the other one (with iWARP, any).
+    /// Their port. `None` for the same number as the TCP port (with iWARP, any port).
     pub rdma_port: Option<u16>,
-    /// How RDMA is used.
+    /// The options of RDMA.
     pub rdma_options: RdmaOptions,
-    /// Memory of another device, such as a GPU, for payload that comes by RDMA; `None` for the host's. Versions, which
-    /// are read, are in the host's in any case (iRDMA §IV-A).
+    /// Memory of another device, such as a GPU, for payload that comes by RDMA. `None` for the host's memory.
+    /// Versions, which are read, are always in the host's memory (iRDMA §IV-A).
     pub device_memory: Option<Arc<dyn DeviceMemory>>,
 }
 
-/// Whether a shard takes connections by RDMA.
+/// Whether a shard accepts RDMA connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RdmaUse {
     /// No.
     Off,
-    /// If there is a device. Why not, the log says: loudly only if there is one that cannot be used.
+    /// Yes, if there is a device. The log says why not; as a warning only if there is a device that cannot be used.
     #[default]
     Auto,
-    /// Yes, or the shard does not start.
+    /// Yes. The shard does not start without RDMA.
     On,
 }
 
-/// Why a process does not come about.
+/// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// The address cannot be listened on.
+    /// It cannot listen on the address.
     #[error("cannot listen on {address}: {error}")]
     Listen {
-        /// Which.
+        /// The address.
         address: SocketAddr,
-        /// The system's word.
+        /// The system's error.
         error: io::Error,
     },
-    /// RDMA must be, and cannot.
+    /// RDMA is required, and not available.
     #[error("RDMA: {0}")]
     Rdma(String),
-    /// No threads.
+    /// The system has no threads.
     #[error("cannot start threads: {0}")]
     Threads(String),
-    /// The registry does not know this shard.
+    /// The registry refuses this shard, or is out of reach.
     #[error("the registry does not take this shard: {0}")]
     Registry(#[from] RegistryError),
 }
 
-/// Why a shard takes no connections by RDMA.
+/// Why a shard accepts no RDMA connections.
 #[derive(Clone, Debug)]
 pub(super) struct NoRdma {
     pub why: String,
-    /// It is to be expected that it does: there is a device.
+    /// The host has a device, so RDMA was to be expected.
     pub hindered: bool,
 }
 

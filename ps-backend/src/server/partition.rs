@@ -6,14 +6,14 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `plans` | orders of the coordinator, and what comes of them |
-//! | `reservation` | blocks that come: where they go, and what has become of them (`unsafe`) |
-//! | `blocks` | blocks of versions that go (`unsafe`) |
+//! | `plans` | orders of the coordinator |
+//! | `reservation` | places for blocks that come (`unsafe`) |
+//! | `blocks` | sending blocks of versions (`unsafe`) |
 //! | `here` | a client in this process |
-//! | `parking` | which connections are used |
-//! | `moving` | the partition of another block map |
-//! | `shown` | versions, for clients to fetch by RDMA |
-//! | `sum_memory` | where blocks are fetched to that need no slot |
+//! | `parking` | which connections are in use |
+//! | `moving` | a change of the block map |
+//! | `shown` | versions for RDMA clients |
+//! | `sum_memory` | registered memory of sums |
 
 mod blocks;
 mod here;
@@ -54,19 +54,19 @@ pub(super) use shown::Shown;
 #[cfg(feature = "rdma")]
 pub(super) use sum_memory::SumMemory;
 
-/// Whom a partition speaks to.
+/// The coordinator that a partition answers to.
 #[derive(Clone)]
 pub(super) enum ToCoordinator {
     /// The coordinator in this process.
     Here(Arc<Mailbox>),
-    /// One elsewhere, over this connection.
+    /// A coordinator in another process, over this connection.
     There(Link),
 }
 
-/// Sums of a block that there can be, whatever the number of learners: of concluded plans, and of the running one.
+/// The most sums of a block, for any number of learners: one of concluded plans, and one of the running plan.
 const SUMS: usize = 2;
 
-/// Version buffers that there are for clients that retain many: each takes a region of their connections.
+/// The most version buffers for clients that retain many. Each takes a region of their connections.
 const MOST_BUFFERS: usize = 32;
 
 struct State {
@@ -74,23 +74,23 @@ struct State {
     /// The plan that was started last, for its beginning.
     starting: Option<(PlanId, Version, Work, bool)>,
     job: Option<(PlanId, Arc<PartitionJob>)>,
-    /// Of its plan, sources that send blocks in part.
+    /// The sources of its plan that send blocks in part.
     partly: Vec<PlanSource>,
-    /// Connections that are to ask again when something has changed.
+    /// Connections that are woken when something has changed.
     waiting: Vec<Link>,
-    /// Payloads that are on their way to where they belong.
+    /// Payloads that are being received into their place.
     coming: Vec<Coming>,
-    /// Payloads that wait, where they lie, for the others of their blocks.
+    /// Payloads that stay where they lie until the others of their blocks have come.
     kept: AllKept,
     coordinator: Option<ToCoordinator>,
-    /// When that was said.
+    /// When the coordinator last said so.
     coordinated_since: Instant,
-    /// Of a client in this process.
+    /// The client in this process.
     here: Here,
 }
 
 impl State {
-    /// What counts of a block that `client` sends for the plan under way, if that is not all.
+    /// The written ranges of a block that `client` sends for the plan under way, if not all of it was written.
     fn written(&self, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
         let source = self.partly.iter().find(|source| source.client == client)?;
         source.partly.of(block).map(<[_]>::to_vec)
@@ -101,14 +101,14 @@ impl State {
 pub struct Partition {
     /// The model's name.
     pub model: String,
-    /// Which life of it.
+    /// The model's generation.
     pub generation: Generation,
-    /// Of the block map.
+    /// The epoch of the block map.
     pub epoch: Epoch,
     model_bytes: u64,
-    /// Its only client is in this process.
+    /// Whether its only client is in this process.
     has_client_here: bool,
-    /// Spare version buffers are kept at hand.
+    /// Whether spare version buffers are kept ready.
     is_warm: AtomicBool,
     store: PartitionStore,
     state: Mutex<State>,
@@ -137,18 +137,19 @@ pub enum MakeError {
         gib(*.needed), gib(*.available)
     )]
     Room {
-        /// Bytes that the partition takes.
+        /// The bytes that the partition takes.
         needed: u64,
-        /// Bytes that there are.
+        /// The bytes that are available.
         available: u64,
     },
-    /// No memory.
+    /// Memory cannot be taken.
     #[error(transparent)]
     Store(#[from] PartitionError),
 }
 
 impl Partition {
-    /// The partition of `shard` in the model of `record`, to be loaded. Takes its memory now, which takes time.
+    /// The partition of `shard` in the model of `record`. It must be loaded next. Its memory is taken now, which
+    /// takes a while.
     ///
     /// # Errors
     /// [`MakeError`].
@@ -171,16 +172,17 @@ impl Partition {
         if let Some(available) = available.filter(|&available| available < needed) {
             return Err(MakeError::Room { needed, available });
         }
-        // Mounts on this host may show as many as they retain, where they lie.
+        // Mounts on this host may show as many versions as they retain, from this shard's memory.
         let limits = Limits::default();
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
         let store = PartitionStore::new(partition, controls.reducer, Limits { buffers, ..limits })?;
-        // All that it can ever need, so that a job that begins with one learner has room for the others.
+        // All memory that it can ever need is taken now, so that a job that begins with one learner has room for
+        // others.
         store.prefault_sums(SUMS).map_err(PartitionError::from)?;
         Ok(Partition::of(record, (layout.size(), false), store, executor))
     }
 
-    /// The partition of a model whose only client is in this process: all of its blocks. Memory beyond that of the
+    /// The partition of a model whose only client is in this process. It has all blocks. Memory beyond that of the
     /// newest and the next version is taken when it is needed.
     ///
     /// # Errors
@@ -237,12 +239,12 @@ impl Partition {
         self.store.partition().layout()
     }
 
-    /// Bytes of all of the model.
+    /// The size of the whole model.
     pub fn model_bytes(&self) -> u64 {
         self.model_bytes
     }
 
-    /// Its versions, as they are shown to clients that fetch them by RDMA, from the first such client on.
+    /// Its versions for clients that fetch them by RDMA. They are published from the first such client on.
     #[cfg(feature = "rdma")]
     pub(super) fn shown(
         &self,
@@ -262,13 +264,13 @@ impl Partition {
         &self.store
     }
 
-    /// The newest version, and the plan under way with the payloads that it waits for.
+    /// The newest version, and the plan under way with the number of payloads that it waits for.
     pub fn progress(&self) -> (Version, Option<(PlanId, u64)>) {
         let state = self.state.lock();
         (state.core.version(), state.core.running())
     }
 
-    /// A piece of what it begins with.
+    /// Loads a piece of the first version.
     pub(super) fn load(&self, (block, what): Piece, bytes: &[u8]) -> Result<(), Refusal> {
         let local = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
         self.store.load_piece(local, what, bytes).map(drop).map_err(Refusal::other)
@@ -276,8 +278,8 @@ impl Partition {
 }
 
 impl State {
-    /// Says something to the coordinator, if there is one. One in this process hears it when [`State::mailbox`] is
-    /// drained, which is to be once the lock is let go of.
+    /// Sends the coordinator a message, if there is a coordinator. If it is in this process, the caller must drain
+    /// [`State::mailbox`] after it has released the lock.
     fn send(&self, epoch: Epoch, request: u64, message: Message) {
         match &self.coordinator {
             None => {}
@@ -290,7 +292,7 @@ impl State {
         }
     }
 
-    /// Where words to a coordinator in this process wait.
+    /// The mailbox to a coordinator in this process.
     fn mailbox(&self) -> Option<Arc<Mailbox>> {
         match &self.coordinator {
             Some(ToCoordinator::Here(mailbox)) => Some(Arc::clone(mailbox)),
@@ -298,7 +300,7 @@ impl State {
         }
     }
 
-    /// Nobody is spoken to any more.
+    /// Forgets the coordinator.
     fn leave_coordinator(&mut self, why: Close) {
         if let Some(ToCoordinator::There(link)) = self.coordinator.take() {
             link.close(why);

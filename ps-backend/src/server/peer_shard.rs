@@ -1,4 +1,4 @@
-//! A shard that is told what to do by the coordinator of a model: this one, or another over the network.
+//! A shard that a model's coordinator sends requests to: this one, or another over the network.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use parking_lot::Mutex;
 
 use super::shared::Shared;
 
-/// Longest wait for a greeting.
+/// The longest wait for a greeting.
 const CONNECTING: Duration = Duration::from_secs(10);
 
-/// The way to one shard, and a connection as long as there is one that nobody uses.
+/// The address of a shard, and an idle connection to it, if there is one.
 pub(super) struct PeerShard {
     record: ShardRecord,
     idle: Mutex<Option<AdminPeer>>,
@@ -32,8 +32,8 @@ impl PeerShard {
         &self.record.address
     }
 
-    /// Tells the shard something, and waits for the answer; why there is none is for people. Another question may be
-    /// under way: then this one goes over a connection of its own.
+    /// Sends the shard a request, and waits for the answer. The error is for people. If another request is under way,
+    /// this one uses a connection of its own.
     pub(super) fn request(
         &self,
         shared: &Arc<Shared>,
@@ -55,7 +55,7 @@ impl PeerShard {
 
     fn ask(&self, message: &Message, payload: &[u8], deadline: Instant) -> Result<Message, AdminError> {
         let known = self.idle.lock().take().filter(|peer| !peer.is_stale());
-        // What is asked for may take long, but not to be heard.
+        // The request may take long, but connecting may not.
         let until = deadline.min(Instant::now() + CONNECTING);
         let mut peer = known.map_or_else(|| AdminPeer::connect(&self.record.address, until), Ok)?;
         let answer = peer.request(message, payload, deadline);

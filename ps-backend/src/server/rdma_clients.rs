@@ -1,11 +1,11 @@
-//! Clients elsewhere, by RDMA: blocks that they push are fetched from their memory when there is room for them, or lie in
-//! slots that they were granted; versions are theirs to fetch, without a word to this shard.
+//! Clients on other hosts, by RDMA. The shard fetches their blocks from their memory when it has room, or they write
+//! blocks into granted slots. They fetch versions by themselves, without a message to this shard.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `slots` | slots that connections have in common |
+//! | `slots` | slots that connections share |
 //!
-//! One of the modules that hold `unsafe`: slots that a client writes are read.
+//! This module holds `unsafe`: it reads slots that a client writes.
 
 mod slots;
 
@@ -31,28 +31,28 @@ use super::partition::{Partition, Push, Reservation, Reserved, Room, Sender, Sho
 use crate::partition::fetches::{Edge, Fetches, Turn};
 use slots::{Seat, Slots};
 
-/// Bytes that are read from a ring at once.
+/// The most bytes read from a ring at once.
 const AHEAD: usize = 512;
-/// Slots that a client is granted.
+/// The number of slots that a client is granted.
 const GRANTED: usize = 8;
-/// Blocks longer than this are not placed: no slots are granted for them, unless that is the only way.
+/// Longer blocks are not placed. No slots are granted for them, unless that is the only way.
 const GRANT_UP_TO: usize = 1 << 20;
 
-/// What is fetched for a plan that is given up has this time to come: until then no other plan begins.
+/// Fetches for a plan that is given up have this long to come. No other plan begins before.
 const OVERDUE: Duration = Duration::from_millis(500);
 
-/// RDMA of a shard.
+/// The RDMA side of a shard.
 pub(super) struct Rdma {
     endpoint: Arc<Endpoint>,
-    /// Where it listens.
+    /// The listening address.
     address: SocketAddr,
-    /// Slots that all connections have in common, by their size, as long as there are some.
+    /// The shared slots, by their size, as long as a connection uses them.
     slots: Mutex<HashMap<usize, Weak<Slots>>>,
 }
 
 impl Rdma {
-    /// Opens the device, and takes connections at `listen`, at another port if that is given: `meets` has this end of
-    /// one with a peer, for people, unless nobody is met any more.
+    /// Opens the device, and listens at `listen`, or at `port` if that is given. `meets` makes this end of a
+    /// connection to a peer, which is named for people. It returns `None` when the shard accepts no more connections.
     pub(super) fn start<C: Conversation + 'static>(
         mut listen: SocketAddr,
         port: Option<u16>,
@@ -61,7 +61,7 @@ impl Rdma {
         meets: impl Fn(String, RdmaClient) -> Option<C> + Send + Sync + 'static,
     ) -> Result<Rdma, VerbsError> {
         let endpoint = Endpoint::over(Device::open_with(options, far)?)?;
-        // An iWARP port is a TCP port, and that is taken.
+        // An iWARP port is a TCP port, and that one is in use.
         listen.set_port(port.unwrap_or(if endpoint.device().is_iwarp() { 0 } else { listen.port() }));
         let accept =
             move |queue_pair: &Arc<QueuePair>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
@@ -73,22 +73,22 @@ impl Rdma {
         Ok(Rdma { endpoint, address, slots: Mutex::default() })
     }
 
-    /// Where it listens.
+    /// The listening address.
     pub(super) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// For people.
+    /// The name of the device and its port.
     pub(super) fn name(&self) -> String {
         format!("rdma on {} at {}", self.device(), self.address)
     }
 
-    /// Its device, for people.
+    /// The name of the device.
     pub(super) fn device(&self) -> String {
         self.endpoint.device().name()
     }
 
-    /// Connections that there are.
+    /// The number of connections.
     pub(super) fn connections(&self) -> usize {
         self.endpoint.connections()
     }
@@ -97,8 +97,8 @@ impl Rdma {
         self.endpoint.shut_down(patience);
     }
 
-    /// Slots that blocks of such a size are fetched into: as many as are wanted, or fewer, of half of the memory that is
-    /// left, and never fewer than two.
+    /// Slots for blocks of this size: as many as the options say, or as many as fit into half of the memory that is
+    /// left, and at least two.
     fn slots(&self, bytes: usize) -> Result<Arc<Slots>, VerbsError> {
         const LEAST: usize = 2;
         let options = self.endpoint.device().options();
@@ -128,15 +128,15 @@ impl Rdma {
     }
 }
 
-/// A block that lies with a client.
+/// A block in a client's memory.
 struct Named {
     push: Push,
-    /// By which the client hears that its memory is not needed any more, if it wants to.
+    /// The request that is answered when the client's memory is not needed any more, if the client wants to know.
     request: u64,
     from: Place,
 }
 
-/// What one connection has in common with a client elsewhere.
+/// The shard's end of an RDMA connection to a client.
 pub(super) struct RdmaClient {
     queue_pair: Arc<QueuePair>,
     /// The client's memory, by its numbers.
@@ -144,26 +144,26 @@ pub(super) struct RdmaClient {
     most_bytes: u64,
     seat: Option<Seat>,
     granted: Option<Granted>,
-    /// What is fetched.
+    /// Payloads that are fetched into slots.
     fetches: Fetches<Named, Slot>,
-    /// What is fetched to where it belongs, in order, by the token of the work.
+    /// Payloads that are fetched into their place, in order, by the token of the work.
     fetching: VecDeque<(u64, Arc<Reservation>)>,
-    /// When the connection ends if what is being fetched into sums has not come by then: its plan is given up.
+    /// The deadline for fetches into sums whose plan is given up. If they have not come by then, the connection ends.
     overdue: Option<Instant>,
-    /// Versions, and where they are made.
+    /// The versions, and the memory that they are made in.
     shown: Option<Arc<Shown>>,
-    /// What the client has put into slots that it was granted, in order, with the request and the slot.
+    /// Payloads that the client has written into granted slots, in order, with the request and the slot.
     placed: VecDeque<(Push, u64, u32)>,
     ready: VecDeque<Outgoing>,
     done: Done,
-    /// For what is copied out of another device's memory.
+    /// Room for copies out of another device's memory.
     room: Vec<u8>,
 }
 
 struct Granted {
     registration: Arc<Registration>,
     slots: Vec<Slot>,
-    /// Being used, by slot.
+    /// Whether each slot is in use.
     busy: Vec<bool>,
 }
 
@@ -186,7 +186,7 @@ impl RdmaClient {
         }
     }
 
-    /// It is of this model: the client hears where versions are, and which slots are its own.
+    /// The connection is for this model. The client gets the place of the versions, and its slots.
     pub(super) fn serve(
         &mut self,
         client: ClientId,
@@ -224,7 +224,7 @@ impl RdmaClient {
         Ok(())
     }
 
-    /// When it is to go on at the latest, if anything of it waits for word of a plan.
+    /// When to go on at the latest, if a block waits for an unknown plan.
     pub(super) fn until(&self, sender: &Sender, now: Instant) -> Option<Instant> {
         sender.until(now).into_iter().chain(self.overdue).min()
     }
@@ -233,17 +233,17 @@ impl RdmaClient {
         let chunk = self.queue_pair.device().payload_arena().take(bytes * GRANTED)?;
         let registration = chunk.open()?;
         let pool = Pool::new(chunk, bytes, false);
-        // In order, as the client counts them.
+        // The slots are in the order in which the client counts them.
         let slots: Vec<Slot> = (0..GRANTED).filter_map(|_| pool.take(None)).collect();
         Ok(Granted { registration, busy: vec![false; slots.len()], slots })
     }
 
-    /// What is to be said before anything else.
+    /// A message that goes before all others.
     pub(super) fn ready(&mut self) -> Option<Outgoing> {
         self.ready.pop_front()
     }
 
-    /// A message that has to do with RDMA. `None` if it is another one.
+    /// Takes a message about RDMA. `None` if it is another one.
     pub(super) fn message(
         &mut self,
         partition: &Arc<Partition>,
@@ -274,7 +274,7 @@ impl RdmaClient {
                 let Some((start, bytes)) = self.regions.get(&region) else {
                     return Err(Refusal::other(format!("there is no region {region}")));
                 };
-                // Wherever it is said to lie, it lies within the region.
+                // The place must lie within the region, whatever the client says.
                 if offset.checked_add(len as u64).is_none_or(|end| end > *bytes) {
                     return Err(Refusal::other(format!("{len} bytes at {offset} leave region {region}")));
                 }
@@ -299,7 +299,8 @@ impl RdmaClient {
         Ok(Some(Take::Nothing))
     }
 
-    /// A client names each block of a plan once, and once more when it has looked after it.
+    /// Refuses too many named blocks. A client names each block of a plan once, and once more when it checks its
+    /// plan.
     fn is_bounded(&self, partition: &Partition) -> Result<(), Refusal> {
         let most = 2 * partition.store().partition().blocks().len();
         match self.fetches.len() + self.placed.len() < most {
@@ -308,8 +309,8 @@ impl RdmaClient {
         }
     }
 
-    /// Goes on: fetches what was named, as there is room, and reduces what is there. The first one that has to wait
-    /// holds up the others.
+    /// Goes on: fetches named blocks as there is room, and reduces those that have come. The first one that has to
+    /// wait holds up the others.
     pub(super) fn again(&mut self, partition: &Arc<Partition>, sender: &mut Sender) -> Result<(), Refusal> {
         self.take_finished()?;
         let (Some(seat), Some(shown)) = (&self.seat, &self.shown) else { return Ok(()) };
@@ -346,7 +347,8 @@ impl RdmaClient {
         Ok(())
     }
 
-    /// Takes what has come, into slots or sums: all of it, also if something is wrong with some. The first error is told.
+    /// Takes fetches that have come into slots or sums. It takes all of them, even after an error, and returns the
+    /// first error.
     fn take_finished(&mut self) -> Result<(), Refusal> {
         self.queue_pair.take(&mut self.done);
         let (mut came, mut outcome) = (0, Ok(()));
@@ -376,17 +378,17 @@ impl RdmaClient {
         outcome
     }
 
-    /// Nothing more is taken here, and the connection goes on for a while: what has come into sums counts, and slots are
-    /// given back, so that nobody waits for them.
+    /// Nothing more is taken here, and the connection stays for a while. Fetches into sums that have come count, and
+    /// slots are given back, so that nobody waits for them.
     pub(super) fn given_up(&mut self) {
-        // It is being refused already.
+        // The connection is being refused already.
         drop(self.take_finished());
         drop(self.fetches.give_back());
     }
 
-    /// The connection is over: what was on its way does not come.
+    /// The connection has ended. Fetches that are under way do not come.
     pub(super) fn closed(&mut self) {
-        // Before anybody else may have that memory.
+        // This comes before the memory may be used otherwise.
         self.queue_pair.end();
         self.queue_pair.take(&mut self.done);
         self.done.clear();
@@ -394,7 +396,7 @@ impl RdmaClient {
     }
 }
 
-/// A connection that goes on.
+/// A connection with its partition, at work.
 struct AtWork<'a> {
     partition: &'a Arc<Partition>,
     sender: &'a mut Sender,
@@ -403,22 +405,22 @@ struct AtWork<'a> {
     sum_memory: &'a Arc<SumMemory>,
     fetching: &'a mut VecDeque<(u64, Arc<Reservation>)>,
     room: &'a mut Vec<u8>,
-    /// What it has named first has to wait.
+    /// The first block that it has named has to wait.
     waits: bool,
-    /// Something is to be posted.
+    /// Work has to be posted.
     any: bool,
 }
 
 impl AtWork<'_> {
-    /// Does with a block what is to be done with it. False if it cannot be done yet.
+    /// Reduces a block. False if it has to wait.
     fn reduce(&mut self, push: Push, slot: &Slot) -> Result<bool, Refusal> {
         match self.partition.reserve(self.sender, push, Room::None)? {
             Reserved::Later => return Ok(false),
             Reserved::Ready(reservation) => {
                 let bytes = match slot.copied_out(push.len, self.room).map_err(Refusal::other)? {
                     Some(copied) => copied,
-                    // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through
-                    // it are those of its length.
+                    // SAFETY: only sums are made of it, and whether all of it is finite. The kernels' control flow
+                    // depends on its length alone.
                     None => unsafe { slot.bytes(push.len) },
                 };
                 reservation.complete(bytes, || true)?;

@@ -1,4 +1,4 @@
-//! Where models are that have moved: what is told to whoever speaks of an older block map.
+//! Redirects: where models are that have moved away. A peer with an older block map gets one.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -7,10 +7,10 @@ use libmodelio::vocabulary::ids::{Epoch, Generation};
 use libmodelio::wire::Refusal;
 use parking_lot::Mutex;
 
-/// Models that were here and are remembered.
+/// The most models that have moved away and are remembered.
 const MAX_GONE: usize = 1024;
 
-/// Where a model is now: what is told to whoever speaks of an older block map.
+/// The place of a model after a move, for peers with an older block map.
 #[derive(Clone, Debug)]
 pub(super) struct Redirect {
     pub generation: Generation,
@@ -19,11 +19,11 @@ pub(super) struct Redirect {
     pub payload: Arc<[u8]>,
 }
 
-/// Why somebody is not welcome.
+/// Why a peer is turned away.
 pub(super) enum TurnedAway {
-    /// It is refused.
+    /// Its greeting is refused.
     Refused(Refusal),
-    /// It speaks of an older block map.
+    /// Its block map is older: the model has moved.
     Moved(Redirect),
 }
 
@@ -33,12 +33,12 @@ impl From<Refusal> for TurnedAway {
     }
 }
 
-/// Models that were here, and where they are: the newest ones.
+/// The redirects of models that have moved away, the newest ones.
 #[derive(Default)]
 pub(super) struct Gone(Mutex<VecDeque<(String, Redirect)>>);
 
 impl Gone {
-    /// A model is elsewhere now.
+    /// A model has moved away.
     pub(super) fn add(&self, name: &str, to: Redirect) {
         let mut gone = self.0.lock();
         let newer = |(known, at): &(String, Redirect)| {
@@ -54,12 +54,12 @@ impl Gone {
         gone.push_back((name.to_owned(), to));
     }
 
-    /// A model of this name is here.
+    /// A model of this name is here again.
     pub(super) fn is_back(&self, name: &str) {
         self.0.lock().retain(|(gone, _)| gone != name);
     }
 
-    /// Where a model is that was here.
+    /// The redirect of a model that has moved away.
     pub(super) fn of(&self, name: &str, generation: Generation) -> Option<Redirect> {
         let gone = self.0.lock();
         let found = gone.iter().find(|(known, to)| known == name && to.generation == generation);

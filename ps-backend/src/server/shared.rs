@@ -1,4 +1,5 @@
-//! What all connections of a shard share: its models, its ways to others, and what is between it and the registry.
+//! The common state of a shard's connections: its models, its connections to other shards, and its standing with the
+//! registry.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +27,7 @@ use super::table::{Local, Table};
 use crate::core::JobRecord;
 use crate::partition::executor::Executor;
 
-/// Longest wait for the registry.
+/// The longest wait for the registry.
 const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One model on this shard.
@@ -35,21 +36,21 @@ pub(super) struct Model {
     pub record: ModelRecord,
     pub partition: Arc<Partition>,
     pub coordinator: Option<Arc<Coordinator>>,
-    /// What is told to whoever speaks of an older block map, if there was one.
+    /// The redirect for peers with an older block map.
     pub redirect: Option<Redirect>,
-    /// What its job goes on from, until it begins.
+    /// The record that its job begins with. None once the job has begun.
     pub begins: Option<JobRecord>,
 }
 
-/// A partition whose memory is being taken.
+/// A partition that is being created.
 #[derive(Debug)]
 pub(super) struct Creation {
     pub name: String,
-    /// Its model was deleted meanwhile: the partition is not wanted.
+    /// The model was deleted meanwhile, so the partition is not wanted.
     pub deleted: bool,
 }
 
-/// What all connections of a process share.
+/// The common state of a process's connections.
 pub(super) struct Shared {
     pub options: ServerOptions,
     pub address: String,
@@ -63,19 +64,19 @@ pub(super) struct Shared {
     pub rdma: OnceLock<Rdma>,
     /// Why there are none.
     pub no_rdma: OnceLock<NoRdma>,
-    /// Why there are none.
+    /// Why there are none through shared memory.
     pub no_memory: OnceLock<String>,
     pub complaints: Log,
     pub models: Mutex<BTreeMap<String, Model>>,
-    /// Models that are being made: their memory is being taken.
+    /// The models that are being created: their memory is being taken.
     pub creations: Mutex<BTreeMap<Generation, Creation>>,
-    /// Partitions under block maps that are to be.
+    /// Partitions for block maps that are not in force yet.
     pub adopting: Adoptions,
     /// Copies of versions, for snapshots.
     pub captures: Captures,
-    /// Models that were here.
+    /// The models that have moved away.
     pub gone: Gone,
-    /// What is between this shard and the registry.
+    /// The standing with the registry.
     pub standing: Mutex<Standing>,
     pub table: Option<Table>,
     pub elsewhere: Option<RemoteRegistry>,
@@ -91,7 +92,7 @@ impl Shared {
         self.stopping.load(Ordering::Relaxed)
     }
 
-    /// What takes connections by RDMA, for people; or why nothing does.
+    /// The name of the RDMA listener, or why there is none.
     pub(super) fn rdma_name(&self) -> Result<String, Option<&NoRdma>> {
         #[cfg(feature = "rdma")]
         if let Some(rdma) = self.rdma.get() {
@@ -122,7 +123,7 @@ impl Shared {
         })
     }
 
-    /// Where connections by RDMA are taken, for others; empty if they are not.
+    /// The address for RDMA connections. Empty if there is none.
     pub(super) fn rdma_address(&self) -> String {
         #[cfg(feature = "rdma")]
         if let Some(rdma) = self.rdma.get() {
@@ -132,7 +133,7 @@ impl Shared {
         String::new()
     }
 
-    /// Asks the registry, wherever it is.
+    /// Asks the registry, in this process or elsewhere.
     pub(super) fn registry<T>(
         &self,
         ask: impl FnOnce(&dyn Registry, Instant) -> Result<T, RegistryError>,
@@ -145,7 +146,7 @@ impl Shared {
         }
     }
 
-    /// What the registry knows of a partition that is, or was to be, here.
+    /// The registry's knowledge of a partition that is, or was about to be, here.
     pub(super) fn fate(&self, record: &ModelRecord) -> Result<Fate, RegistryError> {
         let shard = *self.shard.lock();
         let held = [life(record)];

@@ -1,12 +1,14 @@
-//! Clients on this host: they are met on a Unix socket, and blocks are read where they lie.
+//! Clients on this host. They connect through a Unix socket, and their blocks are read where they lie.
 //!
-//! A block that a client pushes is named, and reduced straight out of the client's memory. A version that it pulls is named
-//! as a whole where the shard has all blocks of the model, and the client shows it where it lies until it says that it does
-//! no more. Elsewhere each block of it is named, and the client copies it: the version is pinned until it says that it has.
-//! If the connection ends before, the client may be reading still, however long it was silent: the shard lets go of that
-//! version's buffer and never writes it again. Nothing of a client's is ever written here.
+//! A client names a block that it pushes, and the shard reduces it straight out of the client's memory. If the shard
+//! has all blocks of the model, it names a pulled version as a whole, and the client shows it where it lies until it
+//! says that it no longer does. Otherwise the shard names each block, and the client copies it. The version is pinned
+//! until the client says that it has the copy.
 //!
-//! One of the modules that hold `unsafe`: a client's memory is read.
+//! If the connection ends before that, the client may still be reading, however long it was silent. So the shard
+//! gives up that version's buffer and never writes it again. The shard never writes a client's memory.
+//!
+//! This module holds `unsafe`: it reads a client's memory.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -27,42 +29,42 @@ use nix::sys::socket::{Shutdown, SockFlag, accept4, shutdown};
 use super::partition::{Lent, Partition, Push, Reserved, Room, Sender};
 use crate::partition::store::{PinnedVersion, ShownVersion};
 
-/// Connections through shared memory, at most: each has a thread.
+/// The most connections through shared memory. Each has a thread.
 pub(super) const MAX_CONNECTIONS: usize = 512;
-/// Blocks of versions that one client may be copying, at most, and versions that it may show.
+/// The most blocks that one client may be copying, and the most versions that it may show.
 const MAX_LENT: usize = 256;
-/// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
+/// The most bytes read from a ring at once. A few frames fit, so that answers go out between them.
 const AHEAD: usize = 512;
-/// Longest time in which it is not seen that the shard shuts down, should nothing wake the thread.
+/// The longest time in which a shutdown of the shard goes unnoticed, if nothing wakes the thread.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// Without a descriptor to spare, the next client is accepted after this time.
+/// The pause before the next client is accepted when descriptors are used up.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A block that lies with a client, who hears of its end by that request, if it wants to.
+/// A block in a client's memory. If the client wants to know, the request is answered when the block is done with.
 struct Named {
     push: Push,
     request: u64,
     lent: Lent,
 }
 
-/// What one connection has in common with a client.
+/// The shard's end of a connection through shared memory.
 pub(super) struct ShmClient {
     descriptors: Descriptors,
     borrowed: Regions,
     lent: Lender,
-    /// Blocks that the client copies, by request, in order.
+    /// Blocks that the client is copying, by request, in order.
     copied: VecDeque<(u64, Arc<PinnedVersion>)>,
-    /// Versions that it shows, by request.
+    /// Versions that the client shows, by request.
     shown: BTreeMap<u64, ShownVersion>,
     last_request: u64,
     ready: VecDeque<Outgoing>,
-    /// Pushes that came too early, and where their payload lies. What is behind them is read all the same: it may say
-    /// that the client has copied a version whose memory their plan waits for.
+    /// Pushes that came too early, with their payload's place. Later messages are read all the same: the client may
+    /// have copied a version whose memory the plan waits for.
     early: VecDeque<Named>,
 }
 
 impl ShmClient {
-    /// Of a connection whose model nobody knows yet.
+    /// A connection whose model is not known yet.
     fn new(meeting: &Meeting) -> ShmClient {
         ShmClient {
             descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
@@ -76,23 +78,23 @@ impl ShmClient {
         }
     }
 
-    /// It is of this model.
+    /// The connection is for this model.
     pub(super) fn serve(&mut self, partition: &Partition) {
         self.borrowed =
             Regions::new(shm::longest_region(partition.model_bytes(), partition.layout().block_size()));
     }
 
-    /// What is to be said before anything else.
+    /// A message that goes before all others.
     pub(super) fn ready(&mut self) -> Option<Outgoing> {
         self.ready.pop_front()
     }
 
-    /// Whether the client has enough to copy.
+    /// Whether the client has enough blocks to copy.
     pub(super) fn is_full(&self) -> bool {
         self.copied.len() >= MAX_LENT
     }
 
-    /// The number under which the client knows memory of versions.
+    /// The client's number for memory of versions.
     fn lend(&mut self, partition: &Partition, memory: &Arc<Mapping>) -> Option<u32> {
         for region in self.lent.gone() {
             self.ready.push_back(outgoing(partition, 0, Message::Unshare { region }));
@@ -109,7 +111,7 @@ impl ShmClient {
         Some(region)
     }
 
-    /// A version, named as a whole. None if its blocks are to go instead.
+    /// Names a version as a whole. None if its blocks must go instead.
     pub(super) fn whole(&mut self, partition: &Partition, version: &Arc<PinnedVersion>) -> Option<Outgoing> {
         if self.shown.len() >= MAX_LENT {
             return None;
@@ -124,7 +126,7 @@ impl ShmClient {
         self.ready()
     }
 
-    /// A block of a version, named; or sent through the ring if its memory cannot be shared.
+    /// Names a block of a version, or sends it through the ring if its memory cannot be shared.
     pub(super) fn block(
         &mut self,
         partition: &Partition,
@@ -134,7 +136,7 @@ impl ShmClient {
         let local = partition.store().partition().local(block)?;
         let (memory, offset) = version.place(local);
         let Some(region) = self.lend(partition, memory) else {
-            // Through the ring.
+            // The block goes through the ring.
             partition.store().tally().copied(Flow::Pull, version.block(local).len());
             return partition.block(version, block);
         };
@@ -146,7 +148,7 @@ impl ShmClient {
         self.ready()
     }
 
-    /// A message that has to do with shared memory. None if it is another one.
+    /// Takes a message about shared memory. None if it is another one.
     pub(super) fn message(
         &mut self,
         partition: &Arc<Partition>,
@@ -166,12 +168,12 @@ impl ShmClient {
             },
             Message::PushAt { region, offset, .. } => {
                 let push = partition.push(received)?;
-                // Wherever it is said to lie, it lies within a region.
+                // The place must lie within a region, whatever the client says.
                 let piece = self.borrowed.piece(region, offset, push.len).map_err(Refusal::other)?;
                 let lent = Lent { piece, descriptors: self.descriptors.clone() };
                 let named = Named { push, request, lent };
                 if !self.early.is_empty() || !self.reduce(partition, &named, sender)? {
-                    // A client names each block of a plan once, and once more when it has looked after it.
+                    // A client names each block of a plan once, and once more when it checks its plan.
                     let most = 2 * partition.store().partition().blocks().len();
                     if self.early.len() >= most {
                         return Err(Refusal::other(format!("more than {most} blocks of plans to come")));
@@ -184,7 +186,7 @@ impl ShmClient {
         Ok(Some(Take::Nothing))
     }
 
-    /// Goes on with what came too early. The first one that has to wait longer holds up the others.
+    /// Goes on with pushes that came too early. The first one that has to wait longer holds up the others.
     pub(super) fn again(&mut self, partition: &Arc<Partition>, sender: &mut Sender) -> Result<(), Refusal> {
         while let Some(named) = self.early.front() {
             if !self.reduce(partition, named, sender)? {
@@ -195,17 +197,17 @@ impl ShmClient {
         Ok(())
     }
 
-    /// Does with a block what is to be done with it, and says so to the client if that wants to know. False if it cannot
-    /// be done yet: the connection is woken when it may be.
+    /// Reduces a block, and answers the client if it wants to know. False if the block has to wait: the connection is
+    /// woken then.
     ///
-    /// What is read is lent as long as the connection lasts: a client that needs its memory back ends it.
+    /// The memory is lent as long as the connection lasts. A client that needs it back ends the connection.
     fn reduce(
         &self,
         partition: &Arc<Partition>,
         named: &Named,
         sender: &mut Sender,
     ) -> Result<bool, Refusal> {
-        // The client waits for slots, in which it makes sums; the rest lies there until the plan is over.
+        // The client waits for the slots in which it makes sums. Other memory stays untouched until the plan is over.
         let is_in_slot = (1..=u64::from(shm::SUMS)).contains(&named.request);
         let room = if is_in_slot { Room::None } else { Room::Lent(&named.lent) };
         match partition.reserve(sender, named.push, room)? {
@@ -241,26 +243,26 @@ fn outgoing(partition: &Partition, request: u64, message: Message) -> Outgoing {
     Outgoing { epoch: partition.epoch, ..Outgoing::new(request, message) }
 }
 
-/// Meets clients on this host.
+/// The listener for clients on this host.
 pub(super) struct Listening {
     listener: Arc<OwnedFd>,
     thread: JoinHandle<()>,
 }
 
-/// What is done with clients that are met.
+/// Makes the shard's end of a connection.
 pub(super) trait Meets: Send + Sync + 'static {
     /// This end of a connection.
     type End: Conversation + 'static;
 
-    /// Whether anybody is met any more.
+    /// Whether more connections are accepted.
     fn goes_on(&self) -> bool;
 
-    /// This end of a connection to a client; `None` if nobody is met any more.
+    /// The shard's end of a connection to a client. `None` if no more are accepted.
     fn end(&self, memory: ShmClient) -> Option<Self::End>;
 }
 
 impl Listening {
-    /// Begins to, for the shard at `address`; connections have `threads`. If that cannot be, why.
+    /// Begins to listen, for the shard at `address`. `threads` serve the connections. The error says why that fails.
     pub(super) fn start(
         address: &str,
         threads: &Arc<Threads>,
@@ -276,9 +278,9 @@ impl Listening {
         Ok(Listening { listener, thread: thread.map_err(|error| error.to_string())? })
     }
 
-    /// Ends it, now that the shard stops. Its name is free then.
+    /// Stops listening. The socket's name is free afterwards.
     pub(super) fn end(self) {
-        // It wakes the thread.
+        // This wakes the thread.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
         if self.thread.join().is_err() {
             tracing::error!("the thread that meets clients on this host panicked");
@@ -297,7 +299,7 @@ fn accept<M: Meets>(listener: &OwnedFd, threads: &Arc<Threads>, meets: &Arc<M>) 
             return Ok(());
         }
         match accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK) {
-            // SAFETY: the kernel has just made it, for this process, and nobody else knows it.
+            // SAFETY: the kernel has just made it for this process, and no other code knows it.
             Ok(fd) => meet(threads, meets, unsafe { OwnedFd::from_raw_fd(fd) }),
             Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNABORTED) => {}
             Err(errno @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {

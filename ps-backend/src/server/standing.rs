@@ -1,4 +1,4 @@
-//! What is between a shard and the registry.
+//! A shard's standing with the registry.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::ids::Generation;
 use libmodelio::wire::{Held, ModelRecord};
 
-/// Deleted models that are remembered, for a registry that is started anew.
+/// The most deleted models that are remembered, for a registry that is started anew.
 const MAX_DELETED: usize = 256;
 
-/// Of which life and block map of a model a partition is.
+/// The generation and block map of a partition.
 pub(super) fn life(record: &ModelRecord) -> Held {
     Held { model: record.name.clone(), generation: record.generation, epoch: record.epoch }
 }
 
-/// What is between a shard and the registry.
+/// A shard's standing with the registry.
 #[derive(Debug, Default)]
 pub(super) struct Standing {
-    /// The registry has not taken its last announcement: why.
+    /// Why the registry has not taken the last announcement.
     pub not_listed: Option<String>,
-    /// It is to take no new models, as the registry has last said: one that is started anew is told so.
+    /// Whether the registry has said that the shard drains. A registry that is started anew is told so.
     pub draining: bool,
-    /// Models that it was told to forget.
+    /// Models that the shard was told to delete.
     deleted: VecDeque<(String, Generation)>,
     /// Models that the registry does not know: since when, and why it does not take them.
     unknown: BTreeMap<Generation, Unknown>,
@@ -34,12 +34,12 @@ struct Unknown {
 }
 
 impl Standing {
-    /// Models that it was told to forget: the newest ones.
+    /// The newest models that the shard was told to delete.
     pub(super) fn deleted(&self) -> Vec<(String, Generation)> {
         self.deleted.iter().cloned().collect()
     }
 
-    /// A model is no more.
+    /// A model was deleted.
     pub(super) fn was_deleted(&mut self, name: &str, generation: Generation) {
         self.unknown.remove(&generation);
         let life = (name.to_owned(), generation);
@@ -52,17 +52,17 @@ impl Standing {
         self.deleted.push_back(life);
     }
 
-    /// Why the registry does not have a model that is here.
+    /// Why the registry does not have a model of this shard.
     pub(super) fn why_unknown(&self, generation: Generation) -> Option<String> {
         self.unknown.get(&generation).and_then(|unknown| unknown.why.clone())
     }
 
-    /// For how long a partition has not been what the registry has.
+    /// How long the registry has not known a model of this shard under this block map.
     pub(super) fn unknown_for(&mut self, generation: Generation) -> Duration {
         self.unknown_since_now(generation).since.elapsed()
     }
 
-    /// The registry does not take a model back. True if that is news.
+    /// The registry refuses to take a model back. True if the reason is new.
     pub(super) fn is_unknown(&mut self, generation: Generation, why: &str) -> bool {
         let unknown = self.unknown_since_now(generation);
         let news = unknown.why.as_deref() != Some(why);
@@ -77,12 +77,12 @@ impl Standing {
         self.unknown.entry(generation).or_insert(Unknown { since, why: None })
     }
 
-    /// The registry has it.
+    /// The registry knows the model.
     pub(super) fn is_known(&mut self, generation: Generation) {
         self.unknown.remove(&generation);
     }
 
-    /// Only these are here.
+    /// Forgets all models but these.
     pub(super) fn retain(&mut self, is_here: impl Fn(Generation) -> bool) {
         self.unknown.retain(|generation, _| is_here(*generation));
     }

@@ -1,5 +1,5 @@
-//! The registry in this process: the table with its lock and clock, and the way to ask it that others have over the
-//! network.
+//! The registry in this process: the table with its lock and clock, and the interface that other processes reach over
+//! the network.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ impl Table {
         self.core.lock().handle(request, payload, self.age())
     }
 
-    /// Which shards are known, and how long ago each has announced itself.
+    /// The known shards, and how long ago each has announced itself.
     pub(super) fn announcements(&self) -> Value {
         let age = self.age();
         let core = self.core.lock();
@@ -40,13 +40,13 @@ impl Table {
         shards.collect()
     }
 
-    /// For how long there has been a table.
+    /// How long the registry has been running.
     pub(super) fn age(&self) -> Duration {
         self.started.elapsed()
     }
 }
 
-/// The registry of this process, as everybody else would ask it.
+/// The registry of this process, behind the interface of remote ones.
 pub(super) struct Local<'a>(pub &'a Table);
 
 impl Local<'_> {

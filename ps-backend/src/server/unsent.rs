@@ -1,4 +1,4 @@
-//! What a peer may have asked a shard for without taking the answers.
+//! A limit on answers that a peer has asked for and not taken.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,32 +7,32 @@ use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::stream::Piece;
 use libmodelio::wire::{Message, Refusal};
 
-/// What a request for administration is answered with.
+/// The answer to a request for administration.
 pub(super) type AdminAnswer = Result<(Message, Option<Vec<u8>>), Refusal>;
 
-/// Requests of one connection that take time, or memory for their answer, and whose answers are not with the kernel yet.
+/// The most requests of one connection whose answers the kernel does not have yet.
 const MAX_UNSENT: usize = 128;
-/// Bytes that came with them.
+/// The most bytes that came with them.
 const MAX_UNSENT_BYTES: usize = 64 << 20;
 
-/// Of one connection.
+/// The unsent answers of one connection.
 #[derive(Default)]
 pub(super) struct UnsentAll {
     requests: AtomicUsize,
     bytes: AtomicUsize,
 }
 
-/// Counts as long as the answer is not with the kernel.
+/// Counts a request until the kernel has its answer.
 pub(super) struct Unsent {
     of: Arc<UnsentAll>,
     bytes: usize,
 }
 
 impl Unsent {
-    /// Until it is dropped there is one more.
+    /// Counts one more request until the result is dropped.
     ///
     /// # Errors
-    /// There are too many.
+    /// When there are too many.
     pub(super) fn one_more(of: &Arc<UnsentAll>, bytes: usize) -> Result<Unsent, Refusal> {
         let unsent = Unsent { of: Arc::clone(of), bytes };
         let requests = of.requests.fetch_add(1, Ordering::Relaxed);
@@ -53,12 +53,12 @@ impl Drop for Unsent {
     }
 }
 
-/// Says what came of a request.
+/// Answers a request.
 pub(super) fn answer(link: &Link, request: u64, answer: AdminAnswer) {
     answer_counted(link, request, answer, None);
 }
 
-/// The same; `unsent` counts until that is with the kernel.
+/// Answers a request. `unsent` counts until the kernel has the answer.
 pub(super) fn answer_counted(link: &Link, request: u64, answer: AdminAnswer, unsent: Option<Unsent>) {
     let (message, payload) = match answer {
         Ok((message, payload)) => (message, payload),

@@ -84,7 +84,7 @@ impl Writer {
     ) -> Result<(), SnapshotError> {
         let layout = self.layout.clone();
         let mut wanted = pieces(&layout, kinds(&self.head.record));
-        source.send(&mut wanted, &mut Told { sink: &mut self, of: written })?;
+        source.send(&mut wanted, &mut Observed { sink: &mut self, of: written })?;
         while self.done.len() < self.plan.files.len() {
             let next = self.writing.as_ref().map_or(self.done.len(), |(file, _)| *file);
             self.open(next)?;
@@ -191,12 +191,12 @@ impl Drop for Writer {
 }
 
 /// A sink, and an observer of the bytes that it takes.
-struct Told<'a> {
+struct Observed<'a> {
     sink: &'a mut Writer,
     of: &'a mut dyn FnMut(u64) -> Result<(), SnapshotError>,
 }
 
-impl Sink for Told<'_> {
+impl Sink for Observed<'_> {
     fn take(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
         self.sink.take(piece, bytes)?;
         (self.of)(bytes.len() as u64)

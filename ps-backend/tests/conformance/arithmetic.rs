@@ -72,7 +72,7 @@ pub fn halves_are_added_up_in_full(way: &Way) {
     assert_eq!(sum, 2057.5);
 }
 
-pub fn reducers_do_what_they_say(way: &Way) {
+pub fn reducers_compute_their_formulas(way: &Way) {
     let site = way.job(&[("reducer", "sum"), ("learners", "2"), ("learning_rate", "0.5")]);
     let [a, b] = site.two_ends();
     let (one, other) = (a.join("a"), b.join("b"));

@@ -55,7 +55,7 @@ pub fn what_a_leaver_has_committed_stays(way: &Way) {
     b.shows(1, 7.0);
 }
 
-pub fn who_waits_for_a_leaver_is_told(way: &Way) {
+pub fn a_learner_that_waits_for_a_leaver_gets_an_answer(way: &Way) {
     let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
     let end = site.end();
     let (told, events) = channel();

@@ -82,7 +82,7 @@ macro_rules! conforms {
             leavers: [
                 who_leaves_in_the_middle_is_not_waited_for,
                 what_a_leaver_has_committed_stays,
-                who_waits_for_a_leaver_is_told,
+                a_learner_that_waits_for_a_leaver_gets_an_answer,
             ],
             versions: [
                 a_pinned_version_stays_as_it_is,
@@ -106,7 +106,7 @@ macro_rules! conforms {
                 the_lead_of_the_fastest_is_bounded,
                 too_few_learners_stop_the_job,
             ],
-            arithmetic: [halves_are_added_up_in_full, reducers_do_what_they_say],
+            arithmetic: [halves_are_added_up_in_full, reducers_compute_their_formulas],
             tensors: [
                 a_tensor_that_nobody_wrote_stays_as_it_is,
                 adam_counts_its_steps_per_tensor,

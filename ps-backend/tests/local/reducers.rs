@@ -186,7 +186,7 @@ fn assigned_bytes_that_were_accumulated_survive_when_the_last_learner_brings_not
 }
 
 #[test]
-fn assigned_contributions_hold_values_of_the_highest_learner_whoever_comes_first() {
+fn assigned_contributions_hold_values_of_the_highest_learner_in_any_order() {
     // 0 and 2 ship mappings, 1 writes blocks in whole and in part.
     for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
         for highest_writes in [false, true] {

@@ -105,7 +105,7 @@ fn new_weights_come_first_and_committed_contributions_on_top() {
 }
 
 #[test]
-fn listeners_hear_of_every_version_and_may_call_back() {
+fn listeners_get_every_version_and_may_call_back() {
     let job = Job::with(floats_layout(20_000), &[]);
     let (sender, receiver) = std::sync::mpsc::channel();
     let shard = std::sync::Arc::downgrade(&job.shard);

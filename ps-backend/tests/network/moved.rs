@@ -307,7 +307,7 @@ fn a_client_goes_where_its_model_goes_and_asks_there_again() {
 }
 
 #[test]
-fn who_greets_under_an_older_map_is_told_of_the_newer_one() {
+fn a_greeting_under_an_older_map_is_redirected() {
     let (first, second) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(1), Epoch(3)));
     first.with(|script| {
         script.deaf = true;

@@ -42,7 +42,7 @@ fn learners_on_two_clients_are_summed_by_rdma() {
 }
 
 #[test]
-fn who_is_late_does_not_hold_up_the_answer_of_who_is_there_by_rdma() {
+fn a_late_learner_does_not_hold_up_anothers_answer_by_rdma() {
     if let Some(way) = Way::rdma() {
         a_late_one(way);
     }
@@ -340,7 +340,7 @@ fn ended(events: &News<Result<Received, String>>) -> String {
 }
 
 #[test]
-fn what_a_hostile_client_says_ends_its_connection_alone() {
+fn a_hostile_client_ends_only_its_own_connection() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     let client = world.client();

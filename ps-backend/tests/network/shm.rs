@@ -109,7 +109,7 @@ fn a_shard_whose_socket_is_not_there_is_reached_over_tcp_and_that_is_said() {
 }
 
 #[test]
-fn who_goes_while_its_memory_is_read_has_contributed_all_or_nothing() {
+fn a_client_that_goes_while_its_memory_is_read_has_contributed_all_or_nothing() {
     // Longer than the pause between two signs of life.
     let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "5")];
     let world = World::new(1, 8 << 20, &settings, Way::Shm);

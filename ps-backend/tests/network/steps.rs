@@ -97,7 +97,7 @@ pub fn a_late_one(way: Way) {
 }
 
 #[test]
-fn who_is_late_does_not_hold_up_the_answer_of_who_is_there() {
+fn a_late_learner_does_not_hold_up_anothers_answer() {
     a_late_one(Way::Tcp(Choice::Auto));
     a_late_one(Way::Shm);
 }

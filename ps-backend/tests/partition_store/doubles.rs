@@ -125,7 +125,7 @@ fn optimizers_of_doubles_follow_their_definitions_in_f64() {
 }
 
 #[test]
-fn what_is_not_finite_is_found_in_doubles() {
+fn non_finite_doubles_are_found() {
     for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         for (at, n) in [(0, 1), (7, 8), (8, 9), (12, 37)] {
             let mut values: Vec<f64> = (0..n).map(|i| value(1, i)).collect();

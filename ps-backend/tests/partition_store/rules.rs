@@ -42,7 +42,7 @@ fn wide_sums_lose_nothing() {
 }
 
 #[test]
-fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
+fn an_inf_in_a_checked_sum_is_nobodys_fault() {
     let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
     let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
     store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
@@ -118,7 +118,7 @@ fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
 }
 
 #[test]
-fn in_one_pass_the_first_that_is_to_be_looked_at_and_holds_nan_is_named() {
+fn one_pass_names_the_first_checked_payload_with_nan() {
     let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
     let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
     store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
@@ -295,7 +295,7 @@ fn only_what_an_accumulator_holds_is_received_in_place() {
 }
 
 #[test]
-fn the_next_plan_waits_for_whoever_still_receives() {
+fn the_next_plan_waits_for_unfinished_receives() {
     let twin = twin(Reducer::Sum);
     let job = twin.begin_add().unwrap();
     let target = twin.blocks().find_map(|block| job.destination(block, true).unwrap()).unwrap();
@@ -309,7 +309,7 @@ fn the_next_plan_waits_for_whoever_still_receives() {
 }
 
 #[test]
-fn what_is_not_finite_is_told_and_a_dropped_plan_leaves_no_trace_of_it() {
+fn non_finite_payload_is_reported_and_a_dropped_plan_leaves_no_trace() {
     for way in WAYS {
         let mut twin = twin(Reducer::Momentum);
         let source = all(&twin, 5, way);
@@ -336,7 +336,7 @@ fn what_is_not_finite_is_told_and_a_dropped_plan_leaves_no_trace_of_it() {
 }
 
 #[test]
-fn what_is_not_finite_may_be_accepted() {
+fn non_finite_values_may_be_accepted() {
     let twin = twin(Reducer::Sum);
     let source = all(&twin, 5, Way::Plain);
     let last = BlockId(twin.layout.blocks() - 1);

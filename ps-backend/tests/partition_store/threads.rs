@@ -81,7 +81,7 @@ fn a_block_is_one_threads_at_a_time() {
 }
 
 #[test]
-fn blocks_are_loaded_once_whoever_brings_them() {
+fn blocks_are_loaded_once_from_any_source() {
     let model = model();
     let partition = partition_of(&model, |block| block % 2 == 0);
     let layout = partition.layout().clone();

@@ -338,7 +338,7 @@ impl World {
         let is_lent = |key: &(LearnerId, Step)| self.clients[index].payloads[key].lent;
         let lent = matches!(&keys, Keys::Contributions(holders, _) if holders.iter().any(is_lent));
         self.clients[index].sending[partition] += 1;
-        let after = self.some_time(self.settings.landing);
+        let after = self.some_time(self.settings.arrival);
         self.after(after, Event::Client(index, ClientEvent::Pushed { to, epoch, plan, block, keys, lent }));
     }
 

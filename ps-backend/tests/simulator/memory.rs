@@ -166,7 +166,7 @@ impl World {
             let time = self.settings.silence + self.some_time(4 * self.settings.silence.as_micros() as u64);
             self.hangs(Node::Client(index), time);
         }
-        let after = self.some_time(self.settings.landing);
+        let after = self.some_time(self.settings.arrival);
         self.after(after, Event::Client(index, ClientEvent::Landed { version, block, body }));
     }
 
@@ -179,7 +179,7 @@ impl World {
                 self.copied(index, partition, epoch, pin);
                 memory.borrow()[at].clone()
             }
-            other => panic!("{other:?} lands"),
+            other => panic!("{other:?} arrives"),
         }
     }
 

@@ -34,8 +34,8 @@ pub struct Settings {
     pub grace: Now,
     /// About what a program takes for a step.
     pub compute: Now,
-    /// Longest time that a block takes to land, in microseconds.
-    pub landing: u64,
+    /// Longest time that a block takes to arrive, in microseconds.
+    pub arrival: u64,
     /// Programs are known to live.
     pub attached: bool,
     /// Share of transfers that break in the middle.
@@ -139,7 +139,7 @@ impl Settings {
             timeout: millis(one_of(rng, &[300, 2000, 10_000])),
             grace: millis(one_of(rng, &[0, 0, 500])),
             compute: millis(one_of(rng, &[20, 100, 400])),
-            landing: one_of(rng, &[100, 2000, 30_000]),
+            arrival: one_of(rng, &[100, 2000, 30_000]),
             attached: rng.bool(),
             broken: one_of(rng, &[0.0, 0.02, 0.2]),
             aborts: one_of(rng, &[0.0, 0.05]),

@@ -483,7 +483,7 @@ impl World {
                 self.loans.changed += u64::from(!stands && sum.of.contains(&GARBAGE));
                 (sum, stands)
             }
-            other => panic!("{other:?} lands"),
+            other => panic!("{other:?} arrives"),
         }
     }
 
@@ -533,7 +533,7 @@ impl World {
     }
 
     fn is_reserved(&mut self, partition: usize, reservation: Reservation) {
-        let after = self.some_time(self.settings.landing);
+        let after = self.some_time(self.settings.arrival);
         let shard = &mut self.shards[partition];
         let id = shard.next_reservation;
         shard.next_reservation += 1;

@@ -49,7 +49,7 @@ const ENDS: [(&str, Exit); 5] = [
 ];
 
 #[test]
-fn zombies_tell_how_they_ended() {
+fn zombies_have_an_exit_status() {
     for (script, exit) in ENDS {
         let mut child = held(script);
         let process = of(&child);
@@ -63,7 +63,7 @@ fn zombies_tell_how_they_ended() {
 }
 
 #[test]
-fn reaped_processes_tell_how_they_ended() {
+fn reaped_processes_have_an_exit_status() {
     if !kernel_keeps_status() {
         return;
     }
@@ -239,7 +239,7 @@ fn held_children_wait() {
 }
 
 #[test]
-fn signals_that_end_a_wait_are_told_from_those_that_do_not() {
+fn signals_that_end_a_wait_are_distinguished_from_those_that_do_not() {
     let status = |pending: &str, shared: &str, blocked: &str, ignored: &str| {
         ending_in_status(&format!(
             "Name:\tx\nSigQ:\t0/1\nSigPnd:\t{pending}\nShdPnd:\t{shared}\nSigBlk:\t{blocked}\nSigIgn:\t{ignored}\nSigCgt:\t0\n"
@@ -256,7 +256,7 @@ fn signals_that_end_a_wait_are_told_from_those_that_do_not() {
 }
 
 #[test]
-fn threads_of_a_program_that_exits_are_told_from_those_of_a_killed_one() {
+fn threads_of_an_exiting_program_are_distinguished_from_those_of_a_killed_one() {
     let stat = |flags: u64, status: i32| {
         let between = "0 ".repeat(52 - 10);
         format!("7 (a ) b) R 1 1 1 0 -1 {flags} {between}{status} 0\n")

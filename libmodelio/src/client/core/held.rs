@@ -1,4 +1,4 @@
-//! Payload that may have to be sent yet: who holds it, and when it is released.
+//! Payload that shards may still need: which contribution holds it, and when it is released.
 
 use std::ops::Range;
 
@@ -14,13 +14,14 @@ use crate::wire::{Granted, Message};
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) blocks: FixedBitSet,
-    /// The newest commit of it. What was answered to an earlier request says nothing of this one.
+    /// The number of its newest commit. The answer to an earlier commit does not end the wait of this one.
     pub(super) request: u64,
-    /// The newest provisional plan for which blocks of it may have been sent.
+    /// The newest provisional plan for which its blocks may have been sent.
     pub(super) sent_under: Option<PlanId>,
-    /// Blocks of it that are nowhere but in a plan.
+    /// Its blocks that exist nowhere but in a plan.
     pub(super) early: Option<Early>,
-    /// The shard reads it where it is: how many contributions were in versions when its learner left.
+    /// Set when its learner has left and the shard still reads the payload where it lies: the number of contributions
+    /// in versions at that moment.
     pub(super) left_at: Option<u64>,
 }
 
@@ -35,7 +36,7 @@ impl ClientCore {
 
     pub(super) fn release(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         if self.held.remove(&(learner, step)).is_some() {
-            // A plan that has it is over, though word of that may be late.
+            // A plan that reads it may already be over, but the client has not been told.
             if self.sends(learner, step) {
                 self.outgoing = None;
             }
@@ -43,15 +44,15 @@ impl ClientCore {
         }
     }
 
-    /// Releases what learners have left behind that nobody answers for any more. Should the coordinator ask for it yet,
-    /// it is told that it is gone.
+    /// Releases the payload of learners that have left, once no version needs it. If the coordinator still grants it,
+    /// the client answers `SourceGone`.
     pub(super) fn release_left(&mut self, actions: &mut Vec<Action>) {
         let is_left = |&(learner, step): &(LearnerId, Step)| {
             !self.learners.contains_key(&learner)
                 && !self.is_committing(learner, step)
                 && !self.sends(learner, step)
         };
-        // Those that are committed are all in the next version that is made of contributions.
+        // Every committed contribution is part of the next version that is made of contributions.
         let contributions = self.state.contributions;
         let is_over =
             |held: &Held| !self.in_process || held.left_at.is_some_and(|left_at| contributions > left_at);
@@ -66,8 +67,8 @@ impl ClientCore {
         }
     }
 
-    /// The answer to a request says that this contribution is not part of the job. It is released unless it was committed
-    /// after that request was made.
+    /// The answer to a request shows that this contribution is not part of the job. It is released, unless it was
+    /// committed again after that request.
     pub(super) fn release_refused(
         &mut self,
         request: u64,
@@ -86,13 +87,13 @@ impl ClientCore {
         })
     }
 
-    /// Whether the plan under way has this contribution.
+    /// Whether the plan under way includes this contribution.
     pub(super) fn sends(&self, learner: LearnerId, step: Step) -> bool {
         let of = |outgoing: &Outgoing| matches!(&outgoing.payload, Granted::Contributions { of, .. } if of.contains(&(learner, step)));
         self.outgoing.as_ref().is_some_and(of)
     }
 
-    /// Releases new weights that nobody waits for any more, unless they are being sent.
+    /// Releases new weights that no request waits for, unless they are being sent.
     pub(super) fn release_weights(&mut self, actions: &mut Vec<Action>) {
         let is_needed = |token: u64| {
             self.requests
@@ -107,7 +108,7 @@ impl ClientCore {
         }
     }
 
-    /// Payload of steps before `step` is no longer needed: the coordinator has moved on.
+    /// Releases payload of steps before `step`: the coordinator has moved on.
     pub(super) fn release_older(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         let old: Vec<Step> =
             self.held.range((learner, Step(0))..(learner, step)).map(|(&(_, step), _)| step).collect();

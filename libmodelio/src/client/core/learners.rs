@@ -1,7 +1,8 @@
-//! The learners of this client: whether they are in the job, and how far each is with its step.
+//! This client's learners: whether they are in the job, and how far each is with its step.
 //!
-//! A learner has one contribution open at a time. Each block of it is taken once ([`ClientCore::take`]), and is from then
-//! on staged, or part of a plan. Its commit makes of it payload that is held, until the coordinator has answered for it.
+//! A learner has one contribution open at a time. The client takes each of its blocks once ([`ClientCore::take`]),
+//! and then stages it or makes it part of a plan. A commit turns the contribution into held payload, until the
+//! coordinator has answered for it.
 
 use std::time::Duration;
 
@@ -12,70 +13,70 @@ use crate::transport::{Attached, BlockSlot, LeaveReason, ShardError};
 use crate::vocabulary::ids::{Incarnation, LearnerId, PlanId, Step, Version};
 use crate::wire::{LearnerState, Message};
 
-/// How long the coordinator is told beside what was answered here.
+/// The deadline of requests that the client has already answered itself.
 const BESIDE: Duration = Duration::from_secs(30);
 
-/// Where a learner's last commit is, as far as this client can show it.
+/// The state of a learner's last commit, as far as this client knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastCommit {
-    /// It is not in a version, or that version is not here yet.
+    /// The commit is not part of a version, or that version is not here yet.
     Waits,
-    /// Part of this version; 0 before the first one.
+    /// The commit is part of this version. 0 before the first commit.
     In(Version),
 }
 
 /// A learner of this client.
 #[derive(Debug)]
 pub(super) struct Learner {
-    /// As it has joined; none for one whose join was given up here.
+    /// The name under which it joined. None if the client gave its join up.
     pub(super) name: Option<String>,
-    /// As the coordinator last told it.
+    /// Its newest state from the coordinator.
     pub(super) state: LearnerState,
-    /// The number of the first state that names it.
+    /// The number of the first state that includes it.
     pub(super) since: u64,
-    /// Whether a process uses it, where that is known.
+    /// Whether a process uses it, if that is known.
     pub(super) attached: Option<Attached>,
-    /// Its last step whose commit was answered with success, which the state may not show yet.
+    /// Its last step whose commit was answered with success. The coordinator's state may not show it yet.
     pub(super) committed: Step,
     /// Its last step that is known to be taken.
     taken: Step,
-    /// Its next step, and the request that has told. None where a commit was not answered with success: only the
-    /// coordinator knows.
+    /// Its next step, and the number of the request whose answer said so. None after a commit without success: only
+    /// the coordinator knows then.
     next: (u64, Option<Step>),
     pub(super) open: Option<Open>,
 }
 
-/// The contribution that a learner has open.
+/// A learner's open contribution.
 #[derive(Debug)]
 pub(super) struct Open {
     pub(super) step: Step,
-    /// Blocks of it that were taken.
+    /// Its blocks that were taken.
     taken: FixedBitSet,
-    /// What of it may be sent before its commit, once it has a whole block; afterwards that is held.
+    /// The blocks that may be sent before the commit, once one is whole. The commit moves this to the held payload.
     pub(super) ahead: Option<Ahead>,
 }
 
-/// What is sent of a contribution while it is written.
+/// The part of a contribution that is sent while it is still written.
 #[derive(Debug)]
 pub(super) struct Ahead {
     /// Blocks that lie where they can be sent from.
     pub(super) whole: FixedBitSet,
-    /// The newest provisional plan for which blocks of it may have been sent.
+    /// The newest provisional plan for which its blocks may have been sent.
     pub(super) sent_under: Option<PlanId>,
-    /// Blocks of it that are nowhere but in a plan.
+    /// Its blocks that exist nowhere but in a plan.
     pub(super) early: Option<Early>,
 }
 
-/// Blocks of a contribution that were reduced from where they are no more.
+/// Blocks of a contribution that were reduced from memory which no longer holds them.
 #[derive(Clone, Debug)]
 pub(super) struct Early {
-    /// For which plan; none if there were several, so that no plan has all of them.
+    /// The plan that includes them. None if several plans did, so that no plan has all of them.
     pub(super) plan: Option<PlanId>,
     pub(super) blocks: FixedBitSet,
 }
 
 impl Ahead {
-    /// Nothing yet, of a model of so many blocks.
+    /// An empty set for a model of this many blocks.
     pub(super) fn new(blocks: usize) -> Ahead {
         Ahead { whole: FixedBitSet::with_capacity(blocks), sent_under: None, early: None }
     }
@@ -95,12 +96,12 @@ impl Learner {
         }
     }
 
-    /// What is sent ahead of a contribution, if that is open.
+    /// The blocks that may be sent before the commit, if the contribution to `step` is open.
     pub(super) fn ahead(&self, step: Step) -> Option<&Ahead> {
         self.open.as_ref().filter(|open| open.step == step)?.ahead.as_ref()
     }
 
-    /// An answer tells which step is next; one that comes late tells nothing, which is false.
+    /// An answer names the next step. Returns false for an answer that comes too late to count.
     fn next_is(&mut self, request: u64, step: Option<Step>) -> bool {
         let is_news = request > self.next.0;
         if is_news {
@@ -118,32 +119,32 @@ impl Learner {
 }
 
 impl ClientCore {
-    /// Whether `learner` is one of this client's and in the job.
+    /// Whether `learner` belongs to this client and is in the job.
     pub fn has_learner(&self, learner: LearnerId) -> bool {
         self.learners.contains_key(&learner)
     }
 
-    /// Whether it has asked to leave, and there is no answer yet.
+    /// Whether the learner has asked to leave and has no answer yet.
     pub fn is_leaving(&self, learner: LearnerId) -> bool {
         self.requests
             .values()
             .any(|request| matches!(request.message, Message::Leave { learner: of, .. } if of == learner))
     }
 
-    /// The name and the life of a learner that has joined here.
+    /// The name and incarnation of a learner that has joined through this client.
     pub fn identity(&self, learner: LearnerId) -> Option<(&str, Incarnation)> {
         let known = self.learners.get(&learner)?;
         Some((known.name.as_deref()?, known.state.incarnation))
     }
 
-    /// Whether it writes a contribution.
+    /// Whether the learner has a contribution open.
     pub fn is_writing(&self, learner: LearnerId) -> bool {
         let open = self.learners.get(&learner).and_then(|known| known.open.as_ref());
         open.is_some_and(|open| !self.is_committing(learner, open.step))
     }
 
-    /// The next step of `learner`, and whether the payload of the last one may still be needed. None when it is not
-    /// known here: the outcome of its last commit is not, or it is not one of this client's.
+    /// The next step of `learner`, and whether the last step's payload may still be needed. None if this client does
+    /// not know it: the last commit has no outcome yet, or the learner is not its own.
     pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
         let step = self.learners.get(&learner)?.next.1?;
         let lent = self.held.range((learner, Step(0))..=(learner, Step(u64::MAX))).next().is_some();
@@ -161,8 +162,8 @@ impl ClientCore {
         }
     }
 
-    /// Opens the next contribution of `learner`. Where its step is known here, that is answered at once, and the
-    /// coordinator is told beside.
+    /// Opens the next contribution of `learner`. If this client knows its step, it answers at once and informs the
+    /// coordinator in parallel.
     pub fn open(
         &mut self,
         token: Token,
@@ -179,7 +180,8 @@ impl ClientCore {
         }
     }
 
-    /// As [`Self::open`], if the step is known here: which one it is, and whether the staging memory is still lent.
+    /// Like [`Self::open`], if this client knows the step. Returns the step, and whether the staging memory is still
+    /// lent.
     pub fn open_known(
         &mut self,
         learner: LearnerId,
@@ -198,8 +200,8 @@ impl ClientCore {
         Some(known)
     }
 
-    /// The contribution to `step` is open; it may have been before. That is the coordinator's word, and holds also if the
-    /// step was taken: the coordinator has taken it back then, as one that nobody waits for any more.
+    /// The contribution to `step` is open, and may have been open before. The coordinator decides this. It holds even
+    /// if the step was committed: the coordinator has taken back a commit that nobody waits for.
     pub(super) fn opened(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         self.opens(learner, step, actions);
         if let Some(known) = self.learners.get_mut(&learner) {
@@ -207,7 +209,7 @@ impl ClientCore {
         }
     }
 
-    /// From now on `learner` has that step open; what it has of another one is dropped.
+    /// Makes `step` the open contribution of `learner`. The payload of another open step is dropped.
     pub(super) fn opens(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         let open = self.learners.get(&learner).and_then(|known| known.open.as_ref());
         if open.is_some_and(|open| open.step != step) {
@@ -219,10 +221,10 @@ impl ClientCore {
         }
     }
 
-    /// A block that the model has is offered. False if it was before.
+    /// Takes a block that the model has. False if it was taken before.
     ///
     /// # Errors
-    /// When the learner is gone, or in another life, or its contribution to that step is not open.
+    /// When the learner is gone or has another incarnation, or when its contribution to that step is not open.
     pub fn take(&mut self, slot: BlockSlot) -> Result<bool, ShardError> {
         let known = self.learners.get_mut(&slot.learner);
         let known = known.filter(|known| known.state.incarnation == slot.incarnation);
@@ -236,7 +238,7 @@ impl ClientCore {
         }
     }
 
-    /// A block that was taken is refused after all: it may be offered again.
+    /// Gives back a block that was refused after it was taken. It may be taken again.
     pub fn give_back(&mut self, slot: BlockSlot) {
         let known = self.learners.get_mut(&slot.learner);
         let open = known.and_then(|known| known.open.as_mut()).filter(|open| open.step == slot.step);
@@ -245,10 +247,10 @@ impl ClientCore {
         }
     }
 
-    /// Whether `step` can be committed, or was and can be again.
+    /// Checks that `step` can be committed, or committed again.
     ///
     /// # Errors
-    /// When it is neither open nor was taken, or the learner is gone.
+    /// When the step is neither open nor committed, or the learner is gone.
     pub fn may_commit(&self, learner: LearnerId, step: Step) -> Result<(), ShardError> {
         let known = self.learners.get(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         let is_open = known.open.as_ref().is_some_and(|open| open.step == step);
@@ -258,8 +260,8 @@ impl ClientCore {
         Err(ShardError::StepOutOfOrder { got: step, expected: known.taken.next() })
     }
 
-    /// Sign of life of these learners. `attached` says whether a process uses them, where that is known anew: the
-    /// coordinator is told until it knows.
+    /// A sign of life of these learners. `attached` says whether a process uses them, if that has changed. The client
+    /// repeats it until the coordinator knows.
     pub fn touch(&mut self, learners: Vec<LearnerId>, attached: Option<Attached>, actions: &mut Vec<Action>) {
         if attached.is_some() {
             for learner in &learners {
@@ -271,7 +273,7 @@ impl ClientCore {
         self.notify(Message::Touch { learners, attached }, actions);
     }
 
-    /// An answer tells which step of `learner` is next. False if that is not so any more, or it is gone.
+    /// An answer names the next step of `learner`. False if the answer no longer counts, or the learner is gone.
     pub(super) fn next_is(&mut self, learner: LearnerId, request: u64, step: Option<Step>) -> bool {
         self.learners.get_mut(&learner).is_some_and(|known| known.next_is(request, step))
     }
@@ -284,7 +286,7 @@ impl ClientCore {
         }
     }
 
-    /// What `learner` has open never counts.
+    /// Drops the open contribution of `learner`: it will never count.
     pub(super) fn drop_open(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
         self.drop_ahead(learner, actions);
         if let Some(known) = self.learners.get_mut(&learner) {
@@ -292,8 +294,8 @@ impl ClientCore {
         }
     }
 
-    /// What was sent ahead of what `learner` has open never counts: its payload is not needed, and nothing more is sent
-    /// for the provisional plan that waits for it, or did when blocks of it were sent.
+    /// Drops the blocks that were sent before the commit. Their payload is not needed, and no more blocks go to the
+    /// provisional plan they were sent for.
     pub(super) fn drop_ahead(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
         let waits = self.outgoing.take_if(|outgoing| outgoing.open.is_some_and(|(of, _)| of == learner));
         let waits = waits.map(|outgoing| outgoing.plan);
@@ -321,8 +323,8 @@ impl ClientCore {
         }
         self.drop_open(learner, actions);
         self.learners.remove(&learner);
-        // What it has committed stays: its payload is needed until the coordinator has answered for it, or, in one
-        // process, until it is in a version.
+        // Its committed payload stays until the coordinator has answered for it or, in one process, until it is part
+        // of a version.
         let contributions = self.state.contributions;
         for (_, held) in self.held.range_mut((learner, Step(0))..=(learner, Step(u64::MAX))) {
             held.left_at.get_or_insert(contributions);

@@ -1,18 +1,18 @@
-//! The client's side of a job on a network: requests to the coordinator, what is to be pushed and pulled, what has to
-//! be said again. Pure: events and `now` go in, actions come out; no bytes, no socket, no clock.
+//! The decisions of a client: requests to the coordinator, pushes, pulls and repetitions. Pure: events and `now` go in,
+//! and actions come out. It has no bytes, no socket and no clock.
 //!
 //! Blocks move when the edge asks for work ([`ClientCore::next_push`], [`ClientCore::next_pull`]), as fast as its
-//! connections take it. Nothing relies on a connection: what was lost is found missing, and sent or asked for again.
+//! connections take it. Nothing relies on a connection: the client finds lost blocks missing, and repeats them.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `requests` | what is asked of the coordinator, and its answers |
-//! | `learners` | the learners of this client, and how far each is with its step |
-//! | `state` | the job as the coordinator tells it |
-//! | `held` | payload that may be asked for yet |
-//! | `moving` | another block map |
+//! | `requests` | requests to the coordinator, and its answers |
+//! | `learners` | this client's learners and their steps |
+//! | `state` | the job's state, from the coordinator |
+//! | `held` | payload that shards may still need |
+//! | `moving` | a change of the block map |
 //! | `pushing`, `pulling` | blocks to and from shards |
-//! | `waits` | who waits for a version |
+//! | `waits` | requests that wait for a version |
 
 mod held;
 mod learners;
@@ -46,28 +46,28 @@ use waits::Wait;
 /// Time since the client started.
 pub type Now = Duration;
 
-/// The edge's name for a request. [`Token::MAX`] is the core's own for what it asks for by itself.
+/// The edge's name for a request. [`Token::MAX`] marks requests that the core makes itself.
 pub type Token = u64;
 
 /// Index of a shard in the block map's order.
 pub type Part = usize;
 
-/// After such a silence a request is sent again, a push looked after, a pull asked for again.
+/// After this silence the client repeats a request, checks a push and repeats a pull.
 const PATIENCE: Duration = Duration::from_millis(1000);
 
-/// What a shard does not have yet, though the coordinator says that it counts, is asked for again after this.
+/// A shard may not have a version yet that the coordinator has announced. The client asks it again after this pause.
 const RETRY: Duration = Duration::from_millis(10);
 
 /// What the edge has to do.
 #[derive(Debug, PartialEq)]
 pub enum Action {
-    /// Send to the coordinator, under this number.
+    /// Send to the coordinator, under this request number.
     ToCoordinator(u64, Message),
     /// Send to a shard.
     ToShard(Part, Message),
     /// There may be something to push to this shard, or to pull from it.
     Wake(Part),
-    /// The outcome of a request: an answer of the kind that it asks for.
+    /// The outcome of a request: its answer, or a refusal.
     Answer(Token, Result<Message, Refusal>),
     /// The outcome of [`ClientCore::await_step`].
     Awaited(Token, Result<Version, ShardError>),
@@ -75,7 +75,7 @@ pub enum Action {
     Release(LearnerId, Step),
     /// The new weights of this token are no longer needed.
     ReleaseWeights(u64),
-    /// What was lent to shards is read no more when the actions after this one are carried out.
+    /// The shards must stop reading lent memory before the edge carries out the actions after this one.
     EndLoans,
     /// The state of the job has changed.
     State,
@@ -88,53 +88,54 @@ pub enum Action {
 /// One client of one model.
 #[derive(Debug)]
 pub struct ClientCore {
-    /// Of the block map in force.
+    /// The epoch of the block map in force.
     epoch: Epoch,
     blocks: usize,
     shards: Vec<ShardId>,
-    /// By part: its blocks.
+    /// For each part, its blocks.
     owned: Vec<FixedBitSet>,
     coordinator_up: bool,
     shard_up: Vec<bool>,
     requests: BTreeMap<u64, Request>,
     next_request: u64,
-    /// What the coordinator was last told that the client has heard.
+    /// The number that the client last sent in an `AckThrough`.
     acked_through: u64,
-    /// Why nobody coordinates the job any more, and the job's state before that.
+    /// Why the job has no coordinator any more, and the job's phase before that.
     lost: Option<(ShardError, JobPhase)>,
-    /// Since when the coordinator says that the job has failed.
+    /// When the coordinator first reported that the job has failed.
     failed_at: Option<Now>,
     state: JobState,
-    /// No state has come over the coordinator's newest connection yet.
+    /// The coordinator's newest connection has not brought a state yet.
     is_anew: bool,
     learners: BTreeMap<LearnerId, Learner>,
     /// The contributions that may have to be sent.
     held: BTreeMap<(LearnerId, Step), Held>,
-    /// The same for new weights.
+    /// New weights that may have to be sent.
     weights: BTreeMap<u64, FixedBitSet>,
     outgoing: Option<Outgoing>,
     /// The newest plan that is over.
     over: PlanId,
-    /// A provisional plan for which blocks of a contribution were sent that was dropped: nothing more is sent for it.
+    /// A dropped provisional plan for which blocks were sent. No more blocks go to it.
     given_up: Option<PlanId>,
-    /// None before the first one is here.
+    /// The version that the client shows. None before the first one.
     shown: Option<Version>,
     pull: Option<Pull>,
-    /// A version is whole in the buffer, but not shown yet.
+    /// A version is whole in the buffer, and not shown yet.
     whole: bool,
-    /// Blocks of the pull's version that are landing at this moment.
+    /// The number of blocks that connections are receiving.
     reserved: u32,
     waits: Vec<Wait>,
-    /// Versions are pulled only when somebody waits for them.
+    /// The client pulls a version only when a request waits for it.
     on_demand: bool,
-    /// Blocks are sent from this one on.
+    /// The block to begin sending at.
     first: usize,
-    /// The shard is in this process: it reads contributions where they lie until they are in a version, answered or not.
+    /// The shard is in this process. It reads contributions where they lie until they are part of a version, even
+    /// after their commits are answered.
     in_process: bool,
 }
 
 impl ClientCore {
-    /// A client that shows nothing yet, of a model striped by `map`.
+    /// A client that shows no version yet, for a model with this block map.
     pub fn new(map: &BlockMap) -> ClientCore {
         let (shards, owned) = moving::parts(map);
         ClientCore {
@@ -168,69 +169,69 @@ impl ClientCore {
         }
     }
 
-    /// The shard is in this process, and what it is sent stays where it is.
+    /// The shard is in this process, and payload for it stays where it is.
     pub fn in_process(self) -> ClientCore {
         ClientCore { in_process: true, ..self }
     }
 
-    /// Begins to send somewhere in the model that is `client`'s own: blocks of several clients are added to each other
-    /// one by one, and whoever comes to a block that another one is sending has to wait.
+    /// Begins sending at a block that depends on `client`. A shard adds the clients' payloads of a block one by one,
+    /// so clients that begin at the same block would wait for each other.
     pub fn apart(self, client: ClientId) -> ClientCore {
-        // Numbers that follow on each other are to be far apart.
+        // Consecutive client numbers must begin far apart.
         let mixed = client.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         ClientCore { first: ((mixed * self.blocks as u64) >> 32) as usize, ..self }
     }
 
-    /// Pulls no version after the first one unless somebody waits for it.
+    /// Pulls only the first version and those that a request waits for.
     pub fn on_demand(self) -> ClientCore {
         ClientCore { on_demand: true, ..self }
     }
 
-    /// The shards in the order of [`Part`]s.
+    /// The shards, in the order of their parts.
     pub fn shards(&self) -> &[ShardId] {
         &self.shards
     }
 
-    /// The job as the coordinator last told it.
+    /// The newest state from the coordinator.
     pub fn state(&self) -> &JobState {
         &self.state
     }
 
-    /// The version that the client shows; 0 also before there is one.
+    /// The version that the client shows. 0 if it shows none yet.
     pub fn version(&self) -> Version {
         self.shown.unwrap_or_default()
     }
 
-    /// Whether it shows a version.
+    /// Whether the client shows a version.
     pub fn shows_any(&self) -> bool {
         self.shown.is_some()
     }
 
-    /// Requests that are not answered yet, and contributions and new weights whose payload is still needed.
+    /// The number of unanswered requests, and of contributions and new weights whose payload is still needed.
     pub fn kept(&self) -> (usize, usize) {
         (self.requests.len(), self.held.len() + self.weights.len())
     }
 
     // -- what comes from shards
 
-    /// A connection to a shard is there (again): what was on its way may be lost.
+    /// A connection to a shard is open. Whatever was on its way before may be lost.
     pub fn shard_up(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
         self.shard_up[part] = true;
         self.check_part(part, now, actions);
         actions.push(Action::Wake(part));
     }
 
-    /// None is.
+    /// No connection to the shard is open.
     pub fn shard_down(&mut self, part: Part) {
         self.shard_up[part] = false;
     }
 
-    /// One of several connections to a shard was lost: what was on it is found and sent again.
+    /// One of several connections to a shard has ended. The client finds and repeats what was on it.
     pub fn check_part(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
         if let Some(outgoing) = &mut self.outgoing
             && outgoing.open.is_some()
         {
-            // It is asked after when all is known of the plan.
+            // A provisional plan is checked when the coordinator has sealed it.
             outgoing.parts[part].struggles = true;
         } else if let Some(outgoing) = &mut self.outgoing
             && !outgoing.parts[part].done
@@ -253,7 +254,7 @@ impl ClientCore {
                 let mut bits = self.bits(&blocks);
                 let of_plan = |outgoing: &&mut Outgoing| outgoing.plan == plan && outgoing.open.is_none();
                 let Some(outgoing) = self.outgoing.as_mut().filter(of_plan) else { return };
-                // Somebody else may have begun another plan of that number there.
+                // Another coordinator may have begun a plan with that number there.
                 bits.intersect_with(&outgoing.blocks);
                 let sending = &mut outgoing.parts[part];
                 sending.done = bits.is_clear();
@@ -266,7 +267,7 @@ impl ClientCore {
             Message::Refused(Refusal::NoVersion { wanted, newest }) => {
                 let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == wanted) else { return };
                 if newest > wanted && newest.0 <= MAX_NUMBER {
-                    // What one shard shows is decided, though the coordinator may not have said so here yet.
+                    // A version that one shard shows is decided, even if the coordinator has not said so here yet.
                     self.state.version = self.state.version.max(newest);
                     self.pull = None;
                     self.start_pull(now, actions);
@@ -281,7 +282,7 @@ impl ClientCore {
 
     // -- time
 
-    /// When [`Self::tick`] has something to do at the latest.
+    /// The latest moment for the next [`Self::tick`].
     pub fn next_deadline(&self) -> Option<Now> {
         let requests = self.requests.values().flat_map(|request| {
             let again = request.sent.filter(|_| self.coordinator_up).map(|sent| sent + PATIENCE);
@@ -296,7 +297,7 @@ impl ClientCore {
         requests.chain(waits).chain(sending).chain(pulling).min()
     }
 
-    /// Time passes: deadlines, and what has to be said again.
+    /// Time passes. The client handles deadlines and repeats messages.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.tick_requests(now, actions);
         for part in 0..self.shards.len() {
@@ -311,7 +312,7 @@ impl ClientCore {
             if !sending.done && sending.moved + PATIENCE <= now {
                 sending.moved = now;
                 sending.struggles = true;
-                // Only what has all been sent can be missing.
+                // Only a block that was sent can be missing.
                 if sending.todo.is_clear() {
                     actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
                 } else {

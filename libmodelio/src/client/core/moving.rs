@@ -1,4 +1,4 @@
-//! Another block map: the model's blocks have new owners, and perhaps a new coordinator.
+//! A change of the block map: the model's blocks have new owners, and perhaps a new coordinator.
 
 use fixedbitset::FixedBitSet;
 
@@ -6,12 +6,12 @@ use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::ShardId;
 
-/// The shards of a map in the order of [`super::Part`]s, and which blocks each owns.
+/// The shards of a map in the order of their [`super::Part`]s, and the blocks of each.
 pub(super) fn parts(map: &BlockMap) -> (Vec<ShardId>, Vec<FixedBitSet>) {
     let shards: Vec<ShardId> = map.shares().into_keys().collect();
     let mut owned = vec![FixedBitSet::with_capacity(map.blocks() as usize); shards.len()];
     for (block, owner) in map.owners().iter().enumerate() {
-        // All owners are among the shards.
+        // Every owner is in the list of shards.
         if let Ok(part) = shards.binary_search(owner) {
             owned[part].insert(block);
         }
@@ -20,14 +20,14 @@ pub(super) fn parts(map: &BlockMap) -> (Vec<ShardId>, Vec<FixedBitSet>) {
 }
 
 impl ClientCore {
-    /// The model has moved: `map` is in force from now on, and parts are numbered by it. What was said under the one
-    /// before is void at the shards, so the plan being sent ends here (what of it does not count yet is granted
-    /// anew, by another plan), and a version that was being pulled is pulled from its beginning, once nothing of it
-    /// is landing any more. What the job knows stays: learners, requests without an answer, payload that may be
-    /// asked for, versions and their numbers. Nobody is connected: [`Self::coordinator_up`] and [`Self::shard_up`]
-    /// follow.
+    /// Puts `map` in force after a move. It numbers the parts from now on.
     ///
-    /// False, and nothing has changed, if the map is not newer, or of another model.
+    /// Shards have forgotten all that was sent under the old map. So the plan under way ends here, and the
+    /// coordinator grants its contributions again in another plan. A pull begins again once no connection is
+    /// receiving for it. The client keeps its learners, unanswered requests, held payload and versions with their
+    /// numbers. It is connected to no shard: [`Self::coordinator_up`] and [`Self::shard_up`] follow.
+    ///
+    /// Returns false, and changes nothing, if the map is not newer or is another model's.
     pub fn moved(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) -> bool {
         if map.epoch() <= self.epoch || map.blocks() as usize != self.blocks {
             return false;
@@ -36,10 +36,10 @@ impl ClientCore {
         true
     }
 
-    /// As [`Self::moved`], for a map that takes the place of one that never was in force: it may be older. What whoever
-    /// coordinates by that one has said of the job counts no more.
+    /// Like [`Self::moved`], in place of a map that never was in force. So `map` may have an older epoch. States from
+    /// a coordinator under the wrong map no longer count.
     ///
-    /// False, and nothing has changed, if the map is of another model.
+    /// Returns false, and changes nothing, if the map is another model's.
     pub fn corrected(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) -> bool {
         if map.blocks() as usize != self.blocks {
             return false;

@@ -1,4 +1,4 @@
-//! Which blocks of a version are missing, asked for and landing.
+//! The blocks of a version that are missing, asked for and being received.
 
 use std::ops::Range;
 
@@ -9,17 +9,17 @@ use super::{Action, ClientCore, Now, Part};
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::wire::Message;
 
-/// Blocks that one pull request asks for.
+/// The number of blocks in one pull request.
 pub const PULL_BLOCKS: usize = 4;
 
-/// How a version comes as a whole.
+/// Whether a version comes as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whole {
-    /// It is to be asked for.
+    /// The caller must ask for this version.
     Ask(Version),
-    /// Another connection asks for it, or it was asked for.
+    /// Another connection asks for it, or has done so.
     Awaited,
-    /// It does not: it comes in blocks.
+    /// It comes in blocks.
     Not,
 }
 
@@ -33,19 +33,19 @@ pub(super) struct Pull {
 #[derive(Debug)]
 pub(super) struct Receiving {
     pub(super) missing: FixedBitSet,
-    /// Of them, those that were asked for.
+    /// The missing blocks that were asked for.
     pub(super) asked: FixedBitSet,
-    /// Those that are landing at this moment.
+    /// The missing blocks that a connection is receiving.
     pub(super) reserved: FixedBitSet,
     pub(super) moved: Now,
-    /// The shard does not have the version yet: not before this.
+    /// When to ask again. The shard did not have the version yet.
     pub(super) retry: Option<Now>,
-    /// Something of it was lost, or did not get on.
+    /// A block was lost, or the pull does not progress.
     pub(super) struggles: bool,
 }
 
 impl ClientCore {
-    /// Begins to pull the newest version if that is not the one that is shown, or being pulled.
+    /// Begins to pull the newest version, unless it is shown or being pulled.
     pub(super) fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
         let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
         if self.pull.is_some()
@@ -70,7 +70,7 @@ impl ClientCore {
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
-    /// Whether somebody needs a newer version than the one that is shown.
+    /// Whether a request needs a newer version than the one that is shown.
     pub(super) fn is_wanted(&self) -> bool {
         let newer = |wait: &Wait| match wait.awaits {
             Awaits::Version(version) => version > self.version(),
@@ -97,7 +97,7 @@ impl ClientCore {
         let count = PULL_BLOCKS.min(window - under_way);
         let asked: Vec<usize> = receiving.missing.difference(&receiving.asked).take(count).collect();
         let (&first, &last) = (asked.first()?, asked.last()?);
-        // Those of the range that have come already would come again.
+        // A range over blocks that have come would bring those again.
         let gap = |pair: &[usize]| {
             let between = &self.owned[part];
             (pair[0] + 1..pair[1]).any(|block| between.contains(block))
@@ -108,8 +108,8 @@ impl ClientCore {
         Some(Message::Pull { version: pull.version, blocks: first as u32..last as u32 + 1 })
     }
 
-    /// Whether the version that is pulled comes as a whole, from a shard that has all blocks of the model. Whoever `asks`
-    /// for it does so where the answer is [`Whole::Ask`].
+    /// Whether the pulled version comes as a whole, from a shard that has all blocks of the model. A caller that
+    /// `asks` must send the request if the answer is [`Whole::Ask`].
     pub fn pull_whole(&mut self, asks: bool, now: Now) -> Whole {
         let (1, Some(pull), 0) = (self.owned.len(), &mut self.pull, self.reserved) else { return Whole::Not };
         let receiving = &mut pull.parts[0];
@@ -124,13 +124,14 @@ impl ClientCore {
         Whole::Ask(pull.version)
     }
 
-    /// How many blocks a request asks a shard for.
+    /// The number of blocks that a request asks a shard for.
     pub fn asked_in(&self, part: Part, blocks: &Range<u32>) -> usize {
         self.owned[part].count_ones(blocks.start as usize..blocks.end as usize)
     }
 
-    /// A block of a version comes: true if it is wanted, and then [`Self::release`] must follow. One that is landing
-    /// is not wanted again: if the second one broke off, it would have overwritten part of the first.
+    /// Reserves a block of a version for a connection. True if the block is wanted; then [`Self::end_reservation`]
+    /// must follow. A reserved block is not wanted a second time: a broken second copy would overwrite part of the
+    /// first.
     pub fn reserve(&mut self, version: Version, block: BlockId) -> bool {
         let part = self.owned.iter().position(|owned| owned.contains(block.index()));
         let (Some(part), Some(pull)) = (part, &mut self.pull) else { return false };
@@ -153,7 +154,7 @@ impl ClientCore {
         }
     }
 
-    /// A block is in the buffer, or (not `whole`) was lost on the way.
+    /// Ends a block's reservation. The block is in the buffer, or it was lost on its way (not `whole`).
     pub fn end_reservation(
         &mut self,
         version: Version,
@@ -181,7 +182,7 @@ impl ClientCore {
                 actions.push(Action::Pulled(version));
                 return;
             }
-            // Who brought the block asks for more by itself.
+            // The connection that brought the block asks for more by itself.
             if receiving.asked.is_clear() {
                 actions.push(Action::Wake(part));
             }
@@ -189,7 +190,7 @@ impl ClientCore {
         self.start_pull(now, actions);
     }
 
-    /// The version that is being pulled is here as a whole, and nothing has to come. False if it is not wanted.
+    /// The pulled version is complete here without any transfer. False if it is not wanted.
     pub fn is_here(&mut self, version: Version, actions: &mut Vec<Action>) -> bool {
         let wanted = self.reserved == 0 && self.pull.take_if(|pull| pull.version == version).is_some();
         if wanted {
@@ -199,7 +200,7 @@ impl ClientCore {
         wanted
     }
 
-    /// The version is shown from now on.
+    /// The client shows this version from now on.
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
         self.shown = self.shown.max(Some(version));
         self.whole = false;

@@ -1,4 +1,4 @@
-//! What is sent for the plan under way.
+//! The blocks that the client sends for the plan under way.
 
 use fixedbitset::FixedBitSet;
 
@@ -7,44 +7,44 @@ use super::{Action, ClientCore, Now, PATIENCE, Part};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
-/// What is being sent for a plan.
+/// The plan under way, and what was sent for it.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) plan: PlanId,
     pub(super) payload: Granted,
     pub(super) blocks: FixedBitSet,
     pub(super) parts: Vec<Sending>,
-    /// The plan is provisional: this learner still writes this step. No part is done.
+    /// For a provisional plan, the learner and step that are still being written. No part is done before that ends.
     pub(super) open: Option<(LearnerId, Step)>,
     /// Blocks that were sent, perhaps in vain.
     pub(super) sent: FixedBitSet,
 }
 
-/// What is to be done with a block that its learner has just written.
+/// What the client does with a block that a learner has just written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
     /// Reduce it for this plan. It counts as sent: [`ClientCore::sent_own`] or [`ClientCore::not_sent`] must follow.
     Send(PlanId),
-    /// It is the first: tell the coordinator, which may begin a plan, and ask again.
+    /// It is the contribution's first whole block. Tell the coordinator, which may begin a plan, and ask again.
     Announce,
-    /// Stage it: it is sent when it is committed.
+    /// Stage it. It is sent after its commit.
     Stage,
 }
 
 #[derive(Debug)]
 pub(super) struct Sending {
-    /// Blocks that are to be sent.
+    /// Blocks that must be sent.
     pub(super) todo: FixedBitSet,
-    /// From here on, round the end once.
+    /// Where to begin. The search goes round the end once.
     pub(super) at: usize,
     pub(super) round: bool,
     /// There is something to send.
     pub(super) any: bool,
     /// The shard has all of it.
     pub(super) done: bool,
-    /// When something was last sent or asked.
+    /// When a block or a question was last sent.
     pub(super) moved: Now,
-    /// Something of it was lost, or did not get on.
+    /// A block was lost, or the push does not progress.
     pub(super) struggles: bool,
 }
 
@@ -63,11 +63,11 @@ impl ClientCore {
                 false => self.recheck(plan, now, actions),
             };
         }
-        // The coordinator has not heard that the contribution was dropped.
+        // The coordinator does not know yet that the contribution was dropped.
         if self.given_up == Some(plan) && matches!(payload, Granted::Contributions { open: Some(_), .. }) {
             return;
         }
-        // The coordinator has one plan at a time.
+        // The coordinator runs one plan at a time.
         self.plan_over(PlanId(plan.0 - 1), actions);
         let open = match &payload {
             Granted::Contributions { of, open: Some(learner), .. } => {
@@ -79,7 +79,7 @@ impl ClientCore {
             Ok(blocks) => blocks,
             Err(learner) => return self.notify(Message::SourceGone { plan, learner }, actions),
         };
-        // What is added in order is sent in order, by all: who is ahead would only wait.
+        // In a deterministic job all clients send in the order of addition: a client that is ahead would only wait.
         let first = if self.state.controls.deterministic { 0 } else { self.first };
         let parts = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
@@ -97,10 +97,10 @@ impl ClientCore {
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
-    /// Which blocks are to be sent: with an `open` contribution, those that are whole in it by now.
+    /// The blocks to send. Of an `open` contribution these are the blocks that are whole by now.
     ///
     /// # Errors
-    /// Of whom something is not here any more; nobody, if it is new weights.
+    /// The learner whose payload is gone. `None` for new weights.
     fn granted_blocks(
         &self,
         plan: PlanId,
@@ -117,7 +117,7 @@ impl ClientCore {
                     }
                     blocks.union_with(&held.blocks);
                 }
-                // If a commit was sent that the coordinator does not know of, another contribution may take its place.
+                // If the coordinator does not know of a commit, another contribution may take its place.
                 if let Some(key) = open.filter(|key| !self.held.contains_key(key)) {
                     let ahead = self.learners.get(&key.0).and_then(|known| known.ahead(key.1));
                     let nothing = || FixedBitSet::with_capacity(self.blocks);
@@ -131,14 +131,14 @@ impl ClientCore {
         Ok(blocks)
     }
 
-    /// Blocks of a contribution that can be sent: those that are whole while it is written, all of them afterwards.
+    /// The blocks of a contribution that can be sent: the whole ones while it is written, all of them afterwards.
     fn whole(&self, (learner, step): (LearnerId, Step)) -> Option<&FixedBitSet> {
         let ahead = self.learners.get(&learner).and_then(|known| known.ahead(step));
         self.held.get(&(learner, step)).map(|held| &held.blocks).or(ahead.map(|ahead| &ahead.whole))
     }
 
-    /// A block of the contribution that `learner` writes is whole, and lies where it can be sent from until
-    /// [`Action::Release`]. False, and nothing is done, for a learner that is gone, or a step whose commit was sent.
+    /// A block of the contribution that `learner` writes is whole. It lies where it can be sent from until
+    /// [`Action::Release`]. Returns false, and does nothing, if the learner is gone or the step's commit was sent.
     pub fn offered(
         &mut self,
         learner: LearnerId,
@@ -169,7 +169,7 @@ impl ClientCore {
         true
     }
 
-    /// A block that was taken of a contribution: whether it can be reduced at once, from where it is.
+    /// Whether a block that was taken can be reduced at once, from where it is.
     pub fn next_own(&mut self, learner: LearnerId, step: Step, block: BlockId) -> Own {
         let is_held = self.held.contains_key(&(learner, step));
         let open = self.learners.get_mut(&learner).and_then(|known| known.open.as_mut());
@@ -190,7 +190,8 @@ impl ClientCore {
         }
     }
 
-    /// That block is part of the plan, and nowhere else. False if its learner is gone, and with it the contribution.
+    /// The block is part of the plan, and exists nowhere else. False if its learner, and with it the contribution, is
+    /// gone.
     pub fn sent_own(&mut self, learner: LearnerId, step: Step, plan: PlanId, block: BlockId) -> bool {
         let Some(known) = self.learners.get_mut(&learner) else { return false };
         if let Some(open) = known.open.as_mut().filter(|open| open.step == step) {
@@ -203,11 +204,11 @@ impl ClientCore {
         true
     }
 
-    /// A block that was taken to be sent was not.
+    /// A block that was taken for sending was not sent.
     pub fn not_sent(&mut self, plan: PlanId, block: BlockId) {
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
         outgoing.sent.set(block.index(), false);
-        // Of an open contribution it is sent when it is committed.
+        // A block of an open contribution is sent after its commit.
         if outgoing.open.is_none()
             && let Some(part) = self.owned.iter().position(|owned| owned.contains(block.index()))
         {
@@ -217,12 +218,12 @@ impl ClientCore {
         }
     }
 
-    /// How many blocks there are to send to a shard.
+    /// The number of blocks left to send to a shard.
     pub fn left_to_push(&self, part: Part) -> usize {
         self.outgoing.as_ref().map_or(0, |outgoing| outgoing.parts[part].todo.count_ones(..))
     }
 
-    /// All is known of the provisional plan that is being sent.
+    /// The provisional plan under way is sealed: its contributions are complete.
     fn sealed(&mut self, plan: PlanId, payload: Granted, now: Now, actions: &mut Vec<Action>) {
         let blocks = match self.granted_blocks(plan, &payload, None) {
             Ok(blocks) => blocks,
@@ -243,8 +244,7 @@ impl ClientCore {
         (outgoing.payload, outgoing.blocks, outgoing.open) = (payload, blocks, None);
     }
 
-    /// The coordinator still waits for the plan that is being sent. A shard that has had all of it may have begun it
-    /// again.
+    /// The coordinator still waits for the plan under way. A shard that had all of it may have begun it again.
     fn recheck(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
         for (part, sending) in outgoing.parts.iter_mut().enumerate() {
@@ -266,20 +266,19 @@ impl ClientCore {
         }
     }
 
-    /// Whether something on its way to or from a shard was lost, or did not get on: then whatever connection there is
-    /// is used.
+    /// Whether something on its way to or from a shard was lost, or does not progress. Then all working connections
+    /// are used.
     pub fn struggles(&self, part: Part) -> bool {
         self.outgoing.as_ref().is_some_and(|outgoing| outgoing.parts[part].struggles)
             || self.pull.as_ref().is_some_and(|pull| pull.parts[part].struggles)
     }
 
-    /// What the plan under way is made of.
+    /// The plan under way, and what it is made of.
     pub fn outgoing(&self) -> Option<(PlanId, &Granted)> {
         self.outgoing.as_ref().map(|outgoing| (outgoing.plan, &outgoing.payload))
     }
 
-    /// Which of the plan's contributions hold `block`, in the order in which they are to be added; all of them for
-    /// new weights.
+    /// Whether the contribution to `step` holds `block`. True for all blocks of new weights.
     pub fn holds(&self, learner: LearnerId, step: Step, block: BlockId) -> bool {
         self.whole((learner, step)).is_some_and(|whole| whole.contains(block.index()))
     }
@@ -288,7 +287,7 @@ impl ClientCore {
     pub fn next_push(&mut self, part: Part, now: Now) -> Option<(PlanId, BlockId)> {
         let outgoing = self.outgoing.as_mut()?;
         let sending = &mut outgoing.parts[part];
-        // The rest of the set begins at `at`: a step costs a step.
+        // The search continues at `at`, so that a whole round costs one pass over the set.
         let block = loop {
             if let Some(block) = (sending.at..sending.todo.len()).find(|&block| sending.todo.contains(block))
             {
@@ -307,7 +306,7 @@ impl ClientCore {
         Some((outgoing.plan, BlockId(block as u32)))
     }
 
-    /// The plan's sum holds NaN or Inf of `learner`, which is to be refused: tells the coordinator.
+    /// A contribution of `learner` holds NaN or Inf, and the job refuses those. The coordinator must know.
     pub fn non_finite(
         &mut self,
         plan: PlanId,

@@ -1,4 +1,5 @@
-//! What is asked of the coordinator: sent when it is connected, again when it is silent, answered once.
+//! Requests to the coordinator. A request is sent when the coordinator is connected, repeated while there is no
+//! answer, and answered once.
 
 use super::held::Held;
 use super::learners::{Early, Learner};
@@ -19,7 +20,7 @@ pub(super) struct Request {
 }
 
 impl Request {
-    /// Sends it, perhaps again: then there is less time left for it.
+    /// Sends the request, perhaps again, with the time that is left for it.
     pub(super) fn send(&mut self, id: u64, now: Now) -> Action {
         let gone = self.sent.map_or(now.saturating_sub(self.made), |sent| now.saturating_sub(sent));
         if let Message::Commit { timeout_ms, .. } | Message::Assign { timeout_ms, .. } = &mut self.message {
@@ -31,8 +32,8 @@ impl Request {
 }
 
 impl ClientCore {
-    /// Sends a request; it is answered once, before `deadline`. The payload of a commit or of new weights
-    /// stays where it is until [`Action::Release`] or [`Action::ReleaseWeights`], which may be later than the answer.
+    /// Sends a request, which is answered once and before `deadline`. The payload of a commit or of new weights stays
+    /// where it is until [`Action::Release`] or [`Action::ReleaseWeights`], perhaps beyond the answer.
     pub fn request(
         &mut self,
         token: Token,
@@ -62,7 +63,7 @@ impl ClientCore {
                     let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
                     return actions.push(Action::Answer(token, Err(refused)));
                 }
-                // What lies where it is written is now what is committed.
+                // The blocks that were sent before the commit are now part of it.
                 let ahead = ahead.and_then(Option::take);
                 let (sent_under, early) = ahead.map_or((None, None), |ahead| (ahead.sent_under, ahead.early));
                 let before = self.held.remove(&(*learner, *step));
@@ -87,26 +88,26 @@ impl ClientCore {
             actions.push(request.send(id, now));
         }
         self.requests.insert(id, request);
-        // A coordinator that is connected refuses the request itself. Without one, nobody else would.
+        // A connected coordinator refuses the request itself. Without one, nobody else would.
         if let Some(why) = self.lost().filter(|_| self.is_abandoned() || !self.coordinator_up) {
             self.answered(id, Message::Refused(why.into()), now, actions);
         }
     }
 
-    /// The process that coordinated the job is gone, and the job with it: `why` answers what waits, and what is asked
-    /// from now on. It is over if another block map takes the place of this one, or the coordinator is there after all.
+    /// The coordinator's process is gone, and the job with it. `why` answers all waiting and later requests. This
+    /// state ends when another block map takes effect, or when the coordinator is found after all.
     pub fn fail(&mut self, why: ShardError, now: Now, actions: &mut Vec<Action>) {
         let before = std::mem::replace(&mut self.state.phase, JobPhase::Failed);
         self.lost = Some((why.clone(), before));
         let is_lent = |request: &Request| matches!(request.message, Message::Commit { lent: true, .. });
         if self.requests.values().any(is_lent) {
-            // It is not the coordinator that says so.
+            // The coordinator has not decided this, so shards may still be reading.
             actions.push(Action::EndLoans);
         }
         for id in self.requests.keys().copied().collect::<Vec<_>>() {
             self.answered(id, Message::Refused(why.clone().into()), now, actions);
         }
-        // Nobody will ask for what earlier requests have left here.
+        // The payload of earlier requests will not be granted any more.
         self.outgoing.take_if(|outgoing| matches!(outgoing.payload, Granted::Weights(_)));
         self.release_weights(actions);
         for (learner, step) in self.held.keys().copied().collect::<Vec<_>>() {
@@ -117,27 +118,27 @@ impl ClientCore {
         actions.push(Action::State);
     }
 
-    /// Somebody coordinates the job.
+    /// The job has a coordinator.
     pub(super) fn found(&mut self) {
         if let Some((_, before)) = self.lost.take() {
             self.state.phase = before;
         }
     }
 
-    /// Whether nobody coordinates the job any more ([`Self::fail`]). It may have failed before that, as its coordinator
-    /// has said.
+    /// Whether the job has lost its coordinator ([`Self::fail`]). The coordinator may have reported a failed job
+    /// before that.
     pub fn is_abandoned(&self) -> bool {
         self.lost.is_some()
     }
 
-    /// Why requests fail from now on, if the job has lost a shard's blocks.
+    /// Why requests fail, if the job has lost a shard's blocks.
     pub fn lost(&self) -> Option<ShardError> {
         let failed = || ShardError::Lost("a shard does not have its blocks any more".into());
         let abandoned = self.lost.as_ref().map(|(why, _)| why.clone());
         abandoned.or_else(|| (self.state.phase == JobPhase::Failed).then(failed))
     }
 
-    /// Which numbers the requests have.
+    /// The numbers of the client's requests, for the coordinator.
     pub(super) fn numbers(&self) -> Action {
         Action::ToCoordinator(
             0,
@@ -145,18 +146,18 @@ impl ClientCore {
         )
     }
 
-    /// Sends what is not answered.
+    /// Sends a message that has no answer.
     pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
         if self.coordinator_up {
             actions.push(Action::ToCoordinator(0, message));
         }
     }
 
-    /// The connection to the coordinator is there: what is not answered is sent (again).
+    /// The coordinator's connection is open. All unanswered requests are sent (again).
     pub fn coordinator_up(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.coordinator_up = true;
         self.found();
-        // What was said over another connection, by whoever coordinated there, counts no longer than that.
+        // Numbers from an earlier connection, perhaps of another coordinator, no longer count.
         self.over = PlanId(0);
         self.is_anew = true;
         actions.push(self.numbers());
@@ -165,8 +166,8 @@ impl ClientCore {
         }
     }
 
-    /// It is gone. What was asked after the coordinator had said that the job has failed was not taken by anybody, and
-    /// nobody will say so. What was asked before that may have been taken, and waits.
+    /// The coordinator's connection has ended. Requests that were made after the coordinator had reported a failed
+    /// job were not taken, so they fail. Earlier requests may have been taken, and wait.
     pub fn coordinator_down(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.coordinator_up = false;
         let (Some(failed_at), Some(why)) = (self.failed_at, self.lost()) else { return };
@@ -186,7 +187,7 @@ impl ClientCore {
             Message::Grant { plan, payload } => self.granted(plan, payload, now, actions),
             Message::Over { plan } => self.plan_over(plan, actions),
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
-            // A coordinator sends nothing else unasked; what a later one may send means nothing here.
+            // A coordinator of this protocol sends nothing else unasked.
             _ => {}
         }
     }
@@ -208,7 +209,7 @@ impl ClientCore {
                     joined_at: self.state.version,
                     attached: Attached::No,
                 };
-                // The next state names it: until then the job is shown with it, too.
+                // Until the next state includes the learner, the client adds it to the state it has.
                 if self.state.learners.iter().all(|known| known.learner != *learner) {
                     self.state.learners.push(new.clone());
                 }
@@ -217,7 +218,7 @@ impl ClientCore {
                 self.next_is(*learner, id, Some(Step(1)));
             }
             (Message::Open { learner }, Ok(Message::Opened { step, staging_lent })) => {
-                // While the step before may still be taken back, so may this number.
+                // While the step before can still be taken back, this step's number is not final.
                 let next = (!staging_lent).then_some(*step);
                 if !self.is_committing(*learner, *step)
                     && self.next_is(*learner, id, next)
@@ -228,7 +229,7 @@ impl ClientCore {
                 if !staging_lent {
                     self.release_older(*learner, *step, actions);
                 }
-                // If this one was committed before, that was in vain.
+                // An earlier commit of this step was in vain.
                 self.release_refused(id, (*learner, *step), actions);
             }
             (Message::Commit { learner, step, lent, .. }, Ok(_)) => {
@@ -237,24 +238,25 @@ impl ClientCore {
                     self.release(*learner, *step, actions);
                 }
             }
-            // Taken or not, that is not said: it may yet be asked for.
+            // The outcome is open: the coordinator may still grant it.
             (Message::Commit { learner, lent: false, .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {
                 self.next_is(*learner, id, None);
             }
-            // The same commit was sent again, and that will be answered.
+            // The same commit was sent again, and has its own answer.
             (Message::Commit { learner, step, .. }, Err(_)) if self.is_committing(*learner, *step) => {}
             (Message::Commit { learner, step, .. }, Err(_)) => {
                 self.next_is(*learner, id, None);
                 self.release_refused(id, (*learner, *step), actions);
             }
-            // The next state shows it.
+            // The next state shows the setting.
             (Message::SetControl { name, value }, Ok(_)) => {
                 if let Ok(controls) = self.state.controls.with(name, value.trim()) {
                     self.state.controls = controls;
                 }
             }
             (Message::Leave { learner, reason }, Ok(_)) => self.learner_left(*learner, *reason, now, actions),
-            // The core's own: while the coordinator names a learner that nobody uses, it is asked again.
+            // This is the core's own request. It is repeated as long as the coordinator names a learner that nobody
+            // uses.
             (Message::Leave { learner, .. }, Err(_)) if request.token == Token::MAX => {
                 self.learners.remove(learner);
             }
@@ -266,7 +268,8 @@ impl ClientCore {
         self.answer_waits(now, actions);
     }
 
-    /// Programs have back what they have lent, whatever becomes of their commits: nobody waits for those any more.
+    /// Programs have their lent memory back, whatever becomes of their commits. Nobody waits for those commits any
+    /// more.
     pub fn end_loans(&mut self, actions: &mut Vec<Action>) {
         let lent = |request: &Request| match request.message {
             Message::Commit { learner, step, lent: true, .. } => Some((learner, step)),
@@ -278,14 +281,14 @@ impl ClientCore {
         }
     }
 
-    /// The coordinator has not said what becomes of this commit, and its program has the memory back: what was not read
-    /// of it yet never counts.
+    /// The coordinator has not decided about this commit, and its program has the memory back. Whatever was not read
+    /// yet never counts.
     fn end_loan(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         self.release(learner, step, actions);
         actions.push(Action::EndLoans);
     }
 
-    /// Deadlines, and requests that are sent again.
+    /// Handles deadlines, and repeats requests.
     pub(super) fn tick_requests(&mut self, now: Now, actions: &mut Vec<Action>) {
         let late: Vec<u64> =
             self.requests.iter().filter(|(_, request)| request.deadline <= now).map(|(&id, _)| id).collect();
@@ -300,7 +303,8 @@ impl ClientCore {
                             self.end_loan(learner, step, actions);
                         }
                     }
-                    // The core's own: while the coordinator names a learner that nobody uses, it is asked again.
+                    // This is the core's own request. It is repeated as long as the coordinator names a learner that
+                    // nobody uses.
                     Message::Leave { learner, .. } if request.token == Token::MAX => {
                         self.learners.remove(&learner);
                     }
@@ -315,7 +319,7 @@ impl ClientCore {
             let is_late = |request: &Request| request.sent.is_none_or(|sent| sent + PATIENCE <= now);
             let acked_through = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
             if acked_through > self.acked_through || self.requests.values().any(is_late) {
-                // Where requests have no effect, their numbers may have had none either.
+                // If requests have no effect, the coordinator may not know their numbers either.
                 self.acked_through = self.acked_through.max(acked_through);
                 actions.push(self.numbers());
             }

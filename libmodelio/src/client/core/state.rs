@@ -1,4 +1,4 @@
-//! The job as the coordinator tells it.
+//! The state of the job, from the coordinator.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ impl ClientCore {
         {
             return;
         }
-        // The first one over a connection counts, whatever was said over those before it.
+        // The first state over a connection counts, whatever an earlier connection brought.
         let is_anew = std::mem::take(&mut self.is_anew);
         if state.sequence <= self.state.sequence && !is_anew {
             return;
@@ -36,7 +36,7 @@ impl ClientCore {
         for (learner, known) in &mut self.learners {
             match named.get(learner) {
                 Some(new) => known.state = new.clone(),
-                // It has left, and word of that was lost.
+                // The learner has left, and the notice of it was lost.
                 None if state.sequence >= known.since => gone.push(*learner),
                 None => {}
             }
@@ -45,7 +45,7 @@ impl ClientCore {
             self.learner_left(learner, LeaveReason::LeaseExpired, now, actions);
         }
         for (&learner, known) in &self.learners {
-            // Word of it was lost, or was not there when this was said.
+            // The `Touch` was lost, or the coordinator did not know the learner yet.
             let attached = known.attached.filter(|attached| *attached != known.state.attached);
             if attached.is_some() && named.contains_key(&learner) && self.coordinator_up {
                 let touch = Message::Touch { learners: vec![learner], attached };
@@ -53,13 +53,13 @@ impl ClientCore {
             }
         }
         for state in &state.learners {
-            // All before a step that was taken is in versions.
+            // All steps before a taken one are part of versions.
             let needed = if state.unpublished { state.step } else { state.step.next() };
             self.release_older(state.learner, needed, actions);
         }
         let joining = self.requests.values().any(|request| matches!(request.message, Message::Join { .. }));
         if !joining {
-            // One whose join was given up here has joined after all: nobody would ever use it.
+            // A learner whose join was given up here has joined after all. Nobody would ever use it.
             let strays: Vec<LearnerId> =
                 named.keys().copied().filter(|learner| !self.learners.contains_key(learner)).collect();
             for learner in strays {

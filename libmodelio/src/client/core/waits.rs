@@ -1,16 +1,16 @@
-//! Who waits for a version, and until when.
+//! The requests that wait for a version, and their deadlines.
 
 use super::{Action, ClientCore, LastCommit, Now, Token};
 use crate::transport::ShardError;
 use crate::vocabulary::ids::{LearnerId, Version};
 use crate::vocabulary::phase::JobPhase;
 
-/// What has to be shown for a wait to be over.
+/// The condition that ends a wait.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Awaits {
-    /// The last commit of this learner.
+    /// The client shows the last commit of this learner.
     Step(LearnerId),
-    /// This version, or a newer one.
+    /// The client shows this version, or a newer one.
     Version(Version),
 }
 
@@ -22,7 +22,7 @@ pub(super) struct Wait {
 }
 
 impl ClientCore {
-    /// Answered when the client shows a version that holds the last commit of `learner`.
+    /// Waits until the client shows a version that holds the last commit of `learner`.
     pub fn await_step(
         &mut self,
         token: Token,
@@ -34,7 +34,7 @@ impl ClientCore {
         self.wait(Wait { token, awaits: Awaits::Step(learner), deadline }, now, actions);
     }
 
-    /// Answered when the client shows the newest version that it has been told of, or a newer one.
+    /// Waits until the client shows the newest version that the coordinator has announced, or a newer one.
     pub fn await_newest(&mut self, token: Token, deadline: Now, now: Now, actions: &mut Vec<Action>) {
         self.wait(Wait { token, awaits: Awaits::Version(self.state.version), deadline }, now, actions);
     }
@@ -75,7 +75,7 @@ impl ClientCore {
         self.waits.append(&mut waits);
     }
 
-    /// Why requests fail just now, if the job is stopped.
+    /// Why requests fail at the moment, if the job is stopped.
     pub fn stopped(&self) -> Option<ShardError> {
         let needed = self.state.controls.min_learners;
         (self.state.phase == JobPhase::Stopped)

@@ -1,4 +1,4 @@
-//! How a process comes to take part in a job.
+//! Connecting to a job.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
@@ -64,7 +64,7 @@ impl Job {
         let mut endpoint = None;
         #[cfg(feature = "rdma")]
         if transport == TransportChoice::Rdma {
-            // What must be is found out at once.
+            // If RDMA is required, a missing device is an error at once.
             let opened = crate::transport::rdma::Endpoint::open(&options.rdma);
             let opened = opened
                 .map_err(|error| ClientError::Transport { model: model.clone(), why: error.to_string() })?;
@@ -149,7 +149,7 @@ impl Job {
                     })
                     .collect();
                 if why.is_empty() {
-                    // Connections may come about again and again, only to be lost before it has come.
+                    // Connections may come and go without ever bringing a version.
                     why.push("no version came".to_owned());
                     let lost =
                         peers.iter().filter_map(|(address, peer)| Some((address, peer.lost.as_ref()?)));

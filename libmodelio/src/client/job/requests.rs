@@ -1,7 +1,7 @@
-//! What learners ask, and what becomes of it: joining, contributing, waiting, leaving; and settings.
+//! Requests of learners: joining, contributing, waiting, leaving; and settings.
 //!
-//! A block that a program has written whole is put into the learner's staging region, from which the client sends it when
-//! the coordinator says so, unless it can be reduced from where it is.
+//! A whole block is reduced from where it is if that is possible. Otherwise it is copied to the learner's staging
+//! region, and the client sends it from there when the coordinator grants it.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -17,11 +17,11 @@ use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::partly::MAX_PIECES;
 use crate::wire::{Message, Refusal};
 
-/// For requests that nobody waits for.
+/// The timeout of requests that nobody waits for.
 const BESIDE: Duration = Duration::from_secs(30);
 
 impl Job {
-    /// Asks the coordinator; `done` is called once, before `timeout` is over.
+    /// Sends a request to the coordinator. `done` is called once, before `timeout` is over.
     pub fn request(&self, message: Message, timeout: Duration, done: Answered) {
         match self.shared.refuse_if_ending() {
             Ok(()) => self.shared.request(message, timeout, done, |_| {}),
@@ -45,7 +45,8 @@ impl Job {
         self.request(Message::Leave { learner, reason }, timeout, plain(done));
     }
 
-    /// The first write of a contribution: which step it is. Where that is known here, it is answered before this returns.
+    /// Opens a contribution at its first write, and returns its step. If this client knows the step, `done` is called
+    /// before this returns.
     pub fn open(&self, learner: LearnerId, timeout: Duration, done: Done<Opening>) {
         let shared = &self.shared;
         match self.open_known(learner, timeout) {
@@ -64,10 +65,10 @@ impl Job {
         });
     }
 
-    /// As [`Self::open`], if the step is known here.
+    /// Like [`Self::open`], if this client knows the step.
     ///
     /// # Errors
-    /// [`ShardError`]; then nothing is opened.
+    /// [`ShardError`]. Then nothing is opened.
     pub fn open_known(&self, learner: LearnerId, timeout: Duration) -> Result<Option<Opening>, ShardError> {
         let shared = &self.shared;
         shared.refuse_if_ending()?;
@@ -139,9 +140,11 @@ impl Job {
         Ok(Placement::Deferred)
     }
 
-    /// The contribution is complete. It lies in its staging region, where it stays until the answer, and if that is a
-    /// timeout until the learner's next opening says that it is not lent. What is not lendable is lent until the answer and
-    /// no longer: if that is an error, nothing counts of which anything was read later.
+    /// Commits a contribution. Its payload stays in the staging region until the answer. If the answer is a timeout,
+    /// it stays until the learner's next opening reports that it is not lent.
+    ///
+    /// Memory that is not lendable is lent only until the answer. If the answer is an error, nothing counts that is
+    /// read of it later.
     pub fn commit(
         &self,
         learner: LearnerId,
@@ -156,7 +159,8 @@ impl Job {
             return done(Err(error));
         }
         let rejects = shared.inner.lock().rejects_nonfinite();
-        // What was never offered whole was looked at by nobody. What is mapped is judged when it is read.
+        // Blocks that were never offered whole have not been searched for NaN and Inf. Mapped blocks are searched
+        // when they are read.
         let unchecked = notice.unchecked.ones().filter(|_| notice.lendable && rejects);
         let mut unchecked = unchecked.map(|block| BlockId(block as u32));
         if let Some(bad) = unchecked.find(|block| !block::region_is_finite(layout, *block, &notice.staging)) {
@@ -186,8 +190,8 @@ impl Job {
         self.send_beside(learner, Message::Abort { learner })
     }
 
-    /// Whoever waits for the learner's commit does so no longer: as if its deadline had come. A commit that was taken, or
-    /// is being, is answered as ever.
+    /// Ends the wait for the learner's commit, as if its deadline had passed. A commit that is taken, or is being
+    /// taken, is answered as usual.
     ///
     /// # Errors
     /// When there is no such learner.
@@ -204,12 +208,12 @@ impl Job {
         Ok(())
     }
 
-    /// As [`Self::withdraw`], for an [`Self::assign`] of this buffer.
+    /// Like [`Self::withdraw`], for an [`Self::assign`] of this buffer.
     pub fn withdraw_assign(&self, buffer: RegionKey) {
         self.ask_beside(Message::WithdrawAssign { token: buffer.0 });
     }
 
-    /// Asks the coordinator for what nobody waits for.
+    /// Sends a request whose answer nobody waits for.
     fn ask_beside(&self, message: Message) {
         let what = message.name();
         let done = move |result| {
@@ -220,7 +224,7 @@ impl Job {
         self.request(message, BESIDE, Box::new(done));
     }
 
-    /// `done` is called when a version that holds the last commit of `learner` is here, or `timeout` is over.
+    /// Calls `done` when a version with the last commit of `learner` is here, or `timeout` is over.
     pub fn await_step(&self, learner: LearnerId, timeout: Duration, done: Done<Version>) {
         if let Err(error) = self.shared.refuse_if_ending() {
             return done(Err(error));
@@ -230,13 +234,13 @@ impl Job {
         });
     }
 
-    /// `done` is called when the newest version that the coordinator has told of, or a newer one, is here, or `timeout`
+    /// Calls `done` when the newest version that the coordinator has announced, or a newer one, is here, or `timeout`
     /// is over.
     pub fn await_newest(&self, timeout: Duration, done: Done<Version>) {
         self.shared.await_newest(timeout, done);
     }
 
-    /// Sign of life from `learner`. `attached` says whether a process uses it, where that is known anew.
+    /// A sign of life of `learner`. `attached` says whether a process uses it, if that has changed.
     pub fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
         if let (Some(Attached::Yes), Some(local)) = (attached, &self.shared.local) {
             local.shard.warm_up();
@@ -247,10 +251,10 @@ impl Job {
         self.shared.act(inner, actions);
     }
 
-    /// Changes one setting for the whole job; it takes effect at the next version. `done` is called before `timeout` is
-    /// over, and [`Self::controls`] shows the new value by the time it is called with success.
+    /// Changes one setting of the whole job. It takes effect at the next version. `done` is called before `timeout`
+    /// is over. If it is called with success, [`Self::controls`] shows the new value.
     pub fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {
-        // What is wrong by itself is said at once.
+        // A value that is wrong by itself is refused at once.
         if let Err(error) = self.controls().with(name, value)
             && !matches!(error, ControlError::Conflict(_))
         {
@@ -268,10 +272,10 @@ impl Job {
     }
 }
 
-/// Asks for something, and waits for the answer, for at most `timeout` and a second.
+/// Starts a request, and waits for its answer, for at most `timeout` and a second.
 ///
 /// # Errors
-/// The answer's, or [`ShardError::TimedOut`].
+/// The answer's error, or [`ShardError::TimedOut`].
 pub fn wait_for<T: Send + 'static>(timeout: Duration, ask: impl FnOnce(Done<T>)) -> Result<T, ShardError> {
     let (sender, receiver) = std::sync::mpsc::sync_channel(1);
     ask(Box::new(move |result| {

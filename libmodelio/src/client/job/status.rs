@@ -1,4 +1,4 @@
-//! What a job is doing, for whoever shows it.
+//! The status of a job.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -14,59 +14,59 @@ use crate::vocabulary::members::{MemberView, WaitedFor};
 use crate::vocabulary::phase::{AWAY, JobPhase};
 use crate::wire::{JobState, LearnerState};
 
-/// One of the shards that a model is striped over.
+/// One of the model's shards.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardView {
     /// Its number in the model's block map.
     pub shard: ShardId,
-    /// Its host and port; `None` where it is part of this process.
+    /// Its host and port. `None` if it is in this process.
     pub address: Option<String>,
-    /// Which way bytes go to it and come from it.
+    /// The transport of its blocks.
     pub transport: TransportKind,
-    /// Blocks of the model that it owns.
+    /// The number of blocks that it owns.
     pub blocks: u32,
-    /// Why that is not shared memory, though the shard is on this host.
+    /// Why the transport is not shared memory, though the shard is on this host.
     pub no_memory: Option<String>,
-    /// Why that is not RDMA, though the shard takes such connections, or though it must be.
+    /// Why the transport is not RDMA, though the shard offers it, or though the options require it.
     pub no_rdma: Option<String>,
     /// Why a connection to it was last lost, or did not come about.
     pub lost: Option<String>,
     /// Whether there is a connection to it now.
     pub connected: bool,
-    /// For how long it has not been reached, by this process or by the coordinator, if that is long.
+    /// How long this process or the coordinator has been unable to reach it, if that is long.
     pub away: Option<Duration>,
 }
 
-/// What a job has done since its start.
+/// The status of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobStatus {
-    /// What it is doing.
+    /// The phase of the job.
     pub state: JobPhase,
-    /// Learners that others have been waiting for, and for how long, if that is long.
+    /// The learners that others have been waiting for, and for how long, if that is long.
     pub late: Option<(WaitedFor, Duration)>,
     /// The newest version.
     pub version: Version,
-    /// Learners in the job, those of other mounts included.
+    /// The learners in the job, on all mounts.
     pub members: Vec<MemberView>,
-    /// Of them, those whose contribution to the coming version is in.
+    /// The number of learners whose contribution to the coming version is in.
     pub committed: usize,
-    /// Contributions that are part of a version.
+    /// The number of contributions that are part of a version.
     pub contributions: u64,
-    /// Blocks reduced straight from the buffer that they came in.
+    /// The number of blocks that were reduced on arrival.
     pub blocks_on_arrival: u64,
-    /// Version buffers in this process, and the free ones of them.
+    /// The number of version buffers in this process, and of free ones.
     pub buffers: (usize, usize),
-    /// Versions in this process's memory.
+    /// The versions in this process's memory.
     pub versions: Vec<Version>,
-    /// Where the model's blocks are, by number of the shard; at least one.
+    /// The model's shards, in the order of their numbers. There is at least one.
     pub shards: Vec<ShardView>,
 }
 
 impl Job {
-    /// What it is doing.
+    /// The status at this moment.
     pub fn status(&self) -> JobStatus {
         let state = self.state();
-        // Whoever answers for these may be in this process, and is asked without a lock.
+        // The coordinator may be in this process, and is asked without a lock.
         let silences: Vec<Duration> =
             state.learners.iter().map(|learner| self.silence(learner.learner)).collect();
         let (buffers, shards) = (self.buffers(), self.shards());
@@ -112,7 +112,7 @@ impl Job {
         }
     }
 
-    /// The job at this moment, where its coordinator is in this process; as it last told, elsewhere.
+    /// The state of the job: of this moment if the coordinator is in this process, else as last received.
     pub fn state(&self) -> JobState {
         match &self.shared.local {
             Some(local) => local.shard.state(),
@@ -120,7 +120,7 @@ impl Job {
         }
     }
 
-    /// What carries all blocks: TCP where it is the way to one shard at least, RDMA where that is.
+    /// The transport of the job: TCP if one of the shards is reached by it, else RDMA if one is.
     pub fn kind(&self) -> TransportKind {
         let shards = self.shards();
         let any = |kind| shards.iter().any(|shard| shard.transport == kind);
@@ -128,7 +128,7 @@ impl Job {
         kinds.into_iter().find(|kind| any(*kind)).unwrap_or(TransportKind::SharedMemory)
     }
 
-    /// The shards that the model is striped over, in the order of the block map's owners.
+    /// The model's shards, in the order of the block map's owners.
     pub fn shards(&self) -> Vec<ShardView> {
         let inner = self.shared.inner.lock();
         if self.shared.local.is_some() {
@@ -151,7 +151,7 @@ impl Job {
                 [Some(peer), coordinator].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
             let gone = gone.map(|since| since.elapsed()).filter(|gone| *gone >= AWAY);
             let silent = inner.late.shards.get(&place.record.shard).map(Instant::elapsed);
-            // What must not go another way does not.
+            // A required path has no substitute.
             let must = self.shared.options.transport;
             let no = |fast: FastPath| {
                 let barred = place.barred.clone().filter(|_| must == fast.alone());

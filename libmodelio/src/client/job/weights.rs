@@ -1,4 +1,5 @@
-//! Whole new weights: a buffer is handed out, written, completed with what the newest version holds, and published.
+//! Whole new weights. The job hands out a buffer, a program writes it, the gaps are filled from the newest version,
+//! and the buffer is published.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -18,7 +19,7 @@ use crate::vocabulary::ids::{BlockId, Version};
 use crate::wire::{Message, Refusal};
 
 impl Job {
-    /// Whether `weights` may be written now. It is looked at again when they are published.
+    /// Checks that new weights may be written. Publishing them checks it again.
     ///
     /// # Errors
     /// [`ShardError::NotAllowed`].
@@ -53,8 +54,8 @@ impl Job {
         Ok(buffer)
     }
 
-    /// Looks for NaN and Inf in the `written` ranges of new weights, if they are to be refused. `buffer` is of the
-    /// model's size, the ranges are sorted and disjoint.
+    /// Searches the `written` ranges of new weights for NaN and Inf, if the job refuses those. `buffer` is of the
+    /// model's size. The ranges are sorted and disjoint.
     ///
     /// # Errors
     /// [`ShardError::NonFinite`].
@@ -68,9 +69,9 @@ impl Job {
         }
     }
 
-    /// Publishes `buffer` as the next version; bytes outside `written`, which is sorted and disjoint, keep their value. The
-    /// buffer is assigned once, whatever the outcome. Done when the version is shown here, too: whoever has written it
-    /// reads it.
+    /// Publishes `buffer` as the next version. Bytes outside `written`, which is sorted and disjoint, keep their
+    /// value. A buffer is assigned once, whatever the outcome. `done` is called when this client shows the version,
+    /// so the writer can read it.
     pub fn assign(&self, buffer: Region, written: &[Range<u64>], timeout: Duration, done: Done<()>) {
         if let Err(error) = self.shared.refuse_if_ending() {
             return done(Err(error));
@@ -105,7 +106,7 @@ impl Job {
                 match (result, this.upgrade()) {
                     (Err(refusal), _) => done(Err(shard_error(refusal))),
                     (Ok(_), None) => done(Ok(())),
-                    // It counts, even if it cannot be shown in time.
+                    // The version counts, even if this client cannot show it in time.
                     (Ok(_), Some(shared)) => {
                         shared.await_newest(left(), Box::new(move |_| done(Ok(()))));
                     }
@@ -116,7 +117,7 @@ impl Job {
         self.shared.await_newest(timeout, Box::new(newest_is_here));
     }
 
-    /// Whether `buffer` was handed out for new weights and comes back for the first time.
+    /// Takes back `buffer`. True if it was handed out for new weights and not returned yet.
     fn claim(&self, buffer: &Region) -> bool {
         let is_it = |memory: &Weak<Mapping>| memory.as_ptr() == Arc::as_ptr(buffer.memory());
         let mut lent = self.lent.lock();
@@ -129,8 +130,8 @@ impl Job {
 }
 
 impl Shared {
-    /// Publishes the whole blocks of `buffer` as the next version. A write that has timed out may have been taken: while
-    /// a plan sends it, it stays here until that is over.
+    /// Publishes the whole blocks of `buffer` as the next version. A request that timed out may have been taken: its
+    /// payload stays here while a plan sends it.
     fn assign(&self, buffer: Region, blocks: &FixedBitSet, timeout: Duration, done: Answered) {
         let Ok(blocks) = block_ranges::from_bits(blocks) else {
             return done(Err(ShardError::NotAllowed("the new weights are too scattered".into()).into()));
@@ -141,7 +142,7 @@ impl Shared {
         });
     }
 
-    /// Bytes of `blocks` that were not written get their present values.
+    /// Fills the unwritten bytes of `blocks` with their present values.
     fn complete(
         &self,
         buffer: &Region,

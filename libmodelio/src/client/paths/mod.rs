@@ -2,11 +2,11 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `tcp` | blocks are sent, and received where they belong |
-//! | `named` | blocks are named where they lie: what `shm` and `rdma` have in common (`unsafe`) |
-//! | `shm` | memory that the processes of one host have in common (`unsafe`) |
+//! | `tcp` | blocks are sent, and received into their place |
+//! | `named` | blocks are named where they lie: the common part of `shm` and `rdma` (`unsafe`) |
+//! | `shm` | memory that processes of one host share (`unsafe`) |
 //! | `rdma` | memory that devices reach |
-//! | `local` | a shard in this process, to which no connection leads (`unsafe`) |
+//! | `local` | a shard in this process, without a connection (`unsafe`) |
 
 mod local;
 mod named;
@@ -26,19 +26,19 @@ use crate::transport::frames::{Link, Outgoing};
 use crate::transport::stream::Close;
 use crate::wire::Received;
 
-/// What is said over a connection is said by this.
+/// A connection, with its client and its route.
 pub(super) struct Connection {
     pub(super) shared: Arc<Shared>,
     pub(super) route: Route,
     pub(super) link: Link,
 }
 
-/// How blocks go over one connection to a shard. All calls come from the connection's thread.
+/// The way of blocks over one connection to a shard. The connection's thread makes all calls.
 pub(super) trait BlockPath: Send {
-    /// The next message of blocks, and how many blocks it asks for; the connection waits for `due` already.
+    /// The next message about blocks, and how many blocks it asks for. The connection waits for `due` blocks already.
     fn next(&mut self, to: &Connection, due: usize) -> Option<(Outgoing, usize)>;
 
-    /// A message of the shard's. False if it has nothing to do with this path.
+    /// Takes a message of the shard's. False if the message does not concern this path.
     ///
     /// # Errors
     /// The connection ends.
@@ -47,23 +47,23 @@ pub(super) trait BlockPath: Send {
         Ok(false)
     }
 
-    /// Time passes, or the connection was woken; when to call again at the latest.
+    /// Time passes, or the connection was woken. Returns when to call again at the latest.
     fn tick(&mut self, to: &Connection) -> Option<Instant> {
         let _ = to;
         None
     }
 
-    /// The connection is over.
+    /// The connection has ended.
     fn closed(&mut self, to: &Connection) {
         let _ = to;
     }
 
-    /// Which path better than TCP it is.
+    /// The path, if it is better than TCP.
     fn fast(&self) -> Option<FastPath> {
         None
     }
 
-    /// What ends the shard's reading of this end's memory, if it reads that.
+    /// Ends the shard's reading of this end's memory. `None` if the shard does not read it.
     fn end_of_loan(&self) -> Option<EndOfLoan> {
         None
     }

@@ -1,10 +1,10 @@
-//! Blocks are named where they lie, not sent: what the paths through shared memory and by RDMA have in common.
+//! Blocks that are named where they lie, and not sent: the common part of shared memory and RDMA.
 //!
-//! A learner's staging region is lent to the shard once, and blocks of it are reduced where they lie. Sums of
-//! several learners are made in slots of a region that belongs to the connection; the shard says when it is done with
-//! one. If the connection ends before that, the slot is not used again, for the shard may still be reading it.
+//! A learner's staging region is lent to the shard once, and its blocks are reduced where they lie. Sums of several
+//! learners are made in slots of a region that belongs to the connection. The shard says when it is done with a slot.
+//! If the connection ends before that, the slot is not used again, because the shard may still be reading it.
 //!
-//! Holds `unsafe`; what makes it sound is told at each place.
+//! This module holds `unsafe`; each place says why it is sound.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -27,48 +27,48 @@ use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, PlanId};
 use crate::wire::{Message, Received};
 
-/// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
+/// The most bytes read from a ring at once. A few frames fit, so that answers go out between them.
 pub(super) const AHEAD: usize = 512;
-/// Blocks that are named before the shard hears of them: it is to begin soon, and on all connections.
+/// The most blocks that are named before the messages go out. The shard must begin soon, and on all connections.
 const AT_ONCE: u32 = 4;
-/// After so many bytes that were named the shard is asked to say when it has used them,
+/// After so many named bytes the shard is asked to answer when it has used them,
 const SAY_AFTER: u32 = 1 << 20;
-/// and so many times it may be asked without having said so: what one connection has not named, another one can.
+/// and so many of its answers may be outstanding. Another connection can name the blocks that this one may not.
 const UNSAID: usize = 2;
-/// Bytes of a version that one connection asks for ahead, for the same reason.
+/// The most bytes of a version that one connection asks for ahead, for the same reason.
 const ASKED: u32 = 2 << 20;
-/// Sums that the shard may have before it.
+/// The most sums that the shard may have at once.
 const SLOTS: u32 = shm::SUMS;
-/// Requests of blocks that were placed in slots of the shard's have numbers from here on.
+/// The first request number of blocks that were placed in the shard's slots.
 const PLACED: u64 = 1 << 32;
 
-/// How a shard comes by memory of this end's, and this end by the shard's.
+/// How the two ends reach each other's memory.
 pub(super) trait PeerMemory: Send {
-    /// Which path it makes.
+    /// The path.
     const FAST: FastPath;
 
-    /// Threads that serve connections of its kind.
+    /// The number of threads that serve such connections.
     fn threads(options: &ClientOptions) -> usize;
 
-    /// The number under which the shard knows `memory`, and what it is to be told if it does not yet.
+    /// Lends `memory` to the shard. Returns its number, and a message for the shard if that is new.
     ///
     /// # Errors
-    /// Why it cannot be lent.
+    /// Why the memory cannot be lent.
     fn lend(&mut self, memory: &Arc<Mapping>) -> Result<(u32, Option<Message>), String>;
 
-    /// Numbers of memory that is gone.
+    /// The numbers of memory that no longer exists.
     fn gone(&mut self) -> Vec<u32>;
 
-    /// What ends the shard's reading of what was lent.
+    /// Ends the shard's reading of lent memory.
     fn end_of_loan(&self) -> EndOfLoan;
 
-    /// A message of the shard's. False if it has nothing to do with memory.
+    /// Takes a message of the shard's. False if it does not concern memory.
     ///
     /// # Errors
     /// The connection ends.
     fn receive(&mut self, to: &Connection, received: &Received) -> Result<bool, Close>;
 
-    /// Puts a block, which lies in a range of `from`, into a slot of the shard's, if that is how it is to go.
+    /// Puts a block, which lies in a range of `from`, into one of the shard's slots, if it goes that way.
     fn place(&mut self, from: &Arc<Mapping>, range: Range<usize>) -> Placed {
         let _ = (from, range);
         Placed::Not
@@ -80,32 +80,32 @@ pub(super) trait PeerMemory: Send {
         false
     }
 
-    /// Fetches what is wanted of a version. False if the shard is to be asked for it instead.
+    /// Fetches the wanted blocks of a version. False if the client must ask the shard for them.
     fn fetches(&mut self, to: &Connection) -> bool {
         let _ = to;
         false
     }
 
-    /// As [`BlockPath::tick`].
+    /// Like [`BlockPath::tick`].
     fn tick(&mut self, to: &Connection) -> Option<Instant> {
         let _ = to;
         None
     }
 
-    /// As [`BlockPath::closed`].
+    /// Like [`BlockPath::closed`].
     fn closed(&mut self, to: &Connection) {
         let _ = to;
     }
 }
 
-/// What came of a block that was to be placed.
+/// The outcome of placing a block.
 #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "only RDMA has slots"))]
 pub(super) enum Placed {
-    /// It is to go another way.
+    /// The block goes another way.
     Not,
-    /// It is in this slot.
+    /// The block is in this slot.
     In(u32),
-    /// There is no slot just now.
+    /// No slot is free.
     Later,
 }
 
@@ -123,38 +123,38 @@ impl Slots {
     }
 }
 
-/// Blocks that are named on one connection.
+/// The blocks that are named on one connection.
 pub(super) struct Named<M> {
     memory: M,
-    /// What is to be said next.
+    /// Messages that wait to be sent.
     ready: VecDeque<Outgoing>,
     /// A block that waits for a slot.
     held: Option<(PlanId, BlockId)>,
     slots: Option<Slots>,
-    /// Blocks that were named since the shard could last hear of them.
+    /// The number of blocks that were named since messages last went out.
     named: u32,
-    /// Blocks that were named since the shard was last asked to say when it has used them.
+    /// The number of blocks that were named since the shard was last asked for an answer.
     since_asked: u32,
-    /// The requests by which it was, and has not said so.
+    /// The requests that asked for an answer, and have none yet.
     unsaid: VecDeque<u64>,
-    /// Of pushes from slots are those up to [`SLOTS`].
+    /// The number of the last request. Pushes from slots have numbers up to [`SLOTS`].
     last_request: u64,
-    /// It was said that contributions go through the ring.
+    /// The log says that contributions go through the ring.
     said: bool,
 }
 
-/// What came of a block that is to be named.
+/// The outcome of naming a block.
 enum Outcome {
-    /// It is in `ready`.
+    /// The message is in `ready`.
     Ready,
-    /// It is not wanted any more, or its payload was refused here.
+    /// The block is not wanted any more, or this client has refused its payload.
     Dropped,
-    /// There is no slot just now.
+    /// No slot is free.
     Held,
 }
 
 impl<M: PeerMemory> Named<M> {
-    /// On a connection by which the ends reach each other's memory so.
+    /// For a connection whose ends reach each other's memory through `memory`.
     pub(super) fn new(memory: M) -> Named<M> {
         Named {
             memory,
@@ -173,7 +173,7 @@ impl<M: PeerMemory> Named<M> {
         self.ready.push_back(Outgoing { epoch: to.route.epoch(), ..Outgoing::new(request, message) });
     }
 
-    /// Says what the shard must know of `memory`, and the number under which it does.
+    /// Lends `memory` to the shard, and returns its number.
     fn lend(&mut self, to: &Connection, memory: &Arc<Mapping>) -> Result<u32, String> {
         let (region, new) = self.memory.lend(memory)?;
         if let Some(message) = new {
@@ -182,8 +182,8 @@ impl<M: PeerMemory> Named<M> {
         Ok(region)
     }
 
-    /// The request's number of the next block that is named where it lies: 0 unless the shard is to say when it, and
-    /// what was named before, is used.
+    /// The request number of the next block that is named where it lies. It is 0 unless the shard must answer when it
+    /// has used this block and those before it.
     fn asks(&mut self, block: u32) -> u64 {
         self.since_asked += 1;
         if self.since_asked < SAY_AFTER / block {
@@ -195,7 +195,7 @@ impl<M: PeerMemory> Named<M> {
         self.last_request
     }
 
-    /// What is said when nothing presses: regions that are no longer there.
+    /// A message that is not urgent: a region that no longer exists.
     fn tidy(&mut self, to: &Connection) -> Option<(Outgoing, usize)> {
         self.named = 0;
         for region in self.memory.gone() {
@@ -204,7 +204,7 @@ impl<M: PeerMemory> Named<M> {
         self.ready.pop_front().map(|ready| (ready, 0))
     }
 
-    /// Puts a block of the plan under way where the shard sees it, unless it is there, and names it.
+    /// Names a block of the plan under way. It is first put where the shard sees it, unless it is there.
     fn name(
         &mut self,
         to: &Connection,
@@ -241,7 +241,7 @@ impl<M: PeerMemory> Named<M> {
                 return Outcome::Ready;
             }
         }
-        // A sum, or what cannot be shared: private memory, or one region too many.
+        // The block is a sum, or lies in memory that cannot be lent: private memory, or one region too many.
         let count = payload.sources.len();
         let (wide, len) = sum::shape(layout, block, count, payload.replaces);
         let made = match self.slots.take() {
@@ -267,11 +267,11 @@ impl<M: PeerMemory> Named<M> {
             return Outcome::Held;
         };
         let start = slot as usize * slots.bytes;
-        // SAFETY: a committed payload stays untouched until the plan that sends it is over.
+        // SAFETY: nobody writes a committed payload until its plan is over.
         let parts: Vec<&[u8]> =
             payload.sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
-        // SAFETY: the slot is free: nobody here has it, and the shard has said that it does not read it any more (it
-        // cannot write there: its mapping is for reading).
+        // SAFETY: the slot is free. Nothing in this process uses it, and the shard has said that it no longer reads
+        // it. The shard cannot write it, because its mapping is read-only.
         let out = unsafe { slots.memory.bytes_mut(start..start + len) };
         let check = check && count > 1;
         let summed = sum::sum_to(layout, block, &parts, (payload.replaces, &payload.written), check, out);
@@ -299,7 +299,7 @@ impl<M: PeerMemory> Named<M> {
         outcome
     }
 
-    /// Has a block sent through the connection's ring: there is no memory for it that the shard could get at.
+    /// Sends a block through the connection's ring, because the shard cannot reach memory for it.
     fn send_by_ring(&mut self, to: &Connection, plan: PlanId, block: BlockId, why: &str) -> Outcome {
         let shared = &to.shared;
         if !std::mem::replace(&mut self.said, true) {
@@ -322,7 +322,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
             return Some((outgoing, 0));
         }
         if self.named >= AT_ONCE {
-            // What was named goes out; then this is asked again.
+            // The named blocks go out first; then this is called again.
             self.named = 0;
             to.link.wake();
             return None;
@@ -330,11 +330,11 @@ impl<M: PeerMemory> BlockPath for Named<M> {
         let Connection { shared, route, link } = to;
         loop {
             let mut inner = shared.inner.lock();
-            // Parts are numbered by the routes in force.
+            // The routes in force number the parts.
             if !inner.is_in_force(route) {
                 return None;
             }
-            // What it holds is this connection's own; all else is taken by those that are used.
+            // A held block belongs to this connection. Other blocks go by the connections that are in use.
             if self.held.is_none() && !inner.uses(route.part, link, M::threads(&shared.options)) {
                 drop(inner);
                 return self.tidy(to);

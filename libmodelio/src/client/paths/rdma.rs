@@ -1,7 +1,7 @@
-//! Connections to shards by RDMA: blocks are named and fetched by the shard, or placed where the shard wants them; blocks
-//! of versions are fetched from the shard's memory.
+//! Connections to shards by RDMA. The shard fetches the client's blocks, or the client places them in the shard's
+//! slots. The client fetches blocks of versions from the shard's memory.
 //!
-//! Holds `unsafe`; what makes it sound is told at the place.
+//! This module holds `unsafe`; the place says why it is sound.
 
 mod fetching;
 
@@ -31,31 +31,31 @@ use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::PartitionLayout;
 use crate::wire::{Message, Received};
 
-/// Looks at the directory, or at entries, that may be under way on one connection.
+/// The most reads of the directory, or of its entries, that may be under way on one connection.
 const MAX_DIRECTORY_READS: usize = 16;
-/// Blocks up to this many bytes are placed, longer ones fetched, unless it is said otherwise. Where the two cross on real
-/// devices is not measured.
+/// By default, blocks up to this size are placed, and longer ones fetched. The best size on real devices is not
+/// measured.
 const PLACE_UP_TO: usize = 64 << 10;
 
-/// What one connection has in common with a shard elsewhere.
+/// The client's end of one connection by RDMA.
 struct RdmaPath {
     queue_pair: Arc<QueuePair>,
-    /// The shard's blocks, as they lie in its versions.
+    /// The layout of the shard's partition.
     layout: PartitionLayout,
-    /// Memory that the shard may fetch from, by where it is.
+    /// Memory that the shard may fetch from, by its address.
     shared: HashMap<usize, (u32, Weak<Mapping>)>,
     last: u32,
     directory: Option<Place>,
-    /// Room for what is looked at.
+    /// Memory that the directory is read into.
     directory_reads: Arc<Pool>,
     granted: Option<Granted>,
     pull: Pull,
     done: Done,
-    /// It was said that versions come through the ring.
+    /// The log says that versions come through the ring.
     said: bool,
 }
 
-/// Slots of the shard's that this end writes.
+/// The shard's slots that this client writes.
 struct Granted {
     start: Place,
     bytes: u32,
@@ -80,13 +80,13 @@ impl RdmaPath {
         })
     }
 
-    /// Writes a range of `memory` into a slot of the shard's, if there is one free: its number.
+    /// Writes a range of `memory` into a free slot of the shard's, and returns its number.
     fn write(&mut self, memory: &Arc<Mapping>, range: Range<usize>) -> Result<Option<u32>, String> {
         let Some(granted) = self.granted.as_mut().filter(|_| self.queue_pair.room(1) > 0) else {
             return Ok(None);
         };
         let Some(slot) = granted.free.pop() else { return Ok(None) };
-        // SAFETY: a committed payload stays untouched until the plan that sends it is over. Nothing looks at the checksum.
+        // SAFETY: nobody writes a committed payload until its plan is over. No checksum is needed.
         let piece = unsafe { Piece::new(memory.bytes(range), Some(0), Arc::clone(memory) as Guard) };
         let to = granted.start.at(u64::from(slot) * u64::from(granted.bytes));
         let placed = self.queue_pair.device().register(memory).and_then(|registration| {
@@ -102,7 +102,7 @@ impl RdmaPath {
         }
     }
 
-    /// Whether so many bytes of `memory` are to be placed, and whether they must be.
+    /// Whether a block of this length in `memory` is placed, and whether that is the only way.
     fn places(&self, len: usize, memory: &Arc<Mapping>) -> (bool, bool) {
         let fits = self.granted.as_ref().is_some_and(|granted| len <= granted.bytes as usize)
             && self.queue_pair.device().register(memory).is_ok();
@@ -149,7 +149,7 @@ impl PeerMemory for RdmaPath {
     fn end_of_loan(&self) -> EndOfLoan {
         let queue_pair = Arc::clone(&self.queue_pair);
         Box::new(move || {
-            // What the device has not read by then, it never reads.
+            // The device never reads what it has not read by then.
             queue_pair.end();
             queue_pair.break_off("memory that was lent is needed back".into());
         })
@@ -165,7 +165,7 @@ impl PeerMemory for RdmaPath {
             Ok(None) if !must => Placed::Not,
             Ok(None) => Placed::Later,
             Err(error) => {
-                // The connection is broken: what it has not said is sent by another one.
+                // The connection is broken. Another one sends its blocks.
                 tracing::debug!(error, "a block is not placed");
                 Placed::Later
             }
@@ -218,7 +218,7 @@ impl PeerMemory for RdmaPath {
 }
 
 impl Shared {
-    /// Opens a connection by RDMA, or another one if that does not come about and need not.
+    /// Opens a connection by RDMA, or another one if that does not come about and is not required.
     pub(in crate::client) fn connect_by_rdma(&self, route: Route) {
         match self.open_rdma_endpoint() {
             Ok(endpoint) => self.connect_over(&endpoint, route),
@@ -226,7 +226,7 @@ impl Shared {
         }
     }
 
-    /// The device, which is opened when it is first wanted; if it cannot be, when it is wanted a while later.
+    /// The RDMA device. It is opened when it is first needed. If that fails, it is tried again a while later.
     fn open_rdma_endpoint(&self) -> Result<Arc<Endpoint>, String> {
         const AGAIN: Duration = Duration::from_secs(2);
         let mut known = self.rdma_endpoint.lock();
@@ -278,13 +278,14 @@ impl Shared {
                 }
             });
         };
-        // Names are resolved by a thread that may take its time.
+        // A thread of its own resolves names, because that may take a while.
         if let Err(error) = std::thread::Builder::new().name("client-resolver".into()).spawn(begin) {
             self.ended(&of_failure, &Link::default(), &format!("no thread to connect by RDMA: {error}"));
         }
     }
 
-    /// Registers what the next version is pulled into. If that cannot be, it is better known before the shard is spoken to.
+    /// Registers the memory that the next version is pulled into. It is better to know before the connection is made
+    /// whether that works.
     fn register_next(&self, endpoint: &Endpoint) -> Result<(), String> {
         let next = self.inner.lock().versions.next_memory();
         next.map_or(Ok(()), |next| {

@@ -1,8 +1,7 @@
-//! Connections to shards on this host, through shared memory. A version of a model that has one shard is shown where it
-//! lies, in the shard's memory. Blocks of versions of other models are copied from there into the back buffer, by this
-//! end.
+//! Connections to shards on this host, through shared memory. A model with one shard is shown from the shard's own
+//! memory. For other models this end copies blocks of versions from the shard's memory into the back buffer.
 //!
-//! Holds `unsafe`; what makes it sound is told at the place.
+//! This module holds `unsafe`; the place says why it is sound.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -25,9 +24,9 @@ use crate::transport::{Region, RegionKey};
 use crate::vocabulary::ids::{BlockId, Epoch, Version};
 use crate::wire::{Message, Received};
 
-/// Longest wait for a shard to take this end's rings.
+/// The longest wait for a shard to accept this end's rings.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Times that this is waited for before bytes go another way, if they may.
+/// The number of such waits before another path is taken, if the options allow one.
 const TRIES: u32 = 2;
 
 /// Memory that both ends map.
@@ -35,7 +34,7 @@ struct OfHost {
     descriptors: Descriptors,
     lent: Lender,
     borrowed: Regions,
-    /// It was said that versions are shown where they lie.
+    /// The log says that versions are shown where they lie.
     said: bool,
 }
 
@@ -57,7 +56,7 @@ impl PeerMemory for OfHost {
 
     fn end_of_loan(&self) -> EndOfLoan {
         let descriptors = self.descriptors.clone();
-        // The shard looks after it has read.
+        // The shard checks the loan after it has read.
         Box::new(move || descriptors.hang_up())
     }
 
@@ -98,10 +97,10 @@ impl PeerMemory for OfHost {
     fn fetches(&mut self, to: &Connection) -> bool {
         let Connection { shared, route, link } = to;
         let mut inner = shared.inner.lock();
-        // One connection does it, so that each buffer of the shard's is mapped once.
+        // One connection asks, so that each of the shard's buffers is mapped once.
         let asks = inner.is_in_force(route) && inner.uses(route.part, link, 1);
         let (retain, max) = inner.bounds();
-        // Without room it is asked for when a version is given back.
+        // Without room, the version is asked for when another one is given back.
         let asks = asks && inner.core.pulling().is_some() && inner.versions.has_room(retain, max);
         match inner.core.pull_whole(asks, shared.now()) {
             Whole::Ask(version) => {
@@ -115,7 +114,7 @@ impl PeerMemory for OfHost {
     }
 }
 
-/// Keeps a version in the shard's memory as it is.
+/// Keeps a version in the shard's memory unchanged.
 struct Hold {
     link: Link,
     epoch: Epoch,
@@ -124,7 +123,7 @@ struct Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // Where the connection is over, the shard never writes that memory again.
+        // If the connection has ended, the shard never writes that memory again.
         let done = Outgoing::new(self.request, Message::Done);
         self.link.send(Outgoing { epoch: self.epoch, ..done });
     }
@@ -147,7 +146,7 @@ fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::Piece) ->
 }
 
 impl Shared {
-    /// Shows a version where it lies, if it is the one that is pulled.
+    /// Shows a version in the shard's memory, if it is the one that is pulled.
     fn show_at(&self, route: &Route, version: Version, region: Region, hold: Hold) {
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
@@ -158,7 +157,8 @@ impl Shared {
         self.act(inner, actions);
     }
 
-    /// Opens a connection to a shard on this host: by shared memory, or if that may be and must be, by TCP.
+    /// Opens a connection to a shard on this host: by shared memory, or by TCP if that fails and the options allow
+    /// it.
     pub(in crate::client) fn connect_by_memory(&self, route: Route) {
         let Some(this) = self.this.upgrade() else { return };
         let of_thread = route.clone();
@@ -187,8 +187,8 @@ impl Shared {
         }
     }
 
-    /// Whether somebody who does not answer is to be tried again. A shard that is stopped or overrun for a moment may
-    /// answer then; another process that has taken its name never does.
+    /// Whether to try a shard again that did not answer. A shard that is stopped or overloaded may answer later.
+    /// Another process that has taken its socket never does.
     fn meets_again(&self, route: &Route) -> bool {
         let mut inner = self.inner.lock();
         if !inner.is_in_force(route) {

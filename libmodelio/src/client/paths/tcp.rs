@@ -1,4 +1,4 @@
-//! Connections over sockets: to the coordinator, and to shards whose blocks are sent.
+//! Connections over sockets: to the coordinator, and to shards that blocks are sent to.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Instant;
@@ -12,7 +12,7 @@ use crate::transport::reactor::Thread;
 use crate::transport::tcp::SocketOptions;
 use crate::wire::Role;
 
-/// Blocks are sent.
+/// Blocks go as the payload of messages.
 struct Sent;
 
 impl BlockPath for Sent {
@@ -28,7 +28,7 @@ impl Shared {
         if let Ok(resolved) = address.parse() {
             return self.connect_to(route, resolved);
         }
-        // The resolver of names may take its time: no deadline and no lease waits for it.
+        // The resolver of names may take a while. No deadline and no lease waits for it.
         let (this, name, of_thread) = (self.this.clone(), address.to_owned(), route.clone());
         let resolve = move || {
             let resolved = name.to_socket_addrs().map(|mut all| all.next());
@@ -54,7 +54,8 @@ impl Shared {
             net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
         } else {
             let stream = Framed::new(Data::new(this, route.clone(), Sent), link.clone(), 128);
-            // Those of one shard on different threads, so that all have work until the last shard is done.
+            // The connections to one shard are on different threads, so that all threads have work until the last
+            // shard is done.
             let thread = Thread::Number(route.part + route.number);
             net.connect(resolved, options, deadline, Box::new(stream), thread)
         };

@@ -108,7 +108,7 @@ fn a_step_that_the_coordinator_has_taken_back_is_taken_anew() {
 }
 
 #[test]
-fn who_is_gone_or_in_another_life_offers_nothing() {
+fn a_learner_that_is_gone_or_of_another_incarnation_offers_nothing() {
     let mut bench = Bench::new();
     let other = BlockSlot { incarnation: Incarnation(2), ..slot(1, 0) };
     assert_eq!(bench.core.take(other), Err(ShardError::UnknownLearner(L)));
@@ -123,7 +123,7 @@ fn who_is_gone_or_in_another_life_offers_nothing() {
 }
 
 #[test]
-fn a_late_answer_to_what_was_told_beside_opens_nothing() {
+fn a_late_answer_to_a_parallel_request_opens_nothing() {
     let mut bench = Bench::new();
     assert_eq!(bench.open(3), Some(1));
     let beside = bench.last_request();

@@ -47,7 +47,7 @@ fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_coordinator() 
 }
 
 #[test]
-fn a_version_is_pulled_from_its_beginning_once_nothing_of_it_is_landing() {
+fn a_version_is_pulled_from_its_beginning_once_none_of_its_blocks_is_reserved() {
     let mut bench = Bench::new();
     bench.state(2, 1, 1, false);
     assert!(bench.core.reserve(Version(1), BlockId(0)) && bench.core.reserve(Version(1), BlockId(1)));

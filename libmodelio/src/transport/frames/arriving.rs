@@ -1,6 +1,6 @@
-//! The payload that is being received: where it goes, how much of it is there, and its checksum.
+//! The payload that a connection receives: its place, the received length and its checksum.
 //!
-//! One of the modules that hold `unsafe`: payload is copied to its place, and shown from there.
+//! This module holds `unsafe`: it copies payload to its place, and shows it from there.
 
 use crate::bytes::crc32c::Crc32c;
 use crate::transport::stream::{Buffer, Target};
@@ -8,11 +8,11 @@ use crate::wire::Received;
 
 /// The place of a payload.
 pub(super) enum Place {
-    /// Nobody wants the payload.
+    /// The payload is not wanted.
     Skip,
-    /// Into memory of the connection.
+    /// The payload goes to memory of the connection.
     Scratch,
-    /// The place that the conversation has named.
+    /// The payload goes where the conversation wants it.
     Target(Target),
 }
 
@@ -31,16 +31,16 @@ impl Incoming {
     }
 }
 
-/// A payload that is whole.
+/// A complete payload.
 pub(super) struct Arrived<'a> {
     /// Its message.
     pub received: Received,
     /// Its checksum.
     pub crc: u32,
-    /// The bytes that the conversation gets to see: none of those that go to its own place. `None` if nobody
-    /// wants the payload.
+    /// The bytes for the conversation, unless they went to the place that it named. `None` if the payload is not
+    /// wanted.
     pub bytes: Option<&'a [u8]>,
-    /// Keeps the memory in place until the conversation has been called.
+    /// Keeps the memory until the conversation has been called.
     _place: Place,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Arriving {
 }
 
 impl Arriving {
-    /// The payload of a message is under way.
+    /// Begins to receive the payload of a message.
     pub fn begin(&mut self, received: Received, place: Place) {
         let incoming = Incoming { received, place, got: 0, crc: Crc32c::new(), summed: 0 };
         if !matches!(incoming.place, Place::Target(_)) {
@@ -72,7 +72,7 @@ impl Arriving {
         self.incoming.as_ref().map(|incoming| &incoming.received)
     }
 
-    /// Bytes of the payload that are still to come.
+    /// The number of bytes that have not come yet.
     pub fn left(&self) -> usize {
         self.incoming.as_ref().map_or(0, |incoming| incoming.len() - incoming.got)
     }
@@ -87,40 +87,41 @@ impl Arriving {
         Some((start, incoming))
     }
 
-    /// The place for the rest of the payload: [`left`](Self::left) bytes. It is this connection's until the
-    /// payload is complete, or the connection is closed.
+    /// The place for the rest of the payload: [`left`](Self::left) bytes. It belongs to this connection until the
+    /// payload is complete or the connection is closed.
     pub fn rest(&self) -> Option<*mut u8> {
         let (start, incoming) = self.start()?;
         Some(start.wrapping_add(incoming.got))
     }
 
-    /// Puts the next bytes, which came with its message, where they belong. False if nobody wants them.
+    /// Stores the next bytes of the payload, which came together with its message. False if the payload is not
+    /// wanted.
     ///
     /// # Panics
-    /// If they are more than are left.
+    /// If there are more bytes than are left.
     pub fn store(&mut self, bytes: &[u8]) -> bool {
         assert!(bytes.len() <= self.left(), "{} bytes of {}", bytes.len(), self.left());
         if let Some(rest) = self.rest() {
-            // SAFETY: the place is as long as the payload, and at least this many bytes are still to come. It
-            // is this connection's until the payload is complete, and no operation is outstanding.
+            // SAFETY: the place is as long as the payload, and at least this many bytes are still to come. It belongs
+            // to this connection until the payload is complete, and no operation is outstanding.
             unsafe { rest.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         }
         self.filled(bytes.len());
         self.incoming.as_ref().is_some_and(|incoming| !matches!(incoming.place, Place::Skip))
     }
 
-    /// The next bytes were received straight to where they belong.
+    /// The next bytes were received straight into their place.
     pub fn filled(&mut self, bytes: usize) {
         if let Some(incoming) = &mut self.incoming {
             incoming.got += bytes;
         }
     }
 
-    /// Takes what has come into the checksum.
+    /// Adds the received bytes to the checksum.
     pub fn sum_up(&mut self) {
         let Some((start, incoming)) = self.start() else { return };
         let (from, to) = (incoming.summed, incoming.got);
-        // SAFETY: these bytes have been received, and nobody writes them before the conversation has seen them.
+        // SAFETY: these bytes were received, and nobody writes them before the conversation has seen them.
         let bytes = unsafe { std::slice::from_raw_parts(start.add(from), to - from) };
         if let Some(incoming) = &mut self.incoming {
             incoming.crc.update(bytes);
@@ -128,7 +129,7 @@ impl Arriving {
         }
     }
 
-    /// Takes a payload of which nothing is left to come.
+    /// Takes the payload once it is complete.
     pub fn finish(&mut self) -> Option<Arrived<'_>> {
         self.sum_up();
         let Incoming { received, place, got, crc, .. } = self.incoming.take()?;
@@ -140,18 +141,18 @@ impl Arriving {
         Some(Arrived { received, crc: crc.finish(), bytes, _place: place })
     }
 
-    /// Forgets the payload under way. From now on there is room to pass over `len` bytes at once.
+    /// Gives the payload under way up. Further bytes are discarded, up to `len` at once.
     pub fn give_up(&mut self, len: usize) {
         self.incoming = None;
         self.make_room(len);
     }
 
-    /// Memory that nobody looks into once the payload is given up.
+    /// Memory for discarded bytes, once the payload is given up.
     pub fn scratch(&self) -> Option<&Buffer> {
         self.scratch.as_ref()
     }
 
-    /// The connection is over: nobody writes where the payload goes.
+    /// The connection has ended: nobody writes the payload's place any more.
     pub fn closed(&mut self) {
         self.incoming = None;
     }

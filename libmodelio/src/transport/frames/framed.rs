@@ -1,5 +1,5 @@
-//! A conversation as a stream of bytes: received bytes are read, messages are sent, and when it ends, the
-//! last messages are sent first.
+//! A conversation as a stream of bytes. It reads received bytes, sends messages, and sends the last messages before
+//! the connection ends.
 
 use std::time::{Duration, Instant};
 
@@ -10,15 +10,15 @@ use super::sending::Sending;
 use super::watch::{Watch, reads};
 use crate::transport::stream::{Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 
-/// Longest time for the last words, and for the peer to hear them.
+/// The longest time for the last message to reach the peer.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// Last words are being said.
+/// The end of a connection whose last message is being sent.
 struct Farewell {
     why: Close,
     deadline: Instant,
-    /// Whether further bytes of the peer are received and passed over. A connection that is closed with bytes
-    /// unread is reset, and the reset may overtake the last messages.
+    /// Whether further bytes of the peer are received and discarded. A connection that is closed with unread bytes is
+    /// reset, and the reset may overtake the last message.
     drains: bool,
     said: bool,
 }
@@ -30,23 +30,23 @@ pub struct Framed<C> {
     reading: Reading,
     sending: Sending,
     watch: Watch,
-    /// The connection ends with this when all is said.
+    /// The connection ends with this once everything is sent.
     farewell: Option<Farewell>,
 }
 
 impl<C: Conversation> Framed<C> {
-    /// `ahead` is how many bytes are read besides a payload: few where blocks come one after the other, many where
-    /// short messages do.
+    /// `ahead` is the number of bytes that are read in addition to a payload: few if blocks follow each other, many
+    /// if short messages do.
     pub fn new(conversation: C, link: Link, ahead: usize) -> Framed<C> {
         let reading = Reading::new(&conversation, ahead);
         Framed { conversation, link, reading, sending: Sending::new(), watch: Watch::new(), farewell: None }
     }
 
-    /// Takes what has come, as far as it goes. If that ends the connection, last words are said first.
+    /// Handles the received bytes. If that ends the connection, its last message is sent first.
     fn go_on(&mut self) -> Result<(), Close> {
         match self.reading.digest(&mut self.conversation, &self.link) {
             Err(why) if self.link.is_ending() => {
-                // Others may have what was to be received, and there is no need for it to be in memory.
+                // Others may use the memory for the payload now, and it need not exist.
                 self.reading.give_up();
                 self.conversation.given_up();
                 let deadline = Instant::now() + FAREWELL;
@@ -57,7 +57,7 @@ impl<C: Conversation> Framed<C> {
         }
     }
 
-    /// Has time watch the frame under way.
+    /// Starts or stops the deadline of the frame under way.
     fn mark(&mut self, now: Instant) {
         if self.watch.mark(now, &self.reading, &self.conversation, &self.link) {
             self.link.wake();
@@ -76,18 +76,18 @@ impl<C: Conversation> Stream for Framed<C> {
 
     fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
         if self.reading.is_held_up() {
-            // The conversation was woken: perhaps it can go on.
+            // The conversation was woken, and may be able to go on.
             if let Err(why) = self.go_on() {
                 self.link.close(why);
                 return Receive::Paused;
             }
-            // From now on the rest of its frame is expected; perhaps it never comes.
+            // The rest of the frame is expected from now on, and may never come.
             self.mark(Instant::now());
         }
         match &self.farewell {
             Some(farewell) if farewell.drains => self.reading.drain(into),
             Some(_) => Receive::Paused,
-            // A peer that asks for more than it takes is not read until it has taken it.
+            // A peer that asks for more than it takes is not read until it has taken that.
             None if !reads(&self.reading, &self.link) => Receive::Paused,
             None => self.reading.name(into),
         }
@@ -145,7 +145,7 @@ impl<C: Conversation> Stream for Framed<C> {
             return if now >= *deadline { Err(why.clone()) } else { Ok(Some(*deadline)) };
         }
         match self.watch.tick(now, &self.reading, &mut self.conversation, &self.link) {
-            // The kernel may be receiving into the memory, which stays until the connection is closed.
+            // The kernel may still be receiving into the memory, which stays until the connection is closed.
             Err(why) if self.link.is_ending() => {
                 let deadline = now + FAREWELL;
                 self.farewell = Some(Farewell { why, deadline, drains: false, said: false });

@@ -1,4 +1,4 @@
-//! The messages that are to be sent on a connection, from any thread.
+//! A connection's queue of messages, which any thread may fill.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,12 +10,12 @@ use crate::transport::stream::{Close, Connection, Piece};
 use crate::vocabulary::ids::Epoch;
 use crate::wire::Message;
 
-/// Messages that may wait to be sent, unless the peer is too slow to live.
+/// The most messages that may wait. With more, the peer counts as too slow, and the connection ends.
 const MAX_QUEUED: usize = 1 << 16;
-/// Bytes of payload that may wait to be sent before the peer's next frame is read.
+/// The most bytes of payload that may wait before the peer's next frame is read.
 const MAX_QUEUED_BYTES: usize = 32 << 20;
 
-/// A message on its way out.
+/// An outgoing message.
 pub struct Outgoing {
     /// The message.
     pub message: Message,
@@ -34,22 +34,22 @@ impl Outgoing {
     }
 }
 
-/// Sends messages, for other threads and for the conversation itself. Cheap to clone.
+/// Sends messages on a connection, from any thread. It is cheap to clone.
 #[derive(Clone, Default)]
 pub struct Link(Arc<LinkState>);
 
 #[derive(Default)]
 struct LinkState {
     queue: Mutex<VecDeque<Outgoing>>,
-    /// Queued bytes of payload.
+    /// Bytes of payload in the queue.
     queued_bytes: AtomicUsize,
     connection: OnceLock<Connection>,
-    /// The connection ends when all is said.
+    /// The connection ends once everything is sent.
     ending: AtomicBool,
 }
 
 impl Link {
-    /// Says something, soon. On a connection that is over it is lost.
+    /// Queues a message. It is lost if the connection has ended.
     pub fn send(&self, outgoing: Outgoing) {
         self.queue(outgoing);
         self.wake();
@@ -65,7 +65,7 @@ impl Link {
         queue.push_back(outgoing);
     }
 
-    /// Whether so much is queued that the peer is not read before it takes some.
+    /// Whether the queue is so full that the peer is not read before it takes some messages.
     pub(super) fn is_full(&self) -> bool {
         self.0.queued_bytes.load(Ordering::Relaxed) > MAX_QUEUED_BYTES
     }
@@ -78,7 +78,7 @@ impl Link {
         Some(outgoing)
     }
 
-    /// The connection is there.
+    /// The connection is open.
     pub(super) fn attach(&self, connection: &Connection) {
         let _ = self.0.connection.set(connection.clone());
     }
@@ -88,12 +88,12 @@ impl Link {
         self.0.ending.load(Ordering::Relaxed)
     }
 
-    /// Whether nothing is queued.
+    /// Whether the queue is empty.
     pub(super) fn is_said(&self) -> bool {
         self.0.queue.lock().is_empty()
     }
 
-    /// Whether so many messages are queued that the peer is given up as too slow.
+    /// Whether the queue is so long that the peer counts as too slow.
     pub(super) fn is_stuffed(&self) -> bool {
         self.0.queue.lock().len() > MAX_QUEUED
     }
@@ -103,26 +103,26 @@ impl Link {
         self.0.queue.lock().clear();
     }
 
-    /// A message without a payload.
+    /// Sends a message without a payload.
     pub fn send_message(&self, request: u64, message: Message) {
         self.send(Outgoing::new(request, message));
     }
 
-    /// Sends a message; when it is with the kernel, the connection ends. Messages sent afterwards are lost.
+    /// Sends a message, and ends the connection once the kernel has it. Later messages are lost.
     pub fn send_last(&self, outgoing: Outgoing) {
         self.queue(outgoing);
         self.0.ending.store(true, Ordering::Relaxed);
         self.wake();
     }
 
-    /// Has the conversation asked again what it takes and sends.
+    /// Wakes the conversation, which then receives and sends again.
     pub fn wake(&self) {
         if let Some(connection) = self.0.connection.get() {
             connection.wake();
         }
     }
 
-    /// Says that the connection is for blocks: others like it are put on other threads.
+    /// Marks the connection as one for blocks. Other such connections go to other threads.
     pub fn expect_much(&self) {
         if let Some(connection) = self.0.connection.get() {
             connection.expect_much();
@@ -141,7 +141,7 @@ impl Link {
         }
     }
 
-    /// Whether two links are of one connection.
+    /// Whether two links belong to the same connection.
     pub fn is(&self, other: &Link) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }

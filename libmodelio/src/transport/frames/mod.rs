@@ -1,18 +1,19 @@
 //! Frames on a byte stream: they turn a [`Conversation`], which handles messages, into a
 //! [`Stream`](super::stream::Stream), which moves bytes. Both ends and every role use the same code.
 //!
-//! Headers and bodies come through a small buffer. A payload is received straight into where the conversation says, and
-//! sent straight from where it lies. Both are checked by CRC32C while they are in cache. Pings are answered here.
+//! Headers and bodies go through a small buffer. A payload is received straight into the place that the conversation
+//! names, and sent straight from where it lies. Both are checked by CRC32C while they are in cache. Pings are answered
+//! here.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `link` | what is to be said, by whichever thread |
-//! | `conversation` | what says it |
+//! | `link` | the queue of messages, for all threads |
+//! | `conversation` | the handler of messages |
 //! | `sending` | frames that are sent (`unsafe`) |
 //! | `arriving` | the payload that is being received (`unsafe`) |
 //! | `reading` | frames that are received (`unsafe`) |
-//! | `progress`, `watch` | whether what comes moves on, and other deadlines |
-//! | `framed` | all of it as a stream |
+//! | `progress`, `watch` | deadlines, among them that of a frame under way |
+//! | `framed` | a conversation as a stream |
 
 mod arriving;
 mod conversation;

@@ -1,15 +1,14 @@
-//! Detects a frame that a peer has begun and does not finish. Pure: the caller passes the time and the number
-//! of bytes received.
+//! Detection of a frame that a peer has begun and does not finish. Pure: the caller passes the time and the number of
+//! received bytes.
 //!
-//! Between frames a peer may be silent, and sends pings. In the middle of a frame the peer has all the rest
-//! at hand, so it comes as fast as the network takes it; on a slow network, little by little. A frame that
-//! does not move on has lost bytes on the way (a relay dropped them), and the rest never comes. Everything
-//! that the peer sends afterwards, pings included, is taken for that rest, so such a connection is not
-//! silent: small pieces keep coming.
+//! Between frames a peer may be silent, and sends pings. In the middle of a frame it has the rest at hand, so the
+//! rest comes as fast as the network takes it. A frame that does not move on has lost bytes on the way, for example
+//! in a relay, and its rest never comes. Everything that the peer sends later, pings included, is taken for that
+//! rest. So such a connection is not silent: small pieces keep coming.
 
 use std::time::{Duration, Instant};
 
-/// Bytes that are crumbs: more than the pings and questions that a peer sends within the longest pause.
+/// Fewer bytes than this do not count as progress. A peer's pings and questions within the longest pause are fewer.
 pub(super) const CRUMBS: u64 = 4 << 10;
 
 /// The received bytes of the frame under way, and the time when it last moved on.
@@ -28,13 +27,13 @@ pub(super) struct Stuck;
 #[derive(Default)]
 pub(super) struct Progress {
     mark: Option<Mark>,
-    /// When it is to be looked at again at the latest.
+    /// The latest time for the next check.
     due: Option<Instant>,
 }
 
 impl Progress {
-    /// The frame of this number is under way, and in all `seen` bytes have come on the connection. True if it is to be
-    /// looked at sooner than was promised.
+    /// The frame of this number is under way, and `seen` bytes have come on the connection in all. True if the next
+    /// check must come sooner than planned.
     pub(super) fn under_way(&mut self, frame: u64, seen: u64, now: Instant, pause: Duration) -> bool {
         if self.mark.is_none_or(|mark| mark.frame != frame) {
             self.mark = Some(Mark { frame, seen, at: now });
@@ -42,15 +41,15 @@ impl Progress {
         self.due.is_none_or(|due| due > now + often(pause))
     }
 
-    /// No frame is under way, or this end does not read just now.
+    /// No frame is under way, or this end does not read at the moment.
     pub(super) fn clear(&mut self) {
         self.mark = None;
     }
 
-    /// Looks at the frame that is under way, if one is, and says when to look again.
+    /// Checks the frame under way, and returns the time of the next check.
     ///
     /// # Errors
-    /// It has not moved on within `pause`.
+    /// The frame has not moved on within `pause`.
     pub(super) fn check(
         &mut self,
         seen: u64,
@@ -58,8 +57,7 @@ impl Progress {
         pause: Duration,
     ) -> Result<Option<Instant>, Stuck> {
         let often = often(pause);
-        // A late call means that this thread did not run: bytes that came meanwhile may not have been counted
-        // yet.
+        // A late call means that this thread did not run. Bytes that came meanwhile may not be counted yet.
         let late = self.due.is_some_and(|due| now > due + often);
         let Some(mark) = &mut self.mark else { return Ok(None) };
         if late || seen >= mark.seen + CRUMBS {
@@ -69,13 +67,13 @@ impl Progress {
         if now < end { Ok(Some(end.min(now + often))) } else { Err(Stuck) }
     }
 
-    /// [`Self::check`] is called at this time at the latest.
+    /// Plans the next [`Self::check`] for this time at the latest.
     pub(super) fn promised(&mut self, due: Instant) {
         self.due = Some(due);
     }
 }
 
-/// Pauses between looks.
+/// The interval of checks.
 fn often(pause: Duration) -> Duration {
     pause / 8
 }
@@ -86,7 +84,8 @@ mod tests {
 
     const PAUSE: Duration = Duration::from_secs(3);
 
-    /// Brings `bytes` every `every` of one frame; when it is given up, if it is within `total`.
+    /// The time at which a frame is given up that brings `bytes` in every interval of `every`. `None` if that is not
+    /// within `total`.
     fn given_up(bytes: u64, every: Duration, total: Duration) -> Option<Duration> {
         let start = Instant::now();
         let (mut progress, mut seen, mut now, mut comes) = (Progress::default(), 100, start, start + every);
@@ -145,14 +144,14 @@ mod tests {
     }
 
     #[test]
-    fn who_has_not_run_does_not_judge() {
+    fn a_starved_thread_does_not_judge_its_peer() {
         let start = Instant::now();
         let mut progress = Progress::default();
         progress.under_way(1, 10, start, PAUSE);
         assert!(progress.under_way(1, 10, start, PAUSE), "nothing is promised yet");
         progress.promised(start + PAUSE / 8);
         assert!(!progress.under_way(1, 10, start, PAUSE));
-        // Stopped for a minute; then it counts from there.
+        // After a stop of a minute, the pause begins anew.
         let resumed = start + 20 * PAUSE;
         let next = progress.check(10, resumed, PAUSE).unwrap().unwrap();
         assert!(next > resumed);

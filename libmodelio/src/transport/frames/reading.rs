@@ -1,6 +1,7 @@
-//! Frames that are received: bytes become messages, which a conversation takes, and payload, which goes where it says.
+//! Received frames. Their messages go to the conversation, and their payload goes to the place that the conversation
+//! names.
 //!
-//! One of the modules that hold `unsafe`: it names buffers and payloads to the driver that moves the bytes.
+//! This module holds `unsafe`: it hands buffers and payloads to the driver that moves the bytes.
 
 use super::arriving::{Arriving, Place};
 use super::conversation::{Conversation, Take};
@@ -8,31 +9,31 @@ use super::link::Link;
 use crate::transport::stream::{Buffer, Close, Receive, ReceiveSlices};
 use crate::wire::{Message, Received, Receiver, Refusal, WireError};
 
-/// The number of bytes of a longer payload that are received before their checksum is made, while they are in
-/// the core's own cache.
+/// The number of bytes of a long payload that are received before they are added to the checksum. They are still in
+/// the core's cache then.
 const SUM_AT_ONCE: usize = 512 << 10;
-/// Bytes that are passed over at once.
+/// The number of bytes that are discarded at once.
 const DRAIN: usize = 2 << 10;
 
 /// The receiving side of a connection.
 pub(super) struct Reading {
     receiver: Receiver,
-    /// Headers and bodies, with what of the next payload came along.
+    /// Headers, bodies, and the part of a payload that came with them.
     pub(super) ahead: Buffer,
     start: usize,
     end: usize,
     arriving: Arriving,
-    /// A message that is to be handed over again.
+    /// A message that the conversation takes later.
     waiting: Option<Received>,
-    /// Bytes that were received, and those that have come.
+    /// The number of bytes that were received, and of those that have come.
     taken: u64,
     seen: u64,
-    /// Frames whose message was handed over.
+    /// The number of frames whose message was handed over.
     frames: u64,
 }
 
 impl Reading {
-    /// `ahead` is how many bytes are read besides a payload.
+    /// `ahead` is the number of bytes that are read in addition to a payload.
     pub fn new(conversation: &impl Conversation, ahead: usize) -> Reading {
         Reading {
             receiver: Receiver::new(conversation.limits()),
@@ -47,23 +48,23 @@ impl Reading {
         }
     }
 
-    /// Whether the conversation does not take the received message.
+    /// Whether the conversation has put the received message off.
     pub fn is_held_up(&self) -> bool {
         self.waiting.is_some()
     }
 
-    /// The frame under way, by a number of its own, if there is one. Its message comes before its payload.
+    /// The number of the frame under way, if there is one. A frame's message comes before its payload.
     pub fn under_way(&self) -> Option<u64> {
         let payload = self.arriving.message().is_some();
         (payload || self.receiver.is_within_frame()).then(|| 2 * self.frames + u64::from(payload))
     }
 
-    /// Bytes that have come so far.
+    /// The number of bytes that have come so far.
     pub fn seen(&self) -> u64 {
         self.seen
     }
 
-    /// `bytes` of what [`name`](Self::name) asked for have come, though not enough yet. True if some are new.
+    /// `bytes` of what [`name`](Self::name) asked for have come, which is not enough yet. True if some are new.
     pub fn arriving(&mut self, bytes: usize) -> bool {
         let seen = self.taken + bytes as u64;
         let is_news = seen > self.seen;
@@ -77,7 +78,7 @@ impl Reading {
         self.seen = self.seen.max(self.taken);
     }
 
-    /// They are to be read, and lie where [`name`](Self::name) said.
+    /// `bytes` lie where [`name`](Self::name) said, and can be read.
     pub fn filled(&mut self, bytes: usize) {
         let of_payload = bytes.min(self.arriving.left());
         self.arriving.filled(of_payload);
@@ -87,25 +88,25 @@ impl Reading {
         }
     }
 
-    /// Names the place of the next bytes: the rest of the payload under way, and what comes after it.
+    /// Names the place of the next bytes: the rest of the payload under way, and the bytes after it.
     pub fn name(&mut self, into: &mut ReceiveSlices) -> Receive {
         let left = self.arriving.left();
         if left > 0
             && let Some(rest) = self.arriving.rest()
         {
-            // SAFETY: the rest of a place, which is this connection's until the payload is whole or it is closed; the
-            // scratch is a buffer that is left alone meanwhile.
+            // SAFETY: the rest of the place belongs to this connection until the payload is whole or the connection
+            // is closed. The scratch buffer is not used otherwise meanwhile.
             unsafe { into.push(rest, left) };
         }
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         }
-        // SAFETY: a buffer that is left alone until the bytes are reported.
+        // SAFETY: the buffer is not used otherwise until the bytes are reported.
         unsafe { into.push(self.ahead.start().add(self.end), self.ahead.len() - self.end) };
         Receive::Into { least: left.clamp(1, SUM_AT_ONCE) }
     }
 
-    /// Takes the bytes in `ahead`, as far as possible. No receive is outstanding meanwhile.
+    /// Handles the bytes in `ahead`, as far as possible. No receive is outstanding meanwhile.
     pub fn digest(&mut self, conversation: &mut impl Conversation, link: &Link) -> Result<(), Close> {
         loop {
             if let Some(received) = self.waiting.take() {
@@ -185,8 +186,8 @@ impl Reading {
         }
     }
 
-    /// The message under way, its length, and the number of received bytes, for the refusal of a frame that
-    /// does not move on.
+    /// The message under way, its length, and the number of received bytes. The refusal of a frame that does not move
+    /// on quotes them.
     pub fn describe(&self) -> (String, String, String) {
         match self.arriving.message() {
             Some(received) => {
@@ -198,33 +199,34 @@ impl Reading {
         }
     }
 
-    /// Nothing is taken any more: further bytes are passed over.
+    /// Nothing is received any more: further bytes are discarded.
     pub fn give_up(&mut self) {
         self.waiting = None;
         self.arriving.give_up(DRAIN);
     }
 
-    /// Names where bytes go that are passed over.
+    /// Names memory for bytes that are discarded.
     pub fn drain(&self, into: &mut ReceiveSlices) -> Receive {
         let Some(scratch) = self.arriving.scratch() else { return Receive::Paused };
-        // SAFETY: a buffer that nobody looks into from here on.
+        // SAFETY: nobody reads this buffer from here on.
         unsafe { into.push(scratch.start(), scratch.len()) };
         Receive::Into { least: 1 }
     }
 
-    /// The connection is over: nobody writes where payload goes.
+    /// The connection has ended: nobody writes the payload's place any more.
     pub fn closed(&mut self) {
         self.arriving.closed();
     }
 }
 
-/// Refuses received bytes, and gives the reason. The peer hears of it if this end may speak.
+/// Refuses received bytes, and returns the reason. The peer gets it in the last message, if the conversation sends
+/// one.
 fn refuse(conversation: &mut impl Conversation, link: &Link, error: &WireError) -> Close {
     send_farewell(conversation, link, error.to_refusal());
     Close::Asked(error.to_string().into())
 }
 
-/// Says why the connection ends, if the conversation wants that.
+/// Sends the conversation's last message, if it has one.
 pub(super) fn send_farewell(conversation: &mut impl Conversation, link: &Link, refusal: Refusal) {
     if let Some(words) = conversation.farewell(refusal) {
         link.send_last(words);

@@ -1,32 +1,32 @@
-//! Frames that are sent: the memory that the driver may be reading, and how much of it is not with the kernel
+//! Frames that are being sent: memory that the driver may be reading, and the bytes that the kernel does not have
 //! yet.
 //!
-//! One of the modules that hold `unsafe`: it names heads and payloads to the driver that moves the bytes.
+//! This module holds `unsafe`: it hands heads and payloads to the driver that moves the bytes.
 
 use super::link::Outgoing;
 use crate::transport::stream::{Buffer, SendSlices};
 use crate::wire::{self, Payload};
 
-/// Bytes that are handed to the kernel at once. Their checksums are made before. The bytes should still be in
-/// the core's own cache when the kernel copies them, and the peer should not have to wait.
+/// The number of bytes that are handed to the kernel at once. Their checksums are made before. The bytes should still
+/// be in the core's cache when the kernel copies them, and the peer should not have to wait.
 const SEND_AT_ONCE: usize = 512 << 10;
-/// Room for the heads that are sent at once, on a connection where much is sent; longer ones get memory of their own.
+/// Memory for the heads that are sent at once, on a connection that sends much. A longer head gets memory of its own.
 const HEADS: usize = 32 << 10;
-/// The same at first: most strangers that connect send and receive little.
+/// The same at first. Most strangers that connect send and receive little.
 const FIRST_HEADS: usize = 1 << 10;
 
 /// The frames that are handed out together. The head of a frame is its header and its body.
 pub(super) struct Sending {
     heads: Buffer,
-    /// Bytes of `heads` that were used when something was last sent.
+    /// The bytes of `heads` that are in use.
     used: usize,
     /// The frames that the kernel may be reading.
     frames: Vec<Outgoing>,
-    /// Heads that `heads` had no room for.
+    /// Heads that did not fit into `heads`.
     long: Vec<Vec<u8>>,
-    /// Room to encode a head.
+    /// The buffer for encoding a head.
     encoded: Vec<u8>,
-    /// Bytes that were handed out, and are not with the kernel yet.
+    /// The number of bytes that were handed out and that the kernel does not have yet.
     unsent: usize,
 }
 
@@ -42,7 +42,8 @@ impl Sending {
         }
     }
 
-    /// Hands out what `next` has to say, up to [`SEND_AT_ONCE`]. All that was handed out before is with the kernel.
+    /// Hands out the messages of `next`, up to [`SEND_AT_ONCE`] bytes. The kernel has everything that was handed out
+    /// before.
     pub fn fill(&mut self, out: &mut SendSlices, mut next: impl FnMut() -> Option<Outgoing>) {
         self.frames.clear();
         self.long.clear();
@@ -57,7 +58,8 @@ impl Sending {
         self.unsent = out.bytes();
     }
 
-    /// Puts the head into `heads`, or into memory of its own, and all into `out`, which has room for two.
+    /// Puts the head into `heads`, or into memory of its own, and names head and payload in `out`, which has room for
+    /// two.
     fn push(&mut self, outgoing: Outgoing, out: &mut SendSlices) {
         self.encoded.clear();
         let payload = outgoing.payload.as_ref();
@@ -65,41 +67,41 @@ impl Sending {
             payload.map_or(Payload::NONE, |piece| Payload { len: piece.len() as u32, crc: piece.crc() });
         let Outgoing { message, request, epoch, .. } = &outgoing;
         if let Err(error) = wire::append_frame(&mut self.encoded, message, *request, *epoch, payload) {
-            // The error is this end's own: it has made a message that cannot be sent.
+            // This end has made a message that cannot be sent.
             tracing::error!(%error, message = message.name(), "not sent");
             return;
         }
         let (start, len) = (self.used, self.encoded.len());
         if self.heads.len() - start >= len {
             self.heads.bytes_mut()[start..start + len].copy_from_slice(&self.encoded);
-            // SAFETY: `heads` is left alone until all of this is transmitted.
+            // SAFETY: `heads` is not changed until all of this is transmitted.
             unsafe { out.push(self.heads.start().add(start), len) };
             self.used += len;
         } else {
             let long = std::mem::take(&mut self.encoded);
-            // SAFETY: the vector's memory is kept, unchanged, until all of this is transmitted.
+            // SAFETY: the vector is kept unchanged until all of this is transmitted.
             unsafe { out.push(long.as_ptr(), len) };
             self.long.push(long);
         }
         if let Some(piece) = &outgoing.payload {
             let (start, len) = piece.raw();
-            // SAFETY: the piece is kept until all of this is transmitted, and its maker has promised the rest.
+            // SAFETY: the piece is kept until all of this is transmitted. Its maker has promised the rest.
             unsafe { out.push(start, len) };
         }
         self.frames.push(outgoing);
     }
 
-    /// `bytes` of it are with the kernel.
+    /// The kernel has taken `bytes`.
     pub fn transmitted(&mut self, bytes: usize) {
         self.unsent = self.unsent.saturating_sub(bytes);
     }
 
-    /// Whether everything that was handed out is with the kernel.
+    /// Whether the kernel has taken everything that was handed out.
     pub fn is_sent(&self) -> bool {
         self.unsent == 0
     }
 
-    /// The connection is over: nobody reads any of it.
+    /// The connection has ended: nobody reads the memory any more.
     pub fn closed(&mut self) {
         self.frames.clear();
     }

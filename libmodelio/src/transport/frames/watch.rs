@@ -1,5 +1,5 @@
-//! Deadlines of a connection: the greeting, the longest silence, frames that do not move on, signs of life of this
-//! end's.
+//! The deadlines of a connection: the greeting, the longest silence, frames that do not move on, and this end's
+//! pings.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use super::reading::{Reading, send_farewell};
 use crate::transport::stream::Close;
 use crate::wire::{self, HELLO_DEADLINE, Message, Refusal};
 
-/// The shortest interval in which a conversation is told that bytes have come.
+/// The shortest interval in which the conversation is told that bytes have come.
 const REPORT: Duration = Duration::from_millis(50);
 
 /// The times of the last bytes in each direction.
@@ -18,7 +18,7 @@ pub(super) struct Watch {
     opened: Instant,
     last_bytes: Instant,
     spoke: Instant,
-    /// The time when the conversation was last told that bytes have come.
+    /// When the conversation was last told that bytes have come.
     reported: Instant,
     /// The progress of the frame under way.
     pub(super) progress: Progress,
@@ -30,18 +30,18 @@ impl Watch {
         Watch { opened: now, last_bytes: now, spoke: now, reported: now, progress: Progress::default() }
     }
 
-    /// The connection is there.
+    /// The connection is open.
     pub fn opened(&mut self) {
         let now = Instant::now();
         (self.opened, self.last_bytes, self.spoke) = (now, now, now);
     }
 
-    /// Bytes have come.
+    /// The peer has sent bytes.
     pub fn alive(&mut self, now: Instant) {
         self.last_bytes = now;
     }
 
-    /// Whether it is time to tell the conversation that bytes have come.
+    /// Whether to tell the conversation that bytes have come.
     pub fn is_to_report(&mut self, now: Instant) -> bool {
         let due = now.duration_since(self.reported) > REPORT;
         if due {
@@ -50,12 +50,12 @@ impl Watch {
         due
     }
 
-    /// Bytes are with the kernel.
+    /// The kernel has taken bytes.
     pub fn spoke(&mut self) {
         self.spoke = Instant::now();
     }
 
-    /// The actions that are due, and the time of the next call.
+    /// Handles what is due, and returns the time of the next call.
     ///
     /// # Errors
     /// The connection ends.
@@ -88,7 +88,7 @@ impl Watch {
             return Err(Close::Asked(why.into()));
         };
         if link.is_stuffed() {
-            return Err(Close::Asked("the peer does not take what it is told".into()));
+            return Err(Close::Asked("the peer does not take its messages".into()));
         }
         if now >= self.spoke + pause {
             self.spoke = now;
@@ -100,7 +100,7 @@ impl Watch {
         Ok(Some(next))
     }
 
-    /// Keeps in mind that a frame is under way, or none is. True if [`tick`](Self::tick) is to look at it soon.
+    /// Notes whether a frame is under way. True if [`tick`](Self::tick) must check it soon.
     pub fn mark(
         &mut self,
         now: Instant,
@@ -117,7 +117,7 @@ impl Watch {
     }
 }
 
-/// Whether this end takes bytes; while it does not, it cannot see what the peer does.
+/// Whether this end receives. While it does not, it cannot see what the peer does.
 pub(super) fn reads(reading: &Reading, link: &Link) -> bool {
     !reading.is_held_up() && !link.is_full()
 }
@@ -129,7 +129,7 @@ fn stuck(reading: &Reading, pause: Duration) -> Refusal {
     Refusal::Frame { what, expected, got }
 }
 
-/// The longest pause of a peer that lives.
+/// The longest pause of a living peer within a frame.
 fn pause(silence: Duration) -> Duration {
     wire::ping_after(silence.as_millis() as u32)
 }

@@ -1,10 +1,10 @@
-//! The messages between the ends of a model in one process: its coordinator, the partition beside it, and a
-//! client.
+//! The mailbox of a model in one process: its coordinator, the partition beside it and a client leave messages there
+//! for each other.
 //!
-//! An end puts a message in under its own lock, so that messages keep the order of the decisions behind them.
-//! Once it has released that lock, it empties the mailbox ([`Mailbox::drain`]) on the same thread, unless
-//! another thread is already doing so and takes the new message, too. So no end is ever called from another
-//! end's stack, and one thread at a time hands messages over.
+//! An end puts a message in under its own lock, so that messages keep the order of the decisions behind them. When it
+//! has released that lock, it empties the mailbox ([`Mailbox::drain`]) on the same thread. If another thread is doing
+//! so already, that thread delivers the new message, too. So no end is ever called from another end's stack, and only
+//! one thread at a time delivers.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock, Weak};
@@ -16,15 +16,15 @@ use crate::wire::Message;
 
 /// An end that takes messages.
 pub trait Recipient: Send + Sync {
-    /// Takes a message of another end. The caller holds no lock.
+    /// Takes a message of another end. No lock is held.
     fn receive(self: Arc<Self>, from: End, mail: Mail);
 
-    /// Gives callers the answers that have come. The mailbox is empty then, so that their next request is handed
-    /// over at once, or it has not been empty for [`ANSWERS_AFTER`] messages.
+    /// Gives callers the answers that have come. This is called when the mailbox is empty, so that their next request is
+    /// delivered at once, or after [`ANSWERS_AFTER`] messages.
     fn answer_callers(&self) {}
 }
 
-/// Messages that are handed over, at most, before callers get their answers.
+/// The most messages that are delivered before callers get their answers.
 const ANSWERS_AFTER: usize = 64;
 
 /// An end of a mailbox.
@@ -43,15 +43,15 @@ pub enum End {
 pub enum Mail {
     /// A message under a request's number, as over a connection.
     Message(u64, Message),
-    /// The client says to the coordinator that the contribution which this learner writes has a whole block.
+    /// The client tells the coordinator that this learner's open contribution has a whole block.
     WholeBlock(LearnerId),
-    /// The partition says to the coordinator whether the next version has a buffer.
+    /// The partition tells the coordinator whether the next version has a buffer.
     Buffer(bool),
-    /// The partition says to the client that a block which had to wait may be taken now.
+    /// The partition tells the client that a block which had to wait may be offered again.
     Retry,
 }
 
-/// The mailbox between the ends of one model. It keeps none of the ends alive.
+/// The mailbox between the ends of one model. It keeps no end alive.
 pub struct Mailbox {
     coordinator: Weak<dyn Recipient>,
     partition: Weak<dyn Recipient>,
@@ -68,7 +68,7 @@ struct Queue {
     /// The held-back messages, with sender and receiver.
     held: VecDeque<(End, End, Mail)>,
     holds: Option<Holds>,
-    /// A thread is emptying the mailbox.
+    /// A thread is delivering.
     draining: bool,
 }
 
@@ -78,12 +78,12 @@ impl Mailbox {
         Mailbox { coordinator, partition, client: OnceLock::new(), queue: Mutex::default() }
     }
 
-    /// A client takes part. False if there is one already.
+    /// Adds a client. False if there is one already.
     pub fn join(&self, client: Weak<dyn Recipient>) -> bool {
         self.client.set(client).is_ok()
     }
 
-    /// Puts a message in. The caller empties the mailbox once it has released its locks.
+    /// Puts a message in. The caller drains the mailbox once it has released its locks.
     pub fn put(&self, from: End, to: End, mail: Mail) {
         let mut queue = self.queue.lock();
         let is_held = queue.holds.as_ref().is_some_and(|holds| holds(to, &mail));
@@ -91,13 +91,13 @@ impl Mailbox {
         line.push_back((from, to, mail));
     }
 
-    /// From now on, messages that `holds` matches are held back, each until [`Self::release_one`]: for tests of late
+    /// Holds back all later messages that `holds` matches, each until [`Self::release_one`]. Tests use this for slow
     /// ends.
     pub fn hold(&self, holds: impl Fn(End, &Mail) -> bool + Send + 'static) {
         self.queue.lock().holds = Some(Box::new(holds));
     }
 
-    /// Hands over the message that is held back for longest. False if there is none.
+    /// Delivers the message that was held back first. False if there is none.
     pub fn release_one(&self) -> bool {
         let mut queue = self.queue.lock();
         let Some(mail) = queue.held.pop_front() else { return false };
@@ -107,8 +107,8 @@ impl Mailbox {
         true
     }
 
-    /// Hands over all messages in it, and those that are put in meanwhile. Does nothing if another thread is
-    /// already doing so. The caller must hold no lock of any end.
+    /// Delivers all messages, and those that are put in meanwhile. It does nothing if another thread is delivering.
+    /// The caller must hold no lock of any end.
     pub fn drain(&self) {
         {
             let mut queue = self.queue.lock();
@@ -140,7 +140,7 @@ impl Mailbox {
         answer();
     }
 
-    /// The next message. With none left, no thread is emptying the mailbox from then on.
+    /// The next message. If there is none, no thread is delivering from then on.
     fn next(&self) -> Option<(End, End, Mail)> {
         let mut queue = self.queue.lock();
         let mail = queue.ready.pop_front();

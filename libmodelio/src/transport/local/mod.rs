@@ -2,8 +2,8 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `mailbox` | what the three ends say to each other |
-//! | `shard` | what a client asks of a partition in its own process |
+//! | `mailbox` | messages between the three ends |
+//! | `shard` | the shard's interface to the client |
 
 mod mailbox;
 mod shard;

@@ -1,5 +1,5 @@
-//! The interface of a partition for a client in its own process: blocks are reduced where they lie, and
-//! versions are shown where they were made.
+//! The interface of a shard to a client in its own process. Blocks are reduced where they lie, and versions are shown
+//! where they were made.
 
 use std::any::Any;
 use std::fmt;
@@ -12,30 +12,30 @@ use crate::transport::{Region, ShardError};
 use crate::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Version};
 use crate::wire::JobState;
 
-/// One contribution to a block, or its new values, where they lie.
+/// One contribution to a block, or its new values.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedPayload<'a> {
-    /// The whole block.
+    /// The bytes of the whole block.
     pub bytes: &'a [u8],
-    /// With `assign`, the written ranges of it, if not all was written; relative to the block.
+    /// With `assign`, the written ranges, relative to the block, if not all of it was written.
     pub written: Option<&'a [Range<u32>]>,
-    /// Whether the shard has to look for NaN and Inf in it.
+    /// The shard must check it for NaN and Inf.
     pub check: bool,
 }
 
-/// All that a client has of one block for one plan.
+/// A client's part of one block for one plan.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedBlock<'a> {
     /// The client.
     pub client: ClientId,
-    /// For which plan.
+    /// The plan.
     pub plan: PlanId,
     /// The block of the model.
     pub block: BlockId,
-    /// In the order in which they are added.
+    /// The payloads, in the order of addition.
     pub payloads: &'a [SharedPayload<'a>],
-    /// Only the caller has the payload: if it holds NaN or Inf, the caller hears of it, and the plan goes on without
-    /// this block, which may come again.
+    /// The payload is this client's alone. If it holds NaN or Inf, the client gets [`Pushed::NonFinite`], and the
+    /// plan goes on without the block, which may come again.
     pub is_own: bool,
 }
 
@@ -44,11 +44,11 @@ pub struct SharedBlock<'a> {
 pub enum Pushed {
     /// The block is part of the plan.
     Taken,
-    /// The payload of this index holds NaN or Inf, which is refused. The block was not taken.
+    /// The payload of this index holds NaN or Inf, which the job refuses. The block was not taken.
     NonFinite(usize),
-    /// The partition cannot take it yet, and tells the client when it may ([`super::Mail::Retry`]).
+    /// The partition cannot take the block yet. It sends [`super::Mail::Retry`] when it can.
     Later,
-    /// The plan is over, or has the block.
+    /// The plan is over, or has the block already.
     Unwanted,
 }
 
@@ -74,8 +74,8 @@ pub trait Shard: Send + Sync {
     /// The mailbox for the client's messages.
     fn mailbox(&self) -> &Mailbox;
 
-    /// Adds a block to the plan under way, in this thread. `stands` says, once the payload was read, whether it was
-    /// lent until then; if not, the plan is not made. No lock may be held.
+    /// Adds a block to the plan under way, in this thread. After the payload was read, `stands` tells whether its
+    /// loan still stood. If not, the plan is not made. No lock may be held.
     fn push(&self, block: SharedBlock<'_>, stands: &dyn Fn() -> bool) -> Pushed;
 
     /// A version.
@@ -84,23 +84,23 @@ pub trait Shard: Send + Sync {
     /// The newest one, if this one is gone.
     fn version(&self, version: Version) -> Result<HeldVersion, Version>;
 
-    /// Runs work on many blocks beside the caller.
+    /// Runs work on many blocks on another thread.
     fn execute(&self, work: Box<dyn FnOnce() + Send>);
 
-    /// How many threads that has.
+    /// The number of threads for such work.
     fn threads(&self) -> usize;
 
-    /// Somebody is about to contribute: the memory of the versions after the next one is taken, beside the caller.
+    /// Takes the memory of the versions after the next one, on another thread. A contribution is about to come.
     fn warm_up(&self);
 
-    /// Sets the most version buffers that there may be from now on.
+    /// Sets the most version buffers that may exist from now on.
     fn set_buffers(&self, most: usize);
 
-    /// Looks whether the next version has a buffer, now that one may have been given back, and tells the coordinator if
+    /// Checks whether the next version has a buffer, after one may have been given back. The coordinator is told if
     /// that has changed. Returns whether it has one. No lock may be held.
     fn find_buffer(&self) -> bool;
 
-    /// Version buffers in existence, and those that nobody needs.
+    /// The number of version buffers, and of those that nobody needs.
     fn buffers(&self) -> (usize, usize);
 
     /// A buffer for new weights. It counts as existing until it is published or dropped.
@@ -112,6 +112,6 @@ pub trait Shard: Send + Sync {
     /// The state of the job at this moment.
     fn state(&self) -> JobState;
 
-    /// The time for which a learner has been silent.
+    /// How long a learner has been silent.
     fn silence(&self, learner: LearnerId) -> Duration;
 }

@@ -14,17 +14,17 @@ use super::queue_pair::QueuePair;
 pub(super) struct Assigned(RwLock<HashMap<u32, Arc<QueuePair>>>);
 
 impl Assigned {
-    /// The thread hears its news from now on.
+    /// The thread handles the queue pair's completions from now on.
     pub(super) fn enter(&self, queue_pair: &Arc<QueuePair>) {
         self.0.write().insert(queue_pair.number(), Arc::clone(queue_pair));
     }
 
-    /// The thread passes its news over from now on.
+    /// The thread ignores the queue pair's completions from now on.
     pub(super) fn leave(&self, queue_pair: &QueuePair) {
         self.0.write().remove(&queue_pair.number());
     }
 
-    /// The one of this number.
+    /// The queue pair of this number.
     pub(super) fn get(&self, number: u32) -> Option<Arc<QueuePair>> {
         self.0.read().get(&number).cloned()
     }

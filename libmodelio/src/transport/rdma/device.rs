@@ -11,7 +11,7 @@ use super::verbs::{
 };
 use crate::bytes::mmap::Mapping;
 
-/// Completions that a queue holds for each queue pair that it is made for; how many those are.
+/// The number of queue pairs that a completion queue is made for.
 const PAIRS_A_QUEUE: u32 = 64;
 
 /// One device, opened for this process.
@@ -21,7 +21,7 @@ pub struct Device {
     port: u8,
     domain: Arc<Domain>,
     arena: Arc<Arena>,
-    /// In memory of another device.
+    /// Memory of another device.
     far: Option<Arc<Arena>>,
     pollers: Vec<Arc<Poller>>,
     notify: Notify,
@@ -37,7 +37,7 @@ impl Device {
         Device::open_with(options, None)
     }
 
-    /// The same, with memory of another device, such as a GPU, for payload from peers. iRDMA measured that
+    /// Like [`Self::open`], with memory of another device, such as a GPU, for payload from peers. iRDMA measured that
     /// this is best for writes to a shard, and the host's memory for reads from it (§IV-A).
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl Device {
         Ok(Arc::new(Device { context, port, domain, arena, far, pollers, notify, options }))
     }
 
-    /// Registers all of `memory` for peers to read, once: it is known by its mapping as long as that lives.
+    /// Registers all of `memory` for peers to read. A mapping is registered once, as long as it lives.
     ///
     /// # Errors
     /// [`VerbsError::Memlock`], [`VerbsError::Call`].
@@ -105,7 +105,7 @@ impl Device {
         self.registered(memory, Access::Read)
     }
 
-    /// The same for memory that this end's READs fill, and no peer has a key to.
+    /// Registers memory that this end's READs fill. No peer has a key to it.
     ///
     /// # Errors
     /// [`VerbsError::Memlock`], [`VerbsError::Call`].
@@ -118,7 +118,7 @@ impl Device {
         memory.attached(self.key(access), make)
     }
 
-    /// These registrations give way where no more memory may be pinned.
+    /// Adds registrations that are given up when no more memory may be pinned.
     pub fn spare(&self, what: Weak<dyn Spare>) {
         self.domain.spare(what);
     }
@@ -128,33 +128,33 @@ impl Device {
         memory.attached::<Registration, ()>(self.key(Access::Read), || Err(())).is_ok()
     }
 
-    /// Ends the registration of `memory` for peers, once its users have gone.
+    /// Ends the registration of `memory` for peers, once nothing uses it.
     pub fn forget(&self, memory: &Mapping) {
         memory.detach(self.key(Access::Read));
     }
 
-    /// The same for memory that READs fill.
+    /// Ends the registration of memory that READs fill.
     pub fn forget_to_fill(&self, memory: &Mapping) {
         memory.detach(self.key(Access::Local));
     }
 
-    /// Within the domain, which is nobody else's as long as its registrations live.
+    /// The key under which a registration with these rights is attached to a mapping. It is unique to the domain.
     fn key(&self, access: Access) -> usize {
         Arc::as_ptr(&self.domain).addr() + access as usize
     }
 
-    /// Room for one more queue pair on the completion queue of that number.
+    /// Reserves the completion queue of this number for one more queue pair.
     pub(super) fn reserve(&self, number: usize) -> Result<Reserved, VerbsError> {
         Pair::reserve(&self.pollers[number % self.pollers.len()], self.limits())
     }
 
-    /// Becomes readable when there is trouble to hear of.
+    /// Becomes readable when the device has an event.
     pub(super) fn trouble(&self) -> BorrowedFd<'_> {
         self.context.trouble()
     }
 
-    /// Logs reports of the device that are no outcome of work: ports that go down, queues that fail. Each
-    /// connection notices the consequences itself, at the latest by its peer's silence.
+    /// Logs the device's events, such as a port that goes down or a queue that fails. Each connection notices the
+    /// consequences itself, at the latest by its peer's silence.
     pub(super) fn log_device_events(&self) {
         while let Some(Trouble { what, is_bad }) = self.context.next_trouble() {
             let device = self.context.name();
@@ -176,21 +176,21 @@ impl Device {
 
     pub(super) fn limits(&self) -> PairLimits {
         PairLimits {
-            // No more than there are words for flags.
+            // There are no more words for flags than that.
             depth: self.options.depth.clamp(16, 1024),
             inline: self.options.inline,
             report_every: self.options.report_every.max(1),
-            // Flags come without a message; siw, for one, refuses to wait for any that has no memory.
+            // With flags no messages come, and some devices (siw) refuse to wait for a message that has no memory.
             receives: if self.notify == Notify::Immediate { self.options.depth } else { 0 },
         }
     }
 
-    /// Whether it speaks iWARP.
+    /// Whether the device speaks iWARP.
     pub fn is_iwarp(&self) -> bool {
         self.context.is_iwarp()
     }
 
-    /// Memory for rings and everything else that the CPU reads and writes.
+    /// Memory for rings and for all else that the CPU reads and writes.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
@@ -205,12 +205,12 @@ impl Device {
         &self.pollers
     }
 
-    /// How peers learn of written data.
+    /// How peers notify this end of written data.
     pub fn notify(&self) -> Notify {
         self.notify
     }
 
-    /// How it is used.
+    /// The options.
     pub fn options(&self) -> &RdmaOptions {
         &self.options
     }
@@ -219,7 +219,7 @@ impl Device {
         self.context
     }
 
-    /// The address of the GID that packets are to come from, if one was asked for.
+    /// The address of the GID that packets must come from, if the options name one.
     pub(super) fn source(&self) -> Option<std::net::IpAddr> {
         let gid = self.context.gid(self.port, self.options.gid_index?)?;
         gid.address.parse().ok()
@@ -238,7 +238,7 @@ fn find(options: &RdmaOptions) -> Result<Context, VerbsError> {
     let active = |context: &&Context| port_of(**context, options.port).is_ok();
     match all.iter().find(active) {
         Some(found) => Ok(*found),
-        // It says what is wrong with the first one.
+        // The error is that of the first device.
         None => port_of(all[0], options.port).map(|_| all[0]),
     }
 }

@@ -1,11 +1,11 @@
-//! An RDMA endpoint: a device in use. One thread makes its connections: it asks for them, takes requests for
-//! them, and hears of their ends. The callers decide what is served on them.
+//! An RDMA endpoint: a device in use. One thread makes its connections, accepts them, and notices their ends. The
+//! callers name the streams that are served on them.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `requests` | what is asked of the thread |
-//! | `state` | how far a connection has got |
-//! | `maker` | how one is made: `offer` holds what both ends say of themselves |
+//! | `requests` | requests to the thread |
+//! | `state` | the stages of making a connection |
+//! | `maker` | making a connection; `offer` has the data of both ends |
 //! | `manager` | the thread |
 
 mod maker;
@@ -51,7 +51,7 @@ impl Endpoint {
         Endpoint::over(Device::open(options)?)
     }
 
-    /// The same over a device that is open.
+    /// Like [`Self::open`], over an open device.
     ///
     /// # Errors
     /// [`VerbsError`], which says what is missing.
@@ -81,7 +81,7 @@ impl Endpoint {
         &self.device
     }
 
-    /// Connections that there are.
+    /// The number of connections.
     pub fn connections(&self) -> usize {
         self.shared.connections.load(Ordering::Relaxed)
     }
@@ -97,8 +97,8 @@ impl Endpoint {
         }
     }
 
-    /// Takes connections: `accept` says what is served on each; `None` hangs up. The address, with the port that was
-    /// found.
+    /// Listens for connections. `accept` returns the stream to serve on each, or `None` to hang up. Returns the
+    /// address, with the port that was chosen.
     ///
     /// # Errors
     /// [`VerbsError`].
@@ -113,9 +113,9 @@ impl Endpoint {
         answered.recv_timeout(PATIENCE).map_err(|_| VerbsError::Broken("RDMA does not answer".into()))?
     }
 
-    /// Asks for a connection. `then` is called once, on a thread that must not be blocked: it says what is served on
-    /// the queue pair, or hears why there is none, before `deadline` is long over. `number` says which completion
-    /// queue's thread serves it.
+    /// Connects to a peer. `then` is called once, on a thread that must not be blocked. It gets the queue pair and
+    /// returns the stream to serve on it, or gets the error, soon after `deadline` at the latest. `number` selects
+    /// the completion queue whose thread serves the connection.
     pub fn connect(
         &self,
         to: SocketAddr,
@@ -126,7 +126,7 @@ impl Endpoint {
         self.command(Command::Connect(Wish { to, deadline, number, ports: PORTS, then: Box::new(then) }));
     }
 
-    /// Ends all connections, and the threads. On one of them, nobody waits for it.
+    /// Ends all connections and threads. A call on one of these threads does not wait for that thread.
     pub fn shut_down(&self, patience: Duration) {
         self.shared.over.store(true, Ordering::Release);
         let _ = self.shared.wake.write(1);

@@ -1,26 +1,26 @@
 //! RDMA: a remote machine is a device (RPCH §3.1).
 //!
-//! Memory is registered with a `Device` once, and a `QueuePair` moves bytes between registered memory of both
-//! ends, with neither CPU at work on them. Frames go through rings that each end writes into the other's
+//! Memory is registered with a `Device` once. A `QueuePair` moves bytes between registered memory of both ends, and
+//! neither CPU works on them. Frames go through rings that each end writes into the other's
 //! memory, so the messages on a connection are the same as by TCP or through shared memory. Payload is named
 //! in frames, and the device fetches or places it.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `options` | how it is to be used |
+//! | `options` | the options |
 //! | `device_memory` | memory of GPUs and the like |
-//! | `published` | a directory of versions, for those who read them past the shard's CPU (`unsafe`) |
+//! | `published` | a directory of versions, for readers that do without the shard's CPU (`unsafe`) |
 //! | `verbs` | libibverbs and librdmacm (all `unsafe`) |
 //! | `device` | a device in use |
 //! | `queue_pair` | one connection: a queue pair with its rings |
-//! | `offer` | what both ends say of themselves when a connection begins |
-//! | `assigned`, `served` | the queue pairs of a thread, and what each has to do |
-//! | `pump` | moves the bytes of a completion queue's queue pairs |
+//! | `offer` | the data that both ends send when a connection begins |
+//! | `assigned`, `served` | the queue pairs of a thread, and each one's work |
+//! | `pump` | moving the bytes of a completion queue's queue pairs |
 //! | `pollers` | the threads of completion queues |
-//! | `endpoint` | a device with all of its connections, and how they come about |
+//! | `endpoint` | a device with all of its connections |
 //!
-//! All but the first three is there with the feature `rdma` alone: how it is to be used can be said, and is checked, in
-//! any build.
+//! The first three modules are in every build, so that the options are always checked. The others need the feature
+//! `rdma`.
 
 #[cfg(feature = "rdma")]
 mod assigned;

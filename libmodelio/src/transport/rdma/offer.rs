@@ -8,30 +8,30 @@ use crate::wire::Protocol;
 
 /// The first bytes of the data that an end sends.
 const MAGIC: [u8; 4] = *b"GFRD";
-/// Bytes of it.
+/// The length of the data.
 const OFFER: usize = 24;
 
-/// The data that an end sends when a connection begins.
+/// The data that each end sends when a connection begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// The protocol that it speaks.
+    /// The end's protocol.
     pub protocol: u16,
-    /// How the peer is to notify it of written data.
+    /// How the peer must notify this end of written data.
     pub notify: Notify,
-    /// Bytes of payload in a packet that it wants at most; an answer's are what both use. `None`: as many as the path
-    /// allows.
+    /// The largest payload of a packet that the end wants. In an answer, the size that both ends use. `None` for as
+    /// much as the path allows.
     pub mtu: Option<Mtu>,
-    /// Its ring.
+    /// The end's ring.
     pub ring: Remote,
 }
 
-/// Why an offer is not taken.
+/// Why an offer is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Strange {
     /// The data is something else.
     #[error("something else than gradfs is there")]
     Magic,
-    /// It speaks another protocol.
+    /// The peer speaks another protocol.
     #[error("it speaks protocol {got}, expected {expected}")]
     Protocol {
         /// This end's.
@@ -39,9 +39,9 @@ pub enum Strange {
         /// The peer's.
         got: u16,
     },
-    /// The peer wants another notification than this end.
+    /// The peer expects another notification than this end.
     #[error(
-        "it is told of what was written by {got:?}, this end by {expected:?}: set the same --rdma-notice for both"
+        "it is notified of written data by {got:?}, this end by {expected:?}: set the same --rdma-notice for both"
     )]
     Notify {
         /// This end's.
@@ -54,25 +54,25 @@ pub enum Strange {
     Mtu(u8),
 }
 
-/// Why a shard that understands its peer takes no connection all the same.
+/// Why a shard refuses a connection whose offer it understands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Shortage {
-    /// The peer has no rings.
+    /// The shard has no memory for rings.
     #[error("its registered memory is full: raise its --rdma-arena, or lower its --rdma-slots")]
     Rings,
-    /// The peer has no room for completions.
+    /// The shard has no room for completions.
     #[error("its completion queues are full: raise its --rdma-queues, or lower its --rdma-depth")]
     Completions,
-    /// The peer comes by a device or a port that is not the shard's.
+    /// The connection comes by another device or port than the shard's.
     #[error("it uses another device, or another port, than the way leads to (--rdma-device names it)")]
     Device,
-    /// Something else.
+    /// Another reason.
     #[error("its log says why")]
     Other,
 }
 
 impl Shortage {
-    /// The code on the wire: u32 little-endian in byte 12 of the data of a shard that takes no connection.
+    /// The code on the wire: u32 little-endian in byte 12 of a refusing shard's data.
     pub fn code(self) -> u32 {
         match self {
             Shortage::Other => 0,
@@ -110,7 +110,7 @@ impl Offer {
         bytes
     }
 
-    /// Decodes the peer's data, if this end, which is notified by `notify`, can use it.
+    /// Decodes the peer's data, if this end can use it. The peer must notify this end by `notify`.
     ///
     /// # Errors
     /// [`Strange`].

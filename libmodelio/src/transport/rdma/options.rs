@@ -1,4 +1,4 @@
-//! How RDMA is to be used. Defaults are for a host with one device.
+//! The options of RDMA. The defaults suit a host with one device.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,51 +7,51 @@ use std::time::Duration;
 /// How a thread learns of completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polling {
-    /// It asks without pause, and takes a core.
+    /// The thread polls without pause, and takes a core.
     Busy,
-    /// It sleeps until the device interrupts.
+    /// The thread sleeps until the device interrupts.
     Event,
-    /// It asks without pause for this long after something has happened, and then sleeps.
+    /// The thread polls without pause for this long after a completion, and then sleeps.
     Adaptive(Duration),
 }
 
 /// The memory that a shard fetches payload into (the buffer models of PS-RDMA §3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Buffers {
-    /// Slots that all queue pairs have in common; any free one will do. Memory does not grow with the learners.
+    /// Slots that all queue pairs share. Any free slot is used. Memory does not grow with the learners.
     #[default]
     Shared,
-    /// Slots in common that are used in turn, one after the other.
+    /// Shared slots that are used in turn, one after the other.
     Looped,
-    /// Each queue pair has its own.
+    /// Slots of each queue pair's own.
     Own,
 }
 
-/// How the peer learns of written data.
+/// How a peer notifies this end of written data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Notice {
-    /// Immediate data where the device has it, else a flag.
+    /// Immediate data if the device supports it, else a flag.
     #[default]
     Auto,
     /// Immediate data.
     Immediate,
-    /// A word in its memory, which it polls.
+    /// A word in this end's memory, which it polls.
     Flag,
 }
 
 /// How a block is pushed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Placement {
-    /// Short ones by static, long ones by dynamic placement.
+    /// Static placement for short blocks, dynamic placement for long ones.
     #[default]
     Auto,
-    /// Written into a slot that the shard has granted (RPCH §3.2).
+    /// The client writes the block into a slot that the shard has granted (RPCH §3.2).
     Static,
-    /// Named, and fetched by the shard when it has room (RPCH §3.3).
+    /// The client names the block, and the shard fetches it when it has room (RPCH §3.3).
     Dynamic,
 }
 
-/// Text that names none of the choices there are.
+/// Text that is none of the choices.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{got:?} is none of {choices}")]
 pub struct NoChoice {
@@ -88,20 +88,20 @@ choices!(Buffers, "shared, looped, own", "shared" => Buffers::Shared, "looped" =
 choices!(Notice, "auto, immediate, flag", "auto" => Notice::Auto, "immediate" => Notice::Immediate, "flag" => Notice::Flag);
 choices!(Placement, "auto, static, dynamic", "auto" => Placement::Auto, "static" => Placement::Static, "dynamic" => Placement::Dynamic);
 
-/// Long enough for an answer over a fast network, short enough to cost little.
+/// Long enough for an answer over a fast network, and short enough to cost little.
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 
-/// Bytes of payload that a packet carries at most.
+/// The most bytes of payload in a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mtu(u8);
 
 impl Mtu {
-    /// From the power of two that it is: 256, 512, 1024, 2048, 4096.
+    /// The MTU of this many bytes: 256, 512, 1024, 2048 or 4096.
     pub fn from_bytes(bytes: u32) -> Option<Mtu> {
         (1..=5).map(Mtu).find(|mtu| mtu.bytes() == bytes)
     }
 
-    /// The MTU of a code on the wire, which is also that of verbs: 1 to 5.
+    /// The MTU with this code, which is 1 to 5 as in verbs.
     pub fn from_code(code: u8) -> Option<Mtu> {
         (1..=5).contains(&code).then_some(Mtu(code))
     }
@@ -111,7 +111,7 @@ impl Mtu {
         self.0
     }
 
-    /// In bytes.
+    /// The number of bytes.
     pub fn bytes(self) -> u32 {
         128 << self.0
     }
@@ -126,41 +126,41 @@ impl fmt::Display for Mtu {
 /// The RDMA settings of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaOptions {
-    /// The device; `None` for the first one that has an active port.
+    /// The device. `None` for the first one with an active port.
     pub device: Option<String>,
-    /// Its port; `None` for the first active one.
+    /// Its port. `None` for the first active one.
     pub port: Option<u8>,
-    /// The GID that packets come from; `None` for the one that leads to the peer.
+    /// The index of the GID that packets come from. `None` for the one that leads to the peer.
     pub gid_index: Option<u32>,
     /// The traffic class of packets (RoCE: DSCP and ECN).
     pub traffic_class: Option<u8>,
-    /// The largest MTU of packets; `None` for what the path allows. iWARP does not have this.
+    /// The largest MTU. `None` for as much as the path allows. iWARP does not have this.
     pub mtu: Option<Mtu>,
-    /// Bytes that go with the work itself.
+    /// The most bytes that go inside the work request.
     pub inline: u32,
-    /// Pieces of work outstanding on a queue pair.
+    /// The most work requests outstanding on a queue pair.
     pub depth: u32,
-    /// Every how many pieces one is reported.
+    /// One in so many work requests is reported.
     pub report_every: u32,
-    /// Completion queues, with a thread each.
+    /// The number of completion queues. Each has a thread.
     pub queues: usize,
-    /// How those threads learn of news.
+    /// How these threads wait for completions.
     pub polling: Polling,
-    /// Messages of peers that are waited for; the queue pairs of a completion queue have them in common.
+    /// The number of receives that the queue pairs of a completion queue share.
     pub shared_receives: u32,
-    /// How peers learn of written data.
+    /// How peers notify this end of written data.
     pub notice: Notice,
     /// Memory that payload is fetched into.
     pub buffers: Buffers,
     /// How blocks are pushed.
     pub placement: Placement,
-    /// Slots for payload: of all queue pairs, or of each.
+    /// The number of slots for payload: in all, or of each queue pair.
     pub slots: usize,
     /// Bytes of registered memory for rings and slots.
     pub arena: usize,
-    /// Reads that a queue pair has outstanding.
+    /// The most READs outstanding on a queue pair.
     pub reads: u8,
-    /// How often a packet is sent again.
+    /// How often a packet is repeated.
     pub retries: u8,
 }
 

@@ -1,5 +1,4 @@
-//! The threads of completion queues. Each runs the loop of a reactor, and serves all queue pairs whose work its queue
-//! reports.
+//! The threads of completion queues. Each runs a reactor's loop, and serves all queue pairs of its queue.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -58,10 +57,10 @@ impl Pollers {
         &self.0[number % self.0.len()].assigned
     }
 
-    /// Serves a queue pair, which was entered before.
+    /// Serves a queue pair that was entered before.
     ///
     /// # Errors
-    /// [`Refused`]; then the stream's only call was [`Stream::closed`].
+    /// [`Refused`]. Then only [`Stream::closed`] was called.
     pub(super) fn serve(
         &self,
         number: usize,
@@ -92,7 +91,7 @@ impl Pollers {
         Err(refused)
     }
 
-    /// Ends all connections and the threads, up to `patience`.
+    /// Ends all connections and threads, within `patience`.
     ///
     /// # Errors
     /// The number of threads that did not end.
@@ -105,13 +104,13 @@ impl Pollers {
         for thread in &self.0 {
             let Some(running) = thread.running.lock().take() else { continue };
             if running.thread().id() == std::thread::current().id() {
-                // It ends when it is asked next.
+                // The thread ends when it asks next.
                 continue;
             }
             while !running.is_finished() && Instant::now() < deadline + Duration::from_millis(50) {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            // A panic was caught and logged in the thread.
+            // The thread itself has caught and logged its panic.
             if running.is_finished() { drop(running.join()) } else { left += 1 }
         }
         if left == 0 { Ok(()) } else { Err(StillRunning(left)) }

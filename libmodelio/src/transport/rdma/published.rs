@@ -1,31 +1,30 @@
-//! A directory of published versions in plain memory, for clients that read them past the CPU of their shard.
+//! A directory of published versions in plain memory. Clients read versions with it, without the shard's CPU.
 //!
-//! A client copies the directory, finds a version's entry in it ([`find`]), copies what it wants of the version's
-//! buffer, and then copies the entry once more. If that still says the same ([`Seen::still_there`]), the bytes are the
+//! A client copies the directory, finds a version's entry in it ([`find`]), copies blocks from the version's buffer,
+//! and then copies the entry once more. If the entry still says the same ([`Seen::still_there`]), the bytes are the
 //! version's. If not, the buffer may have been used again meanwhile, and the bytes are worth nothing. The shard takes
-//! no part in any of that, and knows of no reader: nothing is pinned.
+//! no part in this and knows of no reader, so nothing is pinned.
 //!
 //! # Why that is enough
-//! An entry has a sequence number that only rises, by one with each change: even while the entry stands, odd
-//! while it is empty or being changed. So no two versions ever have the same slot and sequence number, and an
-//! entry that is gone never comes back.
-//! - The shard takes the entry away *before* anybody stores into the version's buffer
-//!   ([`Directory::retire`]): the number becomes odd, and a full fence follows. A reader that finds any byte
-//!   of a later store in the buffer, and looks at the number after that, finds it changed. A release fence
-//!   would not do: on x86 it is no instruction, because stores are seen in their order anyway, but this does
-//!   not hold for stores past the caches, which make versions.
-//! - The reader looks at the entry *after* it has the bytes: the second READ of the entry is asked for when
-//!   those of the bytes are complete. READs that are under way together may be carried out in any order, even
-//!   those of one connection.
-//! - A store with release makes the number even, last of all. A reader that finds it even and goes on to the
-//!   buffer finds everything that was stored there before [`Directory::publish`].
+//! An entry has a sequence number that only rises, by one with each change. It is even while the entry stands, and
+//! odd while the entry is empty or being changed. So no two versions ever have the same slot and sequence number, and
+//! an entry that is gone never comes back.
 //!
-//! A NIC copies word by word, or worse, so that a copy of the directory may have anything in it: half an entry and
-//! half the next one. An entry has a checksum, numbers included, so that such a mixture is taken for none, nor is
-//! garbage. If it is by chance, the second look at the entry finds something else.
+//! - The shard takes the entry away *before* anybody stores into the version's buffer ([`Directory::retire`]): the
+//!   number becomes odd, and a full fence follows. A reader that finds any byte of a later store in the buffer, and
+//!   then reads the number, finds it changed. A release fence is not enough. On x86 it is no instruction, because
+//!   stores are seen in their order anyway, but that does not hold for the stores past the caches that make versions.
+//! - The reader reads the entry *after* it has the bytes: the second READ of the entry is posted when those of the
+//!   bytes are complete. READs that are under way together may be carried out in any order, even on one connection.
+//! - A store with release makes the number even, last of all. A reader that finds it even and goes on to the buffer
+//!   finds everything that was stored there before [`Directory::publish`].
 //!
-//! One of the modules that hold `unsafe`: the directory is read while it is written. In this process, all
-//! access to it is atomic.
+//! A NIC copies word by word at best, so a copy of the directory may hold anything, for example half an entry and
+//! half the next one. An entry has a checksum over all fields, numbers included, so such a mixture is not taken for
+//! an entry. If it is by chance, the second read of the entry finds something else.
+//!
+//! This module holds `unsafe`: the directory is read while it is written. In this process, all access to it is
+//! atomic.
 
 use std::io;
 use std::sync::Arc;
@@ -38,7 +37,7 @@ use crate::bytes::crc32c::crc32c;
 use crate::bytes::mmap::Mapping;
 use crate::vocabulary::ids::Version;
 
-/// Entries of a directory: more versions than that are never in memory, unless somebody holds very many.
+/// The number of entries. More versions are never in memory, unless readers hold very many.
 pub const ENTRIES: usize = 64;
 /// Bytes of an entry.
 pub const ENTRY: usize = 64;
@@ -46,10 +45,10 @@ pub const ENTRY: usize = 64;
 pub const DIRECTORY: usize = ENTRIES * ENTRY;
 
 const WORDS: usize = ENTRY / 8;
-/// Bytes of an entry that its checksum is over.
+/// The bytes of an entry that its checksum covers.
 const CHECKED: usize = ENTRY - 4;
 
-/// An entry as it lies in memory.
+/// An entry in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 struct Raw {
@@ -70,32 +69,32 @@ impl Raw {
     }
 }
 
-/// The shard's own copy of an entry. Nothing is ever read back from memory that others see.
+/// The shard's own copy of an entry. The shard never reads memory back that others can reach.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     sequence: u64,
     version: Option<Version>,
 }
 
-/// The shard's side: it has the newest 64 of the versions that are published. When it is dropped, they are all retired.
+/// The shard's side of the directory. It has the newest 64 published versions. Dropping it retires them all.
 #[derive(Debug)]
 pub struct Directory {
     memory: Arc<Mapping>,
     slots: [Slot; ENTRIES],
 }
 
-/// The words of memory that is only accessed as such.
+/// The words of memory that is accessed by words only.
 fn words(memory: &Mapping) -> &[AtomicU64] {
-    // SAFETY: within the mapping, which begins on a page and lives as long as the slice. In this process only
-    // this function accesses the memory, and those who copy it from outside do not write it.
+    // SAFETY: the range is within the mapping, which begins on a page and lives as long as the slice. Only this
+    // function accesses the memory in this process, and readers outside do not write it.
     unsafe { std::slice::from_raw_parts(memory.start().as_ptr().cast(), memory.len() / 8) }
 }
 
 impl Directory {
-    /// An empty one.
+    /// An empty directory.
     ///
     /// # Errors
-    /// When its memory cannot be had.
+    /// When there is no memory.
     pub fn new() -> io::Result<Directory> {
         let memory = Mapping::memfd("gradfs-published", DIRECTORY)?;
         memory.prefault()?;
@@ -108,14 +107,14 @@ impl Directory {
         Ok(directory)
     }
 
-    /// The memory that others may read, [`DIRECTORY`] bytes. Nobody but the directory may write there.
+    /// The memory that others may read, [`DIRECTORY`] bytes. Only the directory writes it.
     pub fn memory(&self) -> &Arc<Mapping> {
         &self.memory
     }
 
-    /// All of `version` lies in `bytes` bytes at `address`, which can be read under `key`, and stays there until it is
-    /// retired. If there are [`ENTRIES`] others, the oldest of all makes way and will not be found, though it stays
-    /// what it is.
+    /// Adds `version`, whose `bytes` bytes lie at `address`, can be read under `key`, and stay there until it is
+    /// retired. If there are [`ENTRIES`] others, the oldest one leaves the directory, though its buffer stays
+    /// unchanged.
     pub fn publish(&mut self, version: Version, address: u64, key: u32, bytes: u64) {
         self.retire(version);
         let oldest = || (0..ENTRIES).min_by_key(|&slot| self.slots[slot].version);
@@ -144,13 +143,14 @@ impl Directory {
         words[0].store(sequence.to_le(), Ordering::Release);
     }
 
-    /// `version` is there until it is retired, and cannot be read past the shard's CPU: it is to be asked for.
+    /// Adds `version`, which is there until it is retired and cannot be read without the shard's CPU. Clients must
+    /// ask for its blocks.
     pub fn publish_unreadable(&mut self, version: Version) {
         self.publish(version, 0, 0, 0);
     }
 
-    /// The buffer of `version` is about to be used for something else. When this returns, a reader that finds
-    /// anything new in the buffer finds the entry gone. Does nothing if the version is not in the directory.
+    /// Retires `version`, whose buffer is about to be used again. When this returns, a reader that finds anything new
+    /// in the buffer finds the entry gone. It does nothing if the version is not in the directory.
     pub fn retire(&mut self, version: Version) {
         if let Some(slot) = self.slots.iter().position(|slot| slot.version == Some(version)) {
             self.clear(slot);
@@ -161,8 +161,8 @@ impl Directory {
         let sequence = self.slots[slot].sequence + 1;
         self.slots[slot] = Slot { sequence, version: None };
         self.words(slot)[0].store(sequence.to_le(), Ordering::Relaxed);
-        // Before any later store of this thread's, or of one that hears from it: into the buffer, past the caches as
-        // well, and into the rest of the entry.
+        // The fence comes before any later store of this thread, or of one that follows it: into the buffer, also
+        // past the caches, and into the rest of the entry.
         fence(Ordering::SeqCst);
     }
 
@@ -172,7 +172,7 @@ impl Directory {
 }
 
 impl Drop for Directory {
-    /// Its memory may live on with those who have registered it.
+    /// The memory may live on with those who have registered it.
     fn drop(&mut self) {
         for slot in 0..ENTRIES {
             if self.slots[slot].version.is_some() {
@@ -195,17 +195,17 @@ pub struct Seen {
     pub address: u64,
     /// The key to read it under.
     pub key: u32,
-    /// How long it is.
+    /// The length of the version.
     pub bytes: u64,
 }
 
-/// A version is not in the directory, or just being entered, or the copy is torn there.
+/// A version is not in the directory, is being entered, or the copy is torn there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("version {wanted} is not published, or no longer; the newest is {}", Said(*newest))]
 pub struct Absent {
     /// The wanted version.
     pub wanted: Version,
-    /// The newest that is there, if there is any.
+    /// The newest version in the directory, if there is any.
     pub newest: Option<Version>,
 }
 
@@ -220,7 +220,7 @@ impl std::fmt::Display for Said {
     }
 }
 
-/// Looks for `version` in a copy of a directory, which may be torn, too short or anything at all.
+/// Looks for `version` in a copy of a directory, which may be torn, too short or anything else.
 ///
 /// # Errors
 /// [`Absent`].
@@ -250,7 +250,7 @@ impl Seen {
         })
     }
 
-    /// Whether the version can be read where it lies. If not, the client has to ask for its blocks.
+    /// Whether the version can be read where it lies. If not, the client must ask for its blocks.
     pub fn is_readable(&self) -> bool {
         self.bytes > 0
     }
@@ -267,8 +267,8 @@ impl Seen {
         Some(self.address + offset)
     }
 
-    /// Whether `entry`, a copy of the [`ENTRY`] bytes at [`Self::offset`], is the entry that was seen. If it was copied
-    /// after the version's bytes, they are the version's.
+    /// Whether `entry`, a copy of the [`ENTRY`] bytes at [`Self::offset`], is the entry that was found. If it was
+    /// copied after the version's bytes, the bytes are the version's.
     pub fn still_there(&self, entry: &[u8]) -> bool {
         let entry = <&[u8; ENTRY]>::try_from(entry).ok();
         entry.and_then(|entry| Seen::read(self.slot, entry)) == Some(*self)

@@ -1,4 +1,4 @@
-//! Moves the bytes of all queue pairs whose work one completion queue reports, to and from their rings.
+//! Moving the bytes of all queue pairs of one completion queue, to and from their rings.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd};
@@ -18,9 +18,9 @@ use crate::transport::stream::Token;
 
 const WAKEUP: u64 = u64::MAX;
 const QUEUE: u64 = u64::MAX - 1;
-/// The pause between two looks at flags, which make no event.
+/// The interval in which flags are checked, which make no event.
 const CHECK_INTERVAL: Duration = Duration::from_micros(200);
-/// When nothing has happened for this long, the pauses between looks get longer.
+/// After this long without a completion, the checks become less frequent.
 const BUSY: Duration = Duration::from_millis(20);
 
 /// The driver of one completion queue.
@@ -33,17 +33,17 @@ pub(super) struct Pump {
     epoll: Epoll,
     thread: Arc<ThreadState>,
     polling: Polling,
-    /// Peers write flags.
+    /// Whether peers write flags.
     flags: bool,
     news: Vec<News>,
-    /// Something happened then.
+    /// The time of the last completion.
     last: Instant,
-    /// The queue tells nothing any more.
+    /// The queue has failed.
     lost: bool,
 }
 
 impl Pump {
-    /// A driver of `poller`'s queue pairs, those that are assigned or expected there. With `flags`, peers write flags.
+    /// A driver of `poller`'s queue pairs, those in `assigned` and `expected`. With `flags`, peers write flags.
     pub fn new(
         poller: &Arc<Poller>,
         (assigned, expected): (Arc<Assigned>, Arc<Expected>),
@@ -70,7 +70,7 @@ impl Pump {
         })
     }
 
-    /// The queue pair of a connection, which is known from when it is first used.
+    /// The queue pair of a connection. It becomes known when it is first used.
     fn bind(&mut self, token: Token, port: &Port) -> Result<u32, Errno> {
         if self.lost {
             return Err(Errno::EIO);
@@ -86,21 +86,20 @@ impl Pump {
         Ok(number)
     }
 
-    /// The queue fails: all connections on it end, and later ones end at once. Other queues of the process go
-    /// on.
+    /// The queue has failed: all connections on it end, and later ones end at once. The process's other queues go on.
     fn lose(&mut self, error: &VerbsError) {
         if std::mem::replace(&mut self.lost, true) {
             return;
         }
         tracing::error!(%error, "a completion queue is lost: its connections end, and new ones on it until a restart");
-        // Nobody asks for its events any more.
+        // Its events are of no use any more.
         let _ = self.epoll.delete(self.poller.as_ref().as_fd());
         for served in self.served.values() {
             served.queue_pair.break_off(format!("a completion queue is lost: {error}"));
         }
     }
 
-    /// Takes what the queue has. True if there was something.
+    /// Takes the completions of the queue. True if there were some.
     fn poll_completions(&mut self) -> bool {
         let mut any = false;
         self.served.values_mut().for_each(|served| served.gone = served.queue_pair.is_gone());
@@ -197,11 +196,11 @@ impl Pump {
         Ok(())
     }
 
-    /// A stream has said all.
+    /// A stream has sent everything.
     fn said(&mut self, number: u32) {
         let Some(served) = self.served.get_mut(&number) else { return };
         if served.ends() {
-            // It is reported as long as it is watched.
+            // The event would repeat as long as the descriptor is watched.
             let _ = self.epoll.delete(&served.said);
         }
     }
@@ -227,13 +226,13 @@ impl Driver for Pump {
     }
 
     fn watch(&mut self, _: Token, _: &mut Port, _: Readiness) -> Result<(), Errno> {
-        // There is no socket to listen on or to connect.
+        // RDMA connections have no socket to listen on or to connect.
         Err(Errno::EOPNOTSUPP)
     }
 
     fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         (port.receiving, port.sending) = (Phase::Idle, Phase::Idle);
-        // The connection may not have been bound yet.
+        // The connection may not be bound yet.
         if let Some((queue_pair, _)) = self.expected.lock().remove(&port.fd.as_raw_fd()) {
             self.assigned.leave(&queue_pair);
             queue_pair.end();
@@ -259,7 +258,7 @@ impl Driver for Pump {
         self.poll_completions();
         self.progress(table, done);
         if !done.is_empty() || timeout.is_zero() {
-            // Finished streams are checked now and then, even if there is always something to do.
+            // Finished streams are checked now and then, even while there is always work.
             return if self.served.is_empty() { Ok(()) } else { self.wait_for_events(EpollTimeout::ZERO) };
         }
         let until = Instant::now() + timeout;
@@ -278,7 +277,7 @@ impl Driver for Pump {
                 break;
             }
             if now.duration_since(slept) >= CHECK_INTERVAL {
-                // Only this call handles what streams have sent.
+                // This call alone handles streams that have sent everything.
                 self.wait_for_events(EpollTimeout::ZERO)?;
                 slept = now;
             }

@@ -1,5 +1,5 @@
-//! A queue pair with its rings, which is one end of a connection by RDMA. Frames go through the rings as through any
-//! stream. Payload goes past them, by READ and WRITE, straight to and from where it belongs.
+//! A queue pair with its rings: one end of a connection by RDMA. Frames go through the rings, as through any stream.
+//! Payload goes past them by READ and WRITE, straight to and from its place.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,7 +13,7 @@ use super::verbs::{
 };
 use crate::transport::stream::{Close, Connection, Piece, ReceiveSlices, SendSlices, Target};
 
-/// Pieces of work that are kept for the rings.
+/// The number of work requests that are kept for the rings.
 const KEPT: usize = 8;
 
 /// A queue pair with its rings: one end of a connection by RDMA.
@@ -24,27 +24,27 @@ pub struct QueuePair {
     /// The peer's ring.
     peer: OnceLock<Remote>,
     device: Arc<Device>,
-    /// The peer is gone, or its network is.
+    /// The peer has gone, or its network.
     gone: AtomicBool,
     connection: OnceLock<Connection>,
-    /// Its conversation has found no room for work, and goes on when there is some.
+    /// The conversation found no room for work. It is woken when there is some.
     waits_for_room: AtomicBool,
-    /// The peer does not know yet how much was read, for want of room.
+    /// For want of room, the peer does not know yet how much was read.
     owes: AtomicBool,
-    /// Why it is to end, if that was found before there was a connection, too.
+    /// Why the connection must end. This may be set before there is a connection.
     broken: OnceLock<String>,
 }
 
 #[derive(Debug)]
 struct Talk {
     rings: Rings,
-    /// Work that the rings want done; empty except while they are asked for it.
+    /// Work that the rings have made. It is empty except during a call of them.
     work: Vec<Work>,
 }
 
 impl QueuePair {
-    /// A queue pair for a connection whose way is resolved, with `rings` of the device's, and room that was
-    /// reserved there. If it cannot be made, its identifier comes back.
+    /// Makes a queue pair for a connection whose route is known, with `rings` of the device's and reserved room. If
+    /// that fails, the identifier is returned.
     #[allow(clippy::result_large_err)] // Seldom.
     pub(super) fn new(
         device: &Arc<Device>,
@@ -60,7 +60,7 @@ impl QueuePair {
         Ok(Arc::new(QueuePair { pair, talk, peer, device, gone, connection, waits_for_room, owes, broken }))
     }
 
-    /// The ring that the peer is to write into.
+    /// The ring that the peer writes into.
     pub(super) fn invitation(&self) -> Remote {
         self.talk.lock().rings.invitation()
     }
@@ -74,12 +74,12 @@ impl QueuePair {
         self.pair.cm_id()
     }
 
-    /// Its number, which no other one of the device has.
+    /// The number of the queue pair, unique on the device.
     pub fn number(&self) -> u32 {
         self.pair.number()
     }
 
-    /// Bytes of payload in a packet, at most; `None` with iWARP.
+    /// The largest payload of a packet. `None` with iWARP.
     ///
     /// # Errors
     /// [`VerbsError::Broken`].
@@ -92,17 +92,17 @@ impl QueuePair {
         &self.device
     }
 
-    /// Chains of work that were posted, and pieces in them.
+    /// The number of posted chains, and of work requests in them.
     pub fn counts(&self) -> (u64, u64) {
         self.pair.counts()
     }
 
     // Calls of the conversation.
 
-    /// Pieces of work that [`Self::read`] and the like take just now. If fewer than `least`, the conversation is woken
-    /// when it may be otherwise.
+    /// The number of work requests that fit at the moment. If there are fewer than `least`, the conversation is woken
+    /// when that may have changed.
     pub fn room(&self, least: usize) -> usize {
-        // Before it is looked at, so that what is done meanwhile sees it.
+        // The flag is set before the check, so that work which is done meanwhile sees it.
         self.waits_for_room.store(true, Ordering::SeqCst);
         let room = self.pair.room().saturating_sub(KEPT);
         if room >= least {
@@ -111,11 +111,11 @@ impl QueuePair {
         room
     }
 
-    /// Fetches `len` bytes of the peer's into a slot. With `fence`, not before all READs that were added earlier.
-    /// Posted by [`Self::post`].
+    /// Fetches `len` bytes of the peer's into a slot; with `fence`, after all READs that were added earlier.
+    /// [`Self::post`] posts it.
     ///
     /// # Errors
-    /// [`VerbsError`]; the slot comes back.
+    /// [`VerbsError`], with the slot.
     pub fn read(
         &self,
         token: u64,
@@ -130,7 +130,7 @@ impl QueuePair {
         })
     }
 
-    /// Fetches bytes of the peer's to where they belong.
+    /// Fetches bytes of the peer's into their place.
     ///
     /// # Errors
     /// [`VerbsError`].
@@ -145,7 +145,7 @@ impl QueuePair {
         self.pair.add(token, work).map_err(|(error, _)| error)
     }
 
-    /// Writes a payload to the place that the peer has named. Later messages arrive after it.
+    /// Writes a payload to a place that the peer has named. It arrives before later messages.
     ///
     /// # Errors
     /// [`VerbsError`].
@@ -159,7 +159,7 @@ impl QueuePair {
         self.pair.add(token, Work::Write { piece, registration, to }).map_err(|(error, _)| error)
     }
 
-    /// Posts what was added, with one doorbell.
+    /// Posts the added work, with one doorbell.
     ///
     /// # Errors
     /// [`VerbsError::Broken`].
@@ -167,17 +167,17 @@ impl QueuePair {
         self.pair.post()
     }
 
-    /// Takes what is done, in order.
+    /// Takes finished work, in order.
     pub fn take(&self, done: &mut Done) {
         self.pair.take(done);
     }
 
-    /// Ends the connection, for something on it went wrong.
+    /// Ends the connection after an error.
     pub fn give_up(&self, why: &VerbsError) {
         self.break_off(why.to_string());
     }
 
-    /// The same, for any reason, and also before it is served: then it ends as soon as it is.
+    /// Ends the connection for any reason. Before it is served, this ends it as soon as it is.
     pub(crate) fn break_off(&self, why: String) {
         let _ = self.broken.set(why);
         self.close_if_broken();
@@ -191,13 +191,13 @@ impl QueuePair {
 
     // Calls of the driver.
 
-    /// `connection` serves it.
+    /// Sets the connection that is served.
     pub(crate) fn attach(&self, connection: &Connection) {
         let _ = self.connection.set(connection.clone());
         self.close_if_broken();
     }
 
-    /// The connection is over, or its peer is.
+    /// The connection has ended, or its peer's end has.
     pub(crate) fn hang_up(&self) {
         self.gone.store(true, Ordering::Release);
         if let Some(connection) = self.connection.get() {
@@ -205,18 +205,18 @@ impl QueuePair {
         }
     }
 
-    /// Ends it, for the peer, too: the device touches no memory for it any more when this returns.
+    /// Ends the connection for the peer, too. When this returns, the device touches no memory for it any more.
     pub fn end(&self) {
         self.cm_id().disconnect();
         self.pair.end();
     }
 
-    /// Whether the connection is over, or its peer is.
+    /// Whether the connection or the peer's end of it is over.
     pub(crate) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// News of it. True if its conversation has something to take.
+    /// Takes a completion. True if the conversation can take finished work or has room again.
     pub(crate) fn complete(&self, news: Completion) -> Result<bool, String> {
         match self.pair.complete(news) {
             Ok(Some(word)) => {
@@ -232,16 +232,15 @@ impl QueuePair {
         self.connection.get()
     }
 
-    /// Looks for data that the peer has written without notification.
+    /// Checks for data that the peer has written without notification.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.talk.lock().rings.check().map_err(|broken| broken.to_string())
     }
 
-    /// Copies what has come, of a peer that may have been `gone` before that was looked at. `Some(0)` is the end,
-    /// `None` nothing.
+    /// Copies received bytes. `gone` says whether the peer had gone before. `Some(0)` is the end, `None` nothing.
     pub(crate) fn receive(&self, into: &ReceiveSlices, gone: bool) -> Result<Option<usize>, VerbsError> {
         if self.broken.get().is_some() {
-            // The connection is about to be closed, for that reason and no other.
+            // The connection is about to be closed, and for that reason alone.
             return Ok(None);
         }
         let mut talk = self.talk.lock();
@@ -254,7 +253,7 @@ impl QueuePair {
         Ok(Some(bytes))
     }
 
-    /// Tells the peer how much was read, if that is due; later ([`Self::owes`]), if there is no room.
+    /// Tells the peer how much was read, if that is due. Without room it is done later ([`Self::owes`]).
     pub(crate) fn acknowledge(&self) -> Result<(), VerbsError> {
         let Some(&peer) = self.peer.get() else { return Ok(()) };
         let has_room = self.pair.room() > 0;
@@ -265,8 +264,8 @@ impl QueuePair {
         self.with_rings(|rings, work| rings.acknowledge(peer, work))
     }
 
-    /// Sends as much as there is room for. `None` if there is no room, or if the peer is `gone` and its last
-    /// bytes are yet to be read, by a stream that is `receiving`.
+    /// Sends as much as fits. `None` if nothing fits, or if the peer is `gone` and a stream that is `receiving` has
+    /// not read its last bytes yet.
     pub(crate) fn send(
         &self,
         out: &SendSlices,
@@ -280,7 +279,7 @@ impl QueuePair {
             }
             return Err(VerbsError::Broken("the peer is gone".into()));
         }
-        // Two parts of the ring and a flag.
+        // Two parts of the ring and a flag must fit.
         if self.pair.room() < 4 {
             return Ok(None);
         }
@@ -288,12 +287,12 @@ impl QueuePair {
         Ok((bytes > 0).then_some(bytes))
     }
 
-    /// Whether [`Self::acknowledge`] has something left to do.
+    /// Whether [`Self::acknowledge`] must be called again.
     pub(crate) fn owes(&self) -> bool {
         self.owes.load(Ordering::Relaxed)
     }
 
-    /// Tells the peer that nothing more comes. False if there is no room to say so.
+    /// Tells the peer that nothing more comes. False if there is no room for it.
     pub(crate) fn finish(&self) -> Result<bool, VerbsError> {
         let Some(&peer) = self.peer.get() else { return Ok(true) };
         if self.pair.room() < 1 {
@@ -303,7 +302,7 @@ impl QueuePair {
         Ok(true)
     }
 
-    /// Has done what the rings want.
+    /// Calls the rings, and posts the work that they make.
     fn with_rings<T>(&self, what: impl FnOnce(&mut Rings, &mut Vec<Work>) -> T) -> Result<T, VerbsError> {
         let talk = &mut *self.talk.lock();
         let said = what(&mut talk.rings, &mut talk.work);
@@ -315,7 +314,7 @@ impl QueuePair {
         Ok(said)
     }
 
-    /// Whether there is something to do: bytes to take, or room to send.
+    /// Whether bytes can be received or sent.
     pub(crate) fn possible(&self, receiving: bool, sending: bool, gone: bool) -> bool {
         if self.broken.get().is_some() {
             return false;

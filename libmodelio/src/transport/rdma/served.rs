@@ -1,4 +1,4 @@
-//! One queue pair at work: the requests of its stream, and whether its stream has finished.
+//! One queue pair at work: its stream's operations, and whether the stream has finished.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ pub(super) struct Served {
     pub token: Token,
     pub receiving: bool,
     pub sending: bool,
-    /// The peer was gone when the queue was last asked: everything that it had sent before was read then.
+    /// The peer had gone when the queue was last polled. Everything that it had sent before was read then.
     pub gone: bool,
-    /// The other end of the descriptor that stands for its socket: closed when everything is sent.
+    /// The other end of the descriptor that stands for its socket. It closes when everything is sent.
     pub said: UnixStream,
     finished: Finished,
 }
 
-/// Whether a stream has finished, and its peer knows.
+/// Whether a stream has finished, and its peer knows that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Finished {
     Not,
     /// There was no room to notify the peer.
-    Untold,
-    Told,
+    Unreported,
+    Reported,
 }
 
 impl Served {
@@ -37,7 +37,7 @@ impl Served {
         Served { queue_pair, token, receiving, sending, gone, said, finished: Finished::Not }
     }
 
-    /// Its stream has said all. False if that is known already.
+    /// The stream has sent everything. False if that is known already.
     pub fn ends(&mut self) -> bool {
         let is_news = self.finished == Finished::Not;
         if is_news {
@@ -46,19 +46,19 @@ impl Served {
         is_news
     }
 
-    /// Tells the peer that all is said.
+    /// Tells the peer that everything is sent.
     fn finish(&mut self) {
         self.finished = match self.queue_pair.finish() {
-            Ok(true) => Finished::Told,
-            Ok(false) => Finished::Untold,
+            Ok(true) => Finished::Reported,
+            Ok(false) => Finished::Unreported,
             Err(error) => {
                 tracing::debug!(%error, "an RDMA connection ended before its end was said");
-                Finished::Told
+                Finished::Reported
             }
         };
     }
 
-    /// Moves what can be moved, and reports what is over.
+    /// Moves bytes, and reports finished operations.
     pub fn progress(&mut self, port: &mut Port, done: &mut Vec<Completion>) {
         let failed = |error: &dyn std::fmt::Display| {
             tracing::debug!(%error, "an RDMA connection is over");
@@ -69,7 +69,7 @@ impl Served {
         {
             tracing::debug!(%error, "an RDMA connection is over");
         }
-        if self.finished == Finished::Untold {
+        if self.finished == Finished::Unreported {
             self.finish();
         }
         if self.receiving {
@@ -98,7 +98,7 @@ impl Served {
         }
     }
 
-    /// Whether something can be moved.
+    /// Whether bytes can be moved.
     pub fn is_possible(&self) -> bool {
         self.queue_pair.possible(self.receiving, self.sending, self.gone)
     }

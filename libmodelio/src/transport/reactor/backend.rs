@@ -1,5 +1,5 @@
-//! The way in which a reactor moves bytes: io_uring, or plain sockets and epoll if io_uring cannot be used.
-//! The choice is made once, at start, with a stated reason.
+//! The backend of a reactor: io_uring, or plain sockets and epoll if io_uring cannot be used. It is chosen once, at
+//! the start, and the reason is logged.
 
 use std::fmt;
 use std::str::FromStr;
@@ -36,14 +36,14 @@ impl FromStr for Choice {
 #[error("{0:?} is no way to move bytes: expected \"auto\", \"uring\" or \"poll\"")]
 pub struct UnknownChoice(pub String);
 
-/// The way in use.
+/// The backend in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// io_uring.
     Uring,
     /// Plain sockets and epoll.
     Poll {
-        /// Why not io_uring.
+        /// Why it is not io_uring.
         because: NotUring,
     },
 }
@@ -60,10 +60,10 @@ impl fmt::Display for Backend {
 /// Why io_uring is not used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotUring {
-    /// It was configured.
+    /// The configuration excludes it.
     #[error("as configured")]
     Configured,
-    /// The kernel has none, or a filter says so.
+    /// The kernel does not have it, or a filter hides it.
     #[error("io_uring is not there: {0}, by the kernel or a seccomp filter")]
     Absent(Errno),
     /// An administrator has turned it off.
@@ -81,7 +81,8 @@ pub enum NotUring {
 }
 
 impl NotUring {
-    /// From what creating or entering a ring said, and the text of the sysctl `kernel.io_uring_disabled`.
+    /// Made from the errno of creating or entering a ring, and from the text of the sysctl
+    /// `kernel.io_uring_disabled`.
     pub(super) fn from_errno(errno: Errno, sysctl: Option<&str>) -> NotUring {
         let disabled = sysctl.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
         match errno {
@@ -99,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_are_told_apart() {
+    fn refusals_are_distinguished() {
         let because = |errno, sysctl| NotUring::from_errno(errno, sysctl);
         assert_eq!(because(Errno::EPERM, Some("2\n")), NotUring::TurnedOff(2));
         assert_eq!(because(Errno::EPERM, Some("0\n")), NotUring::Denied(Errno::EPERM));

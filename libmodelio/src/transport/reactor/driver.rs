@@ -1,5 +1,4 @@
-//! The interface between a serving thread and a way of moving bytes: io_uring, epoll, rings in shared memory,
-//! queue pairs.
+//! The interface between a serving thread and its driver: io_uring, epoll, rings in shared memory, or queue pairs.
 
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use super::port::{Completion, Port, Readiness};
 use super::table::Table;
 use crate::transport::stream::Token;
 
-/// Moves bytes for one thread. [`wait`](Driver::wait) reports an operation that was begun, once.
+/// Moves bytes for one thread. [`wait`](Driver::wait) reports each begun operation once.
 pub(in crate::transport) trait Driver {
     /// Begins to fill `port.receive`, up to all of it; `port.receiving` is outstanding until it is reported.
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
@@ -26,7 +25,7 @@ pub(in crate::transport) trait Driver {
     /// Whether `wait` has something to report without waiting.
     fn ready(&self) -> bool;
 
-    /// Reports what is over, to the end of `done`; waits for it, or for a wake-up, up to `timeout`.
+    /// Reports finished operations, at the end of `done`. It waits for one, or for a wake-up, up to `timeout`.
     fn wait(&mut self, table: &mut Table, done: &mut Vec<Completion>, timeout: Duration)
     -> Result<(), Errno>;
 }

@@ -7,7 +7,7 @@ use super::inbox::Arrival;
 use super::waiting::Kind;
 use crate::transport::stream::Close;
 
-/// Tells the owner that a descriptor is over. A panic goes no further.
+/// Calls `closed` of a descriptor's owner. A panic goes no further.
 pub(super) fn farewell(mut kind: Kind, why: &Close) {
     let outcome = catch_unwind(AssertUnwindSafe(move || kind.closed(why)));
     if let Err(panic) = outcome {
@@ -15,7 +15,7 @@ pub(super) fn farewell(mut kind: Kind, why: &Close) {
     }
 }
 
-/// Refuses an arrival at a thread that is ending: it is over before it began.
+/// Refuses an arrival at a thread that is ending.
 pub(super) fn refuse(arrival: Arrival) {
     let Arrival { fd, kind, connection } = arrival;
     drop(fd);

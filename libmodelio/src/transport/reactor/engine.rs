@@ -1,6 +1,5 @@
-//! The loop of a serving thread: it takes requests of other threads, looks at the time, sleeps until
-//! something happens, and passes on the outcome. All that is common to the ways of moving bytes is here and
-//! in [`Serving`].
+//! The loop of a serving thread. It takes requests of other threads, runs timers, sleeps until something happens, and
+//! passes on the outcome. This file and [`Serving`] hold the part that all backends share.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -32,14 +31,14 @@ impl<D: Driver> Engine<D> {
     /// Runs until it is shut down.
     ///
     /// # Errors
-    /// When the kernel fails it as a whole.
+    /// When a system call fails that the loop cannot do without.
     pub fn run(mut self) -> Result<(), Errno> {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.turn_until_done()));
         for late in self.thread.end().arrivals {
             refuse(late);
         }
         if self.serving.table.len() > 0 {
-            // The kernel may still write to memory that these connections named: it is never freed.
+            // The kernel may still write to memory that these connections have named, so that memory is never freed.
             tracing::error!(connections = self.serving.table.len(), "given up with operations outstanding");
             std::mem::forget(self);
         }

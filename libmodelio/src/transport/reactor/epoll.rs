@@ -1,7 +1,8 @@
-//! Moving bytes with plain non-blocking sockets and epoll, where io_uring cannot be used.
+//! Moving bytes with plain non-blocking sockets and epoll, for systems without io_uring.
 //!
-//! Sending is tried at once, receiving when epoll says that enough is there (see `Port::adjust_low_water`). Interest
-//! is level-triggered and withdrawn only when it turns out to be idle, so that a busy connection costs no epoll_ctl.
+//! A send is tried at once. A receive is tried when epoll reports enough bytes (see `Port::adjust_low_water`).
+//! Interest is level-triggered, and is withdrawn only when it turns out to be idle. So a busy connection needs no
+//! epoll_ctl.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -25,7 +26,7 @@ const EVENTS: usize = 256;
 pub(super) struct Poll {
     epoll: Epoll,
     thread: Arc<ThreadState>,
-    /// Sends that were begun and not tried yet: in turn, so that no connection holds up another.
+    /// Sends that have begun and were not tried yet. They take turns, so that no connection holds up another.
     fresh: VecDeque<Token>,
     events: Box<[EpollEvent]>,
 }
@@ -38,7 +39,7 @@ impl Poll {
         Ok(Poll { epoll, thread, fresh: VecDeque::new(), events })
     }
 
-    /// Registers what is waited for, if it is not; `exactly` withdraws what is not waited for.
+    /// Registers the awaited events. With `exactly`, other events are withdrawn.
     fn register(
         &self,
         token: Token,
@@ -62,8 +63,8 @@ impl Poll {
         Ok(())
     }
 
-    /// epoll reports errors and hang-ups whatever is registered. With nothing outstanding, nobody wants these
-    /// reports.
+    /// Withdraws all interest. epoll reports errors and hang-ups in any case, and nobody wants them while nothing is
+    /// outstanding.
     fn withdraw(&self, port: &mut Port) -> Result<(), Errno> {
         if port.registered.take().is_some() { self.epoll.delete(&port.fd) } else { Ok(()) }
     }
@@ -90,7 +91,7 @@ impl Poll {
         let broken = bits.intersects(EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP);
         if port.readiness.take().is_some() {
             done.push(Completion { token, op: Op::Readiness, result: Ok(0) });
-            // Reported once.
+            // It is reported once.
             return self.withdraw(port);
         }
         if port.receiving == Phase::Outstanding && (broken || bits.contains(EpollFlags::EPOLLIN)) {
@@ -102,7 +103,7 @@ impl Poll {
                 }
             }
         } else if bits.contains(EpollFlags::EPOLLIN) && !broken {
-            // Paused: the bytes wait.
+            // The stream is paused: the bytes wait.
             let wanted =
                 if port.sending == Phase::Outstanding { EpollFlags::EPOLLOUT } else { EpollFlags::empty() };
             self.register(token, port, wanted, true)?;
@@ -161,7 +162,7 @@ impl Driver for Poll {
     ) -> Result<(), Errno> {
         for _ in 0..self.fresh.len() {
             let Some(token) = self.fresh.pop_front() else { break };
-            // Cancelled meanwhile, if it is not there or not sending.
+            // If it is not there or not sending, it was cancelled meanwhile.
             if let Some(port) = table
                 .get(token)
                 .map(|entry| &mut entry.port)
@@ -171,7 +172,7 @@ impl Driver for Poll {
             }
         }
         let timeout = if done.is_empty() { timeout } else { Duration::ZERO };
-        // Rounded up, so that a timer is due when it wakes.
+        // The timeout is rounded up, so that a timer is due when the thread wakes.
         let millis = timeout.as_nanos().div_ceil(1_000_000);
         let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
         let mut events = std::mem::take(&mut self.events);

@@ -1,4 +1,4 @@
-//! The handle of a reactor for others: a [`Handle`] adds connections to it, from any thread.
+//! A [`Handle`] adds connections to a reactor, from any thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,11 +13,12 @@ use crate::transport::stream::{Connection, Stream};
 pub enum Thread {
     /// The thread with the fewest busy connections, and among those the one with the fewest connections.
     Any,
-    /// This one, modulo their number: connections that belong together can be on one thread, or apart.
+    /// The thread of this number, modulo the number of threads. So related connections can be on one thread, or on
+    /// different ones.
     Number(usize),
 }
 
-/// Adds connections to a reactor, from any thread. Cheap to clone; it does not keep the reactor going.
+/// Adds connections to a reactor, from any thread. It is cheap to clone, and does not keep the reactor running.
 #[derive(Clone)]
 pub struct Handle {
     pub(super) threads: Arc<[Arc<ThreadState>]>,
@@ -25,26 +26,26 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// The way of moving bytes.
+    /// The backend.
     pub fn backend(&self) -> &Backend {
         &self.backend
     }
 
-    /// How many threads there are.
+    /// The number of threads.
     pub fn threads(&self) -> usize {
         self.threads.len()
     }
 
-    /// Connections that there are, those on their way here and listeners included.
+    /// The number of connections, with those that are being added and the listeners.
     pub fn connections(&self) -> usize {
         self.threads.iter().map(|thread| thread.load().1).sum()
     }
 
     /// Serves a connected stream socket. Its options are left as they are (see
-    /// [`SocketOptions::apply`](crate::transport::tcp::SocketOptions::apply)), but for O_NONBLOCK, which is set.
+    /// [`SocketOptions::apply`](crate::transport::tcp::SocketOptions::apply)), except O_NONBLOCK, which is set.
     ///
     /// # Errors
-    /// [`Refused`]; then the socket is closed and the stream dropped, without a call.
+    /// [`Refused`]. Then the socket is closed and the stream dropped, without a call.
     pub fn add(
         &self,
         socket: impl Into<OwnedFd>,

@@ -1,5 +1,5 @@
-//! The state that a serving thread shares with others: its inbox, and the number of its connections. Others
-//! fill the inbox and wake the thread by an eventfd, which is written only while the thread sleeps.
+//! The state that a serving thread shares with other threads: its inbox, and the number of its connections. Other
+//! threads fill the inbox, and wake the serving thread by an eventfd, which is written only while that thread sleeps.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,10 +21,10 @@ pub enum Refused {
     /// It has been shut down.
     #[error("the reactor is shut down")]
     ShutDown,
-    /// It has as many as it may.
+    /// It has as many connections as it may.
     #[error("a thread of the reactor has {0} connections already, its limit")]
     TooMany(usize),
-    /// The socket cannot be made non-blocking, or none can be made.
+    /// The socket cannot be made, or cannot be made non-blocking.
     #[error("the socket cannot be used: {0}")]
     Socket(Errno),
 }
@@ -33,29 +33,29 @@ const AWAKE: u8 = 0;
 const ASLEEP: u8 = 1;
 const NOTIFIED: u8 = 2;
 
-/// The state that a thread shares with others.
+/// The state that a serving thread shares with other threads.
 pub(in crate::transport) struct ThreadState {
     inbox: Mutex<Inbox>,
     sleep: AtomicU8,
     pub wakeup: EventFd,
-    /// Connections, with those on their way here.
+    /// The number of connections, with those that are being added.
     load: AtomicUsize,
-    /// The number of those that are known to be busy.
+    /// The number of busy connections.
     busy: AtomicUsize,
     limit: usize,
 }
 
-/// Requests that wait for a thread.
+/// Requests that wait for the thread.
 #[derive(Default)]
 pub(in crate::transport) struct Inbox {
     pub arrivals: Vec<Arrival>,
     pub woken: Vec<Arc<ConnectionState>>,
     pub shut_down: Option<Instant>,
-    /// The thread reads the inbox no more.
+    /// The thread no longer reads the inbox.
     over: bool,
 }
 
-/// A descriptor that the thread is to serve.
+/// A descriptor for the thread to serve.
 pub(in crate::transport) struct Arrival {
     pub fd: OwnedFd,
     pub kind: Kind,
@@ -74,7 +74,7 @@ impl ThreadState {
         })
     }
 
-    /// Changes the inbox and sees to it that the thread looks. False when nobody will.
+    /// Changes the inbox, and wakes the thread. False if the thread has ended.
     pub fn post(&self, put: impl FnOnce(&mut Inbox)) -> bool {
         {
             let mut inbox = self.inbox.lock();
@@ -84,13 +84,13 @@ impl ThreadState {
             put(&mut inbox);
         }
         if self.sleep.swap(NOTIFIED, Ordering::SeqCst) == ASLEEP {
-            // It cannot fail: the counter is far from full, as each sleep is ended once.
+            // This cannot fail: the counter is far from full, as each sleep is ended once.
             let _ = self.wakeup.write(1);
         }
         true
     }
 
-    /// Takes the waiting requests; `empty` becomes the new inbox, so that nothing is allocated.
+    /// Takes the waiting requests. `empty` becomes the new inbox, so nothing is allocated.
     pub fn take(&self, empty: &mut Inbox) {
         let mut inbox = self.inbox.lock();
         std::mem::swap(&mut inbox.arrivals, &mut empty.arrivals);
@@ -98,7 +98,7 @@ impl ThreadState {
         empty.shut_down = inbox.shut_down.take();
     }
 
-    /// The thread is going to sleep: true if it may, because nothing was posted since the last
+    /// Announces that the thread sleeps. True if it may sleep, because nothing was posted since the last
     /// [`take`](Self::take). Later posts write the eventfd.
     pub fn fall_asleep(&self) -> bool {
         self.sleep.store(ASLEEP, Ordering::SeqCst);
@@ -115,13 +115,13 @@ impl ThreadState {
         std::mem::replace(&mut *self.inbox.lock(), Inbox { over: true, ..Inbox::default() })
     }
 
-    /// Whether something was posted since the thread announced that it sleeps.
+    /// Whether something was posted since the thread announced its sleep.
     #[cfg(feature = "rdma")]
     pub fn is_notified(&self) -> bool {
         self.sleep.load(Ordering::SeqCst) == NOTIFIED
     }
 
-    /// Takes one of the places that there are.
+    /// Reserves a place for a connection.
     pub fn reserve(&self) -> Result<(), Refused> {
         let reserved = self.load.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |load| {
             (load < self.limit).then_some(load + 1)
@@ -129,7 +129,7 @@ impl ThreadState {
         reserved.map(drop).map_err(|_| Refused::TooMany(self.limit))
     }
 
-    /// Busy connections, and all of them.
+    /// The number of busy connections, and of all.
     pub fn load(&self) -> (usize, usize) {
         (self.busy.load(Ordering::Relaxed), self.load.load(Ordering::Relaxed))
     }
@@ -139,7 +139,7 @@ impl ThreadState {
         Connection::new(Arc::clone(self) as Arc<dyn ServingThread>)
     }
 
-    /// Has the thread serve a descriptor. If it is refused, it is dropped without a call.
+    /// Adds a descriptor for the thread to serve. A refused descriptor is dropped without a call.
     pub fn place(self: &Arc<ThreadState>, fd: OwnedFd, kind: Kind) -> Result<Connection, Refused> {
         self.reserve()?;
         let connection = self.connection();
@@ -152,8 +152,7 @@ impl ThreadState {
         }
     }
 
-    /// The same for a stream. `known` hears of its connection before the thread does. If it is refused, the stream
-    /// comes back.
+    /// Adds a stream. `known` gets its connection before the thread has it. A refused stream is returned.
     #[cfg(feature = "rdma")]
     pub fn place_known(
         self: &Arc<ThreadState>,

@@ -8,13 +8,13 @@ use nix::errno::Errno;
 use super::system_calls;
 use crate::transport::stream::{ReceiveSlices, SendSlices, Token};
 
-/// Below this, every byte wakes up: a message is waited for, not a payload.
+/// Below this, every byte wakes the thread: it waits for a message, not for a payload.
 const LOW_WATER_MIN: usize = 16 << 10;
-/// More than this is taken in parts, while the rest is on its way: less wakes up more often, more is out of the cache
-/// when it is taken.
+/// A longer payload is taken in parts, while the rest is on its way. With a smaller limit the thread wakes up more
+/// often; with a larger one, more bytes have left the cache when they are taken.
 const LOW_WATER_MAX: usize = 128 << 10;
 
-/// The shortest interval in which bytes below the low-water mark are looked at.
+/// The shortest interval in which bytes below the low-water mark are counted.
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 /// An outstanding operation on a descriptor.
@@ -22,11 +22,11 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 pub(in crate::transport) enum Op {
     Receive,
     Send,
-    /// It can be read or written, says `poll`.
+    /// Readiness to read or write, by `poll`.
     Readiness,
 }
 
-/// An operation is over.
+/// A finished operation.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::transport) struct Completion {
     pub token: Token,
@@ -34,7 +34,7 @@ pub(in crate::transport) struct Completion {
     pub result: Result<usize, Errno>,
 }
 
-/// The readiness that is waited for.
+/// The readiness that the thread waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::transport) enum Readiness {
     Readable,
@@ -48,27 +48,27 @@ pub(in crate::transport) enum Phase {
     Idle,
     /// The kernel may touch its memory.
     Outstanding,
-    /// The operation is over, and the stream has not been told yet.
+    /// The operation has ended, and the stream does not know yet.
     Over,
 }
 
-/// A descriptor and what is outstanding on it.
+/// A descriptor and its outstanding operations.
 pub(in crate::transport) struct Port {
     pub fd: OwnedFd,
     pub receive: ReceiveSlices,
     pub send: SendSlices,
-    /// How many bytes the outstanding receive must still bring.
+    /// The number of bytes that the outstanding receive must still bring.
     pub least: usize,
-    /// How many it has brought.
+    /// The number of bytes that it has brought.
     pub got: usize,
     pub receiving: Phase,
     pub sending: Phase,
     pub readiness: Option<Readiness>,
-    /// For epoll: the bits it is registered with.
+    /// The events that epoll is registered for.
     pub registered: Option<u32>,
-    /// The socket's SO_RCVLOWAT; `None` if it has none.
+    /// The socket's SO_RCVLOWAT. `None` if it has none.
     low_water: Option<usize>,
-    /// The time when the bytes below it were last looked at.
+    /// When the bytes below it were last counted.
     checked: Option<Instant>,
 }
 
@@ -94,21 +94,21 @@ impl Port {
         self.receiving == Phase::Outstanding || self.sending == Phase::Outstanding || self.readiness.is_some()
     }
 
-    /// Makes the socket readable when the bytes that the receive still needs are there, and no earlier if
-    /// they are many. True if they are many: then trying before it is readable would only fetch a part.
+    /// Sets the low-water mark, so that the socket becomes readable when the receive has the bytes that it needs, or
+    /// earlier if those are few. True if they are many. Then a try before that would only fetch a part.
     pub fn adjust_low_water(&mut self) -> bool {
         let Some(current) = self.low_water else { return false };
         let wanted = low_water(current, self.least - self.got);
         if wanted != current {
             let set = system_calls::set_low_water(self.fd.as_fd(), u32::try_from(wanted).unwrap_or(u32::MAX));
-            // No option of this kind of socket: it is readable at every byte, which costs only time.
+            // This kind of socket does not have the option. It is readable at every byte, which costs only time.
             self.low_water = set.ok().map(|()| wanted);
         }
         self.low_water.is_some_and(|bytes| bytes > 1)
     }
 
-    /// How much of the outstanding receive has come, where the low-water mark keeps that from being reported; `None`
-    /// where it does not, or that was looked at a moment ago.
+    /// How many bytes of the outstanding receive have come that the low-water mark hides. `None` if it hides none, or
+    /// if they were counted a moment ago.
     pub fn check(&mut self, now: Instant) -> Option<usize> {
         let hidden = self.receiving == Phase::Outstanding && self.low_water.is_some_and(|bytes| bytes > 1);
         if !hidden || self.checked.is_some_and(|checked| now < checked + CHECK_INTERVAL) {
@@ -119,8 +119,8 @@ impl Port {
     }
 }
 
-/// The low-water mark for a receive that needs `needed` more bytes. Setting it is a system call, so it stays
-/// where it does little harm; but never above what is needed, which might be all that comes.
+/// The low-water mark for a receive that needs `needed` more bytes. Setting it is a system call, so an old mark stays
+/// if it does little harm. It is never above what is needed, because no more bytes may come.
 fn low_water(current: usize, needed: usize) -> usize {
     let best = if needed < LOW_WATER_MIN { 1 } else { needed.min(LOW_WATER_MAX) };
     if current > needed || best >= 2 * current.max(LOW_WATER_MIN / 2) { best } else { current }

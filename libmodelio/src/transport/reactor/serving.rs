@@ -1,5 +1,5 @@
-//! The loop of a serving thread over its descriptors: it asks the stream for the next operation, has a
-//! [`Driver`] do it, and tells the stream the outcome.
+//! The loop of a serving thread over its descriptors. It asks the stream for the next operation, has a [`Driver`] do
+//! it, and reports the outcome to the stream.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::timers::Timers;
 use super::waiting::{Kind, Ready};
 use crate::transport::stream::{Close, ConnectionState, Receive, Token, in_use};
 
-/// When the kernel lacks memory for an operation, it is tried again after this time.
+/// The pause after which an operation is tried again that the kernel had no memory for.
 const MEMORY_PAUSE: Duration = Duration::from_millis(5);
 
 /// The descriptors of one thread, and the driver that moves their bytes.
@@ -25,7 +25,7 @@ pub(super) struct Serving<D> {
     pub driver: D,
     pub table: Table,
     pub timers: Timers,
-    /// The time of this turn of the thread's loop.
+    /// The time at the start of this turn of the loop.
     pub now: Instant,
 }
 
@@ -75,11 +75,11 @@ impl<D: Driver> Serving<D> {
         token
     }
 
-    /// A connection is there: its stream begins.
+    /// A connection is open: its stream begins.
     fn open(&mut self, token: Token) {
         self.ask(token, |entry, _| {
             let Kind::Stream(stream) = &mut entry.kind else { return Ok(()) };
-            // A socket of another kind than TCP has nothing to say.
+            // Sockets other than TCP have no such settings.
             if let Ok(in_use) = in_use(&SockRef::from(&entry.port.fd)) {
                 entry.connection.state().describe(in_use);
             }
@@ -173,7 +173,7 @@ impl<D: Driver> Serving<D> {
         self.timers.queue(token, entry);
     }
 
-    /// Does what is due.
+    /// Handles what is due.
     pub fn run_timers(&mut self) {
         while let Some((at, token)) = self.timers.take_due(self.now) {
             let now = self.now;
@@ -195,7 +195,7 @@ impl<D: Driver> Serving<D> {
         }
     }
 
-    /// Tries again what could not be begun.
+    /// Tries operations again that could not begin.
     fn resume(&mut self, token: Token) {
         let driver = &mut self.driver;
         let Some(entry) = self.table.get(token) else { return };
@@ -327,21 +327,21 @@ impl<D: Driver> Serving<D> {
 
     // The end.
 
-    /// Ends an entry; the first reason counts.
+    /// Closes an entry. The first reason counts.
     pub fn close(&mut self, token: Token, why: Close) {
         let Some(entry) = self.table.get(token).filter(|entry| entry.closing.is_none()) else { return };
         entry.closing = Some(why);
         entry.due = None;
         entry.retry = None;
         if let Err(errno) = self.driver.cancel(token, &mut entry.port) {
-            // Outstanding operations end when the socket does, which is no later than the peer.
+            // Outstanding operations end with the socket, and the socket with the peer at the latest.
             tracing::error!(%errno, "an operation cannot be cancelled");
             let _ = SockRef::from(&entry.port.fd).shutdown(std::net::Shutdown::Both);
         }
         self.finish(token);
     }
 
-    /// Lets go of a closing entry when nothing is outstanding.
+    /// Drops a closing entry when nothing is outstanding.
     fn finish(&mut self, token: Token) {
         if self.table.get(token).is_none_or(|entry| entry.port.busy()) {
             return;

@@ -7,11 +7,11 @@ use nix::errno::Errno;
 
 use crate::transport::stream::{ReceiveSlices, SendSlices};
 
-/// Receives what is there, at most what `into` holds. Zero: the peer's end of stream.
+/// Receives the bytes that have come, as many as fit into `into`. Zero is the peer's end of the stream.
 pub(super) fn receive_now(socket: BorrowedFd<'_>, into: &mut ReceiveSlices) -> Result<usize, Errno> {
     let message = into.message();
     loop {
-        // SAFETY: `message` describes memory that who pushed it keeps writable; the call is over when it returns.
+        // SAFETY: `message` describes memory that its owner keeps writable. The call has ended when it returns.
         let done = unsafe { libc::recvmsg(socket.as_raw_fd(), message, libc::MSG_DONTWAIT) };
         match Errno::result(done) {
             Ok(bytes) => return Ok(bytes.cast_unsigned()),
@@ -36,8 +36,8 @@ pub(super) fn send_now(socket: BorrowedFd<'_>, out: &mut SendSlices) -> Result<u
     }
 }
 
-/// From how many waiting bytes on the socket counts as readable (SO_RCVLOWAT). The end of the stream, an error and a
-/// full window always count.
+/// Sets the number of waiting bytes from which the socket counts as readable (SO_RCVLOWAT). The end of the stream, an
+/// error and a full window always count.
 pub(super) fn set_low_water(socket: BorrowedFd<'_>, bytes: u32) -> Result<(), Errno> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
     // SAFETY: the option takes an int, which is passed with its size.
@@ -56,7 +56,7 @@ pub(super) fn set_low_water(socket: BorrowedFd<'_>, bytes: u32) -> Result<(), Er
 /// Bytes that have come and were not received yet (FIONREAD).
 pub(super) fn waiting(socket: BorrowedFd<'_>) -> Result<usize, Errno> {
     let mut bytes: libc::c_int = 0;
-    // SAFETY: the request writes an int, which lives until the call is over.
+    // SAFETY: the request writes an int, which lives until the call returns.
     let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::FIONREAD, &raw mut bytes) };
     Errno::result(done).map(|_| usize::try_from(bytes).unwrap_or(0))
 }

@@ -13,9 +13,9 @@ pub(in crate::transport) struct Entry {
     pub port: Port,
     pub kind: Kind,
     pub connection: Connection,
-    /// Why it is to end. It does when the port is no longer busy.
+    /// Why the entry must end. It ends when the port is no longer busy.
     pub closing: Option<Close>,
-    /// When the stream is to hear of the time next.
+    /// When the stream's `tick` is due.
     pub due: Option<Instant>,
     /// The earliest timer that is queued for it.
     pub queued: Option<Instant>,

@@ -17,9 +17,9 @@ use super::handle::Handle;
 use super::inbox::ThreadState;
 use super::uring::{self, Uring};
 
-/// How long a thread may take to set itself up.
+/// The longest time for a thread to set itself up.
 const START: Duration = Duration::from_secs(10);
-/// How long a reactor that is dropped waits for its threads.
+/// How long a dropped reactor waits for its threads.
 const DROP: Duration = Duration::from_secs(5);
 
 /// The options of a reactor.
@@ -27,9 +27,9 @@ const DROP: Duration = Duration::from_secs(5);
 pub struct ReactorOptions {
     /// Threads are called `<name>-<number>`.
     pub name: String,
-    /// How many; one or more.
+    /// The number of threads, at least one.
     pub threads: usize,
-    /// The way of moving bytes.
+    /// The choice of a backend.
     pub choice: Choice,
     /// The most connections (and listeners) of one thread.
     pub connections_a_thread: usize,
@@ -49,27 +49,28 @@ impl Default for ReactorOptions {
 /// Why a reactor does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// io_uring is insisted upon, and cannot be used.
+    /// io_uring is required, and cannot be used.
     #[error("{0}; \"auto\" or \"poll\" would use plain sockets")]
     Backend(#[from] NotUring),
     /// Zero threads.
     #[error("a reactor needs 1 thread or more, not {0}")]
     Threads(usize),
-    /// The system refuses.
+    /// The system has no thread.
     #[error("cannot start a thread for the network: {0}")]
     Thread(#[source] io::Error),
 }
 
-/// Some threads did not end before the deadline. Their memory is leaked, for the kernel may still use it.
+/// The number of threads that did not end before the deadline. Their memory is leaked, because the kernel may still
+/// use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0} threads of the network did not end in time")]
 pub struct StillRunning(pub usize);
 
 impl Backend {
-    /// Finds out what can be used.
+    /// Chooses a backend.
     ///
     /// # Errors
-    /// Why io_uring cannot be used, if it is chosen.
+    /// Why io_uring cannot be used, if it is required.
     pub fn choose(choice: Choice) -> Result<Backend, NotUring> {
         match choice {
             Choice::Poll => Ok(Backend::Poll { because: NotUring::Configured }),
@@ -106,7 +107,7 @@ impl Reactor {
         let backend = Backend::choose(options.choice)?;
         let may_poll = backend == Backend::Uring && options.choice == Choice::Auto;
         match Reactor::with(options, backend) {
-            // A ring that is long enough takes more than one that only shows that there are rings.
+            // The system may have a short ring for the test, and no long one.
             Err(StartError::Thread(error)) if may_poll => {
                 let errno = Errno::from_raw(error.raw_os_error().unwrap_or(0));
                 Reactor::with(options, Backend::Poll { because: NotUring::Failed(errno) })
@@ -132,12 +133,12 @@ impl Reactor {
         Ok(reactor)
     }
 
-    /// To add connections with, from anywhere.
+    /// A handle that adds connections, from any thread.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
 
-    /// The way of moving bytes, with the reason why it is not io_uring, which is to be logged loudly.
+    /// The backend. If it is not io_uring, the caller should log the reason.
     pub fn backend(&self) -> &Backend {
         self.handle.backend()
     }
@@ -158,11 +159,11 @@ impl Reactor {
         }
         let mut running = 0;
         for Running { thread, alive } in self.threads.get_mut().drain(..) {
-            // A little longer than the thread itself waits, so that it can say what is the matter.
+            // The thread itself waits for a little less, so that it can report what is wrong.
             let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(50);
             match alive.recv_timeout(left) {
                 Ok(()) | Err(RecvTimeoutError::Timeout) => running += 1,
-                // A panic was caught and logged in the thread.
+                // The thread itself has caught and logged its panic.
                 Err(RecvTimeoutError::Disconnected) => drop(thread.join()),
             }
         }
@@ -183,7 +184,7 @@ fn start(name: String, backend: &Backend, state: Arc<ThreadState>) -> io::Result
     let (started_sender, started) = sync_channel(1);
     let uring = *backend == Backend::Uring;
     let thread = std::thread::Builder::new().name(name).spawn(move || {
-        // A ring belongs to the thread that makes it.
+        // A ring belongs to the thread that has made it.
         let outcome = if uring {
             Uring::new(Arc::clone(&state))
                 .and_then(|driver| ready(&started_sender, Engine::new(driver, state)))
@@ -206,7 +207,7 @@ fn start(name: String, backend: &Backend, state: Arc<ThreadState>) -> io::Result
 }
 
 fn ready<D: Driver>(started: &SyncSender<Result<(), Errno>>, engine: Engine<D>) -> Result<(), Errno> {
-    // Somebody listens: `start` waits for it, unless it has given up, upon which the reactor is shut down.
+    // `start` waits for this, unless it has given up. Then the reactor is shut down.
     let _ = started.send(Ok(()));
     engine.run()
 }

@@ -1,4 +1,4 @@
-//! When the descriptors of a serving thread are to be looked at next.
+//! The timers of a serving thread's descriptors.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::table::Entry;
 use crate::transport::stream::Token;
 
-/// Timers, the earliest first. A timer that its entry no longer waits for stays queued, and is passed over.
+/// Timers, the earliest first. A timer that its entry no longer waits for stays queued, and has no effect.
 #[derive(Default)]
 pub(super) struct Timers(BinaryHeap<Reverse<(Instant, Token)>>);
 
@@ -21,12 +21,12 @@ impl Timers {
         }
     }
 
-    /// The earliest one.
+    /// The earliest timer.
     pub fn next(&self) -> Option<Instant> {
         self.0.peek().map(|Reverse((at, _))| *at)
     }
 
-    /// Takes the earliest one if it is due.
+    /// Takes the earliest timer if it is due.
     pub fn take_due(&mut self, now: Instant) -> Option<(Instant, Token)> {
         self.0.peek().filter(|Reverse((at, _))| *at <= now)?;
         self.0.pop().map(|Reverse(timer)| timer)

@@ -1,10 +1,9 @@
-//! Moving bytes with io_uring. One of the modules that hold `unsafe`.
+//! Moving bytes with io_uring. This module holds `unsafe`.
 //!
-//! Each thread has a ring. At most one operation is outstanding for each direction of a connection. Its
-//! memory (the slices, and what they point to) stays until its completion has been reaped, because closing a
-//! connection cancels and then waits. A large receive begins with polling, so that it happens once and when
-//! enough is there (`Port::adjust_low_water`); a send goes on until everything is with the kernel
-//! (MSG_WAITALL).
+//! Each thread has a ring. At most one operation is outstanding for each direction of a connection. Its memory (the
+//! slices, and what they point to) stays until its completion has been reaped, because closing a connection cancels
+//! and then waits. A large receive begins with polling, so that it happens once, when enough bytes have come
+//! (`Port::adjust_low_water`). A send goes on until the kernel has all bytes (MSG_WAITALL).
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
@@ -23,7 +22,7 @@ use crate::transport::stream::{Token, errno};
 
 /// Operations that are begun with one system call.
 const SUBMISSIONS: u32 = 256;
-/// More completions than this wait in the kernel, at some cost.
+/// If there are more completions, they wait in the kernel, at some cost.
 const COMPLETIONS: u32 = 4096;
 /// From linux/io_uring.h: do not try before the socket is ready.
 const RECVSEND_POLL_FIRST: u16 = 1;
@@ -36,7 +35,7 @@ pub(super) struct Uring {
     thread: Arc<ThreadState>,
     /// Whether the eventfd is being polled.
     listening: bool,
-    /// Completions that were taken to make room, and are not reported yet.
+    /// Completions that were taken to make room, and that are not reported yet.
     early: Vec<cqueue::Entry>,
 }
 
@@ -101,7 +100,7 @@ impl Uring {
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             match self.ring.submit().map_err(|err| errno(&err)) {
                 Ok(_) | Err(Errno::EINTR) => {}
-                // More completions than there is room for: they go first.
+                // There are more completions than fit: they are taken first.
                 Err(Errno::EBUSY | Errno::EAGAIN) => self.early.extend(self.ring.completion()),
                 Err(errno) => return Err(errno),
             }
@@ -156,8 +155,8 @@ impl Driver for Uring {
             Some((at, len)) => opcode::Recv::new(fd(&port.fd), at, len).ioprio(how).build(),
             None => opcode::RecvMsg::new(fd(&port.fd), port.receive.message()).ioprio(how).build(),
         };
-        // SAFETY: who pushed the slices keeps their memory until it is reported or the connection is closed, and
-        // the port, which has the list of them, is dropped when this operation is reaped.
+        // SAFETY: the owner of the memory keeps it until it is reported or the connection is closed. The port, which
+        // has the list of slices, is dropped after this operation is reaped.
         unsafe { self.push(&entry.user_data(pack(token, Op::Receive as u64))) }?;
         port.receiving = Phase::Outstanding;
         Ok(())

@@ -1,5 +1,5 @@
-//! The use of a serving thread's descriptor: a stream, or something that waits until the descriptor is ready,
-//! such as a connection that is being made, or a listener.
+//! The use of a descriptor: a stream, or something that waits until the descriptor is ready, such as a connection
+//! that is being made, or a listener.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -15,20 +15,20 @@ pub(in crate::transport) enum Kind {
 
 /// The next state of a descriptor that is ready.
 pub(in crate::transport) enum Ready {
-    /// The descriptor is waited for again.
+    /// Wait for the descriptor again.
     Again,
-    /// The same, after a pause.
+    /// Wait again after a pause.
     After(Duration),
-    /// There is a connection, and this is its stream.
+    /// The connection is open, with this stream.
     Stream(Box<dyn Stream>),
 }
 
-/// Something that waits for a descriptor. All calls come from one thread; none may block.
+/// Something that waits for a descriptor. One thread makes all calls. None may block.
 pub(in crate::transport) trait Waiting: Send {
-    /// Begins, before the descriptor is waited for.
+    /// Begins before the first wait.
     ///
     /// # Errors
-    /// Closes the descriptor.
+    /// The descriptor is closed.
     fn start(&mut self, fd: &OwnedFd) -> Result<(), Close> {
         let _ = fd;
         Ok(())
@@ -45,17 +45,17 @@ pub(in crate::transport) trait Waiting: Send {
     /// The descriptor is ready.
     ///
     /// # Errors
-    /// Closes the descriptor.
+    /// The descriptor is closed.
     fn ready(&mut self, fd: &OwnedFd) -> Result<Ready, Close>;
 
-    /// The descriptor is over, and there was no stream.
+    /// The descriptor is closed, and there was no stream.
     fn closed(&mut self, why: &Close) {
         let _ = why;
     }
 }
 
 impl Kind {
-    /// Tells the owner that the descriptor is over.
+    /// Tells the owner that the descriptor is closed.
     pub fn closed(&mut self, why: &Close) {
         match self {
             Kind::Stream(stream) => stream.closed(why),

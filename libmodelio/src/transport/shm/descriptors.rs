@@ -1,7 +1,7 @@
-//! Descriptors that processes send each other over a Unix socket: a message each, with a few bytes that say what they
-//! are.
+//! Descriptors that processes send each other over a Unix socket. Each has a message of its own, with a few bytes
+//! that identify it.
 //!
-//! One of the modules that hold `unsafe`: received descriptors are numbers, which become owned here.
+//! This module holds `unsafe`: received descriptors are numbers, which become owned here.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -14,25 +14,25 @@ use nix::sys::socket::{
     ControlMessage, ControlMessageOwned, MsgFlags, Shutdown, UnixAddr, recvmsg, sendmsg, shutdown,
 };
 
-/// The number of descriptors that the kernel passes on at once (SCM_MAX_FD): room for fewer would lose those
-/// that do not fit.
+/// The most descriptors that the kernel passes on at once (SCM_MAX_FD). With room for fewer, those that do not fit
+/// would be lost.
 const AT_ONCE: usize = 253;
 
-/// Why a descriptor does not come or go.
+/// Why a descriptor cannot be sent or received.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DescriptorError {
-    /// The system says so.
+    /// A system call failed.
     #[error("a descriptor cannot be {doing}: {errno}")]
     System {
-        /// Sent or received.
+        /// The operation that failed.
         doing: &'static str,
         /// The reason.
         errno: Errno,
     },
-    /// Something else came.
+    /// The message is not the expected one.
     #[error("expected a descriptor for region {expected}, got {got}")]
     Unexpected {
-        /// For which it should be.
+        /// The expected region.
         expected: u32,
         /// The received kind.
         got: String,
@@ -44,24 +44,24 @@ pub enum DescriptorError {
 pub struct Descriptors(Arc<OwnedFd>);
 
 impl Descriptors {
-    /// Over this socket, which keeps messages apart (SOCK_SEQPACKET).
+    /// Uses this socket, which keeps messages apart (SOCK_SEQPACKET).
     pub fn new(socket: Arc<OwnedFd>) -> Descriptors {
         Descriptors(socket)
     }
 
     /// Ends the connection for both ends before this returns: the peer finds it ended from now on.
     pub fn hang_up(&self) {
-        // On one that is over already it does nothing.
+        // This has no effect on an ended connection.
         let _ = shutdown(self.0.as_raw_fd(), Shutdown::Both);
     }
 
-    /// Whether the peer, or this end, has ended the connection. Ask this after reading the peer's memory, to
-    /// know whether the read was in time.
+    /// Whether either end has ended the connection. A reader of the peer's memory asks this afterwards, to know
+    /// whether it read in time.
     ///
     /// # Errors
     /// The system's error.
     pub fn is_hung_up(&self) -> Result<bool, Errno> {
-        // Earlier reads are done before this is asked.
+        // Earlier reads must be complete before the socket is asked.
         fence(Ordering::SeqCst);
         let ended = PollFlags::POLLHUP | PollFlags::POLLERR;
         let mut socket = [PollFd::new(self.0.as_fd(), ended)];
@@ -74,11 +74,11 @@ impl Descriptors {
         }
     }
 
-    /// Sends the descriptor of region `number`. The message about it must be sent afterwards, so that the
-    /// peer finds the descriptor when it has the message.
+    /// Sends the descriptor of region `number`. The message about the region must be sent later, so that the peer
+    /// finds the descriptor when it has the message.
     ///
     /// # Errors
-    /// [`DescriptorError::System`]; EAGAIN if the peer takes none.
+    /// [`DescriptorError::System`], with EAGAIN if the peer takes none.
     pub fn send(&self, number: u32, fd: BorrowedFd<'_>) -> Result<(), DescriptorError> {
         let sent = send(&self.0, &number.to_le_bytes(), &[fd.as_raw_fd()]);
         sent.map_err(|errno| DescriptorError::System { doing: "sent", errno })
@@ -117,7 +117,7 @@ pub(super) fn send(socket: &impl AsFd, bytes: &[u8], fds: &[RawFd]) -> Result<()
     }
 }
 
-/// Receives one message, without waiting: how long it was, and the descriptors with it. Zero bytes: the peer is gone.
+/// Receives one message without waiting. Returns its length and its descriptors. Zero bytes: the peer has gone.
 pub(super) fn receive(socket: &impl AsFd, bytes: &mut [u8]) -> Result<(usize, Vec<OwnedFd>), Errno> {
     let mut control = nix::cmsg_space!([RawFd; AT_ONCE]);
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
@@ -129,7 +129,7 @@ pub(super) fn receive(socket: &impl AsFd, bytes: &mut [u8]) -> Result<(usize, Ve
                 let mut fds = Vec::new();
                 for control in message.cmsgs()? {
                     if let ControlMessageOwned::ScmRights(raw) = control {
-                        // SAFETY: the kernel has just made them, for this process, and nobody else knows them.
+                        // SAFETY: the kernel has just made them for this process, and no other code knows them.
                         fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
                     }
                 }

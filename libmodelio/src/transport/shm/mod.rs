@@ -41,16 +41,16 @@ pub fn host() -> String {
     format!("{} {}", boot.trim(), namespace.display())
 }
 
-/// Sums that a client makes ahead on one connection.
+/// The most sums that a client makes ahead on one connection.
 pub const SUMS: u32 = 16;
 
-/// Bytes of the longest sum of blocks of `block` bytes: half-precision elements take twice their room.
+/// The length of the longest sum of a block with `block` bytes. Half-precision elements take twice their size.
 pub fn longest_sum(block: u32) -> usize {
     2 * block as usize
 }
 
-/// Bytes of the longest region that is of use with a model of `bytes` bytes in blocks of `block` bytes: a
-/// contribution, a version, or the sums of a connection.
+/// The length of the longest useful region for a model of `bytes` bytes in blocks of `block` bytes: a contribution, a
+/// version, or the sums of a connection.
 pub fn longest_region(bytes: u64, block: u32) -> u64 {
     bytes.max(u64::from(SUMS) * longest_sum(block) as u64)
 }

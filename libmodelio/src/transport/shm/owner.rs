@@ -1,8 +1,8 @@
-//! The owner of a socket in the abstract namespace: any process of the host can bind a free name, so a socket
-//! that is there need not be the shard's.
+//! The owner of a socket in the abstract namespace. Any process of the host can bind a free name, so such a socket
+//! need not be the shard's.
 //!
-//! It is taken for the shard's if it belongs to this process's own user, to root, or to the user that listens
-//! on the shard's TCP port: these users could pretend to be the shard anyway.
+//! A socket counts as the shard's if it belongs to this process's own user, to root, or to the user that listens on
+//! the shard's TCP port. These users could pretend to be the shard anyway.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::os::fd::OwnedFd;
@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use nix::errno::Errno;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-/// The user that has bound the socket at the other end, unless that is one who may be the shard of `address`.
+/// The user that has bound the socket at the other end. `None` if that user may be the shard of `address`.
 pub(super) fn stranger(socket: &OwnedFd, address: &str) -> Result<Option<u32>, Errno> {
     let owner = getsockopt(socket, PeerCredentials)?.uid();
     if owner == 0 || owner == nix::unistd::geteuid().as_raw() {
@@ -25,7 +25,7 @@ pub(super) fn stranger(socket: &OwnedFd, address: &str) -> Result<Option<u32>, E
     Ok((users != [owner]).then_some(owner))
 }
 
-/// Users that listen on one of these addresses, of one of the kernel's tables.
+/// The users that listen on one of these addresses, by one of the kernel's tables.
 fn listening<'a>(table: &'a str, at: &'a [SocketAddr]) -> impl Iterator<Item = u32> + 'a {
     table.lines().skip(1).filter_map(move |line| {
         const LISTENS: &str = "0A";
@@ -39,7 +39,7 @@ fn listening<'a>(table: &'a str, at: &'a [SocketAddr]) -> impl Iterator<Item = u
     })
 }
 
-/// The kernel prints the words of an address as numbers of its own byte order.
+/// Parses an address. The kernel prints its words as numbers in its own byte order.
 fn parse_ip(hex: &str) -> Option<IpAddr> {
     let word = |at: usize| Some(u32::from_str_radix(hex.get(8 * at..8 * at + 8)?, 16).ok()?.to_ne_bytes());
     match hex.len() {
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_listens_is_found_and_who_does_not_is_not() {
+    fn only_listening_users_are_found() {
         let own = nix::unistd::geteuid().as_raw();
         for (address, path) in [("127.0.0.1:0", "/proc/net/tcp"), ("[::1]:0", "/proc/net/tcp6")] {
             let Ok(listener) = TcpListener::bind(address) else {
@@ -70,7 +70,7 @@ mod tests {
             let at = listener.local_addr().unwrap();
             let find = |at| listening(&std::fs::read_to_string(path).unwrap(), &[at]).collect::<Vec<_>>();
             assert_eq!(find(at), [own]);
-            // A connection from it is not one that listens.
+            // A connection from the address is not a listener.
             let near = std::net::TcpStream::connect(at).unwrap();
             assert_eq!(find(near.local_addr().unwrap()), [0u32; 0]);
             drop(listener);

@@ -1,6 +1,6 @@
-//! Moves the bytes of one connection to and from its rings. The Unix socket tells whether the peer is still there.
+//! Moving the bytes of one connection to and from its rings. The Unix socket shows whether the peer still exists.
 //!
-//! One of the modules that hold `unsafe`: it hands slices that a stream has named to the rings.
+//! This module holds `unsafe`: it hands a stream's slices to the rings.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(super) struct Pump {
     token: Option<Token>,
     receiving: bool,
     sending: bool,
-    /// The peer's socket has hung up: no more bytes come than are in the ring.
+    /// The peer's socket has hung up: no bytes come beyond those in the ring.
     gone: bool,
 }
 
@@ -40,14 +40,14 @@ impl Pump {
         Ok(Pump { end, epoll, thread, token, receiving, sending, gone })
     }
 
-    /// Whether something can be moved. A peer that breaks the rules is found out when bytes are moved.
+    /// Whether bytes can be moved. A peer that breaks the rules is noticed when bytes are moved.
     fn possible(&self) -> bool {
         let readable = self.receiving && (self.gone || self.end.readable() != Ok(0));
         readable || self.sending && (self.gone || self.end.room() != Ok(0))
     }
 
     fn receive_now(&mut self, into: &ReceiveSlices) -> Option<Result<usize, Errno>> {
-        // SAFETY: the stream has named memory that is writable and the connection's until it hears of it.
+        // SAFETY: the stream has named writable memory, which belongs to the connection until the bytes are reported.
         match unsafe { self.end.read(into.each()) } {
             Ok(0) if self.gone => Some(Ok(0)),
             Ok(0) => None,
@@ -60,7 +60,7 @@ impl Pump {
         if self.gone {
             return Some(Err(Errno::EPIPE));
         }
-        // SAFETY: the stream has named memory that stays readable until it hears of it.
+        // SAFETY: the stream has named memory that stays readable until the bytes are reported.
         match unsafe { self.end.write(out.each()) } {
             Ok(0) => None,
             Ok(bytes) => Some(Ok(bytes)),
@@ -78,7 +78,7 @@ impl Pump {
             port.receiving = Phase::Over;
             done.push(Completion { token, op: Op::Receive, result });
             if self.gone {
-                // The peer's last words come before the failure to answer them.
+                // The peer's last message comes before the failure to answer it.
                 return;
             }
         }
@@ -92,7 +92,7 @@ impl Pump {
     }
 
     fn sleep(&mut self, timeout: Duration) -> Result<(), Errno> {
-        // Rounded up, so that a timer is due when it wakes.
+        // The timeout is rounded up, so that a timer is due when the thread wakes.
         let millis = timeout.as_nanos().div_ceil(1_000_000);
         let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
         let mut events = [EpollEvent::empty(); 3];
@@ -134,7 +134,7 @@ impl Driver for Pump {
     }
 
     fn watch(&mut self, _: Token, _: &mut Port, _: Readiness) -> Result<(), Errno> {
-        // There is no socket to listen on or to connect.
+        // Shared memory has no socket to listen on or to connect.
         Err(Errno::EOPNOTSUPP)
     }
 

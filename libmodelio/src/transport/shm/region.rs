@@ -1,10 +1,10 @@
 //! Regions: memory that one end of a connection shares with the other, under a number.
 //!
-//! A [`Lender`] knows the regions that this end has shared, [`Regions`] those of the peer. A region is a
-//! memfd; it is mapped to be read only, and only if it is sealed against shrinking, for touching memory that
-//! a peer has taken away would end this process.
+//! A [`Lender`] has the regions that this end has shared, and [`Regions`] those of the peer. A region is a memfd. It
+//! is mapped read-only, and only if it is sealed against shrinking: touching memory that a peer has taken away would
+//! end this process.
 //!
-//! One of the modules that hold `unsafe`: see [`Piece::bytes`].
+//! This module holds `unsafe`: see [`Piece::bytes`].
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,10 +20,10 @@ use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 use super::descriptors::{DescriptorError, Descriptors};
 use crate::bytes::mmap::Mapping;
 
-/// Regions that one end of a connection may have shared at once.
+/// The most regions that one end of a connection may share at once.
 pub const MAX_REGIONS: usize = 64;
 
-/// Why memory of a peer's is not used.
+/// Why a peer's memory is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
     /// Its descriptor did not come.
@@ -45,7 +45,7 @@ pub enum RegionError {
         /// The actual length.
         got: u64,
     },
-    /// The peer, or whoever else has the region, could write it.
+    /// The peer, or another process that has the region, could write it.
     #[error("region {0} is not sealed against writing")]
     Writable(u32),
     /// The region is longer than any useful one.
@@ -58,7 +58,7 @@ pub enum RegionError {
         /// The actual length.
         got: u64,
     },
-    /// The peer has shared enough regions.
+    /// The peer has shared the most regions that it may.
     #[error("more than {MAX_REGIONS} regions on one connection")]
     TooMany,
     /// The number is taken.
@@ -77,7 +77,7 @@ pub enum RegionError {
         /// How many.
         len: usize,
     },
-    /// The system says so.
+    /// A system call failed.
     #[error("region {number} cannot be mapped: {error}")]
     System {
         /// The number of the region.
@@ -92,7 +92,7 @@ pub enum RegionError {
 pub struct Borrowed(Arc<Mapping>);
 
 impl Borrowed {
-    /// Maps all `bytes` of a memfd.
+    /// Maps a memfd of `bytes` bytes.
     ///
     /// # Errors
     /// [`RegionError`].
@@ -104,10 +104,10 @@ impl Borrowed {
     }
 }
 
-/// Refuses what is no memfd of `bytes` bytes that stay.
+/// Refuses a descriptor unless it is a memfd of `bytes` bytes that stay.
 pub(super) fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
     let system = |errno: nix::errno::Errno| RegionError::System { number, error: errno.into() };
-    // Files of other kinds have no seals. Huge pages of a memfd of their own may not be there when they are touched.
+    // Files of other kinds have no seals. A memfd on huge pages may have none left when they are touched.
     let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| RegionError::Kind(number))?;
     if fstatfs(fd).map_err(system)?.filesystem_type() != TMPFS_MAGIC {
         return Err(RegionError::Kind(number));
@@ -115,7 +115,7 @@ pub(super) fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionE
     if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
         return Err(RegionError::NotSealed(number));
     }
-    // Its length is looked at when it can become no shorter.
+    // The length is read after the seal, so it cannot shrink any more.
     let got = nix::sys::stat::fstat(fd).map_err(system)?.st_size;
     if got <= 0 || got.unsigned_abs() != bytes {
         let got = got.max(0).unsigned_abs();
@@ -124,7 +124,7 @@ pub(super) fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionE
     Ok(())
 }
 
-/// Some bytes of a region of the peer's.
+/// A range of a peer's region.
 #[derive(Clone, Debug)]
 pub struct Piece {
     region: Arc<Borrowed>,
@@ -132,7 +132,7 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Their address and number.
+    /// The address and length.
     pub fn raw(&self) -> (*const u8, usize) {
         // SAFETY: `Regions::piece` has checked that it is within the mapping.
         (unsafe { self.region.0.start().as_ptr().add(self.range.start) }, self.range.len())
@@ -141,9 +141,9 @@ impl Piece {
     /// The bytes.
     ///
     /// # Safety
-    /// The peer has said that it leaves them alone while they are read, and may lie. So the reader makes of
-    /// them numbers only: no lengths, no positions, no branches that memory depends on. As with memory that a
-    /// program has mapped and goes on writing, a lie only leads to other numbers.
+    /// The peer has promised not to change them while they are read, and may lie. So the reader only makes numbers of
+    /// them: no lengths, no positions, and no branches that memory depends on. A lie then only leads to other
+    /// numbers, as with memory that a program has mapped and goes on writing.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: in bounds; the rest is the caller's promise.
         unsafe { self.region.0.bytes(self.range.clone()) }
@@ -190,7 +190,8 @@ impl Regions {
         self.known.remove(&number).map(drop).ok_or(RegionError::Unknown(number))
     }
 
-    /// All of a region, which has `len` bytes and is sealed against writing, as what programs get to see must be.
+    /// The whole of a region, which has `len` bytes and is sealed against writing. Memory that programs get to see
+    /// must be.
     ///
     /// # Errors
     /// [`RegionError::Unknown`], [`RegionError::Length`], [`RegionError::Writable`].
@@ -232,11 +233,11 @@ pub struct Lender {
 }
 
 impl Lender {
-    /// The number under which the peer knows `memory`. If the region has just been sent to the peer, this
-    /// also returns its length, which the caller announces to the peer now.
+    /// The number under which the peer knows `memory`. If the region was sent to the peer just now, this also returns
+    /// its length, and the caller must announce the region.
     ///
     /// # Errors
-    /// When it cannot be shared: it is not in a memfd, there are too many, or the descriptor does not go.
+    /// When it cannot be shared: it is not in a memfd, there are too many regions, or the descriptor cannot be sent.
     pub fn lend(
         &mut self,
         memory: &Arc<Mapping>,
@@ -254,7 +255,7 @@ impl Lender {
         let system = |error| RegionError::System { number, error };
         let fd = memory.fd().ok_or(RegionError::Kind(number))?;
         memory.fix_size().map_err(system)?;
-        // A descriptor that cannot be written through, nor sealed further.
+        // The new descriptor can neither be written through nor sealed further.
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
         let read_only = File::open(path).map_err(system)?;
         to.send(number, read_only.as_fd())?;
@@ -263,7 +264,7 @@ impl Lender {
         Ok((number, Some(memory.len() as u64)))
     }
 
-    /// Numbers of regions whose memory is gone; the caller tells the peer now.
+    /// The numbers of regions whose memory has gone. The caller must tell the peer.
     pub fn gone(&mut self) -> Vec<u32> {
         let gone = |(number, known): &(u32, Weak<Mapping>)| (known.strong_count() == 0).then_some(*number);
         let numbers: Vec<u32> = self.lent.values().filter_map(gone).collect();

@@ -1,17 +1,15 @@
-//! Two rings of bytes in a memfd, one each way, and a bell each way.
+//! Two rings of bytes in a memfd, one in each direction, and a bell in each direction.
 //!
-//! A ring has one writer and one reader. Each counts the bytes that it has moved, in a word that the other
-//! reads. The difference is the number of bytes to read; the rest of the ring is room. Counts wrap around.
-//! Each end keeps its own count, so the peer can spoil only its own, which is checked every time it is read.
+//! A ring has one writer and one reader. Each counts the bytes that it has moved, in a word that the other end reads.
+//! The difference is the number of bytes to read; the rest of the ring is free. Counts wrap around. Each end keeps
+//! its own count, so the peer can falsify only its own, which is checked every time it is read.
 //!
-//! An end that finds nothing to do says so in a word of its own ([`End::wait`]), looks once more, and sleeps
-//! until its bell rings. The other end moves bytes, then looks at that word. Both order their stores before
-//! their looks, so one of them notices. Bells are eventfds, and are never read: an epoll that reports each
-//! ring once does.
+//! An end that finds nothing to do sets a word of its own ([`End::wait`]), checks once more, and sleeps until its
+//! bell rings. The other end moves bytes, then reads that word. Both order their stores before their reads, so one of
+//! them notices. Bells are eventfds that are never read, because an edge-triggered epoll reports each ring once.
 //!
-//! One of the modules that hold `unsafe`: the memory is the peer's, too. Bytes are copied by raw pointers,
-//! and no reference to them is ever made; words are atomics. The peer can only change values, and those are
-//! checked.
+//! This module holds `unsafe`: the memory is the peer's, too. Bytes are copied by raw pointers, and no Rust reference
+//! to them exists. Words are atomics. The peer can only change values, and those are checked.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -1,10 +1,10 @@
-//! How a client and a shard come to share rings.
+//! How a client and a shard set up shared rings.
 //!
-//! A shard listens on a Unix socket in the abstract namespace, whose name follows from the address that it
-//! announces. The socket is gone with its process, and it is there only within one network namespace. The end
-//! that connects makes the memory of the rings and the bells, and sends their descriptors with its greeting.
-//! The other end checks them, and accepts them or answers why not. From then on the socket carries
-//! descriptors of regions, and its hang-up tells either end that the other is gone.
+//! A shard listens on a Unix socket in the abstract namespace, whose name follows from the address that it announces.
+//! The socket goes with its process, and exists only within one network namespace. The connecting end makes the
+//! memory of the rings and the bells, and sends their descriptors with its greeting. The other end checks them, and
+//! accepts them or answers why not. From then on the socket carries descriptors of regions. Its hang-up tells each
+//! end that the other has gone.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -26,15 +26,15 @@ use crate::bytes::mmap::Mapping;
 
 /// The greeting begins with this: kind and version. The length of the rings' memory follows.
 const MAGIC: &[u8; 8] = b"gradfs\0\x01";
-/// The first byte of the answer if it is a yes; otherwise all of it says why not.
+/// The first byte of an answer that accepts. Any other answer is the reason for a refusal.
 const YES: u8 = 0;
-/// Longest reason for a no, in bytes.
+/// The longest reason for a refusal, in bytes.
 const REASON: usize = 256;
 
-/// Why two processes do not come to share rings.
+/// Why two processes cannot set up rings.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
-    /// The system says so.
+    /// A system call failed.
     #[error("{doing}: {error}")]
     System {
         /// The operation that failed.
@@ -45,7 +45,7 @@ pub enum SetupError {
     /// No answer came in time.
     #[error("no answer within {0:?} from whoever has bound the socket's name")]
     Late(Duration),
-    /// Another user's process listens there.
+    /// Another user's process listens on the socket.
     #[error("user {owner} has bound the socket's name, who is not the shard's")]
     Foreign {
         /// Its owner.
@@ -54,7 +54,7 @@ pub enum SetupError {
     /// The peer closed its end.
     #[error("the peer hangs up")]
     Gone,
-    /// The peer does not take this end's rings.
+    /// The peer has refused this end's rings.
     #[error("refused: {0}")]
     Refused(String),
     /// The received bytes are no greeting.
@@ -63,7 +63,7 @@ pub enum SetupError {
 }
 
 impl SetupError {
-    /// Whether the peer may answer a little later: it is stopped, overrun, or just ending.
+    /// Whether the peer may answer a little later, because it is stopped, overloaded, or just ending.
     pub fn is_transient(&self) -> bool {
         match self {
             SetupError::Late(_) | SetupError::Gone => true,
@@ -77,7 +77,7 @@ fn system(doing: &'static str) -> impl Fn(Errno) -> SetupError {
     move |errno| SetupError::System { doing, error: errno.into() }
 }
 
-/// The same for sending to a peer, or receiving from it: it may be gone.
+/// The error of sending to a peer or receiving from it. The peer may have gone.
 fn talking(doing: &'static str) -> impl Fn(Errno) -> SetupError {
     move |errno| match errno {
         Errno::EPIPE | Errno::ECONNRESET => SetupError::Gone,
@@ -85,18 +85,18 @@ fn talking(doing: &'static str) -> impl Fn(Errno) -> SetupError {
     }
 }
 
-/// The shared state of two ends that have met.
+/// Two ends that have set up rings.
 #[derive(Debug)]
 pub struct Meeting {
     /// The rings.
     pub end: End,
-    /// For descriptors, and its hang-up.
+    /// The socket, for descriptors and its hang-up.
     pub socket: Arc<OwnedFd>,
 }
 
-/// The name of the socket of the shard that announces itself from `address`.
+/// The name of the socket of a shard that announces this address.
 fn name(address: &str) -> Result<UnixAddr, SetupError> {
-    /// Longer addresses are cut, and their checksum tells them apart.
+    /// Longer addresses are cut. Their checksum tells them apart.
     const LONGEST: usize = 80;
     let mut name = format!("gradfs/{address}");
     if name.len() > LONGEST {
@@ -111,10 +111,10 @@ fn unix_socket() -> Result<OwnedFd, SetupError> {
     socket::socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).map_err(system("making a socket"))
 }
 
-/// The listening socket, non-blocking, of a shard that announces itself from `address`.
+/// The non-blocking listening socket of a shard that announces itself from `address`.
 ///
 /// # Errors
-/// [`SetupError::System`]: EADDRINUSE if another process listens there.
+/// [`SetupError::System`], with EADDRINUSE if another process listens there.
 pub fn listen(address: &str) -> Result<OwnedFd, SetupError> {
     let listener = unix_socket()?;
     socket::bind(listener.as_raw_fd(), &name(address)?).map_err(system("binding the socket"))?;
@@ -130,7 +130,7 @@ pub fn listen(address: &str) -> Result<OwnedFd, SetupError> {
 pub fn meet(address: &str, patience: Duration) -> Result<Meeting, SetupError> {
     let socket = unix_socket()?;
     socket::connect(socket.as_raw_fd(), &name(address)?).map_err(system("connecting to its socket"))?;
-    // Before it gets a descriptor of this process.
+    // The owner is checked before it gets a descriptor of this process.
     if let Some(owner) = owner::stranger(&socket, address).map_err(system("asking who is there"))? {
         return Err(SetupError::Foreign { owner });
     }
@@ -192,7 +192,7 @@ fn take(socket: &OwnedFd, patience: Duration) -> Result<End, SetupError> {
     };
     region::check(0, &rings, MEMORY as u64).map_err(|error| stranger(error.to_string()))?;
     for bell in [&peers, &own] {
-        // Writing to anything else might block.
+        // Writing to any other file might block.
         let kind = std::fs::read_link(format!("/proc/self/fd/{}", bell.as_raw_fd())).unwrap_or_default();
         if kind.as_os_str() != "anon_inode:[eventfd]" {
             return Err(stranger(format!("{} is no eventfd", kind.display())));
@@ -204,7 +204,7 @@ fn take(socket: &OwnedFd, patience: Duration) -> Result<End, SetupError> {
     End::new(memory, Side::Accepts, own, peers).map_err(mapping)
 }
 
-/// The next message, and the descriptors with it.
+/// The next message, and its descriptors.
 fn await_message(
     socket: &OwnedFd,
     bytes: &mut [u8],

@@ -1,8 +1,7 @@
-//! The threads of connections over shared memory: each connection has its own.
+//! The threads of connections over shared memory. Each connection has its own.
 //!
-//! Serving a connection means working on memory that both ends see, and connections are to do that side by
-//! side. A thread runs the loop of a reactor with a driver that copies to and from the rings and sleeps until
-//! a bell rings.
+//! Serving a connection means working on memory that both ends see, and connections should do that in parallel. A
+//! thread runs the loop of a reactor with a driver that copies to and from the rings and sleeps until a bell rings.
 
 use std::io;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use super::setup::Meeting;
 use crate::transport::reactor::{Arrival, Engine, Kind, StillRunning, ThreadState};
 use crate::transport::stream::{Close, Connection, Receive, ReceiveSlices, SendSlices, Stream, errno};
 
-/// A stream that ends its thread when it is over.
+/// A stream whose end also ends its thread.
 struct Last {
     stream: Box<dyn Stream>,
     thread: Arc<ThreadState>,
@@ -81,7 +80,7 @@ impl Threads {
         Arc::new(Threads { limit, ..Threads::default() })
     }
 
-    /// Connections that are served just now.
+    /// The number of connections that are served.
     pub fn connections(&self) -> usize {
         self.inner.lock().connections.len()
     }
@@ -89,7 +88,7 @@ impl Threads {
     /// Runs `work`, which finds a peer and then calls [`Self::serve`], on a thread of its own.
     ///
     /// # Errors
-    /// When there are as many as there may be, or no more are wanted, or the system has none.
+    /// When there are as many threads as there may be, after a shutdown, or when the system has no thread.
     pub fn spawn(self: &Arc<Self>, work: impl FnOnce(&Threads) + Send + 'static) -> io::Result<()> {
         {
             let mut inner = self.inner.lock();
@@ -102,7 +101,7 @@ impl Threads {
             inner.running += 1;
         }
         let running = Running(Arc::clone(self));
-        // If there is no thread, its closure is dropped, and counts as not running any more.
+        // Without a thread the closure is dropped, and no longer counts as running.
         let spawned = std::thread::Builder::new().name("shm".into()).spawn(move || {
             let running = running;
             work(&running.0);
@@ -110,8 +109,7 @@ impl Threads {
         spawned.map(drop)
     }
 
-    /// Serves a connection until it is over. Its stream hears of everything that happens to it, on this
-    /// thread.
+    /// Serves a connection until it ends. This thread makes all calls of its stream.
     pub fn serve(&self, meeting: Meeting, mut stream: Box<dyn Stream>) {
         let Meeting { end, socket } = meeting;
         let begun = ThreadState::new(1).and_then(|state| {

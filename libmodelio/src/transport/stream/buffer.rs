@@ -3,9 +3,9 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 
-/// Memory of fixed size, apart from its owner's: headers and tests are received into it and sent from it. A
-/// caller that pushes a slice of it promises not to call [`bytes`](Buffer::bytes) or
-/// [`bytes_mut`](Buffer::bytes_mut), nor to drop it, in the meantime.
+/// Memory of fixed size that does not lie in its owner. Headers are received into it and sent from it. A caller that
+/// pushes a slice of it promises not to call [`bytes`](Buffer::bytes) or [`bytes_mut`](Buffer::bytes_mut), nor to
+/// drop it, in the meantime.
 pub struct Buffer {
     start: NonNull<u8>,
     layout: Layout,
@@ -43,7 +43,7 @@ impl Buffer {
 
     /// Its contents.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: allocated, initialised, and nobody writes meanwhile: see the type.
+        // SAFETY: the memory is allocated and initialised, and nobody writes it meanwhile: see the type.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len()) }
     }
 

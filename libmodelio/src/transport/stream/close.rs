@@ -12,7 +12,7 @@ pub enum Close {
     /// The peer closed its end in an orderly way.
     #[error("closed by the peer")]
     Ended,
-    /// The system says so.
+    /// A system call failed.
     #[error("{doing} failed: {errno}")]
     Socket {
         /// The operation that failed.
@@ -28,10 +28,10 @@ pub enum Close {
         /// The reason; `ETIMEDOUT` when the deadline passed.
         errno: Errno,
     },
-    /// This end wants it: a protocol error of the peer, a deadline, a replaced connection.
+    /// This end ends it, because of a protocol error of the peer, a deadline, or a connection that replaces it.
     #[error("{0}")]
     Asked(Cow<'static, str>),
-    /// The stream asked for something that cannot be: a defect of this program.
+    /// The stream asked for something impossible. This is a defect of this program.
     #[error("defect: {0}")]
     Misused(Cow<'static, str>),
     /// A callback panicked.

@@ -1,7 +1,7 @@
 //! The handle of a served stream for other threads: a [`Connection`] wakes it and closes it.
 //!
-//! The thread that serves it is known here as a [`ServingThread`] only, so that nothing of this depends on how a
-//! transport moves bytes. A connection has one wake-up queued at most.
+//! This file knows the serving thread only as a [`ServingThread`], so it does not depend on how a transport moves
+//! bytes. A connection has at most one queued wake-up.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,15 +12,15 @@ use parking_lot::Mutex;
 use super::close::Close;
 use super::in_use::InUse;
 
-/// The thread that serves connections, as each of them knows it.
+/// A thread that serves connections, as its connections know it.
 pub(in crate::transport) trait ServingThread: Send + Sync {
-    /// Has the thread look at the connection, soon.
+    /// Has the thread handle the connection soon.
     fn wake(&self, connection: &Arc<ConnectionState>);
 
     /// A connection of the thread has become busy.
     fn becomes_busy(&self);
 
-    /// A connection of the thread is over.
+    /// A connection of the thread has ended.
     fn lets_go(&self, was_busy: bool);
 }
 
@@ -32,7 +32,7 @@ pub(in crate::transport) struct Token {
     pub generation: u32,
 }
 
-/// One connection, for other threads. Cheap to clone. Dropping it closes nothing.
+/// A connection, for other threads. It is cheap to clone. Dropping it closes nothing.
 #[derive(Clone)]
 pub struct Connection(Arc<ConnectionState>);
 
@@ -44,7 +44,7 @@ pub(in crate::transport) struct ConnectionState {
     /// The connection is known to be busy.
     busy: AtomicBool,
     in_use: OnceLock<InUse>,
-    /// The requests of other threads, for the serving thread to take.
+    /// Requests of other threads to the serving thread.
     asked: Mutex<Asked>,
 }
 
@@ -81,22 +81,23 @@ impl Connection {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Has the stream asked again for its next receive and send, soon and on its own thread. Costs no system
-    /// call if that thread is awake, and almost nothing if the stream is to be asked anyway.
+    /// Asks the stream again for its next receive and send, soon and on its own thread. This needs no system call if
+    /// that thread is awake, and costs almost nothing if the stream is about to be asked anyway.
     pub fn wake(&self) {
         if !self.0.woken.swap(true, Ordering::AcqRel) {
             self.0.thread.wake(&self.0);
         }
     }
 
-    /// Ends the connection, soon and on its own thread; the first reason counts. Bytes that are not yet with
-    /// the kernel are not sent.
+    /// Ends the connection, soon and on its own thread. The first reason counts. Bytes that the kernel does not have
+    /// yet are not sent.
     pub fn close(&self, why: Close) {
         self.0.asked.lock().close.get_or_insert(why);
         self.wake();
     }
 
-    /// Says that much is going to come over it, so that others like it are put on other threads. Before it is over.
+    /// Announces much traffic, so that other such connections go to other threads. It must be called before the
+    /// connection ends.
     pub fn expect_much(&self) {
         if !self.0.busy.swap(true, Ordering::Relaxed) {
             self.0.thread.becomes_busy();
@@ -108,8 +109,7 @@ impl Connection {
         Arc::as_ptr(&self.0.thread).addr()
     }
 
-    /// The settings of its socket, from when the stream is opened; `None` before, and for connections that
-    /// are not TCP.
+    /// The settings of its socket. `None` until the stream is opened, and for connections other than TCP.
     pub fn in_use(&self) -> Option<&InUse> {
         self.0.in_use.get()
     }
@@ -121,15 +121,15 @@ impl Connection {
 }
 
 impl ConnectionState {
-    /// The serving thread looks: further wake-ups are queued anew.
+    /// The requests of other threads. The serving thread calls this; later wake-ups are queued anew.
     pub fn requested(&self) -> (Option<Token>, Option<Close>) {
-        // Reading the flag that a wake-up found set makes what was written before it seen from here on.
+        // Clearing the flag that a wake-up has set makes everything visible that was written before the wake-up.
         self.woken.swap(false, Ordering::AcqRel);
         let mut asked = self.asked.lock();
         (asked.token, asked.close.take())
     }
 
-    /// The socket is connected, and uses this.
+    /// The socket is connected, with these settings.
     pub fn describe(&self, in_use: InUse) {
         self.in_use.get_or_init(|| in_use);
     }

@@ -1,7 +1,7 @@
-//! Payload where it lies, lent to a connection: memory that it receives into, and memory that it sends from.
+//! Payload that is lent to a connection where it lies: memory that it receives into, and memory that it sends from.
 //!
-//! One of the modules that hold `unsafe`: others see that memory, too. [`Target::new`] and [`Piece::new`] say what
-//! their callers promise.
+//! This module holds `unsafe`, because others see that memory, too. [`Target::new`] and [`Piece::new`] say what their
+//! callers promise.
 
 use std::any::Any;
 use std::fmt;
@@ -10,10 +10,10 @@ use std::sync::Arc;
 use super::Close;
 use crate::bytes::crc32c::crc32c;
 
-/// Keeps memory in place while it lives.
+/// Keeps memory while it lives.
 pub type Guard = Arc<dyn Any + Send + Sync>;
 
-/// The place where a payload is to be received.
+/// The place where a payload is received.
 pub struct Target {
     start: *mut u8,
     len: usize,
@@ -27,8 +27,8 @@ impl Target {
     /// `len` bytes at `start`, which stay there as long as `guard` lives.
     ///
     /// # Safety
-    /// The bytes are writable, and nobody else reads or writes them, from now until the conversation hears that the
-    /// payload is there, or that the connection is closed.
+    /// The bytes are writable, and nobody else reads or writes them until the conversation has been told that the
+    /// payload is complete or that the connection is closed.
     pub unsafe fn new(start: *mut u8, len: usize, guard: Guard) -> Target {
         Target { start, len, _guard: guard }
     }
@@ -41,7 +41,7 @@ impl Target {
     /// Fills it from memory that both ends of a connection see.
     ///
     /// # Errors
-    /// If that is not as long.
+    /// If the lengths differ.
     ///
     /// # Safety
     /// `from` can be read for `len` bytes and does not overlap the target. It may change meanwhile.
@@ -62,7 +62,7 @@ impl fmt::Debug for Target {
     }
 }
 
-/// A payload that is to be sent from where it lies.
+/// A payload that is sent from where it lies.
 pub struct Piece {
     start: *const u8,
     len: usize,
@@ -80,22 +80,22 @@ impl fmt::Debug for Piece {
 }
 
 impl Piece {
-    /// `bytes`, which stay there as long as `guard` lives; `crc` is their CRC32C if it is known.
+    /// `bytes`, which stay there as long as `guard` lives. `crc` is their CRC32C if it is known.
     ///
     /// # Safety
-    /// Nobody writes them until the piece is dropped. The connection drops the piece when the bytes are with
-    /// the kernel, or when the connection is over.
+    /// Nobody writes them until the piece is dropped. The connection drops the piece when the kernel has the bytes,
+    /// or when the connection ends.
     pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
         let crc = crc.unwrap_or_else(|| crc32c(bytes));
         Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
     }
 
-    /// Bytes that belong to the piece alone.
+    /// Bytes that belong to the piece.
     pub fn owned(bytes: Vec<u8>) -> Piece {
         Piece::owned_with(bytes, ())
     }
 
-    /// The same, with a value that is dropped when the bytes are with the kernel, or never will be.
+    /// Like [`Self::owned`], with a value that is dropped when the kernel has the bytes, or will never have them.
     pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
         let both = Arc::new((bytes, with));
         // SAFETY: nobody else has the vector, and the guard is what owns it.
@@ -107,7 +107,7 @@ impl Piece {
         (self.start, self.len)
     }
 
-    /// Bytes of it.
+    /// The number of bytes.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len

@@ -32,13 +32,13 @@ pub(super) use in_use::{congestion_name, is_same_host};
 pub use loan::{Guard, Piece, Target};
 pub use slices::{ReceiveSlices, SLICES_MAX, SendSlices};
 
-/// One end of one byte stream. All calls come from one thread at a time, that of its reactor; none may block.
+/// One end of a byte stream. One thread at a time, that of its reactor, makes all calls. None may block.
 ///
-/// The order: [`opened`](Stream::opened) once; then the others, as bytes and wake-ups come; [`closed`](Stream::closed)
-/// once, and nothing after it. If a connection never comes about, `closed` is the only call.
+/// [`opened`](Stream::opened) comes first, and once. The others follow as bytes and wake-ups come.
+/// [`closed`](Stream::closed) comes last, and once. If a connection never comes about, `closed` is the only call.
 ///
-/// After each wake-up and after each `received` and `transmitted` the reactor asks `receive` again if no
-/// receive is outstanding, and `transmit` if no send is. So at most one of each is outstanding.
+/// After each wake-up and after each `received` and `transmitted`, the reactor calls `receive` again if no receive is
+/// outstanding, and `transmit` if no send is. So at most one of each is outstanding.
 ///
 /// A panic of a callback closes the connection with [`Close::Panicked`] and goes no further.
 pub trait Stream: Send {
@@ -47,32 +47,31 @@ pub trait Stream: Send {
         let _ = connection;
     }
 
-    /// The place of the next received bytes: pushed to `into`, which is empty. The contract for that memory
-    /// is written at [`ReceiveSlices::push`].
+    /// Pushes the places of the next received bytes to `into`, which is empty. [`ReceiveSlices::push`] has the
+    /// contract for that memory.
     fn receive(&mut self, into: &mut ReceiveSlices) -> Receive;
 
-    /// The next `bytes` of the memory that `receive` named are filled, from its front; `receive` is then
-    /// asked again. `bytes` is at least the number that was asked for, except before the peer's end of
-    /// stream.
+    /// The next `bytes` of the memory that `receive` named are filled, from its front. `receive` is called again
+    /// after this. `bytes` is at least the number that was asked for, except before the end of the peer's stream.
     ///
     /// # Errors
     /// Closes the connection: the peer broke the protocol.
     fn received(&mut self, bytes: usize) -> Result<(), Close>;
 
-    /// `bytes` of those that `receive` asked for have come, though not enough yet: the peer lives.
+    /// `bytes` of those that `receive` asked for have come, which is not enough yet. The peer lives.
     fn arriving(&mut self, bytes: usize) {
         let _ = bytes;
     }
 
-    /// The bytes to send now: pushed to `out`, which is empty. If it stays empty, the stream is asked again
-    /// after a wake-up. The contract for that memory is written at [`SendSlices::push`].
+    /// Pushes the bytes to send to `out`, which is empty. If it stays empty, the stream is asked again after a
+    /// wake-up. [`SendSlices::push`] has the contract for that memory.
     fn transmit(&mut self, out: &mut SendSlices);
 
-    /// The next `bytes` that `transmit` named are with the kernel; their memory is the stream's again.
-    /// Several calls may together report what one `transmit` named.
+    /// The kernel has the next `bytes` that `transmit` named. Their memory belongs to the stream again. Several calls
+    /// together may report what one `transmit` named.
     ///
     /// # Errors
-    /// Closes the connection: for instance because the farewell is said.
+    /// Closes the connection, for example because the last message is sent.
     fn transmitted(&mut self, bytes: usize) -> Result<(), Close>;
 
     /// Whether the stream has nothing more to send after the named bytes. The sending side is closed then,
@@ -81,8 +80,8 @@ pub trait Stream: Send {
         false
     }
 
-    /// Time passes: called when the connection is open, after each wake-up, and when the returned time has come.
-    /// `None` until the next wake-up.
+    /// Time passes. This is called when the connection is open, after each wake-up, and at the returned time. `None`
+    /// waits for the next wake-up.
     ///
     /// # Errors
     /// Closes the connection: a deadline has passed.
@@ -91,20 +90,20 @@ pub trait Stream: Send {
         Ok(None)
     }
 
-    /// The stream is over. The kernel holds none of the named memory, and the socket is closed.
+    /// The stream has ended. The kernel holds none of the named memory, and the socket is closed.
     fn closed(&mut self, why: &Close);
 }
 
-/// Answer of [`Stream::receive`].
+/// The answer of [`Stream::receive`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Receive {
-    /// Into the pushed slices; [`Stream::received`] is called when at least `least` bytes are there: 1 to what the
-    /// slices hold.
+    /// Receive into the pushed slices. [`Stream::received`] is called when at least `least` bytes have come: 1 up to
+    /// the length of the slices.
     Into {
         /// In bytes.
         least: usize,
     },
-    /// Nothing now; the stream is asked again after a wake-up. Bytes wait in the socket, and then at the
+    /// Receive nothing now. The stream is asked again after a wake-up. Bytes wait in the socket, and then at the
     /// peer. A peer that has gone is noticed only when the stream goes on.
     Paused,
 }

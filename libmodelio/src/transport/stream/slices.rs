@@ -1,21 +1,21 @@
-//! Lists of memory that a driver reads and writes on behalf of a stream. One of the modules that hold `unsafe`.
+//! Lists of memory that a driver reads and writes for a stream. This module holds `unsafe`.
 //!
-//! Slices are raw because the memory is: blocks of a shared mapping, which no Rust reference may cover while
-//! bytes come in. The caller that pushes a slice promises what [`ReceiveSlices::push`] and
-//! [`SendSlices::push`] ask; everything above can then be safe.
+//! Slices are raw pointers, because they name blocks of a shared mapping, which no Rust reference may cover while
+//! bytes come in. The caller that pushes a slice makes the promises of [`ReceiveSlices::push`] and
+//! [`SendSlices::push`]. Everything above can then be safe.
 
 use std::ptr::NonNull;
 
-/// How many slices an operation takes at most.
+/// The most slices in one operation.
 pub const SLICES_MAX: usize = 64;
 
-/// The kernel reads this: it stays at one address while an operation is outstanding.
+/// The kernel reads this, so it stays at one address while an operation is outstanding.
 struct Header {
     message: libc::msghdr,
     slices: [libc::iovec; SLICES_MAX],
 }
 
-/// A list of slices, used up from its front.
+/// A list of slices that is used up from the front.
 struct Slices {
     header: NonNull<Header>,
     first: usize,
@@ -52,7 +52,7 @@ impl Slices {
         self.bytes += len;
     }
 
-    /// Forgets the first `bytes`, which are done.
+    /// Removes the first `bytes`, which are done.
     fn advance(&mut self, bytes: usize) {
         assert!(bytes <= self.bytes, "{bytes} bytes done of {}", self.bytes);
         self.bytes -= bytes;
@@ -116,28 +116,28 @@ macro_rules! slices {
         pub struct $name(Slices);
 
         impl $name {
-            /// Empty. Its list of slices is allocated here, once for a connection.
+            /// An empty list. Its memory is allocated here, once for a connection.
             #[allow(clippy::new_without_default, reason = "it allocates 1 KiB: nothing to have by default")]
             pub fn new() -> $name {
                 $name(Slices::new())
             }
 
-            /// How many bytes the slices hold.
+            /// The number of bytes in the slices.
             pub fn bytes(&self) -> usize {
                 self.0.bytes
             }
 
-            /// How many more slices can be pushed.
+            /// The number of slices that can still be pushed.
             pub fn room(&self) -> usize {
                 SLICES_MAX - self.0.end
             }
 
-            /// Forgets all slices. For who drives a stream, between operations.
+            /// Removes all slices. The driver of a stream calls this, between operations.
             pub fn clear(&mut self) {
                 self.0.clear();
             }
 
-            /// Forgets the first `bytes`, which are done. For who drives a stream, between operations.
+            /// Removes the first `bytes`, which are done. The driver of a stream calls this, between operations.
             ///
             /// # Panics
             /// If there are fewer.

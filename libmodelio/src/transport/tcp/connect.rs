@@ -1,4 +1,4 @@
-//! A connection that is being made without a thread that waits.
+//! Connecting without a thread that waits.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -12,11 +12,11 @@ use crate::transport::reactor::{Handle, Kind, Readiness, Ready, Refused, Thread,
 use crate::transport::stream::{Close, Connection, Stream, errno};
 
 impl Handle {
-    /// Connects, and then serves the connection. If none comes about before `deadline`, the stream's only call is
-    /// [`Stream::closed`] with [`Close::Connect`].
+    /// Connects, and then serves the connection. If it does not come about before `deadline`, [`Stream::closed`] with
+    /// [`Close::Connect`] is the stream's only call.
     ///
     /// # Errors
-    /// [`Refused`]; then the stream is dropped, without a call.
+    /// [`Refused`]. Then the stream is dropped without a call.
     pub fn connect(
         &self,
         address: SocketAddr,

@@ -11,18 +11,18 @@ use super::options::SocketOptions;
 use crate::transport::reactor::{Handle, Kind, Readiness, Ready, Refused, Thread, Waiting};
 use crate::transport::stream::{Close, Connection, Stream, errno};
 
-/// The number of connections that are accepted before others get their turn.
+/// The number of connections that are accepted before other descriptors get their turn.
 const AT_ONCE: usize = 16;
-/// Without a descriptor or memory to spare, the next try is after this time.
+/// The pause before the next try when descriptors or memory are used up.
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Handle {
-    /// Accepts connections, with `options`, and serves what `factory` makes of them, each on a thread as of
-    /// [`Thread::Any`]. `factory` is called on a thread of the reactor, with the peer's address; `None` hangs up.
-    /// Closing the returned connection stops it.
+    /// Accepts connections with `options`, and serves the stream that `factory` returns for each, on the thread that
+    /// [`Thread::Any`] selects. `factory` is called on a thread of the reactor, with the peer's address. `None` hangs
+    /// up. Closing the returned connection stops the listener.
     ///
     /// # Errors
-    /// [`Refused`]; then the listener is closed.
+    /// [`Refused`]. Then the listener is closed.
     pub fn listen(
         &self,
         listener: TcpListener,
@@ -59,7 +59,7 @@ impl Waiting for Accepting {
 }
 
 impl Accepting {
-    /// Accepts what is there.
+    /// Accepts the waiting connections.
     ///
     /// # Errors
     /// When it cannot go on before [`PAUSE`] is over.
@@ -102,10 +102,10 @@ impl Accepting {
     }
 }
 
-/// A listening socket with its buffers set, which those it accepts inherit, so that their windows are scaled for them.
+/// A listening socket with its buffers set. Accepted sockets inherit them, so that their windows are scaled for them.
 ///
 /// # Errors
-/// The system's: the address is taken, or not this host's.
+/// The system's: the address is in use, or does not belong to this host.
 pub fn bind(address: SocketAddr, options: &SocketOptions) -> std::io::Result<TcpListener> {
     let socket = socket2::Socket::new(
         socket2::Domain::for_address(address),

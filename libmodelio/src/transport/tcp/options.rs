@@ -1,4 +1,4 @@
-//! The options of TCP sockets, and a connection that the caller waits for.
+//! The options of TCP sockets, and a blocking connect.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -11,18 +11,19 @@ use crate::transport::stream::{InUse, congestion_name, in_use, is_same_host};
 /// The options of a TCP socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SocketOptions {
-    /// SO_SNDBUF in bytes, of which the kernel makes twice as much; `None` lets the kernel tune it, which is as fast on
-    /// loopback as any fixed size and follows the delay elsewhere.
+    /// SO_SNDBUF in bytes, which the kernel doubles. `None` lets the kernel tune it: on loopback that is as fast as
+    /// any fixed size, and elsewhere it follows the delay.
     pub send_buffer: Option<usize>,
-    /// SO_RCVBUF in bytes, as above.
+    /// SO_RCVBUF in bytes, likewise.
     pub receive_buffer: Option<usize>,
-    /// A peer that acknowledges nothing for this long, or keeps its window shut, is gone (TCP_USER_TIMEOUT).
+    /// A peer counts as gone after it has acknowledged nothing, or has kept its window shut, for this long
+    /// (TCP_USER_TIMEOUT).
     pub user_timeout: Option<Duration>,
     /// Idle connections are probed after this time.
     pub keepalive: Option<Duration>,
-    /// Congestion control for a peer on the same host, where there is no congestion to control and some of them cost
-    /// throughput. Left as it is where the system does not have it or does not allow it. Peers elsewhere get what the
-    /// system chose.
+    /// The congestion control for a peer on the same host. There is no congestion to control, and some controls cost
+    /// throughput. The system's choice stays if the system does not have this one or does not allow it, and for peers
+    /// on other hosts.
     pub same_host_congestion: Option<&'static str>,
 }
 
@@ -39,10 +40,10 @@ impl Default for SocketOptions {
 }
 
 impl SocketOptions {
-    /// Sets the options that can be set before there is a connection: buffers, so that the window is scaled
-    /// for them, and the congestion control of a peer on the same host. A connection that begins with a
-    /// pacing control (BBR) is paced ever after, even if the control is changed later. A connection that
-    /// begins without it can be given it later.
+    /// Sets the options that can be set before there is a connection: the buffers, so that the window is scaled for
+    /// them, and the congestion control of a peer on the same host. A connection that begins with a pacing control
+    /// (BBR) stays paced, even if the control is changed later. A connection that begins without it can be given it
+    /// later.
     ///
     /// # Errors
     /// The system's.
@@ -54,13 +55,13 @@ impl SocketOptions {
             socket.set_recv_buffer_size(bytes)?;
         }
         if let Some(name) = self.same_host_congestion {
-            // A namespace may lack it (ENOENT) or forbid it (EPERM): the control in use is reported.
+            // A namespace may lack it (ENOENT) or forbid it (EPERM). The status shows the control in use.
             let _ = socket.set_tcp_congestion(name.as_bytes());
         }
         Ok(())
     }
 
-    /// Sets everything on a connected socket, TCP_NODELAY besides, and says what is in use.
+    /// Sets all options on a connected socket, and TCP_NODELAY. Returns the settings in use.
     ///
     /// # Errors
     /// The system's.
@@ -81,10 +82,10 @@ impl SocketOptions {
     }
 }
 
-/// Connects with a deadline, for callers that have a thread to wait on.
+/// Connects with a deadline. The calling thread waits.
 ///
 /// # Errors
-/// `TimedOut` after `timeout`; else the system's.
+/// `TimedOut` after `timeout`, else the system's.
 pub fn connect(address: SocketAddr, options: &SocketOptions, timeout: Duration) -> io::Result<TcpStream> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     options.apply_early(&SockRef::from(&socket))?;

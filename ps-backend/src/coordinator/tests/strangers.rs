@@ -75,7 +75,7 @@ fn a_number_that_is_believed_lasts_no_longer_than_its_connection() {
 }
 
 #[test]
-fn a_client_that_is_given_up_while_a_stranger_has_its_number_is_heard_when_it_is_back() {
+fn a_client_that_was_given_up_while_a_stranger_had_its_number_is_served_when_it_is_back() {
     let mut bench = Bench::new();
     bench.client(A, 1000, Message::Abort { learner: LearnerId(1) });
     bench.pass(bench.coordinator.job().controls().lease);
@@ -130,7 +130,7 @@ fn answers_to_a_stranger_keep_the_client_out_and_its_answers_away_no_longer_than
 }
 
 #[test]
-fn an_answer_that_a_stranger_says_it_has_heard_or_has_not_asked_for_is_given_to_the_client_again() {
+fn a_client_gets_an_answer_again_that_a_stranger_has_acknowledged_or_not_requested() {
     for (acked_through, newest) in [(2, 2), (2, 0), (0, 0)] {
         let mut bench = Bench::new();
         bench.client(A, 2, Message::Join { name: "more".into() });
@@ -178,7 +178,7 @@ fn a_setting_that_was_refused_is_refused_when_it_comes_again_though_it_would_do_
 }
 
 #[test]
-fn a_client_that_connects_anew_and_asks_for_nothing_is_told_what_it_has_said() {
+fn a_client_that_reconnects_without_a_request_gets_its_acknowledged_number() {
     let mut bench = Bench::new();
     bench.client(A, MAX_SKIPPED, Message::Open { learner: LearnerId(1) });
     let newest = MAX_SKIPPED + 1000;
@@ -212,7 +212,7 @@ fn what_a_client_asks_after_it_is_back_is_carried_out_once_also_where_a_stranger
 }
 
 #[test]
-fn answers_that_nobody_hears_keep_no_client_out_and_refusals_are_kept_in_short() {
+fn unacknowledged_answers_keep_no_client_out_and_kept_refusals_are_cut() {
     let mut bench = Bench::new();
     for id in 0..MAX_CLIENTS as u64 {
         let id = ClientId(1 << 20 | id);
@@ -298,7 +298,7 @@ fn a_refusal_of_what_is_over_does_not_fail_the_job() {
 }
 
 #[test]
-fn a_shard_that_comes_back_hears_which_plan_is_meant_before_what_becomes_of_it() {
+fn a_reconnected_shard_gets_the_start_of_a_plan_before_its_end() {
     let mut bench = Bench::new();
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);

@@ -64,7 +64,7 @@ fn a_commit_waits_while_another_contribution_is_partly_reduced() {
 }
 
 #[test]
-fn who_holds_up_a_commit_in_silence_leaves() {
+fn a_silent_learner_that_holds_up_a_commit_leaves() {
     let (mut sim, ids) = job(&["a"]);
     let (_, a) = open(&mut sim, ids[0]);
     assert!(sim.comes(ids[0].0, a, 1));

@@ -41,7 +41,7 @@ fn a_setting_does_not_make_a_job_form_anew() {
 }
 
 #[test]
-fn who_joins_in_mid_step_takes_part_from_the_next_version() {
+fn a_learner_that_joins_in_mid_step_takes_part_from_the_next_version() {
     let (mut sim, ids) = job("1", &["a"]);
     let (step, uid) = open(&mut sim, ids[0]);
     let b = sim.join("b").unwrap();
@@ -56,7 +56,7 @@ fn who_joins_in_mid_step_takes_part_from_the_next_version() {
 }
 
 #[test]
-fn who_joined_in_a_step_that_was_dropped_need_not_wait() {
+fn a_learner_that_joined_in_a_dropped_step_need_not_wait() {
     let (mut sim, ids) = job("1", &["a"]);
     open(&mut sim, ids[0]);
     let b = sim.join("b").unwrap();
@@ -67,7 +67,7 @@ fn who_joined_in_a_step_that_was_dropped_need_not_wait() {
 }
 
 #[test]
-fn who_dies_before_the_commit_leaves_no_trace() {
+fn a_learner_that_dies_before_its_commit_leaves_no_trace() {
     let (mut sim, ids) = early_job("2", &["a", "b"]);
     let (b, _) = everything(&mut sim, ids[1], true);
     let (_, a) = open(&mut sim, ids[0]);
@@ -214,7 +214,7 @@ fn a_learner_that_comes_back_within_linger_stays() {
 }
 
 #[test]
-fn whoever_waits_for_others_itself_does_not_linger() {
+fn a_learner_that_waits_for_others_does_not_linger() {
     let (mut sim, ids) = job("3", &["a", "b", "c"]);
     sim.set("linger", "0");
     everything(&mut sim, ids[0], true);
@@ -256,7 +256,7 @@ fn how_many_have_not_joined_is_said_after_a_while() {
 }
 
 #[test]
-fn who_is_waited_for_is_named_after_a_while() {
+fn awaited_learners_are_named_after_a_while() {
     let names: Vec<String> = (0..20).map(|i| format!("l{i}")).collect();
     let (mut sim, ids) = job("20", &names.iter().map(String::as_str).collect::<Vec<_>>());
     ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
@@ -285,7 +285,7 @@ fn who_is_waited_for_is_named_after_a_while() {
 }
 
 #[test]
-fn who_waits_for_an_answer_is_not_silent() {
+fn a_learner_that_waits_for_an_answer_is_not_silent() {
     let mut sim = Sim::new(&[("lease", "1")]);
     let a = sim.join("a").unwrap();
     everything(&mut sim, a, true);
@@ -297,7 +297,7 @@ fn who_waits_for_an_answer_is_not_silent() {
 }
 
 #[test]
-fn who_has_waited_for_others_has_a_whole_lease_after_it() {
+fn a_learner_has_a_whole_lease_after_waiting_for_others() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     sim.set("lease", "1");
     let (a, _) = everything(&mut sim, ids[0], true);
@@ -325,7 +325,7 @@ fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
 }
 
 #[test]
-fn who_comes_again_after_a_timeout_stays_and_who_hangs_leaves() {
+fn a_learner_that_retries_after_a_timeout_stays_and_one_that_hangs_leaves() {
     // `a` hangs in a contribution; `b` came in the middle of it and has to wait, less than a lease at a time.
     let mut sim = Sim::new(&[("lease", "1"), ("min_learners", "1")]);
     let a = sim.join("a").unwrap();
@@ -345,7 +345,7 @@ fn who_comes_again_after_a_timeout_stays_and_who_hangs_leaves() {
 }
 
 #[test]
-fn who_was_the_last_to_leave_is_told_so() {
+fn requests_of_the_last_learner_to_leave_are_refused() {
     let (mut sim, ids) = job("1", &["a"]);
     everything(&mut sim, ids[0], true);
     let (step, uid) = open(&mut sim, ids[0]);

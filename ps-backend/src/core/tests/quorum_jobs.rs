@@ -40,7 +40,7 @@ fn all_that_are_in_by_then_are_part_of_it() {
 }
 
 #[test]
-fn who_is_late_counts_in_the_next_version() {
+fn a_late_contribution_counts_in_the_next_version() {
     let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
     let (step, late) = open(&mut sim, ids[2]);
     assert!(!sim.comes(ids[2].0, late, 0));
@@ -171,7 +171,7 @@ fn below_min_learners_a_quorum_stops_too() {
 }
 
 #[test]
-fn who_is_silent_leaves_only_when_the_quorum_waits_for_it() {
+fn a_silent_learner_leaves_only_when_the_quorum_waits_for_it() {
     // Two of three are enough: c holds nobody up, however long it is silent.
     let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
     for _ in 0..10 {

@@ -35,7 +35,7 @@ fn every_commit_makes_a_version() {
 }
 
 #[test]
-fn who_is_more_than_s_steps_ahead_waits_for_the_slowest() {
+fn a_learner_more_than_s_steps_ahead_waits_for_the_slowest() {
     for s in 0..4 {
         let (mut sim, ids) = ssp(s, &["a", "b", "c"]);
         for _ in 0..=s {
@@ -153,7 +153,7 @@ fn the_silent_learner_that_is_waited_for_leaves_and_no_other() {
 }
 
 #[test]
-fn who_moves_now_and_then_is_given_time() {
+fn a_learner_that_moves_now_and_then_is_given_time() {
     let (mut sim, ids) = ssp(0, &["a", "b"]);
     for _ in 0..10 {
         step(&mut sim, ids[0]);

@@ -1,18 +1,19 @@
-//! Payloads that lie where they can be read, and are kept until they can be read in one pass with others of their block.
+//! Kept payloads: they stay where they lie until they can be read in one pass with others of their block.
 
 use libmodelio::vocabulary::ids::{ClientId, PlanId};
 use smallvec::SmallVec;
 
 use super::{Kind, PartitionCore, Place, Placement, Running};
 
-/// The clients whose payloads go in one pass, in the order of addition, and whether each is to be checked.
+/// The clients whose payloads are read in one pass, in the order of addition, and whether each payload must be
+/// checked.
 pub type Taken = SmallVec<[(ClientId, bool); 4]>;
 
 impl PartitionCore {
-    /// A block is reserved for a payload of `client`, with which other kept payloads go. Returns the clients
-    /// of all of them, in the order of addition, and whether each is to be checked. Each of them has a
-    /// reservation from now on. Some may have gone since, so the answer also says whether the block is
-    /// computed with them. `None` if the client was not to send it after all.
+    /// A block is reserved for a payload of `client`, and kept payloads are added in the same pass. Returns the
+    /// clients of all of them, in the order of addition, and whether each payload must be checked. Each has a
+    /// reservation from now on. Some kept payloads may have gone since, so the result also says whether the block is
+    /// computed in this pass. `None` if the client was not to send the block after all.
     pub fn take_kept(&mut self, client: ClientId, plan: PlanId, block: u32) -> Option<(Taken, bool)> {
         let mut taken = Taken::new();
         let running = self.running_if(plan)?;
@@ -34,7 +35,7 @@ impl PartitionCore {
         Some((taken, last))
     }
 
-    /// Reserves a block for a payload that is kept, and with which others go.
+    /// Reserves a block for a kept payload, with which others are added.
     pub fn reserve_kept(&mut self, plan: PlanId, block: u32) -> Option<(ClientId, Place)> {
         let running = self.running_if(plan)?;
         let at = running.kept.iter().rposition(|kept| kept.contains(block as usize))?;
@@ -49,7 +50,7 @@ impl PartitionCore {
         }
     }
 
-    /// A payload that was kept is not there any more: it can come again.
+    /// A kept payload has gone. It can come again.
     pub fn is_gone(&mut self, client: ClientId, plan: PlanId, block: u32) {
         if let Some(running) = self.running_if(plan)
             && let Some(at) = running.plan.source_of(client, block as usize)
@@ -60,8 +61,8 @@ impl PartitionCore {
 }
 
 impl Running {
-    /// The sources whose kept payloads of a block go with one of source `at`: all if that is the last to come, and
-    /// otherwise those before it in an ordered plan.
+    /// The sources whose kept payloads of a block are added with that of source `at`. These are all if it is the last
+    /// to come; otherwise, in an ordered plan, those before it.
     pub(super) fn goes_with(
         &self,
         at: usize,
@@ -80,7 +81,7 @@ impl Running {
         self.kept.iter().filter(|kept| kept.contains(block)).count() as u32
     }
 
-    /// Whether all payloads of a block have come, or are kept, and some are kept.
+    /// Whether all payloads of a block have come or are kept, and some are kept.
     pub(super) fn is_gathered(&self, block: usize) -> bool {
         let kept = self.count_kept(block);
         kept > 0 && self.came[block] + kept == self.wanted[block] && !self.busy.contains(block)

@@ -1,6 +1,6 @@
 //! One plan's work on the blocks that come.
 //!
-//! Holds `unsafe`; the module above explains why it is sound.
+//! This module holds `unsafe`; the module above explains why it is sound.
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -17,16 +17,17 @@ use super::{PartitionError, Payload, check_payload};
 use crate::region_store::accumulator::is_direct;
 use crate::region_store::{Term, VersionBuilder, Written};
 
-/// A thread is at work on the block.
+/// A thread is working on the block.
 const CLAIMED: u8 = 1;
-/// The block's open sum holds something.
+/// The block has an open sum.
 const HELD: u8 = 2;
 /// The block of the next version is computed.
 const FINISHED: u8 = 4;
 /// The plan is concluded.
 const SEALED: u8 = 8;
 
-/// The work of one plan. Many threads use it at once, each block being one's at a time: a second one is refused.
+/// The work of one plan. Many threads use it at once, but each block belongs to one thread at a time. A second one is
+/// refused.
 #[derive(Debug)]
 pub struct PartitionJob {
     layout: Arc<ModelLayout>,
@@ -38,7 +39,7 @@ pub struct PartitionJob {
     check: bool,
     blocks: Box<[AtomicU8]>,
     over: AtomicBool,
-    /// The last of the fields: when it is gone, so is the use of everything else.
+    /// This is the last field: when it is dropped, nothing else is in use any more.
     alive: Arc<Alive>,
 }
 
@@ -46,19 +47,19 @@ pub struct PartitionJob {
 #[derive(Debug)]
 pub(super) struct Alive;
 
-/// A payload of a block.
+/// One payload of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockInput<'a> {
     /// The whole block.
     pub payload: Payload<'a>,
-    /// With `assign`, what of it counts, if that is not all.
+    /// With `assign`, the written ranges of the block, if not all of it was written.
     pub written: Option<&'a [Range<u32>]>,
-    /// Whether NaN and Inf in it are its sender's fault. If contributions were checked before they were
-    /// summed, nobody is blamed for those of the sum.
+    /// Whether NaN and Inf in it are its sender's fault. They are nobody's fault in a sum of contributions that were
+    /// checked before.
     pub check: bool,
 }
 
-/// Payloads that are listed on the stack.
+/// The number of payloads that are listed on the stack.
 const INLINE: usize = 16;
 
 /// The right to work on a block.
@@ -107,8 +108,8 @@ impl PartitionJob {
         &self.work
     }
 
-    /// The plan is dropped: nothing of it will count. Threads that receive into a [`Target`] should look at
-    /// [`Self::is_over`] now and then, for no other plan begins before they let go.
+    /// The plan is dropped, and nothing of it will count. Threads that receive into a [`Target`] should check
+    /// [`Self::is_over`] now and then: no other plan begins before they drop it.
     pub fn give_up(&self) {
         self.over.store(true, Ordering::Relaxed);
     }
@@ -129,9 +130,8 @@ impl PartitionJob {
         }
     }
 
-    /// The memory of the sum, if a payload of `block` can be received straight into it. That is possible if
-    /// the payload is byte for byte what the sum holds (all fp32, or `wide` and all reduced) and is the
-    /// first.
+    /// The memory of the sum, if a payload of `block` can be received straight into it. The payload must be the
+    /// first, and equal to the sum byte for byte (all fp32, or `wide` and all reduced).
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Claimed`], [`PartitionError::Complete`].
@@ -145,13 +145,13 @@ impl PartitionJob {
         if claim.holds() || !is_direct(&self.layout, block, wide) {
             return Ok(None);
         }
-        // The target has it from now on.
+        // The target takes the claim over.
         std::mem::forget(claim);
         Ok(Some(Target { job: Arc::clone(self), block }))
     }
 
-    /// Adds a payload to the open sum of `block`; the first is stored. Returns whether all of it is finite,
-    /// or true if that does not matter. Bytes that are not reduced are kept only with `assign`.
+    /// Adds a payload to the open sum of `block`, or stores it if it is the first. Returns whether all of it is
+    /// finite, or true if that does not matter. Bytes that are not reduced are kept only with `assign`.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Claimed`],
@@ -160,7 +160,7 @@ impl PartitionJob {
         self.add_written(block, payload, None)
     }
 
-    /// The same of a payload of which, with `assign`, only what was `written` counts.
+    /// Like [`Self::add`], for a payload of which, with `assign`, only the `written` ranges count.
     ///
     /// # Errors
     /// The errors of [`Self::add`].
@@ -174,7 +174,7 @@ impl PartitionJob {
         check_payload(&self.layout, block, payload)?;
         let claim = self.claim(block)?;
         let open = self.sums.open(block);
-        // SAFETY: the block is claimed, and the payload is as long as it should be.
+        // SAFETY: the block is claimed, and the payload's length was checked.
         let finite = unsafe {
             match (combine, payload, written) {
                 (Combine::Last, Payload::Plain(bytes), Some(written)) => {
@@ -188,8 +188,8 @@ impl PartitionJob {
         Ok(finite || !self.check)
     }
 
-    /// Adds several payloads to the open sum of `block`, in their order, in one pass. Returns the index of a
-    /// payload that is not finite, if that matters; the sum is void then.
+    /// Adds several payloads to the open sum of `block`, in their order and in one pass. Returns the index of a
+    /// payload that is not finite, if that matters. Then the sum is void.
     ///
     /// # Errors
     /// The errors of [`Self::add`].
@@ -209,17 +209,17 @@ impl PartitionJob {
         let claim = self.claim(block)?;
         let payloads: SmallVec<[_; INLINE]> =
             parts.iter().map(|part| (part.payload, part.check && self.check)).collect();
-        // SAFETY: the block is claimed, and payloads are as long as they should be.
+        // SAFETY: the block is claimed, and the payloads' lengths were checked.
         let bad =
             unsafe { self.sums.open(block).accumulate_all(&self.layout, block, &payloads, !claim.holds()) };
         claim.set(HELD);
         Ok(bad)
     }
 
-    /// Computes `block` of the next version from the sealed and the open sum, where there are such, and the
-    /// `last` payload. Without any of them it is carried over, or decays, as the reducer has it. Returns
-    /// whether all of the payload is finite, or true if that does not matter; if not, the block is not
-    /// computed. An Inf that results from adding up is nobody's fault.
+    /// Computes `block` of the next version from the sealed sum, the open sum and the `last` payload, as far as they
+    /// exist. Without any of them the block is carried over, or decays, as the reducer requires. Returns whether all
+    /// of the payload is finite, or true if that does not matter. If it is not, the block is not computed. An Inf
+    /// that results from adding up is nobody's fault.
     ///
     /// # Errors
     /// [`PartitionError::AddsOnly`], and the errors of [`Self::add`].
@@ -228,8 +228,8 @@ impl PartitionJob {
         Ok(self.finish_all(block, part.as_slice())?.is_none())
     }
 
-    /// The same from several payloads, in one pass, in their order. Gives the index of a payload that is not finite, if
-    /// that matters; the block is not computed then.
+    /// Like [`Self::finish`], for several payloads, in their order and in one pass. Returns the index of a payload
+    /// that is not finite, if that matters. Then the block is not computed.
     ///
     /// # Errors
     /// The errors of [`Self::finish`].
@@ -267,11 +267,11 @@ impl PartitionJob {
         }
         let sent = parts.iter().map(|part| Term::Sent(part.payload));
         let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
-        // SAFETY: the block is claimed, and with it its sums; payloads are as long as they should be.
+        // SAFETY: the block is claimed, and with it its sums. The payloads' lengths were checked.
         if !unsafe { builder.block(block, step, &terms, &written) } {
             if self.check && parts.iter().any(|part| part.check) {
-                // Memory that others can write, too, may change while it is read. So a copy is checked, and
-                // if it is good, the copy counts.
+                // Memory that others can write may change while it is read. So a copy is checked, and if it is
+                // finite, the copy counts.
                 let copies: Vec<Vec<u8>> = parts.iter().map(|part| part.payload.bytes().to_vec()).collect();
                 self.tally.copied(Flow::Push, copies.iter().map(Vec::len).sum());
                 let copied = |index: usize| match parts[index].payload {
@@ -285,7 +285,7 @@ impl PartitionJob {
                 }
                 let sent = (0..parts.len()).map(|index| Term::Sent(copied(index)));
                 let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
-                // SAFETY: as above; the copies are nobody else's.
+                // SAFETY: as above. The copies belong to this thread.
                 unsafe { builder.block(block, step, &terms, &written) };
             }
             builder.approve(block);
@@ -303,7 +303,7 @@ impl PartitionJob {
         self.blocks.get(block.index()).is_some_and(|mark| mark.load(Ordering::Relaxed) & HELD != 0)
     }
 
-    /// The version that it makes, if it makes one.
+    /// The builder of the next version, if the job makes one.
     pub(super) fn builder(&self) -> Option<&VersionBuilder> {
         self.builder.as_ref()
     }
@@ -324,7 +324,7 @@ impl PartitionJob {
     /// # Errors
     /// [`PartitionError::Unfinished`] names a block that is not computed.
     pub(super) fn check_finished(&self) -> Result<(), PartitionError> {
-        // The thread that computed it released it; acquire here. A computed block is never claimed again.
+        // The computing thread has released the mark, and this acquires it. A computed block is never claimed again.
         let open = self.blocks.iter().position(|mark| {
             let mark = mark.load(Ordering::Acquire);
             mark & FINISHED == 0 || mark & CLAIMED != 0
@@ -332,7 +332,8 @@ impl PartitionJob {
         open.map_or(Ok(()), |block| Err(PartitionError::Unfinished(BlockId(block as u32))))
     }
 
-    /// Makes what is open sealed, and ends the job. Returns the blocks whose sums have to be added to each other.
+    /// Turns the open sums into sealed ones, and ends the job. Returns the blocks whose two sums must be added to
+    /// each other.
     ///
     /// # Errors
     /// [`PartitionError::Claimed`].
@@ -368,7 +369,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// Room for the payload, exactly as long. Its first contents mean nothing.
+    /// The memory for the payload. Its first contents have no meaning.
     pub fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the block is claimed until `self` is dropped, and the slice does not outlive that.
         unsafe { self.job.sums.open(self.block).room(&self.job.layout, self.block) }
@@ -379,13 +380,13 @@ impl Target {
         &self.job
     }
 
-    /// All of the payload is there, and part of the sum. Returns whether it is finite, or true if that does not
-    /// matter. Without this, nothing has come.
+    /// The payload has come, and is part of the sum. Returns whether it is finite, or true if that does not matter.
+    /// If this is not called, nothing has come.
     pub fn complete(self) -> bool {
         self.complete_written(None)
     }
 
-    /// The same of a payload of which, with `assign`, only what was `written` counts.
+    /// Like [`Self::complete`], for a payload of which, with `assign`, only the `written` ranges count.
     pub fn complete_written(mut self, written: Option<&[Range<u32>]>) -> bool {
         let (job, block) = (Arc::clone(&self.job), self.block);
         let finite = !job.check || Payload::Wide(self.bytes()).is_finite(&job.layout, block);

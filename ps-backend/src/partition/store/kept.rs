@@ -1,8 +1,8 @@
-//! The data of this partition that another shard is given, and the data that a new partition is made of.
+//! The data of this partition for another shard, and the data that a new partition is made of.
 //!
-//! Holds `unsafe`; the module above explains why it is sound. The given data is of the newest version. A
-//! running plan does not write there. The plan after it would, and waits: [`PartitionStore::begin`] refuses
-//! as long as somebody reads.
+//! This module holds `unsafe`; the module above explains why it is sound. The data is that of the newest version. A
+//! running plan does not write there. The plan after it would, and waits: [`PartitionStore::begin`] refuses it while
+//! the data is being read.
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -27,7 +27,7 @@ impl KeptState {
         self.version
     }
 
-    /// The kept data of a block of the partition; empty if the block has none of that kind.
+    /// The data of a block of the partition. It is empty if the block has none of that kind.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`].
@@ -49,7 +49,7 @@ impl Drop for KeptState {
 }
 
 impl PartitionStore {
-    /// A handle on the kept data of the newest version.
+    /// A handle on the data of the newest version.
     ///
     /// # Errors
     /// [`PartitionError::Loading`].
@@ -65,11 +65,12 @@ impl PartitionStore {
         Ok(KeptState { shared: Arc::clone(&self.shared), keeping, version })
     }
 
-    /// The loaded data is not version 0 but this version, with the state of `reducer`. Data that was loaded
-    /// before is void.
+    /// The data to load is that of this version, and not of version 0, with the state of `reducer`. Data that was
+    /// loaded before is void.
     ///
     /// # Errors
-    /// [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded, [`PartitionError::Memory`].
+    /// [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded,
+    /// [`PartitionError::Memory`].
     pub fn begin_at(&self, version: Version, reducer: Reducer) -> Result<(), PartitionError> {
         let mut inner = self.shared.inner.lock();
         let loading = inner.loading.take().ok_or(PartitionError::Loaded)?;
@@ -78,7 +79,7 @@ impl PartitionStore {
             return Err(PartitionError::Busy);
         }
         inner.loads_state = true;
-        // No thread is at any block: to begin with one takes the lock.
+        // No thread is loading a block: beginning one takes the lock.
         self.shared.loaded.iter().for_each(|mark| mark.store(0, Ordering::Relaxed));
         inner.store.begin_at(version);
         let prepared = inner.store.prepare(reducer, false);
@@ -86,7 +87,7 @@ impl PartitionStore {
         Ok(prepared?)
     }
 
-    /// The kinds of data of a block that are to be loaded besides its weights.
+    /// The kinds of data of a block that must be loaded in addition to its weights.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Loaded`].
@@ -99,13 +100,14 @@ impl PartitionStore {
         Ok(loading.wants(block))
     }
 
-    /// Takes a piece of another partition's data of a block: its weights first, and then all kinds that
-    /// [`Self::wants`] names. Without bytes, optimizer state is zero. If the piece has come before, returns
-    /// false and does nothing.
+    /// Loads a piece of another partition's data of a block: its weights first, and then all kinds that
+    /// [`Self::wants`] names. Optimizer state without bytes is zero. Returns false, without effect, if the piece was
+    /// loaded before.
     ///
     /// # Errors
-    /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`], [`PartitionError::Loaded`];
-    /// [`PartitionError::NotLoaded`] if the weights have not come, [`PartitionError::Claimed`] while another piece comes.
+    /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`],
+    /// [`PartitionError::Loaded`]; [`PartitionError::NotLoaded`] if the weights have not come,
+    /// [`PartitionError::Claimed`] while another piece comes.
     pub fn load_piece(&self, block: BlockId, what: Kept, bytes: &[u8]) -> Result<bool, PartitionError> {
         if what == Kept::Weights {
             return self.load(block, bytes);
@@ -129,7 +131,7 @@ impl PartitionStore {
         if mark.compare_exchange(before, before | COMING, Ordering::Acquire, Ordering::Relaxed).is_err() {
             return Err(PartitionError::Claimed(block));
         }
-        // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are there.
+        // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are loaded.
         unsafe { loading.load_state(block, what, bytes) };
         if matches!(what, Kept::Slot(_)) && !bytes.is_empty() {
             self.shared.inner.lock().store.state_loaded();

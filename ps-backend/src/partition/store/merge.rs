@@ -1,6 +1,6 @@
-//! The work that is left when a plan is concluded: adding up the two sums of a block.
+//! The last work of a concluded plan: adding up the two sums of a block.
 //!
-//! Holds `unsafe`; the module above explains why it is sound.
+//! This module holds `unsafe`; the module above explains why it is sound.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use libmodelio::vocabulary::ids::BlockId;
 
 use super::PartitionJob;
 
-/// Blocks of which both sums hold something, to be added to each other. Until that is done and this is
-/// dropped, no other plan begins. Dropping it does the work that is left.
+/// The blocks that have two sums, which must be added to each other. No other plan begins until that is done and this
+/// is dropped. Dropping it does the rest of the work.
 #[derive(Debug)]
 pub struct Merge {
     job: Arc<PartitionJob>,
@@ -25,14 +25,14 @@ impl Merge {
         Merge { job, blocks, taken }
     }
 
-    /// How many blocks there are to do.
+    /// The number of blocks.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Adds some of the blocks, by their index below [`Self::len`]; blocks that another thread has taken are
-    /// left to it.
+    /// Merges some of the blocks, by their index below [`Self::len`]. Blocks that another thread has taken are left
+    /// to it.
     ///
     /// # Panics
     /// If the range is out of bounds.

@@ -1,4 +1,4 @@
-//! Reading: versions that stay unchanged as long as somebody holds them.
+//! Pinned versions: they stay unchanged as long as a reader holds them.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -21,7 +21,7 @@ pub struct PinnedVersion {
 }
 
 impl PinnedVersion {
-    /// `version`, or the newest.
+    /// `version`, or the newest one.
     pub(super) fn new(shared: &Arc<Shared>, version: Option<Version>) -> Option<PinnedVersion> {
         let mut inner = shared.inner.lock();
         if inner.loading.is_some() {
@@ -38,12 +38,12 @@ impl PinnedVersion {
         self.version
     }
 
-    /// Another process may read its memory for longer than this lives: that memory is never written again.
+    /// Another process may read the memory for longer than this lives. So the memory is never written again.
     pub fn give_up(&self) {
         self.shared.inner.lock().store.give_up(self.version);
     }
 
-    /// Another process shows it from now on.
+    /// Another process shows the version from now on.
     pub fn show(&self) -> ShownVersion {
         self.shared.inner.lock().store.show_outside(self.version);
         ShownVersion { shared: Arc::clone(&self.shared), version: self.version }
@@ -57,7 +57,7 @@ impl PinnedVersion {
         self.buffer.bytes(self.shared.partition.layout().block_bytes(block))
     }
 
-    /// The memory that the version lies in, and where a block of the partition begins there, in bytes.
+    /// The memory of the version, and the offset of a block of the partition in it, in bytes.
     ///
     /// # Panics
     /// If the partition has no such block.
@@ -65,7 +65,7 @@ impl PinnedVersion {
         (self.buffer.region().memory(), self.shared.partition.layout().block_bytes(block).start)
     }
 
-    /// Its memory, in which blocks lie one behind the other, and when it was published.
+    /// The memory, in which blocks lie one behind the other, and the time of its publication.
     pub fn region(&self) -> (&Region, SystemTime) {
         (self.buffer.region(), self.published)
     }
@@ -87,8 +87,8 @@ impl Drop for PinnedVersion {
     }
 }
 
-/// A version that another process shows, from memory that both map. That memory is not written again while this lives; but
-/// where the store needs a buffer, it takes another one in place of this, and leaves this one to that process.
+/// A version that another process shows from memory which both map. The memory is not written again while this lives.
+/// If the store needs a buffer, it takes a new one in its place, and leaves this one to that process.
 #[derive(Debug)]
 pub struct ShownVersion {
     shared: Arc<Shared>,
@@ -96,7 +96,7 @@ pub struct ShownVersion {
 }
 
 impl ShownVersion {
-    /// Nobody knows how long the other process will show it: its memory is never written again.
+    /// It is unknown for how long the other process will show the version, so its memory is never written again.
     pub fn give_up(&self) {
         self.shared.inner.lock().store.give_up(self.version);
     }

@@ -1,10 +1,9 @@
-//! The two sums of each block: that of concluded plans, and that of the running plan.
+//! The two sums of each block: the sealed one, of concluded plans, and the open one, of the running plan.
 //!
-//! Holds `unsafe`; the module above explains why it is sound.
+//! This module holds `unsafe`; the module above explains why it is sound.
 //!
-//! There are two accumulators, and for each block a note which of them is the open one. So a plan's sum
-//! becomes part of the sealed sum by turning the note round. Bytes have to be added only if both hold
-//! something.
+//! There are two accumulators, and each block has a mark for which of them is the open one. So changing the mark
+//! makes a plan's sum part of the sealed sum. Bytes must be added only if both accumulators hold something.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -25,12 +24,12 @@ const TURNED: u8 = 1;
 /// The block has a sealed sum.
 const SEALED: u8 = 2;
 
-/// Only the thread that has claimed a block, and the store between jobs, read and write the block's notes.
+/// A block's marks are read and written only by the thread that has claimed it, and by the store between jobs.
 #[derive(Debug)]
 pub(super) struct Sums {
     layout: Arc<ModelLayout>,
     accumulators: [Accumulator; 2],
-    /// Whether pages of it were ever taken.
+    /// Whether each accumulator was ever used.
     used: [AtomicBool; 2],
     /// Whether bytes that are not reduced were ever kept.
     raw: AtomicBool,
@@ -38,12 +37,12 @@ pub(super) struct Sums {
     /// Where values replace each other, the written ranges of blocks of which an accumulator does not hold all. Most
     /// blocks have no entry.
     partly: [Mutex<BTreeMap<BlockId, Vec<Range<u32>>>>; 2],
-    /// Whether there is an entry.
+    /// Whether there is any entry.
     any_partly: AtomicBool,
 }
 
 impl Sums {
-    /// Two empty sums. Only address space is taken.
+    /// Two empty sums. They take only address space.
     pub(super) fn new(layout: Arc<ModelLayout>) -> io::Result<Sums> {
         let raw = has_opaque(&layout);
         let accumulators = [Accumulator::new(&layout, raw)?, Accumulator::new(&layout, raw)?];
@@ -61,12 +60,12 @@ impl Sums {
         usize::from(self.note(block) & TURNED)
     }
 
-    /// The ranges of `block` that the open sum holds, if those are not all.
+    /// The ranges of `block` that the open sum holds, if it does not hold everything.
     pub(super) fn open_written(&self, block: BlockId) -> Option<Vec<Range<u32>>> {
         self.written(self.open_at(block), block)
     }
 
-    /// The same of the sealed one.
+    /// The ranges of `block` that the sealed sum holds, if it does not hold everything.
     pub(super) fn sealed_written(&self, block: BlockId) -> Option<Vec<Range<u32>>> {
         self.written(1 - self.open_at(block), block)
     }
@@ -78,8 +77,8 @@ impl Sums {
         self.partly[at].lock().get(&block).cloned()
     }
 
-    /// The open sum holds this of `block`, too (all of it, if nothing is said), besides what it held before, if it `held`
-    /// something.
+    /// The open sum has got the `written` ranges of `block`, or all of it. If it `held` something before, that stays
+    /// part of it.
     pub(super) fn holds_too(&self, block: BlockId, held: bool, written: Option<&[Range<u32>]>) {
         self.note_written(self.open_at(block), block, held, written);
     }
@@ -94,7 +93,7 @@ impl Sums {
             (Some(written), Some(there)) if held => {
                 written.iter().for_each(|range| ranges::insert(there, range.clone()));
             }
-            // All of it stays all of it.
+            // The sum already holds everything.
             (Some(_), None) if held => {}
             (Some(written), _) => drop(partly.insert(block, written.to_vec())),
             (None, _) => drop(partly.remove(&block)),
@@ -126,7 +125,7 @@ impl Sums {
         (note & SEALED != 0).then(|| &self.accumulators[1 - usize::from(note & TURNED)])
     }
 
-    /// The open sum becomes the sealed one, and the old sealed sum is forgotten.
+    /// The open sum becomes the sealed one. The old sealed sum is dropped.
     pub(super) fn seal(&self, block: BlockId) {
         self.blocks[block.index()].store((self.note(block) ^ TURNED) | SEALED, Ordering::Relaxed);
     }
@@ -151,8 +150,8 @@ impl Sums {
         }
     }
 
-    /// Forgets all sums. Every version begins with the first accumulator, so the second is not touched unless
-    /// it is needed.
+    /// Drops all sums. Every version begins with the first accumulator, so the second one is not touched unless it is
+    /// needed.
     pub(super) fn clear(&self) {
         if self.any_partly.swap(false, Ordering::Relaxed) {
             self.partly.iter().for_each(|partly| partly.lock().clear());
@@ -162,7 +161,7 @@ impl Sums {
         }
     }
 
-    /// Takes the pages of the first `count` accumulators. Others may be at work on them.
+    /// Takes the pages of the first `count` accumulators, which may be in use.
     pub(super) fn prefault(&self, count: usize) -> io::Result<()> {
         for (accumulator, used) in self.accumulators.iter().zip(&self.used).take(count) {
             used.store(true, Ordering::Relaxed);
@@ -171,7 +170,7 @@ impl Sums {
         Ok(())
     }
 
-    /// Bytes of those accumulators that were ever used.
+    /// The size of the accumulators that were ever used.
     pub(super) fn bytes(&self) -> u64 {
         let used = self.accumulators.iter().zip(&self.used).filter(|(_, used)| used.load(Ordering::Relaxed));
         let raw = self.raw.load(Ordering::Relaxed);

@@ -250,7 +250,7 @@ fn refused(core: &mut RegistryCore, now: Now) -> Vec<(u16, String, String)> {
 }
 
 #[test]
-fn who_is_refused_is_told_of_as_long_as_it_asks() {
+fn a_refused_shard_is_listed_as_long_as_it_asks() {
     let mut core = RegistryCore::new();
     assert_eq!(bound(&mut core, "new:1", 1), Ok(ShardId(1)));
     assert_eq!(bound(&mut core, "old:1", 1), Err(taken(1, "new:1")));

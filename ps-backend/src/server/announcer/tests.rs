@@ -9,7 +9,7 @@ use super::*;
 use crate::server::{RdmaUse, Server, ServerOptions};
 
 #[test]
-fn who_asks_how_a_shard_is_and_its_announcer_do_not_wait_for_each_other() {
+fn the_status_of_a_shard_and_its_announcer_do_not_wait_for_each_other() {
     const TIMES: usize = 20_000;
     let options = ServerOptions {
         listen: "127.0.0.1:0".parse().unwrap(),

@@ -1,4 +1,4 @@
-//! The moves of one model that are under way or wait for each other: how many, how far, and which are to be stopped.
+//! The moves of one model that are under way or wait for each other.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,27 +8,27 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::moving::Progress;
 
-/// Moves of one model that may be under way or wait.
+/// The most moves of one model that may be under way or wait.
 pub(in crate::server) const MAX_MOVES: usize = 4;
 
 #[derive(Default)]
 struct Known {
     next: u64,
-    /// By number: off which shard, and whether it is to be stopped.
+    /// Each move's number, the shard that it empties, and whether it must stop.
     moves: Vec<(u64, ShardId, bool)>,
     progress: Option<Progress>,
 }
 
-/// Of one model, at its coordinator.
+/// The moves of one model, at its coordinator.
 #[derive(Default)]
 pub(in crate::server) struct Moves {
-    /// Held by whoever moves the model.
+    /// Held by the thread that moves the model.
     pub(in crate::server) alone: Mutex<()>,
     known: Mutex<Known>,
     over: Condvar,
 }
 
-/// One of them, as long as somebody waits for it.
+/// A move that is under way or waits. It is registered until this is dropped.
 pub(in crate::server) struct Moving {
     of: Arc<Moves>,
     number: u64,
@@ -36,7 +36,7 @@ pub(in crate::server) struct Moving {
 }
 
 impl Moves {
-    /// One more, unless there are too many.
+    /// Registers a move, unless there are too many.
     pub(in crate::server) fn begin(self: &Arc<Moves>, off: ShardId) -> Option<Moving> {
         let mut known = self.known.lock();
         if known.moves.len() >= MAX_MOVES {
@@ -48,7 +48,7 @@ impl Moves {
         Some(Moving { of: Arc::clone(self), number, off })
     }
 
-    /// All that move the model off this shard are to stop. True once there is none any more.
+    /// Stops all moves off this shard. True once there are none.
     pub(in crate::server) fn stop(&self, off: ShardId, deadline: Instant) -> bool {
         let mut known = self.known.lock();
         loop {
@@ -67,7 +67,7 @@ impl Moves {
         }
     }
 
-    /// How far the one that is under way is.
+    /// The progress of the move under way.
     pub(in crate::server) fn progress(&self) -> Option<Progress> {
         self.known.lock().progress.clone()
     }

@@ -1,4 +1,4 @@
-//! A coordinator while its model moves: held, frozen once it was handed over, and then retired, or going on.
+//! A coordinator while its model moves. It is held, frozen at the hand-over, and then retired; or it goes on.
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -14,22 +14,22 @@ use crate::core::JobRecord;
 use crate::server::redirect::Redirect;
 
 impl Coordinator {
-    /// Which life of the model, and under which block map.
+    /// The model's generation and block map.
     pub(in crate::server) fn life(&self) -> (Generation, Epoch) {
         (self.generation, self.epoch)
     }
 
-    /// The job is to be held: see [`CoordinatorCore::hold`].
+    /// Holds the job: see [`CoordinatorCore::hold`].
     pub(in crate::server) fn hold(&self) {
         self.with_core(|state, _, _| state.core.hold());
     }
 
-    /// It goes on.
+    /// Lets the job go on.
     pub(in crate::server) fn release(&self) {
         self.with_core(|state, now, actions| state.core.release(now, actions));
     }
 
-    /// What keeps the job from being held, if something does.
+    /// What keeps the job from being held.
     pub(in crate::server) fn held_up_by(&self) -> Option<String> {
         let state = self.state.lock();
         (!state.core.is_held()).then(|| state.core.held_up_by())
@@ -40,22 +40,22 @@ impl Coordinator {
         self.state.lock().core.failed().cloned()
     }
 
-    /// The newest version, whose optimizer state there is, and the settings.
+    /// The newest version, the reducer whose optimizer state exists, and the settings.
     pub(in crate::server) fn facts(&self) -> (Version, Reducer, Controls) {
         let state = self.state.lock();
         let job = state.core.job();
         (job.version(), job.state_of(), job.controls().clone())
     }
 
-    /// What is true of the newest version, and the settings.
+    /// The record of the job at its newest version, and the settings.
     pub(in crate::server) fn record(&self) -> (JobRecord, Controls) {
         let state = self.state.lock();
         let job = state.core.job();
         (job.record(), job.controls().clone())
     }
 
-    /// All that it knows, and what time it is. From now on it does nothing: what clients say is not heard, and they
-    /// say it again.
+    /// The core's whole state, and its time. The coordinator does nothing from now on. Clients repeat messages that
+    /// it does not take.
     pub(in crate::server) fn freeze(&self) -> Result<(Vec<u8>, Duration), TakeOverError> {
         let mut state = self.state.lock();
         let bytes = state.core.hand_over()?;
@@ -63,7 +63,7 @@ impl Coordinator {
         Ok((bytes, self.now()))
     }
 
-    /// It goes on as if nothing had been: what it handed over is void.
+    /// Goes on as before the hand-over, which is void.
     pub(in crate::server) fn thaw(&self) {
         let missed = {
             let mut state = self.state.lock();
@@ -73,7 +73,7 @@ impl Coordinator {
         self.with_core(|state, now, actions| {
             for client in missed {
                 match state.clients.contains_key(&client) {
-                    // It cannot be refused: it connects again.
+                    // The client is known, so it cannot be refused.
                     true => drop(state.core.client_up(client, now, actions)),
                     false => state.core.client_down(client, now, actions),
                 }
@@ -82,7 +82,7 @@ impl Coordinator {
         self.forgive_silence();
     }
 
-    /// Another block map is in force, and another coordinator: all who are connected are told.
+    /// Another block map is in force, with another coordinator. All connected clients are told.
     pub(in crate::server) fn retire(&self, to: &Redirect) {
         if self.moved.set(to.clone()).is_err() {
             return;

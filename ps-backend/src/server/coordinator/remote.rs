@@ -1,7 +1,8 @@
-//! A shard of the model on the network: where it is, and the coordinator's connection to it.
+//! A shard of the model on the network: its address, and the coordinator's connection to it.
 //!
-//! A number alone is not a shard: a registry that was started anew may give it to another one. So the coordinator stays
-//! with the address at which it has found the blocks. Only of the process there it believes that they are lost.
+//! A number alone does not identify a shard, because a registry that was started anew may give it to another one. So
+//! the coordinator stays with the address at which it has found the blocks. Only the process at that address can tell
+//! it that the blocks are lost.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -18,14 +19,14 @@ use parking_lot::Mutex;
 
 use super::Coordinator;
 
-/// Where a shard is.
+/// What is known of a shard's address.
 #[derive(Debug)]
 enum Place {
-    /// To be asked for.
+    /// The registry must be asked.
     Unknown,
-    /// As the registry says.
+    /// The registry's answer.
     Named(String),
-    /// The blocks are, or were, there.
+    /// The blocks are, or were, at this address.
     Found(String),
 }
 
@@ -33,7 +34,7 @@ enum Place {
 pub(super) struct RemoteShard {
     pub shard: ShardId,
     pub link: Mutex<Option<Link>>,
-    /// A connection exists or is on its way.
+    /// A connection is open or being opened.
     busy: AtomicBool,
     pub trouble: Mutex<Option<String>>,
     /// Since when there is no connection.
@@ -42,7 +43,7 @@ pub(super) struct RemoteShard {
     pauses: Mutex<Pauses>,
 }
 
-/// When another connection may be tried: after pauses that grow until there is one.
+/// The growing pauses between tries for a connection.
 #[derive(Debug, Default)]
 struct Pauses {
     tries: u32,
@@ -51,7 +52,7 @@ struct Pauses {
 
 impl Pauses {
     const FIRST: Duration = Duration::from_millis(50);
-    /// Times that they double.
+    /// How often the pauses double.
     const DOUBLED: u32 = 5;
 
     fn failed(&mut self, now: Duration) {
@@ -69,7 +70,7 @@ impl Pauses {
 }
 
 impl RemoteShard {
-    /// The shard of this number; if it is among the `known` ones its blocks are there.
+    /// The shard of this number. If it is among the `known` ones, its blocks are at their address.
     pub(super) fn new(shard: ShardId, known: &[ShardRecord], now: Duration) -> RemoteShard {
         let known = known.iter().find(|record| record.shard == shard);
         let place = known.map_or(Place::Unknown, |record| Place::Found(record.address.clone()));
@@ -84,7 +85,7 @@ impl RemoteShard {
         }
     }
 
-    /// Where it is, as far as is known.
+    /// The address, as far as it is known.
     pub(super) fn address(&self) -> Option<String> {
         match &*self.place.lock() {
             Place::Unknown => None,
@@ -92,17 +93,17 @@ impl RemoteShard {
         }
     }
 
-    /// Nobody has to be asked where it is.
+    /// Whether the address is known.
     pub(super) fn is_at_hand(&self) -> bool {
         self.address().is_some_and(|address| address.parse::<SocketAddr>().is_ok())
     }
 
-    /// It is time to try for a connection, and nobody else does: whoever is told so does, or says that it is lost.
+    /// Whether to connect now. If so, the caller must do that, or call [`Self::is_lost`].
     pub(super) fn is_due(&self, now: Duration) -> bool {
         self.pauses.lock().are_over(now) && !self.busy.swap(true, Ordering::Relaxed)
     }
 
-    /// There is no connection, and another one may be tried after a pause.
+    /// There is no connection. The next try comes after a pause.
     pub(super) fn is_lost(&self, why: String, now: Duration) {
         *self.trouble.lock() = Some(why);
         self.gone_since.lock().get_or_insert(now);
@@ -110,14 +111,14 @@ impl RemoteShard {
         self.busy.store(false, Ordering::Relaxed);
     }
 
-    /// For how long there has been no connection, and why.
+    /// How long there has been no connection, and why.
     pub(super) fn is_gone(&self, now: Duration) -> Option<(Duration, String)> {
         let since = (*self.gone_since.lock())?;
         let why = self.trouble.lock().clone().unwrap_or_else(|| "no connection yet".into());
         Some((now.saturating_sub(since), why))
     }
 
-    /// Where it is; asked for once, unless it is not there.
+    /// The address. The registry is asked once, unless the shard is not at its answer.
     fn find(&self, resolve: impl FnOnce(ShardId) -> Result<String, String>) -> Result<String, String> {
         if let Some(address) = self.address() {
             return Ok(address);
@@ -133,7 +134,8 @@ impl RemoteShard {
         self.pauses.lock().succeeded();
     }
 
-    /// They are not. An error if they never were, as far as is known: then the registry is asked again.
+    /// The blocks are not at this address. It is an error if they never were there, as far as is known. Then the
+    /// registry is asked again.
     fn has_not(&self, address: &str) -> Result<(), String> {
         let mut place = self.place.lock();
         if matches!(&*place, Place::Found(found) if found == address) {
@@ -148,7 +150,7 @@ impl RemoteShard {
 }
 
 impl Coordinator {
-    /// Connects, which may take a while unless the shard is at hand.
+    /// Connects. This may take a while unless the address is known.
     pub(super) fn connect(&self, index: usize, remote: &Arc<RemoteShard>) {
         if let Err(why) = self.try_connect(index, remote) {
             remote.is_lost(why, self.now());
@@ -181,7 +183,7 @@ impl Coordinator {
 /// The coordinator's end of its connection to a shard.
 struct ToPartition {
     coordinator: Arc<Coordinator>,
-    /// Where it was connected to.
+    /// The address of the connection.
     address: String,
     index: usize,
     remote: Arc<RemoteShard>,
@@ -214,8 +216,8 @@ impl Conversation for ToPartition {
                 self.coordinator.with_core(|state, _, actions| state.core.partition_up(index, actions));
             }
             (Message::Refused(refusal), None) => {
-                // The shard is there, but not the blocks: it has been started anew. Unless it is another one, that has
-                // the number since the registry was started anew.
+                // A shard answers that does not have the blocks. It was started anew, or it is another one that got
+                // the number from a new registry.
                 if matches!(refusal, Refusal::NoModel(_) | Refusal::Generation { .. }) {
                     if let Err(why) = self.remote.has_not(&self.address) {
                         return Err(Close::Asked(why.into()));
@@ -227,7 +229,7 @@ impl Conversation for ToPartition {
             (other, None) => {
                 return Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into()));
             }
-            // Of the connection, not of an order: what was said is said again over another one.
+            // This refusal ends the connection. The order is repeated over another one.
             (Message::Refused(refusal @ Refusal::Frame { .. }), Some(_)) => {
                 return Err(Close::Asked(format!("refused by the shard: {refusal}").into()));
             }

@@ -10,7 +10,7 @@ use super::*;
 use crate::partition::executor::Cpu;
 
 #[test]
-fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
+fn a_missing_shard_is_sought_after_growing_pauses() {
     const BLOCK: u32 = 64 << 10;
     let (here, lost) = (ShardId(1), ShardId(2));
     let layout = ModelLayout::blank(8 * u64::from(BLOCK), DType::F32, BLOCK).unwrap();

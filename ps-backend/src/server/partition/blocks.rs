@@ -1,6 +1,6 @@
-//! Versions that are sent, block by block, and what is still to come from a client.
+//! Sending versions block by block, and telling a client which of its blocks are missing.
 //!
-//! One of the modules that hold `unsafe`: memory of versions is lent to connections.
+//! This module holds `unsafe`: it lends memory of versions to connections.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use super::Partition;
 use crate::partition::store::PinnedVersion;
 
 impl Partition {
-    /// What is still to come from `client`; nothing where that cannot be said yet.
+    /// The blocks that `client` has not sent yet. None if that is not known yet.
     pub(in crate::server) fn missing(&self, client: ClientId, plan: PlanId) -> Option<Message> {
         let missing = self.state.lock().core.missing(client, plan)?;
         let mine = self.store.partition().blocks();
@@ -29,7 +29,7 @@ impl Partition {
         Some(Message::Missing { plan, blocks })
     }
 
-    /// A version to read from; `None` when it is not here yet, and the connection is woken when it may be.
+    /// A version to read from. `None` if it is not here yet: the connection is woken when it may be.
     pub(in crate::server) fn version(
         &self,
         wanted: Version,
@@ -45,19 +45,19 @@ impl Partition {
             return Ok(None);
         }
         drop(state);
-        // It may have come in between.
+        // The version may have come in between.
         match self.store.version(wanted) {
             Some(version) => Ok(Some(Arc::new(version))),
             None => Err(Refusal::NoVersion { wanted, newest }),
         }
     }
 
-    /// A block of a version, to be sent.
+    /// A block of a version, as a payload.
     pub(in crate::server) fn block(&self, version: &Arc<PinnedVersion>, block: BlockId) -> Option<Outgoing> {
         let local = self.store.partition().local(block)?;
         let crc = version.checksum(local);
         let guard = Arc::clone(version) as Guard;
-        // SAFETY: a version's bytes do not change while it is pinned, which the guard does.
+        // SAFETY: a pinned version's bytes do not change, and the guard pins it.
         let piece = unsafe { Piece::new(version.block(local), Some(crc), guard) };
         self.store.tally().moved(Flow::Pull, version.block(local).len());
         let message = Message::Block { version: version.version(), block };

@@ -1,4 +1,5 @@
-//! A client in this process: its blocks are reduced where they lie, and versions are shown to it as they lie here.
+//! A client in this process. Its blocks are reduced where they lie, and it shows versions from the partition's
+//! memory.
 
 use std::sync::Arc;
 
@@ -10,12 +11,12 @@ use super::Partition;
 use super::reservation::{INLINE, Reserved, Room, Sender};
 use crate::partition::store::{BlockInput, Limits, Payload, PinnedVersion};
 
-/// A client in this process, as its partition sees it.
+/// The partition's state for a client in this process.
 #[derive(Debug)]
 pub(super) struct Here {
-    /// A block of it had to wait.
+    /// Whether a block of the client's had to wait.
     pub(super) waits: bool,
-    /// The coordinator knows that the next version has a buffer, or will with the answer that comes next.
+    /// Whether the coordinator knows that the next version has a buffer, or will know with the next answer.
     pub(super) has_buffer: bool,
 }
 
@@ -40,7 +41,7 @@ impl Partition {
             BlockInput { payload: Payload::Plain(bytes), written, check }
         });
         let parts: SmallVec<[BlockInput<'_>; INLINE]> = parts.collect();
-        // The coordinator hears whose it is.
+        // The coordinator is told whose payload it is.
         let is_reported = payloads.len() == 1 && !is_own;
         reservation.complete_with(&parts, is_reported, stands).unwrap_or_else(|error| {
             tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");
@@ -48,14 +49,14 @@ impl Partition {
         })
     }
 
-    /// A version for the client in this process; the newest one's number, if it is gone.
+    /// A version for the client in this process. If it is gone, the newest one's number.
     pub(in crate::server) fn version_here(&self, version: Version) -> Result<PinnedVersion, Version> {
         self.store
             .version(version)
             .ok_or_else(|| self.store.newest().map_or(version, |newest| newest.version()))
     }
 
-    /// There may be so many version buffers. Which versions are retained, the client in this process says: it holds them.
+    /// Sets the most version buffers. The client in this process holds the versions that are retained.
     pub(in crate::server) fn set_buffers(&self, most: usize) {
         self.store.set_limits(Limits { retain: 0, buffers: most });
     }
@@ -74,7 +75,7 @@ impl Partition {
 }
 
 impl super::State {
-    /// As [`Partition::find_buffer`]; the mailbox is to be drained.
+    /// Like [`Partition::find_buffer`]. The caller must drain the mailbox.
     pub(super) fn report_buffer(&mut self, store: &crate::partition::store::PartitionStore) -> bool {
         let ready = store.find_buffer();
         if std::mem::replace(&mut self.here.has_buffer, ready) != ready
@@ -85,7 +86,7 @@ impl super::State {
         ready
     }
 
-    /// What had to wait may be taken.
+    /// A block that had to wait may be offered again.
     pub(super) fn wake_here(&mut self) {
         if std::mem::take(&mut self.here.waits)
             && let Some(mailbox) = self.mailbox()

@@ -1,4 +1,4 @@
-//! A partition whose model moves: begun at a version, or left for another block map.
+//! A partition whose model moves: it begins at a version, or is left for another block map.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ impl Partition {
         self.state.lock().core = PartitionCore::new(self.layout().blocks(), version);
     }
 
-    /// What it keeps of a block of the newest version, which is to be `wanted`, under the block map of `epoch`.
+    /// What it keeps of a block of the newest version, which must be `wanted`, under the block map of `epoch`.
     pub(in crate::server) fn kept(
         &self,
         epoch: Epoch,
@@ -44,7 +44,7 @@ impl Partition {
         kept.bytes(local, what).map(<[u8]>::to_vec).map_err(Refusal::other)
     }
 
-    /// Another block map is in force: all who are connected are told, and nothing is taken any more.
+    /// Another block map is in force. All connected peers are told, and nothing is taken any more.
     pub(in crate::server) fn has_moved(&self, to: &Redirect) {
         if self.moved.set(to.clone()).is_err() {
             return;
@@ -56,7 +56,7 @@ impl Partition {
         self.links.lock().iter().for_each(|known| known.link.wake());
     }
 
-    /// The model is no more: nobody keeps its memory by being connected.
+    /// The model was deleted. Connections no longer keep its memory.
     pub(in crate::server) fn is_deleted(&self) {
         let why = || Close::Asked("the model was deleted".into());
         self.state.lock().leave_coordinator(why());

@@ -1,6 +1,8 @@
-//! Which of a partition's connections are used. One that has a thread to itself moves a block while it is in that
-//! core's cache; several that take turns on one thread throw each other's blocks out. So as many are busy as there are
-//! threads, the same number of each client, on different threads; the others rest until something is lost.
+//! Parking: which of a partition's connections are in use.
+//!
+//! A connection that has a thread to itself moves a block while it is in that core's cache. Connections that take
+//! turns on one thread throw each other's blocks out. So as many connections are in use as there are threads: the
+//! same number for each client, on different threads. The others are parked until something is lost.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,8 +20,8 @@ pub(super) struct Connected {
     parked: bool,
 }
 
-/// Which of these connections, each with its client and its thread, are to rest, where there are so many threads. One
-/// of every client never does.
+/// Which of these connections, each with its client and thread, must be parked if there are so many threads. Each
+/// client keeps at least one.
 fn to_park(connections: &[(ClientId, usize)], threads: usize) -> Vec<bool> {
     let mut clients: BTreeMap<ClientId, Vec<usize>> = BTreeMap::new();
     for (index, (client, _)) in connections.iter().enumerate() {
@@ -28,7 +30,7 @@ fn to_park(connections: &[(ClientId, usize)], threads: usize) -> Vec<bool> {
     let each = threads.div_ceil(clients.len().max(1)).max(1);
     let mut parks = vec![true; connections.len()];
     let mut busy: BTreeMap<usize, usize> = BTreeMap::new();
-    // Who has the least choice chooses first.
+    // Clients with the least choice choose first.
     let mut clients: Vec<Vec<usize>> = clients.into_values().collect();
     clients.sort_by_key(Vec::len);
     for mut of_client in clients {
@@ -44,7 +46,7 @@ fn to_park(connections: &[(ClientId, usize)], threads: usize) -> Vec<bool> {
 }
 
 impl Partition {
-    /// A client's connection is there.
+    /// A client's connection is open.
     pub(in crate::server) fn client_up(&self, client: ClientId, link: &Link) {
         let mut links = self.links.lock();
         links.push(Connected { client, link: link.clone(), parked: false });
@@ -55,7 +57,7 @@ impl Partition {
         }
     }
 
-    /// It is over.
+    /// A client's connection has ended.
     pub(in crate::server) fn client_down(self: &Arc<Partition>, link: &Link) {
         self.forget_kept(link);
         let mut links = self.links.lock();
@@ -98,7 +100,7 @@ mod tests {
     #[test]
     fn two_clients_use_different_threads() {
         assert_eq!(of(&[(1, 0), (1, 1), (2, 0), (2, 1)], 2), [false, true, true, false]);
-        // The one that has no choice goes first.
+        // The client without a choice goes first.
         assert_eq!(of(&[(1, 0), (1, 1), (2, 0)], 2), [true, false, false]);
     }
 

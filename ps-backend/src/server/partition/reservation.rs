@@ -1,7 +1,8 @@
-//! Reservations: a payload's place in a plan, taken before the payload comes. Whoever brings it has the block to itself,
-//! with memory to receive it in where it needs some, until it says that the reservation is complete, or drops it.
+//! Reservations: a payload's place in a plan, taken before the payload comes. The connection that brings the payload
+//! has the block to itself until it completes or drops the reservation. If the payload needs memory, the reservation
+//! has it.
 //!
-//! One of the modules that hold `unsafe`: memory of sums is lent to connections.
+//! This module holds `unsafe`: it lends memory of sums to connections.
 
 mod kept;
 
@@ -28,15 +29,15 @@ pub(super) use kept::AllKept;
 pub(in crate::server) use kept::Lent;
 use kept::{Kept, Other, Together};
 
-/// Payloads that are listed on the stack.
+/// The number of payloads that are listed on the stack.
 pub(super) const INLINE: usize = 16;
 
-/// Who sends blocks, and goes on when one that had to wait may come.
+/// A client that sends blocks, over one of its connections. It is woken when a block that had to wait may come.
 pub(in crate::server) struct Sender {
     pub client: ClientId,
-    /// Its connection; none of the client in this process.
+    /// Its connection. None for the client in this process.
     link: Option<Link>,
-    /// Plans that it waits for, and nothing else.
+    /// The unknown plan that its blocks wait for.
     unknown_plan: UnknownPlan,
 }
 
@@ -51,7 +52,7 @@ impl Sender {
         Sender { client, link: None, unknown_plan: UnknownPlan::default() }
     }
 
-    /// When what waits for word of a plan is to be looked at again, if anything does.
+    /// When to check again whether the coordinator has announced the awaited plan.
     pub(in crate::server) fn until(&self, now: Instant) -> Option<Instant> {
         self.unknown_plan.until(now)
     }
@@ -64,7 +65,7 @@ impl Sender {
         }
     }
 
-    /// Says that nothing more becomes of a block, if the client wants to know.
+    /// Answers that the partition is done with a block, if the client has asked for that.
     pub(in crate::server) fn is_done(&self, partition: &Partition, request: u64) {
         if let (Some(link), 1..) = (&self.link, request) {
             link.send(Outgoing { epoch: partition.epoch, ..Outgoing::new(request, Message::Done) });
@@ -72,61 +73,60 @@ impl Sender {
     }
 }
 
-/// A block of a plan that somebody sends.
+/// A block that a client sends for a plan.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::server) struct Push {
     pub plan: PlanId,
-    /// Within the partition.
+    /// The block's index in the partition.
     pub block: BlockId,
     pub wide: bool,
-    /// Bytes of its payload.
+    /// The length of its payload.
     pub len: usize,
 }
 
-/// Memory that a payload needs.
+/// The memory that a payload needs.
 pub(in crate::server) enum Room<'a> {
-    /// None: it can be read where it lies, now.
+    /// None. The payload can be read where it lies, now.
     None,
-    /// None: it lies there for as long as the plan takes.
+    /// None. The payload stays where it lies for as long as the plan takes.
     Lent(&'a Lent),
-    /// That of the sum, or of the connection where it cannot come there.
+    /// The sum's memory, or the connection's if the sum's is not available.
     Stream,
-    /// That of the sum, if the first byte and the length of it suit. There is another way for the payload, so that it does
-    /// not wait.
+    /// The sum's memory, if its first byte and length suit. The payload has another way, so it does not wait.
     #[cfg_attr(not(feature = "rdma"), allow(dead_code, reason = "all else can be received elsewhere"))]
     Sum(&'a mut dyn FnMut(*const u8, usize) -> bool),
 }
 
-/// What came of asking for a reservation.
+/// The outcome of asking for a reservation.
 pub(in crate::server) enum Reserved {
     /// The payload may come.
     Ready(Reservation),
-    /// It is read where it lies with the last of its block, or with one whose turn it is.
+    /// The payload is read where it lies, together with the last one of its block or with one whose turn it is.
     Kept,
-    /// Not yet: whoever asks is woken when it may.
+    /// The payload must wait. Its sender is woken when it may come.
     Later,
-    /// Nobody wants it.
+    /// The payload is not wanted.
     Skip,
 }
 
-/// A payload's place in a plan, until it is complete, or this is dropped: then it can come again.
+/// A payload's place in a plan. If it is dropped before it is complete, the payload can come again.
 pub(in crate::server) struct Reservation {
     partition: Arc<Partition>,
     client: ClientId,
     push: Push,
     place: Place,
-    /// What of it counts where values are replaced, if that is not all.
+    /// The ranges that count, if values are replaced and not all of the block was written.
     counts: Option<Vec<Range<u32>>>,
-    /// None once it is over.
+    /// None once the reservation has ended.
     job: Option<Arc<PartitionJob>>,
     target: Option<store::Target>,
-    /// A connection waits for the payload.
+    /// Whether a connection waits for the payload.
     comes: bool,
-    /// All whose payloads go in one pass, if others are kept.
+    /// The clients whose payloads are reduced in one pass, if some were kept.
     together: SmallVec<[ClientId; 4]>,
 }
 
-/// A payload that takes its time to come: when its plan is given up, its connection is closed, or woken.
+/// A payload that takes a while to come. If its plan is given up, its connection is closed or woken.
 pub(super) struct Coming {
     plan: PlanId,
     block: BlockId,
@@ -135,7 +135,7 @@ pub(super) struct Coming {
 }
 
 impl Coming {
-    /// Its plan is given up.
+    /// The plan is given up.
     pub(super) fn abandon(&self, plan: PlanId) {
         match self.closes {
             _ if self.plan != plan => {}
@@ -146,7 +146,7 @@ impl Coming {
 }
 
 impl Partition {
-    /// What `received` sends, or names.
+    /// The block that `received` sends or names.
     pub(in crate::server) fn push(&self, received: &Received) -> Result<Push, Refusal> {
         let (Message::Push { plan, block, wide }
         | Message::PushAt { plan, block, wide, .. }
@@ -161,7 +161,7 @@ impl Partition {
         Ok(push)
     }
 
-    /// A block of the model that is sent for `plan`.
+    /// A block of the model that a client sends for `plan`.
     pub(super) fn push_of(&self, plan: PlanId, block: BlockId, wide: bool) -> Result<Push, Refusal> {
         let block = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
         let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
@@ -178,7 +178,7 @@ impl Partition {
         let Push { plan, block, wide, .. } = push;
         let client = sender.client;
         let mut state = self.state.lock();
-        // A pass takes one wide payload at most.
+        // A pass takes at most one wide payload.
         let lies = matches!(room, Room::Lent(_)) && !wide;
         let place = match state.core.peek(client, plan, block.0, lies) {
             Placement::Ready(place) => place,
@@ -223,12 +223,12 @@ impl Partition {
         Ok(Reserved::Ready(reservation))
     }
 
-    /// What counts of a block of a client where values are replaced, if that is not all.
+    /// The ranges of a client's block that count, if values are replaced and not all of it was written.
     fn counts(&self, state: &State, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
         state.written(client, self.store.partition().global(block).unwrap_or_default())
     }
 
-    /// Whether a payload that cannot be reserved for is to wait; who sends it is woken then.
+    /// Whether a payload without a reservation must wait. Its sender is woken later.
     fn waits(&self, state: &mut State, sender: &mut Sender, push: &Push, placement: Placement) -> bool {
         if placement != Placement::Later {
             return false;
@@ -246,8 +246,8 @@ impl Partition {
         true
     }
 
-    /// What [`Self::reserve`] would say of a payload of which nothing comes yet: so that nothing need. One that has to wait
-    /// waits as there.
+    /// The answer that [`Self::reserve`] would give, for a payload that must not come in vain. If it has to wait, its
+    /// sender is woken later.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn turn(&self, sender: &mut Sender, push: &Push) -> Turn {
         let mut state = self.state.lock();
@@ -267,18 +267,18 @@ impl Partition {
 }
 
 impl Reservation {
-    /// Where the payload is to be received, if it is to come where it belongs. The reservation is kept until it is there,
-    /// or the connection is over.
+    /// The place to receive the payload into, if it has one. The reservation must be kept until the payload has come
+    /// or the connection has ended.
     pub(in crate::server) fn target(&mut self) -> Option<Target> {
         let guard = Arc::clone(&self.partition) as Guard;
         let bytes = self.target.as_mut()?.bytes();
-        // SAFETY: the block is claimed until the reservation is over, which is when the payload is there or the connection
-        // over; the memory is the partition's, which the guard keeps.
+        // SAFETY: the block is claimed until the reservation ends, which is when the payload has come or the
+        // connection has ended. The memory is the partition's, and the guard keeps it.
         Some(unsafe { Target::new(bytes.as_mut_ptr(), bytes.len(), guard) })
     }
 
-    /// The same for somebody who may let go of that memory late: the reservation is not over before. To be completed by
-    /// [`Self::complete_fetched`].
+    /// Like [`Self::target`], for a device that may use the memory for longer. The reservation does not end before
+    /// the target is dropped. [`Self::complete_fetched`] completes it.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn fetch(mut self) -> (Option<Target>, Arc<Reservation>) {
         let bytes = self.target.as_mut().map(|target| {
@@ -286,28 +286,30 @@ impl Reservation {
             (bytes.as_mut_ptr(), bytes.len())
         });
         let this = Arc::new(self);
-        // SAFETY: the block is claimed, and its memory there, as long as the guard lives, and nobody asks for its bytes
-        // before that is gone.
+        // SAFETY: the block is claimed and its memory exists as long as the guard lives, and nobody asks for its
+        // bytes before.
         let target = bytes.map(|(start, len)| unsafe { Target::new(start, len, Arc::clone(&this) as Guard) });
         (target, this)
     }
 
-    /// All of the payload is there. Whoever has put it there has let go of the memory.
+    /// Completes a reservation whose payload was fetched. The target must have been dropped.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn complete_fetched(self: Arc<Reservation>) -> Result<(), Refusal> {
         let still = || Refusal::other("a block that has come is still being fetched");
         Arc::into_inner(self).ok_or_else(still)?.complete(&[], || true)
     }
 
-    /// Whether its plan is given up: what is still on its way a while later need not be waited for.
+    /// Whether its plan is given up. A fetch that is late is then not waited for.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn is_abandoned(&self) -> bool {
         !self.partition.state.lock().core.wants(self.push.plan)
     }
 
-    /// The payload is there: `bytes`, unless it was received where it belongs. If they are in memory of the client's,
-    /// `stands` says, once they are read, whether that was lent until then; if not, they may be those of another
-    /// contribution, and the plan is not made. The coordinator hears whose holds NaN or Inf.
+    /// Completes the reservation. `bytes` is the payload, unless it was received into its place.
+    ///
+    /// If the bytes are in a client's memory, `stands` tells after the reading whether the loan still stood. If not,
+    /// they may belong to another contribution, and the plan is not made. If they hold NaN or Inf, the coordinator is
+    /// told whose they are.
     pub(in crate::server) fn complete(
         self,
         bytes: &[u8],
@@ -318,8 +320,8 @@ impl Reservation {
         self.complete_with(&[part], true, stands).map(drop).map_err(Refusal::other)
     }
 
-    /// The same of several payloads, which are added in their order. If one holds NaN or Inf and the coordinator is not
-    /// to hear of it (`told`), the block can come again.
+    /// Like [`Self::complete`], for several payloads, which are added in their order. If one holds NaN or Inf and
+    /// that is not reported to the coordinator (`is_reported`), the block can come again.
     pub(super) fn complete_with(
         mut self,
         parts: &[BlockInput<'_>],
@@ -355,14 +357,14 @@ impl Reservation {
             Some(_) if is_reported => (Pushed::Taken, Outcome::NonFinite),
             Some(bad) => (Pushed::NonFinite(bad), Outcome::Released),
         };
-        // With others, each has one payload.
+        // Together with others, each client has one payload.
         let whose = bad.and_then(|bad| self.together.get(bad)).copied().unwrap_or(self.client);
         self.end(outcome, whose);
         Ok(pushed)
     }
 
-    /// Adds payloads to the plan, with what is kept of others, and computes the block if they are the last. Gives the index of
-    /// one that holds NaN or Inf.
+    /// Adds payloads to the plan, together with kept ones, and computes the block if these are the last. Returns the
+    /// index of a payload that holds NaN or Inf.
     fn reduce(
         &self,
         job: &PartitionJob,
@@ -389,9 +391,10 @@ impl Reservation {
         }
     }
 
-    /// It is over, and with it what went in one pass; if NaN or Inf was found, `whose`.
+    /// Ends the reservation, and those of the payloads in the same pass. If NaN or Inf was found, `whose` is its
+    /// client.
     fn end(&mut self, outcome: Outcome, whose: ClientId) {
-        // Before the core hears of it: from then on its memory may be wanted.
+        // The target goes first: once the core knows, its memory may be used.
         self.target = None;
         if self.job.take().is_none() {
             return;
@@ -425,7 +428,7 @@ impl Drop for Reservation {
     }
 }
 
-/// What counts of a block of which this was `written`.
+/// The ranges that count of a block, if only `written` was written.
 fn counted(written: Option<&[Range<u32>]>, counts: &[Range<u32>]) -> Vec<Range<u32>> {
     match written {
         None => counts.to_vec(),

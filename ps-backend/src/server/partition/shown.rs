@@ -1,9 +1,9 @@
-//! The versions of a partition, as clients find them: in a directory, with the keys to their memory.
+//! A partition's versions for RDMA clients: a directory, with the keys to their memory.
 //!
-//! Memory that there is when a client greets must be registered, or the client is refused and goes another way. Memory
-//! that is taken later may be refused by the system, for how much of it a process may pin is limited. A version that
-//! lies there is in the directory with no place, and clients ask for its blocks, which come through their connections'
-//! rings: slower, and whole.
+//! The memory that exists when a client greets must be registered, or the client is refused and takes another path.
+//! The system may refuse to register memory that is taken later, because a process may pin only so much. A version in
+//! such memory is in the directory without a place. Clients ask for its blocks, which come through the rings. That is
+//! slower, and complete.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,9 +25,9 @@ use crate::partition::store::{PartitionStore, VersionWatch};
 pub(in crate::server) struct Shown {
     device: Arc<Device>,
     memory: Arc<Mapping>,
-    /// For people.
+    /// The model's name, for the log.
     model: String,
-    /// Where what others send can be fetched to.
+    /// The memory of sums, for fetching payload into.
     sum_memory: Arc<SumMemory>,
     inner: Mutex<Inner>,
 }
@@ -37,12 +37,12 @@ struct Inner {
     directory: Directory,
     /// Versions whose memory could not be registered.
     asked_for: BTreeMap<Version, Region>,
-    /// It was said.
+    /// The log says so.
     said: bool,
 }
 
 impl Shown {
-    /// Shows the versions of the store from now on.
+    /// Publishes the versions of the store from now on.
     pub(in crate::server) fn of(
         model: &str,
         store: &PartitionStore,
@@ -60,9 +60,9 @@ impl Shown {
         Ok(shown)
     }
 
-    /// Where the directory is, for one more client: all memory that versions may lie in can be read just now.
+    /// The place of the directory, for one more client. All memory of versions is readable at this moment.
     pub(in crate::server) fn place(&self, store: &PartitionStore) -> Result<Place, Refusal> {
-        // The store tells of versions under its lock, so that one comes first.
+        // The store notifies watchers of versions under its lock, so the first of the two calls takes effect first.
         let buffers = store.buffers();
         let mut inner = self.inner.lock();
         register_all(&buffers, &self.device)?;
@@ -75,14 +75,14 @@ impl Shown {
         self.device.register(&self.memory).map(|registration| registration.remote()).map_err(Refusal::other)
     }
 
-    /// Where what others send can be fetched to.
+    /// The memory of sums, for fetching payload into.
     pub(in crate::server) fn sum_memory(&self) -> &Arc<SumMemory> {
         &self.sum_memory
     }
 }
 
-/// All memory of versions that there is. If it is too much, what was not registered before is given up again. Nobody else
-/// registers any of it meanwhile.
+/// Registers all memory of versions. If it is too much, the new registrations are given up again. The caller makes
+/// sure that nobody else registers any of it meanwhile.
 fn register_all(buffers: &[Arc<Mapping>], device: &Arc<Device>) -> Result<(), Refusal> {
     let new: Vec<_> = buffers.iter().filter(|buffer| !device.knows(buffer)).collect();
     for buffer in &new {

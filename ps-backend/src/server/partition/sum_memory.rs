@@ -1,9 +1,10 @@
-//! The memory of a partition's sums, registered for READs to fill: a first contribution is where it belongs when it is
-//! there.
+//! The memory of a partition's sums, registered for READs to fill. A first contribution is then fetched straight into
+//! its place.
 //!
-//! It is registered when it is first wanted, by a thread that may take its time; what comes until then goes into slots. All
-//! else that is registered comes first: where no more memory may be pinned, sums give way ([`Spare`]) and are tried again
-//! later. With iWARP it is never registered: there peers may write what READs fill, and a sum is everybody's.
+//! The memory is registered when it is first needed, by a thread of its own, because that takes a while. Until then
+//! payload goes into slots. All other registrations come first: if no more memory may be pinned, sums give theirs up
+//! ([`Spare`]) and try again later. With iWARP the memory is never registered: peers may write memory that READs
+//! fill, and a sum belongs to all clients.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,28 +18,28 @@ use parking_lot::Mutex;
 
 use crate::partition::store::PartitionStore;
 
-/// After this time what could not be registered, or gave way, is tried again.
+/// The pause before memory is registered again that could not be, or was given up.
 const AGAIN: Duration = Duration::from_secs(60);
 
 /// The memory of a partition's sums.
 pub(in crate::server) struct SumMemory {
     device: Arc<Device>,
-    /// For people.
+    /// The model's name, for the log.
     model: String,
     sums: [Arc<Mapping>; 2],
-    /// Empty where it never is registered.
+    /// Empty if the memory is never registered.
     states: Mutex<Vec<State>>,
-    /// Whether it was said that it is not registered.
+    /// The log says that the memory is not registered.
     said: AtomicBool,
 }
 
 enum State {
-    /// Nobody has wanted it yet.
+    /// The memory was not needed yet.
     Idle,
-    /// Somebody is at it; who it is tells whether it is still wanted.
+    /// A thread is registering it. The thread's value tells whether the result is still wanted.
     Registering(Arc<()>),
     Registered(Arc<Registration>),
-    /// It could not be, or has given way, at that time.
+    /// Registering failed, or the registration was given up, at that time.
     None(Instant),
 }
 
@@ -52,7 +53,8 @@ impl fmt::Debug for SumMemory {
 }
 
 impl SumMemory {
-    /// Of a partition. It is never registered with iWARP, nor where payload is to go into another device's memory.
+    /// The memory of a partition's sums. It is never registered with iWARP, nor if payload goes into another device's
+    /// memory.
     pub(in crate::server) fn of(model: &str, store: &PartitionStore, device: &Arc<Device>) -> Arc<SumMemory> {
         let never = device.is_iwarp() || !Arc::ptr_eq(device.payload_arena(), device.arena());
         let states = if never { Vec::new() } else { vec![State::Idle, State::Idle] };
@@ -64,13 +66,13 @@ impl SumMemory {
         memory
     }
 
-    /// Whether some of it may be registered just now.
+    /// Whether some of it may be registered at the moment.
     pub(in crate::server) fn may_be_registered(&self) -> bool {
         let is_there = |state: &State| !matches!(state, State::None(at) if at.elapsed() < AGAIN);
         self.states.lock().iter().any(is_there)
     }
 
-    /// The registration of that memory. If there is none yet, there may be one later.
+    /// The registration of this memory. If there is none, there may be one later.
     pub(in crate::server) fn registration_of(
         self: &Arc<SumMemory>,
         start: *const u8,
@@ -100,7 +102,7 @@ impl SumMemory {
         None
     }
 
-    /// Once.
+    /// Logs the reason once.
     fn log(&self, why: &str) {
         if !self.said.swap(true, Ordering::Relaxed) {
             let model = &self.model;
@@ -116,7 +118,8 @@ impl SumMemory {
         let registered = self.device.register_to_fill(&self.sums[index]);
         let mut states = self.states.lock();
         let Some(state) = states.get_mut(index).filter(|state| is_wanted(state)) else {
-            // It has given way meanwhile; if somebody else is at it, it is registered anew for that one.
+            // The registration was given up meanwhile. If another thread is registering the memory, the registration
+            // is that thread's.
             return self.device.forget_to_fill(&self.sums[index]);
         };
         let (next, error) = match registered {

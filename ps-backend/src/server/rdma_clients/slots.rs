@@ -1,4 +1,4 @@
-//! Slots that connections have in common: whoever has some that it cannot use gives them back when somebody else could.
+//! Slots that connections share. A connection gives slots back that it cannot use, when another one could use them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use crate::partition::fetches::{Stand, Then, Turns};
 
-/// Slots of one size, and who has them in common.
+/// Slots of one size, and the connections that share them.
 pub(super) struct Slots {
     pool: Arc<Pool>,
     all: Mutex<All>,
@@ -25,13 +25,13 @@ struct All {
 }
 
 impl Slots {
-    /// Of clients that have them `in_common`; or of one connection.
+    /// Slots of clients that share them, or of one connection.
     pub(super) fn new(pool: Arc<Pool>, in_common: bool) -> Arc<Slots> {
         let turns = Turns::new(pool.count(), in_common);
         Arc::new(Slots { pool, all: Mutex::new(All { turns, members: HashMap::new(), last: 0 }) })
     }
 
-    /// One more connection has them, too, of that client.
+    /// Adds a connection of that client.
     pub(super) fn join(self: &Arc<Slots>, client: ClientId, link: &Link) -> Seat {
         let mut all = self.all.lock();
         all.last += 1;
@@ -41,12 +41,12 @@ impl Slots {
     }
 }
 
-/// A connection among those that have slots in common.
+/// A connection's share in the slots.
 pub(super) struct Seat {
     slots: Arc<Slots>,
     client: ClientId,
     number: u64,
-    /// Fetches of its own.
+    /// The number of its fetches under way.
     under_way: AtomicUsize,
 }
 
@@ -62,18 +62,18 @@ impl Seat {
         self.slots.pool.take(waits)
     }
 
-    /// Whether a fetch more may be under way. If not, the connection is woken when it may.
+    /// Whether one more fetch may begin. If not, the connection is woken when it may.
     pub(super) fn may_begin(&self) -> bool {
         self.slots.all.lock().turns.may_begin(self.number, self.client)
     }
 
-    /// One more is.
+    /// A fetch has begun.
     pub(super) fn began(&self) {
         self.under_way.fetch_add(1, Ordering::Relaxed);
         self.slots.all.lock().turns.began(self.client);
     }
 
-    /// So many are not any more.
+    /// So many fetches have ended.
     pub(super) fn came(&self, count: usize) {
         self.under_way.fetch_sub(count, Ordering::Relaxed);
         let mut all = self.slots.all.lock();
@@ -83,12 +83,12 @@ impl Seat {
         woken.iter().for_each(Link::wake);
     }
 
-    /// Whether another connection lacks a slot for what would be used at once.
+    /// Whether another connection lacks a slot for a payload that would be used at once.
     pub(super) fn is_pressed(&self) -> bool {
         self.slots.all.lock().turns.is_pressed(self.number)
     }
 
-    /// It stands so with the connection. True if it is to give its slots back.
+    /// Sets the state of the connection. True if it must give its slots back.
     pub(super) fn stands(&self, stand: Stand) -> bool {
         let mut all = self.slots.all.lock();
         let woken = match all.turns.stands(self.number, stand) {

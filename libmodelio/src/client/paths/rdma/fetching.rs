@@ -1,7 +1,7 @@
-//! Blocks of versions are fetched from the shard's memory straight into the back buffer, past the shard's CPU.
+//! Fetching blocks of versions from the shard's memory straight into the back buffer, without the shard's CPU.
 //!
-//! Fetched blocks count only when a second look at the shard's directory shows that the version was there all the time
-//! (see [`published`]): until then nobody sees them.
+//! A second read of the shard's directory must show that the version was there all the time (see [`published`]).
+//! Fetched blocks count only then, and nobody sees them before.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -16,44 +16,45 @@ use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::wire::{Message, Refusal};
 
-/// Blocks that are fetched before it is looked whether the version is still there.
+/// The number of blocks that are fetched before the directory is read again.
 const BATCH: usize = 8;
-/// A version that is not in the directory yet is looked for again after this.
+/// The pause before the directory is read again for a version that is not in it yet.
 const AGAIN: Duration = Duration::from_millis(2);
 
-/// What work was for.
+/// The tokens of the work requests.
 const DIRECTORY_READ: u64 = 1 << 40;
 const CHECK: u64 = 2 << 40;
 const BLOCK: u64 = 3 << 40;
 pub(super) const PUT: u64 = 4 << 40;
 const KIND: u64 = !((1 << 40) - 1);
 
-/// Blocks of a version on their way.
+/// The fetch of a version.
 #[derive(Default)]
 pub(super) struct Pull {
     version: Version,
-    /// Where it is, once that is known.
+    /// The place of the version, once it is known.
     seen: Option<Seen>,
     looking: bool,
-    /// It was not there: look again then.
+    /// When to read the directory again for a version that was not in it.
     again: Option<Instant>,
-    /// Asked for by the core, and not fetched yet.
+    /// Blocks that the core has asked for, and that are not fetched yet.
     asked: VecDeque<BlockId>,
-    /// Being fetched, and not checked.
+    /// Blocks that are being fetched, and are not checked yet.
     batches: VecDeque<Batch>,
-    /// It cannot be read, or not to where it belongs: the shard is asked for its blocks, which come through the ring.
+    /// The version cannot be read, or not into the back buffer. The shard is asked for its blocks, which come through
+    /// the ring.
     pub(super) by_ring: bool,
 }
 
 struct Batch {
     seen: Seen,
     blocks: Vec<BlockId>,
-    /// Those that are not here yet.
+    /// The number of blocks that are not here yet.
     coming: usize,
 }
 
 impl RdmaPath {
-    /// Fetches what the core wants of a version, unless the shard is to be asked for it.
+    /// Fetches the blocks that the core wants, unless the shard must be asked for them.
     pub(super) fn fetch(&mut self, to: &Connection, directory: Place) -> Result<(), VerbsError> {
         let shared = &to.shared;
         let Some(version) = shared.inner.lock().core.pulling() else { return Ok(()) };
@@ -76,7 +77,7 @@ impl RdmaPath {
             return Ok(());
         }
         loop {
-            // One more for the look after them.
+            // One work request is left for the check after the blocks.
             let room = self.queue_pair.room(2).saturating_sub(1).min(BATCH);
             if room == 0 || self.pull.batches.len() >= MAX_DIRECTORY_READS - 1 {
                 return Ok(());
@@ -98,7 +99,7 @@ impl RdmaPath {
                     }
                 };
                 if let Err(error) = fetched {
-                    // Those before it may be fetched all the same: they are given up when the connection is over.
+                    // Earlier blocks of the batch may still be fetched: they are given up when the connection ends.
                     let coming = blocks.len();
                     self.pull.batches.push_back(Batch { seen, blocks, coming });
                     return Err(error);
@@ -111,19 +112,19 @@ impl RdmaPath {
             let coming = blocks.len();
             self.pull.batches.push_back(Batch { seen, blocks, coming });
             if self.queue_pair.device().is_iwarp() {
-                // It cannot wait for the blocks by itself: it is asked when they are here.
+                // The device cannot wait for the blocks before the check, so the check is posted when they are here.
                 self.queue_pair.post()?;
                 continue;
             }
-            // There are as many slots as there may be batches, and one.
+            // There is one more slot than there are batches.
             let slot = self.directory_reads.take(None).ok_or(VerbsError::Full(MAX_DIRECTORY_READS))?;
-            // Fenced: the device asks for it when it has the blocks, and no sooner.
+            // The read is fenced: the device does it after it has the blocks.
             self.queue_pair.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
             self.queue_pair.post()?;
         }
     }
 
-    /// The version that is being pulled is asked for from now on.
+    /// Asks the shard for the blocks of this version from now on.
     fn pull_by_ring(&mut self, to: &Connection, why: &dyn std::fmt::Display) {
         self.pull.by_ring = true;
         let asked = std::mem::take(&mut self.pull.asked);
@@ -166,7 +167,7 @@ impl RdmaPath {
         self.pull.asked.pop_front()
     }
 
-    /// News of what was posted.
+    /// Takes completions of the posted work.
     pub(super) fn take_finished(&mut self, to: &Connection) -> Option<Instant> {
         let shared = &to.shared;
         let mut done = std::mem::take(&mut self.done);
@@ -241,7 +242,7 @@ impl RdmaPath {
         self.queue_pair.post()
     }
 
-    /// Looks whether a version is still there.
+    /// Checks that a version is still in the directory.
     fn check(&self, seen: &Seen) -> Result<(), VerbsError> {
         let Some(directory) = self.directory else { return Ok(()) };
         let slot = self.directory_reads.take(None).ok_or(VerbsError::Full(MAX_DIRECTORY_READS))?;
@@ -250,7 +251,7 @@ impl RdmaPath {
         self.queue_pair.post()
     }
 
-    /// Nothing is fetched any more, and the device touches nothing for it.
+    /// Stops fetching. The device no longer touches the memory afterwards.
     pub(super) fn give_up_fetching(&mut self, to: &Connection) {
         for Batch { seen, blocks, .. } in std::mem::take(&mut self.pull.batches) {
             to.shared.fetched(seen.version, &blocks, false);
@@ -261,7 +262,7 @@ impl RdmaPath {
 }
 
 impl Shared {
-    /// What was fetched counts, or (not `whole`) was in vain.
+    /// The fetched blocks count, or were fetched in vain (not `whole`).
     fn fetched(&self, version: Version, blocks: &[BlockId], whole: bool) {
         for &block in blocks {
             if whole {
@@ -272,7 +273,7 @@ impl Shared {
         }
     }
 
-    /// Blocks that were asked for are not fetched: they are missing as before.
+    /// Returns blocks that were asked for and are not fetched to the missing ones.
     fn not_fetched(&self, version: Version, blocks: impl IntoIterator<Item = BlockId>) {
         self.with_core(|core, _, _| blocks.into_iter().for_each(|block| core.not_asked(version, block)));
     }

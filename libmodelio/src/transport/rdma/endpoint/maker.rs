@@ -1,4 +1,4 @@
-//! Makes connections over one device: it asks for them, takes them, or turns them away.
+//! Making connections over one device: connecting, accepting and refusing.
 
 use std::fmt::Display;
 use std::net::SocketAddr;
@@ -15,9 +15,9 @@ use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::{CmChannel, CmId, Parameters, Remote, Reserved, Rings, VerbsError};
 use crate::wire::Protocol;
 
-/// Free ports that are tried, where rdma_cm chooses.
+/// How many free ports are tried, if rdma_cm chooses.
 pub(super) const PORTS: u32 = 16;
-/// Requests that may wait to be taken.
+/// The most connection requests that may wait.
 const BACKLOG: i32 = 128;
 
 /// A device, and the threads that serve what is made over it.
@@ -38,8 +38,8 @@ impl Maker {
         &self.channel
     }
 
-    /// An identifier that listens. rdma_cm may choose a port that a TCP socket has, which iWARP cannot have, too: then
-    /// another one is tried.
+    /// Listens, and returns the identifier. rdma_cm may choose a port that a TCP socket has, which iWARP cannot use.
+    /// Then another port is tried.
     pub fn listen(&self, at: SocketAddr, token: u64) -> Result<(CmId, SocketAddr), VerbsError> {
         let tries = if at.port() == 0 { PORTS } else { 1 };
         let mut outcome = Err(VerbsError::Broken("it was not tried".into()));
@@ -55,7 +55,7 @@ impl Maker {
         outcome
     }
 
-    /// Begins to ask for a connection: the device that leads to `to` is looked for.
+    /// Begins to connect: looks for the device that leads to `to`.
     pub fn resolve(&self, token: u64, to: SocketAddr, deadline: Instant) -> Result<CmId, VerbsError> {
         let mut cm_id = CmId::new(&self.channel, token)?;
         let options = self.device.options();
@@ -68,7 +68,7 @@ impl Maker {
         Ok(cm_id)
     }
 
-    /// Whether a connection goes by this device, and by its port, if one was asked for.
+    /// Whether a connection goes by this device, and by the port of the options.
     fn is_by(&self, cm_id: &CmId) -> bool {
         let port = self.device.options().port;
         cm_id.context() == Some(self.device.context()) && port.is_none_or(|port| port == cm_id.port())
@@ -77,7 +77,7 @@ impl Maker {
     /// Looks for the route of a connection whose device is known.
     ///
     /// # Errors
-    /// Why there is no way, for people.
+    /// The reason, for people.
     pub fn resolve_route(&self, cm_id: &CmId, deadline: Instant) -> Result<(), String> {
         match cm_id.context() {
             Some(_) if self.is_by(cm_id) => {
@@ -93,7 +93,7 @@ impl Maker {
         }
     }
 
-    /// Asks the peer for a connection whose route is known, to be served by the queue of that number.
+    /// Connects to the peer once the route is known. The completion queue of this number serves the connection.
     pub fn connect(&self, cm_id: CmId, number: usize) -> Result<Arc<QueuePair>, VerbsError> {
         let rings = self.device.rings()?;
         let reserved = self.device.reserve(number)?;
@@ -103,7 +103,7 @@ impl Maker {
         Ok(queue_pair)
     }
 
-    /// Takes a connection that the peer asks for, and says which queue serves it; or turns it away.
+    /// Accepts a peer's connection, and returns the number of the queue that serves it; or refuses it.
     pub fn accept(&mut self, cm_id: CmId, private: &[u8]) -> Option<(Arc<QueuePair>, usize)> {
         let peer = cm_id.peer().map_or_else(|| "an RDMA peer".to_owned(), |peer| peer.to_string());
         let offer = match Offer::decode(private, self.device.notify()) {
@@ -135,7 +135,7 @@ impl Maker {
         }
         Some((queue_pair, number))
     }
-    /// Room for one more queue pair, on the completion queue whose turn it is, or on the next that has some.
+    /// Reserves a completion queue for one more queue pair: the one whose turn it is, or the next one that has room.
     fn reserve(&mut self) -> Result<(usize, Reserved), VerbsError> {
         let mut outcome = Err(VerbsError::Broken("there is no completion queue".into()));
         for _ in self.device.pollers() {
@@ -149,7 +149,7 @@ impl Maker {
         outcome
     }
 
-    /// A queue pair whose news the thread of the completion queue of that number hears.
+    /// Makes a queue pair. The thread of the completion queue of this number handles its completions.
     #[allow(clippy::result_large_err)] // Seldom.
     fn queue_pair(
         &self,
@@ -172,7 +172,7 @@ impl Maker {
         Parameters { private: Offer::of(queue_pair, mtu).encode().to_vec(), reads, retries }
     }
 
-    /// Refuses a connection. The peer hears what this end would have taken, and what is lacking.
+    /// Refuses a connection. The peer gets this end's offer and the reason.
     fn turn_away<T>(&self, cm_id: &CmId, peer: &str, why: &dyn Display, shortage: Shortage) -> Option<T> {
         tracing::warn!(peer, "turned away: {why}");
         let ring = Remote { address: 0, key: 0 };
@@ -180,13 +180,13 @@ impl Maker {
         let mut own = Offer { protocol, notify, mtu: self.device.options().mtu, ring }.encode();
         own[12..16].copy_from_slice(&shortage.code().to_le_bytes());
         if let Err(error) = cm_id.reject(&own) {
-            tracing::debug!(%error, peer, "it was not told so");
+            tracing::debug!(%error, peer, "the refusal was not sent");
         }
         None
     }
 }
 
-/// The MTU that suits both.
+/// The MTU that suits both ends.
 pub(super) fn shorter(one: Option<Mtu>, other: Option<Mtu>) -> Option<Mtu> {
     one.into_iter().chain(other).min()
 }

@@ -1,5 +1,5 @@
-//! The thread that makes connections: it takes requests from other threads, events of rdma_cm, and errors of
-//! the device.
+//! The thread that makes connections. It handles requests of other threads, events of rdma_cm, and errors of the
+//! device.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -19,11 +19,12 @@ use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::{CmEvent, CmId, CmKind, VerbsError};
 use crate::transport::stream::Stream;
 
-/// Queue pairs that are gone are looked for no more seldom than this. All else wakes the thread, or has a deadline.
+/// The interval in which queue pairs are checked that may be gone. Everything else wakes the thread or has a
+/// deadline.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// After a failure that may last.
+/// The pause after a failure that may last.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Longest wait for a connection that was taken to come about.
+/// The longest wait for an accepted connection to be established.
 const ACCEPTING: Duration = Duration::from_secs(5);
 
 /// The thread that makes connections.
@@ -33,12 +34,12 @@ pub(super) struct Manager {
     shared: Shared,
     states: HashMap<u64, State>,
     next_token: u64,
-    /// The device has not been removed.
+    /// Whether the device still exists.
     is_there: bool,
 }
 
 impl Manager {
-    /// A manager that hears what is asked of it.
+    /// A manager that takes commands from `commands`.
     pub fn new(maker: Maker, shared: &Shared, commands: Receiver<Command>) -> Manager {
         Manager {
             maker,
@@ -50,7 +51,7 @@ impl Manager {
         }
     }
 
-    /// Runs until it is over.
+    /// Runs until the endpoint is shut down.
     pub fn run(mut self) {
         while !self.shared.over.load(Ordering::Acquire) {
             self.wait();
@@ -83,9 +84,9 @@ impl Manager {
         let (device, channel) = (Arc::clone(&self.maker.device), Arc::clone(self.maker.channel()));
         let mut ready = [channel.as_fd(), self.shared.wake.as_fd(), device.trouble()]
             .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-        // A device that is gone would wake it for ever.
+        // A removed device would wake the thread all the time.
         let watched = if self.is_there { &mut ready[..] } else { &mut ready[..2] };
-        // Rounded up, so that a deadline is over when it wakes.
+        // The timeout is rounded up, so that the deadline is over when the thread wakes.
         let left = self.states.values().filter_map(State::deadline).min().map_or(CHECK_INTERVAL, |at| {
             at.saturating_duration_since(Instant::now()).min(CHECK_INTERVAL) + Duration::from_millis(1)
         });
@@ -121,7 +122,7 @@ impl Manager {
                     at
                 });
                 if answer.send(made).is_err() {
-                    // The caller has given up, and knows nothing of it.
+                    // The caller has given up and knows nothing of it.
                     self.states.remove(&token);
                 }
             }
@@ -150,7 +151,7 @@ impl Manager {
                     Err(strange @ (Strange::Protocol { .. } | Strange::Notify { .. } | Strange::Mtu(_))) => {
                         format!("refused by the shard: {strange}")
                     }
-                    // They understand each other: it is short of something.
+                    // Both ends understand each other, and the shard lacks something.
                     Ok(_) => format!("refused by the shard: {}", Shortage::decode(&private)),
                     Err(Strange::Magic) => "refused: nobody listens there for RDMA".to_owned(),
                 };
@@ -181,7 +182,7 @@ impl Manager {
         }
     }
 
-    /// Ends what did not come about.
+    /// Gives up a connection that has not come about.
     fn give_up(&self, state: State, why: &str) {
         match &state {
             State::Connecting { queue_pair, wish } => self.maker.leave(queue_pair, wish.number),
@@ -199,12 +200,12 @@ impl Manager {
         }
     }
 
-    /// The route is known: the peer is asked.
+    /// The route is known, so the thread connects to the peer.
     fn routed(&mut self, token: u64) {
         let Some(State::Resolving { cm_id, wish }) = self.states.remove(&token) else { return };
         match self.maker.connect(cm_id, wish.number) {
             Ok(queue_pair) => drop(self.states.insert(token, State::Connecting { queue_pair, wish })),
-            // The port that rdma_cm has chosen is a TCP socket's, which iWARP cannot have, too.
+            // rdma_cm has chosen the port of a TCP socket, which iWARP cannot use.
             Err(VerbsError::Call { errno: Errno::EADDRINUSE, .. }) if wish.ports > 1 => {
                 let token = self.token();
                 self.begin(token, Wish { ports: wish.ports - 1, ..wish });
@@ -213,7 +214,7 @@ impl Manager {
         }
     }
 
-    /// A peer asks for a connection.
+    /// A peer wants to connect.
     fn requested(&mut self, listener: u64, mut cm_id: CmId, private: &[u8]) {
         let token = self.token();
         cm_id.rename(token);
@@ -223,10 +224,10 @@ impl Manager {
         }
     }
 
-    /// The peer has accepted, and says what is used.
+    /// The peer has accepted, and has sent its offer.
     fn answered(&mut self, token: u64, private: &[u8]) {
         let Some(State::Connecting { queue_pair, .. }) = self.states.get(&token) else { return };
-        // Other faults of the answer are reported once the connection exists, and has ended.
+        // Other faults of the offer are reported after the connection exists and has ended.
         let agreed = Offer::decode(private, self.maker.device.notify()).ok().and_then(|offer| offer.mtu);
         match queue_pair.cm_id().establish(shorter(agreed, self.maker.device.options().mtu)) {
             Ok(()) => self.established(token, private),
@@ -279,7 +280,7 @@ impl Manager {
         }
     }
 
-    /// Ends what takes too long, and forgets what is gone.
+    /// Ends connections that take too long, and forgets those that are gone.
     fn check(&mut self, now: Instant) {
         let late: Vec<u64> =
             self.states.iter().filter(|(_, state)| state.is_late(now)).map(|(&token, _)| token).collect();

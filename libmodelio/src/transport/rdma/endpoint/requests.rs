@@ -13,26 +13,26 @@ use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::VerbsError;
 use crate::transport::stream::Stream;
 
-/// Why nothing is done any more.
+/// The reason for refusing requests after the shutdown.
 pub(super) const OVER: &str = "RDMA is shut down";
 
 /// The state that the thread shares with its callers.
 #[derive(Clone)]
 pub(super) struct Shared {
-    /// `None` when nobody hears them any more.
+    /// The sender of commands. `None` once nothing receives them any more.
     pub commands: Arc<Mutex<Option<Sender<Command>>>>,
     /// Wakes the thread.
     pub wake: Arc<EventFd>,
-    /// The thread is to end.
+    /// The thread must end.
     pub over: Arc<AtomicBool>,
-    /// Connections that there are.
+    /// The number of connections.
     pub connections: Arc<AtomicUsize>,
 }
 
-/// Names the stream to serve on a queue pair that a peer has asked for; `None` hangs up.
+/// Returns the stream to serve on a queue pair that a peer has asked for, or `None` to hang up.
 pub(super) type Accept =
     Box<dyn FnMut(&Arc<QueuePair>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
-/// Names the stream to serve on a requested queue pair, or hears why there is none.
+/// Returns the stream to serve on a requested queue pair, or takes the error.
 pub(super) type Then = Box<dyn FnOnce(Result<&Arc<QueuePair>, String>) -> Option<Box<dyn Stream>> + Send>;
 
 pub(super) enum Command {
@@ -40,26 +40,26 @@ pub(super) enum Command {
     Connect(Wish),
 }
 
-/// A connection that somebody wants.
+/// A connection that a caller wants.
 pub(super) struct Wish {
     pub to: SocketAddr,
     pub deadline: Instant,
     /// The number of the queue.
     pub number: usize,
-    /// How often it may be asked for from another port.
+    /// How often another port may be tried.
     pub ports: u32,
     pub then: Then,
 }
 
 impl Wish {
-    /// There is no connection.
+    /// Reports that the connection has not come about.
     pub fn fail(self, why: impl std::fmt::Display) {
         drop((self.then)(Err(format!("{}: {why}", self.to))));
     }
 }
 
 impl Command {
-    /// Tells the caller that the thread is gone.
+    /// Reports that the thread has ended.
     pub fn refuse(self) {
         match self {
             Command::Listen { answer, .. } => drop(answer.send(Err(VerbsError::Broken(OVER.into())))),

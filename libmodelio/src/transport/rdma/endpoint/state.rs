@@ -1,4 +1,4 @@
-//! A connection, as far as it has got.
+//! The stages of making a connection.
 
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -7,7 +7,7 @@ use super::requests::{Accept, Wish};
 use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::CmId;
 
-/// A connection, as far as it has got.
+/// The stage of a connection.
 pub(super) enum State {
     Listening { _cm_id: CmId, accept: Accept },
     Resolving { cm_id: CmId, wish: Wish },
@@ -17,7 +17,7 @@ pub(super) enum State {
 }
 
 impl State {
-    /// When it must have got further.
+    /// The deadline for the next stage.
     pub fn deadline(&self) -> Option<Instant> {
         match self {
             State::Resolving { wish, .. } | State::Connecting { wish, .. } => Some(wish.deadline),
@@ -26,7 +26,7 @@ impl State {
         }
     }
 
-    /// Whether the connection has not got further in time, or nobody has it any more.
+    /// Whether the deadline has passed, or nobody holds the connection any more.
     pub fn is_late(&self, now: Instant) -> bool {
         match self {
             State::Up(queue_pair) => queue_pair.strong_count() == 0,
@@ -34,7 +34,7 @@ impl State {
         }
     }
 
-    /// Tells the caller that there is no connection.
+    /// Reports to the caller that the connection has not come about.
     pub fn end(self, why: &str) {
         match self {
             State::Resolving { wish, .. } | State::Connecting { wish, .. } => wish.fail(why),

@@ -282,7 +282,7 @@ impl CmId {
         unsafe { self.joint.destroy(self.raw()) };
     }
 
-    /// Ends it: work that is outstanding is flushed, and the peer hears of it.
+    /// Ends the connection: outstanding work is flushed, and the peer is notified.
     pub fn disconnect(&self) {
         // SAFETY: a single call. A connection that is over already is no error.
         unsafe { sys::rdma_disconnect(self.raw()) };

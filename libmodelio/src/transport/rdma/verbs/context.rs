@@ -188,8 +188,8 @@ impl Context {
         unsafe { BorrowedFd::borrow_raw((*self.raw()).async_fd) }
     }
 
-    /// The next report that is no outcome of work. Every user of the device in the process hears some of
-    /// them.
+    /// The next event of the device that is not the completion of work. If the process uses the device several times,
+    /// each use gets some of the events.
     pub(crate) fn next_trouble(self) -> Option<Trouble> {
         let mut event = std::mem::MaybeUninit::<sys::ibv_async_event>::zeroed();
         // SAFETY: the call fills the event if it says so; each event is acknowledged once, before its object

@@ -21,7 +21,7 @@ pub(super) struct Joint {
     pair: AtomicPtr<sys::ibv_qp>,
 }
 
-/// How a queue pair is to be used.
+/// The wanted use of a queue pair.
 pub(super) struct Wanted {
     /// Packets are no longer than this, or than the path allows.
     pub(super) mtu: Option<Mtu>,

@@ -7,7 +7,7 @@
 //! the shard's `server/partition`. The safety rests on these rules:
 //!
 //! * **Objects outlive what is made of them.** Each holds the one that it was made of by an `Arc`, and is destroyed
-//!   when the last holder lets go: a queue pair before its queues, a registration before its protection domain.
+//!   when the last holder is dropped: a queue pair before its queues, a registration before its protection domain.
 //!   Contexts of devices are librdmacm's and are never closed.
 //! * **Memory of work that is posted stays.** Whatever the device may read or write for this end is held, with its
 //!   registration, by the [`Work`] in its queue pair's list until the device reports it, or the queue pair is

@@ -50,7 +50,7 @@ unsafe impl Send for State {}
 /// One queue pair.
 #[derive(Debug)]
 pub struct Pair {
-    // Goes first: with it, the device lets go of the memory of all work.
+    // Dropped first: then the device no longer uses the memory of any work.
     cm_id: CmId,
     reserved: Reserved,
     raw: *mut sys::ibv_qp,
@@ -170,7 +170,7 @@ impl Pair {
         &self.cm_id
     }
 
-    /// Whom its news come from.
+    /// The completion queue that reports its work.
     pub fn poller(&self) -> &Arc<Poller> {
         self.reserved.poller()
     }

@@ -250,7 +250,7 @@ impl Poller {
     /// They belong to no pair from now on.
     pub(super) fn take_early(&self, ended: u32) {
         let mut early = self.early.lock();
-        // The next caller of `poll` hears that the queue is lost.
+        // The next call of `poll` returns the error.
         while let Ok(true) = self.take(&mut early) {}
         for news in early.iter_mut().filter(|news| news.pair == Some(ended)) {
             news.pair = None;

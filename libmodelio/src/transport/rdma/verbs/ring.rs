@@ -1,10 +1,9 @@
-//! Two rings of bytes between two ends, each written by its writer into the reader's memory.
+//! Two rings of bytes between two ends. Each is written by its writer into the reader's memory.
 //!
-//! Each end has a ring that the peer's device writes, and a copy of the peer's ring, from which its own
-//! device sends. Counts of bytes written and read go with the writes, as immediate data, or into words that
-//! the other end polls; they wrap around. Each end keeps its own counts, so the peer can spoil only its own
-//! count, which is checked. Bytes of the copy are overwritten only when the peer has read them: the device
-//! has sent them then.
+//! Each end has a ring that the peer's device writes, and a copy of the peer's ring, from which its own device sends.
+//! Counts of written and read bytes go with the writes, as immediate data or into words that the other end polls.
+//! They wrap around. Each end keeps its own counts, so the peer can falsify only its own, which is checked. Bytes of
+//! the copy are overwritten only after the peer has read them. The device has sent them by then.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,19 +16,19 @@ use crate::transport::stream::{ReceiveSlices, SendSlices};
 pub const RING: usize = 64 << 10;
 /// Bytes of the words behind it.
 const WORDS: usize = 4096;
-/// Words do not share what a CPU fetches at once.
+/// Words lie on different cache lines.
 const APART: usize = 128;
 /// The number of read bytes after which the peer is notified.
 const REPORT_EVERY: u32 = (RING / 4) as u32;
 
-/// Counts are sent modulo this; the bits above say what is counted.
+/// Counts are sent modulo this. The bits above say what is counted.
 const COUNT: u32 = (1 << 30) - 1;
 const KIND: u32 = !COUNT;
 const WRITTEN: u32 = 0;
 const READ: u32 = 1 << 30;
 const END: u32 = 2 << 30;
 
-/// How the peer learns that something was written.
+/// How the peer is notified of written bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notify {
     /// Immediate data, which wakes it.
@@ -41,7 +40,7 @@ pub enum Notify {
 /// One end of both rings.
 #[derive(Debug)]
 pub struct Rings {
-    // Goes before the memory, which is another one's then.
+    // Dropped before the memory, which is used otherwise afterwards.
     opened: Arc<Registration>,
     incoming: Chunk,
     outgoing: Arc<Chunk>,
@@ -134,13 +133,13 @@ impl Rings {
         Ok(())
     }
 
-    /// Looks at the words that the peer writes, where it does.
+    /// Reads the words that the peer writes into this end's memory, if it does.
     ///
     /// # Errors
     /// [`Broken`].
     pub fn check(&mut self) -> Result<(), Broken> {
         if self.notify == Notify::Flag {
-            // This word is written last: if it is there, everything before it is there, too.
+            // The peer writes this word last, so everything before it has come, too.
             let ended = self.word(END).load(Ordering::Acquire) != 0;
             for kind in [WRITTEN, READ] {
                 let word = self.word(kind).load(Ordering::Acquire);
@@ -151,22 +150,22 @@ impl Rings {
         Ok(())
     }
 
-    /// Bytes that are there to be read.
+    /// The number of bytes to read.
     pub fn readable(&self) -> usize {
         self.arrived.wrapping_sub(self.consumed) as usize
     }
 
-    /// Bytes that can be written.
+    /// The number of bytes that fit.
     pub fn room(&self) -> usize {
         RING - self.written.wrapping_sub(self.acknowledged) as usize
     }
 
-    /// The peer says nothing more than what is there.
+    /// The peer sends no more than has come.
     pub fn is_ended(&self) -> bool {
         self.ended
     }
 
-    /// Copies what is there to where a stream wants it.
+    /// Copies the received bytes into a stream's slices.
     pub fn read(&mut self, into: &ReceiveSlices) -> usize {
         let mut left = self.readable();
         let before = self.consumed;
@@ -175,9 +174,9 @@ impl Rings {
             while done < len.min(left) {
                 let at = self.consumed as usize % RING;
                 let count = (len.min(left) - done).min(RING - at);
-                // SAFETY: within the chunk, and within the slice, which the stream has named: it is writable and the
-                // connection's until the stream hears of it. The peer may be writing there, if it breaks the rules: any
-                // bytes will do, and they are looked at only when they are copied.
+                // SAFETY: within the chunk, and within the slice, which the stream has named: it is writable, and the
+                // connection's until the bytes are reported. A peer that breaks the rules may be writing there. Any
+                // bytes will do, and they are read only after they are copied.
                 unsafe {
                     let from = self.incoming.start().wrapping_add(at);
                     into.add(done).copy_from_nonoverlapping(from, count);
@@ -193,7 +192,7 @@ impl Rings {
         self.consumed.wrapping_sub(before) as usize
     }
 
-    /// Copies what a stream says, as far as there is room: how much, and the work that brings it to `peer`.
+    /// Copies a stream's bytes, as many as fit. Returns their number, and adds the work that brings them to `peer`.
     pub fn write(&mut self, out: &SendSlices, peer: Remote, work: &mut Vec<Work>) -> usize {
         let mut left = self.room();
         let before = self.written;
@@ -202,8 +201,8 @@ impl Rings {
             while done < len.min(left) {
                 let at = self.written as usize % RING;
                 let count = (len.min(left) - done).min(RING - at);
-                // SAFETY: within the chunk, and within the slice, which the stream has named and leaves alone
-                // until it is done. The peer has read the bytes that lay there.
+                // SAFETY: within the chunk, and within the slice, which the stream has named and does not change
+                // until it is sent. The peer has read the earlier bytes there.
                 unsafe {
                     let into = self.outgoing.start().wrapping_add(at);
                     into.copy_from_nonoverlapping(from.add(done), count);
@@ -235,7 +234,7 @@ impl Rings {
         bytes
     }
 
-    /// Notifies the peer of the bytes read, when there are enough.
+    /// Notifies the peer of the bytes read, when they are enough.
     pub fn acknowledge(&mut self, peer: Remote, work: &mut Vec<Work>) {
         if self.consumed.wrapping_sub(self.reported) >= REPORT_EVERY {
             self.reported = self.consumed;
@@ -244,7 +243,7 @@ impl Rings {
         }
     }
 
-    /// Tells the peer that nothing more is said.
+    /// Tells the peer that nothing more comes.
     pub fn end(&mut self, peer: Remote, work: &mut Vec<Work>) {
         let end = self.counter(END, 1, peer);
         work.push(end);

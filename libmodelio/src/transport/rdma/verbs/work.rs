@@ -7,16 +7,16 @@ use rdma_sys as sys;
 use super::{Chunk, Registration, Remote, Slot, VerbsError};
 use crate::transport::stream::{Piece, Target};
 
-/// Something for the device to do.
+/// A work request.
 #[derive(Debug)]
 pub enum Work {
-    /// Fetches memory of the peer's into memory that is promised.
+    /// Fetches memory of the peer's into a target.
     ReadTo {
         /// The place for the data.
         target: Target,
         /// The registration of that memory.
         registration: Arc<Registration>,
-        /// From where.
+        /// The peer's memory.
         from: Remote,
         /// Waits until all READs that were posted earlier are done.
         fence: bool,
@@ -25,43 +25,43 @@ pub enum Work {
     Read {
         /// The place for the data.
         slot: Slot,
-        /// Bytes.
+        /// The number of bytes.
         len: usize,
-        /// From where.
+        /// The peer's memory.
         from: Remote,
         /// Waits until all READs that were posted earlier are done.
         fence: bool,
     },
-    /// Puts a payload where the peer wants it.
+    /// Writes a payload into the peer's memory.
     Write {
-        /// It.
+        /// The payload.
         piece: Piece,
         /// The registration of that memory.
         registration: Arc<Registration>,
-        /// Whither.
+        /// The peer's memory.
         to: Remote,
     },
-    /// Puts some bytes of a chunk into the peer's ring, and says so by `word`.
+    /// Writes bytes of a chunk into the peer's ring, and announces them by `word`.
     Ring {
         /// The chunk that holds the bytes.
         chunk: Arc<Chunk>,
         /// The offset of the first byte.
         start: usize,
-        /// How many; may be 0, if a word is said.
+        /// The number of bytes. It may be 0 if there is a word.
         len: usize,
-        /// Whither.
+        /// The peer's memory.
         to: Remote,
         /// The word for the peer.
         word: Option<u32>,
     },
 }
 
-/// Work that is done.
+/// Finished work.
 #[derive(Debug)]
 pub struct Finished {
     /// The token that it was posted with.
     pub token: u64,
-    /// It, with its memory.
+    /// The work, with its memory.
     pub work: Work,
 }
 
@@ -111,7 +111,7 @@ impl Work {
         Ok(())
     }
 
-    /// It as libibverbs takes it, but for the list of its memory, which the caller puts in.
+    /// The work request for libibverbs, except for the list of its memory, which the caller sets.
     pub(super) fn request(&self, number: u64, report: bool, inline: u32) -> (sys::ibv_sge, sys::ibv_send_wr) {
         let (start, len, registration) = self.memory();
         let length = len as u32;

@@ -69,7 +69,7 @@ fn two_ends_meet_and_share_rings() {
 }
 
 #[test]
-fn nobody_there_is_said_at_once_and_who_is_silent_is_given_up() {
+fn an_absent_peer_is_reported_at_once_and_a_silent_one_is_given_up() {
     let at = address();
     let error = meet(&at, LONG).unwrap_err();
     assert!(error.to_string().contains("Connection refused"), "{error}");
@@ -87,7 +87,7 @@ fn nobody_there_is_said_at_once_and_who_is_silent_is_given_up() {
 }
 
 #[test]
-fn strangers_are_told_why_they_are_turned_away() {
+fn strangers_get_the_reason_for_a_refusal() {
     let memory = |len: usize, sealed: bool| {
         let memory = Mapping::memfd("rings", len).unwrap();
         if sealed {

@@ -1,7 +1,7 @@
-//! Payloads that are kept where they lie, in memory that other processes lend, until all of their block can be read in one
+//! Payloads that are kept in memory that other processes lend, until all payloads of their block can be read in one
 //! pass.
 //!
-//! One of the modules that hold `unsafe`: memory of other processes is read.
+//! This module holds `unsafe`: it reads memory of other processes.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,14 +21,14 @@ use crate::partition::store::{BlockInput, PartitionError, Payload};
 #[derive(Clone)]
 pub(in crate::server) struct Lent {
     pub piece: Piece,
-    /// Whose end of the connection ends the loan.
+    /// The connection whose end is also the end of the loan.
     pub descriptors: Descriptors,
 }
 
 impl Lent {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are those of
-        // its length.
+        // SAFETY: only sums are made of it, and whether all of it is finite. The kernels' control flow depends on its
+        // length alone.
         unsafe { self.piece.bytes() }
     }
 
@@ -38,18 +38,18 @@ impl Lent {
     }
 }
 
-/// A payload that is kept for the others of its block.
+/// A payload that is kept until the others of its block have come.
 pub(in crate::server::partition) struct Kept {
     pub(super) plan: PlanId,
     pub(super) lent: Lent,
-    /// Over which it came: it is gone when that is over.
+    /// Its connection. The payload is gone when that has ended.
     pub(super) link: Link,
 }
 
-/// By the block and whose they are.
+/// By block and client.
 pub(in crate::server::partition) type AllKept = HashMap<(BlockId, ClientId), Kept>;
 
-/// A payload of somebody else's that goes in one pass with another one.
+/// Another client's payload in the same pass.
 pub(super) struct Other {
     check: bool,
     pub(super) kept: Kept,
@@ -85,7 +85,7 @@ impl Partition {
         }
     }
 
-    /// What is kept of a connection is there no more.
+    /// Forgets the kept payloads of a connection.
     pub(in crate::server::partition) fn forget_kept(self: &Arc<Partition>, link: &Link) {
         let mut state = self.state.lock();
         if state.kept.is_empty() {
@@ -100,12 +100,12 @@ impl Partition {
 }
 
 impl Reservation {
-    /// As [`Reservation::complete`], of a payload that is lent.
+    /// Like [`Reservation::complete`], for a lent payload.
     pub(in crate::server) fn complete_lent(self, lent: &Lent) -> Result<(), Refusal> {
         self.complete(lent.bytes(), || lent.stands())
     }
 
-    /// Takes what is kept for a pass with this payload.
+    /// Takes the kept payloads for a pass with this one.
     pub(super) fn take_kept(&mut self) -> Result<Together, PartitionError> {
         let Push { plan, block, .. } = self.push;
         let mut state = self.partition.state.lock();
