@@ -51,7 +51,7 @@ pub struct RegionStore {
     /// The number of buffers, without those in `lent`.
     live: usize,
     /// Buffers that were handed out for new weights.
-    lent: Vec<Weak<Mapping>>,
+    lent: Vec<(RegionKey, Weak<Mapping>)>,
     /// The number of spares that are being pre-faulted outside.
     coming: usize,
     next_key: u64,
@@ -175,7 +175,7 @@ impl RegionStore {
 
     /// The number of buffers, and of those that nobody needs.
     pub fn buffers(&self) -> (usize, usize) {
-        let lent = self.lent.iter().filter(|lent| lent.strong_count() > 0).count();
+        let lent = self.lent.iter().filter(|(_, lent)| lent.strong_count() > 0).count();
         (self.live + lent, self.free.len())
     }
 
@@ -188,7 +188,7 @@ impl RegionStore {
 
     /// The number of buffers.
     fn total(&mut self) -> usize {
-        self.lent.retain(|lent| lent.strong_count() > 0);
+        self.lent.retain(|(_, lent)| lent.strong_count() > 0);
         self.live + self.lent.len()
     }
 
@@ -279,8 +279,15 @@ impl RegionStore {
         };
         self.live -= 1;
         let region = buffer.region.clone();
-        self.lent.push(Arc::downgrade(region.memory()));
+        self.lent.push((region.key(), Arc::downgrade(region.memory())));
         Ok(region)
+    }
+
+    /// The buffer of this key that [`Self::take_buffer`] gave, if it is still in use.
+    pub(crate) fn lent(&self, key: RegionKey) -> Option<Arc<VersionBuffer>> {
+        let (_, memory) = self.lent.iter().find(|(lent, _)| *lent == key)?;
+        let region = Region::new(memory.upgrade()?, key);
+        Some(Arc::new(VersionBuffer::new(region, self.layout.blocks(), VOID)))
     }
 
     /// Whether the next version has a buffer.
@@ -321,25 +328,27 @@ impl RegionStore {
         self.free.push(buffer);
     }
 
-    /// The memory for computing `version` from what is at hand elsewhere, with these optimizer `steps`, after
-    /// [`Self::prepare`] if its reducer keeps state.
+    /// The builder of `version`, with these optimizer `steps`, after [`Self::prepare`] if its reducer keeps state. The
+    /// version lies in the `written` buffer, which holds new values, or else in the next one.
     ///
     /// # Errors
     /// When there is no buffer for the version.
     pub(crate) fn next_version(
         &self,
         version: Version,
+        written: Option<Arc<VersionBuffer>>,
         steps: ByteSteps,
         check: bool,
     ) -> io::Result<VersionBuilder> {
-        let back = self.back.clone().ok_or_else(no_buffer)?;
+        let back = written.or_else(|| self.back.clone()).ok_or_else(no_buffer)?;
         let front = self.newest().ok_or_else(no_buffer)?;
         let mut shown = self.versions.values().map(|published| published.buffer.region.key());
         debug_assert!(shown.all(|key| key != back.region.key()), "a version is to be written");
         // Blocks that a dropped contribution left behind belong to no version. Their stamp may equal the new
         // version's number, also for an assignment.
         let newest = version.0 - 1;
-        for stamp in back.stamps.iter().chain(&self.state[1].stamps) {
+        let next = self.back.iter().flat_map(|next| &next.stamps);
+        for stamp in back.stamps.iter().chain(next).chain(&self.state[1].stamps) {
             if stamp.load(Ordering::Relaxed) > newest {
                 stamp.store(VOID, Ordering::Relaxed);
             }
@@ -357,9 +366,13 @@ impl RegionStore {
         })
     }
 
-    /// What [`Self::next_version`] gave is complete and becomes the newest.
+    /// The version of [`Self::next_version`] is complete, and becomes the newest.
     pub(crate) fn publish_next(&mut self, builder: &VersionBuilder) {
-        self.back = None;
+        let key = builder.back.region.key();
+        if self.back.take_if(|back| back.region.key() == key).is_none() {
+            self.lent.retain(|(lent, _)| *lent != key);
+            self.live += 1;
+        }
         let version = builder.version;
         for (stamp, changed) in builder.back.stamps.iter().zip(self.changed.iter()) {
             if stamp.load(Ordering::Relaxed) == version.0 {

@@ -709,7 +709,10 @@ pub enum Work {
     },
     /// The next version is this one with these blocks in place of its own. The sums of earlier plans stay for
     /// the version after it, and so does optimizer state.
-    Assign,
+    Assign {
+        /// The name of the client's buffer with the new values.
+        token: u64,
+    },
 }
 
 impl Work {
@@ -718,7 +721,7 @@ impl Work {
         match self {
             Work::Add { combine } => Some(*combine),
             Work::Reduce { step, .. } => Some(step.reducer.combine()),
-            Work::Assign => None,
+            Work::Assign { .. } => None,
         }
     }
 }

@@ -208,7 +208,7 @@ fn partly() -> impl Strategy<Value = PartlyWritten> {
 fn plan() -> impl Strategy<Value = Plan> {
     let work = prop_oneof![
         prop_oneof![Just(Combine::Sum), Just(Combine::Last)].prop_map(|combine| Work::Add { combine }),
-        Just(Work::Assign),
+        any::<u64>().prop_map(|token| Work::Assign { token }),
         (step(), vec((any::<u32>(), any::<u64>()), 0..4).prop_map(TensorSteps::from), any::<bool>())
             .prop_map(|(step, tensors, fresh_state)| Work::Reduce { step, tensors, fresh_state })
     ];

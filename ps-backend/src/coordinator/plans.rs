@@ -315,7 +315,7 @@ impl CoordinatorCore {
                         blocks: self.block_set(&buffer.weights).unwrap_or_default(),
                         partly: PartlyWritten::default(),
                     };
-                    (Kind::Assign, vec![sender], Work::Assign)
+                    (Kind::Assign, vec![sender], Work::Assign { token: buffer.name })
                 }
             },
             _ => return None,

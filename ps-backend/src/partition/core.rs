@@ -37,7 +37,7 @@ impl From<&Work> for Kind {
         match work {
             Work::Add { .. } => Kind::Add,
             Work::Reduce { .. } => Kind::Reduce,
-            Work::Assign => Kind::Assign,
+            Work::Assign { .. } => Kind::Assign,
         }
     }
 }

@@ -23,8 +23,8 @@ use std::sync::atomic::{AtomicU8, Ordering, fence};
 use std::sync::{Arc, Weak};
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::Region;
 use libmodelio::transport::tally::Tally;
+use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Combine, Reducer};
@@ -342,19 +342,22 @@ impl PartitionStore {
         if !matches!(work, Work::Add { .. }) && !inner.store.recycle(retain, max) {
             return Err(PartitionError::NoBuffer { max });
         }
-        let partition = &self.shared.partition;
-        let steps = match &work {
+        let (partition, next) = (&self.shared.partition, newest.next());
+        let builder = match &work {
             Work::Add { .. } => None,
             Work::Reduce { step, tensors, fresh_state } => {
                 inner.store.prepare(step.reducer, *fresh_state)?;
-                Some(ByteSteps::of_partition(partition, tensors))
+                let steps = ByteSteps::of_partition(partition, tensors);
+                Some(inner.store.next_version(next, None, steps, check)?)
             }
-            Work::Assign => {
+            // New weights that lie in a buffer of this store stay where they are.
+            Work::Assign { token } => {
+                let written = inner.store.lent(RegionKey(*token));
                 let all = TensorSteps::uniform(partition.tensor_ends().len(), 1);
-                Some(ByteSteps::of_partition(partition, &all))
+                let steps = ByteSteps::of_partition(partition, &all);
+                Some(inner.store.next_version(next, written, steps, check)?)
             }
         };
-        let builder = steps.map(|steps| inner.store.next_version(newest.next(), steps, check)).transpose()?;
         if work.combine().is_some_and(Combine::replaces) {
             self.shared.sums.keep_raw();
         }
@@ -402,7 +405,7 @@ impl PartitionStore {
         match work {
             Work::Add { .. } => true,
             Work::Reduce { step, fresh_state, .. } => inner.store.is_prepared(step.reducer, *fresh_state),
-            Work::Assign => inner.store.has_buffer(),
+            Work::Assign { .. } => inner.store.has_buffer(),
         }
     }
 

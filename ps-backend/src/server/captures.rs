@@ -205,7 +205,7 @@ mod tests {
     }
 
     fn begins(store: &PartitionStore) -> bool {
-        match store.begin(Version(0), libmodelio::wire::Work::Assign, false) {
+        match store.begin(Version(0), libmodelio::wire::Work::Assign { token: 0 }, false) {
             Ok(job) => {
                 job.give_up();
                 true

@@ -1,6 +1,7 @@
 //! Versions as readers see them: whole, immutable while they are held, gone when nobody wants them.
 
 use libmodelio::client::Event;
+use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
 
 use crate::common::{Job, decode, encode, floats_layout, gradient};
@@ -116,4 +117,48 @@ fn listeners_get_every_version_and_may_call_back() {
     let learner = job.join("a");
     learner.contribute(&encode(&job.layout, 0, |_| 1.0)).unwrap();
     assert_eq!(receiver.recv().unwrap(), (Event::Published(Version(1)), Some(Version(1))));
+}
+
+#[test]
+fn new_weights_are_shown_where_they_were_written() {
+    let job = Job::new(&[("reducer", "assign"), ("nonfinite", "reject")]);
+    let other = Job::new(&[("reducer", "assign"), ("nonfinite", "reject")]);
+    let (learner, another) = (job.join("a"), other.join("a"));
+    for round in 0..8 {
+        let (data, mut expected) = (gradient(&job.layout, round), job.weights());
+        // Every other time only a tensor is written, which neither begins nor ends with a block.
+        let tensor = job.layout.tensors()[1].bytes.clone();
+        let written = if round % 2 == 0 { 0..job.size() } else { tensor.start as usize..tensor.end as usize };
+        expected[written.clone()].copy_from_slice(&data[written.clone()]);
+        let buffer = job.shard.allocate().unwrap();
+        let key = buffer.key();
+        // SAFETY: nobody else has the buffer before it is published.
+        unsafe { buffer.memory().write(written.start, &data[written.clone()]) };
+        job.assign(buffer, &[written.start as u64..written.end as u64]).unwrap();
+        assert_eq!(job.shard.get(job.shard.version()).unwrap().region.key(), key);
+        assert!(job.weights() == expected, "round {round}");
+        // Masters are those of a job whose learner contributes the same.
+        another.write(written.start, &data[written.clone()]).unwrap();
+        another.commit().unwrap();
+        assert!(other.weights() == expected);
+        if round == 5 {
+            [&job, &other].map(|job| job.set("reducer", "sgd"));
+            let step = gradient(&job.layout, 99);
+            learner.contribute(&step).unwrap();
+            another.contribute(&step).unwrap();
+            assert!(job.weights() == other.weights(), "the masters differ");
+            [&job, &other].map(|job| job.set("reducer", "assign"));
+        }
+        let existing = job.shard.status().buffers.0;
+        assert!(existing <= 5, "{existing}");
+    }
+    // A value that is refused leaves the version before.
+    let (before, size) = (job.shard.version(), job.size() as u64);
+    let buffer = job.shard.allocate().unwrap();
+    let nan = encode(&job.layout, 0, |i| if i == 7 { f32::NAN } else { 1.0 });
+    // SAFETY: as above.
+    unsafe { buffer.memory().write(0, &nan) };
+    let refused = job.assign(buffer, &[0..size]);
+    assert!(matches!(refused, Err(ShardError::NonFinite(_))), "{refused:?}");
+    assert_eq!(job.shard.version(), before);
 }

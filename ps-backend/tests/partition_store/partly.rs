@@ -133,7 +133,7 @@ impl Bench {
     fn assign(&mut self) {
         let plan = Plan { sources: vec![(2, None)], dropped: false, in_place: false };
         let sent = self.sent(&plan);
-        let job = self.store.begin(self.version, Work::Assign, true).unwrap();
+        let job = self.store.begin(self.version, Work::Assign { token: 0 }, true).unwrap();
         for block in (0..self.layout.blocks()).map(BlockId) {
             let new = sent.iter().flatten().find(|sent| sent.block == block);
             assert!(job.finish(block, new.map(|sent| Payload::Plain(&sent.bytes))).unwrap());
@@ -237,7 +237,7 @@ fn masters_stay(publishes: bool) {
     (0..4).for_each(|base| make(base, Reducer::Sum, &small, None));
     let is_new = |i: usize| (4..8).contains(&i);
     if publishes {
-        let job = store.begin(Version(4), Work::Assign, true).unwrap();
+        let job = store.begin(Version(4), Work::Assign { token: 0 }, true).unwrap();
         let values = encode(&layout, 0, |i| if is_new(i) { 5.0 } else { 1.0 });
         assert!(job.finish(BlockId(0), Some(Payload::Plain(&values))).unwrap());
         store.conclude(&job).unwrap();

@@ -194,7 +194,7 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
             while (taken < 200 || refused < 200) && Instant::now() < until {
                 let base = store.newest().unwrap().version();
                 let work = match reducer {
-                    None => Work::Assign,
+                    None => Work::Assign { token: 0 },
                     Some(reducer) => {
                         let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
                         reduces_all(&store, step, true)

@@ -180,7 +180,8 @@ impl Play {
         self.value += 1.0;
         match step {
             Move::Begin { assigns } => {
-                let work = if assigns { Work::Assign } else { reduces(&self.store, newest.0 + 1) };
+                let work =
+                    if assigns { Work::Assign { token: 0 } } else { reduces(&self.store, newest.0 + 1) };
                 match self.store.begin(newest, work, false) {
                     Ok(job) => self.job = Some(job),
                     Err(error) => assert!(error.is_transient(), "{error}"),

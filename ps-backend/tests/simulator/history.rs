@@ -385,7 +385,7 @@ impl History {
         };
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
         match &planned.work {
-            Work::Assign => self.check_assigned(version, &before, &after),
+            Work::Assign { .. } => self.check_assigned(version, &before, &after),
             Work::Reduce { step, fresh_state, .. } => {
                 let step = step.clone();
                 let anew = (*fresh_state, planned.may_begin_anew);

@@ -162,7 +162,7 @@ impl Shard {
             Some(Work::Reduce { .. }) => {
                 self.step.as_ref().is_some_and(|(reducer, ..)| *reducer == Reducer::Assign)
             }
-            Some(Work::Assign) | None => true,
+            Some(Work::Assign { .. }) | None => true,
         }
     }
 
@@ -249,7 +249,7 @@ impl World {
                 Action::Begin(plan) => {
                     let shard = &mut self.shards[partition];
                     if let Some(plan) = shard.starting.take() {
-                        let writes = matches!(plan.work, Work::Assign);
+                        let writes = matches!(plan.work, Work::Assign { .. });
                         (shard.step, shard.plan) = (step(&plan), Some(plan));
                         if !writes {
                             shard.values = shard.replaces();

@@ -100,7 +100,7 @@ fn new_weights_wait_while_a_job_is_held() {
     bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000 });
     assert!(bench.sent_to_partition().is_empty());
     release(&mut bench);
-    assert_eq!(bench.started().work, Work::Assign);
+    assert_eq!(bench.started().work, Work::Assign { token: 7 });
 }
 
 #[test]

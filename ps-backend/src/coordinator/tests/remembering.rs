@@ -38,7 +38,7 @@ fn taken_over(bench: &mut Bench) -> Bench {
 fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_nothing_twice() {
     let mut bench = Bench::new();
     bench.client(A, 2, assign(7));
-    assert_eq!(shard_works_once(&mut bench), Work::Assign);
+    assert_eq!(shard_works_once(&mut bench), Work::Assign { token: 7 });
     bench.client(A, 3, Message::Join { name: "late".into() });
     let answers = answers(&mut bench);
     assert_eq!(answers[0], (2, Message::Done));
@@ -56,7 +56,7 @@ fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_not
 fn given_up() -> Bench {
     let mut bench = Bench::new();
     bench.client(A, 2, assign(7));
-    assert_eq!(shard_works_once(&mut bench), Work::Assign);
+    assert_eq!(shard_works_once(&mut bench), Work::Assign { token: 7 });
     let lease = bench.coordinator.job().controls().lease;
     bench.coordinator.client_alive(B, bench.now + lease);
     bench.pass(lease);

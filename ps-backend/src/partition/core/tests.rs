@@ -47,7 +47,7 @@ impl Bench {
             Kind::Reduce => {
                 Work::Reduce { step: Default::default(), tensors: Default::default(), fresh_state: false }
             }
-            Kind::Assign => Work::Assign,
+            Kind::Assign => Work::Assign { token: 0 },
         };
         Plan { id, work, base: Version(4), sources, ordered: false }
     }

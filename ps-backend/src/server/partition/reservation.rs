@@ -345,7 +345,7 @@ impl Reservation {
             }
         };
         // New weights lie in memory that is not written again.
-        let stands = *job.work() == Work::Assign || (stands() && all_stand);
+        let stands = matches!(job.work(), Work::Assign { .. }) || (stands() && all_stand);
         drop(job);
         let Push { plan, block, .. } = self.push;
         let (pushed, outcome) = match bad {
