@@ -527,7 +527,7 @@ AT_ONCE = 4
 FLOODS = {
     "status": ("admin", ("Status",), 0, 33 * MIB),
     "fetch": ("admin", ("Fetch", "generation", "epoch", "version", 0, b"\0"), 0, 33 * MIB),
-    "move": ("admin", ("Move", "m", "generation", 999, 60_000), 4, 16 * MIB),
+    "move": ("admin", ("Move", "m", "generation", 999, 60_000), 1, 16 * MIB),
     "abandon": ("admin", ("Abandon", "generation", 1), 128, 16 * MIB),
     "create": ("admin", ("Create",), 64, 65 * MIB),
     "ping": ("data", ("Ping",), 0, 33 * MIB),

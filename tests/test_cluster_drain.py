@@ -91,30 +91,91 @@ def other_than(one, *shards):
     return next(shard for shard in one.shards if shard not in shards)
 
 
-def test_a_drained_shard_can_be_stopped_and_nothing_is_lost(apart):
-    """Weights and optimizer state go on as if nothing had been."""
+def moving(one, coordinator):
+    """How far the move is, as the coordinator says."""
+    return one.partition(coordinator, "m")["coordinator"]["moving"]
+
+
+def at_put(one, act):
+    """`act` is given the first "put" of a new map to the registry, and each "answer" over that connection. What it returns
+    goes on."""
+    put, hit = bytes([MESSAGES["Registry"], REGISTRY["Put"]]), []
+
+    def rule(connection, direction, data):
+        if direction == "up" and not hit and data[HEADER_BYTES : HEADER_BYTES + 2] == put:
+            hit.append(connection)
+            return act("put", data)
+        return act("answer", data) if direction == "down" and connection in hit else data
+
+    one.way.rule = rule
+
+
+def half_a_step(one, **settings):
+    """The mount of a job of which `quick` has committed its step, and `slow` has not."""
+    model(one, learners=2, reducer="sum", lease=0, **settings)
+    mount = one.mount()
+    mount.join("quick"), mount.join("slow")
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
+    return mount
+
+
+@contextmanager
+def held_up(one, **settings):
+    """A job of which `quick` has committed its step, and `slow` has not; and its mount."""
+    mount = half_a_step(one, **settings)
+    yield mount
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
+    assert (shown(mount, "slow") == 2).all() and (shown(mount, "quick") == 2).all(), "the job goes on where it is"
+    assert mount.stop() == 0
+
+
+@contextmanager
+def draining(one, shard, *args):
+    """`gradfs drain` as it waits for the step under way."""
+    coordinator = coordinator_shard(one)
+    words = [gradfs_binary(), "drain", shard.address, *args, "--registry", one.registry]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(list(map(str, words)), text=True, **pipes) as command:
+        try:
+            eventually(lambda: (moving(one, coordinator) or {}).get("stage") == "waiting for the step")
+            yield command
+        finally:
+            command.kill()
+
+
+def marked(one):
+    return [shard["draining"] for shard in one.status()["shards"]]
+
+
+def adopting(one):
+    return [one.ask(shard)["adopting"] for shard in one.shards]
+
+
+@pytest.mark.parametrize("which", ["other", "coordinator", "replaced"])
+def test_a_drained_shard_can_be_stopped_and_nothing_is_lost(apart, which):
+    """Weights and optimizer state go on as if nothing had been. Whoever stays while another one takes the place keeps
+    what it has, in the memory that it has."""
     quiet, one = model(apart(3)), model(apart(3))
     assert (train(one, 3) == train(quiet, 3)).all()
-    gone = other_than(one, coordinator_shard(one))
+    coordinator = coordinator_shard(one)
+    contributions = one.coordinator("m")["contributions"]
+    gone = coordinator if which == "coordinator" else other_than(one, coordinator)
+    before = {shard: one.partition(shard, "m") for shard in one.shards}
+    new = one.add_shard() if which == "replaced" else None
     drain(one, gone)
+    if new:
+        assert one.partition(new, "m")["blocks"] == before[gone]["blocks"]
+        stay = [shard for shard in before if shard is not gone]
+        assert all(one.partition(shard, "m")["memory_bytes"] == before[shard]["memory_bytes"] for shard in stay)
+    one._peers.clear()
     assert gone.stop() == 0
+    assert (coordinator_shard(one) is coordinator) == (which != "coordinator")
+    assert one.coordinator("m")["contributions"] == contributions
     assert (train(one, 3, at=3) == train(quiet, 3, at=3)).all()
     status = one.status()
     assert [shard["address"] for shard in status["shards"]] == [s.address for s in one.shards if s is not gone]
     assert sum(shard["models"][0]["blocks"] for shard in status["shards"]) == 10
     assert epochs(one) == {"m": {2}}
-
-
-def test_a_coordinator_that_is_drained_hands_the_job_over(apart):
-    quiet, one = model(apart(3)), model(apart(3))
-    assert (train(one, 3) == train(quiet, 3)).all()
-    coordinator = coordinator_shard(one)
-    contributions = one.coordinator("m")["contributions"]
-    drain(one, coordinator)
-    one._peers.clear()
-    assert coordinator.stop() == 0
-    assert coordinator_shard(one) is not coordinator and one.coordinator("m")["contributions"] == contributions
-    assert (train(one, 3, at=3) == train(quiet, 3, at=3)).all()
 
 
 def test_optimizer_steps_of_tensors_move_with_the_model(apart, tmp_path):
@@ -139,21 +200,6 @@ def test_optimizer_steps_of_tensors_move_with_the_model(apart, tmp_path):
     one._peers.clear()
     assert coordinator.stop() == 0
     assert steps(one, "acb") == steps(quiet, "acb")
-
-
-def test_another_shard_takes_the_place_of_a_drained_one(apart):
-    """Whoever stays keeps what it has, in the memory that it has."""
-    one = model(apart(2))
-    before = train(one, 2)
-    stays, gone = one.shards
-    if coordinator_shard(one) is gone:
-        stays, gone = gone, stays
-    memory = one.partition(stays, "m")["memory_bytes"]
-    new = one.add_shard()
-    drain(one, gone)
-    assert one.partition(stays, "m")["memory_bytes"] == memory and one.partition(new, "m")["blocks"] == 5
-    mount = one.mount()
-    assert (shown(mount) == before).all()
 
 
 def test_all_models_of_a_shard_move_and_it_takes_no_more(apart):
@@ -189,18 +235,12 @@ def test_without_another_shard_nothing_moves(cluster):
 
 
 def test_a_step_that_does_not_end_is_said_with_who_holds_it_up(apart):
-    one = model(apart(2), learners=2, reducer="sum", lease=0)
-    mount = one.mount()
-    mount.join("quick"), mount.join("slow")
-    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
-    eventually(lambda: one.coordinator("m")["contributions"] == 0)
-    with takes(1, 6):
-        done = one.run("drain", one.shards[1].address, "--timeout", 1)
-    assert done.returncode == 1 and "waits for the learner(s) slow" in done.stderr, done.stderr
-    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
-    assert (shown(mount, "slow") == 2).all(), "the job goes on where it is"
+    one = apart(2)
+    with held_up(one):
+        with takes(1, 6):
+            done = one.run("drain", one.shards[1].address, "--timeout", 1)
+        assert done.returncode == 1 and "waits for the learner(s) slow" in done.stderr, done.stderr
     assert epochs(one) == {"m": {1}}
-    assert mount.stop() == 0
     drain(one, one.shards[1])
 
 
@@ -245,19 +285,14 @@ def test_a_registry_whose_answer_is_lost_is_asked_until_it_says(apart, lost):
     one = apart(3, proxied=True)
     model(one, reducer="sum")
     before = train(one, 2)
-    put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
     seen = threading.Event()
-    hit = []
 
-    def rule(connection, direction, data):
-        if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put and not seen.is_set():
-            hit.append(connection)
-            seen.set()
-            return None if lost == "request" else data
+    def act(what, data):
         # The answer never comes, nor does anything else for a while.
-        return None if direction == "down" and connection in hit else data
+        seen.set()
+        return data if (what, lost) == ("put", "answer") else None
 
-    one.way.rule = rule
+    at_put(one, act)
     gone = other_than(one, coordinator_shard(one))
     with ThreadPoolExecutor() as pool:
         drains = pool.submit(one.run, "drain", gone.address, timeout=60)
@@ -297,21 +332,14 @@ def test_a_registry_that_is_gone_when_all_is_moved_leaves_the_job_where_it_is(ap
     """All blocks are there, and the coordinator's state is handed over: it goes on where it was, with the clients that it
     has."""
     one = apart(3, proxied=True)
-    model(one, learners=2, reducer="sum", lease=0)
-    mount = one.mount()
-    mount.join("quick"), mount.join("slow")
-    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
-    coordinator = coordinator_shard(one)
-    gone = other_than(one, coordinator)
-    with ThreadPoolExecutor() as pool:
-        drains = pool.submit(one.run, "drain", gone.address, timeout=60)
-        stage = lambda: (one.partition(coordinator, "m")["coordinator"]["moving"] or {}).get("stage")
-        eventually(lambda: stage() == "waiting for the step")
+    mount = half_a_step(one)
+    gone = other_than(one, coordinator_shard(one))
+    with draining(one, gone) as command:
         there, one.way.target = one.way.target, "127.0.0.1:1"
         one.way.reset()
         mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
-        done = drains.result(60)
-    assert done.returncode == 1 and "registry" in done.stderr, done.stderr
+        _, err = command.communicate(timeout=60)
+    assert command.returncode == 1 and "registry" in err, err
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: mount.contribute(np.ones(ELEMENTS, "<f4"), learner=name), ("quick", "slow")))
     assert (array(mount.place("quick") / "weights") == 4).all()
@@ -329,17 +357,16 @@ def test_a_shard_that_stops_answering_after_the_switch_is_told_when_it_does(apar
     one = apart(3, proxied=True)
     model(one, reducer="sum")
     before = train(one, 2)
-    put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
     coordinator = coordinator_shard(one)
     gone = other_than(one, coordinator)
     new = other_than(one, coordinator, gone)
 
-    def rule(connection, direction, data):
-        if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put:
+    def act(what, data):
+        if what == "put":
             new.pause()
         return data
 
-    one.way.rule = rule
+    at_put(one, act)
     with ThreadPoolExecutor() as pool:
         drains = pool.submit(one.run, "drain", gone.address, timeout=60)
         eventually(lambda: one.ask(coordinator)["models"][0]["epoch"] == 2, deadline=20)
@@ -358,21 +385,15 @@ def test_a_new_owner_that_nobody_tells_asks_the_registry(apart):
     one = apart(3, proxied=True)
     model(one, reducer="sum")
     before = train(one, 2)
-    put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
     coordinator = coordinator_shard(one)
 
-    hit = []
+    def act(what, data):
+        if what == "put":
+            return data
+        # The registry has the new map; nobody else knows.
+        coordinator.kill()
 
-    def rule(connection, direction, data):
-        if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put:
-            hit.append(connection)
-        elif direction == "down" and connection in hit:
-            # The registry has the new map; nobody else knows.
-            coordinator.kill()
-            return None
-        return data
-
-    one.way.rule = rule
+    at_put(one, act)
     done = one.run("drain", coordinator.address, timeout=60)
     assert done.returncode in (0, 1)
     one._peers.clear()
@@ -416,42 +437,6 @@ def test_a_failed_drain_is_repeated_by_the_same_command(apart):
 
 
 # -- drains that are taken back
-
-
-@contextmanager
-def held_up(one, **settings):
-    """A job of which `quick` has committed its step, and `slow` has not; and its mount."""
-    model(one, learners=2, reducer="sum", lease=0, **settings)
-    mount = one.mount()
-    mount.join("quick"), mount.join("slow")
-    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
-    yield mount
-    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
-    assert (shown(mount, "slow") == 2).all() and (shown(mount, "quick") == 2).all(), "the job goes on where it is"
-    assert mount.stop() == 0
-
-
-@contextmanager
-def draining(one, shard, *args):
-    """`gradfs drain` as it waits for the step under way."""
-    coordinator = coordinator_shard(one)
-    words = [gradfs_binary(), "drain", shard.address, *args, "--registry", one.registry]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(list(map(str, words)), text=True, **pipes) as command:
-        try:
-            stage = lambda: (one.partition(coordinator, "m")["coordinator"]["moving"] or {}).get("stage")
-            eventually(lambda: stage() == "waiting for the step")
-            yield command
-        finally:
-            command.kill()
-
-
-def marked(one):
-    return [shard["draining"] for shard in one.status()["shards"]]
-
-
-def adopting(one):
-    return [one.ask(shard)["adopting"] for shard in one.shards]
 
 
 def test_a_drain_that_fails_before_anything_moved_leaves_no_mark(cluster):
@@ -517,10 +502,7 @@ def test_an_interrupted_drain_stops_what_it_moves(apart, number):
 
 def test_a_model_that_is_deleted_while_it_moves_is_not_said_to_have_moved(apart):
     one = apart(3)
-    model(one, learners=2, reducer="sum", lease=0)
-    mount = one.mount()
-    mount.join("quick"), mount.join("slow")
-    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
+    mount = half_a_step(one)
     gone = other_than(one, coordinator_shard(one))
     with draining(one, gone) as command:
         assert one.run("delete", "m").returncode == 0
@@ -587,23 +569,18 @@ def test_a_model_whose_block_map_is_too_long_to_be_told_stays(apart, tmp_path):
 
 
 def test_status_tells_of_a_move(apart):
-    one = model(apart(2), learners=2, reducer="sum", lease=0)
-    mount = one.mount()
-    mount.join("quick"), mount.join("slow")
-    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
+    one = apart(2)
+    mount = half_a_step(one)
     coordinator = coordinator_shard(one)
     gone = other_than(one, coordinator)
-    with ThreadPoolExecutor() as pool:
-        drains = pool.submit(one.run, "drain", gone.address, timeout=60)
-        moving = eventually(lambda: one.partition(coordinator, "m")["coordinator"]["moving"])
-        assert moving["off"] == gone.number
-        eventually(lambda: one.partition(coordinator, "m")["coordinator"]["moving"]["stage"] == "waiting for the step")
+    with draining(one, gone) as command:
+        assert moving(one, coordinator)["off"] == gone.number
         said = one.run("status").stdout
         assert f"moves off shard {gone.number}: waiting for the step" in said and "draining" in said, said
         mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
         mount.stop()
-        assert drains.result(60).returncode == 0
-    eventually(lambda: one.partition(coordinator, "m")["coordinator"]["moving"] is None)
+        assert command.wait(60) == 0
+    assert moving(one, coordinator) is None
 
 
 # -- mounts that live through it

@@ -34,7 +34,7 @@ REFUSALS = {number: name for name, number in _numbers("refusal").items()}
 REFUSAL_FIELDS = {
     "Protocol": "uu", "NoModel": "s", "Generation": "suu", "Exists": "s", "Epoch": "uu", "NotMine": "u",
     "NoVersion": "uu", "Role": "s", "Control": "s", "Other": "s", "Frame": "sss",
-    "Deleted": "s", "NumberTaken": "us", "NoRdma": "s", "Plan": "uu",
+    "Deleted": "s", "NumberTaken": "us", "NoRdma": "s", "Plan": "uu", "Moving": "u",
 }
 SHARD_REFUSALS = [
     ("unknown learner", "u"), ("name taken", "s"), ("too many learners", "u"), ("step out of order", "uu"),

@@ -15,7 +15,7 @@ use super::interrupt::Interrupt;
 use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
-use coordinators::{ask_coordinator, status_of, stop_move};
+use coordinators::{Unmoved, status_of, stop_move};
 
 /// The pause before a request is repeated that another move, or a change of the coordinator, has prevented.
 const AGAIN: Duration = Duration::from_millis(300);
@@ -50,7 +50,8 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
         }
     }
     println!("gradfs: shard {} at {} takes no more models", shard.shard, shard.address);
-    let then = match serves_registry(shard) {
+    let serves_registry = status_of(&shard.address).is_some_and(|status| status["registry"] == "here");
+    let then = match serves_registry {
         true => "but it is the registry, too, and has to stay for that",
         false => "it can be stopped",
     };
@@ -150,12 +151,12 @@ impl Drain<'_> {
         // The outcome of a requested move is unknown.
         let unknown = |error| Failure { error: registry_error(&self.config.registry, error), undo: false };
         loop {
-            let asked = ask_coordinator(self.config, self.table, shard, &record, until, &self.interrupt);
-            let asked = asked.map_err(|error| self.registry_failed(error))?;
+            let asked = self.ask_coordinator(&record, until);
+            let is_late = || Instant::now() >= until;
             let now = match self.table.model(&name, deadline()) {
                 Ok(now) if now.generation == record.generation => now,
                 Ok(_) | Err(RegistryError::NoModel(_)) => {
-                    if self.is_deleted(&record).map_err(unknown)? || Instant::now() >= until {
+                    if self.is_deleted(&record).map_err(unknown)? || is_late() {
                         return Ok(Left::Deleted);
                     }
                     // The registry was started anew: it hears of the model again.
@@ -165,16 +166,16 @@ impl Drain<'_> {
                 Err(error) => return Err(unknown(error)),
             };
             if !owns(&now, shard) {
-                if let Err(why) = asked {
+                if let Err(Unmoved { why, .. }) = asked {
                     eprintln!("gradfs: {name} has moved, but: {why}");
                 }
                 return Ok(Left::Moved);
             }
-            let life = |record: &ModelRecord| (record.epoch, record.ready);
             // Somebody else moves it, or it is still being made: that passes.
-            let passes = life(&now) != life(&record) || !now.ready;
-            let why = asked.err().unwrap_or_else(|| "the registry says that it is still there".into());
-            if !passes || Instant::now() >= until || self.interrupt.why().is_some() {
+            let changes = (now.epoch, now.ready) != (record.epoch, record.ready) || !now.ready;
+            let still_there = || Unmoved::from("the registry says that it is still there".to_owned());
+            let Unmoved { why, passes } = asked.err().unwrap_or_else(still_there);
+            if !(passes || changes) || is_late() || self.interrupt.why().is_some() {
                 let why =
                     format!("{name} cannot be moved off shard {} at {}: {why}", shard.shard, shard.address);
                 return Err(Error::new(why).into());
@@ -202,7 +203,7 @@ fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> 
     println!("gradfs: shard {} at {} takes models{was}", shard.shard, shard.address);
     let mut unstopped = Vec::new();
     for record in models_on(table, shard).map_err(failed)? {
-        if let Err(why) = stop_move(table, shard, &record).map_err(failed)? {
+        if let Err(why) = stop_move(table, shard, &record) {
             unstopped.push(format!("{}: {why}", record.name));
         }
     }
@@ -210,16 +211,12 @@ fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> 
         models_on(table, shard).map_err(failed)?.into_iter().map(|record| record.name).collect();
     println!("gradfs: {} model(s) have blocks there{}", stay.len(), named(&stay));
     let status = status_of(&shard.address).unwrap_or_default();
-    let left = status["left"].as_array().cloned().unwrap_or_default();
+    let left: Vec<String> = serde_json::from_value(status["left"].clone()).unwrap_or_default();
     let there = table.models(deadline()).map_err(failed)?;
-    let left: Vec<String> = left.iter().filter_map(|name| name.as_str().map(str::to_owned)).collect();
     let left: Vec<String> = left.into_iter().filter(|name| there.contains(name)).collect();
     if !left.is_empty() {
-        println!(
-            "gradfs: {} model(s) have moved off it, and stay where they are{}",
-            left.len(),
-            named(&left)
-        );
+        let count = left.len();
+        println!("gradfs: {count} model(s) have moved off it, and stay where they are{}", named(&left));
     }
     if unstopped.is_empty() {
         return Ok(());
@@ -245,23 +242,19 @@ fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardReco
             return Ok(false);
         }
         if Instant::now() >= until {
-            let ShardRecord { shard, address, .. } = shard;
-            let Some(names) = names else {
-                let what = format!(
-                    "shard {shard} at {address} does not answer, and may have blocks of models still"
-                );
-                return Err(Error::new(what).hint(
+            let (what, hint) = match names {
+                None => (
+                    "does not answer, and may have blocks of models still".to_owned(),
                     "the registry knows of none, but may have been started anew: run the command again when the shard \
                      answers",
-                ));
+                ),
+                Some(names) => (
+                    format!("has blocks of models that the registry does not know: {}", names.join(", ")),
+                    "do not stop it while they are used: the registry was started anew, and has not been told of them",
+                ),
             };
-            let names = names.join(", ");
-            let what = format!(
-                "shard {shard} at {address} has blocks of models that the registry does not know: {names}"
-            );
-            return Err(
-                Error::new(what).hint("do not stop it while they are used: the registry was started anew, and has not been told of them")
-            );
+            let ShardRecord { shard, address, .. } = shard;
+            return Err(Error::new(format!("shard {shard} at {address} {what}")).hint(hint));
         }
         std::thread::sleep(AGAIN);
     }
@@ -300,8 +293,4 @@ fn models_on(table: &impl Registry, shard: &ShardRecord) -> Result<Vec<ModelReco
 
 fn owns(record: &ModelRecord, shard: &ShardRecord) -> bool {
     record.owners.iter().any(|(owner, _)| *owner == shard.shard)
-}
-
-fn serves_registry(shard: &ShardRecord) -> bool {
-    status_of(&shard.address).is_some_and(|status| status["registry"] == "here")
 }

@@ -384,7 +384,8 @@ pub enum Message {
     /// Take the memory of a part under a new block map, beside what there is. The payload is a [`super::Adoption`].
     /// Answered by `Done`.
     Adopt,
-    /// Fill it with this version, from the shards that own the blocks. Answered by `Done` at once.
+    /// Fill it with this version, from the shards that own the blocks, and say how far it is. Answered by `Adopted` at
+    /// once, or by the refusal that ended it.
     Fill {
         /// The life of the model.
         generation: Generation,
@@ -394,13 +395,6 @@ pub enum Message {
         version: Version,
         /// The reducer whose optimizer state there is.
         reducer: Reducer,
-    },
-    /// How far is it? Answered by `Adopted`, or by the refusal that ended it.
-    Adopting {
-        /// The life of the model.
-        generation: Generation,
-        /// The number of the attempt.
-        attempt: u64,
     },
     /// The answer: the progress so far.
     Adopted {
@@ -843,5 +837,11 @@ pub enum Refusal {
         plan: PlanId,
         /// The newest one here.
         newest: PlanId,
+    },
+    /// Another move of the model is under way.
+    #[error("the model is being moved off shard {off}: when that is over, run the command again")]
+    Moving {
+        /// Off this shard.
+        off: ShardId,
     },
 }

@@ -115,6 +115,7 @@ fn refusal() -> impl Strategy<Value = Refusal> {
         text().prop_map(Refusal::NoRdma),
         (any::<u64>(), any::<u64>())
             .prop_map(|(plan, newest)| Refusal::Plan { plan: PlanId(plan), newest: PlanId(newest) }),
+        shard().prop_map(|off| Refusal::Moving { off }),
     ]
 }
 
@@ -431,9 +432,6 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
                 version,
                 reducer,
             })
-            .boxed(),
-        (id64(Generation), any::<u64>())
-            .prop_map(|(generation, attempt)| Message::Adopting { generation, attempt })
             .boxed(),
         any::<(u32, u32)>().prop_map(|(blocks, of)| Message::Adopted { blocks, of }).boxed(),
         (id64(Generation), id64(Epoch), id64(Version), block(), kept())

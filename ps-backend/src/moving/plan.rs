@@ -1,6 +1,7 @@
 //! The new places of a model's blocks when they move off a shard, and the orders to all shards. Nothing is
 //! asked or held yet: an impossible move is refused here.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use libmodelio::vocabulary::block_map::MapError;
@@ -23,6 +24,8 @@ pub struct Job<'a> {
 /// A move that can be carried out.
 #[derive(Clone, Debug)]
 pub struct Plan {
+    /// The number of the attempt: each of a model has a higher one than the one before.
+    pub attempt: u64,
     /// Off which shard.
     pub off: ShardId,
     /// The model as it is.
@@ -36,9 +39,9 @@ pub struct Plan {
     /// The time for which the job may stand still, unless the operator says otherwise.
     pub hold: Duration,
     /// The payload of `Adopt`.
-    pub adoption: Vec<u8>,
+    pub adoption: Arc<[u8]>,
     /// The payload of `Switch`.
-    pub moved: Vec<u8>,
+    pub moved: Arc<[u8]>,
 }
 
 /// The job may stand still for the commits' timeout divided by this.
@@ -46,7 +49,7 @@ const SHARE_OF_TIMEOUT: u32 = 2;
 
 impl Plan {
     /// The plan of a move, by the registry's record of `shards` and of the model; `None` if the shard has no
-    /// blocks. Each attempt of a model has a higher number than the one before.
+    /// blocks.
     ///
     /// # Errors
     /// The obstacle to the move, and the remedy.
@@ -117,15 +120,21 @@ impl Plan {
         };
         let moved = Moved { record: after.clone(), shards };
         Ok(Some(Plan {
+            attempt,
             off,
             hold: job.controls.timeout / SHARE_OF_TIMEOUT,
-            adoption: adoption.encode().map_err(untold)?,
-            moved: moved.encode().map_err(untold)?,
+            adoption: adoption.encode().map_err(untold)?.into(),
+            moved: moved.encode().map_err(untold)?.into(),
             before,
             after,
             owners,
             leaving,
         }))
+    }
+
+    /// All shards that have to do with it: those of the new map, and the one that is left.
+    pub fn shards(&self) -> impl Iterator<Item = &ShardRecord> {
+        self.owners.iter().chain([&self.leaving])
     }
 }
 

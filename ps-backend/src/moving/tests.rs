@@ -1,7 +1,10 @@
-//! A move step by step: the messages to each shard and their times, and the outcome of each fault.
+//! Moves with everything that can fail, one after the other: who is told what, and what becomes of the job.
+
+use std::collections::BTreeMap;
+
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::controls::Controls;
-use libmodelio::vocabulary::ids::Generation;
+use libmodelio::vocabulary::ids::{Epoch, Generation};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{ModelRecord, ShardRecord};
 
@@ -36,148 +39,236 @@ fn plan(off: u16) -> Plan {
     plan_of(off, record(), &shards).unwrap().unwrap()
 }
 
-/// A move, and its actions.
-struct Moving {
-    core: MoveCore,
-    now: Now,
-    sight: Sight,
-    told: Vec<(u64, u16, Tell)>,
-    other: Vec<Action>,
+/// What a mover has the edge do, besides what it only asks for.
+#[derive(Clone, Debug, PartialEq)]
+enum Did {
+    Tell(u16, &'static str),
+    Hold,
+    Freeze,
+    Release,
+    Put { restores: bool },
+    Warn(String),
+    Finish(Result<(), Refusal>),
 }
 
-impl Moving {
-    fn new(off: u16) -> Moving {
-        let mut actions = Vec::new();
-        let core = MoveCore::new(Arc::new(plan(off)), DEADLINE, None, Now::ZERO, &mut actions);
-        let sight = Sight { held_up_by: None, wanted: true, ends: false };
-        let mut moving = Moving { core, now: Now::ZERO, sight, told: Vec::new(), other: Vec::new() };
-        moving.take(actions);
-        moving
-    }
+/// An edge in a world in which all goes well, but for what a test changes.
+struct World {
+    now: Now,
+    did: Vec<Did>,
+    /// Stages, with their blocks.
+    shown: Vec<(&'static str, u32, u32)>,
+    /// What a shard answers to an order that it has been given so often before; without an answer it is silent.
+    shard: Box<dyn Fn(u16, &str, usize) -> Option<Result<Message, String>>>,
+    /// The step under way waits for somebody.
+    held_up_by: Option<String>,
+    /// From when on nobody wants the move any more.
+    unwanted: Option<(&'static str, Refusal)>,
+    puts: Vec<Result<(), PutError>>,
+    listed: Vec<u16>,
+    deleted: bool,
+    /// Bytes of the coordinator's state that were handed over.
+    handed: usize,
+    /// The process ends then.
+    ends: Now,
+}
 
-    fn take(&mut self, actions: Vec<Action>) {
-        for action in actions {
-            match action {
-                Action::Tell { number, shard, what, .. } => self.told.push((number, shard.0, what)),
-                other => self.other.push(other),
-            }
+fn done(what: &str, before: usize) -> Option<Result<Message, String>> {
+    let blocks = 7 + before.min(1) as u32;
+    Some(Ok(if what == "Fill" { Message::Adopted { blocks, of: 8 } } else { Message::Done }))
+}
+
+fn unknown() -> Result<(), PutError> {
+    Err(PutError::Unknown("cut off".into()))
+}
+
+fn refused(refusal: Refusal) -> Result<(), PutError> {
+    Err(PutError::Refused(refusal))
+}
+
+impl Default for World {
+    fn default() -> World {
+        World {
+            now: Now::ZERO,
+            did: Vec::new(),
+            shown: Vec::new(),
+            shard: Box::new(|_, what, before| done(what, before)),
+            held_up_by: None,
+            unwanted: None,
+            puts: vec![Ok(())],
+            listed: vec![1, 2, 3],
+            deleted: false,
+            handed: 0,
+            ends: Now::MAX,
         }
     }
+}
 
-    fn act(&mut self, f: impl FnOnce(&mut MoveCore, Now, &mut Vec<Action>)) {
-        let mut actions = Vec::new();
-        f(&mut self.core, self.now, &mut actions);
-        self.take(actions);
+impl Edge for World {
+    async fn now(&mut self) -> Now {
+        self.now
     }
 
-    fn tick(&mut self, after: Duration) {
-        self.now += after;
-        let sight = self.sight.clone();
-        self.act(|core, now, actions| core.tick(now, &sight, actions));
+    async fn pause(&mut self, time: Duration) -> Result<(), Ends> {
+        self.now += time;
+        if self.now < self.ends { Ok(()) } else { Err(Ends) }
     }
 
-    /// Checks the orders since the last time, with their shards, in order.
-    #[track_caller]
-    fn told(&mut self, expected: &[(u16, Tell)]) -> Vec<u64> {
-        let told: Vec<(u16, Tell)> = self.told.iter().map(|&(_, shard, what)| (shard, what)).collect();
-        assert_eq!(told, expected);
-        self.told.drain(..).map(|(number, ..)| number).collect()
+    async fn ask(&mut self, shards: &[ShardId], order: Order, within: Duration) -> Result<Answers, Ends> {
+        let (what, mut answers) = (order.message.name(), Answers::new());
+        if let Message::HandOver { at, of, .. } = order.message {
+            assert_eq!((at as usize, of as usize), (self.handed, PIECE + 1));
+            self.handed += order.payload.len();
+        }
+        for &shard in shards {
+            let tell = Did::Tell(shard.0, what);
+            let before = self.did.iter().filter(|did| **did == tell).count();
+            self.did.push(tell);
+            answers.extend((self.shard)(shard.0, what, before).map(|answer| (shard, answer)));
+        }
+        let fails = order.is_step && answers.iter().any(|(_, answer)| answer.is_err());
+        if answers.len() < shards.len() && !fails {
+            self.now += within;
+        }
+        Ok(answers)
     }
 
-    #[track_caller]
-    fn wants(&mut self, expected: &[Action]) {
-        assert_eq!(std::mem::take(&mut self.other), expected);
+    fn show(&mut self, progress: Progress) {
+        self.shown.push((progress.stage, progress.blocks, progress.of));
     }
 
-    fn answer(&mut self, numbers: Vec<u64>, told: Told) {
-        for number in numbers {
-            self.act(|core, now, actions| core.answered(number, Ok(told), now, actions));
+    async fn unwanted(&mut self) -> Option<Refusal> {
+        self.unwanted
+            .clone()
+            .filter(|(since, _)| self.shown.iter().any(|(stage, ..)| stage == since))
+            .map(|(_, why)| why)
+    }
+
+    fn hold(&mut self) {
+        self.did.push(Did::Hold);
+    }
+
+    async fn held(&mut self) -> Result<(Version, Reducer), String> {
+        self.held_up_by.clone().map_or(Ok((Version(3), Reducer::Sum)), Err)
+    }
+
+    async fn freeze(&mut self) -> Result<(Vec<u8>, Now), String> {
+        self.did.push(Did::Freeze);
+        Ok((vec![0; PIECE + 1], self.now))
+    }
+
+    fn release(&mut self) {
+        self.did.push(Did::Release);
+    }
+
+    async fn put(&mut self, restores: bool) -> Result<(), PutError> {
+        self.did.push(Did::Put { restores });
+        if self.puts.len() > 1 { self.puts.remove(0) } else { self.puts[0].clone() }
+    }
+
+    async fn look(&mut self) -> Result<Option<BTreeSet<ShardId>>, Refusal> {
+        let listed = self.listed.iter().map(|&shard| ShardId(shard)).collect();
+        if self.deleted { Err(Refusal::NoModel("m".into())) } else { Ok(Some(listed)) }
+    }
+
+    fn warn(&mut self, what: String) {
+        self.did.push(Did::Warn(what));
+    }
+
+    fn finish(&mut self, outcome: Result<(), Refusal>) {
+        if self.outcome().is_none() {
+            self.did.push(Did::Finish(outcome));
         }
     }
+}
 
-    fn silence(&mut self, number: u64) {
-        self.act(|core, now, actions| core.answered(number, Err("no answer".into()), now, actions));
+impl World {
+    fn outcome(&self) -> Option<&Result<(), Refusal>> {
+        self.did.iter().find_map(|did| match did {
+            Did::Finish(outcome) => Some(outcome),
+            _ => None,
+        })
     }
 
-    /// All up to the question to the registry; shards of the new map are `a` and `b`, and `coordinator` coordinates.
+    fn has(&self, did: &Did) -> bool {
+        self.did.contains(did)
+    }
+
+    /// Moves the model off a shard.
+    fn run(mut self, off: u16) -> World {
+        run(&mut self, &plan(off), DEADLINE, None);
+        self
+    }
+
+    /// Moves it off shard 2, which comes to nothing, for a reason of these words: the job goes on, and new owners forget
+    /// their blocks.
     #[track_caller]
-    fn prepare(&mut self, [a, b]: [u16; 2], coordinator: u16) {
-        let both = |what| [(a, what), (b, what)];
-        let numbers = self.told(&both(Tell::Adopt));
-        self.answer(numbers, Told::Done);
-        self.wants(&[Action::Hold]);
-        self.tick(CHECK_INTERVAL);
-        let numbers = self.told(&both(Tell::Fill));
-        self.answer(numbers, Told::Done);
-        self.tick(CHECK_INTERVAL);
-        let numbers = self.told(&both(Tell::Adopting));
-        self.answer(numbers, Told::Adopted { blocks: 7, of: 8 });
-        assert_eq!(
-            self.core.progress(),
-            Progress { stage: "moving blocks", blocks: 14, of: 16, off: self.core.plan().off }
-        );
-        self.tick(POLL);
-        let numbers = self.told(&both(Tell::Adopting));
-        self.answer(numbers, Told::Adopted { blocks: 8, of: 8 });
-        self.wants(&[Action::Freeze]);
-        self.act(|core, now, actions| core.frozen(Ok(PIECE + 1), now, actions));
-        let numbers = self.told(&[(coordinator, Tell::HandOver { at: 0 })]);
-        self.answer(numbers, Told::Done);
-        let numbers = self.told(&[(coordinator, Tell::HandOver { at: PIECE })]);
-        self.answer(numbers, Told::Done);
-        let numbers = self.told(&both(Tell::Adopting));
-        self.answer(numbers, Told::Adopted { blocks: 8, of: 8 });
-        self.wants(&[Action::Put { restores: false }]);
-        assert!(!self.core.can_stop());
-    }
-
-    fn put(&mut self, answer: Put) {
-        self.act(|core, now, actions| core.put(answer, now, actions));
-    }
-
-    fn looked(&mut self, forgotten: bool, listed: &[u16]) {
-        let listed = Some(listed.iter().map(|&shard| ShardId(shard)).collect());
-        let looked = Looked { forgotten: Some(forgotten), listed };
-        self.act(|core, now, actions| core.looked(&looked, now, actions));
-    }
-
-    /// Checks that the move has failed with this word, the job goes on, and the new owners forget their
-    /// blocks.
-    #[track_caller]
-    fn has_failed(&mut self, held: bool, word: &str, owners: [u16; 2]) {
-        let mut wants = std::mem::take(&mut self.other);
-        if held {
-            assert_eq!(wants.remove(0), Action::Release);
+    fn fails(self, words: &str) -> World {
+        let world = self.run(2);
+        let Some(Err(why)) = world.outcome() else { panic!("{:?}", world.did) };
+        assert!(why.to_string().contains(words), "{why}, not {words}");
+        let kinds = |of: fn(&Did) -> bool| world.did.iter().filter(|did| of(did)).count();
+        assert_eq!(kinds(|did| *did == Did::Hold), kinds(|did| *did == Did::Release), "{:?}", world.did);
+        assert_eq!(kinds(|did| matches!(did, Did::Tell(_, "Switch"))), 0);
+        for owner in [1, 3] {
+            assert!(world.has(&Did::Tell(owner, "Abandon")), "{:?}", world.did);
         }
-        let [Action::Finished(Err(why))] = &wants[..] else { panic!("{wants:?}") };
-        assert!(why.to_string().contains(word), "{why}");
-        let told: Vec<(u16, Tell)> = self.told.iter().map(|&(_, shard, what)| (shard, what)).collect();
-        let abandoned = owners.map(|shard| (shard, Tell::Abandon));
-        assert!(told.ends_with(&abandoned), "{told:?}");
-        let numbers: Vec<u64> = self.told.drain(..).rev().take(2).map(|(number, ..)| number).collect();
-        self.answer(numbers, Told::Done);
-        assert!(self.core.is_over());
+        world
+    }
+
+    /// Moves it off shard 2. From some point on the map is in force, and nothing ends it.
+    #[track_caller]
+    fn succeeds(self) -> World {
+        let world = self.run(2);
+        assert!(!world.has(&Did::Release) && !world.has(&Did::Tell(1, "Abandon")), "{:?}", world.did);
+        for shard in [1, 2, 3] {
+            assert!(world.has(&Did::Tell(shard, "Switch")), "{:?}", world.did);
+        }
+        world
+    }
+
+    fn puts(puts: &[Result<(), PutError>]) -> World {
+        World { puts: puts.to_vec(), ..World::default() }
+    }
+
+    /// In which a shard answers an order otherwise.
+    fn with(of: u16, order: &'static str, answer: Option<Result<Message, &'static str>>) -> World {
+        let shard = move |shard, what: &str, before| match (shard, what) == (of, order) {
+            true => answer.clone().map(|answer| answer.map_err(str::to_owned)),
+            false => done(what, before),
+        };
+        World { shard: Box::new(shard), ..World::default() }
     }
 }
 
 #[test]
 fn all_goes_well() {
-    let mut moving = Moving::new(1);
-    moving.prepare([2, 3], moving.core.plan().after.coordinator.0);
-    moving.put(Put::Done);
-    // The next coordinator comes after the other new owner, and the present one last: here it is also the
-    // shard that is left.
-    let coordinator = moving.core.plan().after.coordinator.0;
-    let numbers = moving.told(&[(5 - coordinator, Tell::Switch)]);
-    moving.answer(numbers, Told::Done);
-    let numbers = moving.told(&[(coordinator, Tell::Switch)]);
-    moving.answer(numbers, Told::Done);
-    let numbers = moving.told(&[(1, Tell::Switch)]);
-    moving.answer(numbers, Told::Done);
-    moving.wants(&[Action::Look]);
-    moving.looked(false, &[1, 2, 3]);
-    moving.wants(&[Action::Finished(Ok(()))]);
-    assert!(moving.core.is_over());
+    let world = World::default().run(1);
+    let next = plan(1).after.coordinator.0;
+    let both = |what: &'static str| [Did::Tell(2, what), Did::Tell(3, what)];
+    let expected = [
+        &both("Adopt")[..],
+        &[Did::Hold],
+        &both("Fill"),
+        &both("Fill"),
+        &[Did::Freeze, Did::Tell(next, "HandOver"), Did::Tell(next, "HandOver")],
+        &both("Fill"),
+        &[Did::Put { restores: false }],
+        // The next coordinator comes after the other new owner, and the present one last: here it is also the shard that
+        // is left.
+        &[Did::Tell(5 - next, "Switch"), Did::Tell(next, "Switch"), Did::Tell(1, "Switch")],
+        &[Did::Finish(Ok(()))],
+    ];
+    assert_eq!(world.did, expected.concat());
+    let expected = [
+        ("taking memory", 0, 0),
+        ("waiting for the step", 0, 0),
+        ("moving blocks", 0, 0),
+        ("moving blocks", 14, 16),
+        ("handing over", 0, 0),
+        ("asking the registry", 0, 0),
+        ("switching", 0, 0),
+    ];
+    assert_eq!(world.shown, expected);
 }
 
 #[test]
@@ -203,236 +294,177 @@ fn where_nothing_can_move_is_said_before_anything_is_held() {
 }
 
 #[test]
-fn a_shard_that_does_not_take_memory_ends_it_before_the_job_is_held() {
-    let mut moving = Moving::new(2);
-    let numbers = moving.told(&[(1, Tell::Adopt), (3, Tell::Adopt)]);
-    moving.answer(vec![numbers[0]], Told::Done);
-    moving.silence(numbers[1]);
-    moving.has_failed(false, "shard 3 at node3:7070: no answer", [1, 3]);
-    // A shard does not answer at all.
-    let mut moving = Moving::new(2);
-    let numbers = moving.told(&[(1, Tell::Adopt), (3, Tell::Adopt)]);
-    moving.answer(vec![numbers[1]], Told::Done);
-    moving.tick(PATIENT);
-    moving.wants(&[]);
-    moving.tick(GRACE);
-    moving.has_failed(false, "shard 1 at node1:7070: it does not answer", [1, 3]);
+fn what_fails_before_the_registry_is_asked_changes_nothing() {
+    let (no, none) = (|| Some(Err("no")), || None);
+    let lost = |shard, what: &str, before| match (shard, what, before) {
+        (3, "Fill", 2) => Some(Err("no".into())),
+        _ => done(what, before),
+    };
+    let held_up_by = Some("slow learns".into());
+    let unwanted =
+        |since, why: &str| World { unwanted: Some((since, Refusal::other(why))), ..World::default() };
+    let rows: [(World, bool, &str); 17] = [
+        // A shard refuses, or hangs, at any step.
+        (World::with(3, "Adopt", no()), false, "shard 3 at node3:7070: no"),
+        (World::with(1, "Adopt", none()), false, "shard 1 at node1:7070: it does not answer"),
+        (World::with(3, "Adopt", Some(Ok(Message::Adopted { blocks: 1, of: 1 }))), false, "something else"),
+        (World::with(3, "Fill", Some(Ok(Message::Done))), true, "something else"),
+        (World::with(3, "Fill", no()), true, "shard 3 at node3:7070: no"),
+        (World::with(1, "Fill", none()), true, "shard 1 at node1:7070: it does not answer"),
+        (World::with(1, "HandOver", no()), true, "shard 1 at node1:7070: no"),
+        (World::with(1, "HandOver", none()), true, "shard 1 at node1:7070: it does not answer"),
+        // It was started anew meanwhile.
+        (World { shard: Box::new(lost), ..World::default() }, true, "shard 3 at node3:7070: no"),
+        // A step does not end.
+        (
+            World { held_up_by, ..World::default() },
+            true,
+            "slow learns: see to that and run the command again",
+        ),
+        // The model is deleted, or the move is stopped.
+        (unwanted("taking memory", "no model"), false, "no model"),
+        (unwanted("taking memory", "stopped"), false, "stopped"),
+        (unwanted("waiting for the step", "stopped"), true, "stopped"),
+        (unwanted("moving blocks", "stopped"), true, "stopped"),
+        (unwanted("handing over", "stopped"), true, "stopped"),
+        // The registry is not there, or refuses.
+        (World::puts(&[Err(PutError::NotSent("nobody listens".into()))]), true, "nobody listens"),
+        (World::puts(&[refused(Refusal::other("a number is taken"))]), true, "a number is taken"),
+    ];
+    for (world, held, words) in rows {
+        let world = world.fails(words);
+        assert_eq!(world.has(&Did::Hold), held, "{words}: {:?}", world.did);
+    }
 }
 
 #[test]
 fn the_job_is_held_no_longer_than_it_may() {
     // The hold is half of the commits' timeout.
-    assert_eq!(plan(2).hold, Controls::default().timeout / 2);
-    let held = |after: Duration, sight: Option<&str>| {
-        let mut moving = Moving::new(2);
-        let numbers = moving.told(&[(1, Tell::Adopt), (3, Tell::Adopt)]);
-        moving.sight.held_up_by = sight.map(str::to_owned);
-        moving.answer(numbers, Told::Done);
-        moving.wants(&[Action::Hold]);
-        moving.tick(after);
-        moving
-    };
     let hold = plan(2).hold;
-    let mut moving = held(hold - SECOND, Some("slow learns"));
-    moving.wants(&[]);
-    moving.tick(SECOND);
-    moving.has_failed(true, "within the 60s for which the job may be held: slow learns: see to that", [1, 3]);
+    assert_eq!(hold, Controls::default().timeout / 2);
+    let held_up_by = Some("slow learns".into());
+    let text = "within the 60s for which the job may be held: slow learns: see to that";
+    let world = World { held_up_by, ..World::default() }.fails(text);
+    assert!((hold..hold + SECOND).contains(&world.now), "{:?}", world.now);
     // Also while blocks move, and though shards answer.
-    let mut moving = held(SECOND, None);
-    let numbers = moving.told(&[(1, Tell::Fill), (3, Tell::Fill)]);
-    moving.answer(numbers, Told::Done);
-    loop {
-        moving.tick(SECOND);
-        if moving.now >= hold {
-            break;
-        }
-        let numbers: Vec<u64> = moving.told.drain(..).map(|(number, ..)| number).collect();
-        moving.answer(numbers, Told::Adopted { blocks: 1, of: 8 });
-    }
+    let one = Some(Ok(Message::Adopted { blocks: 1, of: 8 }));
     let text =
-        "2 of 16 blocks were moved within the 60s for which the job may be held: hold it longer (--hold)";
-    moving.has_failed(true, text, [1, 3]);
+        "9 of 16 blocks were moved within the 60s for which the job may be held: hold it longer (--hold)";
+    let world = World::with(3, "Fill", one).fails(text);
+    assert!((hold..hold + SECOND).contains(&world.now), "{:?}", world.now);
+    // A shard that takes its memory for long holds nobody up.
+    let world = World::with(1, "Adopt", None).fails("does not answer");
+    assert!((PATIENT..PATIENT + SECOND).contains(&world.now), "{:?}", world.now);
 }
 
 #[test]
 fn it_can_be_stopped_until_the_registry_is_asked() {
-    let mut moving = Moving::new(2);
-    moving.act(MoveCore::stop);
-    moving.has_failed(false, "stopped", [1, 3]);
-    let mut moving = Moving::new(2);
-    moving.prepare([1, 3], 1);
-    moving.act(MoveCore::stop);
-    moving.wants(&[]);
-    moving.put(Put::Done);
-    moving.told(&[(3, Tell::Switch)]);
+    let unwanted = Some(("asking the registry", Refusal::other("stopped")));
+    let world = World { unwanted, puts: vec![unknown(), Ok(())], ..World::default() }.succeeds();
+    assert_eq!(world.outcome(), Some(&Ok(())));
 }
 
 #[test]
 fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
-    let unknown = || Put::Unknown("cut off".into());
-    let warning = || Action::Warn("whether the model has moved is not known: cut off".into());
-    let mut moving = Moving::new(2);
-    moving.prepare([1, 3], 1);
-    moving.put(unknown());
-    moving.wants(&[warning()]);
-    moving.tick(AGAIN);
-    moving.wants(&[Action::Put { restores: false }]);
-    // The registry has not got this request, but perhaps the one before; neither time nor a stop changes
-    // that.
-    moving.put(Put::NotSent("nobody listens".into()));
-    moving.now += DEADLINE;
-    moving.act(MoveCore::stop);
-    moving.tick(AGAIN);
-    moving.wants(&[Action::Put { restores: false }]);
-    moving.put(Put::Other(Epoch(2)));
-    moving.told(&[(3, Tell::Switch)]);
-    // If the first request never came, the record is somebody else's.
-    for (answer, word) in [
-        (Put::Other(Epoch(2)), "block map 2, not 1"),
-        (Put::Refused("no such model".into()), "no such model"),
-        (Put::NotSent("nobody listens".into()), "nobody listens"),
-        (Put::Gone, "no such model"),
-        (Put::Taken("of generation 9".into()), "of generation 9"),
-    ] {
-        let mut moving = Moving::new(2);
-        moving.prepare([1, 3], 1);
-        moving.put(answer);
-        moving.has_failed(true, word, [1, 3]);
-    }
+    let (puts, restores) = (Did::Put { restores: false }, Did::Put { restores: true });
+    let not_sent = || Err(PutError::NotSent("nobody listens".into()));
+    let other = |epoch| refused(Refusal::Epoch { expected: Epoch(epoch), got: Epoch(1) });
+    let taken = || {
+        let (model, expected, got) = ("m".into(), Generation(9), Generation(1));
+        refused(Refusal::Generation { model, expected, got })
+    };
+    let gone = || refused(Refusal::NoModel("m".into()));
+    let asked = |world: &World| -> Vec<Did> {
+        world.did.iter().filter(|did| matches!(did, Did::Put { .. })).cloned().collect()
+    };
+    let warnings = |world: &World| world.did.iter().filter(|did| matches!(did, Did::Warn(_))).count();
+    // Whether the first request was carried out is not known: neither time nor a stop changes that.
+    let world = World::puts(&[&[unknown()][..], &vec![not_sent(); 2000], &[other(2)]].concat());
+    let world = world.succeeds();
+    assert_eq!((asked(&world).len(), warnings(&world)), (2002, 1));
+    assert!(world.has(&Did::Warn("whether the model has moved is not known: cut off".into())));
+    assert!(world.now > DEADLINE);
     // A registry that was started anew may have lost the record, which is put there. If it has another model
-    // by then, it says so.
-    for (answer, warns) in [(Put::Done, 0), (Put::Taken("of generation 9".into()), 1)] {
-        let mut moving = Moving::new(2);
-        moving.prepare([1, 3], 1);
-        moving.put(unknown());
-        moving.tick(AGAIN);
-        moving.put(Put::Gone);
-        moving.wants(&[warning(), Action::Put { restores: false }, Action::Put { restores: true }]);
-        // A refusal of this request says nothing about the outcome of the one before it.
-        moving.put(Put::Refused("a number is taken".into()));
-        moving.tick(AGAIN);
-        moving.wants(&[Action::Put { restores: true }]);
-        moving.put(answer);
-        assert_eq!(moving.other.len(), warns);
-        moving.told(&[(3, Tell::Switch)]);
+    // by then, it says so. A refusal of that request says nothing about the outcome of the one before it.
+    for (answer, warns) in [(Ok(()), 1), (taken(), 2)] {
+        let number_taken = refused(Refusal::other("a number is taken"));
+        let world = World::puts(&[unknown(), gone(), number_taken, answer]).succeeds();
+        assert_eq!(asked(&world), [&puts, &puts, &restores, &restores].map(Did::clone));
+        assert_eq!(warnings(&world), warns);
     }
-    // An answer that says no says so of all of them.
-    let mut moving = Moving::new(2);
-    moving.prepare([1, 3], 1);
-    moving.put(unknown());
-    moving.wants(&[warning()]);
-    moving.tick(AGAIN);
-    moving.wants(&[Action::Put { restores: false }]);
-    moving.put(Put::Refused("no such model".into()));
-    moving.has_failed(true, "no such model", [1, 3]);
+    // If the first request never came, the record is somebody else's. An answer that says no says so of all of them.
+    for (answers, words) in [
+        (vec![other(2)], "the shard's is 2"),
+        (vec![gone()], "there is no model"),
+        (vec![taken()], "is of generation 9"),
+        (vec![unknown(), refused(Refusal::other("it is too long"))], "it is too long"),
+        (vec![unknown(), other(1)], "the shard's is 1"),
+    ] {
+        World::puts(&answers).fails(words);
+    }
 }
 
 #[test]
 fn shards_that_do_not_know_are_told_until_they_do() {
-    let mut moving = Moving::new(2);
-    moving.prepare([1, 3], 1);
-    moving.put(Put::Done);
-    for round in 0..3 {
-        let numbers = moving.told(&[(3, Tell::Switch)]);
-        moving.silence(numbers[0]);
-        if round == 0 {
-            let numbers = moving.told(&[(2, Tell::Switch)]);
-            moving.answer(numbers, Told::Done);
-            let numbers = moving.told(&[(1, Tell::Switch)]);
-            moving.answer(numbers, Told::Done);
-        }
-        moving.wants(&[Action::Look]);
-        moving.looked(false, &[1, 2, 3]);
-        moving.tick(AGAIN);
-    }
-    moving.now = DEADLINE;
-    let numbers = moving.told(&[(3, Tell::Switch)]);
-    moving.silence(numbers[0]);
-    moving.looked(false, &[1, 2, 3]);
-    let [Action::Look, Action::Warn(_), Action::Finished(Err(why))] = &moving.other[..] else {
-        panic!("{:?}", moving.other)
+    // One answers in the fourth round.
+    let shard = |shard, what: &str, before| match (shard, what) {
+        (3, "Switch") if before < 3 => None,
+        _ => done(what, before),
     };
-    assert!(why.to_string().contains("has moved, but not all shards know: shard 3 at node3:7070"), "{why}");
-    // Nobody waits, but the move goes on until the shard knows, or is gone.
-    moving.tick(2 * AGAIN);
-    moving.told(&[(3, Tell::Switch)]);
-    assert!(!moving.core.is_over());
-    moving.act(|core, now, actions| core.answered(u64::MAX, Ok(Told::Done), now, actions));
-    moving.tick(SWITCHING + GRACE);
-    moving.looked(false, &[1, 2]);
-    assert!(moving.core.is_over());
+    let world = World { shard: Box::new(shard), ..World::default() }.succeeds();
+    let told =
+        |world: &World, shard| world.did.iter().filter(|did| **did == Did::Tell(shard, "Switch")).count();
+    assert_eq!([1, 2, 3].map(|shard| told(&world, shard)), [1, 1, 4]);
+    assert_eq!(world.outcome(), Some(&Ok(())));
+    // One never does: that is said, and now and then in the log. It is told until it is gone.
+    let world = World { listed: vec![1, 2], ..World::with(3, "Switch", None) }.succeeds();
+    let why = world.outcome().unwrap().as_ref().unwrap_err().to_string();
+    assert!(
+        why.contains("has moved, but not all shards know: shard 3 at node3:7070: it does not answer"),
+        "{why}"
+    );
+    assert!(told(&world, 3) > 100 && world.now >= DEADLINE, "{:?}", world.now);
+    assert!(world.did.iter().filter(|did| matches!(did, Did::Warn(_))).count() > 10);
+    // Nobody waits for one that only has to forget, and is gone.
+    let world = World { listed: vec![1, 3], ..World::with(2, "Switch", None) }.succeeds();
+    assert_eq!((told(&world, 2), world.outcome()), (1, Some(&Ok(()))));
 }
 
 #[test]
 fn a_model_that_is_deleted_does_not_come_back() {
-    let mut moving = Moving::new(2);
-    moving.sight.wanted = false;
-    moving.tick(CHECK_INTERVAL);
-    moving.has_failed(false, "no model", [1, 3]);
-    let mut moving = Moving::new(2);
-    moving.prepare([1, 3], 1);
-    // The coordinator's end means nothing from here on: it is the old one.
-    moving.sight.wanted = false;
-    moving.put(Put::Done);
-    for shard in [3, 2, 1] {
-        let numbers = moving.told(&[(shard, Tell::Switch)]);
-        moving.answer(numbers, Told::Done);
+    // The coordinator's end means nothing from the question to the registry on: it is the old one.
+    let unwanted = Some(("asking the registry", Refusal::other("no model")));
+    let world = World { unwanted, deleted: true, ..World::default() }.succeeds();
+    for shard in [1, 2, 3] {
+        assert!(world.has(&Did::Tell(shard, "Delete")));
     }
-    moving.looked(true, &[1, 2, 3]);
-    moving.told(&[(1, Tell::Delete), (3, Tell::Delete), (2, Tell::Delete)]);
-    let gone = Action::Finished(Err(Refusal::NoModel("m".into())));
-    moving.wants(&[Action::Look, gone]);
-    assert!(moving.core.is_over());
-}
-
-#[test]
-fn a_shard_that_was_started_anew_meanwhile_is_found_out() {
-    let mut moving = Moving::new(2);
-    let numbers = moving.told(&[(1, Tell::Adopt), (3, Tell::Adopt)]);
-    moving.answer(numbers, Told::Done);
-    moving.tick(CHECK_INTERVAL);
-    let numbers = moving.told(&[(1, Tell::Fill), (3, Tell::Fill)]);
-    moving.answer(numbers, Told::Done);
-    moving.tick(CHECK_INTERVAL);
-    let numbers = moving.told(&[(1, Tell::Adopting), (3, Tell::Adopting)]);
-    moving.answer(numbers, Told::Adopted { blocks: 8, of: 8 });
-    moving.act(|core, now, actions| core.frozen(Ok(1), now, actions));
-    let numbers = moving.told(&[(1, Tell::HandOver { at: 0 })]);
-    moving.answer(numbers, Told::Done);
-    let numbers = moving.told(&[(1, Tell::Adopting), (3, Tell::Adopting)]);
-    moving.answer(vec![numbers[0]], Told::Adopted { blocks: 8, of: 8 });
-    moving.silence(numbers[1]);
-    assert_eq!(moving.other[..2], [Action::Hold, Action::Freeze]);
-    moving.other.drain(..2);
-    moving.has_failed(true, "shard 3 at node3:7070", [1, 3]);
+    assert_eq!(world.outcome(), Some(&Err(Refusal::NoModel("m".into()))));
 }
 
 #[test]
 fn whoever_does_not_forget_is_told_for_a_while() {
-    let mut moving = Moving::new(2);
-    moving.told(&[(1, Tell::Adopt), (3, Tell::Adopt)]);
-    moving.act(MoveCore::stop);
-    let numbers = moving.told(&[(1, Tell::Abandon), (3, Tell::Abandon)]);
-    moving.answer(vec![numbers[0]], Told::Done);
-    assert!(moving.core.next_deadline(moving.now) > moving.now, "it rests");
-    moving.silence(numbers[1]);
-    while moving.now < ABANDONING {
-        moving.tick(AGAIN);
-        let numbers: Vec<u64> = moving.told.drain(..).map(|(number, ..)| number).collect();
-        numbers.into_iter().for_each(|number| moving.silence(number));
-    }
-    moving.tick(AGAIN);
-    assert!(moving.core.is_over());
-    assert!(matches!(moving.other.last(), Some(Action::Warn(_))), "{:?}", moving.other);
+    let stopped = || Some(("taking memory", Refusal::other("stopped")));
+    let shard = |shard, what: &str, before| match (shard, what) {
+        (3, "Abandon") => None,
+        _ => done(what, before),
+    };
+    let world = World { unwanted: stopped(), shard: Box::new(shard), ..World::default() }.fails("stopped");
+    let told = |shard| world.did.iter().filter(|did| **did == Did::Tell(shard, "Abandon")).count();
+    assert!(told(1) == 1 && told(3) > 10, "{} {}", told(1), told(3));
+    assert!((ABANDONING..ABANDONING + 5 * SECOND).contains(&world.now), "{:?}", world.now);
+    assert!(matches!(world.did.last(), Some(Did::Warn(_))), "{:?}", world.did);
 }
 
 #[test]
 fn a_process_that_ends_says_so_and_does_nothing_more() {
-    let mut moving = Moving::new(2);
-    moving.prepare([1, 3], 1);
-    moving.sight.ends = true;
-    moving.tick(CHECK_INTERVAL);
-    moving.told(&[]);
-    moving.wants(&[Action::Finished(Err(Refusal::other("the shard shuts down")))]);
-    assert!(moving.core.is_over());
+    let ends = || World { ends: CHECK_INTERVAL, ..World::default() };
+    for world in [
+        World { held_up_by: Some("slow learns".into()), ..ends() },
+        World { puts: vec![unknown()], ..ends() },
+        World { shard: World::with(3, "Switch", None).shard, ..ends() },
+    ] {
+        let world = world.run(2);
+        assert_eq!(world.did.last(), Some(&Did::Finish(Err(Refusal::other("the shard shuts down")))));
+        assert!(!world.has(&Did::Release) && !world.has(&Did::Tell(1, "Abandon")), "{:?}", world.did);
+    }
 }

@@ -157,7 +157,9 @@ impl Shared {
                 self.drop_partition(model, *generation);
                 return Ok(());
             }
-            Fate::Known { epoch: known } if known > *epoch && here.is_partition => self.left_behind(here),
+            Fate::Known { epoch: known } if known > *epoch || known == *epoch && !here.is_partition => {
+                self.left_behind(here)
+            }
             Fate::Known { epoch: known } if known >= *epoch => Ok(true),
             Fate::Taken { .. } => Err(RegistryError::Exists(model.clone())),
             Fate::Known { .. } | Fate::Unknown if here.is_partition => self.restore(&here.held),
@@ -216,41 +218,50 @@ impl Shared {
         Ok(true)
     }
 
-    /// A newer block map is in force. The coordinator that moved the model tells this shard. If it does not, and the
-    /// new map gives the shard no block, the shard drops its partition.
+    /// Another block map is in force, of which nobody has told this shard for long. Whether that is settled.
     fn left_behind(&self, here: &Here) -> Result<bool, RegistryError> {
-        if self.standing.lock().unknown_for(here.held.generation) < LEFT_OVER {
+        // Nobody need be waited for where a partition of the new map is: it comes into force, or is dropped.
+        if here.is_partition && self.standing.lock().unknown_for(here.held.generation) < LEFT_OVER {
             return Ok(false);
         }
-        match self.give_up(here) {
-            Ok(()) => Ok(true),
+        match self.catch_up(&here.held) {
             Err(error @ RegistryError::Peer(_)) => Err(error),
             Err(error) => {
-                tracing::warn!(model = %here.held.model, %error, "it has moved; this shard cannot give it up");
+                tracing::warn!(model = %here.held.model, %error, "it has moved; this shard cannot follow");
                 Ok(false)
             }
+            Ok(()) => Ok(true),
         }
     }
 
-    fn give_up(&self, here: &Here) -> Result<(), RegistryError> {
-        let record = self.registry(|registry, deadline| registry.model(&here.held.model, deadline))?;
-        let shards = self.registry(|registry, deadline| registry.shards(deadline))?;
-        let me = *self.shard.lock();
-        let moves = self.to_restore(&here.held).is_none();
-        if !moves
-            && record.generation == here.held.generation
-            && record.owners.iter().all(|(owner, _)| *owner != me)
-        {
-            let owns = |shard: &ShardRecord| record.owners.iter().any(|(owner, _)| *owner == shard.shard);
-            let shards: Vec<ShardRecord> = shards.into_iter().filter(owns).collect();
-            if record.owners.iter().any(|(owner, _)| !shards.iter().any(|shard| shard.shard == *owner)) {
-                // The model cannot be found, and blocks of it may be lost. An operator has to delete it.
-                return Ok(());
-            }
-            let payload = Moved { record, shards }.encode()?;
-            self.switch(&payload).map_err(RegistryError::from)?;
+    /// Does what the registry's record of a model implies: a partition of that map is in force, one of another map never
+    /// will be, and a shard that owns no block any more gives its own up.
+    fn catch_up(&self, held: &Held) -> Result<(), RegistryError> {
+        let record = self.registry(|registry, deadline| registry.model(&held.model, deadline))?;
+        if record.generation != held.generation {
+            return Ok(());
         }
-        Ok(())
+        let owns = |shard: ShardId| record.owners.iter().any(|(owner, _)| *owner == shard);
+        let shards = match self.adopting.of(held.generation) {
+            Some(adopting) if *adopting.record() == record => adopting.shards().to_vec(),
+            adopting => {
+                if let Some(other) = adopting.filter(|other| other.record().epoch <= record.epoch) {
+                    tracing::info!(model = %held.model, "another block map is in force: blocks are dropped");
+                    self.adopting.forget(&other);
+                }
+                let listed = self.registry(|registry, deadline| registry.shards(deadline))?;
+                let shards: Vec<ShardRecord> = listed.into_iter().filter(|shard| owns(shard.shard)).collect();
+                let moves = self.to_restore(held).is_none();
+                let is_told = |owner: &ShardId| shards.iter().any(|shard| shard.shard == *owner);
+                // Where it is may be unknown, and blocks of it be lost: it is to be deleted then.
+                if moves || owns(*self.shard.lock()) || !record.owners.iter().all(|(owner, _)| is_told(owner))
+                {
+                    return Ok(());
+                }
+                shards
+            }
+        };
+        self.switch(&Moved { record, shards }.encode()?).map_err(RegistryError::from)
     }
 
     fn drop_partition(&self, name: &str, generation: Generation) {

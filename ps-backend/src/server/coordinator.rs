@@ -26,7 +26,7 @@ use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{JobRecord, MemberView, WaitedFor};
 use crate::moving::Progress;
 use moves::Moves;
-pub(super) use moves::{MAX_MOVES, Moving};
+pub(super) use moves::Moving;
 use remote::RemoteShard;
 
 /// Finds a shard's address.

@@ -348,52 +348,6 @@ fn a_client_goes_on_with_its_learners_and_requests_under_another_coordinator() {
 }
 
 #[test]
-fn a_move_that_fails_changes_nothing() {
-    let settings = [("reducer", "sum"), ("learners", "2"), ("consistency", "sync")];
-    let mut world = World::new(1, BYTES, &settings, TCP);
-    let only = world.record.coordinator;
-    let refusal = world.move_off(only, LONG).unwrap_err();
-    assert!(refusal.to_string().contains("start another shard first"), "{refusal}");
-    // A shard that is there and does not answer.
-    let hung = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let record = libmodelio::wire::ShardRecord {
-        shard: ShardId(0),
-        address: hung.local_addr().unwrap().to_string(),
-        host: String::new(),
-        draining: false,
-        rdma: String::new(),
-    };
-    let lease = Duration::from_secs(600);
-    let number = world.registry.announce(&record, false, lease, Instant::now() + LONG).unwrap();
-    let refusal = world.move_off(only, Duration::from_secs(2)).unwrap_err();
-    assert!(refusal.to_string().contains(&format!("shard {number} at {}", record.address)), "{refusal}");
-    world.registry.withdraw(number, Instant::now() + LONG).unwrap();
-    // A step that does not end.
-    let other = server(Some(world.servers[0].address().to_string()), world.io);
-    let client = world.client();
-    let learners = [Learner::join(&client, "quick"), Learner::join(&client, "slow")];
-    assert_eq!(learners[0].push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    let refusal = world.move_off(only, Duration::from_secs(1)).unwrap_err();
-    assert!(refusal.to_string().contains("waits for the learner(s) slow"), "{refusal}");
-    // The job goes on where it is.
-    assert_eq!(world.newest_record().epoch, Epoch(1));
-    assert_eq!(learners[1].push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-    assert!(learners[0].pull().1.iter().all(|&weight| weight == 3.0));
-    let end = Instant::now() + LONG;
-    while status(&other.address().to_string())["adopting"] != serde_json::json!([]) {
-        assert!(Instant::now() < end, "its memory is not given back");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    learners.iter().for_each(Learner::leave);
-    client.shut_down();
-    // And then it moves.
-    world.move_off(only, LONG).unwrap();
-    world.look_again();
-    let (version, _) = train(&world, 1);
-    assert_eq!(version, Version(2));
-}
-
-#[test]
 fn a_model_that_has_moved_is_deleted_wherever_it_is() {
     let mut world = World::new(2, BYTES, &[("reducer", "sum"), ("learners", "2")], TCP);
     let first = world.servers[0].address().to_string();
@@ -436,8 +390,8 @@ fn what_makes_no_sense_is_refused() {
     assert!(refused(moves(Generation(1)), &[]).contains("generation"));
     assert!(refused(Message::Adopt, b"nothing").contains("record"));
     assert!(refused(Message::Switch, b"nothing").contains("record"));
-    let adopting = Message::Adopting { generation, attempt: 1 };
-    assert!(refused(adopting, &[]).contains("does not take part"));
+    let fill = Message::Fill { generation, attempt: 1, version: Version(0), reducer: Reducer::Sum };
+    assert!(refused(fill, &[]).contains("does not take part"));
     // A map that nobody has prepared does not come into force.
     let map = record.block_map().unwrap().without(record.coordinator, &[other]).unwrap();
     let after = record.moved(&map, other).unwrap();
@@ -504,10 +458,10 @@ fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
     // A shard takes blocks, the registry puts the map in force, and nobody tells the shard.
     let (generation, after) = (old.generation, without(&old, off, new));
     ask(Message::Adopt, &adoption(1, &old, &after)).unwrap();
-    ask(Message::Fill { generation, attempt: 1, version: Version(0), reducer: Reducer::Sum }, &[]).unwrap();
+    let fill = Message::Fill { generation, attempt: 1, version: Version(0), reducer: Reducer::Sum };
     let end = Instant::now() + LONG;
     loop {
-        match ask(Message::Adopting { generation, attempt: 1 }, &[]).unwrap().0 {
+        match ask(fill.clone(), &[]).unwrap().0 {
             Message::Adopted { blocks, of } if blocks == of => break,
             _ => assert!(Instant::now() < end, "its blocks do not come"),
         }

@@ -1,9 +1,17 @@
-//! The model moves, by the very core that decides it in production: at a moment when all that there is of the job are a
+//! The model moves, by the very code that does it in production: at a moment when all that there is of the job are a
 //! version and the coordinator's core, both are taken to other shards, under another block map. What is said may be
 //! late, or lost; shards and coordinators may end in the middle. Who was connected is told, perhaps late, twice or
 //! never; who greets a shard of the past is told then.
+//!
+//! A mover has the world do something, and goes on when that is done.
 
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use libmodelio::vocabulary::block_map::BlockMap;
@@ -11,7 +19,7 @@ use libmodelio::vocabulary::ids::{ClientId, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, ModelRecord, Refusal, RegistryRequest, ShardRecord};
 use ps_backend::coordinator::CoordinatorCore;
-use ps_backend::moving::{Action, Job, Looked, MoveCore, Plan, Put, Sight, Tell, Told};
+use ps_backend::moving::{Answers, Edge, Ends, Job, Order, Plan, Progress, PutError, move_model};
 
 use crate::chaos::Fault;
 use crate::shard::Shard;
@@ -20,8 +28,11 @@ use crate::world::{Body, Event, Node, Now, World};
 
 /// How long a move may take, at most.
 const PATIENCE: u64 = 8_000_000;
-/// Moves that wait for another one.
+/// The pause after which a command asks again whose move another one keeps from beginning, and how many do so.
+const TURN: Now = Now::from_millis(300);
 const MOST_WAITING: usize = 3;
+/// How much longer than a shard may take its answer is waited for.
+const GRACE: Duration = Duration::from_secs(1);
 /// Numbers of shards.
 pub const SHARDS: u16 = 9;
 /// The registry may carry out what it was asked this much later, in microseconds.
@@ -58,30 +69,160 @@ pub struct Course {
     stopped: bool,
 }
 
-/// One attempt to move the model, for those who hear of it.
+/// One attempt to move the model, for those who hear of it. What time it was at the coordinator when it began is its
+/// number.
 #[derive(Debug)]
 struct Attempt {
-    /// What time it was at the coordinator when it began: so are attempts numbered.
-    number: u64,
     plan: Arc<Plan>,
     /// From this course.
     from: usize,
     version: Version,
     /// Whose optimizer state there is.
     reducer: Reducer,
-    state: Vec<u8>,
-    /// What time it was at the coordinator then.
-    frozen_at: Now,
+}
+
+/// What wakes a mover.
+#[derive(Debug)]
+enum Woken {
+    Over,
+    Answers(Answers),
+    Put(Result<(), PutError>),
 }
 
 /// The coordinator's process carries it out.
-#[derive(Debug)]
 pub struct Mover {
     of: usize,
     process: ShardId,
-    core: MoveCore,
+    /// The move, unless it is being carried on.
+    moves: Option<Pin<Box<dyn Future<Output = ()>>>>,
+    desk: Rc<Desk>,
+    /// The question that is out.
+    asked: Option<Asked>,
+    /// What time it is there when it waits no longer.
+    until: Option<Now>,
+    stopped: bool,
     finished: bool,
-    tick_at: Option<Now>,
+}
+
+/// Between a mover and the world.
+#[derive(Default)]
+struct Desk {
+    /// What the world is to do.
+    orders: RefCell<VecDeque<Box<dyn FnOnce(&mut World)>>>,
+    woken: Cell<Option<Woken>>,
+}
+
+#[derive(Debug)]
+struct Asked {
+    number: u64,
+    of: usize,
+    is_step: bool,
+    answers: Answers,
+}
+
+/// The mover's end.
+struct Hands {
+    of: usize,
+    desk: Rc<Desk>,
+}
+
+impl Hands {
+    /// The world is to do something.
+    fn order(&self, f: impl FnOnce(&mut World, usize) + 'static) {
+        let of = self.of;
+        self.desk.orders.borrow_mut().push_back(Box::new(move |world| f(world, of)));
+    }
+
+    /// Has the world find something out.
+    async fn has<R: 'static>(&self, f: impl FnOnce(&mut World, usize) -> R + 'static) -> R {
+        let answer = Rc::new(Cell::new(None));
+        let told = Rc::clone(&answer);
+        self.order(move |world, of| told.set(Some(f(world, of))));
+        poll_fn(|_| answer.take().map_or(Poll::Pending, Poll::Ready)).await
+    }
+
+    /// Has the world begin something, and waits for what comes of it.
+    async fn waits(&self, f: impl FnOnce(&mut World, usize) + 'static) -> Woken {
+        self.order(f);
+        poll_fn(|_| self.desk.woken.take().map_or(Poll::Pending, Poll::Ready)).await
+    }
+}
+
+impl Edge for Hands {
+    async fn now(&mut self) -> Now {
+        self.has(|world, of| world.clock(world.mover_node(of))).await
+    }
+
+    async fn pause(&mut self, time: Duration) -> Result<(), Ends> {
+        self.waits(move |world, of| world.mover_waits(of, time, None)).await;
+        Ok(())
+    }
+
+    async fn ask(&mut self, shards: &[ShardId], order: Order, within: Duration) -> Result<Answers, Ends> {
+        let shards = shards.to_vec();
+        match self.waits(move |world, of| world.mover_asks(of, &shards, &order, within)).await {
+            Woken::Answers(answers) => Ok(answers),
+            other => panic!("it asked, and is told {other:?}"),
+        }
+    }
+
+    fn show(&mut self, progress: Progress) {
+        self.order(move |world, of| world.trace(|| format!("move {of}: {progress:?}")));
+    }
+
+    async fn unwanted(&mut self) -> Option<Refusal> {
+        let stopped = self.has(|world, of| world.mover(of).is_some_and(|mover| mover.stopped)).await;
+        stopped.then(|| Refusal::other("stopped"))
+    }
+
+    fn hold(&mut self) {
+        self.order(|world, _| world.coordinator.hold());
+    }
+
+    async fn held(&mut self) -> Result<(Version, Reducer), String> {
+        self.has(|world, of| {
+            let (attempt, job) = (&mut world.moves.attempts[of], world.coordinator.job());
+            (attempt.version, attempt.reducer) = (job.version(), job.state_of());
+            let held = (attempt.version, attempt.reducer);
+            if world.coordinator.is_held() { Ok(held) } else { Err(world.coordinator.held_up_by()) }
+        })
+        .await
+    }
+
+    async fn freeze(&mut self) -> Result<(Vec<u8>, Now), String> {
+        self.has(|world, _| {
+            world.frozen = true;
+            Ok((world.coordinator.hand_over().expect("it is held"), world.clock(world.coordinator_node())))
+        })
+        .await
+    }
+
+    fn release(&mut self) {
+        self.order(World::release);
+    }
+
+    async fn put(&mut self, _: bool) -> Result<(), PutError> {
+        match self.waits(World::asks_to_put).await {
+            Woken::Put(put) => put,
+            other => panic!("it asked the registry, and is told {other:?}"),
+        }
+    }
+
+    async fn look(&mut self) -> Result<Option<BTreeSet<ShardId>>, Refusal> {
+        let answers = self.has(|world, _| !world.chance(0.2)).await;
+        Ok(answers.then(|| (1..=SHARDS).map(ShardId).collect()))
+    }
+
+    fn warn(&mut self, what: String) {
+        self.order(move |world, of| world.trace(|| format!("move {of}: {what}")));
+    }
+
+    fn finish(&mut self, outcome: Result<(), Refusal>) {
+        self.order(move |world, of| {
+            world.trace(|| format!("move {of}: {outcome:?}"));
+            world.mover(of).expect("it acts").finished = true;
+        });
+    }
 }
 
 /// What a process keeps of a move in which it takes blocks.
@@ -91,23 +232,25 @@ pub struct Adoption {
     version: Option<Version>,
     whole: Option<Vec<Block>>,
     failed: bool,
-    handed: Option<Vec<u8>>,
+    /// The coordinator's state, and what time it was there.
+    handed: Option<(Vec<u8>, Now)>,
 }
 
 /// Of all moves.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Moves {
     attempts: Vec<Attempt>,
     pub movers: Vec<Mover>,
-    adoptions: std::collections::BTreeMap<ShardId, Adoption>,
+    adoptions: BTreeMap<ShardId, Adoption>,
     /// Attempts up to this one are abandoned, as far as a process knows.
-    void: std::collections::BTreeMap<ShardId, u64>,
+    void: BTreeMap<ShardId, u64>,
     /// Moves that began while another coordinator was at one still.
     pub competed: u64,
-    /// Moves that wait for their turn.
+    /// Commands that ask again.
     waiting: usize,
+    questions: u64,
     /// Clients whose connections came or went while the coordinator was frozen.
-    pub missed: std::collections::BTreeSet<usize>,
+    pub missed: BTreeSet<usize>,
 }
 
 /// What happens in a move; the first number says in which.
@@ -115,16 +258,16 @@ pub struct Moves {
 pub enum Moving {
     Tick(usize),
     /// A shard is told something.
-    Tell(usize, u64, ShardId, Tell),
-    Answered(usize, u64, Result<Told, String>),
+    Tell(usize, u64, ShardId, Order),
+    Answered(usize, u64, ShardId, Result<Message, String>),
     /// The registry is asked to replace the record; the flag says whether its answer is not lost.
     PutComes(usize, bool),
-    Put(usize, Put),
+    Put(usize, Result<(), PutError>),
     /// A shard has fetched its blocks.
     Filled(usize, ShardId),
     /// A shard that nobody tells looks at the registry.
     Asks(usize, ShardId),
-    /// One that waited for its turn begins.
+    /// A command asks again.
     Turn,
     /// Somebody wants it no more.
     Halt(usize),
@@ -292,20 +435,21 @@ impl World {
         Node::Coordinator(self.moves.attempts[of].from)
     }
 
-    /// A coordinator moves its model once at a time; others wait for their turn. One that was frozen may still be at it
-    /// when the next one begins.
-    pub fn begin_move(&mut self) {
-        match self.is_busy() {
-            true => self.moves.waiting = (self.moves.waiting + 1).min(MOST_WAITING),
-            false => self.begins_move(),
-        }
+    fn mover(&mut self, of: usize) -> Option<&mut Mover> {
+        self.moves.movers.iter_mut().find(|mover| mover.of == of)
     }
 
-    /// Whether the one who coordinates moves its model already.
-    fn is_busy(&self) -> bool {
+    /// A coordinator moves its model once at a time; other commands ask again. One that was frozen may still be at it
+    /// when the next one begins.
+    pub fn begin_move(&mut self) {
         let goes_on =
             |mover: &Mover| !mover.finished && self.moves.attempts[mover.of].from == self.coordinated;
-        self.moves.movers.iter().any(goes_on)
+        if !self.moves.movers.iter().any(goes_on) {
+            self.begins_move();
+        } else if self.moves.waiting < MOST_WAITING {
+            self.moves.waiting += 1;
+            self.after(TURN, Event::Moves(Moving::Turn));
+        }
     }
 
     fn begins_move(&mut self) {
@@ -326,32 +470,28 @@ impl World {
         let job = Job { generation: before.generation, epoch, controls: &controls };
         let of = self.moves.attempts.len();
         let number = u64::try_from(self.clock(self.coordinator_node()).as_nanos()).expect("a short run");
-        let numbers = self.moves.attempts.iter().map(|attempt| attempt.number).max();
+        let numbers = self.moves.attempts.iter().map(|attempt| attempt.plan.attempt).max();
         assert!(numbers < Some(number), "attempt {number} to move the model comes after {numbers:?}");
         let process = before.coordinator;
         let plan = match Plan::new(off, before, &shards, &job, number) {
             Ok(plan) => Arc::new(plan.expect("it has blocks")),
             Err(why) => return self.trace(|| format!("no move: {why}")),
         };
-        let attempt = Attempt {
-            number,
-            plan: Arc::clone(&plan),
-            from,
-            version: Version(0),
-            reducer: controls.reducer,
-            state: Vec::new(),
-            frozen_at: Now::ZERO,
-        };
+        let (version, reducer) = (Version(0), controls.reducer);
+        let attempt = Attempt { plan: Arc::clone(&plan), from, version, reducer };
         self.moves.attempts.push(attempt);
         let now = self.clock(self.coordinator_node());
         let deadline = now + Now::from_secs(3) + self.some_time(PATIENCE);
         let hold = Duration::from_secs(1) + self.some_time(PATIENCE);
         self.trace(|| format!("move {of} off shard {off} to {:?}", plan.after.owners));
-        let mut actions = Vec::new();
-        let core = MoveCore::new(plan, deadline, Some(hold), now, &mut actions);
         self.moves.competed += u64::from(self.moves.movers.iter().any(|mover| !mover.finished));
-        self.moves.movers.push(Mover { of, process, core, finished: false, tick_at: None });
-        self.mover_acts(of, actions);
+        let desk = Rc::<Desk>::default();
+        let mut hands = Hands { of, desk: Rc::clone(&desk) };
+        let moves = async move { move_model(&mut hands, &plan, deadline, Some(hold)).await };
+        let (moves, asked, until) = (Some(Box::pin(moves) as Pin<Box<dyn Future<Output = ()>>>), None, None);
+        let (stopped, finished) = (false, false);
+        self.moves.movers.push(Mover { of, process, moves, desk, asked, until, stopped, finished });
+        self.mover_goes_on(of);
         if self.chance(0.1) {
             let after = self.some_time(PATIENCE / 4);
             self.after(after, Event::Moves(Moving::Halt(of)));
@@ -362,68 +502,65 @@ impl World {
         }
     }
 
-    fn on_mover(&mut self, of: usize, f: impl FnOnce(&mut MoveCore, Now, &mut Vec<Action>)) {
-        let now = self.clock(self.mover_node(of));
-        let Some(mover) = self.moves.movers.iter_mut().find(|mover| mover.of == of) else { return };
-        let mut actions = Vec::new();
-        f(&mut mover.core, now, &mut actions);
-        self.mover_acts(of, actions);
-    }
-
-    fn mover_acts(&mut self, of: usize, actions: Vec<Action>) {
-        for action in actions {
-            self.trace(|| format!("move {of}: {action:?}"));
-            match action {
-                Action::Tell { number, shard, what, .. } => {
-                    if what == Tell::Fill {
-                        let attempt = &mut self.moves.attempts[of];
-                        (attempt.version, attempt.reducer) =
-                            (self.coordinator.job().version(), self.coordinator.job().state_of());
-                    }
-                    if !self.chance(0.01) {
-                        let after = self.some_delay();
-                        self.after(after, Event::Moves(Moving::Tell(of, number, shard, what)));
-                    }
-                }
-                Action::Hold => self.coordinator.hold(),
-                Action::Freeze => {
-                    let state = self.coordinator.hand_over().expect("it is held");
-                    let length = state.len() as u64;
-                    let now = self.clock(self.coordinator_node());
-                    let attempt = &mut self.moves.attempts[of];
-                    (attempt.state, attempt.frozen_at) = (state, now);
-                    self.frozen = true;
-                    self.on_mover(of, |core, now, actions| core.frozen(Ok(length), now, actions));
-                }
-                Action::Release => self.release(of),
-                Action::Put { .. } => self.asks_to_put(of),
-                Action::Look => {
-                    let listed = (1..=SHARDS).map(ShardId).collect();
-                    let looked = match self.chance(0.2) {
-                        true => Looked::default(),
-                        false => Looked { forgotten: Some(false), listed: Some(listed) },
-                    };
-                    self.on_mover(of, |core, now, actions| core.looked(&looked, now, actions));
-                }
-                Action::Warn(_) => {}
-                Action::Finished(_) => {
-                    let mover = self.moves.movers.iter_mut().find(|mover| mover.of == of);
-                    mover.expect("it acts").finished = true;
-                    self.next_turn();
-                }
+    /// Does what the mover wants until it waits for something, or ends.
+    fn mover_goes_on(&mut self, of: usize) {
+        while let Some(mover) = self.mover(of)
+            && let Some(mut moves) = mover.moves.take()
+        {
+            let ended = moves.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready();
+            mover.moves = (!ended).then_some(moves);
+            let orders = mover.desk.orders.take();
+            if orders.is_empty() && !ended {
+                return;
+            }
+            orders.into_iter().for_each(|order| order(self));
+            if ended {
+                self.moves.movers.retain(|mover| mover.of != of);
             }
         }
-        self.moves.movers.retain(|mover| !mover.core.is_over());
-        let (node, world) = (self.mover_node(of), self.now);
-        let now = self.clock(node);
-        let due = |mover: &&Mover| mover.of == of && mover.core.next_deadline(now) < Now::MAX;
-        let due = self.moves.movers.iter().find(due).map(|mover| mover.core.next_deadline(now).max(now));
-        let Some(due) = due.map(|due| self.when(node, due).max(world)) else { return };
-        if let Some(mover) = self.moves.movers.iter_mut().find(|mover| mover.of == of)
-            && mover.tick_at.is_none_or(|at| due < at || at <= world)
-        {
-            mover.tick_at = Some(due);
-            self.at(due, Event::Moves(Moving::Tick(of)));
+    }
+
+    fn wake(&mut self, of: usize, what: Woken) {
+        let Some(mover) = self.mover(of) else { return };
+        mover.until = None;
+        mover.desk.woken.set(Some(what));
+        self.mover_goes_on(of);
+    }
+
+    fn mover_waits(&mut self, of: usize, time: Duration, asked: Option<Asked>) {
+        let node = self.mover_node(of);
+        let until = self.clock(node) + time;
+        let mover = self.mover(of).expect("it waits");
+        (mover.asked, mover.until) = (asked, Some(until));
+        self.at(self.when(node, until), Event::Moves(Moving::Tick(of)));
+    }
+
+    fn mover_asks(&mut self, of: usize, shards: &[ShardId], order: &Order, within: Duration) {
+        self.moves.questions += 1;
+        let (number, is_step) = (self.moves.questions, order.is_step);
+        self.trace(|| format!("move {of}: {shards:?} are told {:?}", order.message));
+        for &shard in shards {
+            if !self.chance(0.01) {
+                let after = self.some_delay();
+                self.after(after, Event::Moves(Moving::Tell(of, number, shard, order.clone())));
+            }
+        }
+        let asked = Asked { number, of: shards.len(), is_step, answers: Answers::new() };
+        self.mover_waits(of, within + GRACE, Some(asked));
+    }
+
+    /// Something has happened that a mover may wait for.
+    fn mover_looks(&mut self, of: usize) {
+        let now = self.clock(self.mover_node(of));
+        let Some(mover) = self.mover(of) else { return };
+        let Some(until) = mover.until else { return };
+        let ends = |asked: &Asked| {
+            let fails = mover.stopped || asked.answers.iter().any(|(_, answer)| answer.is_err());
+            asked.answers.len() == asked.of || asked.is_step && fails
+        };
+        if until <= now || mover.asked.as_ref().is_some_and(ends) {
+            let asked = mover.asked.take();
+            self.wake(of, asked.map_or(Woken::Over, |asked| Woken::Answers(asked.answers)));
         }
     }
 
@@ -473,11 +610,11 @@ impl World {
     fn asks_to_put(&mut self, of: usize) {
         let comes = |after, is_answered| (after, Event::Moves(Moving::PutComes(of, is_answered)));
         let answered = |after, answer| (after, Event::Moves(Moving::Put(of, answer)));
-        let lost = || Put::Unknown("no answer".into());
+        let lost = || Err(PutError::Unknown("no answer".into()));
         let after = self.some_delay();
         let kind = if self.healed { 9 } else { self.rng.u8(0..20) };
         let events = match kind {
-            0 => vec![answered(after, Put::NotSent("nobody listens".into()))],
+            0 => vec![answered(after, Err(PutError::NotSent("nobody listens".into())))],
             1 => vec![answered(after, lost())],
             2 => vec![comes(after, false), answered(after + after, lost())],
             // It is carried out long after it was asked again.
@@ -487,66 +624,48 @@ impl World {
         events.into_iter().for_each(|(after, event)| self.after(after, event));
     }
 
-    /// Who waits for its turn has it soon.
-    fn next_turn(&mut self) {
-        if self.moves.waiting > 0 {
-            let after = self.some_time(20_000);
-            self.after(after, Event::Moves(Moving::Turn));
-        }
-    }
-
     // -- what happens
 
     pub fn moves(&mut self, moving: Moving) {
         match moving {
-            Moving::Tick(of) => {
-                let sight = Sight {
-                    held_up_by: (!self.coordinator.is_held()).then(|| self.coordinator.held_up_by()),
-                    wanted: true,
-                    ends: false,
-                };
-                self.on_mover(of, |core, now, actions| core.tick(now, &sight, actions));
-                let mover = self.moves.movers.iter().find(|mover| mover.of == of);
-                let now = self.clock(self.mover_node(of));
-                let due = mover.map(|mover| mover.core.next_deadline(now));
-                assert!(due.is_none_or(|due| due > now), "move {of} does not rest");
-            }
-            Moving::Tell(of, number, shard, what) => {
-                let answer = self.told(of, shard, what);
-                self.trace(|| format!("move {of}: shard {shard} is told {what:?}: {answer:?}"));
+            Moving::Tick(of) => self.mover_looks(of),
+            Moving::Tell(of, number, shard, Order { message, payload, .. }) => {
+                let what = message.name();
+                let answer = self.told(of, shard, message, &payload);
+                self.trace(|| format!("move {of}: shard {shard} is told {what}: {answer:?}"));
                 if !self.chance(0.01) {
                     let after = self.some_delay();
-                    self.after(after, Event::Moves(Moving::Answered(of, number, answer)));
+                    self.after(after, Event::Moves(Moving::Answered(of, number, shard, answer)));
                 }
             }
-            Moving::Answered(of, number, answer) => {
-                self.on_mover(of, |core, now, actions| core.answered(number, answer, now, actions));
+            Moving::Answered(of, number, shard, answer) => {
+                let asked = self.mover(of).and_then(|mover| mover.asked.as_mut());
+                // An answer to an earlier question means nothing any more.
+                if let Some(asked) = asked.filter(|asked| asked.number == number) {
+                    asked.answers.push((shard, answer));
+                    self.mover_looks(of);
+                }
             }
             Moving::PutComes(of, is_answered) => {
-                let answer = match self.puts(of) {
-                    Ok(()) => Put::Done,
-                    Err(Refusal::Epoch { expected, .. }) => Put::Other(expected),
-                    Err(other) => Put::Refused(other.to_string()),
-                };
+                let answer = self.puts(of).map_err(PutError::Refused);
                 // Whoever hangs hears later what was answered now.
                 if is_answered {
                     self.after(Now::ZERO, Event::Moves(Moving::Put(of, answer)));
                 }
             }
-            Moving::Put(of, answer) => self.on_mover(of, |core, now, actions| core.put(answer, now, actions)),
+            Moving::Put(of, answer) => self.wake(of, Woken::Put(answer)),
             Moving::Filled(of, shard) => self.filled(of, shard),
             Moving::Asks(of, shard) => self.asks(of, shard),
             Moving::Turn => {
-                if self.moves.waiting > 0 && !self.is_busy() {
-                    self.moves.waiting -= 1;
-                    self.begins_move();
-                    // If that came to nothing, it is the next one's turn.
-                    if !self.is_busy() {
-                        self.next_turn();
-                    }
+                self.moves.waiting -= 1;
+                self.begin_move();
+            }
+            Moving::Halt(of) => {
+                if let Some(mover) = self.mover(of) {
+                    mover.stopped = true;
+                    self.mover_looks(of);
                 }
             }
-            Moving::Halt(of) => self.on_mover(of, MoveCore::stop),
             Moving::Stop(course) => self.stop_course(course),
         }
     }
@@ -587,76 +706,74 @@ impl World {
     }
 
     /// A shard hears what it is to do.
-    fn told(&mut self, of: usize, shard: ShardId, what: Tell) -> Result<Told, String> {
-        let Attempt { number, plan, from, version, state, frozen_at, .. } = &self.moves.attempts[of];
-        let (plan, from, version, number) = (Arc::clone(plan), *from, *version, *number);
+    fn told(
+        &mut self,
+        of: usize,
+        shard: ShardId,
+        message: Message,
+        payload: &[u8],
+    ) -> Result<Message, String> {
+        let Attempt { plan, from, .. } = &self.moves.attempts[of];
+        let (plan, from, number) = (Arc::clone(plan), *from, plan.attempt);
         let known = self.moves.adoptions.get(&shard).map(|adoption| adoption.of);
         let takes_part = || "it does not take part".to_owned();
-        match what {
-            Tell::Adopt => {
+        match message {
+            Message::Adopt if known == Some(of) => Ok(Message::Done),
+            Message::Adopt => {
                 let own = self.partition_of(from, shard);
                 let earlier = known.map(|known| &self.moves.attempts[known]);
                 let is_void = self.moves.void.get(&shard).is_some_and(|&void| number <= void);
-                if is_void || earlier.is_some_and(|earlier| earlier.number > number) {
+                if is_void || earlier.is_some_and(|earlier| earlier.plan.attempt > number) {
                     return Err("a later attempt, or none".into());
                 }
                 let in_force = |earlier: &Attempt| earlier.plan.after.epoch <= plan.before.epoch;
-                if known != Some(of) && earlier.is_some_and(in_force) {
+                if earlier.is_some_and(in_force) {
                     return Err("it has not switched yet".into());
                 }
-                if known != Some(of) {
-                    self.moves.adoptions.remove(&shard);
-                }
+                self.moves.adoptions.remove(&shard);
                 if own.is_some_and(|partition| self.shards[partition].life != Life::Live) {
                     return Err("no such model".into());
                 }
-                if known != Some(of) {
-                    let adoption = Adoption { of, ..Adoption::default() };
-                    self.moves.adoptions.insert(shard, adoption);
-                }
-                Ok(Told::Done)
+                self.moves.adoptions.insert(shard, Adoption { of, ..Adoption::default() });
+                Ok(Message::Done)
             }
-            Tell::Abandon => {
+            Message::Abandon { .. } => {
                 let void = self.moves.void.entry(shard).or_default();
                 *void = number.max(*void);
                 // One that is whole may be of the map in force.
-                let whole = |adoption: &&mut Adoption| adoption.whole.is_some();
-                let whole = self.moves.adoptions.get_mut(&shard).as_ref().is_some_and(whole);
-                let earlier = known.is_some_and(|known| self.moves.attempts[known].number < number);
+                let whole = self.moves.adoptions.get(&shard).is_some_and(|adoption| adoption.whole.is_some());
+                let earlier = known.is_some_and(|known| self.moves.attempts[known].plan.attempt < number);
                 if known == Some(of) || earlier && !whole {
                     self.moves.adoptions.remove(&shard);
                 }
-                Ok(Told::Done)
+                Ok(Message::Done)
             }
-            Tell::Delete => unreachable!("nobody deletes it"),
-            Tell::Switch => self.switches(of, shard).map(|()| Told::Done),
-            Tell::Fill | Tell::Adopting | Tell::HandOver { .. } if known != Some(of) => Err(takes_part()),
-            Tell::Fill => {
+            Message::Switch => self.switches(of, shard).map(|()| Message::Done),
+            Message::Fill { .. } | Message::HandOver { .. } if known != Some(of) => Err(takes_part()),
+            Message::Fill { version, .. } => {
                 let adoption = self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?;
                 if adoption.version.replace(version).is_none() {
                     let after = self.some_time(200_000);
                     self.after(after, Event::Moves(Moving::Filled(of, shard)));
                 }
-                Ok(Told::Done)
-            }
-            Tell::Adopting => {
                 let blocks = plan.after.owners.iter().filter(|(owner, _)| *owner == shard);
                 let blocks = blocks.map(|(_, run)| run).sum();
                 match self.moves.adoptions.get(&shard) {
                     Some(adoption) if adoption.failed => Err("blocks cannot be fetched".into()),
-                    Some(adoption) if adoption.whole.is_some() => Ok(Told::Adopted { blocks, of: blocks }),
-                    _ => Ok(Told::Adopted { blocks: 0, of: blocks }),
+                    Some(adoption) if adoption.whole.is_some() => Ok(Message::Adopted { blocks, of: blocks }),
+                    _ => Ok(Message::Adopted { blocks: 0, of: blocks }),
                 }
             }
-            Tell::HandOver { at } => {
+            Message::HandOver { at, now, .. } => {
                 assert_eq!(at, 0, "a state of one piece");
                 let (layout, partitions) = (self.settings.layout(), self.courses[from].partitions.len());
-                CoordinatorCore::taken_over(state, &layout, partitions, *frozen_at)
-                    .expect("what was handed over");
-                let state = state.clone();
-                self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?.handed = Some(state);
-                Ok(Told::Done)
+                let (state, now) = (payload.to_vec(), Now::from_nanos(now));
+                CoordinatorCore::taken_over(&state, &layout, partitions, now).expect("what was handed over");
+                let adoption = self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?;
+                adoption.handed = Some((state, now));
+                Ok(Message::Done)
             }
+            other => unreachable!("nobody says {}", other.name()),
         }
     }
 
@@ -721,12 +838,12 @@ impl World {
         self.moves.adoptions.remove(&shard);
         self.retire(from, shard, old);
         if let Some(handed) = handed.filter(|_| record.coordinator == shard) {
-            self.takes_over(of, course, &handed);
+            self.takes_over(course, &handed);
         }
         Ok(())
     }
 
-    fn takes_over(&mut self, of: usize, course: usize, handed: &[u8]) {
+    fn takes_over(&mut self, course: usize, (handed, frozen_at): &(Vec<u8>, Now)) {
         let before = self.courses[self.coordinated].coordinator;
         assert!(
             self.frozen || before == Life::Lost,
@@ -734,9 +851,8 @@ impl World {
         );
         let partitions = self.courses[course].partitions.len();
         // Its clock goes on from when the other one was frozen.
-        let frozen_at = self.moves.attempts[of].frozen_at;
-        self.starts_clock(Node::Coordinator(course), frozen_at);
-        let taken = CoordinatorCore::taken_over(handed, &self.settings.layout(), partitions, frozen_at);
+        self.starts_clock(Node::Coordinator(course), *frozen_at);
+        let taken = CoordinatorCore::taken_over(handed, &self.settings.layout(), partitions, *frozen_at);
         self.coordinator = taken.expect("what was handed over");
         // Whoever coordinated is frozen, and never hears anything again.
         (self.coordinated, self.frozen) = (course, false);
@@ -808,10 +924,6 @@ impl World {
         self.killed += 1;
         self.moves.adoptions.remove(&shard);
         self.moves.movers.retain(|mover| mover.process != shard);
-        if self.moves.movers.iter().all(|mover| mover.finished) {
-            // They waited there.
-            self.moves.waiting = 0;
-        }
         let mut nodes = Vec::new();
         for course in 0..self.courses.len() {
             let partition = self.partition_of(course, shard);

@@ -1,95 +1,79 @@
-//! The moves of one model that are under way or wait for each other.
+//! The move of one model that is under way: how far it is, and whether it is to be stopped.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use libmodelio::vocabulary::ids::ShardId;
+use libmodelio::wire::Refusal;
 use parking_lot::{Condvar, Mutex};
 
 use crate::moving::Progress;
 
-/// The most moves of one model that may be under way or wait.
-pub(in crate::server) const MAX_MOVES: usize = 4;
-
-#[derive(Default)]
-struct Known {
-    next: u64,
-    /// Each move's number, the shard that it empties, and whether it must stop.
-    moves: Vec<(u64, ShardId, bool)>,
-    progress: Option<Progress>,
-}
-
-/// The moves of one model, at its coordinator.
+/// Of one model, at its coordinator.
 #[derive(Default)]
 pub(in crate::server) struct Moves {
-    /// Held by the thread that moves the model.
+    /// Held by whoever moves the model, or takes a snapshot of it.
     pub(in crate::server) alone: Mutex<()>,
-    known: Mutex<Known>,
+    current: Mutex<Option<Current>>,
     over: Condvar,
 }
 
-/// A move that is under way or waits. It is registered until this is dropped.
-pub(in crate::server) struct Moving {
-    of: Arc<Moves>,
-    number: u64,
+struct Current {
     off: ShardId,
+    stopped: bool,
+    progress: Option<Progress>,
 }
 
+/// A move, as long as somebody waits for it.
+pub(in crate::server) struct Moving(Arc<Moves>);
+
 impl Moves {
-    /// Registers a move, unless there are too many.
-    pub(in crate::server) fn begin(self: &Arc<Moves>, off: ShardId) -> Option<Moving> {
-        let mut known = self.known.lock();
-        if known.moves.len() >= MAX_MOVES {
-            return None;
+    /// A move off this shard begins.
+    ///
+    /// # Errors
+    /// Another one is under way.
+    pub(in crate::server) fn begin(self: &Arc<Moves>, off: ShardId) -> Result<Moving, Refusal> {
+        let mut current = self.current.lock();
+        match &*current {
+            Some(other) => Err(Refusal::Moving { off: other.off }),
+            None => {
+                *current = Some(Current { off, stopped: false, progress: None });
+                Ok(Moving(Arc::clone(self)))
+            }
         }
-        let number = known.next;
-        known.next += 1;
-        known.moves.push((number, off, false));
-        Some(Moving { of: Arc::clone(self), number, off })
     }
 
-    /// Stops all moves off this shard. True once there are none.
+    /// What moves the model off this shard is to stop. True once nothing does.
     pub(in crate::server) fn stop(&self, off: ShardId, deadline: Instant) -> bool {
-        let mut known = self.known.lock();
-        loop {
-            let mut left = false;
-            for (_, from, stopped) in &mut known.moves {
-                if *from == off {
-                    (*stopped, left) = (true, true);
-                }
-            }
-            if !left {
-                return true;
-            }
-            if self.over.wait_until(&mut known, deadline).timed_out() {
+        let mut current = self.current.lock();
+        while let Some(moving) = current.as_mut().filter(|moving| moving.off == off) {
+            moving.stopped = true;
+            if self.over.wait_until(&mut current, deadline).timed_out() {
                 return false;
             }
         }
+        true
     }
 
-    /// The progress of the move under way.
+    /// How far the one that is under way is.
     pub(in crate::server) fn progress(&self) -> Option<Progress> {
-        self.known.lock().progress.clone()
-    }
-
-    pub(in crate::server) fn report(&self, progress: Option<Progress>) {
-        self.known.lock().progress = progress;
+        self.current.lock().as_ref().and_then(|moving| moving.progress.clone())
     }
 }
 
 impl Moving {
-    pub(in crate::server) fn off(&self) -> ShardId {
-        self.off
+    pub(in crate::server) fn show(&self, progress: Progress) {
+        self.0.current.lock().iter_mut().for_each(|moving| moving.progress = Some(progress.clone()));
     }
 
     pub(in crate::server) fn is_stopped(&self) -> bool {
-        self.of.known.lock().moves.iter().any(|(number, _, stopped)| *number == self.number && *stopped)
+        self.0.current.lock().as_ref().is_some_and(|moving| moving.stopped)
     }
 }
 
 impl Drop for Moving {
     fn drop(&mut self) {
-        self.of.known.lock().moves.retain(|(number, ..)| *number != self.number);
-        self.of.over.notify_all();
+        *self.0.current.lock() = None;
+        self.0.over.notify_all();
     }
 }

@@ -1,26 +1,31 @@
-//! The end of a move at which blocks arrive: a partition under a block map that is not in force yet.
+//! A partition under a block map that is not in force yet: its blocks come from the shards that have them, and the
+//! coordinator's state from the present one.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use libmodelio::vocabulary::ids::{BlockId, Epoch, ShardId, Version};
+use libmodelio::vocabulary::ids::{Epoch, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Adoption, Kept, ModelRecord, Refusal, ShardRecord};
 use parking_lot::Mutex;
 
 use crate::coordinator::CoordinatorCore;
 use crate::server::partition::Partition;
+use crate::server::shared::Shared;
 use crate::snapshot::{Fetched, Load, Piece, Shards, Sink, SnapshotError, Source};
 
 /// Most bytes of a coordinator's state.
 const MAX_STATE: u64 = 1 << 30;
+
 #[derive(Debug)]
 enum Stage {
+    /// Nothing but its memory is there.
     Made,
-    Filling(Version),
-    Filled(Version),
-    Failed(Refusal),
+    /// So many blocks have come.
+    Filling(u32),
+    Filled,
+    /// Nothing comes of it.
+    Over(Refusal),
 }
 
 /// The coordinator's state, as far as it has come.
@@ -38,23 +43,14 @@ pub(in crate::server) struct Adopting {
     /// It is the partition that there is, with the same blocks.
     stays: bool,
     stage: Mutex<Stage>,
-    blocks: AtomicU32,
     handed: Mutex<Handed>,
-    over: AtomicBool,
 }
 
 impl Adopting {
     /// Nothing of it is there yet; with `stays`, `partition` is the one that there is.
     pub(super) fn new(told: Adoption, partition: Arc<Partition>, stays: bool) -> Adopting {
-        Adopting {
-            told,
-            partition,
-            stays,
-            stage: Mutex::new(Stage::Made),
-            blocks: AtomicU32::new(0),
-            handed: Mutex::default(),
-            over: AtomicBool::new(false),
-        }
+        let (stage, handed) = (Mutex::new(Stage::Made), Mutex::default());
+        Adopting { told, partition, stays, stage, handed }
     }
 
     pub(in crate::server) fn record(&self) -> &ModelRecord {
@@ -65,23 +61,8 @@ impl Adopting {
         self.told.attempt
     }
 
-    /// Nobody needs it any more.
-    pub(super) fn end(&self) {
-        self.over.store(true, Ordering::Relaxed);
-    }
-
-    /// Its memory for another attempt at the same, if nothing was done with it.
-    pub(super) fn untouched(&self, record: &ModelRecord) -> Option<Arc<Partition>> {
-        let mut stage = self.stage.lock();
-        if !matches!(&*stage, Stage::Made) || self.stays || self.told.record != *record {
-            return None;
-        }
-        *stage = Stage::Failed(Refusal::other("a later attempt to move the model has begun"));
-        Some(Arc::clone(&self.partition))
-    }
-
     /// The shards of the new map.
-    pub(super) fn shards(&self) -> &[ShardRecord] {
+    pub(in crate::server) fn shards(&self) -> &[ShardRecord] {
         &self.told.shards
     }
 
@@ -89,24 +70,106 @@ impl Adopting {
         self.told.epoch
     }
 
+    /// Nobody needs it any more.
+    pub(super) fn end(&self) {
+        *self.stage.lock() = Stage::Over(Refusal::other("the move was abandoned"));
+    }
+
+    /// Its memory for another attempt at the same, if nothing was done with it.
+    pub(super) fn untouched(&self, record: &ModelRecord) -> Option<Arc<Partition>> {
+        let mut stage = self.stage.lock();
+        let is_it = matches!(&*stage, Stage::Made) && !self.stays && self.told.record == *record;
+        *stage = Stage::Over(Refusal::other("a later attempt to move the model has begun"));
+        is_it.then(|| Arc::clone(&self.partition))
+    }
+
     /// Blocks that are there, and that are to be.
     pub(super) fn progress(&self) -> Result<(u32, u32), Refusal> {
         let of = self.partition.layout().blocks();
         match &*self.stage.lock() {
-            Stage::Failed(refusal) => Err(refusal.clone()),
-            Stage::Filled(_) => Ok((of, of)),
+            Stage::Made => Ok((0, of)),
             // When the last block is there, it is not yet known to be complete.
-            Stage::Made | Stage::Filling(_) => Ok((self.blocks.load(Ordering::Relaxed).min(of - 1), of)),
+            Stage::Filling(blocks) => Ok(((*blocks).min(of - 1), of)),
+            Stage::Filled => Ok((of, of)),
+            Stage::Over(refusal) => Err(refusal.clone()),
         }
     }
 
     /// The partition, if all of it is there.
     pub(super) fn filled(&self) -> Result<Arc<Partition>, Refusal> {
-        match &*self.stage.lock() {
-            Stage::Filled(_) => Ok(Arc::clone(&self.partition)),
-            Stage::Failed(refusal) => Err(refusal.clone()),
-            Stage::Made | Stage::Filling(_) => Err(Refusal::other("its blocks are not all there")),
+        match self.progress()? {
+            (blocks, of) if blocks == of => Ok(Arc::clone(&self.partition)),
+            _ => Err(Refusal::other("its blocks are not all there")),
         }
+    }
+
+    /// Begins to fetch its blocks, as they are at a version with the state of this reducer. Nothing happens the second
+    /// time.
+    pub(super) fn fill(
+        self: &Arc<Adopting>,
+        shared: &Arc<Shared>,
+        version: Version,
+        reducer: Reducer,
+    ) -> Result<(), Refusal> {
+        let mut stage = self.stage.lock();
+        if !matches!(&*stage, Stage::Made) {
+            return Ok(());
+        }
+        if !self.stays {
+            self.partition.store().begin_at(version, reducer).map_err(Refusal::other)?;
+        }
+        self.partition.begin_at(version);
+        *stage = Stage::Filling(0);
+        drop(stage);
+        let (shared, this) = (Arc::clone(shared), Arc::clone(self));
+        let fills = move || {
+            let outcome = this.fetch(&shared, version);
+            let mut stage = this.stage.lock();
+            match outcome {
+                Ok(()) if matches!(&*stage, Stage::Filling(_)) => *stage = Stage::Filled,
+                Ok(()) => {}
+                Err(refusal) => {
+                    tracing::warn!(model = %this.record().name, %refusal, "blocks cannot be moved here");
+                    *stage = Stage::Over(refusal);
+                }
+            }
+        };
+        let spawned = std::thread::Builder::new().name("adopting".into()).spawn(fills);
+        spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to fetch blocks: {error}")))
+    }
+
+    /// Fetches all blocks: those that this shard has from its own memory.
+    fn fetch(self: &Arc<Adopting>, shared: &Shared, version: Version) -> Result<(), Refusal> {
+        let store = self.partition.store();
+        if self.stays {
+            let newest = store.newest().map(|newest| newest.version()).unwrap_or_default();
+            let wanted = version;
+            return if newest == wanted { Ok(()) } else { Err(Refusal::NoVersion { wanted, newest }) };
+        }
+        let (generation, epoch, me) = (self.record().generation, self.told.epoch, *shared.shard.lock());
+        let before = self.told.map_in_force().map_err(Refusal::other)?;
+        let owner = |block| before.owner(epoch, block).map_err(Refusal::other);
+        let (mut mine, mut others) = (Vec::new(), Vec::new());
+        for &block in store.partition().blocks() {
+            let local = store.partition().local(block).ok_or(Refusal::NotMine { block })?;
+            let wants = [Kept::Weights].into_iter().chain(store.wants(local).map_err(Refusal::other)?);
+            let pieces = if owner(block)? == me { &mut mine } else { &mut others };
+            pieces.extend(wants.map(|what| (block, what)));
+        }
+        let mut here =
+            Here(|(block, what)| shared.partition_of(generation)?.1.kept(epoch, version, block, what));
+        let addresses = self.told.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
+        let (fetched, block_size) = (Fetched::Newest(epoch, version), self.record().block_size);
+        let mut there = Shards::new(generation, fetched, block_size, addresses, owner);
+        let mut taken = Taken { adopting: self, load: Load::of(store) };
+        let came = here
+            .send(&mut mine.into_iter(), &mut taken)
+            .and_then(|()| there.send(&mut others.into_iter(), &mut taken))
+            .and_then(|()| taken.load.finish());
+        came.map_err(|error| match error {
+            SnapshotError::Refused(refusal) => refusal,
+            error => Refusal::other(error),
+        })
     }
 
     /// Takes a piece of the coordinator's state. When it is whole, it is one that can be used.
@@ -121,111 +184,28 @@ impl Adopting {
             *handed = Handed { bytes: Vec::new(), of, now };
         }
         let end = at.saturating_add(piece.len() as u64);
-        if at != handed.bytes.len() as u64 || of != handed.of || now != handed.now || end > of {
+        if (at, of, now) != (handed.bytes.len() as u64, handed.of, handed.now) || end > of {
             return Err(Refusal::other(
                 "a piece of the coordinator's state that does not follow on the last one",
             ));
         }
         handed.bytes.extend_from_slice(piece);
         if end == of {
-            let map = self.told.record.block_map().map_err(Refusal::other)?;
-            let layout = self.told.record.layout().map_err(Refusal::other)?;
+            let map = self.record().block_map().map_err(Refusal::other)?;
+            let layout = self.record().layout().map_err(Refusal::other)?;
             CoordinatorCore::taken_over(&handed.bytes, &layout, map.shares().len(), now)
                 .map_err(Refusal::other)?;
         }
         Ok(())
     }
 
-    /// The coordinator's state and what time it is there, if it has come.
-    pub(super) fn handed_over(&self) -> Result<Option<(Vec<u8>, Duration)>, Refusal> {
+    /// The coordinator's state and what time it is there.
+    pub(super) fn handed_over(&self) -> Result<(Vec<u8>, Duration), Refusal> {
         let handed = self.handed.lock();
         match handed.of {
-            0 => Ok(None),
-            of if of == handed.bytes.len() as u64 => Ok(Some((handed.bytes.clone(), handed.now))),
-            _ => Err(Refusal::other("the coordinator's state is not whole")),
+            of if of > 0 && of == handed.bytes.len() as u64 => Ok((handed.bytes.clone(), handed.now)),
+            _ => Err(Refusal::other("the coordinator's state was not handed over")),
         }
-    }
-
-    pub(super) fn is_over(&self) -> bool {
-        self.over.load(Ordering::Relaxed)
-    }
-
-    /// It is to be filled with a version, for this reducer. False if somebody fills it with that already.
-    pub(super) fn begins(&self, version: Version, reducer: Reducer) -> Result<bool, Refusal> {
-        let mut stage = self.stage.lock();
-        match &*stage {
-            Stage::Made => {}
-            Stage::Filling(of) | Stage::Filled(of) if *of == version => return Ok(false),
-            Stage::Filling(of) | Stage::Filled(of) => {
-                return Err(Refusal::other(format!("it was to be filled with version {of}")));
-            }
-            Stage::Failed(refusal) => return Err(refusal.clone()),
-        }
-        if !self.stays {
-            self.partition.store().begin_at(version, reducer).map_err(Refusal::other)?;
-        }
-        self.partition.begin_at(version);
-        *stage = Stage::Filling(version);
-        Ok(true)
-    }
-
-    /// All of it is there.
-    pub(super) fn is_filled(&self, version: Version) {
-        *self.stage.lock() = Stage::Filled(version);
-    }
-
-    /// It cannot be filled.
-    pub(super) fn has_failed(&self, refusal: Refusal) {
-        *self.stage.lock() = Stage::Failed(refusal);
-    }
-
-    /// Fetches all blocks: those that this shard, `me`, has are `here`.
-    pub(super) fn fetch(&self, me: ShardId, here: &mut dyn Source, version: Version) -> Result<(), Refusal> {
-        if self.stays {
-            let newest = self.partition.store().newest().map(|newest| newest.version());
-            return match newest {
-                Some(newest) if newest == version => Ok(()),
-                newest => {
-                    let newest = newest.unwrap_or_default();
-                    Err(Refusal::NoVersion { wanted: version, newest })
-                }
-            };
-        }
-        let epoch = self.told.epoch;
-        let before = self.told.map_in_force().map_err(Refusal::other)?;
-        let (mut mine, mut others) = (Vec::new(), Vec::new());
-        for &block in self.partition.store().partition().blocks() {
-            let is_mine = before.owner(epoch, block).map_err(Refusal::other)? == me;
-            if is_mine { &mut mine } else { &mut others }.push(block);
-        }
-        let (generation, block_size) = (self.told.record.generation, self.told.record.block_size);
-        let addresses = self.told.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
-        let owner = |block| before.owner(epoch, block).map_err(Refusal::other);
-        let mut there =
-            Shards::new(generation, Fetched::Newest(epoch, version), block_size, addresses, owner);
-        let mut taken = Taken { adopting: self, load: Load::of(self.partition.store()) };
-        let mut mine = self.pieces(mine)?.into_iter();
-        let mut others = self.pieces(others)?.into_iter();
-        let refusal = |error| match error {
-            SnapshotError::Refused(refusal) => refusal,
-            error => Refusal::other(error),
-        };
-        here.send(&mut mine, &mut taken).map_err(refusal)?;
-        there.send(&mut others, &mut taken).map_err(refusal)?;
-        self.partition.store().finish_loading().map_err(Refusal::other)
-    }
-
-    /// All that is kept of these blocks.
-    fn pieces(&self, blocks: Vec<BlockId>) -> Result<Vec<Piece>, Refusal> {
-        let store = self.partition.store();
-        let mut pieces = Vec::new();
-        for block in blocks {
-            let local = store.partition().local(block).ok_or(Refusal::NotMine { block })?;
-            pieces.push((block, Kept::Weights));
-            let wants = store.wants(local).map_err(Refusal::other)?;
-            pieces.extend(wants.into_iter().map(|what| (block, what)));
-        }
-        Ok(pieces)
     }
 }
 
@@ -237,19 +217,19 @@ struct Taken<'a> {
 
 impl Sink for Taken<'_> {
     fn take(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
-        if self.adopting.is_over() {
-            return Err(Refusal::other("the move was abandoned").into());
+        if let Stage::Over(refusal) = &*self.adopting.stage.lock() {
+            return Err(refusal.clone().into());
         }
         self.load.take(piece, bytes)?;
-        if piece.1 == Kept::Weights {
-            self.adopting.blocks.fetch_add(1, Ordering::Relaxed);
+        if let (Kept::Weights, Stage::Filling(blocks)) = (piece.1, &mut *self.adopting.stage.lock()) {
+            *blocks += 1;
         }
         Ok(())
     }
 }
 
 /// What this shard keeps of the version that is wanted, as a source.
-pub(super) struct Here<F>(pub(super) F);
+struct Here<F>(F);
 
 impl<F: Fn(Piece) -> Result<Vec<u8>, Refusal>> Source for Here<F> {
     fn send(

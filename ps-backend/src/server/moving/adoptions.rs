@@ -1,89 +1,98 @@
-//! Which partitions are to be, and whose memory is being taken: of each life of a model one at a time.
+//! The partitions that are to be, of each life of a model one, and the taking of their memory.
 //!
 //! Taking memory takes long and cannot be interrupted. An attempt that begins meanwhile waits, and goes on with what
 //! the one before has taken if that is the same partition.
+//!
+//! A partition is dropped when it is told so, or when the registry says that its map never will be in force; not because
+//! nobody has spoken of it for a while, for the record may just have been replaced, nor because the registry does not
+//! know the model, for it may have been started anew.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use libmodelio::vocabulary::ids::{Epoch, Generation};
-use libmodelio::wire::Refusal;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use libmodelio::wire::{Adoption, Refusal};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 
 use super::adopting::Adopting;
+use crate::server::partition::Partition;
+use crate::server::shared::Shared;
 
 /// Longest wait for an earlier attempt, whose asker may have given up.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Attempts that are remembered because nothing is to come of them, though they may be heard of late.
-const MAX_VOID: usize = 256;
+/// Models of which is remembered which attempts are over, though they may be heard of late.
+const MAX_IDLE: usize = 256;
+
+/// What there is for one life of a model.
+#[derive(Default)]
+struct Place {
+    /// Attempts before this one are over.
+    least: u64,
+    /// It has begun, and was not abandoned.
+    wanted: bool,
+    /// Held while memory is being taken.
+    turn: Arc<Mutex<()>>,
+    partition: Option<Arc<Adopting>>,
+}
 
 #[derive(Default)]
-pub(in crate::server) struct Known {
-    partitions: BTreeMap<Generation, Arc<Adopting>>,
-    /// Whose memory is being taken, and the newest attempt that wants it.
-    taking: BTreeMap<Generation, u64>,
-    /// Attempts up to this one are abandoned.
-    void: VecDeque<(Generation, u64)>,
-}
-
-impl Known {
-    /// Whether nothing is to be.
-    pub(in crate::server) fn is_empty(&self) -> bool {
-        self.partitions.is_empty() && self.taking.is_empty()
-    }
-
-    fn is_void(&self, generation: Generation, attempt: u64) -> bool {
-        self.void.iter().any(|(known, up_to)| *known == generation && attempt <= *up_to)
-    }
-
-    fn take_out(&mut self, generation: Generation) -> Option<Arc<Adopting>> {
-        let gone = self.partitions.remove(&generation);
-        gone.inspect(|gone| gone.end())
-    }
-}
+pub(in crate::server) struct Places(BTreeMap<Generation, Place>);
 
 /// All of a shard.
 #[derive(Default)]
-pub(in crate::server) struct Adoptions {
-    known: Mutex<Known>,
-    changed: Condvar,
+pub(in crate::server) struct Adoptions(Mutex<Places>);
+
+impl Place {
+    fn is_idle(&self) -> bool {
+        self.partition.is_none() && !self.turn.is_locked()
+    }
+
+    fn clear(&mut self) {
+        self.partition.take().inspect(|partition| partition.end());
+    }
 }
 
-/// Memory is being taken for this attempt. Nobody else takes any for this life of the model meanwhile.
-pub(super) struct Taking<'a> {
-    of: &'a Adoptions,
-    generation: Generation,
-    attempt: u64,
-    /// What the attempt before has left.
-    pub(super) before: Option<Arc<Adopting>>,
+impl Places {
+    /// Whether nothing is to be.
+    pub(in crate::server) fn is_empty(&self) -> bool {
+        self.0.values().all(Place::is_idle)
+    }
+
+    fn of(&mut self, generation: Generation) -> &mut Place {
+        if !self.0.contains_key(&generation)
+            && self.0.values().filter(|place| place.is_idle()).count() >= MAX_IDLE
+            && let Some(oldest) = self.0.iter().find(|(_, place)| place.is_idle()).map(|(&of, _)| of)
+        {
+            self.0.remove(&oldest);
+        }
+        self.0.entry(generation).or_default()
+    }
 }
 
 impl Adoptions {
     /// The partition of this life of a model.
     pub(in crate::server) fn of(&self, generation: Generation) -> Option<Arc<Adopting>> {
-        self.known.lock().partitions.get(&generation).cloned()
+        self.0.lock().0.get(&generation)?.partition.clone()
     }
 
     /// As long as this is held, nobody begins.
-    pub(in crate::server) fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock()
+    pub(in crate::server) fn lock(&self) -> MutexGuard<'_, Places> {
+        self.0.lock()
     }
 
     pub(in crate::server) fn all(&self) -> Vec<Arc<Adopting>> {
-        self.known.lock().partitions.values().cloned().collect()
+        self.0.lock().0.values().filter_map(|place| place.partition.clone()).collect()
     }
 
     /// Partitions that are being filled, for status.
     pub(in crate::server) fn status(&self) -> Vec<Value> {
         let adopting = self.all();
         let status = adopting.iter().map(|adopting| {
-            let (blocks, of, trouble) = match adopting.progress() {
-                Ok((blocks, of)) => (blocks, of, None),
-                Err(refusal) => (0, 0, Some(refusal.to_string())),
-            };
-            let record = adopting.record();
+            let progress = adopting.progress();
+            let trouble = progress.as_ref().err().map(Refusal::to_string);
+            let ((blocks, of), record) = (progress.unwrap_or_default(), adopting.record());
             json!({
                 "name": record.name, "epoch": record.epoch.0, "blocks": blocks, "of": of, "failed": trouble,
             })
@@ -91,111 +100,137 @@ impl Adoptions {
         status.collect()
     }
 
-    /// It is this attempt's turn to take memory; `None` if it has done so. The attempt starts from the block map of
-    /// `in_force`: a partition under that map is the model's, though nobody has told this shard yet.
-    pub(super) fn begin(
+    /// An attempt wants memory, from now on or still. It starts from the block map of `in_force`: a partition under that
+    /// map is the model's, though nobody has told this shard yet. `None` if its partition is there.
+    fn begin(
         &self,
         generation: Generation,
         attempt: u64,
         in_force: Epoch,
-    ) -> Result<Option<Taking<'_>>, Refusal> {
-        let until = Instant::now() + PATIENCE;
-        let mut known = self.known.lock();
-        loop {
-            let there = known.partitions.get(&generation).map(|partition| partition.attempt());
-            let newest = there.max(known.taking.get(&generation).copied());
-            if newest.is_some_and(|newest| newest > attempt) {
-                return Err(Refusal::other("a later attempt to move the model has begun"));
-            }
-            if known.is_void(generation, attempt) {
-                return Err(Refusal::other("the move was abandoned"));
-            }
-            if there == Some(attempt) {
-                return Ok(None);
-            }
-            let is_in_force = |partition: &Arc<Adopting>| partition.record().epoch <= in_force;
-            if known.partitions.get(&generation).is_some_and(is_in_force) {
+    ) -> Result<Option<Arc<Mutex<()>>>, Refusal> {
+        let mut places = self.0.lock();
+        let place = places.of(generation);
+        if attempt < place.least {
+            return Err(Refusal::other("the move was abandoned, or a later attempt has begun"));
+        }
+        match &place.partition {
+            Some(partition) if partition.attempt() == attempt => return Ok(None),
+            Some(partition) if partition.record().epoch <= in_force => {
                 return Err(Refusal::other(format!(
                     "this shard has not switched to block map {in_force} yet: run the command again"
                 )));
             }
-            let Some(newest) = known.taking.get_mut(&generation) else { break };
-            *newest = attempt;
-            if self.changed.wait_until(&mut known, until).timed_out() {
-                return Err(Refusal::other(
-                    "memory for an earlier attempt to move the model is being taken still: is the host short of it?",
-                ));
-            }
+            _ => {}
         }
-        known.taking.insert(generation, attempt);
-        let before = known.take_out(generation);
-        Ok(Some(Taking { of: self, generation, attempt, before }))
+        (place.least, place.wanted) = (attempt, true);
+        Ok(Some(Arc::clone(&place.turn)))
+    }
+
+    /// Has an attempt take memory, if it has not: `make` is given what the one before has left.
+    fn take(
+        &self,
+        generation: Generation,
+        (attempt, in_force): (u64, Epoch),
+        make: impl FnOnce(Option<Arc<Adopting>>) -> Result<Adopting, Refusal>,
+    ) -> Result<(), Refusal> {
+        let Some(turn) = self.begin(generation, attempt, in_force)? else { return Ok(()) };
+        let Some(_turn) = turn.try_lock_for(PATIENCE) else {
+            return Err(Refusal::other(
+                "memory for an earlier attempt to move the model is being taken still: is the host short of it?",
+            ));
+        };
+        // The one before may have been this one, or there may be a later one.
+        if self.begin(generation, attempt, in_force)?.is_none() {
+            return Ok(());
+        }
+        let before = self.0.lock().of(generation).partition.take();
+        let made = Arc::new(make(before)?);
+        let mut places = self.0.lock();
+        let place = places.of(generation);
+        let is_newest = place.least == attempt;
+        if place.wanted {
+            // A later attempt that waits goes on with it.
+            place.partition = Some(made);
+        }
+        match place.wanted && is_newest {
+            true => Ok(()),
+            false => Err(Refusal::other("the move was abandoned, or a later attempt has begun")),
+        }
     }
 
     /// Nothing is to come of this attempt, nor of those before it. But an earlier partition that is whole stays until
     /// the registry has said what becomes of it: its map may be in force.
     pub(super) fn abandon(&self, generation: Generation, attempt: u64) {
-        let mut known = self.known.lock();
-        known.void.retain(|(of, _)| *of != generation);
-        if known.void.len() >= MAX_VOID {
-            known.void.pop_front();
+        let mut places = self.0.lock();
+        let place = places.of(generation);
+        if attempt >= place.least {
+            (place.least, place.wanted) = (attempt.saturating_add(1), false);
         }
-        known.void.push_back((generation, attempt));
-        let is_void = |partition: &Arc<Adopting>| {
+        if place.partition.as_ref().is_some_and(|partition| {
             partition.attempt() == attempt || partition.attempt() < attempt && partition.filled().is_err()
-        };
-        if known.partitions.get(&generation).is_some_and(is_void) {
-            known.take_out(generation);
+        }) {
+            place.clear();
         }
-        self.changed.notify_all();
     }
 
     /// This one will never be.
-    pub(super) fn forget(&self, gone: &Arc<Adopting>) {
-        gone.end();
-        let mut known = self.known.lock();
-        let generation = gone.record().generation;
-        if known.partitions.get(&generation).is_some_and(|partition| Arc::ptr_eq(partition, gone)) {
-            known.partitions.remove(&generation);
+    pub(in crate::server) fn forget(&self, gone: &Arc<Adopting>) {
+        let mut places = self.0.lock();
+        let place = places.of(gone.record().generation);
+        if place.partition.as_ref().is_some_and(|partition| Arc::ptr_eq(partition, gone)) {
+            place.clear();
         }
-    }
-
-    /// Something has come of it.
-    pub(super) fn take_out(&self, generation: Generation) {
-        self.known.lock().take_out(generation);
     }
 
     /// The model is no more.
     pub(in crate::server) fn delete(&self, generation: Generation) {
-        // A later attempt may have begun here only if its memory is being taken.
-        if self.known.lock().taking.contains_key(&generation) {
-            self.abandon(generation, u64::MAX);
+        if let Some(place) = self.0.lock().0.get_mut(&generation) {
+            (place.least, place.wanted) = (u64::MAX, false);
+            place.clear();
         }
-        self.take_out(generation);
     }
 }
 
-impl Taking<'_> {
-    /// Its memory is there.
-    pub(super) fn done(self, partition: Adopting) -> Result<(), Refusal> {
-        let mut known = self.of.known.lock();
-        if known.is_void(self.generation, self.attempt) {
-            return Err(Refusal::other("the move was abandoned"));
-        }
-        // A later attempt that waits goes on with it.
-        known.partitions.insert(self.generation, Arc::new(partition));
-        match known.taking.get(&self.generation) {
-            Some(newest) if *newest > self.attempt => {
-                Err(Refusal::other("a later attempt to move the model has begun"))
+impl Shared {
+    /// Takes the memory of a partition that is to be. Takes time.
+    pub(super) fn adopt(&self, payload: &[u8]) -> Result<(), Refusal> {
+        let told = Adoption::decode(payload).map_err(Refusal::other)?;
+        let (generation, attempt) = (told.record.generation, (told.attempt, told.epoch));
+        let new = told.record.block_map().map_err(Refusal::other)?;
+        let before = told.map_in_force().map_err(Refusal::other)?;
+        self.adopting.take(generation, attempt, |earlier| {
+            // The one before is of use if it is the same: else its memory is needed.
+            let known = earlier.and_then(|earlier| earlier.untouched(&told.record));
+            // From here on the number stays.
+            let me = *self.shard.lock();
+            let in_force = self.partition_in_force(&told, before.shares().contains_key(&me))?;
+            if let Some(partition) = in_force.filter(|_| new.blocks_of(me).eq(before.blocks_of(me))) {
+                let partition = partition.again(&told.record);
+                return Ok(Adopting::new(told, partition, true));
             }
-            _ => Ok(()),
+            let partition = known.map_or_else(|| Partition::new(&told.record, me, &self.executor), Ok);
+            Ok(Adopting::new(told, partition.map_err(Refusal::other)?, false))
+        })
+    }
+
+    /// The partition that there is, if there should be one.
+    fn partition_in_force(&self, told: &Adoption, owns: bool) -> Result<Option<Arc<Partition>>, Refusal> {
+        let (models, name) = (self.models.lock(), &told.record.name);
+        match models.get(name) {
+            Some(model) if model.generation != told.record.generation => Err(Refusal::Exists(name.clone())),
+            Some(model) if model.partition.epoch != told.epoch => {
+                Err(Refusal::Epoch { expected: model.partition.epoch, got: told.epoch })
+            }
+            Some(model) => Ok(Some(Arc::clone(&model.partition))),
+            None if owns => Err(Refusal::NoModel(name.clone())),
+            None => Ok(None),
         }
     }
-}
 
-impl Drop for Taking<'_> {
-    fn drop(&mut self) {
-        self.of.known.lock().taking.remove(&self.generation);
-        self.of.changed.notify_all();
+    /// What an attempt is about.
+    pub(super) fn adopting(&self, generation: Generation, attempt: u64) -> Result<Arc<Adopting>, Refusal> {
+        let adopting = self.adopting.of(generation).filter(|adopting| adopting.attempt() == attempt);
+        adopting
+            .ok_or_else(|| Refusal::other("this shard does not take part in the move, or was started anew"))
     }
 }

@@ -1,6 +1,6 @@
 //! A model's blocks on their way to other shards, under a new block map, while the job runs.
 //!
-//! The model's coordinator does it (`mover`, around [`crate::moving::MoveCore`]): it has the shards of the new map take
+//! The model's coordinator does it (`mover`, the edge of [`crate::moving`]): it has the shards of the new map take
 //! memory, holds the job between two versions, has them fetch what the others keep, hands its own state over, and
 //! replaces the record at the registry. That is the moment from which the new map is in force, and nothing can fail any
 //! more. Then every shard is told to switch, and clients hear of the new map from whichever shard they speak to. Until
@@ -9,16 +9,14 @@
 //! | module | holds |
 //! |---|---|
 //! | `adopting` | a partition that is to be, and its blocks from other shards |
-//! | `adoptions` | all of those, one at a time of each life of a model |
+//! | `adoptions` | all of those, one of each life of a model, and the taking of their memory |
 //! | `switching` | a new block map comes into force |
-//! | `filling` | partitions that are to be: their memory, their blocks, and what becomes of them |
 //! | `asked` | what shards ask of each other |
 //! | `mover` | the coordinator's end |
 
 mod adopting;
 mod adoptions;
 mod asked;
-mod filling;
 mod mover;
 mod switching;
 

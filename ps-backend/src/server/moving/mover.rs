@@ -1,54 +1,40 @@
-//! Moving a model's blocks off a shard: the edge around [`MoveCore`], on a thread of the coordinator's.
-//!
-//! It asks shards, each question on a thread of its own, and the registry; it holds the coordinator, and stops when it
-//! is told to.
+//! Moving a model's blocks off a shard: the [`Edge`] of [`crate::moving`], on a thread of the coordinator's.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::RegistryError;
-use libmodelio::vocabulary::ids::{Generation, ShardId};
+use libmodelio::vocabulary::ids::{Generation, ShardId, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Fate, Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::MutexGuard;
 
-use crate::moving::{Action, Job, Looked, MoveCore, PIECE, PROMPT, Plan, Put, Sight, Tell, Told};
-use crate::server::coordinator::{Coordinator, MAX_MOVES, Moving};
+use crate::moving::{self, Answers, Edge, Ends, Job, Now, Order, PROMPT, Plan, Progress, PutError};
+use crate::server::coordinator::{Coordinator, Moving};
 use crate::server::peer_shard::PeerShard;
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
 
-/// How often it is looked whether the process, or the model, ends.
-const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// How often it is looked whether another move is over, or this one is to be stopped.
-const TURN: Duration = Duration::from_millis(20);
-
-/// What the thread is told.
-enum Event {
-    Answered(u64, Result<Told, String>),
-}
+/// How often it is looked whether the process ends, or the move is to stop.
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// A shard's connection gives up by itself and says why. If it does not, it is given up after this additional time.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// A model that moves.
 struct Mover<'a> {
     shared: &'a Arc<Shared>,
     coordinator: &'a Arc<Coordinator>,
-    plan: Arc<Plan>,
-    attempt: u64,
+    plan: &'a Plan,
     peers: BTreeMap<ShardId, Arc<PeerShard>>,
-    /// The coordinator's, once it is frozen, and what time it was there.
-    state: Arc<[u8]>,
-    frozen_at: Duration,
-    events: Sender<Event>,
-    /// Nobody else moves the model meanwhile.
-    alone: Option<MutexGuard<'a, ()>>,
-    /// Whoever waits for it.
-    asker: Option<(Moving, Answers)>,
+    /// Whoever waits for it, and has nobody else touch the model meanwhile.
+    asker: Option<(Moving, MutexGuard<'a, ()>, Answer)>,
 }
 
 /// Called when it is over.
-type Answers = Box<dyn FnOnce(AdminAnswer) + Send>;
+type Answer = Box<dyn FnOnce(AdminAnswer) + Send>;
 
 impl Shared {
     /// Begins to move a model's blocks off a shard, in so much time and holding the job no longer than that; `answer` is
@@ -63,31 +49,38 @@ impl Shared {
     ) -> Result<(), Refusal> {
         let coordinator = self.coordinator_of(model, generation)?;
         // Before the registry is asked: whoever wants to stop it finds it from here on.
-        let moving = coordinator.moves.begin(off).ok_or_else(|| {
-            Refusal::other(format!(
-                "{MAX_MOVES} moves of model {model:?} are under way or wait: run the command again later"
-            ))
-        })?;
+        let moving = coordinator.moves.begin(off)?;
         let shared = Arc::clone(self);
-        let moves = move || run(&shared, &coordinator, moving, timeout, hold, Box::new(answer));
+        let moves = move || run(&shared, &coordinator, off, moving, timeout, hold, Box::new(answer));
         let spawned = std::thread::Builder::new().name("mover".into()).spawn(moves);
         spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to move it: {error}")))
     }
+
+    /// What moves the model off a shard stops, and is waited for; nothing happens if there is nothing, or if the model
+    /// has moved.
+    pub(super) fn stop_move(&self, model: &str, generation: Generation, off: ShardId) -> Result<(), Refusal> {
+        /// Longest wait for a move that is to stop. One that cannot be stopped any more may take longer.
+        const STOPPING: Duration = Duration::from_secs(5);
+        match self.coordinator_of(model, generation)?.moves.stop(off, Instant::now() + STOPPING) {
+            true => Ok(()),
+            false => Err(Refusal::other(
+                "it cannot be stopped any more: the registry was asked to put the new block map in force, or has done so",
+            )),
+        }
+    }
 }
 
-/// Moves the model of `coordinator` off a shard, in so much time, and holds the job for `hold` at most.
 fn run(
     shared: &Arc<Shared>,
     coordinator: &Arc<Coordinator>,
+    off: ShardId,
     moving: Moving,
     timeout: Duration,
     hold: Option<Duration>,
-    answer: Answers,
+    answer: Answer,
 ) {
-    let off = moving.off();
-    let until = Instant::now() + timeout;
     let deadline = coordinator.now() + timeout;
-    let begun = wait_for_turn(coordinator, &moving, until)
+    let begun = wait_for_turn(coordinator, &moving, Instant::now() + timeout)
         .and_then(|alone| Ok((alone, begin(shared, coordinator, off)?)));
     let (alone, plan) = match begun {
         Ok((alone, Some(plan))) => (alone, plan),
@@ -101,53 +94,33 @@ fn run(
             return answer(Err(refusal));
         }
     };
-    let (events, told) = channel();
-    let (attempt, plan) = (plan.0, Arc::new(plan.1));
-    let records = plan.owners.iter().chain([&plan.leaving]);
-    let peers = records.map(|record| (record.shard, Arc::new(PeerShard::new(record)))).collect();
-    let mover = Mover {
-        shared,
-        coordinator,
-        plan,
-        attempt,
-        peers,
-        state: Arc::default(),
-        frozen_at: Duration::ZERO,
-        events,
-        alone: Some(alone),
-        asker: Some((moving, answer)),
-    };
-    mover.drive(&told, deadline, hold);
+    let peers = plan.shards().map(|record| (record.shard, Arc::new(PeerShard::new(record)))).collect();
+    let asker = Some((moving, alone, answer));
+    let mut mover = Mover { shared, coordinator, plan: &plan, peers, asker };
+    moving::run(&mut mover, &plan, deadline, hold);
 }
 
-/// Waits until no other move of the model is under way.
+/// Waits until nobody takes a snapshot of the model.
 fn wait_for_turn<'a>(
     coordinator: &'a Coordinator,
     moving: &Moving,
     until: Instant,
 ) -> Result<MutexGuard<'a, ()>, Refusal> {
     loop {
-        if let Some(alone) = coordinator.moves.alone.try_lock_for(TURN) {
+        if let Some(alone) = coordinator.moves.alone.try_lock_for(CHECK_INTERVAL) {
             return Ok(alone);
         }
         if moving.is_stopped() {
             return Err(Refusal::other("the move was stopped before it began"));
         }
         if Instant::now() >= until {
-            let other = coordinator.moves.progress().map_or(moving.off(), |progress| progress.off);
-            return Err(Refusal::other(format!(
-                "the model is being moved off shard {other}: when that is over, run the command again"
-            )));
+            return Err(Refusal::other("a snapshot of the model is being taken: run the command again"));
         }
     }
 }
 
-fn said(error: RegistryError) -> Refusal {
-    Refusal::other(format!("the registry cannot be asked, or refuses: {error}"))
-}
-
-/// Where the blocks go, and which attempt that is; `None` if there are none on the shard.
-fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Option<(u64, Plan)>, Refusal> {
+/// Where the blocks go; `None` if there are none on the shard.
+fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Option<Plan>, Refusal> {
     if let Some(to) = coordinator.moved() {
         let moved = Moved::decode(&to.payload).map_err(Refusal::other)?;
         return match moved.record.owners.iter().any(|(owner, _)| *owner == off) {
@@ -155,6 +128,8 @@ fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Opt
             false => Ok(None),
         };
     }
+    let said =
+        |error: RegistryError| Refusal::other(format!("the registry cannot be asked, or refuses: {error}"));
     let shards = shared.registry(|registry, deadline| registry.shards(deadline)).map_err(said)?;
     let before = shared.registry(|registry, deadline| registry.model(&coordinator.model, deadline));
     let before = before.map_err(said)?;
@@ -164,200 +139,146 @@ fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Opt
     let ((generation, epoch), (_, _, controls)) = (coordinator.life(), coordinator.facts());
     let attempt = u64::try_from(coordinator.now().as_nanos()).unwrap_or(u64::MAX);
     let job = Job { generation, epoch, controls: &controls };
-    Ok(Plan::new(off, before, &shards, &job, attempt)?.map(|plan| (attempt, plan)))
+    Plan::new(off, before, &shards, &job, attempt)
+}
+
+impl Edge for Mover<'_> {
+    async fn now(&mut self) -> Now {
+        self.coordinator.now()
+    }
+
+    async fn pause(&mut self, time: Duration) -> Result<(), Ends> {
+        let until = Instant::now() + time;
+        while let left = until.saturating_duration_since(Instant::now())
+            && !left.is_zero()
+        {
+            std::thread::sleep(left.min(CHECK_INTERVAL));
+            self.goes_on()?;
+        }
+        Ok(())
+    }
+
+    async fn ask(&mut self, shards: &[ShardId], order: Order, within: Duration) -> Result<Answers, Ends> {
+        let (answered, coming) = channel();
+        for &shard in shards {
+            let Some(peer) = self.peers.get(&shard).map(Arc::clone) else { continue };
+            let (order, shared, answers) = (order.clone(), Arc::clone(self.shared), answered.clone());
+            let asks = move || {
+                let answer = peer.request(&shared, &order.message, &order.payload, within);
+                // To `Delete`: it is elsewhere, where it is deleted, too.
+                let answer =
+                    answer.map(|answer| if answer == Message::Moved { Message::Done } else { answer });
+                // Nobody may wait any more.
+                let _ = answers.send((shard, answer));
+            };
+            if let Err(error) = std::thread::Builder::new().name("mover-asks".into()).spawn(asks) {
+                let _ = answered.send((shard, Err(format!("no thread to ask it: {error}"))));
+            }
+        }
+        drop(answered);
+        let until = Instant::now() + within + GRACE;
+        let mut answers = Answers::new();
+        loop {
+            let failed = match coming.recv_timeout(CHECK_INTERVAL) {
+                Ok(answer) => {
+                    answers.push(answer);
+                    answers.iter().any(|(_, answer)| answer.is_err())
+                }
+                Err(RecvTimeoutError::Timeout) => self.unwanted().await.is_some(),
+                Err(RecvTimeoutError::Disconnected) => return Ok(answers),
+            };
+            self.goes_on()?;
+            if failed && order.is_step || Instant::now() >= until {
+                return Ok(answers);
+            }
+        }
+    }
+
+    fn show(&mut self, progress: Progress) {
+        self.asker.iter().for_each(|(moving, ..)| moving.show(progress.clone()));
+    }
+
+    async fn unwanted(&mut self) -> Option<Refusal> {
+        if self.coordinator.is_stopping() {
+            return Some(Refusal::NoModel(self.coordinator.model.clone()));
+        }
+        let stopped = self.asker.as_ref().is_some_and(|(moving, ..)| moving.is_stopped());
+        stopped.then(|| Refusal::other("the move was stopped; the model stays where it is"))
+    }
+
+    fn hold(&mut self) {
+        self.coordinator.hold();
+    }
+
+    async fn held(&mut self) -> Result<(Version, Reducer), String> {
+        let (version, reducer, _) = self.coordinator.facts();
+        self.coordinator.held_up_by().map_or(Ok((version, reducer)), Err)
+    }
+
+    async fn freeze(&mut self) -> Result<(Vec<u8>, Now), String> {
+        self.coordinator.freeze().map_err(|error| error.to_string())
+    }
+
+    fn release(&mut self) {
+        self.coordinator.thaw();
+        self.coordinator.release();
+    }
+
+    async fn put(&mut self, restores: bool) -> Result<(), PutError> {
+        let request = match restores {
+            false => RegistryRequest::Put { replaces: Some(self.plan.before.epoch) },
+            true => RegistryRequest::Restore { shards: self.plan.owners.clone() },
+        };
+        put(self.shared, request, &self.plan.after)
+    }
+
+    async fn look(&mut self) -> Result<Option<BTreeSet<ShardId>>, Refusal> {
+        if self.shared.fate(&self.plan.after).is_ok_and(|fate| fate == Fate::Deleted) {
+            return Err(Refusal::NoModel(self.coordinator.model.clone()));
+        }
+        let shards = self.shared.registry(|registry, deadline| registry.shards(deadline));
+        Ok(shards.ok().map(|all| all.iter().map(|shard| shard.shard).collect()))
+    }
+
+    fn warn(&mut self, what: String) {
+        tracing::warn!(model = %self.coordinator.model, "{what}");
+    }
+
+    /// Another move can begin.
+    fn finish(&mut self, outcome: Result<(), Refusal>) {
+        let Some((moving, alone, answer)) = self.asker.take() else { return };
+        let (model, off) = (&self.coordinator.model, self.plan.off);
+        match &outcome {
+            Ok(()) => tracing::info!(%model, %off, "moved"),
+            Err(refusal) => tracing::warn!(%model, %off, %refusal, "not moved"),
+        }
+        drop((moving, alone));
+        answer(outcome.map(|()| (Message::Done, None)));
+    }
 }
 
 impl Mover<'_> {
-    fn drive(mut self, told: &Receiver<Event>, deadline: Duration, hold: Option<Duration>) {
-        let mut actions = Vec::new();
-        let plan = Arc::clone(&self.plan);
-        let mut core = MoveCore::new(plan, deadline, hold, self.coordinator.now(), &mut actions);
-        loop {
-            // What is done may have to be answered at once, which may lead to more.
-            while !actions.is_empty() {
-                for action in std::mem::take(&mut actions) {
-                    self.act(action, &mut core, &mut actions);
-                }
-            }
-            if core.is_over() {
-                return;
-            }
-            if self.asker.is_some() {
-                self.coordinator.moves.report(Some(core.progress()));
-            }
-            let now = self.coordinator.now();
-            let pause =
-                core.next_deadline(now).saturating_sub(now).clamp(Duration::from_millis(1), CHECK_INTERVAL);
-            let event =
-                told.recv_timeout(pause.min(if self.asker.is_some() { TURN } else { CHECK_INTERVAL }));
-            let now = self.coordinator.now();
-            if let Ok(Event::Answered(number, answer)) = event {
-                core.answered(number, answer, now, &mut actions);
-            }
-            if self.asker.as_ref().is_some_and(|(moving, _)| moving.is_stopped()) {
-                core.stop(now, &mut actions);
-            }
-            core.tick(now, &self.sight(), &mut actions);
-        }
-    }
-
-    fn sight(&self) -> Sight {
-        Sight {
-            held_up_by: self.coordinator.held_up_by(),
-            wanted: !self.coordinator.is_stopping(),
-            ends: self.shared.is_stopping(),
-        }
-    }
-
-    fn act(&mut self, action: Action, core: &mut MoveCore, actions: &mut Vec<Action>) {
-        match action {
-            Action::Tell { number, shard, what, within } => self.tell(number, shard, what, within),
-            Action::Hold => self.coordinator.hold(),
-            Action::Freeze => {
-                let state = self.coordinator.freeze().map(|(bytes, at)| {
-                    (self.state, self.frozen_at) = (bytes.into(), at);
-                    self.state.len() as u64
-                });
-                core.frozen(state.map_err(|error| error.to_string()), self.coordinator.now(), actions);
-            }
-            Action::Release => {
-                self.coordinator.thaw();
-                self.coordinator.release();
-            }
-            Action::Put { restores } => {
-                self.coordinator.moves.report(Some(core.progress()));
-                let request = match restores {
-                    false => RegistryRequest::Put { replaces: Some(self.plan.before.epoch) },
-                    true => RegistryRequest::Restore { shards: self.plan.owners.clone() },
-                };
-                let answer = put(self.shared, request, &self.plan.after);
-                core.put(answer, self.coordinator.now(), actions);
-            }
-            Action::Look => {
-                core.looked(&look(self.shared, &self.plan.after), self.coordinator.now(), actions)
-            }
-            Action::Warn(what) => tracing::warn!(model = %self.coordinator.model, "{what}"),
-            Action::Finished(outcome) => self.finished(outcome),
-        }
-    }
-
-    /// Whoever has asked is answered, and another move can begin.
-    fn finished(&mut self, outcome: Result<(), Refusal>) {
-        let Some((moving, answer)) = self.asker.take() else { return };
-        let off = moving.off();
-        self.coordinator.moves.report(None);
-        self.alone = None;
-        match &outcome {
-            Ok(()) => tracing::info!(model = %self.coordinator.model, %off, "moved"),
-            Err(refusal) => tracing::warn!(model = %self.coordinator.model, %off, %refusal, "not moved"),
-        }
-        drop(moving);
-        answer(outcome.map(|()| (Message::Done, None)));
-    }
-
-    fn message(&self, what: Tell) -> (Message, Payload) {
-        let (generation, attempt) = (self.plan.after.generation, self.attempt);
-        let plan = || Arc::clone(&self.plan);
-        match what {
-            Tell::Adopt => (Message::Adopt, Payload::Adoption(plan())),
-            Tell::Fill => {
-                let (version, reducer, _) = self.coordinator.facts();
-                (Message::Fill { generation, attempt, version, reducer }, Payload::None)
-            }
-            Tell::Adopting => (Message::Adopting { generation, attempt }, Payload::None),
-            Tell::HandOver { at } => {
-                let of = self.state.len() as u64;
-                let now = u64::try_from(self.frozen_at.as_nanos()).unwrap_or(u64::MAX);
-                let piece = Payload::Piece(Arc::clone(&self.state), at, of.min(at.saturating_add(PIECE)));
-                (Message::HandOver { generation, attempt, at, of, now }, piece)
-            }
-            Tell::Switch => (Message::Switch, Payload::Moved(plan())),
-            Tell::Abandon => (Message::Abandon { generation, attempt }, Payload::None),
-            Tell::Delete => {
-                (Message::Delete { model: self.plan.after.name.clone(), generation }, Payload::None)
-            }
-        }
-    }
-
-    fn tell(&self, number: u64, shard: ShardId, what: Tell, within: Duration) {
-        let Some(peer) = self.peers.get(&shard).map(Arc::clone) else { return };
-        let ((message, payload), shared) = (self.message(what), Arc::clone(self.shared));
-        let events = self.events.clone();
-        let asks = move || {
-            let answer = peer.request(&shared, &message, payload.bytes(), within).and_then(told);
-            if what == Tell::Delete
-                && let Err(why) = &answer
-            {
-                tracing::warn!(%shard, %why, "was not told that the model is deleted");
-            }
-            // Nobody waits any more.
-            let _ = events.send(Event::Answered(number, answer));
-        };
-        if let Err(error) = std::thread::Builder::new().name("mover-asks".into()).spawn(asks) {
-            let _ = self.events.send(Event::Answered(number, Err(format!("no thread to ask it: {error}"))));
-        }
+    fn goes_on(&self) -> Result<(), Ends> {
+        if self.shared.is_stopping() { Err(Ends) } else { Ok(()) }
     }
 }
 
-fn told(answer: Message) -> Result<Told, String> {
-    match answer {
-        Message::Adopted { blocks, of } => Ok(Told::Adopted { blocks, of }),
-        // To `Delete`: it is elsewhere, where it is deleted, too.
-        Message::Done | Message::Moved => Ok(Told::Done),
-        other => Err(format!("it answers with {}", other.name())),
-    }
-}
-
-/// What is sent with a message.
-enum Payload {
-    None,
-    Adoption(Arc<Plan>),
-    Moved(Arc<Plan>),
-    Piece(Arc<[u8]>, u64, u64),
-}
-
-impl Payload {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Payload::None => &[],
-            Payload::Adoption(plan) => &plan.adoption,
-            Payload::Moved(plan) => &plan.moved,
-            Payload::Piece(state, at, end) => &state[*at as usize..*end as usize],
-        }
-    }
-}
-
-fn look(shared: &Shared, record: &ModelRecord) -> Looked {
-    let forgotten = shared.fate(record).ok().map(|fate| fate == Fate::Deleted);
-    let shards = shared.registry(|registry, deadline| registry.shards(deadline));
-    Looked { forgotten, listed: shards.ok().map(|all| all.iter().map(|shard| shard.shard).collect()) }
-}
-
-fn put(shared: &Shared, request: RegistryRequest, record: &ModelRecord) -> Put {
+fn put(shared: &Shared, request: RegistryRequest, record: &ModelRecord) -> Result<(), PutError> {
     let deadline = Instant::now() + PROMPT;
-    let refused = |refusal: Refusal| match refusal {
-        Refusal::Epoch { expected, .. } => Put::Other(expected),
-        Refusal::NoModel(_) => Put::Gone,
-        Refusal::Exists(_) | Refusal::Generation { .. } => Put::Taken(refusal.to_string()),
-        other => Put::Refused(other.to_string()),
-    };
-    let payload = match record.encode() {
-        Ok(payload) => payload,
-        Err(error) => return Put::Refused(error.to_string()),
-    };
+    let payload = record.encode().map_err(|error| PutError::Refused(Refusal::other(error)))?;
     if let Some(table) = &shared.table {
-        return table.handle(&request, &payload).map_or_else(refused, |_| Put::Done);
+        return table.handle(&request, &payload).map(drop).map_err(PutError::Refused);
     }
     let address = shared.options.registry.clone().unwrap_or_default();
     // Not over a connection that is kept: if that ends, it is not known whether it was before.
-    let mut peer = match AdminPeer::connect(&address, deadline) {
-        Ok(peer) => peer,
-        Err(error) => return Put::NotSent(error.to_string()),
-    };
+    let mut peer =
+        AdminPeer::connect(&address, deadline).map_err(|error| PutError::NotSent(error.to_string()))?;
     match peer.request(&Message::Registry(request), &payload, deadline) {
-        Ok((Message::Registered(RegistryAnswer::Done), _)) => Put::Done,
-        Ok((other, _)) => Put::Unknown(AdminError::Unexpected { address, what: other.name() }.to_string()),
-        Err(AdminError::Refusal(refusal)) => refused(refusal),
-        Err(error) => Put::Unknown(error.to_string()),
+        Ok((Message::Registered(RegistryAnswer::Done), _)) => Ok(()),
+        Ok((other, _)) => {
+            Err(PutError::Unknown(AdminError::Unexpected { address, what: other.name() }.to_string()))
+        }
+        Err(AdminError::Refusal(refusal)) => Err(PutError::Refused(refusal)),
+        Err(error) => Err(PutError::Unknown(error.to_string())),
     }
 }

@@ -54,23 +54,18 @@ impl Shared {
                     ))
                 })?;
                 let partition = adopting.filled()?;
-                let coordinator = match adopting.handed_over()? {
-                    Some((bytes, now)) if record.coordinator == me => Some(self.coordinator(
-                        &record,
-                        &partition,
-                        Begins::HandedOver(&bytes, now),
-                        &shards,
-                    )?),
-                    None if record.coordinator == me => {
-                        return Err(Refusal::other("the coordinator's state was not handed over"));
-                    }
-                    _ => None,
+                let coordinator = if record.coordinator == me {
+                    let (bytes, now) = adopting.handed_over()?;
+                    let begins = Begins::HandedOver(&bytes, now);
+                    Some(self.coordinator(&record, &partition, begins, &shards)?)
+                } else {
+                    None
                 };
                 let redirect = Some(to.clone());
                 let model = Model { generation, record, partition, coordinator, redirect, begins: None };
                 let before = models.insert(name.clone(), model);
                 self.gone.is_back(&name);
-                self.adopting.take_out(generation);
+                self.adopting.forget(&adopting);
                 before
             }
         };
