@@ -27,12 +27,17 @@ struct Bench {
 impl Bench {
     /// A client of four blocks on two shards, with a learner whose step 1 is open.
     fn new() -> Bench {
-        let map = BlockMap::striped(4, &[ShardId(1), ShardId(2)]).unwrap();
+        Bench::of(4)
+    }
+
+    /// The same, of so many blocks.
+    fn of(blocks: u32) -> Bench {
+        let map = BlockMap::striped(blocks, &[ShardId(1), ShardId(2)]).unwrap();
         let core = ClientCore::new(&map);
         let mut bench = Bench { core, now: Now::ZERO, said: Vec::new() };
         bench.core.shown(Version(0), bench.now, &mut bench.said);
         bench.core.coordinator_up(bench.now, &mut bench.said);
-        (0..2).for_each(|part| bench.core.shard_up(part, bench.now, &mut bench.said));
+        (0..bench.core.shards().len()).for_each(|part| bench.core.shard_up(part, bench.now, &mut bench.said));
         bench.ask(1, Message::Join { name: "l".into() }, 10);
         let joined = Message::Joined { learner: L, incarnation: Incarnation(1), since: 1 };
         bench.coordinator(1, joined);

@@ -598,6 +598,16 @@ pub enum Message {
         /// Which region.
         region: u32,
     },
+
+    // -- a client to the coordinator, again
+    /// The contribution that a learner writes has a whole block, its first one: a plan may begin that takes its blocks as
+    /// they come. Not answered. Where it is lost, the plan begins with the commit.
+    WholeBlock {
+        /// The learner.
+        learner: LearnerId,
+        /// The step of the learner.
+        step: Step,
+    },
 }
 
 /// The state of a job that a client needs.

@@ -83,7 +83,7 @@ pub enum Protocol {
     V2 = 2,
     /// Settings, phases of jobs, reducers and their steps are values instead of text. A plan may be
     /// provisional: it is granted for one contribution that is still being written, `Commit` seals it and
-    /// names the plan under which its blocks were sent.
+    /// names the plan under which its blocks were sent. `WholeBlock` says that there is a block to begin such a plan with.
     /// `PullWhole` asks a shard on the same host for a whole version, which `VersionAt` names where it lies.
     V3 = 3,
 }

@@ -510,6 +510,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Version), any::<u32>())
             .prop_map(|(version, region)| Message::VersionAt { version, region })
             .boxed(),
+        (learner(), id64(Step)).prop_map(|(learner, step)| Message::WholeBlock { learner, step }).boxed(),
     ]
 }
 

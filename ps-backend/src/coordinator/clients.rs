@@ -230,6 +230,11 @@ impl CoordinatorCore {
                     tracing::debug!(%learner, %refusal, "cannot be opened");
                 }
             }
+            Message::WholeBlock { learner, step } if self.owners.get(&learner) == Some(&id) => {
+                let mut wanted = Vec::new();
+                self.core.is_whole(learner, step, now, &mut wanted);
+                self.perform(wanted, now, actions);
+            }
             Message::NonFiniteContribution { plan, learner, block } => {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
@@ -388,9 +393,6 @@ impl CoordinatorCore {
         let mut wanted = Vec::new();
         self.core.withdraw_untaken(learner, now, &mut wanted);
         let opening = self.core.open(learner, now);
-        if opening.is_ok() {
-            self.core.opened(now, &mut wanted);
-        }
         self.perform(wanted, now, actions);
         opening
     }

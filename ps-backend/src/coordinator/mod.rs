@@ -167,10 +167,11 @@ impl CoordinatorCore {
         CoordinatorCore { shards: shards.into(), ..self }
     }
 
-    /// Plans may begin while their last contribution is written. Its client sends blocks as they become whole.
+    /// Plans may begin while their last contribution is written. Its client sends blocks as they become whole, and keeps
+    /// them.
     #[must_use]
     pub fn with_provisional_plans(self) -> CoordinatorCore {
-        CoordinatorCore { core: self.core.with_provisional_plans(), ..self }
+        CoordinatorCore { core: self.core.with_provisional_plans().of_staged_blocks(), ..self }
     }
 
     /// The only client and the only shard are in this process. So staging memory is not lost while the job lives, the
@@ -179,15 +180,7 @@ impl CoordinatorCore {
     /// also report each later change.
     #[must_use]
     pub fn in_process(self) -> CoordinatorCore {
-        let core = self.core.with_provisional_plans().of_whole_blocks();
-        CoordinatorCore { in_process: true, core, ..self }
-    }
-
-    /// The contribution that `learner` writes has a whole block.
-    pub fn is_whole(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action>) {
-        let mut wanted = Vec::new();
-        self.core.is_whole(learner, now, &mut wanted);
-        self.perform(wanted, now, actions);
+        CoordinatorCore { in_process: true, core: self.core.with_provisional_plans(), ..self }
     }
 
     /// Reports whether the next version has a buffer.

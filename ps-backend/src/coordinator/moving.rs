@@ -13,8 +13,10 @@ pub struct TakeOverError(String);
 
 impl CoordinatorCore {
     /// Begins to hold the job: see [`crate::core::JobCore::hold`].
-    pub fn hold(&mut self) {
-        self.core.hold();
+    pub fn hold(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let mut wanted = Vec::new();
+        self.core.hold(now, &mut wanted);
+        self.perform(wanted, now, actions);
     }
 
     /// Lets the job go on.
@@ -102,7 +104,7 @@ impl CoordinatorCore {
 
     /// Begins waiting work after [`Self::taken_over`].
     pub fn go_on(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.core.hold();
+        self.hold(now, actions);
         self.release(now, actions);
     }
 }

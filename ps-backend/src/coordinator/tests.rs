@@ -55,6 +55,10 @@ impl Bench {
         self.coordinator.from_partition(0, request, message, self.now, &mut self.said);
     }
 
+    fn hold(&mut self) {
+        self.coordinator.hold(self.now, &mut self.said);
+    }
+
     fn pass(&mut self, time: Now) {
         self.now += time;
         self.coordinator.tick(self.now, &mut self.said);

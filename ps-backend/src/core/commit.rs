@@ -32,13 +32,6 @@ impl<S: Clone> JobCore<S> {
         Ok(Opening { step, staging_lent })
     }
 
-    /// Follows [`Self::open`], and begins the plan if this learner was the last one that it waits for.
-    pub fn opened(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        if self.provisional {
-            self.advance(now, actions);
-        }
-    }
-
     /// Commits the contribution of `learner`. [`Action::Reply`] answers before `deadline`. A repeated commit is
     /// answered again and counts once. If the earlier request still waits, it gets an error.
     #[allow(clippy::too_many_arguments)]

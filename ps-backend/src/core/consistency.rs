@@ -9,7 +9,7 @@
 //! | `async` | one contribution | nobody's |
 //!
 //! Besides, a commit waits for a buffer, for its learner's last one to be published, and for another contribution that is
-//! part of a provisional plan.
+//! part of a provisional plan whose blocks are nowhere else.
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::LearnerId;
 
@@ -44,21 +44,24 @@ impl<S: Clone> JobCore<S> {
 
     /// Whether a commit of `learner` can be taken now.
     pub(super) fn takes_commit(&self, learner: LearnerId) -> bool {
+        // A provisional plan was computed without it.
+        self.early.is_none_or(|early| early == learner) && self.would_take_commit(learner)
+    }
+
+    /// Whether it could be if no plan had begun early for another learner.
+    pub(super) fn would_take_commit(&self, learner: LearnerId) -> bool {
         let Some(member) = self.members.get(&learner).filter(|member| !member.unpublished) else {
             return false;
         };
-        // A provisional plan was computed without it.
-        let is_alone = self.early.is_none_or(|early| early == learner);
         match self.consistency {
             Consistency::Sync => {
                 self.takes_part(member) && (self.buffer_ready || !self.has_enough_with(learner))
             }
-            Consistency::Quorum(_) => is_alone && (self.buffer_ready || !self.has_enough_with(learner)),
+            Consistency::Quorum(_) => self.buffer_ready || !self.has_enough_with(learner),
             Consistency::Async | Consistency::Ssp(_) => {
                 self.formed
                     && self.buffer_ready
                     && self.committed.is_empty()
-                    && is_alone
                     && !self.is_too_far_ahead(learner)
             }
         }

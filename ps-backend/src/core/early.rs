@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::ids::{LearnerId, Step};
 
-use super::{Action, JobCore, Now, PendingKind, Phase};
+use super::{Action, JobCore, Now, Pending, PendingKind, Phase};
 
 impl<S: Clone> JobCore<S> {
     /// Begins the coming version's plan if the last learner that it waits for is writing.
@@ -33,14 +33,15 @@ impl<S: Clone> JobCore<S> {
         }
         let learner = self.last_outstanding()?;
         let Phase::Open { step, has_block } = self.members.get(&learner)?.phase else { return None };
-        let begins = has_block || !self.of_whole_blocks;
-        (begins && self.failed_early != Some((learner, step))).then_some(learner)
+        (has_block && self.failed_early != Some((learner, step))).then_some(learner)
     }
 
-    /// The contribution that `learner` writes has a whole block. A plan may begin that takes its blocks as they come.
-    pub fn is_whole(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
+    /// The contribution that `learner` writes to `step` has a whole block. A plan may begin that takes its blocks as they
+    /// come.
+    pub fn is_whole(&mut self, learner: LearnerId, step: Step, now: Now, actions: &mut Vec<Action<S>>) {
         let phase = self.members.get_mut(&learner).map(|member| &mut member.phase);
-        if let Some(Phase::Open { has_block, .. }) = phase
+        if let Some(Phase::Open { step: open, has_block }) = phase
+            && *open == step
             && !std::mem::replace(has_block, true)
         {
             self.advance(now, actions);
@@ -58,10 +59,33 @@ impl<S: Clone> JobCore<S> {
     /// The provisional plan under way could not take its learner's blocks, so it is void. The contribution is read
     /// after its commit.
     pub fn early_failed(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let Some(learner) = self.early.take() else { return };
+        if self.end_early() {
+            self.advance(now, actions);
+        }
+    }
+
+    /// No plan begins early any more for the contribution for which there is one. False if there is none.
+    fn end_early(&mut self) -> bool {
+        let Some(learner) = self.early.take() else { return false };
         let open = self.members.get(&learner).map(|member| member.step.next());
         self.failed_early = open.map(|step| (learner, step));
         self.release_params();
-        self.advance(now, actions);
+        true
+    }
+
+    /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does another
+    /// consistency that may free who waits.
+    pub(super) fn give_way(&mut self, actions: &mut Vec<Action<S>>) {
+        let Some(learner) = self.early.filter(|_| self.staged) else { return };
+        let waits = |pending: &Pending<S>| match &pending.kind {
+            PendingKind::Commit { contribution } => {
+                contribution.learner != learner && self.would_take_commit(contribution.learner)
+            }
+            PendingKind::Assign { .. } => true,
+        };
+        let is_in_the_way = self.holds || self.consistency != self.controls.consistency;
+        if (is_in_the_way || self.pending.iter().any(waits)) && self.end_early() {
+            actions.push(Action::Drop);
+        }
     }
 }

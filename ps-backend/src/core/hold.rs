@@ -9,8 +9,9 @@ use super::{Action, Committed, Contribution, JobCore, Now, Pending, PendingKind,
 
 impl<S: Clone> JobCore<S> {
     /// Begins to hold.
-    pub fn hold(&mut self) {
+    pub fn hold(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         self.holds = true;
+        self.advance(now, actions);
     }
 
     /// Lets the job go on.

@@ -5,12 +5,14 @@
 //! Every learner has at most one open contribution, whose payload waits at its client. When the contributions to a
 //! version are committed, a plan adds them up and computes the version ([`Action::Reduce`]).
 //!
-//! A plan may begin *early*, while its last contribution is still written: blocks are then added as soon as they are
+//! A plan may begin *early*, when its last contribution has a whole block: blocks are then added as soon as they are
 //! whole. It may begin only when no other learner can change the result. If a version waits for several learners
 //! (`sync`, `quorum`), all others must have committed. If every contribution makes a version (`async`, `ssp`), the
 //! learner must be alone. Such a plan is provisional. The commit seals it ([`Action::Seal`]). If the learner dies or
-//! aborts, it is dropped ([`Action::Drop`]), and the version is computed again without that contribution. A learner's
-//! commits stay, whatever becomes of the learner.
+//! aborts, it is dropped ([`Action::Drop`]), and the version is computed again without that contribution. If the blocks
+//! that it has taken are staged, too, it gives way: a commit that would have to wait for it, new weights, another
+//! consistency and a hold drop it, and the contribution is read when it is committed. A learner's commits stay, whatever
+//! becomes of the learner.
 //!
 //! Memory does not grow with the learners. Payloads wait at the clients, and one fp32 accumulator takes those whose
 //! memory is needed before the version is made (iRDMA §IV-C).
@@ -91,9 +93,8 @@ pub struct JobCore<S> {
     accumulate_patience: Now,
     /// Whether plans begin while their last contribution is still written.
     provisional: bool,
-    /// Whether early plans wait for a whole block.
-    #[serde(skip)]
-    of_whole_blocks: bool,
+    /// Whether the blocks of such a plan lie elsewhere, too.
+    staged: bool,
     /// The learner and step whose early plan failed. The contribution is read after its commit.
     failed_early: Option<(LearnerId, Step)>,
     /// The publication of new weights in the running plan.
@@ -146,7 +147,7 @@ impl<S: Clone> JobCore<S> {
             running: None,
             accumulate_patience: Now::ZERO,
             provisional: false,
-            of_whole_blocks: false,
+            staged: false,
             failed_early: None,
             running_ticket: None,
             reform: false,
@@ -168,17 +169,17 @@ impl<S: Clone> JobCore<S> {
         self
     }
 
-    /// Plans begin when the last learner that they wait for begins to write.
+    /// Begins a plan when the last learner that it waits for has written a whole block: [`Self::is_whole`].
     #[must_use]
     pub fn with_provisional_plans(mut self) -> JobCore<S> {
         self.provisional = true;
         self
     }
 
-    /// Such a plan begins only when its learner has written a whole block: [`Self::is_whole`].
+    /// What comes of a contribution before its commit is staged, too: such a plan gives way to whoever waits for it.
     #[must_use]
-    pub fn of_whole_blocks(mut self) -> JobCore<S> {
-        self.of_whole_blocks = true;
+    pub fn of_staged_blocks(mut self) -> JobCore<S> {
+        self.staged = true;
         self
     }
 }

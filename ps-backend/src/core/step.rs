@@ -80,6 +80,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Takes the commits that can be taken, and begins the work that can begin.
     pub(super) fn advance(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        self.give_way(actions);
         self.settle();
         if self.running.is_none() {
             self.take_pending(now, actions);

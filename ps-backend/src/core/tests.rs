@@ -2,6 +2,7 @@
 
 mod async_jobs;
 mod deterministic_jobs;
+mod giving_way;
 mod history;
 mod losses;
 mod members;

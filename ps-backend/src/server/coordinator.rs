@@ -161,7 +161,10 @@ impl Coordinator {
             }
         };
         let core = core.on_shards(map.shares().into_keys().collect());
-        let core = if network.is_none() { core.in_process() } else { core };
+        let core = match network {
+            Some(_) => core.with_provisional_plans(),
+            None => core.in_process(),
+        };
         let state = State {
             core,
             clients: HashMap::new(),
@@ -528,9 +531,6 @@ impl Recipient for Coordinator {
             }
             (End::Partition, Mail::Buffer(ready)) => {
                 self.with_core(|state, now, actions| state.core.buffer(ready, now, actions));
-            }
-            (End::Client, Mail::WholeBlock(learner)) => {
-                self.with_core(|state, now, actions| state.core.is_whole(learner, now, actions));
             }
             (End::Client, Mail::Message(request, message)) => {
                 self.with_core(|state, now, actions| {

@@ -142,12 +142,12 @@ fn new_weights_are_shown_where_they_were_written() {
         another.commit().unwrap();
         assert!(other.weights() == expected);
         if round == 5 {
-            [&job, &other].map(|job| job.set("reducer", "sgd"));
+            [&job, &other].iter().for_each(|job| job.set("reducer", "sgd"));
             let step = gradient(&job.layout, 99);
             learner.contribute(&step).unwrap();
             another.contribute(&step).unwrap();
             assert!(job.weights() == other.weights(), "the masters differ");
-            [&job, &other].map(|job| job.set("reducer", "assign"));
+            [&job, &other].iter().for_each(|job| job.set("reducer", "assign"));
         }
         let existing = job.shard.status().buffers.0;
         assert!(existing <= 5, "{existing}");

@@ -21,7 +21,7 @@ const WINDOW: usize = 6;
 #[derive(Clone, Copy, Debug)]
 pub struct Payload {
     pub uid: Uid,
-    /// Which of its learner's two staging regions.
+    /// Which of its learner's staging regions: two at a time.
     pub slot: u32,
     /// It is mapped by its program, which has it back when the commit is answered.
     pub lent: bool,
@@ -310,6 +310,9 @@ impl World {
                     let payload =
                         payload.unwrap_or_else(|| panic!("client {index}: {key:?} is needed after release"));
                     assert!(!payload.overwritten, "client {index}: {key:?} is needed, but was written over");
+                }
+                if client.core.sends_ahead() {
+                    holders.iter().for_each(|key| self.history.sent_ahead(plan, client.payloads[key].uid));
                 }
             }
             Keys::Weights(token) => {

@@ -131,6 +131,10 @@ pub struct History {
     sealed: BTreeMap<PlanId, BTreeSet<usize>>,
     /// Plans that were begun while their last contribution was written, and sealed.
     pub sealed_plans: u64,
+    /// By plan: whose blocks were sent for it while they were written.
+    ahead: BTreeMap<PlanId, BTreeSet<Uid>>,
+    /// Those of plans that were dropped.
+    in_vain: BTreeSet<Uid>,
     /// Of each learner, the last step that is in a version, and which.
     last: BTreeMap<LearnerId, (Step, Version)>,
     names: BTreeMap<(LearnerId, Step), Uid>,
@@ -163,6 +167,8 @@ impl History {
             plans: BTreeMap::new(),
             sealed: BTreeMap::new(),
             sealed_plans: 0,
+            ahead: BTreeMap::new(),
+            in_vain: BTreeSet::new(),
             last: BTreeMap::new(),
             names: BTreeMap::new(),
             paces: BTreeMap::new(),
@@ -268,6 +274,23 @@ impl History {
         } else {
             assert_eq!(known.provisional, provisional, "{plan:?} was sealed before");
         }
+    }
+
+    /// A block of a contribution is sent while that is written.
+    pub fn sent_ahead(&mut self, plan: PlanId, uid: Uid) {
+        self.ahead.entry(plan).or_default().insert(uid);
+    }
+
+    /// What was sent for this plan never counts.
+    pub fn dropped(&mut self, plan: PlanId) {
+        if self.plans.get(&plan).is_some_and(|planned| planned.provisional) {
+            self.in_vain.extend(self.ahead.remove(&plan).unwrap_or_default());
+        }
+    }
+
+    /// Contributions of which blocks were sent in vain, and which are in a version all the same.
+    pub fn sent_again(&self) -> u64 {
+        self.in_vain.iter().filter(|uid| self.records[uid].version.is_some()).count() as u64
     }
 
     pub fn granted(&mut self, client: ClientId, plan: PlanId, payload: &Granted) {

@@ -176,7 +176,9 @@ impl Edge for Hands {
     }
 
     fn hold(&mut self) {
-        self.order(|world, _| world.coordinator.hold());
+        self.order(|world, _| {
+            world.on_coordinator(|coordinator, now, actions| coordinator.hold(now, actions));
+        });
     }
 
     async fn held(&mut self) -> Result<(Version, Reducer), String> {

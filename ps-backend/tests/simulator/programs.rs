@@ -164,7 +164,7 @@ impl World {
                 self.clients[index].programs[at].doing = Doing::Waiting;
                 self.ask(index, at, Asked::Open, |_| Message::Open { learner });
             }
-            Doing::Writing if self.rng.bool() && self.writes_more(index, at) => {
+            Doing::Writing if self.rng.f64() < self.settings.slow && self.writes_more(index, at) => {
                 self.program_pauses(index, at, self.settings.compute / 4);
             }
             Doing::Writing if self.chance(self.settings.aborts) => self.abort(index, at),
@@ -381,7 +381,9 @@ impl World {
         };
         // The region that is lent is the one of the step before, whatever was staged and dropped since.
         let before = client.payloads.get(&(learner, Step(step.0 - 1)));
-        if let Some(payload) = before.filter(|_| lent) {
+        if client.core.take_strays(learner) {
+            program.slot = (program.slot | 1) + 1;
+        } else if let Some(payload) = before.filter(|_| lent) {
             program.slot = payload.slot ^ 1;
         }
         program.doing = Doing::Writing;
@@ -422,7 +424,8 @@ impl World {
                 continue;
             }
             let block = BlockId(block);
-            if self.on_client(index, |core, _, actions| core.offered(learner, step, block, actions)) {
+            if self.on_client(index, |core, _, actions| core.offered(learner, step, block, actions)).is_some()
+            {
                 let payload = Payload { uid, slot, lent: false, overwritten: false };
                 self.clients[index].payloads.insert((learner, step), payload);
                 any = true;

@@ -10,7 +10,8 @@ use crate::network::Weather;
 use crate::world::Now;
 
 /// Consistency modes that runs are made with. Those that the controls do not know are left out.
-const CONSISTENCY: &[&str] = &["sync", "sync", "async", "quorum(2)", "quorum(3)", "ssp(0)", "ssp(1)"];
+const CONSISTENCY: &[&str] =
+    &["sync", "sync", "async", "quorum(1)", "quorum(2)", "quorum(3)", "ssp(0)", "ssp(1)"];
 
 /// The constants of a run.
 #[derive(Clone, Debug)]
@@ -74,6 +75,8 @@ pub struct Settings {
     pub exits: bool,
     /// Plans begin while their last contribution is written.
     pub provisional: bool,
+    /// How likely it is that a program writes on when it could commit.
+    pub slow: f64,
 }
 
 /// Tensors are one and a half blocks long, so that many blocks have two of them.
@@ -162,6 +165,7 @@ impl Settings {
             kills: rng.u8(0..4) == 0,
             exits: rng.u8(0..4) == 0,
             provisional: rng.bool(),
+            slow: one_of(rng, &[0.5, 0.9]),
         };
         if settings.exits {
             settings.controls.linger = settings.lease / 10;

@@ -253,7 +253,9 @@ impl World {
         self.client_connects(index);
         self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));
         for program in 0..programs {
-            let about = self.settings.compute;
+            // Some join when others are in the middle of a step.
+            let is_late = self.rng.u8(0..4) == 0;
+            let about = if is_late { self.settings.chaos / 2 } else { self.settings.compute };
             self.program_pauses(index, program, about);
         }
     }
@@ -556,6 +558,9 @@ impl World {
                         |member: &&MemberView| member.joined_at <= plan.base && !member.unpublished;
                     let missing = self.members().iter().filter(is_missing).count();
                     self.history.started(plan, missing);
+                }
+                if let Message::Drop { plan } = message {
+                    self.history.dropped(plan);
                 }
                 let partition = self.courses[self.coordinated].partitions[partition];
                 self.send(self.coordinator_node(), Node::Partition(partition), request, message, Body::None);

@@ -44,6 +44,10 @@ pub(super) struct Learner {
     /// the coordinator knows then.
     next: (u64, Option<Step>),
     pub(super) open: Option<Open>,
+    /// The newest provisional plan for which blocks may be sent of what it has staged, until that plan is sealed.
+    sends_for: Option<PlanId>,
+    /// Another one before it was not sealed: some of those blocks may still be on their way.
+    strays: bool,
 }
 
 /// A learner's open contribution.
@@ -93,12 +97,24 @@ impl Learner {
             taken: Step(0),
             next: (0, None),
             open: None,
+            sends_for: None,
+            strays: false,
         }
     }
 
     /// The blocks that may be sent before the commit, if the contribution to `step` is open.
     pub(super) fn ahead(&self, step: Step) -> Option<&Ahead> {
         self.open.as_ref().filter(|open| open.step == step)?.ahead.as_ref()
+    }
+
+    /// Blocks of its staged contribution may be sent for this provisional plan.
+    pub(super) fn sends_for(&mut self, plan: PlanId) {
+        self.strays |= self.sends_for.replace(plan).is_some_and(|before| before != plan);
+    }
+
+    /// This plan is sealed. It reads the blocks that were sent for it before the commit is answered.
+    pub(super) fn sealed(&mut self, plan: PlanId) {
+        self.sends_for.take_if(|of| *of == plan);
     }
 
     /// An answer names the next step. Returns false for an answer that comes too late to count.
@@ -135,6 +151,13 @@ impl ClientCore {
     pub fn identity(&self, learner: LearnerId) -> Option<(&str, Incarnation)> {
         let known = self.learners.get(&learner)?;
         Some((known.name.as_deref()?, known.state.incarnation))
+    }
+
+    /// Whether staged blocks of `learner` may still be on their way for a plan that was dropped. The caller must not write
+    /// that memory again. The second call returns false.
+    pub fn take_strays(&mut self, learner: LearnerId) -> bool {
+        let Some(known) = self.learners.get_mut(&learner) else { return false };
+        known.sends_for.take().is_some() | std::mem::take(&mut known.strays)
     }
 
     /// Whether the learner has a contribution open.

@@ -31,6 +31,15 @@ pub enum Own {
     Stage,
 }
 
+/// A block that its learner has just staged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offered {
+    /// No block of the contribution was offered before.
+    pub is_first: bool,
+    /// It may be sent to this shard at once.
+    pub wakes: Option<Part>,
+}
+
 #[derive(Debug)]
 pub(super) struct Sending {
     /// Blocks that must be sent.
@@ -92,6 +101,9 @@ impl ClientCore {
             && let Some(ahead) = known.open.as_mut().and_then(|open| open.ahead.as_mut())
         {
             ahead.sent_under = Some(plan);
+            if !ahead.whole.is_clear() {
+                known.sends_for(plan);
+            }
         }
         self.outgoing = Some(Outgoing { plan, payload, blocks, parts, open, sent });
         actions.extend((0..self.shards.len()).map(Action::Wake));
@@ -138,35 +150,41 @@ impl ClientCore {
     }
 
     /// A block of the contribution that `learner` writes is whole. It lies where it can be sent from until
-    /// [`Action::Release`]. Returns false, and does nothing, if the learner is gone or the step's commit was sent.
+    /// [`Action::Release`]. Returns `None`, and does nothing, if the learner is gone, the step is not open, or its commit
+    /// was sent. Only the first block allocates memory.
     pub fn offered(
         &mut self,
         learner: LearnerId,
         step: Step,
         block: BlockId,
         actions: &mut Vec<Action>,
-    ) -> bool {
+    ) -> Option<Offered> {
         if self.held.contains_key(&(learner, step)) {
-            return false;
+            return None;
         }
-        self.opens(learner, step, actions);
-        let known = self.learners.get_mut(&learner);
-        let Some(open) = known.and_then(|known| known.open.as_mut()) else { return false };
+        let known = self.learners.get_mut(&learner)?;
+        let open = known.open.as_mut().filter(|open| open.step == step)?;
+        let is_first = open.ahead.is_none();
         let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
         ahead.whole.insert(block.index());
-        let outgoing = self.outgoing.as_mut().filter(|outgoing| outgoing.open == Some((learner, step)));
-        ahead.sent_under = outgoing.as_ref().map(|outgoing| outgoing.plan).or(ahead.sent_under);
-        if let Some(outgoing) = outgoing
-            && !outgoing.sent.contains(block.index())
-            && let Some(part) = self.owned.iter().position(|owned| owned.contains(block.index()))
-        {
-            outgoing.blocks.insert(block.index());
-            let sending = &mut outgoing.parts[part];
-            sending.todo.insert(block.index());
-            (sending.at, sending.round) = (sending.at.min(block.index()), false);
-            actions.push(Action::Wake(part));
+        let mut wakes = None;
+        if let Some(outgoing) = self.outgoing.as_mut().filter(|of| of.open == Some((learner, step))) {
+            ahead.sent_under = Some(outgoing.plan);
+            known.sends_for(outgoing.plan);
+            if !outgoing.sent.contains(block.index()) {
+                wakes = self.owned.iter().position(|owned| owned.contains(block.index()));
+            }
+            if let Some(part) = wakes {
+                outgoing.blocks.insert(block.index());
+                let sending = &mut outgoing.parts[part];
+                sending.todo.insert(block.index());
+                (sending.at, sending.round) = (sending.at.min(block.index()), false);
+            }
+        } else if is_first && self.blocks > 1 {
+            // A contribution of one block is about to be committed.
+            self.notify(Message::WholeBlock { learner, step }, actions);
         }
-        true
+        Some(Offered { is_first, wakes })
     }
 
     /// Whether a block that was taken can be reduced at once, from where it is.
@@ -230,6 +248,9 @@ impl ClientCore {
             Err(learner) => return self.notify(Message::SourceGone { plan, learner }, actions),
         };
         let Some(outgoing) = &mut self.outgoing else { return };
+        if let Some(known) = outgoing.open.and_then(|(learner, _)| self.learners.get_mut(&learner)) {
+            known.sealed(plan);
+        }
         for (part, (owned, sending)) in self.owned.iter().zip(&mut outgoing.parts).enumerate() {
             let mine = owned & &blocks;
             (sending.any, sending.done) = (!mine.is_clear(), mine.is_clear());
@@ -271,6 +292,11 @@ impl ClientCore {
     pub fn struggles(&self, part: Part) -> bool {
         self.outgoing.as_ref().is_some_and(|outgoing| outgoing.parts[part].struggles)
             || self.pull.as_ref().is_some_and(|pull| pull.parts[part].struggles)
+    }
+
+    /// Whether the contribution that is being sent is still open.
+    pub fn sends_ahead(&self) -> bool {
+        self.outgoing.as_ref().is_some_and(|outgoing| outgoing.open.is_some())
     }
 
     /// The plan under way, and what it is made of.

@@ -174,7 +174,8 @@ impl Shared {
         let mut own = inner.core.next_own(learner, step, block);
         if own == Own::Announce {
             let mailbox = local.shard.mailbox();
-            mailbox.put(End::Client, End::Coordinator, Mail::WholeBlock(learner));
+            let announces = Message::WholeBlock { learner, step };
+            mailbox.put(End::Client, End::Coordinator, Mail::Message(0, announces));
             drop(inner);
             mailbox.drain();
             inner = self.inner.lock();

@@ -47,6 +47,9 @@ pub(super) trait PeerMemory: Send {
     /// The path.
     const FAST: FastPath;
 
+    /// Whether blocks of an open contribution are named, too.
+    const NAMES_AHEAD: bool;
+
     /// The number of threads that serve such connections.
     fn threads(options: &ClientOptions) -> usize;
 
@@ -340,7 +343,8 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 return self.tidy(to);
             }
             let now = shared.now();
-            let next = match self.unsaid.len() < UNSAID {
+            let may_name = M::NAMES_AHEAD || !inner.core.sends_ahead();
+            let next = match self.unsaid.len() < UNSAID && may_name {
                 true => self.held.take().or_else(|| inner.core.next_push(route.part, now)),
                 false => None,
             };

@@ -132,6 +132,62 @@ fn a_late_answer_to_a_parallel_request_opens_nothing() {
     assert_eq!(bench.take(1, 0), Err(out_of_order(1, 1)));
 }
 
+impl Bench {
+    /// A block of step 1 is staged; where it may be sent at once.
+    fn offers(&mut self, block: u32) -> Option<usize> {
+        let offered = self.core.offered(L, Step(1), BlockId(block), &mut self.said);
+        offered.expect("the contribution is open").wakes
+    }
+
+    /// How often the coordinator was told of a whole block.
+    fn told(&mut self) -> usize {
+        let whole = Message::WholeBlock { learner: L, step: Step(1) };
+        self.said.extract_if(.., |action| *action == Action::ToCoordinator(0, whole.clone())).count()
+    }
+}
+
+#[test]
+fn the_coordinator_is_told_once_that_a_contribution_has_a_whole_block() {
+    let mut bench = Bench::new();
+    assert_eq!((bench.offers(2), bench.offers(0)), (None, None));
+    assert_eq!(bench.told(), 1);
+    bench.provisional(7, 1);
+    assert_eq!((0..2).flat_map(|part| bench.pushes(part)).count(), 2, "what was whole before the plan");
+    assert_eq!((bench.offers(0), bench.offers(1)), (None, Some(1)), "one was sent");
+    assert_eq!((bench.pushes(1), bench.told()), (vec![1], 0));
+    bench.ask(3, Message::Abort { learner: L }, 10);
+    assert_eq!(bench.core.offered(L, Step(1), BlockId(0), &mut bench.said), None, "it was dropped");
+    bench.ask(4, Message::Open { learner: L }, 10);
+    bench.opened(4, 1);
+    bench.offers(0);
+    assert_eq!(bench.told(), 1, "another contribution");
+    bench.commit(5, 10);
+    assert_eq!(bench.core.offered(L, Step(1), BlockId(1), &mut bench.said), None, "it is committed");
+}
+
+#[test]
+fn a_contribution_of_one_block_is_committed_rather_than_announced() {
+    let mut bench = Bench::of(1);
+    assert_eq!((bench.offers(0), bench.told()), (None, 0));
+}
+
+#[test]
+fn memory_that_a_dropped_plan_may_read_is_told_of_once() {
+    let mut bench = Bench::new();
+    bench.offers(0);
+    assert!(!bench.core.take_strays(L), "nothing was sent");
+    bench.provisional(7, 1);
+    bench.coordinator(0, Message::Over { plan: PlanId(7) });
+    assert_eq!((bench.core.take_strays(L), bench.core.take_strays(L)), (true, false));
+    bench.provisional(8, 1);
+    bench.commit(3, 10);
+    bench.grant(8);
+    bench.coordinator(0, Message::Over { plan: PlanId(8) });
+    assert!(!bench.core.take_strays(L), "the plan was sealed, and is read before the commit is answered");
+    bench.coordinator(3, Message::Done);
+    assert!(!bench.core.take_strays(L));
+}
+
 /// A contribution of which a block was reduced for plan 7 where it came.
 fn with_a_block_in_plan_7() -> Bench {
     let mut bench = Bench::new();

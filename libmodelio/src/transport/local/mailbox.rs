@@ -11,7 +11,6 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use crate::vocabulary::ids::LearnerId;
 use crate::wire::Message;
 
 /// An end that takes messages.
@@ -43,8 +42,6 @@ pub enum End {
 pub enum Mail {
     /// A message under a request's number, as over a connection.
     Message(u64, Message),
-    /// The client tells the coordinator that this learner's open contribution has a whole block.
-    WholeBlock(LearnerId),
     /// The partition tells the coordinator whether the next version has a buffer.
     Buffer(bool),
     /// The partition tells the client that a block which had to wait may be offered again.

@@ -27,7 +27,7 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
     bench.pass(PATIENCE);
     shard_works(&mut bench);
     assert!(bench.sent_to(A).contains(&(3, Message::Done)));
-    bench.coordinator.hold();
+    bench.hold();
     assert!(!bench.coordinator.is_held());
     assert_eq!(bench.coordinator.held_up_by(), "version 1 waits for the learner(s) b");
     assert!(bench.coordinator.hand_over().is_err());
@@ -62,7 +62,7 @@ fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    bench.coordinator.hold();
+    bench.hold();
     bench.partition(0, Message::Ready { plan: plan.plan });
     bench.partition(plan.plan.0, Message::Done);
     bench.sent_to_partition();
@@ -78,7 +78,7 @@ fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
 #[test]
 fn deadlines_go_on_while_a_job_is_held() {
     let mut bench = Bench::new();
-    bench.coordinator.hold();
+    bench.hold();
     bench.commit(A, 1, 1, 2);
     bench.pass(Now::from_secs(10));
     let answers = bench.sent_to(A);
@@ -96,7 +96,7 @@ fn deadlines_go_on_while_a_job_is_held() {
 #[test]
 fn new_weights_wait_while_a_job_is_held() {
     let mut bench = Bench::new();
-    bench.coordinator.hold();
+    bench.hold();
     bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000 });
     assert!(bench.sent_to_partition().is_empty());
     release(&mut bench);
@@ -106,7 +106,7 @@ fn new_weights_wait_while_a_job_is_held() {
 #[test]
 fn nobodys_lease_ends_because_the_job_is_held() {
     let mut bench = Bench::new();
-    bench.coordinator.hold();
+    bench.hold();
     let (learner, blocks, tensors) = (LearnerId(1), vec![0..4], vec![0..2]);
     let commit = Message::Commit {
         learner,
@@ -153,7 +153,7 @@ fn a_coordinator_that_is_taken_over_goes_on_with_the_steps_of_each_tensor() {
         shard_works(&mut bench);
         bench.sent_to_partition();
     }
-    bench.coordinator.hold();
+    bench.hold();
     let mut there = taken_over(&bench, 1);
     there.coordinator.go_on(there.now, &mut there.said);
     there.commit_of(A, 1, 3, 6, (0..2, 0..1));
@@ -167,7 +167,7 @@ fn a_coordinator_that_is_taken_over_remembers_all() {
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     shard_works(&mut bench);
-    bench.coordinator.hold();
+    bench.hold();
     bench.pass(Now::from_secs(50));
     bench.commit(A, 1, 2, 4);
     let mut there = taken_over(&bench, 3);
@@ -210,7 +210,7 @@ proptest! {
         bench.client(A, 2, set);
         let mut requests = [2, 1];
         run(&mut bench, &mut requests, &before);
-        bench.coordinator.hold();
+        bench.hold();
         // The step under way comes to its end.
         for _ in 0..4 {
             run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0)]);
@@ -274,7 +274,7 @@ fn full() -> Vec<u8> {
     let mut requests = [2, 1];
     run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0), (0, 0), (3, 0), (0, 1), (7, 0), (4, 1)]);
     bench.client(B, 100, Message::Assign { token: 7, blocks: vec![0..2], timeout_ms: 10_000 });
-    bench.coordinator.hold();
+    bench.hold();
     for _ in 0..4 {
         run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0)]);
     }

@@ -22,7 +22,7 @@ fn shard_works_once(bench: &mut Bench) -> Work {
 
 /// The coordinator goes on at another shard, and its clients connect there.
 fn taken_over(bench: &mut Bench) -> Bench {
-    bench.coordinator.hold();
+    bench.hold();
     let bytes = bench.coordinator.hand_over().unwrap();
     let coordinator = CoordinatorCore::taken_over(&bytes, &layout(4), 1, bench.now).unwrap();
     let mut there = Bench { coordinator, now: bench.now, said: Vec::new() };

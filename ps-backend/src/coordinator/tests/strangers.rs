@@ -313,3 +313,26 @@ fn a_reconnected_shard_gets_the_start_of_a_plan_before_its_end() {
     bench.pass(Now::from_millis(600));
     assert_eq!(bench.sent_to_partition(), both);
 }
+
+#[test]
+fn only_the_client_of_a_learner_says_that_it_has_a_whole_block() {
+    let Bench { coordinator, now, said } = Bench::new();
+    let mut bench = Bench { coordinator: coordinator.with_provisional_plans(), now, said };
+    let (learner, step) = (LearnerId(2), Step(1));
+    bench.commit(A, 1, 1, 2);
+    bench.pass(PATIENCE);
+    let accumulates = bench.started();
+    bench.partition(accumulates.plan.0, Message::Ready { plan: accumulates.plan });
+    bench.partition(accumulates.plan.0, Message::Done);
+    bench.client(B, 2, Message::Open { learner });
+    bench.said.clear();
+    bench.client(A, 0, Message::WholeBlock { learner, step });
+    bench.client(B, 0, Message::WholeBlock { learner, step: Step(2) });
+    bench.client(B, 0, Message::WholeBlock { learner: LearnerId(3), step });
+    assert_eq!(bench.said, []);
+    for _ in 0..2 {
+        bench.client(B, 0, Message::WholeBlock { learner, step });
+    }
+    let [Message::Start(plan)] = &bench.sent_to_partition()[..] else { panic!("{:?}", bench.said) };
+    assert!(plan.sources.iter().all(|source| source.client == B && source.provisional));
+}

@@ -403,7 +403,7 @@ fn a_name_that_is_none_is_refused() {
 fn writes_of_new_weights_that_wait_are_limited() {
     let (mut sim, _) = job("1", &["a"]);
     sim.set("reducer", "assign");
-    sim.core.hold();
+    sim.hold();
     let mut refused = 0;
     for ticket in 0..MAX_ASSIGNS as u64 + 3 {
         let mut actions = Vec::new();

@@ -311,7 +311,7 @@ fn run(
     let mut sim = Sim::patient(settings, patience);
     sim = match begins {
         Begins::WhenAllIsCommitted => sim,
-        Begins::AtTheFirstWrite => sim.with_provisional_plans(),
+        Begins::AndGivesWay => sim.on_a_network(),
         Begins::AtTheFirstBlock => sim.in_process(),
     };
     let consistency = sim.core.controls().consistency.to_string();
@@ -334,13 +334,13 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 #[derive(Clone, Copy, Debug)]
 enum Begins {
     WhenAllIsCommitted,
-    AtTheFirstWrite,
     AtTheFirstBlock,
+    AndGivesWay,
 }
 
 /// How long a contribution waits to be accumulated, and when plans begin.
 fn plans() -> impl Strategy<Value = (u64, Begins)> {
-    let begins = [Begins::WhenAllIsCommitted, Begins::AtTheFirstWrite, Begins::AtTheFirstBlock];
+    let begins = [Begins::WhenAllIsCommitted, Begins::AtTheFirstBlock, Begins::AndGivesWay];
     (0..30u64, prop::sample::select(begins.to_vec()))
 }
 

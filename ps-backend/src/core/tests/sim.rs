@@ -117,19 +117,22 @@ impl Sim {
         Sim { core: sim.core.with_accumulate_patience(Now::from_millis(millis)), ..sim }
     }
 
-    /// Its core begins plans while their last contribution is written.
-    pub fn with_provisional_plans(self) -> Sim {
+    /// Its core begins plans when their last contribution has a whole block, as in one process.
+    pub fn in_process(self) -> Sim {
         Sim { core: self.core.with_provisional_plans(), ..self }
     }
 
-    /// Its core begins plans when their last contribution has a whole block, as in one process.
-    pub fn in_process(self) -> Sim {
-        Sim { core: self.core.with_provisional_plans().of_whole_blocks(), ..self }
+    /// Such plans give way, as on a network.
+    pub fn on_a_network(self) -> Sim {
+        Sim { core: self.core.with_provisional_plans().of_staged_blocks(), ..self }
     }
 
     /// Contribution `uid` of `learner` has a whole block; whether that is reduced early.
     pub fn comes(&mut self, learner: LearnerId, uid: Uid, block: u32) -> bool {
-        self.call(|core, now, actions| core.is_whole(learner, now, actions));
+        let Some(step) = self.core.member(learner, self.now).map(|member| member.step.next()) else {
+            return false;
+        };
+        self.call(|core, now, actions| core.is_whole(learner, step, now, actions));
         let Some(plan) = self.provisional.clone().filter(|plan| plan.provisional == Some(learner)) else {
             return false;
         };
@@ -161,9 +164,7 @@ impl Sim {
 
     /// A contribution of `learner` is open.
     pub fn open(&mut self, learner: LearnerId) -> Result<Opening, ShardError> {
-        let opening = self.core.open(learner, self.now)?;
-        self.call(|core, now, actions| core.opened(now, actions));
-        Ok(opening)
+        self.core.open(learner, self.now)
     }
 
     pub fn uid(&mut self) -> Uid {
@@ -509,6 +510,14 @@ impl Sim {
     pub fn assign_failed(&mut self) {
         self.running = None;
         self.call(|core, now, actions| core.assign_failed(ShardError::Unreachable, now, actions));
+    }
+
+    pub fn hold(&mut self) {
+        self.call(|core, now, actions| core.hold(now, actions));
+    }
+
+    pub fn release(&mut self) {
+        self.call(|core, now, actions| core.release(now, actions));
     }
 
     pub fn is_waiting(&self, ticket: Ticket) -> bool {

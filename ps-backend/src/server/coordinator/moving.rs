@@ -21,7 +21,7 @@ impl Coordinator {
 
     /// Holds the job: see [`CoordinatorCore::hold`].
     pub(in crate::server) fn hold(&self) {
-        self.with_core(|state, _, _| state.core.hold());
+        self.with_core(|state, now, actions| state.core.hold(now, actions));
     }
 
     /// Lets the job go on.
