@@ -242,8 +242,7 @@ impl CoordinatorCore {
         self.repeat(now, actions);
     }
 
-    /// Seals the provisional plan under way with this one. Shards get the final plan, and clients are granted all of
-    /// it.
+    /// Seals the provisional plan under way. Shards get the final plan, and clients are granted all of it.
     pub(super) fn seal(&mut self, plan: Arc<core::Plan<Source>>, now: Now, actions: &mut Vec<Action>) {
         let work = core::Action::Reduce(plan);
         // The provisional plan has not begun: it waits for the end of the plan before.
@@ -378,8 +377,7 @@ impl CoordinatorCore {
         );
     }
 
-    /// A shard refuses the plan as past, perhaps because of another coordinator's messages. Another plan does the
-    /// same work.
+    /// A shard refuses the plan as past, perhaps after another coordinator's messages. Another plan replaces it.
     fn begin_again(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
         self.queue.push_front(run.work.clone());

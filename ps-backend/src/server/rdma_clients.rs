@@ -97,8 +97,8 @@ impl Rdma {
         self.endpoint.shut_down(patience);
     }
 
-    /// Slots for blocks of this size: as many as the options say, or as many as fit into half of the memory that is
-    /// left, and at least two.
+    /// Slots for blocks of this size: as many as the options say or half of the memory left can hold, and at least
+    /// two.
     fn slots(&self, bytes: usize) -> Result<Arc<Slots>, VerbsError> {
         const LEAST: usize = 2;
         let options = self.endpoint.device().options();
@@ -148,7 +148,7 @@ pub(super) struct RdmaClient {
     fetches: Fetches<Named, Slot>,
     /// Payloads that are fetched into their place, in order, by the token of the work.
     fetching: VecDeque<(u64, Arc<Reservation>)>,
-    /// The deadline for fetches into sums whose plan is given up. If they have not come by then, the connection ends.
+    /// The connection ends if fetches into sums whose plan is given up have not come by then.
     overdue: Option<Instant>,
     /// The versions, and the memory that they are made in.
     shown: Option<Arc<Shown>>,
@@ -299,8 +299,7 @@ impl RdmaClient {
         Ok(Some(Take::Nothing))
     }
 
-    /// Refuses too many named blocks. A client names each block of a plan once, and once more when it checks its
-    /// plan.
+    /// Refuses too many named blocks. A client names a block of a plan twice at most.
     fn is_bounded(&self, partition: &Partition) -> Result<(), Refusal> {
         let most = 2 * partition.store().partition().blocks().len();
         match self.fetches.len() + self.placed.len() < most {
@@ -347,8 +346,7 @@ impl RdmaClient {
         Ok(())
     }
 
-    /// Takes fetches that have come into slots or sums. It takes all of them, even after an error, and returns the
-    /// first error.
+    /// Takes all fetches that have come into slots or sums, even after an error. Returns the first error.
     fn take_finished(&mut self) -> Result<(), Refusal> {
         self.queue_pair.take(&mut self.done);
         let (mut came, mut outcome) = (0, Ok(()));
@@ -419,8 +417,8 @@ impl AtWork<'_> {
             Reserved::Ready(reservation) => {
                 let bytes = match slot.copied_out(push.len, self.room).map_err(Refusal::other)? {
                     Some(copied) => copied,
-                    // SAFETY: only sums are made of it, and whether all of it is finite. The kernels' control flow
-                    // depends on its length alone.
+                    // SAFETY: only sums are made of it, and whether it is finite. The kernels' control flow depends
+                    // on its length.
                     None => unsafe { slot.bytes(push.len) },
                 };
                 reservation.complete(bytes, || true)?;
