@@ -76,8 +76,8 @@ impl Run {
         }
     }
 
-    /// The messages of all stages so far, for a shard that may have missed some, or that has another coordinator's
-    /// messages. They also name the plan.
+    /// The start of the plan and the message of the present stage, for a shard that may have missed the start, or that
+    /// has another coordinator's messages.
     fn orders(&self) -> impl Iterator<Item = (u64, Message)> {
         let start = (self.stage != Stage::Gathering).then(|| (self.id.0, self.start.clone()));
         start.into_iter().chain([self.order()])

@@ -479,7 +479,7 @@ impl Coordinator {
             let learners: Vec<_> = state.core.job().members(now).iter().map(|m| m.learner).collect();
             let clients: Vec<ClientId> = state.clients.keys().copied().chain(state.client_here).collect();
             for client in clients {
-                // The process's own learners are alive.
+                // Of these learners, only the client's own count.
                 let touch = Message::Touch { learners: learners.clone(), attached: None };
                 state.core.from_client(client, 0, touch, now, actions);
             }

@@ -83,7 +83,7 @@ struct State {
     /// Payloads that stay where they lie until the others of their blocks have come.
     kept: AllKept,
     coordinator: Option<ToCoordinator>,
-    /// When the coordinator last said so.
+    /// When that coordinator connected.
     coordinated_since: Instant,
     /// The client in this process.
     here: Here,
