@@ -148,6 +148,7 @@ impl Job {
         let usual = ClientOptions::default();
         let layout = record.layout()?;
         let client = ClientOptions {
+            reactor: None,
             threads: options.threads.unwrap_or(usual.threads),
             connections: options.connections.unwrap_or(usual.connections),
             window: options.window.unwrap_or(usual.window),
