@@ -486,7 +486,7 @@ impl Conversation for Peer {
         let outcome = match &mut self.kind {
             Kind::Strange => Ok(Take::Nothing),
             Kind::Control { client, coordinator } => {
-                coordinator.from_client(*client, &self.link, request, received.message.clone());
+                coordinator.client_message(*client, &self.link, request, received.message.clone());
                 Ok(Take::Nothing)
             }
             Kind::Data(data) => data.message(received, &self.link),

@@ -382,7 +382,7 @@ impl Coordinator {
         }
     }
 
-    fn from_partition(&self, partition: usize, request: u64, message: Message) {
+    fn partition_message(&self, partition: usize, request: u64, message: Message) {
         self.with_core(|state, now, actions| {
             state.core.from_partition(partition, request, message, now, actions)
         });
@@ -464,7 +464,7 @@ impl Coordinator {
     }
 
     /// Takes a message of a client.
-    pub(super) fn from_client(&self, client: ClientId, link: &Link, request: u64, message: Message) {
+    pub(super) fn client_message(&self, client: ClientId, link: &Link, request: u64, message: Message) {
         self.with_core(|state, now, actions| {
             if state.clients.get(&client).is_some_and(|known| known.is(link)) {
                 state.core.from_client(client, request, message, now, actions);
@@ -526,7 +526,7 @@ impl Recipient for Coordinator {
         match (from, mail) {
             (End::Partition, Mail::Message(request, message)) => {
                 if let Some(own) = self.ways.iter().position(|way| matches!(way, Way::Here)) {
-                    self.from_partition(own, request, message);
+                    self.partition_message(own, request, message);
                 }
             }
             (End::Partition, Mail::Buffer(ready)) => {

@@ -264,7 +264,7 @@ impl World {
     }
 
     /// The coordinator hears what is first on its wire.
-    fn to_coordinator(&mut self, lossless: bool) {
+    fn deliver_to_coordinator(&mut self, lossless: bool) {
         let Some((request, message)) = self.wire.pop_front() else { return };
         if let Message::AckThrough { request, .. } = message {
             self.coordinator.acked_through = self.coordinator.acked_through.max(request);
@@ -443,7 +443,7 @@ impl World {
                 let learner = LEARNERS[self.draw(2)];
                 self.step(learner);
             }
-            4..8 => self.to_coordinator(false),
+            4..8 => self.deliver_to_coordinator(false),
             8 => self.coordinator_plans(false),
             9 => self.shard_takes(part, false),
             10 => self.coordinator_concludes(false),
@@ -486,7 +486,7 @@ impl World {
                 }
             }
             while !self.wire.is_empty() {
-                self.to_coordinator(true);
+                self.deliver_to_coordinator(true);
             }
             self.coordinator_plans(true);
             (0..self.parts).for_each(|part| self.shard_takes(part, true));

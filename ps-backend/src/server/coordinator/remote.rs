@@ -222,7 +222,7 @@ impl Conversation for ToPartition {
                     if let Err(why) = self.remote.has_not(&self.address) {
                         return Err(Close::Asked(why.into()));
                     }
-                    self.coordinator.from_partition(self.index, 0, received.message.clone());
+                    self.coordinator.partition_message(self.index, 0, received.message.clone());
                 }
                 return Err(Close::Asked(refusal.to_string().into()));
             }
@@ -237,7 +237,7 @@ impl Conversation for ToPartition {
                 if let Message::Refused(refusal @ Refusal::Plan { .. }) = message {
                     tracing::debug!(model = %self.coordinator.model, shard = %self.remote.shard, "{refusal}");
                 }
-                self.coordinator.from_partition(self.index, received.header.request(), message.clone());
+                self.coordinator.partition_message(self.index, received.header.request(), message.clone());
             }
         }
         Ok(Take::Nothing)
