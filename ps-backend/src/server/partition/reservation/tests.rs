@@ -6,6 +6,7 @@ use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{self, ModelRecord, PlanSource, Work};
 
 use super::*;
