@@ -4,14 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::vocabulary::ids::{Epoch, Version};
+use libmodelio::vocabulary::ids::{Epoch, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Adoption, Kept, ModelRecord, Refusal, ShardRecord};
 use parking_lot::Mutex;
 
 use crate::coordinator::CoordinatorCore;
 use crate::server::partition::Partition;
-use crate::server::shared::Shared;
 use crate::snapshot::{Fetched, Load, Piece, Shards, Sink, SnapshotError, Source};
 
 /// Most bytes of a coordinator's state.
@@ -103,13 +102,13 @@ impl Adopting {
         }
     }
 
-    /// Begins to fetch its blocks, as they are at a version with the state of this reducer. Nothing happens the second
-    /// time.
+    /// Begins to fetch its blocks, as they are at a version with the state of this reducer. Shard `me` is this one, and
+    /// `here` reads what it has of a block itself. Does nothing the second time.
     pub(super) fn fill(
         self: &Arc<Adopting>,
-        shared: &Arc<Shared>,
-        version: Version,
-        reducer: Reducer,
+        me: ShardId,
+        here: impl Fn(Piece) -> Result<Vec<u8>, Refusal> + Send + 'static,
+        (version, reducer): (Version, Reducer),
     ) -> Result<(), Refusal> {
         let mut stage = self.stage.lock();
         if !matches!(&*stage, Stage::Made) {
@@ -121,9 +120,9 @@ impl Adopting {
         self.partition.begin_at(version);
         *stage = Stage::Filling(0);
         drop(stage);
-        let (shared, this) = (Arc::clone(shared), Arc::clone(self));
+        let this = Arc::clone(self);
         let fills = move || {
-            let outcome = this.fetch(&shared, version);
+            let outcome = this.fetch(me, Here(here), version);
             let mut stage = this.stage.lock();
             match outcome {
                 Ok(()) if matches!(&*stage, Stage::Filling(_)) => *stage = Stage::Filled,
@@ -139,14 +138,14 @@ impl Adopting {
     }
 
     /// Fetches all blocks: those that this shard has from its own memory.
-    fn fetch(self: &Arc<Adopting>, shared: &Shared, version: Version) -> Result<(), Refusal> {
+    fn fetch(&self, me: ShardId, mut here: impl Source, version: Version) -> Result<(), Refusal> {
         let store = self.partition.store();
         if self.stays {
             let newest = store.newest().map(|newest| newest.version()).unwrap_or_default();
             let wanted = version;
             return if newest == wanted { Ok(()) } else { Err(Refusal::NoVersion { wanted, newest }) };
         }
-        let (generation, epoch, me) = (self.record().generation, self.told.epoch, *shared.shard.lock());
+        let (generation, epoch) = (self.record().generation, self.told.epoch);
         let before = self.told.map_in_force().map_err(Refusal::other)?;
         let owner = |block| before.owner(epoch, block).map_err(Refusal::other);
         let (mut mine, mut others) = (Vec::new(), Vec::new());
@@ -156,8 +155,6 @@ impl Adopting {
             let pieces = if owner(block)? == me { &mut mine } else { &mut others };
             pieces.extend(wants.map(|what| (block, what)));
         }
-        let mut here =
-            Here(|(block, what)| shared.partition_of(generation)?.1.kept(epoch, version, block, what));
         let addresses = self.told.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
         let (fetched, block_size) = (Fetched::Newest(epoch, version), self.record().block_size);
         let mut there = Shards::new(generation, fetched, block_size, addresses, owner);
