@@ -47,7 +47,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("ended jobs", |world| u64::from(world.ended), 64),
     ("plans that were sealed", |world| world.history.sealed_plans, 1),
     ("blocks that came before", |world| world.early, 1),
-    ("contributions of which blocks were sent in vain before", |world| world.history.sent_again(), 4),
+    ("contributions of which blocks were sent in vain before", |world| world.history.sent_again(), 400),
     ("blocks of several clients in one pass", |world| world.together, 1),
     ("mapped commits that timed out", |world| world.loans.timed_out, 1),
     ("reads of what was lent no more", |world| world.loans.late_reads, 16),
