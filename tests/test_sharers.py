@@ -261,3 +261,16 @@ def test_killed_writer_leaves_no_half_step__whose_end_another_waits_for(ahead, s
     assert (weights[0], weights[BLOCK // 4]) == (counts, counts)
     for handle in [*rest, *([fd] if second == "fsync" else [])]:
         os.close(handle)
+
+
+def test_nothing_blocks_for_ever__a_program_that_starts_others_while_it_writes(mounted):
+    """execve(2) closes a descriptor of the new program under a lock; the answer to that close must not need it."""
+    mount = mounted()
+    data = filled(mount, 2).tobytes()
+    with open(mount.model / "gradients", "wb", buffering=0) as file:
+        os.pwrite(file.fileno(), data[: SIZE // 2], 0)
+        for _ in range(3):
+            child = os.posix_spawn("/bin/true", ["true"], os.environ)
+            eventually(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+        os.pwrite(file.fileno(), data[SIZE // 2 :], SIZE // 2)
+    assert mount.version() == 1 and (array(mount.model / "weights") == 2).all()

@@ -128,7 +128,14 @@ impl AsFd for Process {
 /// Whether thread `tid` is being killed just now, or is one of the kernel's: its program did not ask for a
 /// close that comes from it. Depending on its release, the kernel closes the files of a killed process from
 /// the dying thread or from a worker of its own.
+///
+/// A thread in execve(2) closes files, too, and waits for the answer under a lock that `/proc/<tid>/stat` takes on newer
+/// kernels. Unlike a dying or a kernel's thread, it has memory, which `/proc/<tid>/status` shows without that lock.
 pub fn is_killed_or_kernel(tid: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
+    if line_of_status(&status, "VmSize").is_some() {
+        return false;
+    }
     let stat = fs::read_to_string(format!("/proc/{tid}/stat")).unwrap_or_default();
     closes_by_death(&stat, || status_is_hidden(tid))
 }

@@ -51,6 +51,9 @@ enum Did {
     Finish(Result<(), Refusal>),
 }
 
+/// The answer of a shard, by its number, an order, and how often that was given before.
+type Shard = dyn Fn(u16, &str, usize) -> Option<Result<Message, String>>;
+
 /// An edge in a world in which all goes well, but for what a test changes.
 struct World {
     now: Now,
@@ -58,7 +61,7 @@ struct World {
     /// Stages, with their blocks.
     shown: Vec<(&'static str, u32, u32)>,
     /// What a shard answers to an order that it has been given so often before; without an answer it is silent.
-    shard: Box<dyn Fn(u16, &str, usize) -> Option<Result<Message, String>>>,
+    shard: Box<Shard>,
     /// The step under way waits for somebody.
     held_up_by: Option<String>,
     /// From when on nobody wants the move any more.

@@ -1,5 +1,7 @@
 //! Versions as readers see them: whole, immutable while they are held, gone when nobody wants them.
 
+use std::slice::from_ref;
+
 use libmodelio::client::Event;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
@@ -134,7 +136,8 @@ fn new_weights_are_shown_where_they_were_written() {
         let key = buffer.key();
         // SAFETY: nobody else has the buffer before it is published.
         unsafe { buffer.memory().write(written.start, &data[written.clone()]) };
-        job.assign(buffer, &[written.start as u64..written.end as u64]).unwrap();
+        let range = written.start as u64..written.end as u64;
+        job.assign(buffer, from_ref(&range)).unwrap();
         assert_eq!(job.shard.get(job.shard.version()).unwrap().region.key(), key);
         assert!(job.weights() == expected, "round {round}");
         // Masters are those of a job whose learner contributes the same.
@@ -158,7 +161,7 @@ fn new_weights_are_shown_where_they_were_written() {
     let nan = encode(&job.layout, 0, |i| if i == 7 { f32::NAN } else { 1.0 });
     // SAFETY: as above.
     unsafe { buffer.memory().write(0, &nan) };
-    let refused = job.assign(buffer, &[0..size]);
+    let refused = job.assign(buffer, from_ref(&(0..size)));
     assert!(matches!(refused, Err(ShardError::NonFinite(_))), "{refused:?}");
     assert_eq!(job.shard.version(), before);
 }

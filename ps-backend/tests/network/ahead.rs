@@ -207,7 +207,8 @@ fn new_weights_do_not_wait_for_a_slow_writer() {
         let buffer = client.allocate().unwrap();
         // SAFETY: the buffer is this test's until it is published.
         unsafe { buffer.memory().floats_mut(0..BYTES as usize / 4) }.fill(5.0);
-        let published = wait_for(LONG, |done| client.assign(buffer, &vec![0..BYTES], LONG, done));
+        let published =
+            wait_for(LONG, |done| client.assign(buffer, std::slice::from_ref(&(0..BYTES)), LONG, done));
         assert_eq!(published, Ok(()), "{way:?}");
         write(&slow, 100.0, BYTES / 2..BYTES);
         assert_eq!(commit(&slow), Ok(()), "{way:?}");

@@ -104,11 +104,14 @@ pub struct Mover {
     finished: bool,
 }
 
+/// A change of the world that an edge asks for.
+type WorldOrder = dyn FnOnce(&mut World);
+
 /// Between a mover and the world.
 #[derive(Default)]
 struct Desk {
     /// What the world is to do.
-    orders: RefCell<VecDeque<Box<dyn FnOnce(&mut World)>>>,
+    orders: RefCell<VecDeque<Box<WorldOrder>>>,
     woken: Cell<Option<Woken>>,
 }
 
