@@ -263,7 +263,7 @@ def test_killed_writer_leaves_no_half_step__whose_end_another_waits_for(ahead, s
         os.close(handle)
 
 
-def test_nothing_blocks_for_ever__a_program_that_starts_others_while_it_writes(mounted):
+def test_a_program_that_starts_others_while_it_writes_is_not_held_up(mounted):
     """execve(2) closes a descriptor of the new program under a lock; the answer to that close must not need it."""
     mount = mounted()
     data = filled(mount, 2).tobytes()
