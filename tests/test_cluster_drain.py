@@ -151,8 +151,7 @@ def adopting(one):
     return [one.ask(shard)["adopting"] for shard in one.shards]
 
 
-@pytest.mark.parametrize("which", ["other", "coordinator", "replaced"])
-def test_a_drained_shard_can_be_stopped_and_nothing_is_lost(apart, which):
+def drains_and_stops(apart, which):
     """Weights and optimizer state go on as if nothing had been. Whoever stays while another one takes the place keeps
     what it has, in the memory that it has."""
     quiet, one = model(apart(3)), model(apart(3))
@@ -176,6 +175,18 @@ def test_a_drained_shard_can_be_stopped_and_nothing_is_lost(apart, which):
     assert [shard["address"] for shard in status["shards"]] == [s.address for s in one.shards if s is not gone]
     assert sum(shard["models"][0]["blocks"] for shard in status["shards"]) == 10
     assert epochs(one) == {"m": {2}}
+
+
+def test_a_drained_shard_can_be_stopped_and_nothing_is_lost(apart):
+    drains_and_stops(apart, "other")
+
+
+def test_a_coordinator_that_is_drained_hands_the_job_over(apart):
+    drains_and_stops(apart, "coordinator")
+
+
+def test_another_shard_takes_the_place_of_a_drained_one(apart):
+    drains_and_stops(apart, "replaced")
 
 
 def test_optimizer_steps_of_tensors_move_with_the_model(apart, tmp_path):
