@@ -1,8 +1,8 @@
-//! Work on many blocks: whoever has some hands a batch to an executor and goes on, and the executor calls back when all of
-//! it is done. So a thread that moves bytes does no more than the pass over the block that it has received.
+//! Work on many blocks. A partition hands a batch to an executor and goes on. The executor calls back when the batch is
+//! done. So a thread that moves bytes computes no block but the one that it has received.
 //!
-//! [`Cpu`] is the executor of threads. Another one, as of a device, does the passes that it can where it has their memory,
-//! and has a [`Cpu`] do the others: a batch names its plan and its blocks, and owns all that it needs.
+//! [`Cpu`] is the executor that uses threads. An executor for a device can do the passes whose memory the device has, and
+//! leave the others to a [`Cpu`]: a batch names its plan and its blocks, and owns all that it needs.
 
 use std::io;
 use std::sync::Arc;
@@ -22,29 +22,28 @@ pub struct Batch {
     pub done: Done,
 }
 
-/// Hears how a batch has ended.
+/// Called with the outcome of a batch.
 pub type Done = Box<dyn FnOnce(Result<(), (BlockId, PartitionError)>) + Send>;
 
 /// Work on each block of a batch.
 pub enum Pass {
-    /// Blocks for which no payload comes (any more) are computed from the sums that the store has of them.
+    /// Computes blocks for which no more payload comes, from their sums in the store.
     Compute(Arc<PartitionJob>, Vec<BlockId>),
-    /// Payloads that were kept where they lie, in memory of this machine, are added or computed with. The closure knows
-    /// them.
+    /// Adds, or computes with, payloads that lie in memory of this machine. The closure knows where they lie.
     Gather(Box<dyn Fn(BlockId) + Send + Sync>, Vec<BlockId>),
-    /// What a concluded plan has added up is added to the sums of the plans before.
+    /// Adds the sums of a concluded plan to those of earlier plans.
     Merge(Merge),
 }
 
-/// Does work on many blocks, of any number of models, beside the caller.
+/// Does work on many blocks of any number of models, on threads other than the caller's.
 pub trait Executor: Send + Sync {
-    /// Does a batch, and then says so. Returns at once.
+    /// Does a batch, and then calls its `done`. Returns at once.
     fn execute(&self, batch: Batch);
 
-    /// Runs other work that takes its time, on a thread. Returns at once.
+    /// Runs other slow work on a thread. Returns at once.
     fn spawn(&self, work: Box<dyn FnOnce() + Send>);
 
-    /// Does so many pieces of work on the threads, and returns when all are done.
+    /// Calls `work` for each number below `count` on the threads, and returns when all calls have returned.
     fn for_each(&self, count: usize, work: &(dyn Fn(usize) + Sync));
 
     /// The number of threads.
@@ -55,7 +54,7 @@ pub trait Executor: Send + Sync {
 pub struct Cpu(rayon::ThreadPool);
 
 impl Cpu {
-    /// So many threads.
+    /// Starts this many threads.
     ///
     /// # Errors
     /// When the system has none.
@@ -88,7 +87,7 @@ impl Executor for Cpu {
 }
 
 impl Pass {
-    /// Does it in this thread and those of its pool.
+    /// Does the pass in this thread and the others of its pool.
     fn run(self) -> Result<(), (BlockId, PartitionError)> {
         match self {
             Pass::Compute(job, blocks) => blocks

@@ -233,10 +233,6 @@ impl End {
         self.job.register(Arc::new(memory))
     }
 
-    fn rooms(&self) -> [Region; 2] {
-        ["even", "odd"].map(|name| self.region(name))
-    }
-
     pub fn try_join(&self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
         match self.ask(Message::Join { name: name.into() })? {
             Reply::Joined { learner, incarnation } => Ok((learner, incarnation)),
@@ -246,7 +242,8 @@ impl End {
 
     pub fn join(self: &Arc<Self>, name: &str) -> Learner {
         let (id, incarnation) = self.try_join(name).unwrap();
-        Learner { end: Arc::clone(self), id, incarnation, rooms: Mutex::new(self.rooms()) }
+        let rooms = ["even", "odd"].map(|name| self.region(name));
+        Learner { end: Arc::clone(self), id, incarnation, rooms }
     }
 
     pub fn set(&self, name: &str, value: &str) -> Result<(), SetError> {
@@ -292,7 +289,7 @@ pub struct Learner {
     pub id: LearnerId,
     pub incarnation: Incarnation,
     /// What one step has staged may be needed while the next one is.
-    rooms: Mutex<[Region; 2]>,
+    rooms: [Region; 2],
 }
 
 impl Learner {
@@ -306,11 +303,6 @@ impl Learner {
     /// Begins a contribution.
     pub fn open(&self) -> Contribution<'_> {
         let (step, _) = self.ask_to_open().unwrap();
-        let mut rooms = self.rooms.lock().unwrap();
-        // Blocks that were sent for a plan that was dropped may still be read.
-        if self.end.job.take_strays(self.id) {
-            *rooms = self.end.rooms();
-        }
         let none = FixedBitSet::with_capacity(self.end.job.layout().blocks() as usize);
         let notice = CommitNotice {
             sent: none.clone(),
@@ -318,7 +310,7 @@ impl Learner {
             unchecked: none,
             tensors: FixedBitSet::with_capacity(self.end.job.layout().tensors().len()),
             partly: Some(Default::default()),
-            staging: rooms[step.0 as usize % 2].clone(),
+            staging: self.rooms[step.0 as usize % 2].clone(),
             lendable: true,
         };
         Contribution { learner: self, step, notice }

@@ -30,23 +30,23 @@ pub enum LastCommit {
 pub(super) struct Learner {
     /// The name under which it joined. None if the client gave its join up.
     pub(super) name: Option<String>,
-    /// Its newest state from the coordinator.
+    /// The newest state of the learner that the coordinator has sent.
     pub(super) state: LearnerState,
-    /// The number of the first state that includes it.
+    /// The number of the first state that includes the learner.
     pub(super) since: u64,
-    /// Whether a process uses it, if that is known.
+    /// Whether a process uses the learner, if that is known.
     pub(super) attached: Option<Attached>,
-    /// Its last step whose commit was answered with success. The coordinator's state may not show it yet.
+    /// The last step whose commit was answered with success. The coordinator's state may not show that yet.
     pub(super) committed: Step,
-    /// Its last step that is known to be taken.
+    /// The last step that is known to be taken.
     taken: Step,
-    /// Its next step, and the number of the request whose answer said so. None after a commit without success: only
-    /// the coordinator knows then.
+    /// The next step, and the number of the request whose answer named it. After a commit without success the step is
+    /// `None`: only the coordinator knows it then.
     next: (u64, Option<Step>),
     pub(super) open: Option<Open>,
-    /// The newest provisional plan for which blocks may be sent of what it has staged, until that plan is sealed.
+    /// The newest provisional plan that staged blocks may be sent for, until that plan is sealed.
     sends_for: Option<PlanId>,
-    /// Another one before it was not sealed: some of those blocks may still be on their way.
+    /// An earlier provisional plan was dropped. Blocks that were sent for it may still be on their way.
     strays: bool,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Learner {
 #[derive(Debug)]
 pub(super) struct Open {
     pub(super) step: Step,
-    /// Its blocks that were taken.
+    /// The blocks that were taken.
     taken: FixedBitSet,
     /// The blocks that may be sent before the commit, once one is whole. The commit moves this to the held payload.
     pub(super) ahead: Option<Ahead>,
@@ -67,7 +67,7 @@ pub(super) struct Ahead {
     pub(super) whole: FixedBitSet,
     /// The newest provisional plan for which its blocks may have been sent.
     pub(super) sent_under: Option<PlanId>,
-    /// Its blocks that exist nowhere but in a plan.
+    /// The blocks that exist nowhere but in a plan.
     pub(super) early: Option<Early>,
 }
 

@@ -85,17 +85,18 @@ impl Inner {
 impl Shared {
     /// Pushes what there is to push: a single block in this thread, more of them on the shard's.
     pub(in crate::client) fn pump(&self, local: &Local) {
-        let threads = {
+        let (left, threads) = {
             let mut inner = self.inner.lock();
             let left = inner.core.left_to_push(ALL);
             let idle = local.shard.threads().saturating_sub(inner.pumps.at_work);
             let threads = left.min(idle);
             inner.pumps.at_work += threads;
-            threads
+            (left, threads)
         };
-        match threads {
-            0 => {}
-            1 => self.push_all(local),
+        // This thread may be the one that hands messages over, or the timer.
+        match (left, threads) {
+            (_, 0) => {}
+            (1, _) => self.push_all(local),
             _ => {
                 for _ in 0..threads {
                     let this = self.this.clone();

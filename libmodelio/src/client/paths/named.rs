@@ -47,9 +47,6 @@ pub(super) trait PeerMemory: Send {
     /// The path.
     const FAST: FastPath;
 
-    /// Whether blocks of an open contribution are named, too.
-    const NAMES_AHEAD: bool;
-
     /// The number of threads that serve such connections.
     fn threads(options: &ClientOptions) -> usize;
 
@@ -343,8 +340,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 return self.tidy(to);
             }
             let now = shared.now();
-            let may_name = M::NAMES_AHEAD || !inner.core.sends_ahead();
-            let next = match self.unsaid.len() < UNSAID && may_name {
+            let next = match self.unsaid.len() < UNSAID {
                 true => self.held.take().or_else(|| inner.core.next_push(route.part, now)),
                 false => None,
             };
