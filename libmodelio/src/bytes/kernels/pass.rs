@@ -208,7 +208,8 @@ impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
         let wire = if N > 0 { Wire::F32 } else { self.wire };
         let mut sum = L::splat(0.0);
         for (i, source) in self.plain.iter().enumerate() {
-            let value: L = get_cold(wire, source, piece);
+            // A single source has just arrived and is in the cache; of several sources, most wait in staging.
+            let value: L = if N > 1 { get_cold(wire, source, piece) } else { get(wire, source, piece) };
             seen = value.exponents(seen);
             sum = if i == 0 { value } else { sum + value };
         }
