@@ -332,6 +332,11 @@ impl Contributor {
             Some(opening) => opening,
             None => wait_for(timeout, |done| self.job.open(self.learner, timeout, done))?,
         };
+        // Blocks that were sent for a dropped plan may still be on their way. Their memory is not written again.
+        if self.job.take_strays(self.learner) {
+            state.staging = region(&self.job, "gradfs-staging")?;
+            state.spare = None;
+        }
         // The shard still reads the step before this one. That may differ from the last commit here: a commit that
         // timed out may have been taken, and this may be the second try after an abort.
         if staging_lent && state.is_in_staging(step) {
@@ -372,7 +377,14 @@ impl Contributor {
         // SAFETY: the block is whole and marked as sent, so no write enters it any more.
         let whole = unsafe { staging.memory().bytes(block.start as usize..block.end as usize) };
         let placed = self.offer(piece.block, whole, step, None);
+        if matches!(placed, Ok(Placement::Deferred)) {
+            self.job.lies_in(self.slot(step, piece.block), staging);
+        }
         self.placed(piece, placed)
+    }
+
+    fn slot(&self, step: Step, block: BlockId) -> BlockSlot {
+        BlockSlot { learner: self.learner, incarnation: self.incarnation, step, block }
     }
 
     /// Offers a whole block, for the first time in this contribution.
@@ -383,8 +395,7 @@ impl Contributor {
         step: Step,
         room: Option<&Region>,
     ) -> Result<Placement, ShardError> {
-        let slot = BlockSlot { learner: self.learner, incarnation: self.incarnation, step, block };
-        match self.job.write(data, slot, room)? {
+        match self.job.write(data, self.slot(step, block), room)? {
             // The shard has taken this step without this block: a commit that timed out here had reached it.
             Placement::Duplicate => Err(ShardError::NotAllowed(format!(
                 "step {step} was already taken: block {block} came too late"

@@ -17,7 +17,7 @@ fn blocks_go_without_an_allocation() {
     let (mut buffer, mut receiver) = (Vec::new(), Receiver::new(Limits::MAX));
     let mut send_and_receive = |i: u32| {
         for message in [
-            Message::Push { plan: PlanId(1 << 40), block: BlockId(i), wide: false },
+            Message::Push { plan: PlanId(1 << 40), block: BlockId(i), wide: false, ahead: false },
             Message::Block { version: Version(1 << 40), block: BlockId(i) },
         ] {
             buffer.clear();

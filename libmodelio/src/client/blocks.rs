@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use super::options::Staged;
 use super::routes::Route;
 use super::shared::{Inner, Shared};
-use crate::client::core::PULL_BLOCKS;
+use crate::client::core::{PULL_BLOCKS, Push};
 use crate::client::sum::{self, Written};
 use crate::client::versions;
 use crate::transport::Region;
@@ -118,10 +118,10 @@ impl Shared {
         let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
         // The map in force numbers the parts.
         while inner.is_in_force(route)
-            && let Some((plan, block)) = inner.core.next_push(route.part, now)
+            && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.part, now)
         {
             if let Some((wide, piece)) = self.push(inner, plan, block)? {
-                return Some((frame(Message::Push { plan, block, wide }, Some(piece)), 0));
+                return Some((frame(Message::Push { plan, block, wide, ahead }, Some(piece)), 0));
             }
             inner = self.inner.lock();
         }

@@ -90,7 +90,7 @@ impl Bench {
     }
 
     fn pushes(&mut self, part: usize) -> Vec<u32> {
-        std::iter::from_fn(|| self.core.next_push(part, self.now)).map(|(_, block)| block.0).collect()
+        std::iter::from_fn(|| self.core.next_push(part, self.now)).map(|push| push.block.0).collect()
     }
 
     fn state(&mut self, sequence: u64, version: u64, step: u64, unpublished: bool) {

@@ -229,6 +229,9 @@ pub enum Message {
         block: BlockId,
         /// See above.
         wide: bool,
+        /// The plan was provisional when the block was sent, so all of the block is written. Otherwise the shard must
+        /// know the sealed plan before it takes the block.
+        ahead: bool,
     },
     /// The client has sent all that it has for this plan. Answered by `Missing`.
     Probe {
@@ -344,6 +347,8 @@ pub enum Message {
         block: BlockId,
         /// Whether the block is wide, as in `Push`.
         wide: bool,
+        /// Whether the plan was provisional, as in `Push`.
+        ahead: bool,
         /// The region.
         region: u32,
         /// The offset in the region.

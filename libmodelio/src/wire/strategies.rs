@@ -369,8 +369,8 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Over { plan }).boxed(),
         (learner(), reason()).prop_map(|(learner, reason)| Message::Left { learner, reason }).boxed(),
-        (id64(PlanId), block(), any::<bool>())
-            .prop_map(|(plan, block, wide)| Message::Push { plan, block, wide })
+        (id64(PlanId), block(), any::<(bool, bool)>())
+            .prop_map(|(plan, block, (wide, ahead))| Message::Push { plan, block, wide, ahead })
             .boxed(),
         id64(PlanId).prop_map(|plan| Message::Probe { plan }).boxed(),
         (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::Missing { plan, blocks }).boxed(),
@@ -397,11 +397,12 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         registry_answer().prop_map(Message::Registered).boxed(),
         any::<(u32, u64)>().prop_map(|(region, bytes)| Message::Share { region, bytes }).boxed(),
         any::<u32>().prop_map(|region| Message::Unshare { region }).boxed(),
-        (id64(PlanId), block(), any::<(bool, u32, u64)>())
-            .prop_map(|(plan, block, (wide, region, offset))| Message::PushAt {
+        (id64(PlanId), block(), any::<(bool, bool, u32, u64)>())
+            .prop_map(|(plan, block, (wide, ahead, region, offset))| Message::PushAt {
                 plan,
                 block,
                 wide,
+                ahead,
                 region,
                 offset,
             })

@@ -139,13 +139,13 @@ fn the_strategies_know_every_message() {
 
 #[test]
 fn a_frame_is_what_the_document_says() {
-    let push = Message::Push { plan: PlanId(300), block: BlockId(5), wide: true };
+    let push = Message::Push { plan: PlanId(300), block: BlockId(5), wide: true, ahead: false };
     let bytes = frame(&push, 0x0102_0304_0506_0708, Epoch(9), b"payload").unwrap();
-    let body = [25, 0xac, 0x02, 5, 1];
+    let body = [25, 0xac, 0x02, 5, 1, 0];
     let mut expected = Vec::new();
     expected.extend(b"GF");
     expected.extend([0, 0]);
-    expected.extend(5u32.to_le_bytes());
+    expected.extend(6u32.to_le_bytes());
     expected.extend(7u32.to_le_bytes());
     expected.extend(crc32c(b"payload").to_le_bytes());
     expected.extend([8, 7, 6, 5, 4, 3, 2, 1]);
@@ -184,7 +184,7 @@ fn greetings_begin_alike_in_all_versions() {
 
 #[test]
 fn payloads_are_where_they_belong() {
-    let push = |wide| Message::Push { plan: PlanId(1), block: BlockId(0), wide };
+    let push = |wide| Message::Push { plan: PlanId(1), block: BlockId(0), wide, ahead: false };
     let error = |message: &Message, payload: usize| {
         frame(message, 1, Epoch(1), &vec![0; payload]).expect_err("does not fit")
     };

@@ -168,7 +168,7 @@ impl CoordinatorCore {
     }
 
     /// Plans may begin while their last contribution is written. Its client sends blocks as they become whole, and keeps
-    /// them. No server does this on a network yet: docs/network.md says what is missing.
+    /// them.
     #[must_use]
     pub fn with_provisional_plans(self) -> CoordinatorCore {
         CoordinatorCore { core: self.core.with_provisional_plans().of_staged_blocks(), ..self }

@@ -122,6 +122,8 @@ impl Requests {
     /// When it cannot have made so many requests.
     pub(super) fn numbered(&mut self, acked_through: u64, newest: u64) -> Result<(), Refusal> {
         self.reaches(acked_through.max(newest))?;
+        // A repeated or late statement takes nothing back.
+        let acked_through = acked_through.max(self.stated.unwrap_or_default());
         self.made = self.made.min(newest);
         self.stated = Some(acked_through);
         // The client may have given up requests that are still under way. They do not count as acknowledged.

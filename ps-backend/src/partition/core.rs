@@ -111,6 +111,15 @@ impl Plan {
     }
 }
 
+/// How a payload comes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// It can be read where it is for as long as the plan takes.
+    pub lies: bool,
+    /// Its client sent it for the provisional plan. The whole block is written.
+    pub ahead: bool,
+}
+
 /// What to do with a reserved payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -138,7 +147,7 @@ pub enum Placement {
     /// The plan is over, or does not want this block of this client. The payload has no effect.
     Unwanted,
     /// The payload must wait: the block is reserved for another payload, this one's turn has not come, or the plan
-    /// has not begun here. Ask again when a reservation has ended or a plan has begun.
+    /// has not begun here or is not sealed. Ask again when a reservation has ended, or a plan has begun or is sealed.
     Later,
 }
 
@@ -482,10 +491,9 @@ impl PartitionCore {
     }
 
     /// A block of `client` is about to come. If it may come, no other payload of the block is taken until
-    /// [`Self::end`]. `lies` says that the payload can be read where it is for as long as the plan takes. This is a
-    /// hot path, and allocates nothing.
-    pub fn reserve(&mut self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
-        let placement = self.peek(client, plan, block, lies);
+    /// [`Self::end`]. This is a hot path, and allocates nothing.
+    pub fn reserve(&mut self, client: ClientId, plan: PlanId, block: u32, sent: Sent) -> Placement {
+        let placement = self.peek(client, plan, block, sent);
         let Some(running) = &mut self.running else { return placement };
         match placement {
             Placement::Ready(place) => {
@@ -506,7 +514,7 @@ impl PartitionCore {
     }
 
     /// The answer that [`Self::reserve`] would give. It reserves nothing.
-    pub fn peek(&self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
+    pub fn peek(&self, client: ClientId, plan: PlanId, block: u32, sent: Sent) -> Placement {
         if plan > self.newest {
             return Placement::Later;
         }
@@ -526,11 +534,13 @@ impl PartitionCore {
         if running.got[at].contains(b) || running.kept[at].contains(b) {
             return Placement::Duplicate;
         }
-        if running.busy.contains(b) {
+        // Of a block that is not whole, the sealed plan alone says what is written.
+        let is_early = running.plan.sources[at].provisional && !sent.ahead;
+        if is_early || running.busy.contains(b) {
             return Placement::Later;
         }
         let is_last = running.came[b] + running.count_kept(b) + 1 == running.wanted[b];
-        if lies && !is_last {
+        if sent.lies && !is_last {
             return Placement::Keep;
         }
         let goes_with = running.goes_with(at, b, is_last);

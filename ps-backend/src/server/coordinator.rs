@@ -162,7 +162,7 @@ impl Coordinator {
         };
         let core = core.on_shards(map.shares().into_keys().collect());
         let core = match network {
-            Some(_) => core,
+            Some(_) => core.with_provisional_plans(),
             None => core.in_process(),
         };
         let state = State {

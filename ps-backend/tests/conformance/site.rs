@@ -233,6 +233,10 @@ impl End {
         self.job.register(Arc::new(memory))
     }
 
+    fn rooms(&self) -> [Region; 2] {
+        ["even", "odd"].map(|name| self.region(name))
+    }
+
     pub fn try_join(&self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
         match self.ask(Message::Join { name: name.into() })? {
             Reply::Joined { learner, incarnation } => Ok((learner, incarnation)),
@@ -242,8 +246,7 @@ impl End {
 
     pub fn join(self: &Arc<Self>, name: &str) -> Learner {
         let (id, incarnation) = self.try_join(name).unwrap();
-        let rooms = ["even", "odd"].map(|name| self.region(name));
-        Learner { end: Arc::clone(self), id, incarnation, rooms }
+        Learner { end: Arc::clone(self), id, incarnation, rooms: Mutex::new(self.rooms()) }
     }
 
     pub fn set(&self, name: &str, value: &str) -> Result<(), SetError> {
@@ -289,7 +292,7 @@ pub struct Learner {
     pub id: LearnerId,
     pub incarnation: Incarnation,
     /// What one step has staged may be needed while the next one is.
-    rooms: [Region; 2],
+    rooms: Mutex<[Region; 2]>,
 }
 
 impl Learner {
@@ -303,6 +306,11 @@ impl Learner {
     /// Begins a contribution.
     pub fn open(&self) -> Contribution<'_> {
         let (step, _) = self.ask_to_open().unwrap();
+        let mut rooms = self.rooms.lock().unwrap();
+        // Blocks that were sent for a plan that was dropped may still be read.
+        if self.end.job.take_strays(self.id) {
+            *rooms = self.end.rooms();
+        }
         let none = FixedBitSet::with_capacity(self.end.job.layout().blocks() as usize);
         let notice = CommitNotice {
             sent: none.clone(),
@@ -310,7 +318,7 @@ impl Learner {
             unchecked: none,
             tensors: FixedBitSet::with_capacity(self.end.job.layout().tensors().len()),
             partly: Some(Default::default()),
-            staging: self.rooms[step.0 as usize % 2].clone(),
+            staging: rooms[step.0 as usize % 2].clone(),
             lendable: true,
         };
         Contribution { learner: self, step, notice }

@@ -1,5 +1,6 @@
 //! Shards and clients over real connections, in one process.
 
+mod ahead;
 mod lent;
 #[cfg(feature = "rdma")]
 mod liars;

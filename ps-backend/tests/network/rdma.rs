@@ -348,7 +348,7 @@ fn a_hostile_client_ends_only_its_own_connection() {
     let endpoint = Endpoint::open(&world.rdma).unwrap();
     let (plan, block, wide) = (PlanId(1), BlockId(0), false);
     let share = |bytes, address| Message::ShareAt { region: 1, bytes, address, key: 0xdead_beef };
-    let push = |offset| Message::PushAt { plan, block, wide, region: 1, offset };
+    let push = |offset| Message::PushAt { plan, block, wide, ahead: false, region: 1, offset };
     let bad = [
         // A key that opens nothing: the fetch fails, and with it the queue pair.
         (vec![share(BYTES, 0x1000), push(0)], "RDMA: "),
@@ -407,7 +407,7 @@ fn what_cannot_be_fetched_into_a_sum_leaves_nothing_of_it() {
     let share = |address, key| Message::ShareAt { region: 1, bytes: BYTES, address, key };
     let push = |plan, block| {
         let (block, offset) = (BlockId(block), u64::from(block) * (64 << 10));
-        Message::PushAt { plan: PlanId(plan), block, wide: false, region: 1, offset }
+        Message::PushAt { plan: PlanId(plan), block, wide: false, ahead: false, region: 1, offset }
     };
     for round in 2..=4 {
         // So that there is no slot to fetch ahead into, somebody has what will never have its turn in them.

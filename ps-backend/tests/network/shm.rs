@@ -267,8 +267,14 @@ impl Raw {
 #[test]
 fn lies_are_refused_by_name_and_hurt_nobody_else() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
-    let push =
-        |region, offset| Message::PushAt { plan: PlanId(1), block: BlockId(0), wide: false, region, offset };
+    let push = |region, offset| Message::PushAt {
+        plan: PlanId(1),
+        block: BlockId(0),
+        wide: false,
+        ahead: false,
+        region,
+        offset,
+    };
     let share = |bytes| Message::Share { region: 1, bytes };
     let sealed = |bytes| {
         let memory = Mapping::memfd("lies", bytes).unwrap();
@@ -300,7 +306,14 @@ fn lies_are_refused_by_name_and_hurt_nobody_else() {
         assert!(refusal.to_string().contains(why), "{refusal} does not say {why}");
     }
     let mut raw = Raw::welcomed(&world);
-    raw.say(Message::PushAt { plan: PlanId(1), block: BlockId(1000), wide: false, region: 1, offset: 0 });
+    raw.say(Message::PushAt {
+        plan: PlanId(1),
+        block: BlockId(1000),
+        wide: false,
+        ahead: false,
+        region: 1,
+        offset: 0,
+    });
     assert_eq!(raw.refused(), Refusal::NotMine { block: BlockId(1000) });
     assert!(matches!(Raw::greet(&world, Role::Control).refused(), Refusal::Role { .. }));
     let magic =
@@ -337,7 +350,8 @@ fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
     let whole = blocks - 1;
     let begin = Instant::now();
     for block in (0..whole).map(BlockId) {
-        let push = Message::PushAt { plan: PlanId(1 << 40), block, wide: false, region: 1, offset: 0 };
+        let push =
+            Message::PushAt { plan: PlanId(1 << 40), block, wide: false, ahead: false, region: 1, offset: 0 };
         raw.ask(u64::from(block.0) + 1, push);
     }
     // All at once, when the first one has waited long enough: it is free to use its memory again.

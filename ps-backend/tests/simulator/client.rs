@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use libmodelio::client::core::{Action, ClientCore, Part, Token};
+use libmodelio::client::core::{Action, ClientCore, Part, Push, Token};
 use libmodelio::transport::Attached;
-use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, Step, Version};
 use libmodelio::wire::{Granted, Message};
 
 use crate::history::{Content, GARBAGE, Uid};
@@ -39,7 +39,7 @@ pub enum Keys {
 #[derive(Clone, Debug)]
 pub enum ClientEvent {
     /// A block has left; this is when its payload is read. What is added up, or was `lent`, is looked after then.
-    Pushed { to: Node, epoch: u64, plan: PlanId, block: BlockId, keys: Keys, lent: bool },
+    Pushed { to: Node, epoch: u64, push: Push, keys: Keys, lent: bool },
     /// A block of a version is in the back buffer.
     Landed { version: Version, block: BlockId, body: Body },
     /// The buffers are flipped.
@@ -174,7 +174,7 @@ impl World {
 
     pub fn client_event(&mut self, index: usize, event: ClientEvent) {
         match event {
-            ClientEvent::Pushed { to, epoch, plan, block, keys, lent } => {
+            ClientEvent::Pushed { to, epoch, push: Push { plan, block, ahead }, keys, lent } => {
                 // Nobody listens any more where the model was.
                 let Some(Some(partition)) = self.clients[index].partition_of(&self.courses, to) else {
                     return;
@@ -194,7 +194,7 @@ impl World {
                     }
                 };
                 if self.network.connection(way.0, way.1).epoch == epoch {
-                    self.send(way.0, way.1, 0, Message::Push { plan, block, wide }, body);
+                    self.send(way.0, way.1, 0, Message::Push { plan, block, wide, ahead }, body);
                 }
             }
             ClientEvent::Landed { version, block, body } => {
@@ -267,8 +267,8 @@ impl World {
             }
             let epoch = connection.epoch;
             while self.clients[index].sending[partition] < WINDOW {
-                let Some((plan, block)) = self.clients[index].core.next_push(partition, now) else { break };
-                self.push(index, (partition, to), epoch, plan, block);
+                let Some(push) = self.clients[index].core.next_push(partition, now) else { break };
+                self.push(index, (partition, to), epoch, push);
             }
             while let Some(message) = self.clients[index].core.next_pull(partition, WINDOW, now) {
                 self.send(Node::Client(index), to, 0, message, Body::None);
@@ -280,14 +280,8 @@ impl World {
         Node::Partition(self.courses[self.clients[index].course].partitions[partition])
     }
 
-    fn push(
-        &mut self,
-        index: usize,
-        (partition, to): (Part, Node),
-        epoch: u64,
-        plan: PlanId,
-        block: BlockId,
-    ) {
+    fn push(&mut self, index: usize, (partition, to): (Part, Node), epoch: u64, push: Push) {
+        let Push { plan, block, .. } = push;
         let client = &self.clients[index];
         let (_, granted) = client.core.outgoing().expect("there is something to push");
         let keys = match granted {
@@ -342,7 +336,7 @@ impl World {
         let lent = matches!(&keys, Keys::Contributions(holders, _) if holders.iter().any(is_lent));
         self.clients[index].sending[partition] += 1;
         let after = self.some_time(self.settings.arrival);
-        self.after(after, Event::Client(index, ClientEvent::Pushed { to, epoch, plan, block, keys, lent }));
+        self.after(after, Event::Client(index, ClientEvent::Pushed { to, epoch, push, keys, lent }));
     }
 
     /// Reads the payload of a block that is being sent. If it was given back meanwhile, the plan is over, and

@@ -66,6 +66,8 @@ pub struct Record {
     /// None for a write of weights.
     pub of: Option<(LearnerId, Step)>,
     pub blocks: BTreeSet<u32>,
+    /// The tensors that are written. A block that has another one, too, is written in part.
+    pub tensors: BTreeSet<usize>,
     /// Where it holds NaN.
     pub bad: Option<u32>,
     /// A commit of it was asked for.
@@ -74,6 +76,13 @@ pub struct Record {
     pub unsure: bool,
     pub outcome: Outcome,
     pub version: Option<Version>,
+}
+
+impl Record {
+    /// Whether all of the block is written.
+    pub fn is_whole(&self, block: u32) -> bool {
+        tensors_of(block).all(|tensor| self.tensors.contains(&tensor))
+    }
 }
 
 /// A plan as the coordinator has told the shards and the clients.
@@ -194,6 +203,7 @@ impl History {
         let record = Record {
             of,
             blocks: BTreeSet::new(),
+            tensors: BTreeSet::new(),
             bad: None,
             offered: false,
             unsure: false,
@@ -444,8 +454,7 @@ impl History {
             optimizer.tensors.fill(0);
         }
         let mut steps = vec![0; optimizer.tensors.len()];
-        for tensor in of.iter().flat_map(|uid| &self.records[uid].blocks).flat_map(|&block| tensors_of(block))
-        {
+        for &tensor in of.iter().flat_map(|uid| &self.records[uid].tensors) {
             if steps[tensor] == 0 {
                 optimizer.tensors[tensor] += 1;
                 steps[tensor] = optimizer.tensors[tensor];

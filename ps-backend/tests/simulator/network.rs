@@ -22,6 +22,8 @@ pub struct Weather {
     pub delay: Now,
     /// What may come on top of it.
     pub jitter: Now,
+    /// Longest addition to it for what a coordinator sends to shards.
+    pub orders: Now,
     /// Share of messages that are lost (datagrams).
     pub loss: f64,
     /// Share of messages that come twice (datagrams).
@@ -103,7 +105,8 @@ impl Network {
         self.cuts.clear();
         self.slow.clear();
         let calm = Now::from_micros(200);
-        self.weather = Weather { delay: calm, jitter: calm, loss: 0.0, twice: 0.0, ..self.weather };
+        self.weather =
+            Weather { delay: calm, jitter: calm, orders: Now::ZERO, loss: 0.0, twice: 0.0, ..self.weather };
     }
 
     /// When a message that is sent now comes; several times if it comes twice, none if it is lost.
@@ -117,7 +120,9 @@ impl Network {
         let cut = self.cut_until(from, to, now);
         let slow = self.slow.get(&pair(from, to)).filter(|(until, _)| *until > now).map(|(_, by)| *by);
         let delay = |rng: &mut Rng| {
-            let most = (weather.jitter + slow.unwrap_or_default()).as_micros() as u64;
+            let orders = matches!((from, to), (Node::Coordinator(_), Node::Partition(_)));
+            let more = if orders { weather.orders } else { Now::ZERO };
+            let most = (weather.jitter + more + slow.unwrap_or_default()).as_micros() as u64;
             weather.delay + Now::from_micros(rng.u64(0..=most))
         };
         if weather.streams {

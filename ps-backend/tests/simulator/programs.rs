@@ -1,5 +1,7 @@
 //! What runs on the clients: learners that train as programs do, with their mishaps, and an operator.
 
+use std::collections::BTreeSet;
+
 use libmodelio::client::core::Token;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, LearnerId, Step};
@@ -165,7 +167,7 @@ impl World {
                 self.ask(index, at, Asked::Open, |_| Message::Open { learner });
             }
             Doing::Writing if self.rng.f64() < self.settings.slow && self.writes_more(index, at) => {
-                self.program_pauses(index, at, self.settings.compute / 4);
+                self.program_pauses(index, at, self.settings.compute);
             }
             Doing::Writing if self.chance(self.settings.aborts) => self.abort(index, at),
             Doing::Writing if self.chance(self.settings.leaves) => self.leave(index, at),
@@ -227,11 +229,10 @@ impl World {
         let payload = Payload { uid, slot, lent, overwritten: false };
         self.clients[index].payloads.insert((learner, step), payload);
         let mut tensors: Vec<std::ops::Range<u32>> = Vec::new();
-        for of in self.history.records[&uid].blocks.iter().map(|&block| tensors_of(block)) {
-            let (start, end) = (of.start as u32, of.end as u32);
+        for tensor in self.history.records[&uid].tensors.iter().map(|&tensor| tensor as u32) {
             match tensors.last_mut() {
-                Some(last) if last.end >= start => last.end = end,
-                _ => tensors.push(start..end),
+                Some(last) if last.end == tensor => last.end += 1,
+                _ => tensors.push(tensor..tensor + 1),
             }
         }
         let commit = |timeout_ms| Message::Commit {
@@ -396,11 +397,22 @@ impl World {
             .for_each(|(_, payload)| payload.overwritten = true);
         let uid = self.history.begins(Some((learner, step)));
         client.programs[at].uid = Some(uid);
-        let blocks = self.some_blocks();
+        let mut blocks = self.some_blocks();
+        let mut tensors: BTreeSet<usize> = blocks.iter().flat_map(|&block| tensors_of(block)).collect();
+        if self.chance(self.settings.in_part) {
+            // Whole tensors are written, so blocks at their ends are written in part.
+            let all = tensors_of(self.settings.blocks - 1).end;
+            tensors = (0..all).filter(|_| self.rng.bool()).collect();
+            tensors.insert(self.rng.usize(0..all));
+            blocks = (0..self.settings.blocks).collect();
+            blocks.retain(|&block| tensors_of(block).any(|tensor| tensors.contains(&tensor)));
+        }
+        let record = self.history.record(uid);
+        record.blocks.extend(&blocks);
+        record.tensors = tensors;
         if self.chance(self.settings.bad) {
             self.history.record(uid).bad = blocks.first().copied();
         }
-        self.history.record(uid).blocks.extend(blocks);
         let compute = self.settings.compute;
         self.program_pauses(index, at, compute);
     }
@@ -415,11 +427,12 @@ impl World {
             return false;
         }
         let slot = program.slot;
-        let blocks: Vec<u32> = self.history.records[&uid].blocks.iter().copied().collect();
-        let bad = self.history.records[&uid].bad;
-        let mut any = false;
+        let record = &self.history.records[&uid];
         // NaN is found by whoever stages a block.
-        for block in blocks.into_iter().filter(|&block| bad != Some(block)) {
+        let can_go = |&block: &u32| record.is_whole(block) && record.bad != Some(block);
+        let blocks: Vec<u32> = record.blocks.iter().copied().filter(can_go).collect();
+        let mut any = false;
+        for block in blocks {
             if self.rng.bool() {
                 continue;
             }

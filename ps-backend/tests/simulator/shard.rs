@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
-use ps_backend::partition::core::{self, Action, Kind, Outcome, PartitionCore, Place, Placement};
+use ps_backend::partition::core::{self, Action, Kind, Outcome, PartitionCore, Place, Placement, Sent};
 
 use crate::client::Keys;
 use crate::history::{Content, GARBAGE, Uid};
@@ -83,7 +83,7 @@ pub struct Shard {
     next_reservation: u64,
     /// Payloads that are kept where they lie, by block and client.
     kept: BTreeMap<(u32, ClientId), (PlanId, Body)>,
-    parked: VecDeque<(ClientId, PlanId, u32, Body)>,
+    parked: VecDeque<(ClientId, PlanId, u32, bool, Body)>,
 }
 
 impl Shard {
@@ -273,7 +273,7 @@ impl World {
                     let after = self.some_time(3000);
                     self.after(after, Event::Shard(partition, ShardEvent::Computed(plan, blocks)));
                 }
-                Action::Sealed(_) => {}
+                Action::Sealed(_) => self.ask_again(partition),
                 Action::Gather(plan, blocks) => {
                     for block in blocks.ones() {
                         let shard = &mut self.shards[partition];
@@ -502,14 +502,23 @@ impl World {
 
     /// What waits may be wanted now.
     fn ask_again(&mut self, partition: usize) {
-        for (client, plan, block, body) in std::mem::take(&mut self.shards[partition].parked) {
-            self.payload_comes(partition, client, plan, block, body);
+        for (client, plan, block, ahead, body) in std::mem::take(&mut self.shards[partition].parked) {
+            self.payload_comes(partition, client, (plan, block, ahead), body);
         }
     }
 
-    fn payload_comes(&mut self, partition: usize, client: ClientId, plan: PlanId, block: u32, body: Body) {
-        let lies = matches!(body, Body::Named { .. });
-        let placement = self.shards[partition].core.reserve(client, plan, block, lies);
+    fn payload_comes(
+        &mut self,
+        partition: usize,
+        client: ClientId,
+        (plan, block, ahead): (PlanId, u32, bool),
+        body: Body,
+    ) {
+        let sent = Sent { lies: matches!(body, Body::Named { .. }), ahead };
+        let core = &mut self.shards[partition].core;
+        let may_come = core.peek(client, plan, block, Sent { ahead: true, ..sent });
+        let placement = core.reserve(client, plan, block, sent);
+        self.before_the_seal += u64::from(placement != may_come);
         self.trace(|| format!("partition {partition}: block {block} of {client} for {plan}: {placement:?}"));
         match placement {
             Placement::Later => {
@@ -518,7 +527,7 @@ impl World {
                 let room = self.healed || self.shards[partition].parked.len() < MAX_PARKED;
                 let parked = &mut self.shards[partition].parked;
                 if room && !drop {
-                    parked.push_back((client, plan, block, body));
+                    parked.push_back((client, plan, block, ahead, body));
                 }
             }
             Placement::Duplicate | Placement::Unwanted => {}
@@ -580,10 +589,10 @@ impl World {
     pub fn shard_from_client(&mut self, partition: usize, index: usize, message: Message, body: Body) {
         let client = self.clients[index].id;
         match message {
-            Message::Push { plan, block, .. } => {
+            Message::Push { plan, block, ahead, .. } => {
                 let mine = &self.shards[partition].mine;
                 let block = mine.binary_search(&block).expect("a block of this shard") as u32;
-                self.payload_comes(partition, client, plan, block, body);
+                self.payload_comes(partition, client, (plan, block, ahead), body);
             }
             Message::Probe { plan } => {
                 let Some(missing) = self.shards[partition].core.missing(client, plan) else { return };

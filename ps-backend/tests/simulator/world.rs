@@ -124,6 +124,8 @@ pub struct World {
     pub loans: Loans,
     /// Blocks of plans that were not sealed yet.
     pub early: u64,
+    /// Payloads that came before the plan was sealed, and had to wait for that.
+    pub before_the_seal: u64,
     /// Passes over what several clients have of a block.
     pub together: u64,
     /// How often a stranger has spoken.
@@ -190,6 +192,7 @@ impl World {
             moves: Moves::default(),
             loans: Loans::default(),
             early: 0,
+            before_the_seal: 0,
             together: 0,
             strangers: 0,
             believed: 0,

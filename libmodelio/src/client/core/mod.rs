@@ -39,7 +39,7 @@ use learners::Learner;
 use pulling::Pull;
 pub use pulling::{PULL_BLOCKS, Whole};
 use pushing::Outgoing;
-pub use pushing::{Offered, Own};
+pub use pushing::{Offered, Own, Push};
 use requests::Request;
 use waits::Wait;
 

@@ -31,6 +31,17 @@ pub enum Own {
     Stage,
 }
 
+/// A block to send to a shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Push {
+    /// The plan.
+    pub plan: PlanId,
+    /// The block, in the model.
+    pub block: BlockId,
+    /// Whether the plan is still provisional.
+    pub ahead: bool,
+}
+
 /// A block that its learner has just staged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offered {
@@ -310,7 +321,7 @@ impl ClientCore {
     }
 
     /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been.
-    pub fn next_push(&mut self, part: Part, now: Now) -> Option<(PlanId, BlockId)> {
+    pub fn next_push(&mut self, part: Part, now: Now) -> Option<Push> {
         let outgoing = self.outgoing.as_mut()?;
         let sending = &mut outgoing.parts[part];
         // The search continues at `at`, so that a whole round costs one pass over the set.
@@ -329,7 +340,7 @@ impl ClientCore {
         outgoing.sent.insert(block);
         sending.at = block + 1;
         sending.moved = now;
-        Some((outgoing.plan, BlockId(block as u32)))
+        Some(Push { plan: outgoing.plan, block: BlockId(block as u32), ahead: outgoing.open.is_some() })
     }
 
     /// A contribution of `learner` holds NaN or Inf, and the job refuses those. The coordinator must know.

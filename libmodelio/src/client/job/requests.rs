@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use super::Job;
 use crate::bytes::block;
+use crate::client::core::Offered;
 use crate::client::options::{Answered, Done, Opening, SetDone, Staged};
+use crate::transport::frames::Link;
 use crate::transport::{BlockSlot, CommitNotice, Placement, Region, RegionKey, ShardError};
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::controls::ControlError;
@@ -137,7 +139,37 @@ impl Job {
             shared.inner.lock().core.give_back(slot);
             return Err(ShardError::NonFinite(slot.block));
         }
+        if let Some(room) = room {
+            self.lies_in(slot, room);
+        }
         Ok(Placement::Deferred)
+    }
+
+    /// A staged block lies in this region. On a network it is sent from there at once, if a provisional plan waits for it.
+    pub fn lies_in(&self, slot: BlockSlot, region: &Region) {
+        let BlockSlot { learner, step, block, .. } = slot;
+        if self.shared.local.is_some() {
+            return;
+        }
+        let mut inner = self.shared.inner.lock();
+        let mut actions = Vec::new();
+        let Some(Offered { is_first, wakes }) = inner.core.offered(learner, step, block, &mut actions) else {
+            return;
+        };
+        if is_first {
+            let staged = Staged { region: region.clone(), steady: true, partly: None };
+            inner.sources.insert((learner, step), staged);
+        }
+        if let Some(part) = wakes {
+            inner.parts[part].links.iter().for_each(Link::wake);
+        }
+        self.shared.act(inner, actions);
+    }
+
+    /// Whether staged blocks of the learner may still be read for a plan that was dropped. The caller stages in other memory
+    /// from now on. The second call returns false.
+    pub fn take_strays(&self, learner: LearnerId) -> bool {
+        self.shared.inner.lock().core.take_strays(learner)
     }
 
     /// Commits a contribution. Its payload stays in the staging region until the answer. If the answer is a timeout,

@@ -9,7 +9,7 @@ use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
 use crate::client::blocks::Payload;
-use crate::client::core::{Action, Now, Own, Part};
+use crate::client::core::{Action, Now, Own, Part, Push};
 use crate::client::shared::{Answers, Inner, Local, Shared};
 use crate::transport::local::{End, HeldVersion, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
 use crate::transport::tally::Flow;
@@ -116,7 +116,7 @@ impl Shared {
     fn push_all(&self, local: &Local) {
         loop {
             let mut inner = self.inner.lock();
-            let Some((plan, block)) = inner.core.next_push(ALL, self.now()) else {
+            let Some(Push { plan, block, .. }) = inner.core.next_push(ALL, self.now()) else {
                 inner.pumps.at_work -= 1;
                 return;
             };

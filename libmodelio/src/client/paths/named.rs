@@ -15,6 +15,7 @@ use parking_lot::MutexGuard;
 
 use super::{BlockPath, Connection};
 use crate::bytes::mmap::Mapping;
+use crate::client::core::Push;
 use crate::client::fallback::FastPath;
 use crate::client::options::ClientOptions;
 use crate::client::peer::EndOfLoan;
@@ -24,7 +25,6 @@ use crate::transport::frames::Outgoing;
 use crate::transport::shm;
 use crate::transport::stream::Close;
 use crate::transport::tally::Flow;
-use crate::vocabulary::ids::{BlockId, PlanId};
 use crate::wire::{Message, Received};
 
 /// The most bytes read from a ring at once. A few frames fit, so that answers go out between them.
@@ -46,6 +46,9 @@ const PLACED: u64 = 1 << 32;
 pub(super) trait PeerMemory: Send {
     /// The path.
     const FAST: FastPath;
+
+    /// Whether blocks of an open contribution are named, too.
+    const NAMES_AHEAD: bool;
 
     /// The number of threads that serve such connections.
     fn threads(options: &ClientOptions) -> usize;
@@ -129,7 +132,7 @@ pub(super) struct Named<M> {
     /// Messages that wait to be sent.
     ready: VecDeque<Outgoing>,
     /// A block that waits for a slot.
-    held: Option<(PlanId, BlockId)>,
+    held: Option<Push>,
     slots: Option<Slots>,
     /// The number of blocks that were named since messages last went out.
     named: u32,
@@ -209,8 +212,7 @@ impl<M: PeerMemory> Named<M> {
         &mut self,
         to: &Connection,
         inner: MutexGuard<'_, Inner>,
-        plan: PlanId,
-        block: BlockId,
+        Push { plan, block, ahead }: Push,
     ) -> Outcome {
         let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else {
             return Outcome::Dropped;
@@ -229,7 +231,8 @@ impl<M: PeerMemory> Named<M> {
                 Placed::Later => return Outcome::Held,
                 Placed::Not => match self.lend(to, source.memory()) {
                     Ok(region) => {
-                        let push = Message::PushAt { plan, block, wide: false, region, offset: extent.start };
+                        let push =
+                            Message::PushAt { plan, block, wide: false, ahead, region, offset: extent.start };
                         (self.asks(layout.block_size()), Some(push))
                     }
                     Err(_) => (0, None),
@@ -259,7 +262,7 @@ impl<M: PeerMemory> Named<M> {
             Ok(region) => region,
             Err(error) => {
                 self.slots = Some(slots);
-                return self.send_by_ring(to, plan, block, &error);
+                return self.send_by_ring(to, Push { plan, block, ahead }, &error);
             }
         };
         let Some(slot) = slots.free.pop() else {
@@ -281,7 +284,7 @@ impl<M: PeerMemory> Named<M> {
                 Outcome::Dropped
             }
             Ok(()) => {
-                let push = Message::PushAt { plan, block, wide, region, offset: start as u64 };
+                let push = Message::PushAt { plan, block, wide, ahead, region, offset: start as u64 };
                 self.send(to, u64::from(slot) + 1, push);
                 shared.tally.moved(Flow::Push, len);
                 shared.tally.copied(Flow::Push, sum::copied(layout, block, count, payload.replaces));
@@ -300,7 +303,8 @@ impl<M: PeerMemory> Named<M> {
     }
 
     /// Sends a block through the connection's ring, because the shard cannot reach memory for it.
-    fn send_by_ring(&mut self, to: &Connection, plan: PlanId, block: BlockId, why: &str) -> Outcome {
+    fn send_by_ring(&mut self, to: &Connection, push: Push, why: &str) -> Outcome {
+        let Push { plan, block, ahead } = push;
         let shared = &to.shared;
         if !std::mem::replace(&mut self.said, true) {
             let (model, address) = (&shared.model, to.route.address());
@@ -310,7 +314,7 @@ impl<M: PeerMemory> Named<M> {
             return Outcome::Dropped;
         };
         shared.tally.copied(Flow::Push, piece.len());
-        let push = Outgoing::new(0, Message::Push { plan, block, wide });
+        let push = Outgoing::new(0, Message::Push { plan, block, wide, ahead });
         self.ready.push_back(Outgoing { epoch: to.route.epoch(), payload: Some(piece), ..push });
         Outcome::Ready
     }
@@ -340,11 +344,12 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 return self.tidy(to);
             }
             let now = shared.now();
-            let next = match self.unsaid.len() < UNSAID {
+            let may_name = M::NAMES_AHEAD || !inner.core.sends_ahead();
+            let next = match self.unsaid.len() < UNSAID && may_name {
                 true => self.held.take().or_else(|| inner.core.next_push(route.part, now)),
                 false => None,
             };
-            let Some((plan, block)) = next else {
+            let Some(push) = next else {
                 drop(inner);
                 let ready = self.tidy(to);
                 if self.memory.fetches(to) {
@@ -354,14 +359,14 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 return ready
                     .or_else(|| shared.next_pull_for(shared.inner.lock(), route, due, most as usize));
             };
-            match self.name(to, inner, plan, block) {
+            match self.name(to, inner, push) {
                 Outcome::Ready => {
                     self.named += 1;
                     return self.ready.pop_front().map(|ready| (ready, 0));
                 }
                 Outcome::Dropped => {}
                 Outcome::Held => {
-                    self.held = Some((plan, block));
+                    self.held = Some(push);
                     self.named = 0;
                     return None;
                 }

@@ -117,6 +117,10 @@ impl RdmaPath {
 impl PeerMemory for RdmaPath {
     const FAST: FastPath = FastPath::Rdma;
 
+    /// Devices read from registered memory. Nobody says when the last of them has read what a dropped plan was told of,
+    /// and the memory cannot be let go before that.
+    const NAMES_AHEAD: bool = false;
+
     fn threads(options: &ClientOptions) -> usize {
         options.rdma.queues
     }

@@ -41,6 +41,9 @@ struct OfHost {
 impl PeerMemory for OfHost {
     const FAST: FastPath = FastPath::SharedMemory;
 
+    /// A shard has a mapping of its own, of memory that the client does not write again.
+    const NAMES_AHEAD: bool = true;
+
     fn threads(options: &ClientOptions) -> usize {
         options.threads
     }

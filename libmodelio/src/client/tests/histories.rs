@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use crate::client::core::{Action, ClientCore, Now};
+use crate::client::core::{Action, ClientCore, Now, Push};
 use crate::transport::{Attached, ShardError};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::block_ranges::BlockRanges;
@@ -332,7 +332,7 @@ impl World {
 
     /// A shard takes what it is sent, which may be lost.
     fn shard_takes(&mut self, part: usize, lossless: bool) {
-        while let Some((plan, block)) = self.core.next_push(part, self.now) {
+        while let Some(Push { plan, block, .. }) = self.core.next_push(part, self.now) {
             let (_, Granted::Contributions { of, .. }) = self.core.outgoing().unwrap() else { panic!() };
             let holders: Vec<Key> =
                 of.iter().copied().filter(|&(l, s)| self.core.holds(l, s, block)).collect();

@@ -3,7 +3,7 @@
 use libmodelio::vocabulary::ids::{ClientId, PlanId};
 use smallvec::SmallVec;
 
-use super::{Kind, PartitionCore, Place, Placement, Running};
+use super::{Kind, PartitionCore, Place, Placement, Running, Sent};
 
 /// The clients whose payloads are read in one pass, in the order of addition, and whether each payload must be
 /// checked.
@@ -41,7 +41,9 @@ impl PartitionCore {
         let at = running.kept.iter().rposition(|kept| kept.contains(block as usize))?;
         running.kept[at].set(block as usize, false);
         let client = running.plan.sources[at].client;
-        match self.reserve(client, plan, block, false) {
+        // The payload was taken before, so its block is whole if the plan is provisional.
+        let sent = Sent { lies: false, ahead: true };
+        match self.reserve(client, plan, block, sent) {
             Placement::Ready(place) => Some((client, place)),
             _ => {
                 self.running_if(plan)?.kept[at].insert(block as usize);

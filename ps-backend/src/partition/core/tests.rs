@@ -12,6 +12,10 @@ const TWO: PlanId = PlanId(2);
 const fn place(first: bool, last: bool) -> Placement {
     Placement::Ready(Place { first, last, check: true, kept: false })
 }
+const SENT: Sent = Sent { lies: false, ahead: false };
+const LIES: Sent = Sent { lies: true, ahead: false };
+const AHEAD: Sent = Sent { lies: false, ahead: true };
+
 const STORE: Placement = place(true, false);
 const ADD: Placement = place(false, false);
 const LAST: Placement = place(false, true);
@@ -88,27 +92,27 @@ fn the_first_is_stored_others_are_added_the_last_finishes() {
     let mut bench = Bench::new();
     let alone = bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
     assert_eq!(alone, [Action::Compute(ONE, blocks([2]))]);
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), STORE);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), STORE);
     assert_eq!(
-        bench.core.reserve(A, ONE, 0, false),
+        bench.core.reserve(A, ONE, 0, SENT),
         Placement::Later,
         "the block is reserved for another payload"
     );
-    assert_eq!(bench.core.reserve(A, ONE, 1, false), ALONE);
+    assert_eq!(bench.core.reserve(A, ONE, 1, SENT), ALONE);
     assert_eq!(bench.completes(B, ONE, 0), []);
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), Placement::Duplicate);
-    assert_eq!(bench.core.reserve(B, ONE, 1, false), Placement::Unwanted, "nobody expects it of this client");
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), LAST);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), Placement::Duplicate);
+    assert_eq!(bench.core.reserve(B, ONE, 1, SENT), Placement::Unwanted, "nobody expects it of this client");
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), LAST);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([0, 1])));
     assert_eq!(bench.completes(A, ONE, 0), []);
     assert_eq!(bench.completes(A, ONE, 1), []);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Duplicate);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Duplicate);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(concluded, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(5));
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Unwanted, "the plan is over");
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Unwanted, "the plan is over");
 }
 
 #[test]
@@ -116,9 +120,9 @@ fn a_sum_that_is_kept_makes_no_version() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0])];
     assert_eq!(bench.begin(Bench::plan(ONE, Kind::Add, sources)), []);
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), STORE);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
     bench.completes(A, ONE, 0);
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), ADD);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), ADD);
     assert_eq!(bench.completes(B, ONE, 0), [Action::Ready(ONE)]);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
@@ -130,7 +134,7 @@ fn new_values_make_a_version_and_leave_the_other_blocks() {
     let mut bench = Bench::new();
     let alone = bench.begin(Bench::plan(ONE, Kind::Assign, vec![source(A, [1])]));
     assert_eq!(alone, [Action::Compute(ONE, blocks([0, 2]))]);
-    assert_eq!(bench.core.reserve(A, ONE, 1, false), ALONE);
+    assert_eq!(bench.core.reserve(A, ONE, 1, SENT), ALONE);
     bench.acts(|core, actions| core.computed(ONE, actions));
     assert_eq!(bench.completes(A, ONE, 1), [Action::Ready(ONE)]);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
@@ -143,33 +147,33 @@ fn an_ordered_plan_takes_each_in_its_turn() {
     let mut bench = Bench::new();
     let sources = vec![source(B, [0]), source(A, [0, 1])];
     bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Later, "B comes first");
-    assert_eq!(bench.core.reserve(A, ONE, 1, false), STORE, "it is alone here");
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), STORE);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Later, "B comes first");
+    assert_eq!(bench.core.reserve(A, ONE, 1, SENT), STORE, "it is alone here");
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), STORE);
     bench.completes(B, ONE, 0);
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), ADD);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), ADD);
 }
 
 #[test]
 fn payloads_may_come_before_their_plan() {
     let mut bench = Bench::new();
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Later);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Later);
     assert_eq!(bench.core.missing(A, ONE), None);
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     bench.acts(|core, actions| core.start(plan, false, actions).unwrap());
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Later, "the edge takes its memory");
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Later, "the edge takes its memory");
     assert_eq!(bench.core.missing(A, ONE), None);
     bench.acts(|core, actions| core.begun(ONE, actions));
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), STORE);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
 }
 
 #[test]
 fn what_is_released_can_come_again() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
-    bench.core.reserve(A, ONE, 0, false);
+    bench.core.reserve(A, ONE, 0, SENT);
     assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Released, actions)), []);
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), STORE);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
     assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
 }
 
@@ -178,10 +182,10 @@ fn nan_voids_a_plan_until_it_is_dropped() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]);
     bench.begin(plan.clone());
-    bench.core.reserve(A, ONE, 0, false);
+    bench.core.reserve(A, ONE, 0, SENT);
     let refused = [Action::NonFinite { plan: ONE, client: A, block: 0 }];
     assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::NonFinite, actions)), refused);
-    assert_eq!(bench.core.reserve(A, ONE, 1, false), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     // The coordinator asks again: the answer may be lost.
     assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), refused);
@@ -194,14 +198,14 @@ fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
     bench.begin(plan.clone());
-    bench.core.reserve(A, ONE, 0, false);
+    bench.core.reserve(A, ONE, 0, SENT);
     bench.completes(A, ONE, 0);
-    bench.core.reserve(A, ONE, 1, false);
-    bench.core.reserve(A, ONE, 2, false);
+    bench.core.reserve(A, ONE, 1, SENT);
+    bench.core.reserve(A, ONE, 2, SENT);
     assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 1, Outcome::Torn, actions)), [Action::Torn(ONE)]);
     // Further payloads make it no better, and nothing more is wanted.
     assert_eq!(bench.completes(A, ONE, 2), []);
-    assert_eq!(bench.core.reserve(A, ONE, 1, false), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Unwanted);
     let early = bench.core.conclude(ONE, &mut Vec::new());
     assert_eq!(early, Err(PartitionError::NotReady(ONE)));
     // The coordinator asks again: the answer may be lost.
@@ -214,8 +218,8 @@ fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
 fn a_dropped_plan_is_void_when_no_reservation_of_it_is_left() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]));
-    bench.core.reserve(A, ONE, 0, false);
-    bench.core.reserve(A, ONE, 1, false);
+    bench.core.reserve(A, ONE, 0, SENT);
+    bench.core.reserve(A, ONE, 1, SENT);
     assert!(bench.core.wants(ONE));
     assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
     assert!(!bench.core.wants(ONE));
@@ -235,7 +239,7 @@ fn a_plan_that_is_dropped_before_it_comes_never_begins() {
     let late = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     assert_eq!(bench.refused(|core, actions| core.start(late, false, actions)), order(ONE, ONE));
     assert_eq!(bench.core.running(), None);
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Unwanted);
 }
 
 #[test]
@@ -245,7 +249,7 @@ fn orders_that_are_repeated_are_answered_again_and_change_nothing() {
     bench.begin(plan.clone());
     assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()), []);
     for block in 0..3 {
-        bench.core.reserve(A, ONE, block, false);
+        bench.core.reserve(A, ONE, block, SENT);
         bench.completes(A, ONE, block);
     }
     assert_eq!(
@@ -301,7 +305,7 @@ fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
     let mut bench = Bench::new();
     bench.core.coordinated_anew(PlanId(0));
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(B, [0, 1])]));
-    bench.core.reserve(B, ONE, 0, false);
+    bench.core.reserve(B, ONE, 0, SENT);
     bench.core.coordinated_anew(PlanId(0));
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     let start =
@@ -314,8 +318,8 @@ fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
     );
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Begin(ONE)]);
     bench.acts(|core, actions| core.begun(ONE, actions));
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), Placement::Unwanted);
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), STORE);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
 }
 
 #[test]
@@ -323,7 +327,7 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     bench.begin(plan.clone());
-    bench.core.reserve(A, ONE, 0, false);
+    bench.core.reserve(A, ONE, 0, SENT);
     assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
     for said in [PlanId(0), ONE, PlanId(u64::MAX)] {
         bench.core.coordinated_anew(said);
@@ -387,7 +391,7 @@ fn provisional(id: PlanId, client: ClientId) -> Plan {
 fn blocks_of_a_provisional_plan_are_computed_as_they_come_and_the_rest_when_it_is_sealed() {
     let mut bench = Bench::new();
     assert_eq!(bench.begin(provisional(ONE, A)), []);
-    assert_eq!(bench.core.reserve(A, ONE, 1, false), ALONE);
+    assert_eq!(bench.core.reserve(A, ONE, 1, AHEAD), ALONE);
     assert_eq!(bench.completes(A, ONE, 1), []);
     assert_eq!(
         (bench.core.missing(A, ONE), bench.core.running()),
@@ -410,8 +414,8 @@ fn blocks_of_a_provisional_plan_are_computed_as_they_come_and_the_rest_when_it_i
     let repeated = bench.acts(|core, actions| core.start(late, false, actions).unwrap());
     assert_eq!(repeated, [], "it has been sealed since");
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([0])));
-    assert_eq!(bench.core.reserve(A, ONE, 2, false), Placement::Unwanted);
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), ALONE);
+    assert_eq!(bench.core.reserve(A, ONE, 2, AHEAD), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 0, AHEAD), ALONE);
     assert_eq!(bench.completes(A, ONE, 0), []);
     assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
 }
@@ -434,16 +438,16 @@ fn of_several_who_write_each_may_turn_out_to_send_less() {
     let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
     for block in [0, 1] {
-        assert_eq!(bench.core.reserve(A, ONE, block, false), STORE);
+        assert_eq!(bench.core.reserve(A, ONE, block, AHEAD), STORE);
         bench.completes(A, ONE, block);
     }
     // A block is reserved while the plan is sealed, and its payload turns out to be the only one.
-    assert_eq!(bench.core.reserve(A, ONE, 2, false), STORE);
+    assert_eq!(bench.core.reserve(A, ONE, 2, AHEAD), STORE);
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [0])]);
     let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
     assert_eq!(actions, [Action::Sealed(ONE), Action::Compute(ONE, blocks([1]))]);
     assert_eq!(bench.completes(A, ONE, 2), [], "one thing is computed at a time");
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), LAST);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), LAST);
     bench.completes(B, ONE, 0);
     let computed = bench.acts(|core, actions| core.computed(ONE, actions));
     assert_eq!(computed, [Action::Compute(ONE, blocks([2]))]);
@@ -454,7 +458,7 @@ fn of_several_who_write_each_may_turn_out_to_send_less() {
 fn a_block_that_was_not_to_come_tears_the_plan_when_it_is_sealed() {
     let mut bench = Bench::new();
     bench.begin(provisional(ONE, A));
-    bench.core.reserve(A, ONE, 1, false);
+    bench.core.reserve(A, ONE, 1, AHEAD);
     bench.completes(A, ONE, 1);
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0])]);
     let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
@@ -462,14 +466,30 @@ fn a_block_that_was_not_to_come_tears_the_plan_when_it_is_sealed() {
 }
 
 #[test]
+fn a_payload_of_the_sealed_plan_waits_until_the_plan_is_sealed() {
+    let mut bench = Bench::new();
+    let committed = source(B, [0, 1]);
+    let open = Source { provisional: true, ..source(A, [0, 1, 2]) };
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open, committed.clone()]));
+    assert_eq!(bench.core.reserve(A, ONE, 0, AHEAD), STORE);
+    bench.completes(A, ONE, 0);
+    assert_eq!(bench.core.reserve(A, ONE, 1, SENT), Placement::Later, "it may be written in part");
+    assert_eq!(bench.core.reserve(B, ONE, 1, SENT), STORE, "this contribution is committed");
+    bench.completes(B, ONE, 1);
+    let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), committed]);
+    bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
+    assert_eq!(bench.core.reserve(A, ONE, 1, SENT), LAST);
+}
+
+#[test]
 fn a_provisional_plan_that_is_dropped_leaves_nothing() {
     let mut bench = Bench::new();
     bench.begin(provisional(ONE, A));
-    bench.core.reserve(A, ONE, 1, false);
+    bench.core.reserve(A, ONE, 1, AHEAD);
     assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
     assert_eq!(bench.completes(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(4));
-    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 0, AHEAD), Placement::Unwanted);
 }
 
 #[test]
@@ -496,13 +516,13 @@ const C: ClientId = ClientId(3);
 fn what_lies_where_it_can_be_read_is_kept_for_the_last_of_its_block() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0]), source(B, [0]), source(C, [0, 1, 2])]));
-    assert_eq!(bench.core.reserve(C, ONE, 1, true), ALONE, "nothing else of it comes");
+    assert_eq!(bench.core.reserve(C, ONE, 1, LIES), ALONE, "nothing else of it comes");
     bench.completes(C, ONE, 1);
-    assert_eq!(bench.core.reserve(B, ONE, 0, true), Placement::Keep);
-    assert_eq!(bench.core.reserve(B, ONE, 0, true), Placement::Duplicate);
+    assert_eq!(bench.core.reserve(B, ONE, 0, LIES), Placement::Keep);
+    assert_eq!(bench.core.reserve(B, ONE, 0, LIES), Placement::Duplicate);
     assert_eq!(bench.core.missing(B, ONE), Some(blocks([])));
-    assert_eq!(bench.core.reserve(C, ONE, 0, true), Placement::Keep);
-    assert_eq!(bench.core.reserve(A, ONE, 0, true), together(true));
+    assert_eq!(bench.core.reserve(C, ONE, 0, LIES), Placement::Keep);
+    assert_eq!(bench.core.reserve(A, ONE, 0, LIES), together(true));
     assert_eq!(
         bench.core.take_kept(A, ONE, 0),
         Some((taken([A, B, C]), true)),
@@ -512,7 +532,7 @@ fn what_lies_where_it_can_be_read_is_kept_for_the_last_of_its_block() {
         assert_eq!(bench.completes(client, ONE, 0), []);
     }
     assert_eq!(bench.core.running(), Some((ONE, 1)));
-    assert_eq!(bench.core.reserve(C, ONE, 2, true), ALONE);
+    assert_eq!(bench.core.reserve(C, ONE, 2, LIES), ALONE);
     assert_eq!(bench.completes(C, ONE, 2), [Action::Ready(ONE)]);
 }
 
@@ -520,16 +540,16 @@ fn what_lies_where_it_can_be_read_is_kept_for_the_last_of_its_block() {
 fn what_is_kept_and_gone_can_come_again() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0]), source(B, [0])]));
-    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
+    assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
     bench.core.is_gone(A, ONE, 0);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([0])));
-    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), together(true));
+    assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), together(true));
     bench.core.is_gone(A, ONE, 0);
     // The payload was to be the last, and is not any more.
     assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([B]), false)));
     bench.completes(B, ONE, 0);
-    assert_eq!(bench.core.reserve(A, ONE, 0, true), LAST);
+    assert_eq!(bench.core.reserve(A, ONE, 0, LIES), LAST);
 }
 
 #[test]
@@ -537,21 +557,21 @@ fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
     bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
-    assert_eq!(bench.core.reserve(C, ONE, 0, true), Placement::Keep, "though it is not its turn");
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), Placement::Later, "A comes first");
-    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), together(true));
+    assert_eq!(bench.core.reserve(C, ONE, 0, LIES), Placement::Keep, "though it is not its turn");
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), Placement::Later, "A comes first");
+    assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), together(true));
     assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([A, B, C]), true)));
 
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
     bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
-    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
-    assert_eq!(bench.core.reserve(B, ONE, 0, false), together(false));
+    assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), together(false));
     assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([A, B]), false)));
     bench.completes(A, ONE, 0);
     bench.completes(B, ONE, 0);
-    assert_eq!(bench.core.reserve(C, ONE, 0, true), LAST);
+    assert_eq!(bench.core.reserve(C, ONE, 0, LIES), LAST);
 }
 
 #[test]
@@ -560,10 +580,10 @@ fn what_is_kept_when_nothing_else_comes_of_its_block_is_gathered() {
     let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
     for block in 0..3 {
-        assert_eq!(bench.core.reserve(A, ONE, block, true), Placement::Keep);
+        assert_eq!(bench.core.reserve(A, ONE, block, Sent { ahead: true, ..LIES }), Placement::Keep);
     }
     // A payload is on its way into the sum while the plan is sealed.
-    assert_eq!(bench.core.reserve(B, ONE, 1, false), together(true));
+    assert_eq!(bench.core.reserve(B, ONE, 1, AHEAD), together(true));
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [1])]);
     let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
     assert_eq!(actions, [Action::Sealed(ONE), Action::Gather(ONE, blocks([0, 2]))]);
@@ -572,14 +592,14 @@ fn what_is_kept_when_nothing_else_comes_of_its_block_is_gathered() {
     assert_eq!(bench.core.reserve_kept(ONE, 0), None);
     assert_eq!(bench.completes(A, ONE, 0), []);
     assert_eq!(bench.acts(|core, actions| core.end(B, ONE, 1, Outcome::Released, actions)), []);
-    assert_eq!(bench.core.reserve(B, ONE, 1, true), together(true));
+    assert_eq!(bench.core.reserve(B, ONE, 1, LIES), together(true));
 }
 
 #[test]
 fn what_is_kept_holds_no_plan_up_that_is_dropped() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0])]));
-    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
+    assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
 }

@@ -8,7 +8,7 @@ use libmodelio::wire::Work;
 use proptest::prelude::*;
 
 use super::*;
-use crate::partition::core::{Action, Outcome, PartitionCore, Place, Placement, Plan, Source};
+use crate::partition::core::{Action, Outcome, PartitionCore, Place, Placement, Plan, Sent, Source};
 
 const PLAN: PlanId = PlanId(1);
 
@@ -110,7 +110,7 @@ impl Edge<u32, Slot> for Sides<'_> {
     type Error = std::convert::Infallible;
 
     fn turn(&mut self, &block: &u32) -> Result<Turn, Self::Error> {
-        Ok(match self.core.peek(self.client, PLAN, block, false) {
+        Ok(match self.core.peek(self.client, PLAN, block, Sent::default()) {
             Placement::Later => {
                 *self.waits_for_core = true;
                 Turn::Later
@@ -121,12 +121,12 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn is_due(&mut self, &block: &u32) -> bool {
-        let placement = self.core.peek(self.client, PLAN, block, false);
+        let placement = self.core.peek(self.client, PLAN, block, Sent::default());
         matches!(placement, Placement::Ready(_))
     }
 
     fn reduce_fetched(&mut self, &block: &u32, _: &Slot) -> Result<bool, Self::Error> {
-        match self.core.reserve(self.client, PLAN, block, false) {
+        match self.core.reserve(self.client, PLAN, block, Sent::default()) {
             Placement::Later => {
                 *self.waits_for_core = true;
                 Ok(false)
@@ -145,12 +145,12 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn fetch_direct(&mut self, &block: &u32) -> Result<bool, Self::Error> {
-        let placement = self.core.peek(self.client, PLAN, block, false);
+        let placement = self.core.peek(self.client, PLAN, block, Sent::default());
         let is_first = matches!(placement, Placement::Ready(Place { first: true, last: false, .. }));
         if !self.direct || !is_first {
             return Ok(false);
         }
-        self.core.reserve(self.client, PLAN, block, false);
+        self.core.reserve(self.client, PLAN, block, Sent::default());
         self.under_way.push_back((block, None));
         *self.reads.entry(block).or_default() += 1;
         Ok(true)

@@ -29,7 +29,7 @@ impl Partition {
     ) -> Pushed {
         let SharedBlock { client, plan, block, payloads, is_own } = shared;
         let reserved = self
-            .push_of(plan, block, false)
+            .push_of(plan, block, false, is_own)
             .and_then(|push| self.reserve(&mut Sender::here(client), push, Room::None));
         let reservation = match reserved {
             Ok(Reserved::Ready(reservation)) => reservation,

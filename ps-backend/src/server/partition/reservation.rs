@@ -20,7 +20,7 @@ use libmodelio::wire::{Message, Received, Refusal, Work};
 use smallvec::SmallVec;
 
 use super::{Partition, State};
-use crate::partition::core::{Outcome, Place, Placement};
+use crate::partition::core::{Outcome, Place, Placement, Sent};
 #[cfg(feature = "rdma")]
 use crate::partition::fetches::Turn;
 use crate::partition::store::{self, BlockInput, PartitionError, PartitionJob, Payload};
@@ -80,8 +80,18 @@ pub(in crate::server) struct Push {
     /// The block's index in the partition.
     pub block: BlockId,
     pub wide: bool,
+    /// Whether it was sent for the provisional plan.
+    pub ahead: bool,
     /// The length of its payload.
     pub len: usize,
+}
+
+impl Push {
+    /// How a payload comes that does not stay where it lies.
+    #[cfg(feature = "rdma")]
+    fn sent(&self) -> Sent {
+        Sent { lies: false, ahead: self.ahead }
+    }
 }
 
 /// The memory that a payload needs.
@@ -148,13 +158,15 @@ impl Coming {
 impl Partition {
     /// The block that `received` sends or names.
     pub(in crate::server) fn push(&self, received: &Received) -> Result<Push, Refusal> {
-        let (Message::Push { plan, block, wide }
-        | Message::PushAt { plan, block, wide, .. }
-        | Message::PushIn { plan, block, wide, .. }) = received.message
-        else {
-            return Err(Refusal::Role { what: received.message.name().to_owned() });
+        let (plan, block, wide, ahead) = match received.message {
+            Message::Push { plan, block, wide, ahead } | Message::PushAt { plan, block, wide, ahead, .. } => {
+                (plan, block, wide, ahead)
+            }
+            // Devices read committed contributions.
+            Message::PushIn { plan, block, wide, .. } => (plan, block, wide, false),
+            _ => return Err(Refusal::Role { what: received.message.name().to_owned() }),
         };
-        let push = self.push_of(plan, block, wide)?;
+        let push = self.push_of(plan, block, wide, ahead)?;
         let comes = matches!(received.message, Message::Push { .. });
         let fits = received.expect_payload(if comes { push.len as u32 } else { 0 });
         fits.map_err(|error| error.to_refusal())?;
@@ -162,10 +174,16 @@ impl Partition {
     }
 
     /// A block of the model that a client sends for `plan`.
-    pub(super) fn push_of(&self, plan: PlanId, block: BlockId, wide: bool) -> Result<Push, Refusal> {
+    pub(super) fn push_of(
+        &self,
+        plan: PlanId,
+        block: BlockId,
+        wide: bool,
+        ahead: bool,
+    ) -> Result<Push, Refusal> {
         let block = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
         let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
-        Ok(Push { plan, block, wide, len: payload.wanted_len(self.layout(), block) })
+        Ok(Push { plan, block, wide, ahead, len: payload.wanted_len(self.layout(), block) })
     }
 
     /// Reserves the block for a payload.
@@ -179,12 +197,12 @@ impl Partition {
         let client = sender.client;
         let mut state = self.state.lock();
         // A pass takes at most one wide payload.
-        let lies = matches!(room, Room::Lent(_)) && !wide;
-        let place = match state.core.peek(client, plan, block.0, lies) {
+        let sent = Sent { lies: matches!(room, Room::Lent(_)) && !wide, ahead: push.ahead };
+        let place = match state.core.peek(client, plan, block.0, sent) {
             Placement::Ready(place) => place,
             Placement::Keep => {
                 if let (Room::Lent(lent), Some(link)) = (room, sender.link.clone()) {
-                    state.core.reserve(client, plan, block.0, lies);
+                    state.core.reserve(client, plan, block.0, sent);
                     state.kept.insert((block, client), Kept { plan, lent: lent.clone(), link });
                 }
                 return Ok(Reserved::Kept);
@@ -211,7 +229,7 @@ impl Partition {
                 return Ok(Reserved::Skip);
             }
         }
-        state.core.reserve(client, plan, block.0, lies);
+        state.core.reserve(client, plan, block.0, sent);
         let comes = closes || target.is_some();
         if let (true, Some(link)) = (comes, &sender.link) {
             state.coming.push(Coming { plan, block, link: link.clone(), closes });
@@ -251,7 +269,7 @@ impl Partition {
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn turn(&self, sender: &mut Sender, push: &Push) -> Turn {
         let mut state = self.state.lock();
-        match state.core.peek(sender.client, push.plan, push.block.0, false) {
+        match state.core.peek(sender.client, push.plan, push.block.0, push.sent()) {
             Placement::Ready(_) => Turn::Now,
             placement if self.waits(&mut state, sender, push, placement) => Turn::Later,
             _ => Turn::Never,
@@ -261,7 +279,7 @@ impl Partition {
     /// Whether a payload would be taken at once.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn is_due(&self, sender: &Sender, push: &Push) -> bool {
-        let placement = self.state.lock().core.peek(sender.client, push.plan, push.block.0, false);
+        let placement = self.state.lock().core.peek(sender.client, push.plan, push.block.0, push.sent());
         matches!(placement, Placement::Ready(_))
     }
 }

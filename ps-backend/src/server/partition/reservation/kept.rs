@@ -74,7 +74,7 @@ impl Partition {
         let kept = state.kept.remove(&(block, client));
         let (partition, counts) = (Arc::clone(self), self.counts(&state, client, block));
         drop(state);
-        let push = Push { plan, block, wide: false, len: 0 };
+        let push = Push { plan, block, wide: false, ahead: false, len: 0 };
         let (job, target, comes, together) = (Some(job), None, false, SmallVec::new());
         let reservation =
             Reservation { partition, client, push, place, counts, job, target, comes, together };

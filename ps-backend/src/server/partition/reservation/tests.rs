@@ -84,7 +84,7 @@ fn begun() -> Arc<Partition> {
 }
 
 fn push(partition: &Partition, block: u32) -> Push {
-    partition.push_of(PlanId(1), BlockId(block), false).unwrap()
+    partition.push_of(PlanId(1), BlockId(block), false, false).unwrap()
 }
 
 fn is_due(partition: &Partition, client: ClientId, block: u32) -> bool {

@@ -1,0 +1,220 @@
+//! Blocks of a contribution go to the shards while it is still being written.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Instant;
+
+use libmodelio::client::{Job, wait_for};
+use libmodelio::contributor::{ContributeError, Contributor, Share};
+use libmodelio::transport::reactor::Choice;
+use libmodelio::vocabulary::ids::Version;
+
+use crate::payload::of_shard;
+use crate::world::{LONG, Way, World, read};
+
+const BYTES: u64 = 8 << 20;
+
+const WAYS: [Way; 3] = [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll), Way::Shm];
+
+/// A program's way to contribute.
+fn contributor(client: &Arc<Job>, name: &str) -> Arc<Contributor> {
+    let who = wait_for(LONG, |done| client.join(name.into(), LONG, done)).unwrap();
+    Arc::new(Contributor::new(Arc::clone(client), who, Arc::default()).unwrap())
+}
+
+/// Writes a value into a part of the contribution.
+fn write(contributor: &Contributor, value: f32, part: std::ops::Range<u64>) {
+    let bytes = value.to_le_bytes().repeat((part.end - part.start) as usize / 4);
+    contributor.write(&mut Share::None, part.start, &bytes, LONG).unwrap();
+}
+
+fn commit(contributor: &Arc<Contributor>) -> Result<(), ContributeError> {
+    let (sender, receiver) = channel();
+    contributor.commit(Share::None, LONG, move |result| drop(sender.send(result)));
+    receiver.recv_timeout(2 * LONG).unwrap()
+}
+
+/// The version with the last step of this contributor.
+fn pull(client: &Job, contributor: &Contributor) -> (Version, Vec<f32>) {
+    let version = wait_for(LONG, |done| client.await_step(contributor.learner(), LONG, done)).unwrap();
+    read(client, version)
+}
+
+/// Waits until the shard has so many bytes of contributions.
+#[track_caller]
+fn wait_for_pushed(world: &World, bytes: u64) {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let pushed = of_shard(world).pushed_bytes;
+        if pushed >= bytes {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{pushed} bytes of {bytes} have come");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+#[track_caller]
+fn is_all(weights: &[f32], value: f32) {
+    let wrong = weights.iter().position(|&weight| weight != value);
+    assert_eq!(wrong.map(|at| (at, weights[at])), None, "{value} is expected");
+}
+
+#[test]
+fn blocks_come_before_the_commit() {
+    for way in WAYS {
+        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+        let client = world.client();
+        let learner = contributor(&client, "l");
+        for step in 1..=3 {
+            // Blocks that are written whole, and blocks that become whole.
+            write(&learner, 1.0, 0..BYTES / 2);
+            for at in (BYTES / 2..BYTES).step_by(1 << 14) {
+                write(&learner, 1.0, at..at + (1 << 14));
+            }
+            wait_for_pushed(&world, step * BYTES);
+            assert_eq!(client.version(), Version(step - 1), "{way:?}: it is not committed");
+            let again = learner.write(&mut Share::None, 0, &[0; 4], LONG);
+            assert!(matches!(again, Err(ContributeError::Refused(_))), "{again:?}");
+            assert_eq!(commit(&learner), Ok(()));
+            let (version, weights) = pull(&client, &learner);
+            assert_eq!(version, Version(step));
+            is_all(&weights, step as f32);
+        }
+        client.shut_down();
+    }
+}
+
+#[test]
+fn the_others_of_a_client_that_have_committed_count_with_what_is_sent_ahead() {
+    for way in WAYS {
+        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
+        let client = world.client();
+        let [first, last] = ["a", "b"].map(|name| contributor(&client, name));
+        for step in 1..=3u64 {
+            write(&first, 1.0, 0..BYTES);
+            assert_eq!(commit(&first), Ok(()));
+            let before = of_shard(&world).pushed_bytes;
+            write(&last, 2.0, 0..BYTES / 2);
+            wait_for_pushed(&world, before + BYTES / 2);
+            assert_eq!(commit(&last), Ok(()));
+            let (version, weights) = pull(&client, &first);
+            pull(&client, &last);
+            assert_eq!(version, Version(step));
+            is_all(&weights[..BYTES as usize / 8], 3.0 * step as f32);
+            is_all(&weights[BYTES as usize / 8..], step as f32);
+        }
+        client.shut_down();
+    }
+}
+
+#[test]
+fn what_is_sent_ahead_and_dropped_never_counts() {
+    for way in WAYS {
+        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+        let client = world.client();
+        let learner = contributor(&client, "l");
+        for step in 1..=8u64 {
+            // Blocks of these are on their way, or wait at the shard, when they are dropped.
+            for dropped in 0..3 {
+                write(&learner, 1000.0, 0..BYTES / (1 << dropped));
+                assert!(learner.abort());
+            }
+            write(&learner, 1.0, 0..BYTES);
+            assert_eq!(commit(&learner), Ok(()), "{way:?}");
+            let (version, weights) = pull(&client, &learner);
+            assert_eq!(version, Version(step));
+            is_all(&weights, step as f32);
+        }
+        client.shut_down();
+    }
+}
+
+#[test]
+fn what_a_client_sent_ahead_before_its_death_never_counts() {
+    for way in WAYS {
+        let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "1")];
+        let world = World::new(1, BYTES, &settings, way);
+        let dying = world.client();
+        let learner = contributor(&dying, "dies");
+        write(&learner, 1000.0, 0..BYTES / 2);
+        wait_for_pushed(&world, BYTES / 2);
+        drop((learner, dying));
+        let client = world.client();
+        let learner = contributor(&client, "lives");
+        for step in 1..=2 {
+            write(&learner, 1.0, 0..BYTES);
+            assert_eq!(commit(&learner), Ok(()), "{way:?}");
+            let (version, weights) = pull(&client, &learner);
+            assert_eq!(version, Version(step));
+            is_all(&weights, step as f32);
+        }
+        client.shut_down();
+    }
+}
+
+/// One learner has written half of its contribution, which the shard has. Then another one contributes.
+fn a_slow_writer_holds_nobody_up(consistency: &str) {
+    for (way, shared) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
+        let settings = [("reducer", "sum"), ("learners", "1"), ("consistency", consistency)];
+        let world = World::new(1, BYTES, &settings, way);
+        let (client, other) = (world.client(), world.client());
+        let slow = contributor(&client, "slow");
+        write(&slow, 100.0, 0..BYTES / 2);
+        wait_for_pushed(&world, BYTES / 2);
+        let of_quick = if shared { &client } else { &other };
+        let quick = contributor(of_quick, "quick");
+        for step in 1..=3 {
+            write(&quick, 1.0, 0..BYTES);
+            assert_eq!(commit(&quick), Ok(()), "{way:?}");
+            let (version, weights) = pull(of_quick, &quick);
+            assert_eq!(version, Version(step));
+            is_all(&weights, step as f32);
+        }
+        write(&slow, 100.0, BYTES / 2..BYTES);
+        assert_eq!(commit(&slow), Ok(()), "{way:?}");
+        let (version, weights) = pull(&client, &slow);
+        assert_eq!(version, Version(4));
+        is_all(&weights, 103.0);
+        // What was sent in vain may be read still: the next contribution lies elsewhere.
+        write(&slow, 100.0, 0..BYTES);
+        assert_eq!(commit(&slow), Ok(()), "{way:?}");
+        is_all(&pull(&client, &slow).1, 203.0);
+        for client in [client, other] {
+            client.shut_down();
+        }
+    }
+}
+
+#[test]
+fn a_slow_writer_holds_nobody_up_with_a_quorum() {
+    a_slow_writer_holds_nobody_up("quorum(1)");
+}
+
+#[test]
+fn a_slow_writer_holds_nobody_up_in_an_asynchronous_job() {
+    a_slow_writer_holds_nobody_up("async");
+}
+
+#[test]
+fn new_weights_do_not_wait_for_a_slow_writer() {
+    for way in WAYS {
+        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+        let client = world.client();
+        let slow = contributor(&client, "slow");
+        write(&slow, 100.0, 0..BYTES / 2);
+        wait_for_pushed(&world, BYTES / 2);
+        let buffer = client.allocate().unwrap();
+        // SAFETY: the buffer is this test's until it is published.
+        unsafe { buffer.memory().floats_mut(0..BYTES as usize / 4) }.fill(5.0);
+        let published =
+            wait_for(LONG, |done| client.assign(buffer, std::slice::from_ref(&(0..BYTES)), LONG, done));
+        assert_eq!(published, Ok(()), "{way:?}");
+        write(&slow, 100.0, BYTES / 2..BYTES);
+        assert_eq!(commit(&slow), Ok(()), "{way:?}");
+        let (version, weights) = pull(&client, &slow);
+        assert_eq!(version, Version(2));
+        is_all(&weights, 105.0);
+        client.shut_down();
+    }
+}
