@@ -288,7 +288,7 @@ def test_blocks_that_do_not_fit_are_refused(world, case, push, length, expected)
     for shard in world.cluster.shards:
         for number in range(BLOCKS) if block is None else [block]:
             with world.peer("data", shard) as peer:
-                peer.say("Push", plan, number, wide, payload=bytes(length), epoch=world.epoch)
+                peer.say("Push", plan, number, wide, False, payload=bytes(length), epoch=world.epoch)
                 answers.append(peer.hear_of("Refused").fields)
                 assert peer.closes()
     # Of the blocks of the model, each shard looks at the lengths of its own.
@@ -303,7 +303,7 @@ def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
     with world.peer("data") as old, world.peer("data") as coming:
         for block in range(BLOCKS):
             with world.peer("data") as peer:
-                peer.say("Push", 1, block, False, payload=corrupt, epoch=world.epoch)
+                peer.say("Push", 1, block, False, False, payload=corrupt, epoch=world.epoch)
                 peer.say("Probe", 1, epoch=world.epoch)
                 answer = peer.hear_of("Missing", "Refused")
                 assert answer.name == "Missing" or answer.fields == ("NotMine", block)
@@ -314,7 +314,7 @@ def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
             for block in range(BLOCKS):
                 # Those of other shards would end the connection.
                 if block in owned:
-                    coming.say("Push", 1 << 40, block, False, payload=corrupt, epoch=world.epoch)
+                    coming.say("Push", 1 << 40, block, False, False, payload=corrupt, epoch=world.epoch)
             coming.say("Probe", 1, epoch=world.epoch)
             world.trains()
             assert coming.hear_of("Missing").fields.fields("uu") == (1, 0)
@@ -324,7 +324,7 @@ def test_a_payload_with_a_wrong_checksum_ends_the_connection(world):
     for shard in world.cluster.shards:
         for block in range(BLOCKS):
             with world.peer("data", shard) as peer:
-                push = body("Push", 1, block, False)
+                push = body("Push", 1, block, False, False)
                 corrupt = frame(push, BLOCK_BYTES, epoch=world.epoch, crcs=(0, 0, 1))
                 peer.send(corrupt)
                 answer = peer.hear_of("Refused")
@@ -412,7 +412,7 @@ def test_lengths_beyond_their_limits_end_the_connection(world, role):
     """Before anything of that length comes, or is allocated."""
     for lengths in OVERSIZED[role]:
         with world.peer(role) as peer:
-            name, fields = ("Push", (1, 0, False)) if role == "data" else ("Ping", ())
+            name, fields = ("Push", (1, 0, False, False)) if role == "data" else ("Ping", ())
             peer.send(frame(body(name, *fields), epoch=world.epoch, lengths=lengths))
             too_long = next(str(length) for length, limit in zip(lengths, LIMITS[role]) if length > limit)
             no_frame(peer, "", "at most", too_long)
