@@ -45,7 +45,13 @@ impl Bench {
 
     fn begin(&self, adds: bool) -> Arc<PartitionJob> {
         let base = self.store.newest().unwrap().version();
-        let step = Step { reducer: self.reducer, hyper: Hyper::default(), contributions: 3, t: base.0 + 1 };
+        let step = Step {
+            reducer: self.reducer,
+            hyper: Hyper::default(),
+            contributions: 3,
+            t: base.0 + 1,
+            norm: None,
+        };
         let work = match adds {
             true => Work::Add { combine: self.reducer.combine() },
             false => {

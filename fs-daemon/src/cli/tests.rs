@@ -70,6 +70,7 @@ fn every_option_reaches_the_configuration() {
         ("epsilon", "1e-6"),
         ("weight_decay", "0.1"),
         ("carry", "-0.5"),
+        ("clip_norm", "1.5"),
         ("aggregation", "sum"),
     ];
     for (key, text) in texts {

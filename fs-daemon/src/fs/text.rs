@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 use serde_json::json;
 
@@ -157,6 +158,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "learners": learners,
         "committed_for_next_version": status.committed,
         "contributions": status.contributions,
+        "gradient_norm": status.norm.map(Norm::get),
         "versions_in_memory": status.versions,
         "version_buffers": { "existing": status.buffers.0, "free": status.buffers.1 },
         "traffic": {

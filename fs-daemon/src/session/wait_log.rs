@@ -103,6 +103,7 @@ mod tests {
             members: Vec::new(),
             committed: 0,
             contributions: 0,
+            norm: None,
             blocks_on_arrival: 0,
             buffers: (0, 0),
             versions: Vec::new(),

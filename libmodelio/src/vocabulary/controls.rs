@@ -347,6 +347,12 @@ impl Controls {
                 self.consistency
             )));
         }
+        if self.hyper.clip_norm > 0.0 && !self.reducer.reads("clip_norm") {
+            return Err(ControlError::Conflict(format!(
+                "clip_norm ({}) is for gradients, and reducer {} adds nothing up: set it to 0 first",
+                self.hyper.clip_norm, self.reducer
+            )));
+        }
         if self.max_versions < self.retain.saturating_add(3) {
             return Err(ControlError::Conflict(format!(
                 "max_versions ({}) must be at least retain + 3 ({})",
@@ -476,6 +482,7 @@ mod tests {
             ("epsilon", "1e-6"),
             ("weight_decay", "0.01"),
             ("carry", "0"),
+            ("clip_norm", "1"),
             ("aggregation", "sum"),
             ("lease", "2.5"),
             ("linger", "0"),
@@ -608,6 +615,22 @@ mod tests {
         assert!(asynchronous.with_all(both).unwrap().deterministic);
         let both = [("consistency", "ssp(1)"), ("deterministic", "false")];
         assert_eq!(deterministic.with_all(both).unwrap().consistency, Consistency::Ssp(1));
+    }
+
+    #[test]
+    fn only_what_is_added_up_is_clipped() {
+        let clips = Controls::default().with("clip_norm", "1.5").unwrap();
+        for reducer in Reducer::all() {
+            let (first, then) = (clips.with("reducer", reducer.name()), Controls::default());
+            let then = then.with("reducer", reducer.name()).unwrap().with("clip_norm", "1.5");
+            assert_eq!(first.is_ok(), reducer != Reducer::Assign, "{reducer}");
+            assert_eq!(first, then);
+            let is_refused =
+                |error| matches!(error, ControlError::Conflict(why) if why.contains("clip_norm (1.5)"));
+            assert!(first.is_ok() || first.is_err_and(is_refused));
+        }
+        let both = [("reducer", "assign"), ("clip_norm", "0")];
+        assert_eq!(clips.with_all(both).unwrap().reducer, Reducer::Assign);
     }
 
     #[test]

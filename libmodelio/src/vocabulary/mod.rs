@@ -9,6 +9,7 @@ pub mod frozen;
 pub mod ids;
 pub mod layout;
 pub mod members;
+pub mod norm;
 pub mod partly;
 pub mod phase;
 pub mod ranges;

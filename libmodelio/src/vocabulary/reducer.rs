@@ -7,6 +7,8 @@
 use serde::{Deserialize, Serialize};
 use strum::{IntoEnumIterator, VariantNames};
 
+use crate::vocabulary::norm::Norm;
+
 /// How the contributions to an element become one value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Combine {
@@ -60,20 +62,20 @@ macro_rules! reducers {
 
 reducers! {
     /// `w' = carry * w + sum of contributions`; never averaged.
-    Sum: Sum, [], [carry];
+    Sum: Sum, [], [carry, clip_norm];
     /// `w' = w - lr * g`, with L2 weight decay in `g`.
     #[default]
-    Sgd: Sum, [], [learning_rate, weight_decay, aggregation];
+    Sgd: Sum, [], [learning_rate, weight_decay, aggregation, clip_norm];
     /// SGD with heavy-ball momentum. State: the momentum buffer.
-    Momentum: Sum, ["momentum_buffer"], [learning_rate, momentum, dampening, weight_decay, aggregation];
+    Momentum: Sum, ["momentum_buffer"], [learning_rate, momentum, dampening, weight_decay, aggregation, clip_norm];
     /// SGD with Nesterov momentum. State: the momentum buffer.
-    Nesterov: Sum, ["momentum_buffer"], [learning_rate, momentum, dampening, weight_decay, aggregation];
+    Nesterov: Sum, ["momentum_buffer"], [learning_rate, momentum, dampening, weight_decay, aggregation, clip_norm];
     /// Adam with L2 weight decay. State: first and second moment.
-    Adam: Sum, ["exp_avg", "exp_avg_sq"], [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
+    Adam: Sum, ["exp_avg", "exp_avg_sq"], [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation, clip_norm];
     /// Adam with decoupled weight decay. State: first and second moment.
-    AdamW: Sum, ["exp_avg", "exp_avg_sq"], [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
+    AdamW: Sum, ["exp_avg", "exp_avg_sq"], [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation, clip_norm];
     /// RMSprop with L2 weight decay. State: the running mean of the squared gradient.
-    RmsProp: Sum, ["square_avg"], [learning_rate, alpha, epsilon, weight_decay, aggregation];
+    RmsProp: Sum, ["square_avg"], [learning_rate, alpha, epsilon, weight_decay, aggregation, clip_norm];
     /// `w'` is the value the last contribution holds; without one, `w` stays.
     Assign: Last, [], [];
 }
@@ -124,6 +126,11 @@ impl Reducer {
     /// Whether the reducer reads the hyper-parameter of this name.
     pub fn reads(self, name: &str) -> bool {
         self.facts().reads.contains(&name)
+    }
+
+    /// Whether a step must know the norm of the whole gradient before it can change a block.
+    pub fn measures(self, hyper: &Hyper) -> bool {
+        hyper.clip_norm > 0.0 && self.reads("clip_norm")
     }
 
     /// Whether [`Hyper::aggregation`] applies, as it does to all optimizers.
@@ -219,10 +226,10 @@ impl Parameter {
     /// The reducers that read it, for help texts.
     pub fn readers(&self) -> String {
         let reads = |reducer: &Reducer| reducer.reads(self.name);
-        if Reducer::all().filter(|reducer| reducer.averages()).all(|reducer| reads(&reducer)) {
-            return "optimizers".into();
-        }
-        Reducer::all().filter(reads).map(Reducer::name).collect::<Vec<_>>().join(", ")
+        let all = Reducer::all().filter(|reducer| reducer.averages()).all(|reducer| reads(&reducer));
+        let others = Reducer::all().filter(|reducer| reads(reducer) && !(all && reducer.averages()));
+        let optimizers = all.then_some("optimizers").into_iter();
+        optimizers.chain(others.map(Reducer::name)).collect::<Vec<_>>().join(", ")
     }
 }
 
@@ -264,6 +271,7 @@ parameters! {
     epsilon = 1e-8, POSITIVE, "added to the denominator";
     weight_decay = 0.0, NOT_NEGATIVE, "pull towards zero, decoupled for adamw";
     carry = 1.0, FINITE, "how much of the old weights stays: 1 adds to them, 0 is an all-reduce";
+    clip_norm = 0.0, NOT_NEGATIVE, "a gradient whose norm is larger is scaled down to it; 0 is never";
 }
 
 /// One application of a reducer to a version.
@@ -278,6 +286,18 @@ pub struct Step {
     /// Optimizer step, counted from 1: the first sets the momentum buffer, and Adam's bias correction
     /// depends on it.
     pub t: u64,
+    /// The norm of the whole gradient, if the reducer [measures](Reducer::measures) it.
+    pub norm: Option<Norm>,
+}
+
+impl Step {
+    /// The factor that makes the gradient of the sum of contributions.
+    pub fn scale(&self) -> f64 {
+        match self.hyper.aggregation {
+            Aggregation::Mean if self.reducer.averages() => 1.0 / f64::from(self.contributions.max(1)),
+            _ => 1.0,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
+use crate::vocabulary::norm::{ExactSum, Norm};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Combine, Reducer};
@@ -613,6 +614,15 @@ pub enum Message {
         /// The step of the learner.
         step: Step,
     },
+
+    // -- a shard to the coordinator, again
+    /// The plan is ready, and its sums are measured: takes the place of `Ready` under [`Work::Measure`].
+    Measured {
+        /// The plan.
+        plan: PlanId,
+        /// The squares of all elements that count, added up.
+        squares: ExactSum,
+    },
 }
 
 /// The state of a job that a client needs.
@@ -645,6 +655,8 @@ pub struct JobState {
     pub late_more: u32,
     /// Shards that the coordinator has not reached for longer than is usual.
     pub away: Vec<ShardId>,
+    /// The norm of the gradient behind the newest version, if its step had to know it.
+    pub norm: Option<Norm>,
 }
 
 /// One learner of a client.
@@ -722,6 +734,13 @@ pub enum Work {
         /// The name of the client's buffer with the new values.
         token: u64,
     },
+    /// Payloads are added up as with `Add`. Then the shard measures what it holds of the coming version.
+    Measure {
+        /// The step of that version, which needs the result.
+        step: reducer::Step,
+        /// As in `Reduce`: tensors of step 0 do not count.
+        tensors: TensorSteps,
+    },
 }
 
 impl Work {
@@ -729,7 +748,7 @@ impl Work {
     pub fn combine(&self) -> Option<Combine> {
         match self {
             Work::Add { combine } => Some(*combine),
-            Work::Reduce { step, .. } => Some(step.reducer.combine()),
+            Work::Reduce { step, .. } | Work::Measure { step, .. } => Some(step.reducer.combine()),
             Work::Assign { .. } => None,
         }
     }

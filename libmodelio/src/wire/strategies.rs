@@ -12,6 +12,7 @@ use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
+use crate::vocabulary::norm::{ExactSum, Norm};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Combine, Hyper, Reducer};
@@ -153,11 +154,22 @@ fn reducer() -> impl Strategy<Value = Reducer> {
 }
 
 fn step() -> impl Strategy<Value = reducer::Step> {
-    (reducer(), any::<u32>(), any::<u64>()).prop_map(|(reducer, contributions, t)| reducer::Step {
-        reducer,
-        hyper: Hyper::default(),
-        contributions,
-        t,
+    (reducer(), any::<u32>(), any::<u64>(), norm()).prop_map(|(reducer, contributions, t, norm)| {
+        reducer::Step { reducer, hyper: Hyper::default(), contributions, t, norm }
+    })
+}
+
+/// Any, NaN too.
+fn norm() -> impl Strategy<Value = Option<Norm>> {
+    proptest::option::of(any::<f64>().prop_map(Norm::new))
+}
+
+fn exact_sum() -> impl Strategy<Value = ExactSum> {
+    let number = prop_oneof![(0.0f64..1e300), Just(f64::INFINITY)];
+    vec(number, 0..4).prop_map(|numbers| {
+        let mut sum = ExactSum::default();
+        numbers.into_iter().for_each(|number| sum.add(number));
+        sum
     })
 }
 
@@ -169,6 +181,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         job_phase(),
         vec(learner_state(), 0..4),
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
+        norm(),
     )
         .prop_map(
             |(
@@ -178,6 +191,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 phase,
                 learners,
                 (late, late_more, away),
+                norm,
             )| JobState {
                 sequence,
                 version,
@@ -192,6 +206,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 late,
                 late_more,
                 away,
+                norm,
             },
         )
 }
@@ -207,11 +222,16 @@ fn partly() -> impl Strategy<Value = PartlyWritten> {
 }
 
 fn plan() -> impl Strategy<Value = Plan> {
+    let tensors = || vec((any::<u32>(), any::<u64>()), 0..4).prop_map(TensorSteps::from);
     let work = prop_oneof![
         prop_oneof![Just(Combine::Sum), Just(Combine::Last)].prop_map(|combine| Work::Add { combine }),
         any::<u64>().prop_map(|token| Work::Assign { token }),
-        (step(), vec((any::<u32>(), any::<u64>()), 0..4).prop_map(TensorSteps::from), any::<bool>())
-            .prop_map(|(step, tensors, fresh_state)| Work::Reduce { step, tensors, fresh_state })
+        (step(), tensors(), any::<bool>()).prop_map(|(step, tensors, fresh_state)| Work::Reduce {
+            step,
+            tensors,
+            fresh_state
+        }),
+        (step(), tensors()).prop_map(|(step, tensors)| Work::Measure { step, tensors }),
     ];
     let source = (id64(ClientId), block_ranges(), any::<bool>(), partly(), any::<bool>()).prop_map(
         |(client, blocks, check, partly, provisional)| PlanSource {
@@ -512,6 +532,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(version, region)| Message::VersionAt { version, region })
             .boxed(),
         (learner(), id64(Step)).prop_map(|(learner, step)| Message::WholeBlock { learner, step }).boxed(),
+        (id64(PlanId), exact_sum()).prop_map(|(plan, squares)| Message::Measured { plan, squares }).boxed(),
     ]
 }
 

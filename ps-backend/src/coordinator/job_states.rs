@@ -36,6 +36,7 @@ impl CoordinatorCore {
             late: late.learners,
             late_more: late.more as u32,
             away: self.away.clone(),
+            norm: self.core.norm(),
         }
     }
 

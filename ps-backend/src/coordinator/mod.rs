@@ -263,9 +263,9 @@ impl CoordinatorCore {
                 }
                 core::Action::Seal(plan) => self.seal(plan, now, actions),
                 core::Action::Drop => self.drop_work(is_provisional, now, actions),
-                work @ (core::Action::Accumulate { .. } | core::Action::Reduce(_)) => {
-                    self.want(work, now, actions);
-                }
+                work @ (core::Action::Accumulate { .. }
+                | core::Action::Measure { .. }
+                | core::Action::Reduce(_)) => self.want(work, now, actions),
             }
         }
         if std::mem::take(&mut self.changed) {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::controls::NonFinite;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
+use libmodelio::vocabulary::norm::ExactSum;
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{Granted, Message, Plan, PlanSource, Refusal, Work};
@@ -40,6 +41,8 @@ pub(super) struct Run {
     senders: Vec<Sender>,
     start: Message,
     stage: Stage,
+    /// What the shards have measured, if they are to: the sum of squares.
+    squares: Option<ExactSum>,
     /// The shards that have not answered the stage's message.
     waiting: BTreeSet<Partition>,
     repeat_at: Now,
@@ -112,11 +115,22 @@ impl CoordinatorCore {
         let Some(run) = &mut self.run else { return };
         match message {
             Message::Ready { plan }
-                if plan == run.id && run.stage == Stage::Gathering && !is_provisional(&run.work) =>
+                if plan == run.id
+                    && run.stage == Stage::Gathering
+                    && run.squares.is_none()
+                    && !is_provisional(&run.work) =>
             {
                 run.waiting.remove(&partition);
                 if run.waiting.is_empty() {
                     self.conclude(now, actions);
+                }
+            }
+            Message::Measured { plan, squares } if plan == run.id && run.stage == Stage::Gathering => {
+                if let Some(all) = run.squares.as_mut().filter(|_| run.waiting.remove(&partition)) {
+                    all.merge(&squares);
+                    if run.waiting.is_empty() {
+                        self.conclude(now, actions);
+                    }
                 }
             }
             Message::NonFinitePayload { plan, client, block }
@@ -238,7 +252,8 @@ impl CoordinatorCore {
         self.next_plan = PlanId(id.0 + 1);
         let waiting = (0..self.partitions).collect();
         let stage = Stage::Gathering;
-        self.run = Some(Run { id, work, kind, senders, start, stage, waiting, repeat_at: now });
+        let squares = matches!(work, core::Action::Measure { .. }).then(ExactSum::default);
+        self.run = Some(Run { id, work, kind, senders, start, stage, squares, waiting, repeat_at: now });
         self.repeat(now, actions);
     }
 
@@ -295,6 +310,12 @@ impl CoordinatorCore {
                 let senders = senders(contributions, accumulated, combine.replaces());
                 (Kind::Accumulate(learners), senders, Work::Add { combine: *combine })
             }
+            core::Action::Measure { contributions, step, tensors } => {
+                let learners = contributions.iter().map(|c| c.learner).collect();
+                let senders = senders(contributions, std::iter::empty(), false);
+                let (step, tensors) = (step.clone(), tensors.clone());
+                (Kind::Accumulate(learners), senders, Work::Measure { step, tensors })
+            }
             core::Action::Reduce(plan) => match &plan.work {
                 core::Work::Reduce { step, tensors, fresh_state, inputs } => {
                     let replaces = step.reducer.combine().replaces();
@@ -345,7 +366,10 @@ impl CoordinatorCore {
         self.wind_up(Stage::Concluding, now, actions);
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
-            Some(Kind::Accumulate(learners)) => self.core.accumulated(&learners.clone(), now, &mut wanted),
+            Some(Kind::Accumulate(learners)) => {
+                let squares = self.run.as_ref().and_then(|run| Some(run.squares.as_ref()?.value()));
+                self.core.accumulated(&learners.clone(), squares, now, &mut wanted);
+            }
             Some(Kind::Reduce | Kind::Assign) => {
                 self.awaits_buffer = self.in_process;
                 self.core.reduced(!self.in_process, now, &mut wanted);

@@ -85,6 +85,16 @@ pub enum Action<S> {
         /// How to combine them. The last one may replace the earlier ones.
         combine: Combine,
     },
+    /// Like `Accumulate`, of all contributions that are not in the accumulator: there may be none. Then measure the
+    /// accumulator. [`JobCore::accumulated`] gets the sum of the squares of what counts.
+    Measure {
+        /// The contributions to add, by learner.
+        contributions: Vec<Arc<Contribution<S>>>,
+        /// The step that needs the result.
+        step: reducer::Step,
+        /// The optimizer step of each tensor, as in [`Work::Reduce`].
+        tensors: TensorSteps,
+    },
     /// Compute a version, then call [`JobCore::reduced`]. If the plan is provisional, that must wait until it is
     /// sealed.
     Reduce(Arc<Plan<S>>),

@@ -26,9 +26,13 @@ impl<S: Clone> JobCore<S> {
         if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
             return None;
         }
+        let (reducer, hyper, _) = self.params();
+        if reducer.measures(&hyper) {
+            return None;
+        }
         // Values of several learners replace each other byte by byte, so a later commit may change a block that is
         // computed already.
-        if self.params().0.combine().replaces() && !self.committed.is_empty() {
+        if reducer.combine().replaces() && !self.committed.is_empty() {
             return None;
         }
         let learner = self.last_outstanding()?;

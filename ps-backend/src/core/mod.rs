@@ -14,6 +14,9 @@
 //! consistency and a hold drop it, and the contribution is read when it is committed. A learner's commits stay, whatever
 //! becomes of the learner.
 //!
+//! A step that must know the norm of its whole gradient (`clip_norm`) has two plans, and none begins early. The first one
+//! adds up all contributions and measures the sums ([`Action::Measure`]); the second one computes the version from them.
+//!
 //! Memory does not grow with the learners. Payloads wait at the clients, and one fp32 accumulator takes those whose
 //! memory is needed before the version is made (iRDMA §IV-C).
 //!
@@ -47,6 +50,7 @@ use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{Consistency, Controls};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
+use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use serde::{Deserialize, Serialize};
@@ -97,6 +101,13 @@ pub struct JobCore<S> {
     staged: bool,
     /// The learner and step whose early plan failed. The contribution is read after its commit.
     failed_early: Option<(LearnerId, Step)>,
+    /// The accumulator is being measured, for a step that must know the norm of its gradient.
+    #[serde(skip)]
+    measuring: bool,
+    /// The sum of the squares of what the accumulator holds, if nothing was added since it was measured.
+    squares: Option<f64>,
+    /// The norm behind the newest version, if its step had to know it.
+    norm: Option<Norm>,
     /// The publication of new weights in the running plan.
     running_ticket: Option<(Ticket, Now)>,
     /// Reducer, constants and frozen tensors of the coming version. They are fixed once part of it was computed.
@@ -149,6 +160,9 @@ impl<S: Clone> JobCore<S> {
             provisional: false,
             staged: false,
             failed_early: None,
+            measuring: false,
+            squares: None,
+            norm: None,
             running_ticket: None,
             reform: false,
             buffer_ready: true,

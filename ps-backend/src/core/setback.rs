@@ -131,8 +131,9 @@ impl<S: Clone> JobCore<S> {
 
     /// The contributions under way are not in the accumulator.
     fn stop_accumulation(&mut self) {
+        self.measuring = false;
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
-            committed.place = Place::ToAccumulate;
+            committed.place = if committed.contribution.steady { Place::Kept } else { Place::ToAccumulate };
         }
     }
 

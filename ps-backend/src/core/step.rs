@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer;
 
 use super::{
@@ -18,15 +19,25 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// The contributions of an [`Action::Accumulate`] are in the accumulator.
-    pub fn accumulated(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action<S>>) {
+    /// The contributions of an [`Action::Accumulate`] are in the accumulator. After an [`Action::Measure`], `squares` is
+    /// the sum of the squares.
+    pub fn accumulated(
+        &mut self,
+        learners: &[LearnerId],
+        squares: Option<f64>,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) {
+        (self.measuring, self.squares) = (false, squares);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
             if !learners.contains(&committed.contribution.learner) {
                 continue;
             }
             committed.place = Place::Accumulated;
             committed.undo = None;
-            if let Some((ticket, _)) = committed.ticket.take() {
+            // The version follows a measurement at once, and its commits are answered with it. Lent memory is not needed.
+            let waits = squares.is_some() && !committed.contribution.lent;
+            if let Some((ticket, _)) = committed.ticket.take_if(|_| !waits) {
                 actions.push(Action::Reply(ticket, Ok(())));
             }
         }
@@ -40,7 +51,8 @@ impl<S: Clone> JobCore<S> {
         self.version = self.version.next();
         actions.push(Action::Published(self.version));
         match &plan.work {
-            Work::Reduce { tensors, .. } => {
+            Work::Reduce { step, tensors, .. } => {
+                (self.norm, self.squares) = (step.norm, None);
                 self.optimizer_steps = self.optimizer_steps.after(tensors);
                 self.end_step(now, actions);
             }
@@ -160,6 +172,12 @@ impl<S: Clone> JobCore<S> {
             }
             return;
         }
+        let (reducer, hyper, _) = self.params();
+        let is_measured =
+            self.squares.is_some() && self.committed.iter().all(|c| c.place == Place::Accumulated);
+        if reducer.measures(&hyper) && !is_measured {
+            return self.measure(actions);
+        }
         // Contributions that would have been accumulated are read in place, because the version is made now.
         for committed in &mut self.committed {
             if committed.place == Place::ToAccumulate {
@@ -184,7 +202,8 @@ impl<S: Clone> JobCore<S> {
         written.difference_with(&frozen.0);
         let tensors = self.optimizer_steps.next(&written);
         let contributions = self.committed.len() as u32 + u32::from(provisional.is_some());
-        let step = reducer::Step { reducer, hyper, contributions, t: tensors.highest() };
+        let mut step = reducer::Step { reducer, hyper, contributions, t: tensors.highest(), norm: None };
+        step.norm = self.squares.map(|squares| Norm::new(step.scale() * squares.sqrt()));
         let fresh_state = self.optimizer_steps.highest() == 0;
         Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional }
     }
@@ -193,6 +212,14 @@ impl<S: Clone> JobCore<S> {
     fn is_busy(&self) -> bool {
         let committed = |learner| self.committed.iter().any(|c| c.contribution.learner == learner);
         self.is_accumulating() || self.early.is_some_and(|early| !committed(early))
+    }
+
+    /// Adds up what is not accumulated, and measures all of it.
+    fn measure(&mut self, actions: &mut Vec<Action<S>>) {
+        (self.measuring, self.squares) = (true, None);
+        let Work::Reduce { step, tensors, .. } = self.reduce_plan(None).work else { return };
+        let contributions = self.accumulate(|place| place != Place::Accumulated);
+        actions.push(Action::Measure { contributions, step, tensors });
     }
 
     fn run(&mut self, plan: Plan<S>, actions: &mut Vec<Action<S>>) {
@@ -222,14 +249,20 @@ impl<S: Clone> JobCore<S> {
         if now_anyway || self.next_accumulation().is_none_or(|at| at > now) {
             return;
         }
+        let params = self.params();
+        let contributions = self.accumulate(|place| place == Place::ToAccumulate);
+        actions.push(Action::Accumulate { contributions, combine: params.0.combine() });
+    }
+
+    /// The contributions in these places are being accumulated from now on.
+    fn accumulate(&mut self, from: impl Fn(Place) -> bool) -> Vec<Arc<Contribution<S>>> {
         let mut contributions = Vec::new();
-        for committed in self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate) {
+        for committed in self.committed.iter_mut().filter(|c| from(c.place)) {
             committed.place = Place::Accumulating;
             contributions.push(Arc::clone(&committed.contribution));
         }
         contributions.sort_by_key(|contribution| contribution.learner);
-        let params = self.params();
-        actions.push(Action::Accumulate { contributions, combine: params.0.combine() });
-        self.params = Some(params);
+        self.params = Some(self.params());
+        contributions
     }
 }

@@ -1,6 +1,7 @@
 //! The core under hand-made schedules, one for each of its promises, and under random ones.
 
 mod async_jobs;
+mod clipped_jobs;
 mod deterministic_jobs;
 mod giving_way;
 mod history;

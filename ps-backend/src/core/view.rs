@@ -4,6 +4,7 @@ use std::sync::Arc;
 use libmodelio::transport::Attached;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 
 use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place};
@@ -37,6 +38,11 @@ impl<S: Clone> JobCore<S> {
         self.version
     }
 
+    /// The norm of the gradient behind the newest version, if its step had to know it.
+    pub fn norm(&self) -> Option<Norm> {
+        self.norm
+    }
+
     /// The settings.
     pub fn controls(&self) -> &Controls {
         &self.controls
@@ -59,9 +65,10 @@ impl<S: Clone> JobCore<S> {
         unread.map(|c| (c.contribution.learner, &c.contribution.source))
     }
 
-    /// Whether contributions are being accumulated: [`super::Action::Accumulate`] is under way.
+    /// Whether contributions are being accumulated: [`super::Action::Accumulate`] or [`super::Action::Measure`] is under
+    /// way.
     pub(super) fn is_accumulating(&self) -> bool {
-        self.committed.iter().any(|c| c.place == Place::Accumulating)
+        self.measuring || self.committed.iter().any(|c| c.place == Place::Accumulating)
     }
 
     /// The contributions to the coming version that are in the accumulator.
@@ -96,7 +103,7 @@ impl<S: Clone> JobCore<S> {
             JobPhase::Stopped
         } else if !self.formed {
             JobPhase::Forming
-        } else if self.running.is_some() {
+        } else if self.running.is_some() || self.measuring {
             JobPhase::Reducing
         } else {
             JobPhase::Running

@@ -35,7 +35,7 @@ pub enum Kind {
 impl From<&Work> for Kind {
     fn from(work: &Work) -> Kind {
         match work {
-            Work::Add { .. } => Kind::Add,
+            Work::Add { .. } | Work::Measure { .. } => Kind::Add,
             Work::Reduce { .. } => Kind::Reduce,
             Work::Assign { .. } => Kind::Assign,
         }
@@ -73,6 +73,11 @@ pub struct Plan {
 impl Plan {
     fn kind(&self) -> Kind {
         Kind::from(&self.work)
+    }
+
+    /// Whether a block is finished when all of it has come: computed, or measured.
+    fn finishes(&self) -> bool {
+        !matches!(self.work, Work::Add { .. })
     }
 
     /// The index of the source that sends this block for `client`.
@@ -126,7 +131,8 @@ pub struct Place {
     /// The payload is the first of its block. It is stored in the running plan's accumulator, and others are added to
     /// it.
     pub first: bool,
-    /// The payload is the last of its block. The next version's block is computed from it and the accumulator.
+    /// The payload is the last of its block. The next version's block is computed from it and the accumulator, or the
+    /// block's sum is measured with it.
     pub last: bool,
     /// Whether NaN and Inf in it are refused.
     pub check: bool,
@@ -553,7 +559,7 @@ impl PartitionCore {
         let kept = goes_with.count() > 0;
         Placement::Ready(Place {
             first: running.came[b] == 0,
-            last: running.plan.kind() != Kind::Add && is_last,
+            last: running.plan.finishes() && is_last,
             check: running.plan.sources[at].check,
             kept,
         })
@@ -716,9 +722,9 @@ impl PartitionCore {
 }
 
 impl Running {
-    /// Computes the blocks of a version that get no more payload and that no last payload has computed.
+    /// Computes or measures the blocks that get no more payload and that no last payload has computed.
     fn compute_rest(&mut self, actions: &mut Vec<Action>) {
-        if self.plan.kind() == Kind::Add || self.plan.is_provisional() || !self.computing.is_clear() {
+        if !self.plan.finishes() || self.plan.is_provisional() || !self.computing.is_clear() {
             return;
         }
         let whole = |block: &usize| self.came[*block] == self.wanted[*block];

@@ -27,7 +27,7 @@ pub type Done = Box<dyn FnOnce(Result<(), (BlockId, PartitionError)>) + Send>;
 
 /// Work on each block of a batch.
 pub enum Pass {
-    /// Computes blocks for which no more payload comes, from their sums in the store.
+    /// Computes blocks for which no more payload comes, from their sums in the store, or measures those sums.
     Compute(Arc<PartitionJob>, Vec<BlockId>),
     /// Adds, or computes with, payloads that lie in memory of this machine. The closure knows where they lie.
     Gather(Box<dyn Fn(BlockId) + Send + Sync>, Vec<BlockId>),

@@ -36,7 +36,7 @@ use crate::memory::MemoryUse;
 pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
 use crate::region_store::{Loading, RegionStore};
-use job::Alive;
+use job::{Alive, Measure};
 pub use job::{BlockInput, PartitionJob, Target};
 pub use kept::KeptState;
 pub use merge::Merge;
@@ -339,12 +339,12 @@ impl PartitionStore {
             return Err(PartitionError::Base { expected: newest, got: base });
         }
         let (retain, max) = (inner.limits.retain, inner.limits.max());
-        if !matches!(work, Work::Add { .. }) && !inner.store.recycle(retain, max) {
+        if !matches!(work, Work::Add { .. } | Work::Measure { .. }) && !inner.store.recycle(retain, max) {
             return Err(PartitionError::NoBuffer { max });
         }
         let (partition, next) = (&self.shared.partition, newest.next());
         let builder = match &work {
-            Work::Add { .. } => None,
+            Work::Add { .. } | Work::Measure { .. } => None,
             Work::Reduce { step, tensors, fresh_state } => {
                 inner.store.prepare(step.reducer, *fresh_state)?;
                 let steps = ByteSteps::of_partition(partition, tensors);
@@ -361,9 +361,15 @@ impl PartitionStore {
         if work.combine().is_some_and(Combine::replaces) {
             self.shared.sums.keep_raw();
         }
+        let measure = match &work {
+            Work::Measure { step, tensors } => {
+                Some(Measure::new(step.clone(), ByteSteps::of_partition(partition, tensors)))
+            }
+            _ => None,
+        };
         let Shared { sums, tally, .. } = &*self.shared;
         let shared = (Arc::clone(sums), Arc::clone(tally));
-        let job = PartitionJob::new(Arc::clone(self.layout()), shared, work, builder, check);
+        let job = PartitionJob::new(Arc::clone(self.layout()), shared, work, builder, measure, check);
         inner.running = Arc::downgrade(job.alive());
         Ok(Arc::new(job))
     }
@@ -403,7 +409,7 @@ impl PartitionStore {
     pub fn is_prepared(&self, work: &Work) -> bool {
         let inner = self.shared.inner.lock();
         match work {
-            Work::Add { .. } => true,
+            Work::Add { .. } | Work::Measure { .. } => true,
             Work::Reduce { step, fresh_state, .. } => inner.store.is_prepared(step.reducer, *fresh_state),
             Work::Assign { .. } => inner.store.has_buffer(),
         }

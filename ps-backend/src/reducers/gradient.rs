@@ -1,7 +1,7 @@
 //! The gradient an optimizer sees, and its constants.
 
 use libmodelio::bytes::kernels::{Lanes, Scalar};
-use libmodelio::vocabulary::reducer::{Aggregation, Step};
+use libmodelio::vocabulary::reducer::Step;
 
 /// A hyper-parameter as it is computed with.
 pub fn constant<S: Scalar>(value: f32) -> S {
@@ -12,6 +12,14 @@ pub fn constant<S: Scalar>(value: f32) -> S {
 /// itself against PyTorch, whose decays are doubles.
 pub fn written(beta: f32) -> f64 {
     (f64::from(beta) * 1e7).round() / 1e7
+}
+
+/// The factor by which the step's gradient is clipped, as torch's `clip_grad_norm_` computes it. Of a norm that is NaN it
+/// is NaN.
+pub fn clip(step: &Step) -> f64 {
+    let Some(norm) = step.norm else { return 1.0 };
+    let factor = f64::meant(step.hyper.clip_norm) / (norm.get() + 1e-6);
+    if factor > 1.0 { 1.0 } else { factor }
 }
 
 /// The sum of the contributions, scaled, plus the L2 penalty.
@@ -29,11 +37,7 @@ impl<S: Scalar> Gradient<S> {
 
     /// Without a penalty.
     pub fn plain(step: &Step) -> Self {
-        let scale = match step.hyper.aggregation {
-            Aggregation::Mean => 1.0 / f64::from(step.contributions.max(1)),
-            Aggregation::Sum => 1.0,
-        };
-        Self { scale: S::nearest(scale), decay: S::nearest(0.0) }
+        Self { scale: S::nearest(step.scale() * clip(step)), decay: S::nearest(0.0) }
     }
 
     #[inline(always)]

@@ -7,8 +7,8 @@
 //! enter its step size and epsilon.
 //!
 //! A block is reduced as soon as all of its contributions are there, while others are still on their way: a
-//! pass knows no block but its own, and makes nothing but the version. `docs/architecture.md` tells where a reduction
-//! across blocks would come before the pass, and an output for each learner beside it.
+//! pass knows no block but its own, and makes nothing but the version. What it must know of all blocks, a plan before it
+//! measures. `docs/architecture.md` tells where an output for each learner would come.
 
 mod adam;
 mod assign;
@@ -18,7 +18,7 @@ mod rmsprop;
 mod sgd;
 mod sum;
 
-use libmodelio::bytes::kernels::Operands;
+use libmodelio::bytes::kernels::{self, Operands, Wire};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 
 /// The arithmetic of a reducer, or of some that are much alike.
@@ -26,6 +26,12 @@ trait Reduce: Sync {
     /// Compute the output of one segment. Returns whether every element of every source was finite; it need not
     /// look unless it is to `check`.
     fn pass(&self, step: &Step, operands: Operands<'_>, check: bool) -> bool;
+
+    /// The phase before the pass, of a step that [measures](Reducer::measures): what a piece of a tensor adds to the sum
+    /// of squares over all blocks. The piece's gradient is the sum of accumulators, before it is scaled.
+    fn measure(&self, wire: Wire, sums: &[&[f32]]) -> f64 {
+        kernels::squares(wire, sums)
+    }
 
     /// Whether weights without contributions keep their values and their state.
     fn is_inert(&self, _: &Hyper) -> bool {
@@ -61,6 +67,14 @@ fn of(reducer: Reducer) -> &'static dyn Reduce {
 pub fn apply(step: &Step, operands: Operands<'_>, check: bool) -> bool {
     operands.assert_complete(step.reducer.state_slots());
     of(step.reducer).pass(step, operands, check) || !check
+}
+
+/// Measure a piece of a tensor for a step: its part of the sum of squares over all blocks. No order of work changes it.
+///
+/// # Panics
+/// If lengths disagree, or there are no sums.
+pub fn measure(step: &Step, wire: Wire, sums: &[&[f32]]) -> f64 {
+    of(step.reducer).measure(wire, sums)
 }
 
 /// Whether a block without any contribution keeps its value.

@@ -4,16 +4,17 @@ use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar, Total};
 use libmodelio::vocabulary::reducer::{Hyper, Step};
 
 use super::Reduce;
-use super::gradient::constant;
+use super::gradient::{clip, constant};
 
 pub struct Sum;
 
 impl Reduce for Sum {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
-        if step.hyper.carry == 0.0 && !operands.sources.is_empty() {
-            return operands.reduce(Total::new, Total::new);
+        match step.hyper.carry == 0.0 && !operands.sources.is_empty() {
+            true if clip(step) == 1.0 => operands.reduce(Total::new, Total::new),
+            true => operands.reduce(|| Carried::<_, false>::new(step), || Carried::<_, false>::new(step)),
+            false => operands.reduce(|| Carried::<_, true>::new(step), || Carried::<_, true>::new(step)),
         }
-        operands.reduce(|| Carried::new(step), || Carried::new(step))
     }
 
     fn is_inert(&self, hyper: &Hyper) -> bool {
@@ -21,22 +22,25 @@ impl Reduce for Sum {
     }
 }
 
+/// Without `WEIGHTS` there is nothing to carry, and old weights are not read.
 #[derive(Clone, Copy)]
-struct Carried<S> {
+struct Carried<S, const WEIGHTS: bool> {
     carry: S,
+    scale: S,
 }
 
-impl<S: Scalar> Carried<S> {
+impl<S: Scalar, const WEIGHTS: bool> Carried<S, WEIGHTS> {
     fn new(step: &Step) -> Self {
-        Self { carry: constant(step.hyper.carry) }
+        Self { carry: constant(step.hyper.carry), scale: S::nearest(clip(step)) }
     }
 }
 
-impl<S: Scalar> Op for Carried<S> {
+impl<S: Scalar, const WEIGHTS: bool> Op for Carried<S, WEIGHTS> {
     type Scalar = S;
+    const READS_WEIGHTS: bool = WEIGHTS;
 
     #[inline(always)]
     fn step<L: Lanes<Scalar = Self::Scalar>>(&self, g: L, w: L, slots: [L; 2]) -> (L, [L; 2]) {
-        (L::splat(self.carry) * w + g, slots)
+        (L::splat(self.carry) * w + L::splat(self.scale) * g, slots)
     }
 }

@@ -182,7 +182,13 @@ impl Twin {
     /// `more` contributions come besides those of concluded plans.
     pub fn begin_reduce(&self, more: usize) -> Result<Arc<PartitionJob>, PartitionError> {
         let contributions = (self.sent.len() + more).max(1) as u32;
-        let step = Step { reducer: self.reducer, hyper: self.hyper.clone(), contributions, t: self.t + 1 };
+        let step = Step {
+            reducer: self.reducer,
+            hyper: self.hyper.clone(),
+            contributions,
+            t: self.t + 1,
+            norm: None,
+        };
         let work = reduces_all(&self.store, step, self.t == 0);
         self.store.begin(self.version, work, true)
     }

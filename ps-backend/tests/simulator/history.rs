@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Granted, Work};
 use ps_backend::core::MemberView;
 
 use crate::settings::tensors_of;
-use crate::state::{Block, Step as OptimizerStep, mix};
+use crate::state::{Block, Step as OptimizerStep, mix, squares};
 
 /// One contribution, or one write of weights.
 pub type Uid = u32;
@@ -140,6 +141,8 @@ pub struct History {
     sealed: BTreeMap<PlanId, BTreeSet<usize>>,
     /// Plans that were begun while their last contribution was written, and sealed.
     pub sealed_plans: u64,
+    /// Versions whose steps had to know a norm.
+    pub measured: u64,
     /// By plan: whose blocks were sent for it while they were written.
     ahead: BTreeMap<PlanId, BTreeSet<Uid>>,
     /// Those of plans that were dropped.
@@ -176,6 +179,7 @@ impl History {
             plans: BTreeMap::new(),
             sealed: BTreeMap::new(),
             sealed_plans: 0,
+            measured: 0,
             ahead: BTreeMap::new(),
             in_vain: BTreeSet::new(),
             last: BTreeMap::new(),
@@ -424,7 +428,9 @@ impl History {
                 let anew = (*fresh_state, planned.may_begin_anew);
                 self.check_reduced(version, plan, &step, anew, &before, &after);
             }
-            Work::Add { .. } => panic!("version {version} is made by plan {plan}, which only adds"),
+            Work::Add { .. } | Work::Measure { .. } => {
+                panic!("version {version} is made by plan {plan}, which only adds")
+            }
         }
     }
 
@@ -550,6 +556,11 @@ impl History {
             );
             self.check_sum(version, block, &plans, &of, added);
         }
+        let added = |(block, after): (usize, &Block)| squares(block as u32, &after.weights.added);
+        let norm = step.scale() * after.iter().enumerate().map(added).sum::<f64>().sqrt();
+        let norm = step.reducer.measures(&step.hyper).then(|| Norm::new(norm));
+        assert_eq!(step.norm, norm, "the norm of version {version}, which is of {of:?}");
+        self.measured += u64::from(norm.is_some());
         for uid in all {
             self.goes_in(uid, version);
         }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::vocabulary::norm::ExactSum;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
@@ -13,7 +14,7 @@ use crate::client::Keys;
 use crate::history::{Content, GARBAGE, Uid};
 use crate::memory::Memory;
 use crate::moving::Life;
-use crate::state::{Block, Step};
+use crate::state::{Block, Step, squares};
 use crate::world::{Body, Event, Node, Now, World};
 
 /// Payloads that wait because the core has said later.
@@ -75,6 +76,8 @@ pub struct Shard {
     /// The next version.
     back: Vec<Option<Block>>,
     plan: Option<Plan>,
+    /// The blocks that the plan has measured, and their squares.
+    measured: BTreeMap<usize, f64>,
     /// What the plan does with the sum in the end.
     step: Option<(Reducer, bool, TensorSteps)>,
     /// The one that begins, which may be in the place of another one.
@@ -106,6 +109,7 @@ impl Shard {
             back: vec![None; mine.len()],
             mine,
             plan: None,
+            measured: BTreeMap::new(),
             step: None,
             starting: None,
             reservations: BTreeMap::new(),
@@ -162,8 +166,21 @@ impl Shard {
             Some(Work::Reduce { .. }) => {
                 self.step.as_ref().is_some_and(|(reducer, ..)| *reducer == Reducer::Assign)
             }
+            Some(Work::Measure { .. }) => false,
             Some(Work::Assign { .. }) | None => true,
         }
+    }
+
+    fn measures(&self) -> bool {
+        matches!(self.plan.as_ref().map(|plan| &plan.work), Some(Work::Measure { .. }))
+    }
+
+    /// Nothing is added to the sums of a block any more.
+    fn measure(&mut self, block: usize) {
+        let sums = [&self.sealed[block], &self.open[block]].into_iter().flatten().flatten();
+        let sum: Vec<Uid> = sums.copied().collect();
+        let before = self.measured.insert(block, squares(self.mine[block].0, &sum));
+        assert_eq!(before, None, "block {block} is measured twice");
     }
 
     /// A block of the next version is computed.
@@ -261,7 +278,9 @@ impl World {
                         clean,
                         "partition {partition}: plan {plan} begins with what another one has left"
                     );
-                    let adds = matches!(shard.plan.as_ref().map(|plan| &plan.work), Some(Work::Add { .. }));
+                    shard.measured.clear();
+                    let work = shard.plan.as_ref().map(|plan| &plan.work);
+                    let adds = matches!(work, Some(Work::Add { .. } | Work::Measure { .. }));
                     if !adds {
                         let shard = &mut self.shards[partition];
                         shard.memory.begin(shard.mine.len());
@@ -287,7 +306,18 @@ impl World {
                         );
                     }
                 }
-                Action::Ready(plan) => self.say_to_coordinator(partition, 0, Message::Ready { plan }),
+                Action::Ready(plan) => {
+                    let shard = &self.shards[partition];
+                    let mut squares = ExactSum::default();
+                    shard.measured.values().for_each(|of_block| squares.add(*of_block));
+                    let ready = match shard.measures() {
+                        true => Message::Measured { plan, squares },
+                        false => Message::Ready { plan },
+                    };
+                    let all = if shard.measures() { shard.mine.len() } else { 0 };
+                    assert_eq!(shard.measured.len(), all, "partition {partition}: plan {plan} is ready");
+                    self.say_to_coordinator(partition, 0, ready);
+                }
                 Action::Torn(plan) => self.say_to_coordinator(partition, 0, Message::Torn { plan }),
                 Action::NonFinite { plan, client, block } => {
                     let block = self.shards[partition].mine[block as usize];
@@ -366,7 +396,10 @@ impl World {
                 let shard = &mut self.shards[partition];
                 if shard.core.wants(plan) {
                     for block in blocks.ones() {
-                        shard.finish(block, shard.compute(block, false, None));
+                        match shard.measures() {
+                            true => shard.measure(block),
+                            false => shard.finish(block, shard.compute(block, false, None)),
+                        }
                     }
                 }
                 self.on_shard(partition, |core, actions| core.computed(plan, actions));
@@ -440,8 +473,13 @@ impl World {
             Place { last: true, first, .. } => {
                 assert_eq!(!first, is_sum(&shard.open[b]), "plan {plan} finishes block {block}");
                 assert_eq!(shard.back[b], None, "plan {plan} finishes block {block} twice");
-                if culprit.is_none() {
-                    shard.finish(b, shard.compute(b, !first, Some(&sum)));
+                match culprit {
+                    None if shard.measures() => {
+                        shard.open[b].get_or_insert_default().extend(sum);
+                        shard.measure(b);
+                    }
+                    None => shard.finish(b, shard.compute(b, !first, Some(&sum))),
+                    Some(_) => {}
                 }
             }
             Place { first: true, .. } => {

@@ -46,6 +46,11 @@ impl Step {
     }
 }
 
+/// The squares of the elements of a block's sum, as integers of f64, whose order does not matter.
+pub fn squares(block: u32, added: &[Uid]) -> f64 {
+    added.iter().map(|uid| (mix(u64::from(*uid), u64::from(block)) >> 40) as f64).sum()
+}
+
 pub fn mix(digest: u64, with: u64) -> u64 {
     (digest ^ with).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23)
 }

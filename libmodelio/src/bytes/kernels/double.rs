@@ -105,6 +105,17 @@ impl Eight {
     }
 }
 
+/// Eight floats from element `at`, and zeros behind the last.
+#[inline(always)]
+fn floats(src: &[f32], at: usize) -> [f32; LANES] {
+    let mut lanes = [0.0; LANES];
+    match src[at..].first_chunk() {
+        Some(whole) => lanes = *whole,
+        None => lanes[..src.len() - at].copy_from_slice(&src[at..]),
+    }
+    lanes
+}
+
 /// The start and length of each group of eight `elements`.
 #[inline(always)]
 fn eights(elements: usize) -> impl Iterator<Item = (usize, usize)> {
@@ -198,5 +209,39 @@ impl Kernel for Finite<'_> {
         let seen =
             elements.fold(Eight::splat(0.0), |seen, (at, count)| Eight::load(self.src, at, count).seen(seen));
         seen.is_finite()
+    }
+}
+
+/// The sum of the squares of the sum of some accumulators, which have floats or doubles. Each lane adds up every eighth
+/// element, and the lanes are added up in their order.
+pub struct Squares<'a> {
+    pub doubles: bool,
+    pub sums: &'a [&'a [f32]],
+}
+
+impl Kernel for Squares<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> f64 {
+        let (first, others) = self.sums.split_first().expect("an accumulator");
+        let mut squares = Eight::splat(0.0);
+        if self.doubles {
+            for (at, count) in eights(first.len() / 2) {
+                let load = |sum: &[f32]| Eight::load(bytes(sum), at, count);
+                let value = others.iter().fold(load(first), |sum, other| sum + load(other));
+                squares = squares + value * value;
+            }
+        } else {
+            for (at, _) in eights(first.len()) {
+                let mut value = floats(first, at);
+                for other in others {
+                    value.iter_mut().zip(floats(other, at)).for_each(|(sum, other)| *sum += other);
+                }
+                let value = Eight(value.map(f64::from));
+                squares = squares + value * value;
+            }
+        }
+        squares.0.iter().sum()
     }
 }

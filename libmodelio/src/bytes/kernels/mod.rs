@@ -260,6 +260,16 @@ pub fn accumulate_bytes(wire: Wire, src: &[u8], acc: &mut [u8], first: bool) -> 
     }
 }
 
+/// The sum of the squares of an accumulator's elements, or of the sums of two accumulators', in f64. The order of
+/// addition depends on the number of elements alone.
+///
+/// # Panics
+/// If the lengths disagree, or there is no accumulator.
+pub fn squares(wire: Wire, sums: &[&[f32]]) -> f64 {
+    assert!(sums.iter().all(|sum| sum.len() == sums[0].len()), "accumulators");
+    dispatch(double::Squares { doubles: wire == Wire::F64, sums })
+}
+
 /// fp32 master copy from weights.
 ///
 /// # Panics

@@ -11,6 +11,7 @@ use crate::client::routes::ShardRoute;
 use crate::transport::TransportKind;
 use crate::vocabulary::ids::{ShardId, Version};
 use crate::vocabulary::members::{MemberView, WaitedFor};
+use crate::vocabulary::norm::Norm;
 use crate::vocabulary::phase::{AWAY, JobPhase};
 use crate::wire::{JobState, LearnerState};
 
@@ -52,6 +53,8 @@ pub struct JobStatus {
     pub committed: usize,
     /// The number of contributions that are part of a version.
     pub contributions: u64,
+    /// The norm of the gradient behind the newest version, if its step had to know it.
+    pub norm: Option<Norm>,
     /// The number of blocks that were reduced on arrival.
     pub blocks_on_arrival: u64,
     /// The number of version buffers in this process, and of free ones.
@@ -105,6 +108,7 @@ impl Job {
             members: state.learners.iter().zip(silences).filter_map(member).collect(),
             committed: state.committed as usize,
             contributions: state.contributions,
+            norm: state.norm,
             blocks_on_arrival: self.on_arrival.load(Ordering::Relaxed),
             buffers,
             versions: inner.versions.numbers().collect(),

@@ -39,7 +39,7 @@ enum Op {
     Tick(u64),
 }
 
-const CONTROLS: [(&str, &str); 22] = [
+const CONTROLS: [(&str, &str); 24] = [
     ("reducer", "sgd"),
     ("reducer", "adam"),
     ("reducer", "assign"),
@@ -62,6 +62,8 @@ const CONTROLS: [(&str, &str); 22] = [
     ("lease", "0"),
     ("lease", "0.1"),
     ("nonfinite", "accept"),
+    ("clip_norm", "1"),
+    ("clip_norm", "0"),
 ];
 
 fn op() -> impl Strategy<Value = Op> {
@@ -253,8 +255,8 @@ impl Client {
             Op::Open(_) if self.open.is_none() && self.commit.is_none() => {
                 let Ok(opening) = sim.open(self.id) else { return };
                 let unpublished = self.taken.iter().filter(|&&uid| sim.versions_of(&[uid]) == [None]);
-                let lent =
-                    unpublished.filter(|uid| sim.records[uid].steady && !sim.records[uid].sent.is_empty());
+                let is_lent = |uid: &&Uid| sim.records[uid].steady && !sim.records[uid].sent.is_empty();
+                let lent = unpublished.filter(|uid| is_lent(uid) && !sim.is_in(**uid));
                 if lent.count() > 0 {
                     assert!(opening.staging_lent, "the last contribution is still to be read");
                 }

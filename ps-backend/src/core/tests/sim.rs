@@ -8,6 +8,7 @@ use std::sync::Arc;
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::norm::Norm;
 
 use super::super::*;
 use super::history::History;
@@ -56,6 +57,10 @@ pub struct Sim {
     pub records: BTreeMap<Uid, Record>,
     /// Contributions that are being accumulated.
     pub accumulations: Vec<Vec<Arc<Contribution<Uid>>>>,
+    /// The accumulator is measured after that.
+    measures: bool,
+    /// Contributions that were accumulated to be measured.
+    measured: Vec<Arc<Contribution<Uid>>>,
     pub running: Option<Arc<Plan<Uid>>>,
     pub accumulator: BTreeMap<u32, Content>,
     /// Blocks that have come early.
@@ -95,6 +100,8 @@ impl Sim {
             replies: BTreeMap::new(),
             records: BTreeMap::new(),
             accumulations: Vec::new(),
+            measures: false,
+            measured: Vec::new(),
             running: None,
             accumulator: BTreeMap::new(),
             back: BTreeMap::new(),
@@ -207,6 +214,14 @@ impl Sim {
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
                 self.accumulations.push(contributions);
             }
+            Action::Measure { contributions, step, .. } => {
+                assert!(self.accumulations.is_empty(), "one accumulation at a time");
+                assert!(self.running.is_none() && self.provisional.is_none() && self.has_buffer);
+                assert!(step.reducer.measures(&step.hyper) && step.norm.is_none());
+                assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
+                self.accumulations.push(contributions);
+                self.measures = true;
+            }
             Action::Reduce(plan) if plan.provisional.is_some() => {
                 assert!(self.running.is_none() && self.provisional.is_none());
                 assert!(self.has_buffer && self.accumulations.is_empty());
@@ -241,6 +256,12 @@ impl Sim {
                 assert!(self.running.is_none() && self.provisional.is_none());
                 if let Work::Reduce { step, inputs, .. } = &plan.work {
                     assert!(self.has_buffer && self.accumulations.is_empty());
+                    let is_measured = step.reducer.measures(&step.hyper);
+                    let blocks = (0..BLOCKS).flat_map(|block| self.sum(&plan, block));
+                    let norm = Norm::new(step.scale() * blocks.map(f64::from).sum::<f64>().sqrt());
+                    assert_eq!(step.norm, is_measured.then_some(norm), "{step:?}");
+                    let measured = std::mem::take(&mut self.measured);
+                    let inputs = if is_measured { &measured } else { inputs };
                     self.history.begin(&self.core, step.contributions, inputs);
                 }
                 self.running = Some(plan);
@@ -319,13 +340,16 @@ impl Sim {
 
     pub fn accumulate_done(&mut self, ok: bool) {
         let Some(contributions) = self.accumulations.pop() else { return };
+        let measures = std::mem::take(&mut self.measures);
         for contribution in &contributions {
-            assert!(!self.records[&contribution.source].taken, "memory is accumulated that was given back");
+            let record = &self.records[&contribution.source];
+            assert!(record.steady || !record.taken, "memory is accumulated that was given back");
         }
         if !ok {
             // Every other one is to blame.
             let error = ShardError::OutOfMemory("test".into());
-            let failed = contributions.iter().step_by(2).map(|c| (c.learner, error.clone())).collect();
+            let blamed = contributions.iter().step_by(2).filter(|c| !c.steady);
+            let failed = blamed.map(|c| (c.learner, error.clone())).collect();
             return self.call(|core, now, actions| core.accumulate_failed(failed, now, actions));
         }
         for contribution in &contributions {
@@ -336,7 +360,12 @@ impl Sim {
             self.accumulated.insert(contribution.source);
         }
         let learners: Vec<_> = contributions.iter().map(|contribution| contribution.learner).collect();
-        self.call(|core, now, actions| core.accumulated(&learners, now, actions));
+        // A contribution's number stands for the squares of each of its blocks.
+        let squares = measures.then(|| self.accumulator.values().flatten().copied().map(f64::from).sum());
+        if measures {
+            self.measured.extend(contributions);
+        }
+        self.call(|core, now, actions| core.accumulated(&learners, squares, now, actions));
     }
 
     /// The payloads of these learners are gone, except for those that the shard holds itself.
@@ -361,6 +390,7 @@ impl Sim {
         }
         if accumulation_is_void {
             self.accumulations.clear();
+            self.measures = false;
         }
         let void = self.call(|core, now, actions| core.lost(learners, now, actions));
         assert_eq!(void, plan_is_void || accumulation_is_void);
@@ -379,7 +409,7 @@ impl Sim {
     }
 
     /// Whether the contribution can no longer be lost.
-    fn is_in(&self, uid: Uid) -> bool {
+    pub fn is_in(&self, uid: Uid) -> bool {
         self.accumulated.contains(&uid) || self.versions_of(&[uid]) != [None]
     }
 

@@ -3,7 +3,7 @@
 use libmodelio::vocabulary::ids::{ClientId, PlanId};
 use smallvec::SmallVec;
 
-use super::{Kind, PartitionCore, Place, Placement, Running, Sent};
+use super::{PartitionCore, Place, Placement, Running, Sent};
 
 /// The clients whose payloads are read in one pass, in the order of addition, and whether each payload must be
 /// checked.
@@ -30,7 +30,7 @@ impl PartitionCore {
                 running.in_flight += 1;
             }
         }
-        let last = is_last && running.plan.kind() != Kind::Add;
+        let last = is_last && running.plan.finishes();
         running.last.set(b, last);
         Some((taken, last))
     }

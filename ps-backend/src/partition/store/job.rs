@@ -8,13 +8,16 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use libmodelio::transport::tally::{Flow, Tally};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::norm::ExactSum;
 use libmodelio::vocabulary::reducer::{Combine, Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::ByteSteps;
 use libmodelio::wire::Work;
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::sums::Sums;
 use super::{PartitionError, Payload, check_payload};
-use crate::region_store::accumulator::is_direct;
+use crate::region_store::accumulator::{Accumulator, is_direct};
 use crate::region_store::{Term, VersionBuilder, Written};
 
 /// A thread is working on the block.
@@ -36,11 +39,31 @@ pub struct PartitionJob {
     work: Work,
     /// The old and the new version, if one is made.
     builder: Option<VersionBuilder>,
+    /// What is measured, if the sums are.
+    measure: Option<Measure>,
     check: bool,
     blocks: Box<[AtomicU8]>,
     over: AtomicBool,
     /// This is the last field: when it is dropped, nothing else is in use any more.
     alive: Arc<Alive>,
+}
+
+/// The measuring of sums.
+#[derive(Debug)]
+pub(super) struct Measure {
+    /// The step that needs the result.
+    step: Step,
+    /// Bytes of step 0 do not count.
+    counts: ByteSteps,
+    /// The squares of the blocks that are finished.
+    squares: Mutex<ExactSum>,
+}
+
+impl Measure {
+    /// For this step. `counts` has step 0 for bytes that do not count.
+    pub(super) fn new(step: Step, counts: ByteSteps) -> Measure {
+        Measure { step, counts, squares: Mutex::default() }
+    }
 }
 
 /// Tells the store that a job exists.
@@ -87,6 +110,7 @@ impl PartitionJob {
         (sums, tally): (Arc<Sums>, Arc<Tally>),
         work: Work,
         builder: Option<VersionBuilder>,
+        measure: Option<Measure>,
         check: bool,
     ) -> PartitionJob {
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
@@ -96,6 +120,7 @@ impl PartitionJob {
             tally,
             work,
             builder,
+            measure,
             check,
             blocks,
             over: AtomicBool::new(false),
@@ -216,7 +241,7 @@ impl PartitionJob {
         Ok(bad)
     }
 
-    /// Computes `block` of the next version from the sealed sum, the open sum and the `last` payload, as far as they
+    /// Computes `block` of the next version, or measures its sum if the job does that: from the sealed sum, the open sum and the `last` payload, as far as they
     /// exist. Without any of them the block is carried over, or decays, as the reducer requires. Returns whether all
     /// of the payload is finite, or true if that does not matter. If it is not, the block is not computed. An Inf
     /// that results from adding up is nobody's fault.
@@ -238,6 +263,13 @@ impl PartitionJob {
         block: BlockId,
         parts: &[BlockInput<'_>],
     ) -> Result<Option<usize>, PartitionError> {
+        if let Some(measure) = &self.measure {
+            let bad = if parts.is_empty() { None } else { self.add_all(block, parts)? };
+            if bad.is_none() {
+                self.measure(block, measure)?;
+            }
+            return Ok(bad);
+        }
         let builder = self.builder().ok_or(PartitionError::AddsOnly)?;
         for part in parts {
             check_payload(&self.layout, block, part.payload)?;
@@ -296,6 +328,27 @@ impl PartitionJob {
         }
         claim.set(FINISHED);
         Ok(None)
+    }
+
+    /// Adds the squares of a block's sum to those of the others. Nothing is added to the block any more.
+    fn measure(&self, block: BlockId, to: &Measure) -> Result<(), PartitionError> {
+        let claim = self.claim(block)?;
+        let open = claim.holds().then(|| self.sums.open(block));
+        let sums: SmallVec<[_; 2]> = self.sums.sealed(block).into_iter().chain(open).collect();
+        if !sums.is_empty() {
+            let Measure { step, counts, squares } = to;
+            let mut of_block = ExactSum::default();
+            // SAFETY: the block is claimed, and with it its sums.
+            unsafe { Accumulator::measure(&sums, &self.layout, block, step, counts, &mut of_block) };
+            squares.lock().merge(&of_block);
+        }
+        claim.set(FINISHED);
+        Ok(())
+    }
+
+    /// The sum of the squares of all blocks, if the job measures them.
+    pub fn squares(&self) -> Option<ExactSum> {
+        self.measure.as_ref().map(|measure| measure.squares.lock().clone())
     }
 
     /// Whether the open sum of `block` holds something.

@@ -89,7 +89,7 @@ impl Partition {
     }
 
     fn start(&self, state: &mut State, plan: wire::Plan, actions: &mut Vec<Action>) -> Result<(), Refusal> {
-        if let Work::Reduce { tensors, .. } = &plan.work {
+        if let Work::Reduce { tensors, .. } | Work::Measure { tensors, .. } = &plan.work {
             let (got, expected) = (tensors.tensors(), self.store.partition().tensor_ends().len() as u64);
             if got != expected {
                 let why = format!("the plan is of {got} tensors, the model has {expected}");
@@ -170,7 +170,14 @@ impl Partition {
                 }
                 // Its job knows since the start was taken.
                 Action::Sealed(_) => {}
-                Action::Ready(plan) => state.send(self.epoch, 0, Message::Ready { plan }),
+                Action::Ready(plan) => {
+                    let job = state.job.as_ref().filter(|(of, _)| *of == plan);
+                    let ready = match job.and_then(|(_, job)| job.squares()) {
+                        Some(squares) => Message::Measured { plan, squares },
+                        None => Message::Ready { plan },
+                    };
+                    state.send(self.epoch, 0, ready);
+                }
                 Action::NonFinite { plan, client, block } => {
                     let block = self.store.partition().global(BlockId(block)).unwrap_or_default();
                     state.send(self.epoch, 0, Message::NonFinitePayload { plan, client, block });
