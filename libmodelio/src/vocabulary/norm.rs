@@ -42,7 +42,9 @@ impl ExactSum {
             self.others += value;
             return;
         }
-        let (exponent, fraction) = (value.to_bits() >> FRACTION, value.to_bits() & ((1 << FRACTION) - 1));
+        // A zero may have a sign.
+        let bits = value.abs().to_bits();
+        let (exponent, fraction) = (bits >> FRACTION, bits & ((1 << FRACTION) - 1));
         let (digits, shift) = match exponent {
             0 => (fraction, 0),
             _ => (fraction | 1 << FRACTION, exponent as usize - 1),
@@ -93,7 +95,7 @@ mod tests {
     #[test]
     fn nothing_is_lost_between_numbers_of_any_size() {
         assert_eq!(sum(&[]).value(), 0.0);
-        assert_eq!(sum(&[0.0, 0.0]), ExactSum::default());
+        assert_eq!(sum(&[0.0, -0.0]), ExactSum::default());
         for value in [1.0, 0.1, 5e-324, f64::MIN_POSITIVE, f64::MAX, 1e-300, 3.0f64.sqrt()] {
             assert_eq!(sum(&[value]).value(), value);
             assert_eq!(sum(&[value / 2.0, value / 2.0]).value(), value / 2.0 + value / 2.0);

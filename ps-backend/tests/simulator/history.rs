@@ -1,6 +1,7 @@
 //! What has happened, and whether it was allowed to. A run fails by a panic that says what is wrong.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Add;
 
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
@@ -557,7 +558,7 @@ impl History {
             self.check_sum(version, block, &plans, &of, added);
         }
         let added = |(block, after): (usize, &Block)| squares(block as u32, &after.weights.added);
-        let norm = step.scale() * after.iter().enumerate().map(added).sum::<f64>().sqrt();
+        let norm = step.scale() * after.iter().enumerate().map(added).fold(0.0, f64::add).sqrt();
         let norm = step.reducer.measures(&step.hyper).then(|| Norm::new(norm));
         assert_eq!(step.norm, norm, "the norm of version {version}, which is of {of:?}");
         self.measured += u64::from(norm.is_some());

@@ -112,7 +112,7 @@ impl Settings {
         for (name, value) in [
             ("consistency", one_of(rng, CONSISTENCY).to_owned()),
             ("reducer", one_of(rng, &["sgd", "sgd", "sgd", "sum", "adam", "assign"]).to_owned()),
-            ("clip_norm", one_of(rng, &["0", "0", "0", "1"]).to_owned()),
+            ("clip_norm", one_of(rng, &["0", "0", "0", "0", "0", "1"]).to_owned()),
             ("learners", expected.to_string()),
             ("min_learners", rng.u32(1..=expected.min(2)).to_string()),
             ("lease", lease.as_secs_f64().to_string()),

@@ -48,7 +48,7 @@ impl Step {
 
 /// The squares of the elements of a block's sum, as integers of f64, whose order does not matter.
 pub fn squares(block: u32, added: &[Uid]) -> f64 {
-    added.iter().map(|uid| (mix(u64::from(*uid), u64::from(block)) >> 40) as f64).sum()
+    added.iter().map(|uid| mix(u64::from(*uid), u64::from(block)) >> 40).sum::<u64>() as f64
 }
 
 pub fn mix(digest: u64, with: u64) -> u64 {
