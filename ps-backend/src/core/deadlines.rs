@@ -47,6 +47,12 @@ impl<S: Clone> JobCore<S> {
     }
 
     fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        let over = |ticket: &mut (Ticket, Now)| ticket.1 <= now;
+        // What is accumulated is safe, and waits for its version only in order to be answered with it.
+        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulated) {
+            let ticket = committed.ticket.take_if(over);
+            actions.extend(ticket.map(|(ticket, _)| Action::Reply(ticket, Ok(()))));
+        }
         let mut timed_out = |ticket, what: Cow<'static, str>| {
             actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what))));
         };
@@ -78,7 +84,6 @@ impl<S: Clone> JobCore<S> {
             timed_out(pending.ticket, what.into());
         }
         self.pending = kept;
-        let over = |ticket: &mut (Ticket, Now)| ticket.1 <= now;
         if let Some((ticket, _)) = self.running_ticket.take_if(over) {
             timed_out(ticket, "the version is still being made; it will come".into());
         }

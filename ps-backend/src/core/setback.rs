@@ -72,8 +72,8 @@ impl<S: Clone> JobCore<S> {
         void
     }
 
-    /// The program of `learner` has its lent memory back. Unless the last commit is accumulated, it fails with `why`
-    /// and is open again.
+    /// The program of `learner` has its lent memory back. If the last commit is accumulated, it is answered now.
+    /// Otherwise it fails with `why` and is open again.
     ///
     /// Returns whether the plan or the accumulation under way reads that memory. Then that work is void, as with
     /// [`Self::lost`].
@@ -84,10 +84,13 @@ impl<S: Clone> JobCore<S> {
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) -> bool {
-        let is_it = |c: &&Committed<S>| {
-            c.contribution.lent && c.contribution.learner == learner && c.place != Place::Accumulated
-        };
-        let Some(committed) = self.committed.iter().find(is_it) else { return false };
+        let is_it = |c: &&mut Committed<S>| c.contribution.lent && c.contribution.learner == learner;
+        let Some(committed) = self.committed.iter_mut().find(is_it) else { return false };
+        if committed.place == Place::Accumulated {
+            let answer = committed.ticket.take().map(|(ticket, _)| Action::Reply(ticket, Ok(())));
+            actions.extend(answer);
+            return false;
+        }
         let (place, is_read) = (committed.place, committed.is_read());
         match place {
             Place::Accumulating => self.stop_accumulation(),

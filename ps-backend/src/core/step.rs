@@ -35,9 +35,8 @@ impl<S: Clone> JobCore<S> {
             }
             committed.place = Place::Accumulated;
             committed.undo = None;
-            // The version follows a measurement at once, and its commits are answered with it. Lent memory is not needed.
-            let waits = squares.is_some() && !committed.contribution.lent;
-            if let Some((ticket, _)) = committed.ticket.take_if(|_| !waits) {
+            // The version follows a measurement at once, and answers its commits.
+            if let Some((ticket, _)) = committed.ticket.take_if(|_| squares.is_none()) {
                 actions.push(Action::Reply(ticket, Ok(())));
             }
         }

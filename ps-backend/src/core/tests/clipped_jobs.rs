@@ -115,3 +115,16 @@ fn the_setting_counts_from_the_next_step_of_which_nothing_is_computed() {
     sim.reduce_done(true);
     assert_eq!((sim.core.version(), sim.core.norm()), (Version(2), None));
 }
+
+#[test]
+fn what_is_measured_is_safe_whatever_becomes_of_the_version() {
+    let (mut sim, ids) = job(&[], &["a"]);
+    let (a, ticket) = everything(&mut sim, ids[0], false);
+    sim.accumulate_done(true);
+    assert!(sim.is_waiting(ticket) && sim.running.is_some());
+    sim.tick(1_000);
+    assert!(ok(&sim, ticket), "at its deadline");
+    sim.lose(&[ids[0].0]);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
+}
