@@ -3,8 +3,10 @@
 
 use half::{bf16, f16};
 use libmodelio::bytes::kernels::{
-    Input, Level, Operands, Output, Source, Wire, accumulate, all_finite, stream_copy, widen, with_level,
+    Input, Level, Operands, Output, Source, Wire, accumulate, all_finite, squares, stream_copy, widen,
+    with_level,
 };
+use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use proptest::prelude::*;
 use ps_backend::reducers::apply;
@@ -180,10 +182,11 @@ impl Case {
         let mut size = values.iter().map(|source| f64::from(source[i].abs())).sum::<f64>() + w.abs() + 1.0;
         let terms = size;
         let mean = h.aggregation == Aggregation::Mean;
-        let mut g = if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
+        let clip = self.step.norm.map_or(1.0, |norm| (f64::from(h.clip_norm) / (norm.get() + 1e-6)).min(1.0));
+        let mut g = clip * if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
         let t = self.step.t as i32;
         let (new, state) = match self.step.reducer {
-            Reducer::Sum => (f64::from(h.carry) * w + sum, slots),
+            Reducer::Sum => (f64::from(h.carry) * w + clip * sum, slots),
             Reducer::Assign => (values.last().map_or(w, |last| f64::from(last[i])), slots),
             Reducer::Sgd => (w - lr * (g + wd * w), slots),
             Reducer::Momentum | Reducer::Nesterov => {
@@ -268,13 +271,18 @@ fn hyper() -> impl Strategy<Value = Hyper> {
 
 fn case() -> impl Strategy<Value = Case> {
     let reducer = prop::sample::select(Reducer::all().collect::<Vec<_>>());
-    let step = (reducer, hyper(), 0u32..6, 1u64..40).prop_map(|(reducer, hyper, contributions, t)| Step {
-        reducer,
-        hyper,
-        contributions,
-        t,
-        norm: None,
-    });
+    // Some are clipped: to a half, and not at all.
+    let norm = prop::sample::select(vec![None, Some(4.0), Some(0.5)]);
+    let step =
+        (reducer, hyper(), 0u32..6, 1u64..40, norm).prop_map(|(reducer, hyper, contributions, t, norm)| {
+            Step {
+                reducer,
+                hyper: Hyper { clip_norm: norm.map_or(0.0, |_| 2.0), ..hyper },
+                contributions,
+                t,
+                norm: norm.map(Norm::new),
+            }
+        });
     // Around lines, and long enough to be streamed.
     let elements = prop_oneof![0usize..140, 8150usize..8300];
     let sources = prop::collection::vec((any::<bool>(), 0usize..8), 0..5);
@@ -481,6 +489,38 @@ fn sums_are_accumulated_in_fp32_and_in_order() {
             let want: Vec<_> = (0..n).map(|i| a[i] + b[i] + c[i]).collect();
             assert_eq!(acc.get(), want);
             acc.assert_clean();
+        }
+    }
+}
+
+#[test]
+fn squares_are_added_up_in_the_same_order_at_every_level() {
+    for (n, two) in [0, 1, 7, 8, 9, 64, 9001].into_iter().flat_map(|n| [(n, false), (n, true)]) {
+        let sums = [random(1, 2 * n), random(2, 2 * n)];
+        let doubles = |sum: &Vec<f32>| {
+            sum.chunks(2)
+                .map(|two| f64::from_bits(u64::from(two[0].to_bits()) | u64::from(two[1].to_bits()) << 32))
+                .collect::<Vec<_>>()
+        };
+        for wire in [Wire::F32, Wire::BF16, Wire::F64] {
+            let words = wire.words() * n;
+            let all = [&sums[0][..words], &sums[1][..words]];
+            let all = if two { &all[..] } else { &all[..1] };
+            let values: Vec<f64> = match (wire, two) {
+                (Wire::F64, false) => doubles(&sums[0]),
+                (Wire::F64, true) => {
+                    doubles(&sums[0]).iter().zip(doubles(&sums[1])).map(|(a, b)| a + b).collect()
+                }
+                (_, false) => all[0].iter().map(|&a| f64::from(a)).collect(),
+                (_, true) => all[0].iter().zip(all[1]).map(|(a, b)| f64::from(a + b)).collect(),
+            };
+            let mut lanes = [0.0; 8];
+            values.iter().enumerate().for_each(|(i, value)| lanes[i % 8] += value * value);
+            let want: f64 = lanes.iter().sum();
+            for level in Level::available() {
+                let got = with_level(level, || squares(wire, all)).unwrap();
+                assert_eq!(got.to_bits(), want.to_bits(), "{level:?} {wire:?} {n} {two}");
+            }
         }
     }
 }

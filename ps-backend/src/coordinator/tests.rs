@@ -11,6 +11,7 @@ use std::ops::Range;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Step;
 use libmodelio::vocabulary::layout::DType;
+use libmodelio::vocabulary::norm::ExactSum;
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{Granted, Work};
 
@@ -218,6 +219,57 @@ fn who_is_alone_for_long_is_added_up_and_answered() {
     let Work::Reduce { step, .. } = &next.work else { panic!("{next:?}") };
     assert_eq!(step.contributions, 2);
     assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
+}
+
+#[test]
+fn a_step_that_needs_its_norm_is_measured_before_it_is_made() {
+    let controls = Controls::default().with("learners", "2").unwrap().with("clip_norm", "1").unwrap();
+    let mut bench = Bench {
+        coordinator: CoordinatorCore::new(&layout(4), 2, controls, PATIENCE).unwrap(),
+        ..Bench::new()
+    };
+    for (client, name) in [(A, "a"), (B, "b")] {
+        bench.coordinator.client_up(client, bench.now, &mut bench.said).unwrap();
+        bench.client(client, 1, Message::Join { name: name.into() });
+    }
+    bench.commit(A, 1, 1, 2);
+    bench.said.clear();
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    let Work::Measure { step, tensors } = &plan.work else { panic!("{plan:?}") };
+    assert_eq!((step.contributions, step.norm, tensors.runs()), (2, None, &[(2, 1)][..]));
+    assert_eq!(plan.sources.len(), 2);
+    let measured = |value: f64| {
+        let mut squares = ExactSum::default();
+        squares.add(value);
+        Message::Measured { plan: plan.plan, squares }
+    };
+    let says = |bench: &mut Bench, partition, request, message| {
+        bench.coordinator.from_partition(partition, request, message, bench.now, &mut bench.said);
+    };
+    // What is repeated counts once, and ready is not measured.
+    says(&mut bench, 0, 0, measured(f64::INFINITY));
+    says(&mut bench, 0, 0, measured(1.0));
+    says(&mut bench, 1, 0, Message::Ready { plan: plan.plan });
+    assert_eq!(bench.sent_to_partition(), []);
+    says(&mut bench, 1, 0, measured(f64::NAN));
+    says(&mut bench, 1, 0, measured(1.0));
+    let concludes = Message::Conclude { plan: plan.plan };
+    assert_eq!(bench.sent_to_partition(), [concludes.clone(), concludes]);
+    bench.said.clear();
+    for partition in [0, 1] {
+        says(&mut bench, partition, plan.plan.0, Message::Done);
+    }
+    let next = bench.started();
+    let Work::Reduce { step, .. } = &next.work else { panic!("{next:?}") };
+    assert!(step.norm.unwrap().get().is_nan() && next.sources.is_empty());
+    bench.pass(REPEAT);
+    assert_eq!(bench.started(), next, "it is the same when it is repeated");
+    for partition in [0, 1] {
+        says(&mut bench, partition, 0, Message::Ready { plan: next.plan });
+    }
+    assert!(bench.said.contains(&Action::Published(Version(1))));
+    assert!(bench.coordinator.state(A, bench.now).norm.unwrap().get().is_nan());
 }
 
 #[test]

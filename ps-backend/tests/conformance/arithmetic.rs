@@ -106,3 +106,35 @@ pub fn reducers_compute_their_formulas(way: &Way) {
     step(&[("reducer", "assign")], 1.0, 6.0);
     step(&[("reducer", "sum"), ("carry", "1")], 1.0, 14.0);
 }
+
+pub fn gradients_are_clipped_by_their_norm(way: &Way) {
+    let settings = [("reducer", "sgd"), ("learners", "2"), ("learning_rate", "1"), ("clip_norm", "2")];
+    let site = way.striped_job(&settings);
+    let [a, b] = site.two_ends();
+    let (one, other) = (a.join("a"), b.join("b"));
+    let count = (a.job.layout().size() / 4) as f64;
+    let mut weight = 0.0;
+    // Above the limit, below it, and mapped.
+    for (version, factor) in (1..).zip([1.0f32, 1e-9, 3.0, 0.25]) {
+        if version == 4 {
+            for (learner, value) in [(&one, 2.0 * factor), (&other, 6.0 * factor)] {
+                let mut contribution = learner.open();
+                (0..a.job.layout().blocks()).for_each(|block| contribution.stage_all_of(block, value));
+                done(contribution.commit());
+            }
+        } else {
+            one.push(2.0 * factor);
+            other.push(6.0 * factor);
+        }
+        let sum = 2.0 * factor + 6.0 * factor;
+        let norm = 0.5 * f64::from(sum) * count.sqrt();
+        let clip = (2.0 / (norm + 1e-6)).min(1.0);
+        weight -= sum * (0.5 * clip) as f32;
+        for learner in [&one, &other] {
+            assert_eq!(learner.pull(), version);
+            learner.end.shows(version, weight);
+            let shown = learner.end.job.status().norm.unwrap().get();
+            assert!((shown - norm).abs() <= 1e-12 * norm, "{shown} in version {version}, not {norm}");
+        }
+    }
+}

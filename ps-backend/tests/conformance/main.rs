@@ -106,7 +106,11 @@ macro_rules! conforms {
                 the_lead_of_the_fastest_is_bounded,
                 too_few_learners_stop_the_job,
             ],
-            arithmetic: [halves_are_added_up_in_full, reducers_compute_their_formulas],
+            arithmetic: [
+                halves_are_added_up_in_full,
+                reducers_compute_their_formulas,
+                gradients_are_clipped_by_their_norm,
+            ],
             tensors: [
                 a_tensor_that_nobody_wrote_stays_as_it_is,
                 adam_counts_its_steps_per_tensor,

@@ -130,6 +130,24 @@ fn a_sum_that_is_kept_makes_no_version() {
 }
 
 #[test]
+fn sums_that_are_measured_are_kept_and_make_no_version() {
+    let mut bench = Bench::new();
+    let work = Work::Measure { step: Default::default(), tensors: Default::default() };
+    let plan = Plan { work, ..Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0, 1])]) };
+    assert_eq!(bench.begin(plan), [Action::Compute(ONE, blocks([2]))], "nobody sends this block");
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
+    bench.completes(A, ONE, 0);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), LAST);
+    bench.completes(B, ONE, 0);
+    assert_eq!(bench.core.reserve(B, ONE, 1, SENT), ALONE);
+    assert_eq!(bench.completes(B, ONE, 1), [], "a block is being measured");
+    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(4));
+}
+
+#[test]
 fn new_values_make_a_version_and_leave_the_other_blocks() {
     let mut bench = Bench::new();
     let alone = bench.begin(Bench::plan(ONE, Kind::Assign, vec![source(A, [1])]));
