@@ -77,14 +77,13 @@ def test_a_frozen_tensor_is_not_in_the_norm(start_mount, tmp_path, mapped):
     part += np.full(3_000, 4, "<f8").tobytes() + np.full(500, 7, "<i4").tobytes()
     for frozen, norm in [("b", math.sqrt(9 * 40_000 + 16 * 3_000)), (None, math.sqrt(9 * 90_000 + 16 * 3_000))]:
         if frozen is None:
-            fd = os.open(mount.model / "control" / "frozen", os.O_WRONLY | os.O_TRUNC)
-            os.close(fd)
+            (mount.model / "control" / "frozen").write_text("")
         before = np.load(mount.model / "tensors" / "a.npy")[-1]
         if mapped:
             fd = os.open(mount.model / "gradients", os.O_RDWR)
-            view = np.memmap(mount.model / "gradients", "u1", "r+", shape=len(part))
-            view[:] = np.frombuffer(part, "u1")
-            view.flush()
+            with mmap.mmap(fd, len(part)) as memory:
+                memory[:] = part
+                os.fsync(fd)
             os.close(fd)
         else:
             mount.contribute(part)
