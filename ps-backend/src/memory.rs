@@ -36,10 +36,11 @@ pub struct MemoryUse {
 impl MemoryUse {
     /// Of a model in this process (`gradfs up`) with `control/learners` learners, once all of them have contributed. A
     /// learner that maps `gradients` takes as much as one whose contribution is staged, but what is mapped by several is
-    /// added up before the last of them has come.
+    /// added up before the last of them has come. So is everything that is measured.
     pub fn of_one_process(layout: &ModelLayout, controls: &Controls) -> MemoryUse {
         let staging = layout.size().saturating_mul(controls.learners.max(1).into());
-        let sums = if controls.learners > 1 { layout.elements().saturating_mul(4) } else { 0 };
+        let adds_up = controls.learners > 1 || controls.reducer.measures(&controls.hyper);
+        let sums = if adds_up { layout.elements().saturating_mul(4) } else { 0 };
         MemoryUse { sums, staging, ..MemoryUse::kept(layout, controls, controls.retain.into()) }
     }
 

@@ -19,6 +19,8 @@ fn one_formula_counts_versions_masters_state_sums_and_staging() {
     let adam = with(&[("reducer", "adam"), ("learners", "2"), ("retain", "3")]);
     assert_eq!(mib(MemoryUse::of_one_process(&layout(DType::F32), &plain)), [4, 0, 0, 0, 1]);
     assert_eq!(mib(MemoryUse::of_one_process(&layout(DType::F32), &adam)), [6, 0, 4, 1, 2]);
+    let clips = with(&[("clip_norm", "1")]);
+    assert_eq!(mib(MemoryUse::of_one_process(&layout(DType::F32), &clips)), [4, 0, 0, 1, 1]);
     // Half as many bytes an element: masters, moments and sums weigh double.
     assert_eq!(mib(MemoryUse::of_one_process(&layout(DType::BF16), &adam)), [6, 4, 8, 2, 2]);
     assert_eq!(mib(MemoryUse::of_partition(&layout(DType::F32), &adam)), [4, 0, 4, 2, 0]);
