@@ -59,8 +59,6 @@ pub struct Sim {
     pub accumulations: Vec<Vec<Arc<Contribution<Uid>>>>,
     /// The accumulator is measured after that.
     measures: bool,
-    /// Contributions that were accumulated to be measured.
-    measured: Vec<Arc<Contribution<Uid>>>,
     pub running: Option<Arc<Plan<Uid>>>,
     pub accumulator: BTreeMap<u32, Content>,
     /// Blocks that have come early.
@@ -101,7 +99,6 @@ impl Sim {
             records: BTreeMap::new(),
             accumulations: Vec::new(),
             measures: false,
-            measured: Vec::new(),
             running: None,
             accumulator: BTreeMap::new(),
             back: BTreeMap::new(),
@@ -219,6 +216,7 @@ impl Sim {
                 assert!(self.running.is_none() && self.provisional.is_none() && self.has_buffer);
                 assert!(step.reducer.measures(&step.hyper) && step.norm.is_none());
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
+                self.history.begin(&self.core, step.contributions, &contributions);
                 self.accumulations.push(contributions);
                 self.measures = true;
             }
@@ -260,9 +258,10 @@ impl Sim {
                     let blocks = (0..BLOCKS).flat_map(|block| self.sum(&plan, block));
                     let norm = Norm::new(step.scale() * blocks.map(f64::from).sum::<f64>().sqrt());
                     assert_eq!(step.norm, is_measured.then_some(norm), "{step:?}");
-                    let measured = std::mem::take(&mut self.measured);
-                    let inputs = if is_measured { &measured } else { inputs };
-                    self.history.begin(&self.core, step.contributions, inputs);
+                    // What is measured has begun before.
+                    if !is_measured {
+                        self.history.begin(&self.core, step.contributions, inputs);
+                    }
                 }
                 self.running = Some(plan);
             }
@@ -346,6 +345,9 @@ impl Sim {
             assert!(record.steady || !record.taken, "memory is accumulated that was given back");
         }
         if !ok {
+            if measures {
+                self.history.void();
+            }
             // Every other one is to blame.
             let error = ShardError::OutOfMemory("test".into());
             let blamed = contributions.iter().step_by(2).filter(|c| !c.steady);
@@ -362,9 +364,6 @@ impl Sim {
         let learners: Vec<_> = contributions.iter().map(|contribution| contribution.learner).collect();
         // A contribution's number stands for the squares of each of its blocks.
         let squares = measures.then(|| self.accumulator.values().flatten().copied().map(f64::from).sum());
-        if measures {
-            self.measured.extend(contributions);
-        }
         self.call(|core, now, actions| core.accumulated(&learners, squares, now, actions));
     }
 
@@ -390,7 +389,9 @@ impl Sim {
         }
         if accumulation_is_void {
             self.accumulations.clear();
-            self.measures = false;
+            if std::mem::take(&mut self.measures) {
+                self.history.void();
+            }
         }
         let void = self.call(|core, now, actions| core.lost(learners, now, actions));
         assert_eq!(void, plan_is_void || accumulation_is_void);
