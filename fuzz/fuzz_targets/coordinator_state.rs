@@ -21,7 +21,7 @@ fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     for after in [0, 1, 1000, 1_000_000] {
         coordinator.tick(now + Duration::from_millis(after), &mut actions);
     }
-    coordinator.hold();
+    coordinator.hold(now, &mut actions);
     if coordinator.is_held() {
         let again = coordinator.hand_over().expect("it is held");
         CoordinatorCore::taken_over(&again, &layout, partitions, now).expect("it was handed over");
