@@ -31,11 +31,15 @@ use crate::wire::{Message, Received};
 pub(super) const AHEAD: usize = 512;
 /// The most blocks that are named before the messages go out. The shard must begin soon, and on all connections.
 const AT_ONCE: u32 = 4;
-/// After so many named bytes the shard is asked to answer when it has used them,
-const SAY_AFTER: u32 = 1 << 20;
-/// and so many of its answers may be outstanding. Another connection can name the blocks that this one may not.
+/// When a connection has named this part of the blocks that are left to push, it asks the shard to answer once it has
+/// used them. So most blocks are named in a few long runs, whose answers wake few threads, and the last ones in short
+/// runs, so that all connections end together.
+const SAY_AFTER: usize = 8;
+/// The shortest and the longest such run, in bytes.
+const RUN: (usize, usize) = (512 << 10, 16 << 20);
+/// So many of the shard's answers may be outstanding. Another connection can name the blocks that this one may not.
 const UNSAID: usize = 2;
-/// The most bytes of a version that one connection asks for ahead, for the same reason.
+/// The most bytes of a version that one connection asks for ahead, so that others have work, too.
 const ASKED: u32 = 2 << 20;
 /// The most sums that the shard may have at once.
 const SLOTS: u32 = shm::SUMS;
@@ -137,7 +141,7 @@ pub(super) struct Named<M> {
     /// The number of blocks that were named since messages last went out.
     named: u32,
     /// The number of blocks that were named since the shard was last asked for an answer.
-    since_asked: u32,
+    since_asked: usize,
     /// The requests that asked for an answer, and have none yet.
     unsaid: VecDeque<u64>,
     /// The number of the last request. Pushes from slots have numbers up to [`SLOTS`].
@@ -186,10 +190,12 @@ impl<M: PeerMemory> Named<M> {
     }
 
     /// The request number of the next block that is named where it lies. It is 0 unless the shard must answer when it
-    /// has used this block and those before it.
-    fn asks(&mut self, block: u32) -> u64 {
+    /// has used this block and those before it. `left` more blocks of this size are to be pushed.
+    fn asks(&mut self, block: u32, left: usize) -> u64 {
+        let (shortest, longest) = RUN;
         self.since_asked += 1;
-        if self.since_asked < SAY_AFTER / block {
+        if self.since_asked * (block as usize) < (left * block as usize / SAY_AFTER).clamp(shortest, longest)
+        {
             return 0;
         }
         self.since_asked = 0;
@@ -217,7 +223,7 @@ impl<M: PeerMemory> Named<M> {
         let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else {
             return Outcome::Dropped;
         };
-        let check = inner.rejects_nonfinite();
+        let (check, left) = (inner.rejects_nonfinite(), inner.core.left_to_push(to.route.part));
         drop(inner);
         let (shared, layout) = (&to.shared, &to.shared.layout);
         let extent = layout.block_bytes(block);
@@ -233,7 +239,7 @@ impl<M: PeerMemory> Named<M> {
                     Ok(region) => {
                         let push =
                             Message::PushAt { plan, block, wide: false, ahead, region, offset: extent.start };
-                        (self.asks(layout.block_size()), Some(push))
+                        (self.asks(layout.block_size(), left), Some(push))
                     }
                     Err(_) => (0, None),
                 },

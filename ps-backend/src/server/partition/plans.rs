@@ -332,6 +332,16 @@ impl Partition {
         }
     }
 
+    /// A client on this host connects. If it can show versions from this memory, it keeps a buffer for longer: another
+    /// one is made, by another thread, before the first plans need it.
+    pub(in crate::server) fn expect_shown(self: &Arc<Partition>) {
+        if self.layout().size() < self.model_bytes {
+            return;
+        }
+        let partition = Arc::clone(self);
+        self.executor.spawn(Box::new(move || partition.add_spares(2)));
+    }
+
     /// Makes version buffers until `count` are free.
     fn add_spares(&self, count: usize) {
         while match self.store.add_spare(count) {
