@@ -70,7 +70,7 @@ def drain(one, shard, *args, **options):
     assert done.returncode == 0, done.stderr
     assert ("it can be stopped" in done.stdout) == (one.registry != shard.address), done.stdout
     holds = one.ask(shard)
-    assert holds["models"] == [] and holds["adopting"] == [], holds
+    assert holds["models"] == [] and holds["incoming"] == [], holds
     return done
 
 
@@ -147,8 +147,8 @@ def marked(one):
     return [shard["draining"] for shard in one.status()["shards"]]
 
 
-def adopting(one):
-    return [one.ask(shard)["adopting"] for shard in one.shards]
+def incoming(one):
+    return [one.ask(shard)["incoming"] for shard in one.shards]
 
 
 def drains_and_stops(apart, which):
@@ -286,7 +286,7 @@ def test_a_move_that_fails_changes_nothing(apart):
         hung.resume()
         assert epochs(one) == {"m": {1}}
         assert (train(one, 1, at=1) != before).any()
-        eventually(lambda: all(one.ask(shard)["adopting"] == [] for shard in one.shards), deadline=20)
+        eventually(lambda: all(one.ask(shard)["incoming"] == [] for shard in one.shards), deadline=20)
     drain(one, gone)
 
 
@@ -358,7 +358,7 @@ def test_a_registry_that_is_gone_when_all_is_moved_leaves_the_job_where_it_is(ap
     one.way.target = there
     assert mount.stop() == 0
     eventually(lambda: one.run("status").returncode == 0)
-    eventually(lambda: all(one.ask(shard)["adopting"] == [] for shard in one.shards))
+    eventually(lambda: all(one.ask(shard)["incoming"] == [] for shard in one.shards))
     eventually(lambda: len(one.status()["shards"]) == 3, deadline=15)
     drain(one, gone)
 
@@ -430,7 +430,7 @@ def test_deleting_a_model_while_it_moves_leaves_nothing_of_it(apart):
             drained = drains.result(60)
         assert deleted.returncode == 0, deleted.stderr
         assert drained.returncode in (0, 1), drained.stderr
-        holds = lambda: [(one.ask(shard)["models"], one.ask(shard)["adopting"]) for shard in one.shards]
+        holds = lambda: [(one.ask(shard)["models"], one.ask(shard)["incoming"]) for shard in one.shards]
         eventually(lambda: holds() == [([], [])] * 3, deadline=15)
         # It takes models again only under a new number: another one takes its place here.
         assert shard.stop() == 0
@@ -493,7 +493,7 @@ def test_a_drain_is_cancelled_while_it_moves(apart):
             out, err = command.communicate(timeout=10)
             assert command.returncode == 1 and "was stopped" in err, (out, err)
         assert marked(one) == [False] * 3 and epochs(one) == {"m": {1}}
-        eventually(lambda: adopting(one) == [[]] * 3)
+        eventually(lambda: incoming(one) == [[]] * 3)
     drain(one, gone)
 
 
@@ -507,7 +507,7 @@ def test_an_interrupted_drain_stops_what_it_moves(apart, number):
             out, err = command.communicate(timeout=10)
             assert command.returncode == 1 and "was stopped" in err and "takes models as before" in err, (out, err)
         assert marked(one) == [False] * 3 and epochs(one) == {"m": {1}}
-        eventually(lambda: adopting(one) == [[]] * 3)
+        eventually(lambda: incoming(one) == [[]] * 3)
     drain(one, gone)
 
 
@@ -519,7 +519,7 @@ def test_a_model_that_is_deleted_while_it_moves_is_not_said_to_have_moved(apart)
         assert one.run("delete", "m").returncode == 0
         out, err = command.communicate(timeout=10)
         assert command.returncode == 0 and "0 model(s) moved" in out and "m was deleted meanwhile" in out, (out, err)
-    eventually(lambda: adopting(one) == [[]] * 3)
+    eventually(lambda: incoming(one) == [[]] * 3)
     mount.kill()
 
 
@@ -576,7 +576,7 @@ def test_a_model_whose_block_map_is_too_long_to_be_told_stays(apart, tmp_path):
     with takes(0, 5):
         done = one.run("drain", gone.address)
     assert done.returncode == 1 and "cannot be moved" in done.stderr and "less metadata" in done.stderr, done.stderr
-    assert marked(one) == [False, False] and adopting(one) == [[], []]
+    assert marked(one) == [False, False] and incoming(one) == [[], []]
 
 
 def test_status_tells_of_a_move(apart):

@@ -36,15 +36,11 @@ pub const MAX_MODELS: usize = 256;
 /// Most bytes of a name that a directory entry can hold.
 const MAX_NAME: usize = 255;
 
-/// Everything `gradfs up` needs to know, checked.
+/// How to mount.
 #[derive(Clone, Debug, PartialEq)]
-pub struct UpConfig {
+pub struct Mounting {
     /// The directory to mount at, as given and not yet checked.
     pub mountpoint: PathBuf,
-    /// The models to serve, at least one, with unique names.
-    pub models: Vec<ModelSpec>,
-    /// Bytes of a block: a power of two, 64 KiB to 4 MiB.
-    pub block_size: u32,
     /// Threads that serve the filesystem, at least one.
     pub threads: usize,
     /// Whether other users may use the mount.
@@ -55,6 +51,17 @@ pub struct UpConfig {
     pub passthrough: bool,
     /// The address where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
+}
+
+/// Everything `gradfs up` needs to know, checked.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UpConfig {
+    /// How to mount.
+    pub mounting: Mounting,
+    /// The models to serve, at least one, with unique names.
+    pub models: Vec<ModelSpec>,
+    /// Bytes of a block: a power of two, 64 KiB to 4 MiB.
+    pub block_size: u32,
     /// The settings of the jobs.
     pub controls: Controls,
 }
@@ -108,14 +115,9 @@ impl UpConfig {
         let controls = merged.controls()?;
         let block_size = merged.block_size()?;
         Ok(UpConfig {
-            mountpoint: merged.mountpoint(UP_MOUNT)?,
+            mounting: merged.mounting(UP_MOUNT)?,
             models: merged.models(block_size)?,
             block_size,
-            threads: merged.threads(THREADS_OF_MOUNT)?,
-            allow_other: merged.switch("allow_other")?,
-            permissions: merged.permissions()?,
-            passthrough: !merged.switch("no_passthrough")?,
-            metrics: merged.metrics()?,
             controls,
         })
     }
@@ -207,6 +209,18 @@ impl<'a> Merged<'a> {
             }
         };
         Ok(self.parsed("block_size", block_size)?.unwrap_or(DEFAULT_BLOCK_SIZE))
+    }
+
+    /// How to mount; `usage` says how the directory is given.
+    fn mounting(&self, usage: &str) -> Result<Mounting, Error> {
+        Ok(Mounting {
+            mountpoint: self.mountpoint(usage)?,
+            threads: self.threads(THREADS_OF_MOUNT)?,
+            allow_other: self.switch("allow_other")?,
+            permissions: self.permissions()?,
+            passthrough: !self.switch("no_passthrough")?,
+            metrics: self.metrics()?,
+        })
     }
 
     fn mountpoint(&self, usage: &str) -> Result<PathBuf, Error> {

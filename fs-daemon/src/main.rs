@@ -58,7 +58,7 @@ fn run(cli: Cli) -> Result<ExitCode, Error> {
             if dry_run {
                 return up::dry_run(&config).map(|()| ExitCode::SUCCESS);
             }
-            let ready = ready(background, log, "up", &config.mountpoint)?;
+            let ready = ready(background, log, "up", &config.mounting.mountpoint)?;
             up::run(config, ready)
         }
         Command::Cluster(command) => return run_cluster(command, log),
@@ -104,7 +104,7 @@ fn run_cluster(command: ClusterCommand, log: Option<PathBuf>) -> Result<ExitCode
         ClusterCommand::Mount(args) => {
             let background = args.background.asked();
             let config = args.config(variables)?;
-            let ready = ready(background, log, "mount", &config.mountpoint)?;
+            let ready = ready(background, log, "mount", &config.mounting.mountpoint)?;
             cluster::mount::run(&config, ready)
         }
         ClusterCommand::Status(args) => return cluster::status::run(&args.config(variables)?),

@@ -2,15 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use libmodelio::client::ShardView;
 
 use crate::background::Ready;
-use crate::config::endpoint::Endpoint;
-use crate::config::{MAX_MODELS, Permissions};
+use crate::config::{MAX_MODELS, Mounting, Permissions};
 use crate::error::{self, Error};
 use crate::fs::access::Access;
 use crate::fs::node;
@@ -27,37 +25,21 @@ const _: () = assert!(MAX_MODELS <= node::MAX_MODELS, "inode numbers have room f
 /// How long open requests may take to end after the mount is detached.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// How to mount.
-pub struct Mounting<'a> {
-    /// The directory to mount at.
-    pub mountpoint: &'a Path,
-    /// Threads that serve the filesystem.
-    pub threads: usize,
-    /// Whether other users may use it.
-    pub allow_other: bool,
-    /// The owner and modes of the files.
-    pub permissions: Permissions,
-    /// Whether reads may bypass the daemon where the system allows it.
-    pub passthrough: bool,
-    /// The address where metrics are served, if they are.
-    pub metrics: Option<&'a Endpoint>,
-}
-
 /// Mounts the models that `load` brings and serves them until told to stop.
 ///
 /// # Errors
 /// Anything that keeps it from mounting; nothing is left mounted then.
 pub fn serve(
-    mounting: &Mounting<'_>,
+    mounting: &Mounting,
     ready: Ready,
     load: impl FnOnce() -> Result<Vec<Arc<Model>>, Error>,
 ) -> Result<(), Error> {
     let stops = signals::install()?;
     memory::raise_file_limit();
     // These first: a mistake there should not cost the loading of a model.
-    let bound = mounting.metrics.map(metrics::bind).transpose()?;
+    let bound = mounting.metrics.as_ref().map(metrics::bind).transpose()?;
     fuse::access::check(mounting.allow_other)?;
-    let mountpoint = Mountpoint::prepare(mounting.mountpoint)?;
+    let mountpoint = Mountpoint::prepare(&mounting.mountpoint)?;
     let detach = mountpoint.detacher();
     stops.before_forced_exit(move || {
         if let Err(error) = detach() {

@@ -13,7 +13,7 @@ use crate::config::{ModelSource, ModelSpec, UpConfig};
 use crate::error::Error;
 use crate::memory;
 use crate::progress::Progress;
-use crate::serve::{self, Mounting};
+use crate::serve;
 use crate::session::model::{Model, OWN_LEARNER, Snapshots};
 use crate::source::Source;
 
@@ -26,15 +26,7 @@ const CHUNK: usize = 8 << 20;
 /// Anything that keeps it from mounting; nothing is left mounted then.
 pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
     let controls = config.controls.clone();
-    let mounting = Mounting {
-        mountpoint: &config.mountpoint,
-        threads: config.threads,
-        allow_other: config.allow_other,
-        permissions: config.permissions,
-        passthrough: config.passthrough,
-        metrics: config.metrics.as_ref(),
-    };
-    serve::serve(&mounting, ready, || {
+    serve::serve(&config.mounting, ready, || {
         let mut sources = Vec::new();
         let mut needed = MemoryUse::default();
         for spec in &config.models {
@@ -43,7 +35,7 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
             sources.push((&spec.name, source));
         }
         memory::check_together(needed)?;
-        let executor = Cpu::start(config.threads)
+        let executor = Cpu::start(config.mounting.threads)
             .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
         let mut models = Vec::new();
         for (name, source) in sources {

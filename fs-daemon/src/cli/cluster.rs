@@ -8,6 +8,8 @@ use std::sync::LazyLock;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand, ValueHint};
+use libmodelio::client::TransportChoice;
+use libmodelio::transport::reactor::Choice;
 use strum::VariantNames as _;
 
 use super::given::{Given, Variables, options_of};
@@ -15,8 +17,8 @@ use super::rdma::{RdmaArgs, RdmaListenArgs};
 use super::{BackgroundArgs, BlankArgs, FromArgs, JobArgs, MountingArgs};
 use crate::config::Vocabulary;
 use crate::config::cluster::{
-    CreateConfig, DeleteConfig, DrainConfig, Io, MountConfig, RegistryConfig, SaveConfig, ShardConfig,
-    StatusConfig, Transport,
+    CreateConfig, DeleteConfig, DrainConfig, MountConfig, RegistryConfig, SaveConfig, ShardConfig,
+    StatusConfig,
 };
 use crate::error::Error;
 
@@ -207,7 +209,7 @@ pub struct ShardArgs {
     #[arg(long, value_name = "N")]
     threads: Option<String>,
     /// How bytes go through sockets [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(Io::VARIANTS))]
+    #[arg(long, value_parser = PossibleValuesParser::new(Choice::VARIANTS))]
     io: Option<String>,
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
@@ -258,13 +260,13 @@ pub struct MountArgs {
     mounting: MountingArgs,
     /// Which way bytes go to shards; auto is shm to those on this host, and rdma, where both ends have it, or
     /// tcp to others [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(Transport::VARIANTS))]
+    #[arg(long, value_parser = PossibleValuesParser::new(TransportChoice::VARIANTS))]
     transport: Option<String>,
     /// Connections for blocks to each shard, 1 to 16; with RDMA, queue pairs [default: 2]
     #[arg(long, value_name = "N")]
     connections: Option<String>,
     /// How bytes go through sockets [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(Io::VARIANTS))]
+    #[arg(long, value_parser = PossibleValuesParser::new(Choice::VARIANTS))]
     io: Option<String>,
     #[command(flatten)]
     common: CommonArgs,

@@ -38,7 +38,7 @@ fn every_option_with_a_value_is_a_key_and_settings_are_those_of_a_job() {
 fn the_last_path_is_the_mountpoint() {
     let config = up("a.safetensors b.safetensors /mnt", &[]).unwrap();
     assert_eq!(config.models.len(), 2);
-    assert_eq!(config.mountpoint, Path::new("/mnt"));
+    assert_eq!(config.mounting.mountpoint, Path::new("/mnt"));
     let config = up("--size 1GiB --dtype f16 --name x /mnt", &[]).unwrap();
     assert!(matches!(config.models[0].source, ModelSource::Blank { .. }));
     assert!(up("/mnt", &[]).is_err());
@@ -86,18 +86,18 @@ fn every_option_reaches_the_configuration() {
         let default = Controls::default();
         assert_ne!(default.get(key), config.controls.get(key), "{key} {text} is the default");
     }
-    assert_eq!((config.block_size, config.threads), (64 << 10, 3));
-    assert!(config.allow_other && config.passthrough);
-    assert_eq!(config.metrics.unwrap().to_string(), "[::1]:1");
+    assert_eq!((config.block_size, config.mounting.threads), (64 << 10, 3));
+    assert!(config.mounting.allow_other && config.mounting.passthrough);
+    assert_eq!(config.mounting.metrics.unwrap().to_string(), "[::1]:1");
 }
 
 #[test]
 fn a_switch_can_be_turned_off_again() {
     let variables = [("GRADFS_ALLOW_OTHER", "1"), ("GRADFS_NO_PASSTHROUGH", "1")];
     let config = up("--size 1MiB /mnt", &variables).unwrap();
-    assert!(config.allow_other && !config.passthrough);
+    assert!(config.mounting.allow_other && !config.mounting.passthrough);
     let config = up("--size 1MiB --allow-other=false --no-passthrough=no /mnt", &variables).unwrap();
-    assert!(!config.allow_other && config.passthrough);
+    assert!(!config.mounting.allow_other && config.mounting.passthrough);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn the_file_is_found_by_flag_or_variable() {
     std::fs::write(&path, "size = '1MiB'\nmount = 'mnt'\nreducer = 'sum'").unwrap();
     let shown = path.to_str().unwrap();
     let config = up(&format!("--config {shown}"), &[]).unwrap();
-    assert_eq!(config.mountpoint, directory.path().join("mnt"));
+    assert_eq!(config.mounting.mountpoint, directory.path().join("mnt"));
     let config = up("--reducer adam", &[(CONFIG_VARIABLE, shown)]).unwrap();
     assert_eq!(config.controls.get("reducer").as_deref(), Some("adam"));
     let error = up("--config /nonexistent", &[(CONFIG_VARIABLE, shown)]).unwrap_err();

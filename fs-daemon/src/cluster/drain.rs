@@ -12,13 +12,13 @@ use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
 use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
 
 use super::interrupt::Interrupt;
-use super::{deadline, explain_new_registry, registry, registry_error};
+use super::{ask, deadline, explain_new_registry, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
-use coordinators::{Unmoved, status_of, stop_move};
+use coordinators::{Unmoved, stop_move};
 
 /// The pause before a request is repeated that another move, or a change of the coordinator, has prevented.
-const AGAIN: Duration = Duration::from_millis(300);
+const RETRY_PAUSE: Duration = Duration::from_millis(300);
 /// A shard that has been left may hear of that a moment later.
 const SETTLES: Duration = Duration::from_secs(5);
 
@@ -50,7 +50,7 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
         }
     }
     println!("gradfs: shard {} at {} takes no more models", shard.shard, shard.address);
-    let serves_registry = status_of(&shard.address).is_some_and(|status| status["registry"] == "here");
+    let serves_registry = ask(&shard.address).is_ok_and(|status| status["registry"] == "here");
     let then = match serves_registry {
         true => "but it is the registry, too, and has to stay for that",
         false => "it can be stopped",
@@ -160,7 +160,7 @@ impl Drain<'_> {
                         return Ok(Left::Deleted);
                     }
                     // The registry was started anew: it hears of the model again.
-                    std::thread::sleep(AGAIN);
+                    std::thread::sleep(RETRY_PAUSE);
                     continue;
                 }
                 Err(error) => return Err(unknown(error)),
@@ -181,7 +181,7 @@ impl Drain<'_> {
                 return Err(Error::new(why).into());
             }
             record = now;
-            std::thread::sleep(AGAIN);
+            std::thread::sleep(RETRY_PAUSE);
         }
     }
 
@@ -210,7 +210,7 @@ fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> 
     let stay: Vec<String> =
         models_on(table, shard).map_err(failed)?.into_iter().map(|record| record.name).collect();
     println!("gradfs: {} model(s) have blocks there{}", stay.len(), named(&stay));
-    let status = status_of(&shard.address).unwrap_or_default();
+    let status = ask(&shard.address).unwrap_or_default();
     let left: Vec<String> = serde_json::from_value(status["left"].clone()).unwrap_or_default();
     let there = table.models(deadline()).map_err(failed)?;
     let left: Vec<String> = left.into_iter().filter(|name| there.contains(name)).collect();
@@ -230,8 +230,8 @@ fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> 
 fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<bool, Error> {
     let until = Instant::now() + SETTLES;
     loop {
-        let status = status_of(&shard.address);
-        let models = status.as_ref().and_then(|status| status["models"].as_array());
+        let status = ask(&shard.address);
+        let models = status.as_ref().ok().and_then(|status| status["models"].as_array());
         let names: Option<Vec<&str>> =
             models.map(|models| models.iter().filter_map(|model| model["name"].as_str()).collect());
         if names.as_ref().is_some_and(Vec::is_empty) {
@@ -256,7 +256,7 @@ fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardReco
             let ShardRecord { shard, address, .. } = shard;
             return Err(Error::new(format!("shard {shard} at {address} {what}")).hint(hint));
         }
-        std::thread::sleep(AGAIN);
+        std::thread::sleep(RETRY_PAUSE);
     }
 }
 

@@ -88,7 +88,7 @@ fn coordinated<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item 
 /// Whether a shard has, or will soon have, a partition of the model.
 fn has(shard: &Value, name: &str) -> bool {
     let of = |key: &str| list(&shard[key]).iter().any(|model| model["name"] == json!(name));
-    of("models") || of("adopting")
+    of("models") || of("incoming")
 }
 
 /// Whether a job is stuck.

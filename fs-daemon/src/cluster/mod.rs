@@ -11,7 +11,7 @@ pub mod upload;
 
 use std::time::{Duration, Instant};
 
-use libmodelio::admin::AdminPeer;
+use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::{RegistryError, RemoteRegistry};
 use libmodelio::wire::Message;
 use serde_json::Value;
@@ -63,11 +63,14 @@ fn age(at: &Endpoint) -> Option<Duration> {
     Duration::try_from_secs_f64(status["registry_seconds"].as_f64()?).ok()
 }
 
+/// Asks a shard or a registry, over a connection of its own.
+fn request(at: &str, message: &Message, until: Instant) -> Result<(Message, Vec<u8>), AdminError> {
+    AdminPeer::connect(at, deadline())?.request(message, &[], until)
+}
+
 /// The status of a shard or a registry.
 fn ask(at: &str) -> Result<Value, String> {
-    let asked = AdminPeer::connect(at, deadline())
-        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
-    match asked {
+    match request(at, &Message::Status, deadline()) {
         Ok((Message::Text, text)) => serde_json::from_slice(&text).map_err(|error| error.to_string()),
         Ok((other, _)) => Err(format!("it answers with {}", other.name())),
         Err(error) => Err(error.to_string()),

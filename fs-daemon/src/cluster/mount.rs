@@ -8,13 +8,12 @@ use libmodelio::transport::NO_RDMA;
 use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions};
 use libmodelio::wire::{ModelRecord, ShardRecord};
 
-use super::shard::choice;
 use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::background::Ready;
-use crate::config::cluster::{MountConfig, Transport};
+use crate::config::cluster::MountConfig;
 use crate::error::Error;
 use crate::memory;
-use crate::serve::{self, Mounting};
+use crate::serve;
 use crate::session::model::{Model, Snapshots};
 
 /// Mounts the models that are asked for and serves them until told to stop.
@@ -22,21 +21,13 @@ use crate::session::model::{Model, Snapshots};
 /// # Errors
 /// Anything that keeps it from mounting; nothing is left mounted then.
 pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
-    if config.transport == Transport::Rdma && !cfg!(feature = "rdma") {
+    if config.transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {
         return Err(Error::new(format!("--transport rdma: {NO_RDMA}")));
     }
-    if matches!(config.transport, Transport::Auto | Transport::Rdma) {
+    if matches!(config.transport, TransportChoice::Auto | TransportChoice::Rdma) {
         memory::raise_lock_limit();
     }
-    let mounting = Mounting {
-        mountpoint: &config.mountpoint,
-        threads: config.threads,
-        allow_other: config.allow_other,
-        permissions: config.permissions,
-        passthrough: config.passthrough,
-        metrics: config.metrics.as_ref(),
-    };
-    serve::serve(&mounting, ready, || {
+    serve::serve(&config.mounting, ready, || {
         let registry: Arc<dyn Registry> = Arc::new(registry(&config.registry));
         let failed = |error| registry_error(&config.registry, error);
         let names = match &config.models[..] {
@@ -51,8 +42,8 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
         let shards = registry.shards(deadline()).map_err(failed)?;
         // One set of threads moves the bytes of all models.
         let reactor = ReactorOptions {
-            threads: config.threads,
-            choice: choice(config.io),
+            threads: config.mounting.threads,
+            choice: config.io,
             ..ReactorOptions::default()
         };
         let reactor = Reactor::start(&reactor).map_err(|error| Error::new(error.to_string()))?;
@@ -88,16 +79,10 @@ fn connect(
     }
     let layout = record.layout().map_err(|error| Error::new(format!("model {name}")).caused_by(error))?;
     memory::check_shown(name, layout.size())?;
-    let transport = match config.transport {
-        Transport::Auto => TransportChoice::Auto,
-        Transport::Tcp => TransportChoice::Tcp,
-        Transport::SharedMemory => TransportChoice::SharedMemory,
-        Transport::Rdma => TransportChoice::Rdma,
-    };
-    let io = choice(config.io);
+    let (io, transport) = (config.io, config.transport);
     let (registry, reactor) = (Some(Arc::clone(registry)), Some(Arc::clone(reactor)));
     let rdma = config.rdma.clone();
-    let MountConfig { threads, connections, .. } = *config;
+    let (threads, connections) = (config.mounting.threads, config.connections);
     let options = ClientOptions {
         reactor,
         threads,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::admin::{AdminError, AdminPeer};
+use libmodelio::admin::AdminError;
 use libmodelio::registry::Registry as _;
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use ps_backend::core::JobRecord;
@@ -10,7 +10,7 @@ use ps_backend::snapshot::{Fetched, Head, Shards, SnapshotError, Source, Stream,
 use serde::Deserialize;
 
 use super::interrupt::Interrupt;
-use super::{deadline, explain_new_registry, registry, registry_error};
+use super::{deadline, explain_new_registry, registry, registry_error, request};
 use crate::config::cluster::{SaveConfig, SavedModel};
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
 use crate::error::Error;
@@ -69,10 +69,8 @@ impl Drop for Copies {
     fn drop(&mut self) {
         let release = Message::Release { generation: self.record.generation, snapshot: self.snapshot };
         for (owner, _) in unique(&self.record) {
-            if let Some(shard) = self.shards.iter().find(|shard| shard.shard == owner)
-                && let Ok(mut peer) = AdminPeer::connect(&shard.address, deadline())
-            {
-                let _ = peer.request(&release, &[], deadline());
+            if let Some(shard) = self.shards.iter().find(|shard| shard.shard == owner) {
+                let _ = request(&shard.address, &release, deadline());
             }
         }
     }
@@ -132,8 +130,7 @@ fn capture(name: &str, at: &Endpoint) -> Result<(Copies, Captured), Error> {
         })?;
         let (model, generation, epoch) = (name.to_owned(), record.generation, record.epoch);
         let capture = Message::Capture { model, generation, epoch };
-        let asked = AdminPeer::connect(&coordinator.address, deadline())
-            .and_then(|mut peer| peer.request(&capture, &[], Instant::now() + CAPTURING));
+        let asked = request(&coordinator.address, &capture, Instant::now() + CAPTURING);
         let failed = || Error::new(format!("no snapshot can be taken of {name}"));
         match asked {
             Ok((Message::Captured { snapshot }, payload)) => {

@@ -8,21 +8,12 @@ use libmodelio::transport::reactor::Choice;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 
 use crate::background::Ready;
-use crate::config::cluster::{Io, RegistryConfig, ShardConfig};
+use crate::config::cluster::{RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
 use crate::error::Error;
 use crate::memory;
 use crate::metrics;
 use crate::signals;
-
-/// The choice of I/O interface that `io` stands for.
-pub(super) fn choice(io: Io) -> Choice {
-    match io {
-        Io::Auto => Choice::Auto,
-        Io::Uring => Choice::Uring,
-        Io::Poll => Choice::Poll,
-    }
-}
 
 fn listen_address(listen: &Endpoint) -> Result<std::net::SocketAddr, Error> {
     server::resolve(&listen.to_string()).map_err(|why| {
@@ -43,7 +34,7 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
         registry: config.registry.as_ref().map(Endpoint::to_string),
         holds_blocks: true,
         threads: config.threads,
-        io: choice(config.io),
+        io: config.io,
         rdma: config.rdma,
         rdma_port: config.rdma_port,
         rdma_options: config.rdma_options,

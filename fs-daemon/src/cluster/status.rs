@@ -103,7 +103,7 @@ fn for_people(status: &Value) -> String {
         };
         let (io, rdma) = (shard["io"].as_str().unwrap_or_default(), rdma(&shard["rdma"]));
         let _ = writeln!(text, ": {io}, {memory}{rdma}{draining}");
-        for model in list(&shard["adopting"]) {
+        for model in list(&shard["incoming"]) {
             let name = model["name"].as_str().unwrap_or_default();
             let (blocks, of) = (&model["blocks"], &model["of"]);
             let _ = match model["failed"].as_str() {

@@ -10,10 +10,12 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use libmodelio::client::TransportChoice;
 use libmodelio::transport::rdma::RdmaOptions;
+use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::controls::Controls;
 use ps_backend::server::RdmaUse;
-use strum::{EnumString, VariantNames};
+use strum::VariantNames;
 
 use super::endpoint::{DEFAULT_PORT, Endpoint};
 use super::{Layer, Merged, ModelSource, name_fault, number, size, utf8};
@@ -33,35 +35,6 @@ const LISTEN_USAGE: &str =
     "say where to listen: --listen 10.0.0.1:7070, or --listen 0.0.0.0 for all addresses";
 const REGISTRY_USAGE: &str =
     "say where the registry is: --registry node1:7070, GRADFS_REGISTRY, or registry in the file";
-
-/// How bytes are moved through sockets.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
-#[strum(serialize_all = "lowercase")]
-pub enum Io {
-    /// io_uring where the kernel has what it takes, else readiness.
-    #[default]
-    Auto,
-    /// io_uring, or not at all.
-    Uring,
-    /// Readiness.
-    Poll,
-}
-
-/// The way that bytes go between a mount and shards.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
-#[strum(serialize_all = "lowercase")]
-pub enum Transport {
-    /// Shared memory to shards on this host, RDMA to others that take it, TCP where neither comes about.
-    #[default]
-    Auto,
-    /// TCP, to all of them.
-    Tcp,
-    /// Shared memory, or not at all.
-    #[strum(serialize = "shm")]
-    SharedMemory,
-    /// RDMA, or not at all.
-    Rdma,
-}
 
 /// Everything `gradfs registry` needs to know.
 #[derive(Clone, Debug, PartialEq)]
@@ -85,7 +58,7 @@ pub struct ShardConfig {
     /// Threads that add contributions up, at least one.
     pub threads: usize,
     /// How bytes are moved.
-    pub io: Io,
+    pub io: Choice,
     /// Whether the shard takes connections by RDMA.
     pub rdma: RdmaUse,
     /// The port for them; `None` for the number of the TCP port.
@@ -114,28 +87,18 @@ pub struct CreateConfig {
 /// Everything `gradfs mount` needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MountConfig {
-    /// The directory to mount at, as given and not yet checked.
-    pub mountpoint: PathBuf,
+    /// How to mount.
+    pub mounting: super::Mounting,
     /// The models to show; none: all that the registry has.
     pub models: Vec<String>,
     /// The registry.
     pub registry: Endpoint,
-    /// Threads that serve the filesystem, at least one.
-    pub threads: usize,
-    /// Whether other users may use the mount.
-    pub allow_other: bool,
-    /// Owner and mode of its files.
-    pub permissions: super::Permissions,
-    /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
-    pub passthrough: bool,
-    /// The address where metrics are served, if they are.
-    pub metrics: Option<Endpoint>,
     /// The way that bytes go.
-    pub transport: Transport,
+    pub transport: TransportChoice,
     /// Connections for blocks to each shard, at least one.
     pub connections: usize,
     /// How they are moved.
-    pub io: Io,
+    pub io: Choice,
     /// How RDMA is used, where it is.
     pub rdma: RdmaOptions,
 }
@@ -251,7 +214,7 @@ impl ShardConfig {
             registry,
             metrics: merged.metrics()?,
             threads: merged.threads(THREADS_OF_SHARD)?,
-            io: merged.word("io", Io::VARIANTS, Io::default())?,
+            io: merged.word("io", Choice::VARIANTS, Choice::default())?,
             rdma: merged.rdma_use()?,
             rdma_port: merged.rdma_port()?,
             rdma_options: merged.rdma()?,
@@ -317,19 +280,14 @@ impl MountConfig {
             return Err(Error::usage(message).hint("mount them in several places"));
         }
         Ok(MountConfig {
-            mountpoint: merged.mountpoint(MOUNT_USAGE)?,
+            mounting: merged.mounting(MOUNT_USAGE)?,
             models,
             registry: merged.registry_needed()?,
-            threads: merged.threads(super::THREADS_OF_MOUNT)?,
-            allow_other: merged.switch("allow_other")?,
-            permissions: merged.permissions()?,
-            passthrough: !merged.switch("no_passthrough")?,
-            metrics: merged.metrics()?,
-            transport: merged.word("transport", Transport::VARIANTS, Transport::default())?,
+            transport: merged.word("transport", TransportChoice::VARIANTS, TransportChoice::default())?,
             connections: merged
                 .whole("connections", 1..=MAX_CONNECTIONS, CONNECTIONS)?
                 .unwrap_or(DEFAULT_CONNECTIONS),
-            io: merged.word("io", Io::VARIANTS, Io::default())?,
+            io: merged.word("io", Choice::VARIANTS, Choice::default())?,
             rdma: merged.rdma()?,
         })
     }

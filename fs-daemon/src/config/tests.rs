@@ -44,17 +44,19 @@ fn defaults() {
     assert_eq!(
         config,
         UpConfig {
-            mountpoint: "/mnt".into(),
+            mounting: Mounting {
+                mountpoint: "/mnt".into(),
+                threads: 2,
+                allow_other: false,
+                permissions: Permissions::default(),
+                passthrough: true,
+                metrics: None,
+            },
             models: vec![ModelSpec {
                 name: "model".into(),
                 source: ModelSource::Blank { bytes: 1 << 20, dtype: DType::F32 },
             }],
             block_size: 256 << 10,
-            threads: 2,
-            allow_other: false,
-            permissions: Permissions::default(),
-            passthrough: true,
-            metrics: None,
             controls: Controls::default(),
         }
     );
@@ -71,13 +73,13 @@ fn flags_beat_environment_beats_file_beats_default() {
     assert_eq!(setting(&config, "learning_rate"), "1");
     assert_eq!(setting(&config, "reducer"), "adam");
     assert_eq!(setting(&config, "consistency"), "sync");
-    assert_eq!(config.threads, 5);
-    assert_eq!(config.mountpoint, Path::new("/mnt"));
+    assert_eq!(config.mounting.threads, 5);
+    assert_eq!(config.mounting.mountpoint, Path::new("/mnt"));
     assert!(matches!(config.models[0].source, ModelSource::Blank { bytes: 0x10_0000, .. }));
 
     let config = UpConfig::merge(&[UP.flags(), env, toml.clone()]).unwrap();
     assert_eq!(setting(&config, "learning_rate"), "2");
-    assert_eq!(config.mountpoint, Path::new("/etc/x"));
+    assert_eq!(config.mounting.mountpoint, Path::new("/etc/x"));
 
     let config = UpConfig::merge(&[UP.flags(), environment(&[]), toml]).unwrap();
     assert_eq!(setting(&config, "learning_rate"), "3");
@@ -225,19 +227,19 @@ fn block_sizes() {
 
 #[test]
 fn threads_and_switches() {
-    assert_eq!(blank(&[("threads", "8")]).unwrap().threads, 8);
+    assert_eq!(blank(&[("threads", "8")]).unwrap().mounting.threads, 8);
     for bad in ["0", "-1", "257", "1.5", ""] {
         assert!(refused(&[("threads", bad)]).contains("whole number"), "{bad}");
     }
-    assert!(!blank(&[("no_passthrough", "true")]).unwrap().passthrough);
-    assert!(blank(&[("allow_other", "yes")]).unwrap().allow_other);
-    assert!(!blank(&[("allow_other", "0")]).unwrap().allow_other);
+    assert!(!blank(&[("no_passthrough", "true")]).unwrap().mounting.passthrough);
+    assert!(blank(&[("allow_other", "yes")]).unwrap().mounting.allow_other);
+    assert!(!blank(&[("allow_other", "0")]).unwrap().mounting.allow_other);
     assert!(refused(&[("allow_other", "maybe")]).contains("true or false"));
 }
 
 #[test]
 fn owners_and_masks() {
-    let of = |pairs| blank(pairs).unwrap().permissions;
+    let of = |pairs| blank(pairs).unwrap().mounting.permissions;
     assert_eq!(of(&[]), Permissions::default());
     let set = Permissions { uid: Some(1000), gid: Some(0), umask: Some(0o027) };
     assert_eq!(of(&[("uid", "1000"), ("gid", "root"), ("umask", "027")]), set);

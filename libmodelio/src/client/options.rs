@@ -1,8 +1,9 @@
 //! The options of a client, its events, and its errors.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
+
+use strum::{EnumString, VariantNames};
 
 use crate::registry::Registry;
 use crate::transport::rdma::RdmaOptions;
@@ -15,7 +16,8 @@ use crate::vocabulary::partly::PartlyWritten;
 use crate::wire::{Message, Refusal};
 
 /// The transport of blocks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "lowercase")]
 pub enum TransportChoice {
     /// Shared memory to shards on this host, and RDMA to other shards that offer it. TCP where that does not come
     /// about; the log then says why.
@@ -24,6 +26,7 @@ pub enum TransportChoice {
     /// TCP to all shards.
     Tcp,
     /// Shared memory, and no other transport.
+    #[strum(serialize = "shm")]
     SharedMemory,
     /// RDMA, and no other transport.
     Rdma,
@@ -66,22 +69,6 @@ pub struct ClientOptions {
     /// The registry that is asked for the model's place when shards are out of reach. Without it, a client does not
     /// find a model that has moved while no shard was left at the old place.
     pub registry: Option<Arc<dyn Registry>>,
-}
-
-impl fmt::Debug for ClientOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientOptions")
-            .field("threads", &self.threads)
-            .field("io", &self.io)
-            .field("transport", &self.transport)
-            .field("connections", &self.connections)
-            .field("window", &self.window)
-            .field("pulls", &self.pulls)
-            .field("rdma", &self.rdma)
-            .field("patience", &self.patience)
-            .field("registry", &self.registry.as_ref().map(|_| ".."))
-            .finish()
-    }
 }
 
 impl Default for ClientOptions {

@@ -8,13 +8,26 @@ pub use remote::RemoteRegistry;
 
 use crate::admin::AdminError;
 use crate::vocabulary::ids::{Epoch, Generation, ShardId};
-use crate::wire::{Fate, Held, ModelRecord, RecordError, Refusal, RefusedShard, ShardRecord};
+use crate::wire::{
+    Fate, Held, ModelRecord, RecordError, Refusal, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
+};
 
 /// The directory of a cluster: shards announce themselves here, and clients find models.
 ///
 /// All calls block until `deadline` at most. All can be made again when it is not known whether they took effect:
 /// the second time changes nothing. A table with leases and compare-and-swap is all that an implementation needs.
 pub trait Registry: Send + Sync {
+    /// Asks the registry. The other calls are requests of this one.
+    ///
+    /// # Errors
+    /// [`RegistryError::Peer`] if it does not answer, or what the request is refused with.
+    fn ask(
+        &self,
+        request: RegistryRequest,
+        payload: &[u8],
+        deadline: Instant,
+    ) -> Result<(RegistryAnswer, Vec<u8>), RegistryError>;
+
     /// Announces a shard for the length of `lease`; the shard repeats it before that is over. Returns the
     /// shard's number, which is the same as long as it announces itself from the same address. `record.shard`
     /// is the number that it got before, or 0. A registry that was started anew gives a number to the first
@@ -30,49 +43,86 @@ pub trait Registry: Send + Sync {
         bound: bool,
         lease: Duration,
         deadline: Instant,
-    ) -> Result<ShardId, RegistryError>;
+    ) -> Result<ShardId, RegistryError> {
+        let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
+        let request = RegistryRequest::Announce { record: record.clone(), lease_ms, bound };
+        match self.ask(request, &[], deadline)?.0 {
+            RegistryAnswer::Shard(shard) => Ok(shard),
+            _ => Err(unexpected()),
+        }
+    }
 
     /// A shard goes.
     ///
     /// # Errors
     /// Only if the registry does not answer.
-    fn withdraw(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError>;
+    fn withdraw(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError> {
+        done(self, RegistryRequest::Withdraw { shard }, &[], deadline)
+    }
 
     /// A shard is to take no new models.
     ///
     /// # Errors
     /// [`RegistryError::Refused`] for one that never announced itself.
-    fn drain(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError>;
+    fn drain(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError> {
+        done(self, RegistryRequest::Drain { shard }, &[], deadline)
+    }
 
     /// A shard may take models again.
     ///
     /// # Errors
     /// [`RegistryError::Refused`] for one that never announced itself.
-    fn undrain(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError>;
+    fn undrain(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError> {
+        done(self, RegistryRequest::Undrain { shard }, &[], deadline)
+    }
 
     /// The shards whose lease is not over, by their numbers.
     ///
     /// # Errors
     /// Only if the registry does not answer.
-    fn shards(&self, deadline: Instant) -> Result<Vec<ShardRecord>, RegistryError>;
+    fn shards(&self, deadline: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
+        match self.ask(RegistryRequest::Shards, &[], deadline)?.0 {
+            RegistryAnswer::Shards(shards) => Ok(shards),
+            _ => Err(unexpected()),
+        }
+    }
 
     /// Shards that announce themselves and are refused, as long as they do. An implementation may remember only some.
     ///
     /// # Errors
     /// Only if the registry does not answer.
-    fn refused(&self, deadline: Instant) -> Result<Vec<RefusedShard>, RegistryError>;
+    fn refused(&self, deadline: Instant) -> Result<Vec<RefusedShard>, RegistryError> {
+        match self.ask(RegistryRequest::Refused, &[], deadline)?.0 {
+            RegistryAnswer::Refused(shards) => Ok(shards),
+            _ => Err(unexpected()),
+        }
+    }
 
     /// The names of all models, by the alphabet.
     ///
     /// # Errors
     /// Only if the registry does not answer.
-    fn models(&self, deadline: Instant) -> Result<Vec<String>, RegistryError>;
+    fn models(&self, deadline: Instant) -> Result<Vec<String>, RegistryError> {
+        match self.ask(RegistryRequest::Models, &[], deadline)?.0 {
+            RegistryAnswer::Models(names) => Ok(names),
+            _ => Err(unexpected()),
+        }
+    }
 
     /// A model's record.
     ///
     /// # Errors
     /// [`RegistryError::NoModel`].
-    fn model(&self, name: &str, deadline: Instant) -> Result<ModelRecord, RegistryError>;
+    fn model(&self, name: &str, deadline: Instant) -> Result<ModelRecord, RegistryError> {
+        match self.ask(RegistryRequest::Model { name: name.to_owned() }, &[], deadline)? {
+            (RegistryAnswer::Model, payload) => {
+                let record = ModelRecord::decode(&payload)?;
+                record.check()?;
+                Ok(record)
+            }
+            _ => Err(unexpected()),
+        }
+    }
 
     /// A new model, where `replaces` is `None`; otherwise the new state of the one whose record is of that epoch.
     /// A record of the same epoch may differ in being ready, and no record of a ready model is not.
@@ -86,13 +136,17 @@ pub trait Registry: Send + Sync {
         record: &ModelRecord,
         replaces: Option<Epoch>,
         deadline: Instant,
-    ) -> Result<(), RegistryError>;
+    ) -> Result<(), RegistryError> {
+        done(self, RegistryRequest::Put { replaces }, &record.encode()?, deadline)
+    }
 
     /// Forgets a model in this life of it. A model that is not there counts as forgotten.
     ///
     /// # Errors
     /// [`RegistryError::Generation`] if the name has another life.
-    fn delete(&self, name: &str, generation: Generation, deadline: Instant) -> Result<(), RegistryError>;
+    fn delete(&self, name: &str, generation: Generation, deadline: Instant) -> Result<(), RegistryError> {
+        done(self, RegistryRequest::Delete { name: name.to_owned(), generation }, &[], deadline)
+    }
 
     /// The fate of the parts that a shard holds: whether it is to take no new models, and one [`Fate`] a
     /// part. `deleted` are models that the shard had to forget, for a registry that was started anew. At most
@@ -106,7 +160,13 @@ pub trait Registry: Send + Sync {
         held: &[Held],
         deleted: &[(String, Generation)],
         deadline: Instant,
-    ) -> Result<(bool, Vec<Fate>), RegistryError>;
+    ) -> Result<(bool, Vec<Fate>), RegistryError> {
+        let request = RegistryRequest::Holding { shard, held: held.to_vec(), deleted: deleted.to_vec() };
+        match self.ask(request, &[], deadline)?.0 {
+            RegistryAnswer::Fates { draining, fates } if fates.len() == held.len() => Ok((draining, fates)),
+            _ => Err(unexpected()),
+        }
+    }
 
     /// Restores a model that a shard reports because it holds a part of it, with its shards as far as they
     /// are known. A newer epoch that the registry knows stays, and so does the fact that the model is ready.
@@ -119,7 +179,26 @@ pub trait Registry: Send + Sync {
         record: &ModelRecord,
         shards: &[ShardRecord],
         deadline: Instant,
-    ) -> Result<(), RegistryError>;
+    ) -> Result<(), RegistryError> {
+        let request = RegistryRequest::Restore { shards: shards.to_vec() };
+        done(self, request, &record.encode()?, deadline)
+    }
+}
+
+fn done(
+    registry: &(impl Registry + ?Sized),
+    request: RegistryRequest,
+    payload: &[u8],
+    deadline: Instant,
+) -> Result<(), RegistryError> {
+    match registry.ask(request, payload, deadline)?.0 {
+        RegistryAnswer::Done => Ok(()),
+        _ => Err(unexpected()),
+    }
+}
+
+fn unexpected() -> RegistryError {
+    RegistryError::Refused(Refusal::other("it answers another question: use the same release on both sides"))
 }
 
 /// Why the registry did not do it.

@@ -32,7 +32,7 @@ impl Message {
             | Message::Registry(RegistryRequest::Put { .. } | RegistryRequest::Restore { .. })
             | Message::Registered(RegistryAnswer::Model)
             | Message::Moved
-            | Message::Adopt
+            | Message::Prepare { .. }
             | Message::HandOver { .. }
             | Message::Captured { .. }
             | Message::BeginAt { .. }

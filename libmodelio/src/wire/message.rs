@@ -387,10 +387,15 @@ pub enum Message {
         /// settings allow.
         hold_ms: u32,
     },
-    /// Take the memory of a part under a new block map, beside what there is. The payload is a [`super::Adoption`].
-    /// Answered by `Done`.
-    Adopt,
-    /// Fill it with this version, from the shards that own the blocks, and say how far it is. Answered by `Adopted` at
+    /// Take the memory of a partition under a new block map, beside what there is. The payload is a [`super::Moved`], as
+    /// of `Switch`. Answered by `Done`.
+    Prepare {
+        /// The number of the attempt: the numbers of a model's attempts rise.
+        attempt: u64,
+        /// The shard that has the blocks that move.
+        off: ShardId,
+    },
+    /// Fill it with this version, and say how far it is. Answered by `Filled` at
     /// once, or by the refusal that ended it.
     Fill {
         /// The life of the model.
@@ -403,7 +408,7 @@ pub enum Message {
         reducer: Reducer,
     },
     /// The answer: the progress so far.
-    Adopted {
+    Filled {
         /// Blocks that are there.
         blocks: u32,
         /// Blocks of the part.

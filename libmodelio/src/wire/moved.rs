@@ -1,13 +1,13 @@
 //! The new place of a model. A shard gives it as the answer to a peer that uses an older block map, and gets
 //! it when it is to own blocks of the model.
 
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::bounded::list;
-use super::{MAX_PAYLOAD, ModelRecord, RecordError, ShardRecord};
-use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS};
-use crate::vocabulary::ids::{Epoch, ShardId};
+use super::record::{decode, encode};
+use super::{ModelRecord, RecordError, ShardRecord};
+use crate::vocabulary::block_map::MAX_SHARDS;
+use crate::vocabulary::ids::ShardId;
 
 /// The data that a shard keeps of a block, besides sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -20,88 +20,7 @@ pub enum Kept {
     Slot(u8),
 }
 
-/// The payload of [`super::Message::Adopt`].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Adoption {
-    /// The number of the attempt: the numbers of a model's attempts rise.
-    pub attempt: u64,
-    /// The model with the block map that is to be.
-    pub record: ModelRecord,
-    /// The epoch of the one that is in force.
-    pub epoch: Epoch,
-    /// Runs of blocks in that map, as in a record.
-    pub owners: Vec<(ShardId, u32)>,
-    /// The shards of both, and where they listen.
-    #[serde(deserialize_with = "list::<MAX_SHARDS, _, _>")]
-    pub shards: Vec<ShardRecord>,
-}
-
-impl Adoption {
-    /// The encoding in bytes, by postcard.
-    ///
-    /// # Errors
-    /// Fails as [`Moved::encode`] does.
-    pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
-        self.record.check_heads()?;
-        encode(self)
-    }
-
-    /// From bytes, with maps that fit the model, the new one after the old one, and shards that are all known.
-    ///
-    /// # Errors
-    /// [`RecordError`] for anything else.
-    pub fn decode(bytes: &[u8]) -> Result<Adoption, RecordError> {
-        let adoption: Adoption = decode(bytes)?;
-        adoption.record.check()?;
-        let maps = [adoption.record.block_map()?, adoption.map_in_force()?];
-        check_known(&maps, &adoption.shards)?;
-        match adoption.epoch.0.checked_add(1) {
-            Some(next) if next == adoption.record.epoch.0 => Ok(adoption),
-            _ => Err(crate::vocabulary::block_map::MapError::Epoch {
-                expected: Epoch(adoption.epoch.0.saturating_add(1)),
-                got: adoption.record.epoch,
-            }
-            .into()),
-        }
-    }
-
-    /// The block map that is in force.
-    ///
-    /// # Errors
-    /// [`RecordError`] for one that does not fit the model.
-    pub fn map_in_force(&self) -> Result<BlockMap, RecordError> {
-        self.record.map_of(self.epoch, &self.owners)
-    }
-}
-
-fn encode(what: &impl Serialize) -> Result<Vec<u8>, RecordError> {
-    let bytes = postcard::to_stdvec(what)?;
-    if bytes.len() > MAX_PAYLOAD as usize {
-        return Err(RecordError::TooLong { got: bytes.len() });
-    }
-    Ok(bytes)
-}
-
-fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RecordError> {
-    if bytes.len() > MAX_PAYLOAD as usize {
-        return Err(RecordError::TooLong { got: bytes.len() });
-    }
-    let (decoded, rest) = postcard::take_from_bytes(bytes)?;
-    if !rest.is_empty() {
-        return Err(RecordError::Trailing(rest.len()));
-    }
-    Ok(decoded)
-}
-
-/// # Errors
-/// [`RecordError::Unknown`] names an owner that is not among the shards.
-fn check_known(maps: &[BlockMap], shards: &[ShardRecord]) -> Result<(), RecordError> {
-    let is_known = |owner: &ShardId| shards.iter().any(|shard| shard.shard == *owner);
-    let mut owners = maps.iter().flat_map(|map| map.shares().into_keys());
-    owners.find(|owner| !is_known(owner)).map_or(Ok(()), |owner| Err(RecordError::Unknown(owner)))
-}
-
-/// The payload of [`super::Message::Moved`].
+/// The payload of [`super::Message::Moved`], `Prepare` and `Switch`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Moved {
     /// The model with its new block map, under a higher epoch.
@@ -128,8 +47,12 @@ impl Moved {
     pub fn decode(bytes: &[u8]) -> Result<Moved, RecordError> {
         let moved: Moved = decode(bytes)?;
         moved.record.check()?;
-        check_known(&[moved.record.block_map()?], &moved.shards)?;
-        Ok(moved)
+        let is_known = |owner: &ShardId| moved.shards.iter().any(|shard| shard.shard == *owner);
+        let mut owners = moved.record.owners.iter().map(|(owner, _)| *owner);
+        match owners.find(|owner| !is_known(owner)) {
+            Some(owner) => Err(RecordError::Unknown(owner)),
+            None => Ok(moved),
+        }
     }
 }
 
@@ -156,37 +79,22 @@ mod tests {
         }
     }
 
-    /// A model that has left shard 2 for 3, and its earlier adoption.
-    fn samples() -> (Moved, Adoption) {
+    /// A model that has left shard 2 for 3.
+    fn sample() -> Moved {
         let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).unwrap();
         let map = BlockMap::striped(layout.blocks(), &[ShardId(1), ShardId(2)]).unwrap();
         let map = map.without(ShardId(2), &[ShardId(1), ShardId(3)]).unwrap();
-        let record = ModelRecord::new(
-            "m",
-            Generation(1),
-            &layout,
-            BTreeMap::new(),
-            &map,
-            ShardId(1),
-            Controls::default(),
-        )
-        .unwrap();
-        let moved = Moved { record: record.clone(), shards: vec![shard(1), shard(3)] };
-        let shards = vec![shard(1), shard(2), shard(3)];
-        let owners = vec![(ShardId(1), 8), (ShardId(2), 8)];
-        (moved, Adoption { attempt: 7, record, epoch: Epoch(1), owners, shards })
+        let controls = Controls::default();
+        let record =
+            ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, ShardId(1), controls);
+        Moved { record: record.unwrap(), shards: vec![shard(1), shard(3)] }
     }
 
     /// Bytes that decode are sound, and encode again.
-    fn decode_both(bytes: &[u8]) {
+    fn decodes(bytes: &[u8]) {
         if let Ok(moved) = Moved::decode(bytes) {
             moved.record.check().unwrap();
             assert_eq!(Moved::decode(&moved.encode().unwrap()).unwrap(), moved);
-        }
-        if let Ok(adoption) = Adoption::decode(bytes) {
-            let maps = (adoption.record.block_map().unwrap(), adoption.map_in_force().unwrap());
-            assert_eq!(maps.0.blocks(), maps.1.blocks());
-            assert_eq!(Adoption::decode(&adoption.encode().unwrap()).unwrap(), adoption);
         }
     }
 
@@ -207,38 +115,25 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_refused_or_sound(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
-            decode_both(&bytes);
+            decodes(&bytes);
         }
 
         #[test]
         fn changed_bytes_are_refused_or_sound(
             changes in proptest::collection::vec((any::<usize>(), any::<u8>(), any::<u8>()), 1..6),
         ) {
-            let (moved, adoption) = samples();
-            decode_both(&mutated(&moved.encode().unwrap(), &changes));
-            decode_both(&mutated(&adoption.encode().unwrap(), &changes));
+            decodes(&mutated(&sample().encode().unwrap(), &changes));
         }
     }
 
     #[test]
     fn where_a_model_is_goes_there_and_back_or_is_refused() {
-        let (mut moved, adoption) = samples();
+        let mut moved = sample();
         let bytes = moved.encode().unwrap();
         assert_eq!(Moved::decode(&bytes).unwrap(), moved);
         assert!(matches!(Moved::decode(&[&bytes[..], &[0]].concat()), Err(RecordError::Trailing(1))));
         assert!(Moved::decode(&bytes[..bytes.len() - 1]).is_err());
         moved.shards.pop();
         assert!(matches!(Moved::decode(&moved.encode().unwrap()), Err(RecordError::Unknown(ShardId(3)))));
-
-        let bytes = adoption.encode().unwrap();
-        assert_eq!(Adoption::decode(&bytes).unwrap(), adoption);
-        assert!(matches!(Adoption::decode(&[&bytes[..], &[0]].concat()), Err(RecordError::Trailing(1))));
-        for (what, wrong) in [
-            ("another epoch", Adoption { epoch: Epoch(2), ..adoption.clone() }),
-            ("too few blocks", Adoption { owners: vec![(ShardId(1), 8)], ..adoption.clone() }),
-            ("a shard too few", Adoption { shards: vec![shard(1), shard(3)], ..adoption.clone() }),
-        ] {
-            assert!(Adoption::decode(&wrong.encode().unwrap()).is_err(), "{what}");
-        }
     }
 }

@@ -2,13 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
 use super::MAX_PAYLOAD;
 use super::registry::{MAX_METADATA, ModelRecord};
 use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS, MapError};
 use crate::vocabulary::controls::ControlError;
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::dtype::DType;
-use crate::vocabulary::ids::{Epoch, Generation, ShardId};
+use crate::vocabulary::ids::{Generation, ShardId};
 use crate::vocabulary::layout::{LayoutError, MAX_BLOCKS, ModelLayout, Tensor, tensor_bytes};
 
 /// Longest name of a model, in bytes: it is a file name.
@@ -145,7 +148,7 @@ impl ModelRecord {
             ready: false,
         };
         record.check_heads()?;
-        record.check_owners(&record.owners)?;
+        record.check_owners()?;
         record.check_coordinator()?;
         Ok(record)
     }
@@ -196,9 +199,10 @@ impl ModelRecord {
     /// # Errors
     /// [`RecordError`] for a map that does not fit the tensors, or whose coordinator owns nothing.
     pub fn block_map(&self) -> Result<BlockMap, RecordError> {
-        let map = self.map_of(self.epoch, &self.owners)?;
+        self.check_owners()?;
         self.check_coordinator()?;
-        Ok(map)
+        let owners = self.owners.iter().flat_map(|&(owner, run)| std::iter::repeat_n(owner, run as usize));
+        Ok(BlockMap::from_owners(self.epoch, owners.collect())?)
     }
 
     fn check_coordinator(&self) -> Result<(), RecordError> {
@@ -208,23 +212,13 @@ impl ModelRecord {
         }
     }
 
-    /// A block map of the model, from runs of blocks.
-    ///
-    /// # Errors
-    /// [`RecordError::Owners`], [`RecordError::Map`].
-    pub(super) fn map_of(&self, epoch: Epoch, owners: &[(ShardId, u32)]) -> Result<BlockMap, RecordError> {
-        self.check_owners(owners)?;
-        let owners = owners.iter().flat_map(|&(owner, run)| std::iter::repeat_n(owner, run as usize));
-        Ok(BlockMap::from_owners(epoch, owners.collect())?)
-    }
-
-    fn check_owners(&self, owners: &[(ShardId, u32)]) -> Result<(), RecordError> {
+    fn check_owners(&self) -> Result<(), RecordError> {
         let expected = u64::from(self.blocks()?);
-        let got = owners.iter().map(|&(_, run)| u64::from(run)).sum();
-        if got != expected || owners.iter().any(|&(_, run)| run == 0) {
+        let got = self.owners.iter().map(|&(_, run)| u64::from(run)).sum();
+        if got != expected || self.owners.iter().any(|&(_, run)| run == 0) {
             return Err(RecordError::Owners { expected, got });
         }
-        let shards: BTreeSet<ShardId> = owners.iter().map(|&(owner, _)| owner).collect();
+        let shards: BTreeSet<ShardId> = self.owners.iter().map(|&(owner, _)| owner).collect();
         match shards.len() {
             shards if shards > MAX_SHARDS => Err(MapError::TooManyShards(shards).into()),
             _ => Ok(()),
@@ -239,7 +233,7 @@ impl ModelRecord {
     pub fn check(&self) -> Result<(), RecordError> {
         self.check_heads()?;
         self.check_order(&ModelLayout::order(self.typed()?, self.block_size)?)?;
-        self.check_owners(&self.owners)?;
+        self.check_owners()?;
         self.check_coordinator()
     }
 
@@ -249,11 +243,7 @@ impl ModelRecord {
     /// [`RecordError::TooLong`], and the errors of [`Self::decode`].
     pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
         self.check_heads()?;
-        let bytes = postcard::to_stdvec(self)?;
-        if bytes.len() > MAX_PAYLOAD as usize {
-            return Err(RecordError::TooLong { got: bytes.len() });
-        }
-        Ok(bytes)
+        encode(self)
     }
 
     /// Decodes bytes. Only [`Self::check`] tells whether the parts fit each other.
@@ -261,13 +251,7 @@ impl ModelRecord {
     /// # Errors
     /// [`RecordError`] for bytes that are no record, or have a name or lists beyond their limits.
     pub fn decode(bytes: &[u8]) -> Result<ModelRecord, RecordError> {
-        if bytes.len() > MAX_PAYLOAD as usize {
-            return Err(RecordError::TooLong { got: bytes.len() });
-        }
-        let (record, rest) = postcard::take_from_bytes::<ModelRecord>(bytes)?;
-        if !rest.is_empty() {
-            return Err(RecordError::Trailing(rest.len()));
-        }
+        let record: ModelRecord = decode(bytes)?;
         record.check_heads()?;
         Ok(record)
     }
@@ -302,6 +286,33 @@ impl ModelRecord {
             _ => Err(RecordError::TooManyBlocks { got }),
         }
     }
+}
+
+/// The encoding in bytes, by postcard.
+///
+/// # Errors
+/// [`RecordError::TooLong`].
+pub(super) fn encode(what: &impl Serialize) -> Result<Vec<u8>, RecordError> {
+    let bytes = postcard::to_stdvec(what)?;
+    if bytes.len() > MAX_PAYLOAD as usize {
+        return Err(RecordError::TooLong { got: bytes.len() });
+    }
+    Ok(bytes)
+}
+
+/// What all of the bytes say.
+///
+/// # Errors
+/// [`RecordError`] for bytes that are too long, or say something else, or more.
+pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RecordError> {
+    if bytes.len() > MAX_PAYLOAD as usize {
+        return Err(RecordError::TooLong { got: bytes.len() });
+    }
+    let (decoded, rest) = postcard::take_from_bytes(bytes)?;
+    if !rest.is_empty() {
+        return Err(RecordError::Trailing(rest.len()));
+    }
+    Ok(decoded)
 }
 
 /// Runs of blocks with one owner, in order.

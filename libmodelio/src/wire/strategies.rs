@@ -445,7 +445,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
                 hold_ms,
             })
             .boxed(),
-        Just(Message::Adopt).boxed(),
+        (any::<u64>(), shard()).prop_map(|(attempt, off)| Message::Prepare { attempt, off }).boxed(),
         (id64(Generation), any::<u64>(), id64(Version), reducer())
             .prop_map(|(generation, attempt, version, reducer)| Message::Fill {
                 generation,
@@ -454,7 +454,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
                 reducer,
             })
             .boxed(),
-        any::<(u32, u32)>().prop_map(|(blocks, of)| Message::Adopted { blocks, of }).boxed(),
+        any::<(u32, u32)>().prop_map(|(blocks, of)| Message::Filled { blocks, of }).boxed(),
         (id64(Generation), id64(Epoch), id64(Version), block(), kept())
             .prop_map(|(generation, epoch, version, block, what)| Message::Fetch {
                 generation,

@@ -1,15 +1,14 @@
-//! Moving a model's blocks off a shard: what its coordinator does, from the first step to the last, over an [`Edge`].
+//! Moving a model's blocks off a shard: the whole procedure, which the model's coordinator carries out over an [`Edge`].
 //! `docs/network.md` has the story. `server::moving` is the edge, and the simulator has one of its own.
 //!
-//! Until the registry may have replaced the model's record, any failure, or a request to stop, ends the move
-//! and changes nothing. From then on nothing ends it: the registry is asked until it has said which record it
-//! has, and shards are told of the new map until they know.
+//! Until the registry may have replaced the model's record, any failure, or a request to stop, ends the move and changes
+//! nothing. From then on nothing ends it: the registry is asked until it has said which record it has. Then every shard is
+//! told of the new map; one that does not answer for long asks the registry by itself.
 
 mod plan;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeSet;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -22,20 +21,22 @@ use libmodelio::wire::{Message, Refusal};
 pub use crate::core::Now;
 pub use plan::{Job, Plan};
 
-/// For what is answered at once.
-pub const PROMPT: Duration = Duration::from_secs(10);
-/// Longest wait for a shard that takes memory.
-const PATIENT: Duration = Duration::from_secs(300);
-/// The time for which one shard is told to switch, or to forget, before the next one is.
-const TELLING: Duration = Duration::from_secs(3);
-/// How often it is looked whether the job is held.
-const CHECK_INTERVAL: Duration = Duration::from_millis(5);
-/// How often shards are asked how far they are.
-const POLL: Duration = Duration::from_millis(10);
-/// The pause before what has failed is repeated.
-const AGAIN: Duration = Duration::from_millis(500);
-/// The time for which shards that do not answer are told that a move is given up.
+/// The longest wait for an answer that takes a shard or the registry no time.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest wait for a shard that takes memory.
+const MEMORY_TIMEOUT: Duration = Duration::from_secs(300);
+/// The longest wait for an answer to an order that is repeated.
+const REPEATED_TIMEOUT: Duration = Duration::from_secs(3);
+/// For so long shards that do not answer are told of the new map. Then they ask the registry by themselves.
+const SWITCHING: Duration = Duration::from_secs(20);
+/// For so long shards that do not answer are told that a move is given up.
 const ABANDONING: Duration = Duration::from_secs(60);
+/// The pause before a request is repeated.
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
+/// How often the job is checked for being held.
+const CHECK_INTERVAL: Duration = Duration::from_millis(5);
+/// How often shards are asked how many blocks have come.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// A piece of the coordinator's state, in bytes.
 const PIECE: usize = 8 << 20;
 
@@ -135,16 +136,13 @@ pub trait Edge {
     /// [`PutError`].
     fn put(&mut self, restores: bool) -> impl Future<Output = Result<(), PutError>>;
 
-    /// Asks the registry which shards it lists; nothing if it does not answer.
-    ///
-    /// # Errors
-    /// It knows that the model was deleted.
-    fn look(&mut self) -> impl Future<Output = Result<Option<BTreeSet<ShardId>>, Refusal>>;
+    /// Whether the registry knows that the model was deleted.
+    fn is_deleted(&mut self) -> impl Future<Output = bool>;
 
     /// A line for the log.
     fn warn(&mut self, what: String);
 
-    /// Answers the request for the move, the first time. Shards may still have to be told.
+    /// Answers the request for the move. Shards that are to forget their blocks may still have to be told.
     fn finish(&mut self, outcome: Result<(), Refusal>);
 }
 
@@ -218,8 +216,9 @@ impl<E: Edge> Moving<'_, E> {
     async fn prepare(&mut self) -> Result<(), Failure> {
         self.show("taking memory", (0, 0));
         let owners = self.owners();
-        let adopts = step(Message::Adopt, &self.plan.adoption);
-        self.ask(&owners, adopts, PATIENT, None).await?;
+        let (attempt, off) = (self.plan.attempt, self.plan.off);
+        let prepare = step(Message::Prepare { attempt, off }, &self.plan.moved);
+        self.ask(&owners, prepare, MEMORY_TIMEOUT, None).await?;
         self.show("waiting for the step", (0, 0));
         self.edge.hold();
         self.held_until = Some(self.edge.now().await + self.hold);
@@ -233,17 +232,17 @@ impl<E: Edge> Moving<'_, E> {
             }
             self.edge.pause(CHECK_INTERVAL).await?;
         };
-        let (generation, attempt) = (self.plan.after.generation, self.plan.attempt);
+        let generation = self.plan.after.generation;
         let fill = step(Message::Fill { generation, attempt, version, reducer }, &[]);
         let mut there = (0, 0);
         loop {
             self.show("moving blocks", there);
             let undone = format!("{} of {} blocks were moved", there.0, there.1);
-            there = self.ask(&owners, fill.clone(), PROMPT, Some(&undone)).await?;
+            there = self.ask(&owners, fill.clone(), ANSWER_TIMEOUT, Some(&undone)).await?;
             if there.0 == there.1 {
                 break;
             }
-            self.edge.pause(POLL).await?;
+            self.edge.pause(POLL_INTERVAL).await?;
         }
         let (state, now) = self.edge.freeze().await.map_err(failed)?;
         self.show("handing over", (0, 0));
@@ -251,10 +250,10 @@ impl<E: Edge> Moving<'_, E> {
         let undone = Some("the coordinator's state was not handed over");
         for (at, piece) in (0..).step_by(PIECE).zip(state.chunks(PIECE)) {
             let hands = step(Message::HandOver { generation, attempt, at, of, now }, piece);
-            self.ask(&[self.plan.after.coordinator], hands, PROMPT, undone).await?;
+            self.ask(&[self.plan.after.coordinator], hands, ANSWER_TIMEOUT, undone).await?;
         }
         // A shard that was started anew meanwhile has lost its blocks.
-        match self.ask(&owners, fill, PROMPT, undone).await? {
+        match self.ask(&owners, fill, ANSWER_TIMEOUT, undone).await? {
             (blocks, of) if blocks == of => Ok(()),
             _ => Err(failed("a shard has lost the blocks that it was given")),
         }
@@ -295,67 +294,34 @@ impl<E: Edge> Moving<'_, E> {
             if !std::mem::replace(&mut unknown, true) {
                 self.edge.warn(format!("whether the model has moved is not known: {why}"));
             }
-            self.edge.pause(AGAIN).await?;
+            self.edge.pause(RETRY_PAUSE).await?;
         }
     }
 
-    /// The new map is in force. Shards are told until they know, new owners first, so that a client that hears of the
-    /// map finds them, and the present coordinator last.
+    /// The new map is in force. New owners are told first, so that a client that hears of the map finds them, and the
+    /// present coordinator last.
     async fn switch(&mut self) -> Result<(), Ends> {
         self.show("switching", (0, 0));
         let plan = self.plan;
-        let turn = |shard: &ShardId| match *shard {
-            shard if shard == plan.before.coordinator => 3,
-            shard if shard == plan.off => 2,
-            shard if shard == plan.after.coordinator => 1,
-            _ => 0,
+        let is_last = |shard: &ShardId| [plan.off, plan.before.coordinator].contains(shard);
+        let (last, first): (Vec<ShardId>, Vec<ShardId>) = plan.all().partition(is_last);
+        let mut left = [first, last];
+        let until = self.edge.now().await + SWITCHING;
+        let outcome = loop {
+            let Some(why) = self.repeat(&mut left, Message::Switch, &plan.moved).await? else { break Ok(()) };
+            if self.edge.is_deleted().await {
+                break Err(Refusal::NoModel(plan.after.name.clone()));
+            }
+            if self.edge.now().await >= until {
+                let why = format!(
+                    "the model has moved, but not all shards know: {why}: they ask the registry when they can"
+                );
+                break Err(Refusal::Other(why));
+            }
+            self.edge.pause(RETRY_PAUSE).await?;
         };
-        let mut all: Vec<ShardId> = plan.shards().map(|record| record.shard).collect();
-        all.sort_by_key(turn);
-        let (mut left, mut late, mut warn_at) = (all.clone(), false, self.edge.now().await + PROMPT);
-        loop {
-            let mut trouble = None;
-            for shards in left.clone().chunk_by(|a, b| turn(a) == turn(b)) {
-                trouble = self.tell(shards, &mut left, Message::Switch).await?.or(trouble);
-            }
-            let listed = match self.edge.look().await {
-                Ok(listed) => listed,
-                Err(deleted) => {
-                    // A shard that heard of the deletion before the switch has no record of the model, and a shard that
-                    // has not switched may not have heard of it.
-                    self.edge.finish(Err(deleted));
-                    let (model, generation) = (plan.after.name.clone(), plan.after.generation);
-                    if let Some(why) =
-                        self.tell(&all, &mut left, Message::Delete { model, generation }).await?
-                    {
-                        self.edge.warn(format!("not all shards were told that the model is deleted: {why}"));
-                    }
-                    return Ok(());
-                }
-            };
-            if let Some(listed) = listed {
-                // Nobody need be told who only has to forget, and is gone; nor, once nobody waits for the answer, anybody
-                // that is gone: such a shard comes back without blocks.
-                let forgoes = late || left == [plan.off];
-                left.retain(|shard| listed.contains(shard) || !forgoes);
-            }
-            if left.is_empty() {
-                self.edge.finish(Ok(()));
-                return Ok(());
-            }
-            let (now, trouble) = (self.edge.now().await, trouble.unwrap_or_default());
-            if now >= warn_at {
-                warn_at = now + PROMPT;
-                self.edge.warn(format!("not all shards know yet that the model has moved: {trouble}"));
-            }
-            if now >= self.deadline {
-                late = true;
-                self.edge.finish(Err(Refusal::Other(format!(
-                    "the model has moved, but not all shards know: {trouble}: they are told when they answer"
-                ))));
-            }
-            self.edge.pause(AGAIN).await?;
-        }
+        self.edge.finish(outcome);
+        Ok(())
     }
 
     /// The move is given up: the job goes on, and the new owners forget their blocks.
@@ -364,43 +330,40 @@ impl<E: Edge> Moving<'_, E> {
             self.edge.release();
         }
         self.edge.finish(Err(why));
-        let (generation, attempt) = (self.plan.after.generation, self.plan.attempt);
-        let abandon = Message::Abandon { generation, attempt };
-        let (mut left, until) = (self.owners(), self.edge.now().await + ABANDONING);
-        loop {
-            self.tell(&left.clone(), &mut left, abandon.clone()).await?;
-            if left.is_empty() {
-                return Ok(());
-            }
+        let abandon = Message::Abandon { generation: self.plan.after.generation, attempt: self.plan.attempt };
+        let (mut left, until) = ([self.owners()], self.edge.now().await + ABANDONING);
+        while let Some(why) = self.repeat(&mut left, abandon.clone(), &[]).await? {
             if self.edge.now().await >= until {
-                let why =
-                    "shards that were to take blocks do not answer; they keep their memory until they do";
-                self.edge.warn(why.into());
-                return Ok(());
+                self.edge.warn(format!("{why}: it keeps the memory that it took until the next move"));
+                break;
             }
-            self.edge.pause(AGAIN).await?;
+            self.edge.pause(RETRY_PAUSE).await?;
         }
+        Ok(())
     }
 
     // -- shards
 
     fn owners(&self) -> Vec<ShardId> {
-        self.plan.owners.iter().map(|owner| owner.shard).collect()
+        self.plan.all().filter(|shard| *shard != self.plan.off).collect()
     }
 
-    /// Tells some shards, of which those that know are no longer `left`. Why one does not, if one does not.
-    async fn tell(
+    /// Gives the shards that are `left` an order, one group after the other. Those that carry it out are no longer left.
+    /// The result is why one has not, if one has not.
+    async fn repeat(
         &mut self,
-        shards: &[ShardId],
-        left: &mut Vec<ShardId>,
+        left: &mut [Vec<ShardId>],
         message: Message,
+        payload: &[u8],
     ) -> Result<Option<String>, Ends> {
-        let payload = if message == Message::Switch { Arc::clone(&self.plan.moved) } else { Arc::default() };
-        let order = Order { message, payload, is_step: false };
-        let answers = self.edge.ask(shards, order, TELLING).await?;
-        let knows = |shard: &ShardId| answers.iter().any(|(of, answer)| of == shard && answer.is_ok());
-        left.retain(|shard| !knows(shard));
-        Ok(self.trouble(shards, &answers))
+        let order = Order { message, payload: payload.into(), is_step: false };
+        let mut trouble = None;
+        for shards in left.iter_mut().filter(|shards| !shards.is_empty()) {
+            let answers = self.edge.ask(shards, order.clone(), REPEATED_TIMEOUT).await?;
+            trouble = self.trouble(shards, &answers).or(trouble);
+            shards.retain(|shard| !answers.iter().any(|(of, answer)| of == shard && answer.is_ok()));
+        }
+        Ok(trouble)
     }
 
     /// Has shards carry out a step: how many blocks are there, and are to be. `undone` says what was not done, should time
@@ -425,7 +388,7 @@ impl<E: Edge> Moving<'_, E> {
         let mut there = (0u32, 0u32);
         for (shard, answer) in answers {
             match answer {
-                Ok(Message::Adopted { blocks, of }) if fills => {
+                Ok(Message::Filled { blocks, of }) if fills => {
                     there = (there.0.saturating_add(blocks), there.1.saturating_add(of));
                 }
                 Ok(Message::Done) if !fills => {}
@@ -468,8 +431,8 @@ impl<E: Edge> Moving<'_, E> {
     }
 
     fn of_shard(&self, shard: ShardId, why: &str) -> String {
-        let address =
-            self.plan.shards().find(|known| known.shard == shard).map(|known| known.address.as_str());
+        let known = self.plan.shards.iter().find(|known| known.shard == shard);
+        let address = known.map(|known| known.address.as_str());
         format!("shard {shard} at {}: {why}", address.unwrap_or_default())
     }
 

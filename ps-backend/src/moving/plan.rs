@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use libmodelio::vocabulary::block_map::MapError;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
-use libmodelio::wire::{Adoption, ModelRecord, Moved, RecordError, Refusal, ShardRecord};
+use libmodelio::wire::{ModelRecord, Moved, RecordError, Refusal, ShardRecord};
 
 use libmodelio::vocabulary::controls::Controls;
 
@@ -32,15 +32,11 @@ pub struct Plan {
     pub before: ModelRecord,
     /// The record after the move.
     pub after: ModelRecord,
-    /// Shards of the new map, by their numbers.
-    pub owners: Vec<ShardRecord>,
-    /// The shard that is left.
-    pub leaving: ShardRecord,
+    /// The shards of both maps. The one that is left is the last.
+    pub shards: Vec<ShardRecord>,
     /// The time for which the job may stand still, unless the operator says otherwise.
     pub hold: Duration,
-    /// The payload of `Adopt`.
-    pub adoption: Arc<[u8]>,
-    /// The payload of `Switch`.
+    /// The payload of the orders to take memory and to switch.
     pub moved: Arc<[u8]>,
 }
 
@@ -82,8 +78,7 @@ impl Plan {
                 ))
             })
         };
-        let leaving = find(off)?;
-        if !leaving.draining {
+        if !find(off)?.draining {
             // The operator who has taken the mark back was told that nothing moves any more.
             return Err(Refusal::other(format!(
                 "shard {off} is not being drained (any more): run gradfs drain again if it is to be"
@@ -109,39 +104,24 @@ impl Plan {
         };
         let mut after = before.moved(&new, coordinator).map_err(Refusal::other)?;
         after.controls = job.controls.clone();
-        let owners = shares.keys().map(|&shard| find(shard)).collect::<Result<Vec<_>, _>>()?;
-        let shards: Vec<ShardRecord> = owners.iter().chain([&leaving]).cloned().collect();
-        let adoption = Adoption {
-            attempt,
-            record: after.clone(),
-            epoch: before.epoch,
-            owners: before.owners.clone(),
-            shards: shards.clone(),
-        };
-        let moved = Moved { record: after.clone(), shards };
-        Ok(Some(Plan {
-            attempt,
-            off,
-            hold: job.controls.timeout / SHARE_OF_TIMEOUT,
-            adoption: adoption.encode().map_err(untold)?.into(),
-            moved: moved.encode().map_err(untold)?.into(),
-            before,
-            after,
-            owners,
-            leaving,
-        }))
+        let owners = shares.keys().chain([&off]);
+        let shards = owners.map(|&shard| find(shard)).collect::<Result<Vec<_>, _>>()?;
+        let hold = job.controls.timeout / SHARE_OF_TIMEOUT;
+        let moved = Moved { record: after.clone(), shards: shards.clone() };
+        let moved = moved.encode().map_err(untold)?.into();
+        Ok(Some(Plan { attempt, off, before, after, shards, hold, moved }))
     }
 
-    /// All shards that have to do with it: those of the new map, and the one that is left.
-    pub fn shards(&self) -> impl Iterator<Item = &ShardRecord> {
-        self.owners.iter().chain([&self.leaving])
+    /// The numbers of the shards of both maps.
+    pub fn all(&self) -> impl Iterator<Item = ShardId> {
+        self.shards.iter().map(|shard| shard.shard)
     }
 }
 
 fn untold(error: RecordError) -> Refusal {
     let RecordError::TooLong { got } = error else { return Refusal::other(error) };
     Refusal::other(format!(
-        "it cannot be moved: its record with both block maps takes {got} bytes, the limit is {}; \
+        "it cannot be moved: the record of its move takes {got} bytes, the limit is {}; \
          a model of larger blocks, of fewer tensors or with less metadata could be",
         libmodelio::wire::MAX_PAYLOAD
     ))

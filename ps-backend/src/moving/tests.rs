@@ -67,7 +67,6 @@ struct World {
     /// From when on nobody wants the move any more.
     unwanted: Option<(&'static str, Refusal)>,
     puts: Vec<Result<(), PutError>>,
-    listed: Vec<u16>,
     deleted: bool,
     /// Bytes of the coordinator's state that were handed over.
     handed: usize,
@@ -77,7 +76,7 @@ struct World {
 
 fn done(what: &str, before: usize) -> Option<Result<Message, String>> {
     let blocks = 7 + before.min(1) as u32;
-    Some(Ok(if what == "Fill" { Message::Adopted { blocks, of: 8 } } else { Message::Done }))
+    Some(Ok(if what == "Fill" { Message::Filled { blocks, of: 8 } } else { Message::Done }))
 }
 
 fn unknown() -> Result<(), PutError> {
@@ -98,7 +97,6 @@ impl Default for World {
             held_up_by: None,
             unwanted: None,
             puts: vec![Ok(())],
-            listed: vec![1, 2, 3],
             deleted: false,
             handed: 0,
             ends: Now::MAX,
@@ -168,9 +166,8 @@ impl Edge for World {
         if self.puts.len() > 1 { self.puts.remove(0) } else { self.puts[0].clone() }
     }
 
-    async fn look(&mut self) -> Result<Option<BTreeSet<ShardId>>, Refusal> {
-        let listed = self.listed.iter().map(|&shard| ShardId(shard)).collect();
-        if self.deleted { Err(Refusal::NoModel("m".into())) } else { Ok(Some(listed)) }
+    async fn is_deleted(&mut self) -> bool {
+        self.deleted
     }
 
     fn warn(&mut self, what: String) {
@@ -178,9 +175,8 @@ impl Edge for World {
     }
 
     fn finish(&mut self, outcome: Result<(), Refusal>) {
-        if self.outcome().is_none() {
-            self.did.push(Did::Finish(outcome));
-        }
+        assert!(self.outcome().is_none(), "{:?}", self.did);
+        self.did.push(Did::Finish(outcome));
     }
 }
 
@@ -249,7 +245,7 @@ fn all_goes_well() {
     let next = plan(1).after.coordinator.0;
     let both = |what: &'static str| [Did::Tell(2, what), Did::Tell(3, what)];
     let expected = [
-        &both("Adopt")[..],
+        &both("Prepare")[..],
         &[Did::Hold],
         &both("Fill"),
         &both("Fill"),
@@ -287,7 +283,7 @@ fn where_nothing_can_move_is_said_before_anything_is_held() {
     assert!(said(1, ModelRecord { ready: false, ..record() }, &shards).contains("still being loaded"));
     assert!(said(1, ModelRecord { epoch: Epoch(2), ..record() }, &shards).contains("block map"));
     assert!(plan_of(3, record(), &shards).unwrap().is_none(), "nothing is there");
-    // The message with both block maps has a limit.
+    // The message has a limit.
     let room = (16 << 20) - record().encode().unwrap().len() - 16;
     let metadata = BTreeMap::from([("long".to_owned(), "x".repeat(room))]);
     let long = ModelRecord { metadata, ..record() };
@@ -308,9 +304,9 @@ fn what_fails_before_the_registry_is_asked_changes_nothing() {
         |since, why: &str| World { unwanted: Some((since, Refusal::other(why))), ..World::default() };
     let rows: [(World, bool, &str); 17] = [
         // A shard refuses, or hangs, at any step.
-        (World::with(3, "Adopt", no()), false, "shard 3 at node3:7070: no"),
-        (World::with(1, "Adopt", none()), false, "shard 1 at node1:7070: it does not answer"),
-        (World::with(3, "Adopt", Some(Ok(Message::Adopted { blocks: 1, of: 1 }))), false, "something else"),
+        (World::with(3, "Prepare", no()), false, "shard 3 at node3:7070: no"),
+        (World::with(1, "Prepare", none()), false, "shard 1 at node1:7070: it does not answer"),
+        (World::with(3, "Prepare", Some(Ok(Message::Filled { blocks: 1, of: 1 }))), false, "something else"),
         (World::with(3, "Fill", Some(Ok(Message::Done))), true, "something else"),
         (World::with(3, "Fill", no()), true, "shard 3 at node3:7070: no"),
         (World::with(1, "Fill", none()), true, "shard 1 at node1:7070: it does not answer"),
@@ -350,14 +346,14 @@ fn the_job_is_held_no_longer_than_it_may() {
     let world = World { held_up_by, ..World::default() }.fails(text);
     assert!((hold..hold + SECOND).contains(&world.now), "{:?}", world.now);
     // Also while blocks move, and though shards answer.
-    let one = Some(Ok(Message::Adopted { blocks: 1, of: 8 }));
+    let one = Some(Ok(Message::Filled { blocks: 1, of: 8 }));
     let text =
         "9 of 16 blocks were moved within the 60s for which the job may be held: hold it longer (--hold)";
     let world = World::with(3, "Fill", one).fails(text);
     assert!((hold..hold + SECOND).contains(&world.now), "{:?}", world.now);
     // A shard that takes its memory for long holds nobody up.
-    let world = World::with(1, "Adopt", None).fails("does not answer");
-    assert!((PATIENT..PATIENT + SECOND).contains(&world.now), "{:?}", world.now);
+    let world = World::with(1, "Prepare", None).fails("does not answer");
+    assert!((MEMORY_TIMEOUT..MEMORY_TIMEOUT + SECOND).contains(&world.now), "{:?}", world.now);
 }
 
 #[test]
@@ -419,28 +415,26 @@ fn shards_that_do_not_know_are_told_until_they_do() {
         |world: &World, shard| world.did.iter().filter(|did| **did == Did::Tell(shard, "Switch")).count();
     assert_eq!([1, 2, 3].map(|shard| told(&world, shard)), [1, 1, 4]);
     assert_eq!(world.outcome(), Some(&Ok(())));
-    // One never does: that is said, and now and then in the log. It is told until it is gone.
-    let world = World { listed: vec![1, 2], ..World::with(3, "Switch", None) }.succeeds();
+    // One never does: that is said, and it asks the registry when it can.
+    let world = World::with(3, "Switch", None).succeeds();
     let why = world.outcome().unwrap().as_ref().unwrap_err().to_string();
     assert!(
         why.contains("has moved, but not all shards know: shard 3 at node3:7070: it does not answer"),
         "{why}"
     );
-    assert!(told(&world, 3) > 100 && world.now >= DEADLINE, "{:?}", world.now);
-    assert!(world.did.iter().filter(|did| matches!(did, Did::Warn(_))).count() > 10);
-    // Nobody waits for one that only has to forget, and is gone.
-    let world = World { listed: vec![1, 3], ..World::with(2, "Switch", None) }.succeeds();
-    assert_eq!((told(&world, 2), world.outcome()), (1, Some(&Ok(()))));
+    assert!(
+        told(&world, 3) > 3 && (SWITCHING..SWITCHING + 5 * SECOND).contains(&world.now),
+        "{:?}",
+        world.now
+    );
 }
 
 #[test]
 fn a_model_that_is_deleted_does_not_come_back() {
-    // The coordinator's end means nothing from the question to the registry on: it is the old one.
+    // The end of the coordinator means nothing once the registry has been asked: it is the old one.
     let unwanted = Some(("asking the registry", Refusal::other("no model")));
-    let world = World { unwanted, deleted: true, ..World::default() }.succeeds();
-    for shard in [1, 2, 3] {
-        assert!(world.has(&Did::Tell(shard, "Delete")));
-    }
+    let world =
+        World { unwanted, deleted: true, ..World::with(3, "Switch", Some(Err("no blocks"))) }.succeeds();
     assert_eq!(world.outcome(), Some(&Err(Refusal::NoModel("m".into()))));
 }
 

@@ -101,7 +101,7 @@ impl Shared {
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
             "registry_heard": self.table.as_ref().map(|table| table.announcements()),
             "models": models,
-            "adopting": self.adopting.status(),
+            "incoming": self.incoming.status(),
             "left": self.gone.names(),
         })
     }

@@ -65,14 +65,14 @@ impl Shared {
 
     fn is_bound(&self) -> bool {
         let models = self.models.lock();
-        !(models.is_empty() && self.creations.lock().is_empty() && self.adopting.lock().is_empty())
+        !(models.is_empty() && self.creations.lock().is_empty() && self.incoming.idle().is_some())
     }
 
     /// Takes the number, and returns whether the shard has it now.
     fn take_number(&self, number: ShardId) -> bool {
         // A thread that makes a partition is in one of these tables before it reads the number.
-        let (models, creations, adopting) = (self.models.lock(), self.creations.lock(), self.adopting.lock());
-        let bound = !(models.is_empty() && creations.is_empty() && adopting.is_empty());
+        let (models, creations, idle) = (self.models.lock(), self.creations.lock(), self.incoming.idle());
+        let bound = !(models.is_empty() && creations.is_empty() && idle.is_some());
         let mut shard = self.shard.lock();
         if *shard != number && bound {
             return false;
@@ -126,10 +126,10 @@ impl Shared {
         let of_model = |model: &Model| Here { held: life(&model.record), is_partition: true };
         let mut here: Vec<Here> = self.models.lock().values().map(of_model).collect();
         here.extend(
-            self.adopting
+            self.incoming
                 .all()
                 .iter()
-                .map(|adopting| life(adopting.record()))
+                .map(|incoming| life(&incoming.moved.record))
                 .map(|held| Here { held, is_partition: false }),
         );
         here
@@ -242,12 +242,12 @@ impl Shared {
             return Ok(());
         }
         let owns = |shard: ShardId| record.owners.iter().any(|(owner, _)| *owner == shard);
-        let shards = match self.adopting.of(held.generation) {
-            Some(adopting) if *adopting.record() == record => adopting.shards().to_vec(),
-            adopting => {
-                if let Some(other) = adopting.filter(|other| other.record().epoch <= record.epoch) {
+        let shards = match self.incoming.of(held.generation) {
+            Some(incoming) if incoming.moved.record == record => incoming.moved.shards.clone(),
+            incoming => {
+                if let Some(other) = incoming.filter(|other| other.moved.record.epoch <= record.epoch) {
                     tracing::info!(model = %held.model, "another block map is in force: blocks are dropped");
-                    self.adopting.forget(&other);
+                    self.incoming.forget(&other);
                 }
                 let listed = self.registry(|registry, deadline| registry.shards(deadline))?;
                 let shards: Vec<ShardRecord> = listed.into_iter().filter(|shard| owns(shard.shard)).collect();

@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::captures::{Name, PINNED};
 use super::coordinator::Coordinator;
-use super::peer_shard::PeerShard;
+use super::peer_shard::{PeerShard, ask_all};
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
@@ -34,7 +34,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 struct Capturing<'a> {
     shared: &'a Arc<Shared>,
     coordinator: &'a Coordinator,
-    peers: BTreeMap<ShardId, PeerShard>,
+    peers: BTreeMap<ShardId, Arc<PeerShard>>,
     generation: Generation,
     epoch: Epoch,
     snapshot: u64,
@@ -126,7 +126,7 @@ impl Shared {
         let peer = |owner: &ShardId| {
             let record = records.iter().find(|record| record.shard == *owner);
             let record = record.ok_or_else(|| Refusal::other(format!("shard {owner} is not announced")))?;
-            Ok((*owner, PeerShard::new(record)))
+            Ok((*owner, Arc::new(PeerShard::new(record))))
         };
         let peers = owners.iter().map(peer).collect::<Result<BTreeMap<_, _>, Refusal>>()?;
         let capturing =
@@ -160,7 +160,7 @@ impl Capturing<'_> {
         // Memory takes a while, and the job goes on meanwhile.
         self.all(PATIENT, &pin(false))?;
         let pin = pin(true);
-        let mut versions = self.all(PINNED, &pin)?.into_iter().map(pinned).collect::<Result<Vec<_>, _>>()?;
+        let mut versions = self.all(PINNED, &pin)?.iter().map(pinned).collect::<Result<Vec<_>, _>>()?;
         let until = Instant::now() + PINNED / 2;
         let (record, controls) = loop {
             let (record, controls) = self.coordinator.record();
@@ -174,7 +174,8 @@ impl Capturing<'_> {
             }
             std::thread::sleep(AGAIN);
             for (peer, version) in self.peers.values().zip(&mut versions).filter(|(_, v)| **v < newest) {
-                *version = pinned(self.ask(peer, PROMPT, &pin)?)?;
+                let [answer] = &self.ask([peer].into_iter(), PROMPT, &pin)?[..] else { continue };
+                *version = pinned(answer)?;
             }
         };
         let (version, slots) = (record.version, slots_of(&record));
@@ -184,30 +185,25 @@ impl Capturing<'_> {
         serde_json::to_vec(&json!({ "record": record, "settings": settings })).map_err(Refusal::other)
     }
 
-    fn ask(&self, peer: &PeerShard, within: Duration, message: &Message) -> Result<Message, Refusal> {
-        let answer = peer.request(self.shared, message, &[], within);
-        answer.map_err(|why| Refusal::other(format!("shard {} at {}: {why}", peer.shard(), peer.address())))
+    /// Sends some shards a request at once. All answers are awaited, and are in the order of the shards.
+    fn ask<'a>(
+        &self,
+        peers: impl Iterator<Item = &'a Arc<PeerShard>> + Clone,
+        within: Duration,
+        message: &Message,
+    ) -> Result<Vec<Message>, Refusal> {
+        let asked = ask_all(self.shared, peers.clone().cloned(), message, &Arc::from([]), within);
+        let mut answers: BTreeMap<_, _> = asked.into_iter().collect();
+        let answer = |peer: &Arc<PeerShard>| {
+            let answer = answers.remove(&peer.shard()).unwrap_or_else(|| Err("a thread panicked".into()));
+            let named = |why| Refusal::other(format!("shard {} at {}: {why}", peer.shard(), peer.address()));
+            answer.map_err(named)
+        };
+        peers.map(answer).collect()
     }
 
-    /// Sends all shards a request at once.
     fn all(&self, within: Duration, message: &Message) -> Result<Vec<Message>, Refusal> {
-        std::thread::scope(|scope| {
-            let asked: Vec<_> = self
-                .peers
-                .values()
-                .map(|peer| {
-                    std::thread::Builder::new().spawn_scoped(scope, move || self.ask(peer, within, message))
-                })
-                .collect();
-            let answer = |asked: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| {
-                let asked =
-                    asked.map_err(|error| Refusal::other(format!("no thread to ask a shard: {error}")))?;
-                asked.join().map_err(|_| Refusal::other("a thread panicked"))?
-            };
-            // All answers are awaited.
-            let answers: Vec<Result<Message, Refusal>> = asked.into_iter().map(answer).collect();
-            answers.into_iter().collect()
-        })
+        self.ask(self.peers.values(), within, message)
     }
 }
 
@@ -222,9 +218,9 @@ fn slots_of(record: &JobRecord) -> u8 {
     snapshot::kinds(record).filter(|what| matches!(what, Kept::Slot(_))).count() as u8
 }
 
-fn pinned(answer: Message) -> Result<Version, Refusal> {
+fn pinned(answer: &Message) -> Result<Version, Refusal> {
     match answer {
-        Message::Pinned { version } => Ok(version),
+        Message::Pinned { version } => Ok(*version),
         other => Err(Refusal::other(format!("a shard answers with {}", other.name()))),
     }
 }

@@ -15,7 +15,7 @@
 //! | `shm_clients` | clients on the same host, through shared memory (`unsafe`) |
 //! | `rdma_clients` | clients elsewhere, by RDMA (`unsafe`) |
 //! | `coordinator` | the coordinator of a model at work |
-//! | `moving::adoptions` | partitions for block maps that are not in force yet |
+//! | `moving::incoming` | partitions for block maps that are not in force yet |
 //! | `captures` | copies of versions, for snapshots |
 //! | `shared` | the common state of connections |
 //! | `models` | finding, coordinating and deleting models |
@@ -114,7 +114,7 @@ impl Server {
             complaints: complaints::Log::new(),
             models: Mutex::default(),
             creations: Mutex::default(),
-            adopting: Default::default(),
+            incoming: Default::default(),
             captures: Default::default(),
             gone: Default::default(),
             standing: Mutex::default(),

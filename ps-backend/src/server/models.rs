@@ -46,9 +46,9 @@ impl Shared {
             };
         }
         // The partition is about to come. A peer that knows of it already tries again.
-        let adopting = self.adopting.of(generation);
-        match adopting.filter(|adopting| adopting.record().name == name) {
-            Some(adopting) => Refusal::Epoch { expected: adopting.epoch_in_force(), got }.into(),
+        let incoming = self.incoming.of(generation);
+        match incoming.filter(|incoming| incoming.moved.record.name == name) {
+            Some(incoming) => Refusal::Epoch { expected: incoming.epoch_in_force(), got }.into(),
             None => Refusal::NoModel(name.to_owned()).into(),
         }
     }
@@ -76,7 +76,7 @@ impl Shared {
 
     /// Deletes a model. If it has moved away, the answer says where it has to be deleted, too.
     pub(super) fn delete(&self, name: &str, generation: Generation) -> AdminAnswer {
-        self.adopting.delete(generation);
+        self.incoming.delete(generation);
         if let Some(creation) = self.creations.lock().get_mut(&generation) {
             creation.deleted = true;
         }

@@ -1,6 +1,7 @@
 //! A shard that a model's coordinator sends requests to: this one, or another over the network.
 
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
@@ -41,16 +42,11 @@ impl PeerShard {
         payload: &[u8],
         within: Duration,
     ) -> Result<Message, String> {
-        let is_here = self.record.shard == *shared.shard.lock();
-        match is_here {
-            true => match message {
-                Message::Delete { model, generation } => shared.delete(model, *generation),
-                other => shared.between_shards(other.clone(), payload),
-            }
-            .map(|(answer, _)| answer)
-            .map_err(|refusal| refusal.to_string()),
-            false => self.ask(message, payload, Instant::now() + within).map_err(|error| error.to_string()),
+        if self.record.shard == *shared.shard.lock() {
+            let answered = shared.between_shards(message.clone(), payload);
+            return answered.map(|(answer, _)| answer).map_err(|refusal| refusal.to_string());
         }
+        self.ask(message, payload, Instant::now() + within).map_err(|error| error.to_string())
     }
 
     fn ask(&self, message: &Message, payload: &[u8], deadline: Instant) -> Result<Message, AdminError> {
@@ -64,4 +60,27 @@ impl PeerShard {
         }
         answer.map(|(message, _)| message)
     }
+}
+
+/// Asks shards, all at once, each on a thread of its own. The answers come over the channel, which ends with the last one.
+/// Nobody has to wait for them.
+pub(super) fn ask_all(
+    shared: &Arc<Shared>,
+    peers: impl IntoIterator<Item = Arc<PeerShard>>,
+    message: &Message,
+    payload: &Arc<[u8]>,
+    within: Duration,
+) -> Receiver<(ShardId, Result<Message, String>)> {
+    let (sender, answers) = channel();
+    for peer in peers {
+        let (shared, message, payload) = (Arc::clone(shared), message.clone(), Arc::clone(payload));
+        let (shard, answered) = (peer.shard(), sender.clone());
+        let asks = move || {
+            let _ = answered.send((peer.shard(), peer.request(&shared, &message, &payload, within)));
+        };
+        if let Err(error) = std::thread::Builder::new().name("asks-shard".into()).spawn(asks) {
+            let _ = sender.send((shard, Err(format!("no thread to ask it: {error}"))));
+        }
+    }
+    answers
 }

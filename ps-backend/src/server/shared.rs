@@ -16,7 +16,7 @@ use parking_lot::{Condvar, Mutex};
 use super::captures::Captures;
 use super::complaints::Log;
 use super::coordinator::Coordinator;
-use super::moving::Adoptions;
+use super::moving::IncomingPartitions;
 use super::options::{NoRdma, ServerOptions};
 use super::partition::Partition;
 #[cfg(feature = "rdma")]
@@ -71,7 +71,7 @@ pub(super) struct Shared {
     /// The models that are being created: their memory is being taken.
     pub creations: Mutex<BTreeMap<Generation, Creation>>,
     /// Partitions for block maps that are not in force yet.
-    pub adopting: Adoptions,
+    pub incoming: IncomingPartitions,
     /// Copies of versions, for snapshots.
     pub captures: Captures,
     /// The models that have moved away.

@@ -11,8 +11,10 @@ mod parking;
 mod payload;
 #[cfg(feature = "rdma")]
 mod pinned;
+mod raw;
 #[cfg(feature = "rdma")]
 mod rdma;
+mod scripted_shard;
 mod shm;
 mod steps;
 #[cfg(feature = "rdma")]

@@ -1,8 +1,6 @@
-//! Clients whose model moves: from a shard that says so, or is gone. The shards here are spoken for by hand.
+//! Clients whose model moves: from a shard that says so, or is gone.
 
 use std::collections::BTreeMap;
-use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -14,244 +12,20 @@ use libmodelio::client::{ClientError, ClientOptions, Job, TransportChoice};
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::transport::{CommitNotice, Region, RegionKey, ShardError, TransportKind};
 use libmodelio::vocabulary::block_map::BlockMap;
-use libmodelio::vocabulary::ids::{
-    ClientId, Epoch, Generation, Incarnation, LearnerId, ShardId, Step, Version,
-};
+use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{
-    Fate, Held, JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Refusal, RefusedShard,
-    Role, ShardRecord, frame,
+    Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest, Role, ShardRecord,
 };
 
+use crate::scripted_shard::{BYTES, LEARNER, ScriptedShard, moved_to, record, until};
 use crate::world::{LONG, Way, World, ask};
-
-const BYTES: u64 = 300_000;
-const LEARNER: LearnerId = LearnerId(1);
-
-/// What a shard does, and what it has seen.
-#[derive(Default)]
-struct Script {
-    epoch: Epoch,
-    /// What it says to whoever greets it under an older map; under any, if it is `deaf`.
-    moved: Option<Vec<u8>>,
-    /// It welcomes nobody.
-    deaf: bool,
-    /// What it says in its welcome, if not the truth.
-    claims: Option<Epoch>,
-    /// What it says at once on connections of this role.
-    now: Vec<(Role, Vec<u8>)>,
-    /// Commits are answered.
-    answers: bool,
-    /// Who has greeted it, and under which map.
-    greeted: Vec<(Role, Epoch, ClientId)>,
-    /// Commits, by the number of their request.
-    commits: Vec<u64>,
-    gone: bool,
-}
-
-/// A shard that owns all blocks of its model, and coordinates it.
-#[derive(Clone)]
-struct Hand {
-    record: ShardRecord,
-    script: Arc<Mutex<Script>>,
-}
-
-impl Hand {
-    fn start(shard: ShardId, epoch: Epoch) -> Hand {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let address = listener.local_addr().unwrap().to_string();
-        let record =
-            ShardRecord { shard, address, host: "elsewhere".into(), draining: false, rdma: String::new() };
-        let script = Arc::new(Mutex::new(Script { epoch, ..Script::default() }));
-        let of_thread = Arc::clone(&script);
-        std::thread::spawn(move || {
-            loop {
-                match listener.accept() {
-                    Ok((stream, _)) => {
-                        let script = Arc::clone(&of_thread);
-                        std::thread::spawn(move || Talk { stream, script, shard }.run());
-                    }
-                    Err(_) if of_thread.lock().unwrap().gone => return,
-                    Err(_) => std::thread::sleep(Duration::from_millis(5)),
-                }
-            }
-        });
-        Hand { record, script }
-    }
-
-    fn with<R>(&self, f: impl FnOnce(&mut Script) -> R) -> R {
-        f(&mut self.script.lock().unwrap())
-    }
-
-    /// Says it on the connections of this role that are there.
-    fn say_now(&self, role: Role, payload: Vec<u8>) {
-        self.with(|script| script.now.push((role, payload)));
-    }
-
-    fn controls(&self) -> usize {
-        self.with(|script| script.greeted.iter().filter(|(role, ..)| *role == Role::Control).count())
-    }
-
-    /// Ends; nobody listens at its address any more.
-    fn stop(&self) {
-        self.with(|script| script.gone = true);
-        until("it has ended", || TcpStream::connect(&self.record.address).is_err());
-    }
-}
-
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + LONG;
-    while !done() {
-        assert!(Instant::now() < end, "not within {LONG:?}: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// One connection of a shard.
-struct Talk {
-    stream: TcpStream,
-    script: Arc<Mutex<Script>>,
-    shard: ShardId,
-}
-
-impl Talk {
-    fn say(&mut self, message: &Message, request: u64, payload: &[u8]) {
-        let mut bytes = frame(message, request, Epoch(0), payload).unwrap();
-        bytes.extend_from_slice(payload);
-        let _ = self.stream.write_all(&bytes);
-    }
-
-    fn run(mut self) {
-        self.stream.set_nonblocking(false).unwrap();
-        self.stream.set_read_timeout(Some(Duration::from_millis(5))).unwrap();
-        let mut receiver = Receiver::new(Limits::MAX);
-        let (mut came, mut role, mut due) = (Vec::new(), None, 0);
-        let begun = self.script.lock().unwrap().now.len();
-        let mut said = begun;
-        loop {
-            let mut bytes = [0; 64 << 10];
-            match self.stream.read(&mut bytes) {
-                Ok(0) => return,
-                Ok(count) => came.extend_from_slice(&bytes[..count]),
-                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
-                Err(_) => return,
-            }
-            loop {
-                if due > 0 {
-                    let count = came.len().min(due);
-                    came.drain(..count);
-                    due -= count;
-                    if due > 0 {
-                        break;
-                    }
-                }
-                let (used, received) = receiver.push(&came).unwrap();
-                came.drain(..used);
-                let Some(received) = received else { break };
-                due = received.header.payload_len() as usize;
-                let (request, epoch) = (received.header.request(), received.header.epoch());
-                if let Message::Hello { role: of, client, .. } = received.message {
-                    role = Some(of);
-                    if !self.greet(of, epoch, client) {
-                        return;
-                    }
-                } else {
-                    self.receive(received.message, request, epoch);
-                }
-            }
-            let (new, gone) = {
-                let script = self.script.lock().unwrap();
-                let new: Vec<_> = script.now[said..].to_vec();
-                said = script.now.len();
-                (new, script.gone)
-            };
-            for (_, payload) in new.iter().filter(|(of, _)| Some(*of) == role) {
-                self.say(&Message::Moved, 0, payload);
-            }
-            if gone {
-                return;
-            }
-        }
-    }
-
-    /// False when the conversation is over.
-    fn greet(&mut self, role: Role, epoch: Epoch, client: ClientId) -> bool {
-        let (own, moved, deaf, claimed) = {
-            let mut script = self.script.lock().unwrap();
-            script.greeted.push((role, epoch, client));
-            let claimed = script.claims.unwrap_or(script.epoch);
-            (script.epoch, script.moved.clone(), script.deaf, claimed)
-        };
-        if let Some(moved) = moved.filter(|_| epoch < own || deaf) {
-            self.say(&Message::Moved, 0, &moved);
-            return false;
-        }
-        assert_eq!(epoch, own);
-        let protocol = Protocol::NEWEST.number();
-        self.say(&Message::Welcome { protocol, shard: self.shard, epoch: claimed, silence_ms: 5000 }, 0, &[]);
-        if role == Role::Control {
-            let state = JobState { sequence: own.0 * 1000, ..JobState::default() };
-            self.say(&Message::State(Box::new(state)), 0, &[]);
-        }
-        true
-    }
-
-    fn receive(&mut self, message: Message, request: u64, epoch: Epoch) {
-        // A connection's own pings are of no map.
-        if message != Message::Ping {
-            assert_eq!(epoch, self.script.lock().unwrap().epoch, "{} of another map", message.name());
-        }
-        match message {
-            Message::Ping => self.say(&Message::Pong, 0, &[]),
-            Message::Join { .. } => {
-                let joined =
-                    Message::Joined { learner: LEARNER, incarnation: Incarnation(1), since: u64::MAX };
-                self.say(&joined, request, &[]);
-            }
-            Message::Commit { .. } => {
-                let answers = {
-                    let mut script = self.script.lock().unwrap();
-                    script.commits.push(request);
-                    script.answers
-                };
-                if answers {
-                    self.say(&Message::Done, request, &[]);
-                }
-            }
-            Message::Pull { version, blocks } => {
-                let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
-                for block in blocks.map(libmodelio::vocabulary::ids::BlockId) {
-                    let extent = layout.block_bytes(block);
-                    let bytes = vec![0; (extent.end - extent.start) as usize];
-                    self.say(&Message::Block { version, block }, 0, &bytes);
-                }
-            }
-            _ => {}
-        }
-    }
-}
-
-/// The model with all blocks on one shard.
-fn record(shard: ShardId, epoch: Epoch) -> ModelRecord {
-    let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
-    let map = BlockMap::from_owners(epoch, vec![shard; layout.blocks() as usize]).unwrap();
-    let mut record =
-        ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, shard, Default::default())
-            .unwrap();
-    record.ready = true;
-    record
-}
-
-fn moved_to(to: &Hand, epoch: Epoch) -> Moved {
-    Moved { record: record(to.record.shard, epoch), shards: vec![to.record.clone()] }
-}
 
 fn options() -> ClientOptions {
     ClientOptions { transport: TransportChoice::Tcp, ..ClientOptions::default() }
 }
 
-fn connect(at: &Hand, options: ClientOptions) -> Result<Job, ClientError> {
+fn connect(at: &ScriptedShard, options: ClientOptions) -> Result<Job, ClientError> {
     let epoch = at.with(|script| script.epoch);
     Job::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options)
 }
@@ -274,7 +48,7 @@ fn commit(client: &Job, timeout: Duration) -> std::sync::mpsc::Receiver<Result<M
     receiver
 }
 
-fn is_at(client: &Job, hand: &Hand) -> bool {
+fn is_at(client: &Job, hand: &ScriptedShard) -> bool {
     let peers = client.shards();
     let [peer] = &peers[..] else { panic!("{peers:?}") };
     peer.connected && (peer.address.as_ref(), peer.shard) == (Some(&hand.record.address), hand.record.shard)
@@ -282,7 +56,8 @@ fn is_at(client: &Job, hand: &Hand) -> bool {
 
 #[test]
 fn a_client_goes_where_its_model_goes_and_asks_there_again() {
-    let (first, second) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(2), Epoch(2)));
+    let (first, second) =
+        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
     second.with(|script| script.answers = true);
     let client = connect(&first, options()).unwrap();
     join(&client);
@@ -308,7 +83,8 @@ fn a_client_goes_where_its_model_goes_and_asks_there_again() {
 
 #[test]
 fn a_greeting_under_an_older_map_is_redirected() {
-    let (first, second) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(1), Epoch(3)));
+    let (first, second) =
+        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(1), Epoch(3)));
     first.with(|script| {
         script.deaf = true;
         script.moved = Some(moved_to(&second, Epoch(3)).encode().unwrap());
@@ -327,7 +103,8 @@ fn a_greeting_under_an_older_map_is_redirected() {
 
 #[test]
 fn word_of_a_move_that_makes_no_sense_is_not_followed() {
-    let (first, second) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(2), Epoch(2)));
+    let (first, second) =
+        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
     let good = moved_to(&second, Epoch(2));
     let with = |change: &dyn Fn(&mut Moved)| {
         let mut moved = good.clone();
@@ -358,7 +135,7 @@ fn word_of_a_move_that_makes_no_sense_is_not_followed() {
         join(&client);
         until("all are", || is_at(&client, &first));
 
-        let liar = Hand::start(ShardId(1), Epoch(1));
+        let liar = ScriptedShard::start(ShardId(1), Epoch(1));
         liar.with(|script| (script.deaf, script.moved) = (true, Some(lie.clone())));
         let options = ClientOptions { patience: Duration::from_millis(300), ..options() };
         let error = connect(&liar, options).err().unwrap().to_string();
@@ -387,70 +164,32 @@ impl Table {
 }
 
 impl Registry for Table {
-    fn announce(&self, _: &ShardRecord, _: bool, _: Duration, _: Instant) -> Result<ShardId, RegistryError> {
-        Err(RegistryError::Refused(Refusal::other("nobody announces itself here")))
-    }
-
-    fn withdraw(&self, _: ShardId, _: Instant) -> Result<(), RegistryError> {
-        Ok(())
-    }
-
-    fn drain(&self, _: ShardId, _: Instant) -> Result<(), RegistryError> {
-        Ok(())
-    }
-
-    fn undrain(&self, _: ShardId, _: Instant) -> Result<(), RegistryError> {
-        Ok(())
-    }
-
-    fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
-        Ok(self.shards.clone())
-    }
-
-    fn refused(&self, _: Instant) -> Result<Vec<RefusedShard>, RegistryError> {
-        Ok(Vec::new())
-    }
-
-    fn models(&self, _: Instant) -> Result<Vec<String>, RegistryError> {
-        Ok(vec!["m".into()])
-    }
-
-    fn model(&self, name: &str, _: Instant) -> Result<ModelRecord, RegistryError> {
-        assert_eq!(name, "m");
-        let asked = self.asked.fetch_add(1, Ordering::Relaxed);
-        if self.down.load(Ordering::Relaxed) {
-            return Err(AdminError::ConnectionRefused { address: "nobody".into() }.into());
-        }
-        let records = self.records.lock().unwrap();
-        Ok(records[asked.min(records.len() - 1)].clone())
-    }
-
-    fn put(&self, _: &ModelRecord, _: Option<Epoch>, _: Instant) -> Result<(), RegistryError> {
-        Err(RegistryError::Refused(Refusal::other("nothing is put here")))
-    }
-
-    fn delete(&self, _: &str, _: Generation, _: Instant) -> Result<(), RegistryError> {
-        Ok(())
-    }
-
-    fn holding(
+    fn ask(
         &self,
-        _: ShardId,
-        held: &[Held],
-        _: &[(String, Generation)],
+        request: RegistryRequest,
+        _: &[u8],
         _: Instant,
-    ) -> Result<(bool, Vec<Fate>), RegistryError> {
-        Ok((false, vec![Fate::Unknown; held.len()]))
-    }
-
-    fn restore(&self, _: &ModelRecord, _: &[ShardRecord], _: Instant) -> Result<(), RegistryError> {
-        Err(RegistryError::Refused(Refusal::other("nothing is put here")))
+    ) -> Result<(RegistryAnswer, Vec<u8>), RegistryError> {
+        match request {
+            RegistryRequest::Shards => Ok((RegistryAnswer::Shards(self.shards.clone()), Vec::new())),
+            RegistryRequest::Model { name } => {
+                assert_eq!(name, "m");
+                let asked = self.asked.fetch_add(1, Ordering::Relaxed);
+                if self.down.load(Ordering::Relaxed) {
+                    return Err(AdminError::ConnectionRefused { address: "nobody".into() }.into());
+                }
+                let records = self.records.lock().unwrap();
+                Ok((RegistryAnswer::Model, records[asked.min(records.len() - 1)].encode().unwrap()))
+            }
+            other => panic!("no client asks the registry {other:?}"),
+        }
     }
 }
 
 #[test]
 fn where_a_model_is_whose_shards_are_gone_is_found_in_the_registry() {
-    let (first, second) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(2), Epoch(2)));
+    let (first, second) =
+        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
     second.with(|script| script.answers = true);
     let moved = record(ShardId(2), Epoch(2));
     // Another life of the name is nothing that this client could go on with.
@@ -470,7 +209,7 @@ fn where_a_model_is_whose_shards_are_gone_is_found_in_the_registry() {
 }
 
 /// A client that asks a registry which says this.
-fn asking(at: &Hand, records: Vec<ModelRecord>, shards: &[&Hand]) -> (Job, Arc<Table>) {
+fn asking(at: &ScriptedShard, records: Vec<ModelRecord>, shards: &[&ScriptedShard]) -> (Job, Arc<Table>) {
     let table = Table::of(records, shards.iter().map(|hand| hand.record.clone()).collect());
     let registry = Some(Arc::clone(&table) as Arc<dyn Registry>);
     (connect(at, ClientOptions { registry, ..options() }).unwrap(), table)
@@ -478,8 +217,9 @@ fn asking(at: &Hand, records: Vec<ModelRecord>, shards: &[&Hand]) -> (Job, Arc<T
 
 #[test]
 fn a_shard_that_lies_about_where_the_model_is_is_not_followed() {
-    let (first, liar) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(5), Epoch(9)));
-    let second = Hand::start(ShardId(2), Epoch(9));
+    let (first, liar) =
+        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(5), Epoch(9)));
+    let second = ScriptedShard::start(ShardId(2), Epoch(9));
     let lie = moved_to(&liar, Epoch(9)).encode().unwrap();
     let (client, table) = asking(&first, vec![record(ShardId(1), Epoch(1))], &[&first, &second, &liar]);
     join(&client);
@@ -506,7 +246,8 @@ fn a_shard_that_lies_about_where_the_model_is_is_not_followed() {
 
 #[test]
 fn a_word_that_the_registry_confirms_is_followed_at_once() {
-    let (first, second) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(2), Epoch(2)));
+    let (first, second) =
+        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
     let (client, table) = asking(&first, vec![record(ShardId(2), Epoch(2))], &[&second]);
     join(&client);
     let said_at = Instant::now();
@@ -520,7 +261,8 @@ fn a_word_that_the_registry_confirms_is_followed_at_once() {
 
 #[test]
 fn without_a_registry_in_reach_a_shards_word_counts_until_the_registry_says() {
-    let (first, liar) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(5), Epoch(9)));
+    let (first, liar) =
+        (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(5), Epoch(9)));
     let (client, table) = asking(&first, vec![record(ShardId(1), Epoch(1))], &[&first]);
     join(&client);
     table.down.store(true, Ordering::Relaxed);
@@ -539,7 +281,7 @@ fn without_a_registry_in_reach_a_shards_word_counts_until_the_registry_says() {
 
 #[test]
 fn a_shard_that_welcomes_under_another_map_is_left() {
-    let hand = Hand::start(ShardId(1), Epoch(1));
+    let hand = ScriptedShard::start(ShardId(1), Epoch(1));
     hand.with(|script| script.claims = Some(Epoch(9)));
     let options = ClientOptions { patience: Duration::from_millis(300), ..options() };
     let error = connect(&hand, options).err().unwrap().to_string();
@@ -550,7 +292,7 @@ fn a_shard_that_welcomes_under_another_map_is_left() {
 
 #[test]
 fn shared_memory_alone_does_not_follow_to_another_host_and_says_so() {
-    let second = Hand::start(ShardId(9), Epoch(2));
+    let second = ScriptedShard::start(ShardId(9), Epoch(2));
     for transport in [TransportChoice::SharedMemory, TransportChoice::Auto] {
         let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
         assert_eq!(world.record.epoch, Epoch(1));

@@ -3,8 +3,7 @@
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
@@ -13,24 +12,13 @@ use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{
-    Adoption, Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Refusal, Role, frame,
-};
+use libmodelio::wire::{Message, ModelRecord, Moved, Refusal, Role, frame};
 
+use crate::raw::Raw;
 use crate::world::{LONG, Learner, Way, World, server};
 
 const TCP: Way = Way::Tcp(Choice::Auto);
 const BYTES: u64 = 1_500_004;
-
-fn layout() -> ModelLayout {
-    let tensors = vec![
-        ("h".to_owned(), DType::F16, vec![200_003]),
-        ("w".to_owned(), DType::F32, vec![150_001]),
-        ("i".to_owned(), DType::parse("I32").unwrap(), vec![30_001]),
-        ("b".to_owned(), DType::BF16, vec![100_001]),
-    ];
-    ModelLayout::new(tensors, 64 << 10).unwrap()
-}
 
 fn status(address: &str) -> serde_json::Value {
     let mut peer = AdminPeer::connect(address, Instant::now() + LONG).unwrap();
@@ -47,7 +35,7 @@ impl World {
         self.registry.model("m", Instant::now() + LONG).unwrap()
     }
 
-    /// Asks the lead to move the model off a shard.
+    /// Asks the coordinator to move the model off a shard.
     fn move_off(&self, off: ShardId, within: Duration) -> Result<(), Refusal> {
         self.registry.drain(off, Instant::now() + LONG).unwrap();
         let record = self.newest_record();
@@ -67,198 +55,10 @@ impl World {
     fn look_again(&mut self) {
         self.record = self.newest_record();
     }
-
-    fn stop(&mut self, shard: ShardId) {
-        let at = self.servers.iter().position(|server| server.shard() == shard).unwrap();
-        drop(self.servers.remove(at));
-    }
-}
-
-/// Two learners on a client each, for some steps; then they leave. The bits of the weights.
-fn train(world: &World, steps: u32) -> (Version, Vec<u32>) {
-    let (a, b) = (world.client(), world.client());
-    let learners = [Learner::join(&a, "a"), Learner::join(&b, "b")];
-    let mut newest = (Version(0), Vec::new());
-    for step in 1..=steps {
-        let pushed: Vec<_> = learners
-            .iter()
-            .zip([0.125, 0.5])
-            .map(|(learner, share)| learner.push(share / step as f32))
-            .collect();
-        for answer in pushed {
-            assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        }
-        let (version, weights) = learners[0].pull();
-        newest = (version, weights.iter().map(|weight| weight.to_bits()).collect());
-    }
-    learners.iter().for_each(Learner::leave);
-    a.shut_down();
-    b.shut_down();
-    newest
-}
-
-/// Trains, moves the model off one of three shards, stops that, and trains on; the other world is left alone.
-fn drained(way: Way, spare: bool, off: impl Fn(&ModelRecord) -> ShardId) {
-    let settings = [("reducer", "adam"), ("learners", "2"), ("nonfinite", "accept")];
-    let undisturbed = World::of(3, &layout(), &settings, way);
-    let mut world = World::of(3, &layout(), &settings, way);
-    // The registry is here, and stays.
-    let registry = world.servers[0].address().to_string();
-    if spare {
-        world.servers.push(server(Some(registry), world.io));
-    }
-    assert_eq!(train(&world, 3), train(&undisturbed, 3));
-    let off = off(&world.record);
-    world.move_off(off, LONG).unwrap();
-    let before = world.record.clone();
-    world.look_again();
-    assert_eq!(world.record.epoch, Epoch(2));
-    assert_ne!(world.record.coordinator, off);
-    let (old, new) = (before.block_map().unwrap(), world.record.block_map().unwrap());
-    assert_eq!(new.blocks_of(off).count(), 0);
-    assert_eq!(new.shares().len(), if spare { 3 } else { 2 });
-    let moved = old.owners().iter().zip(new.owners()).filter(|(a, b)| a != b).count();
-    assert_eq!(moved, old.blocks_of(off).count(), "no other block moves");
-    // It holds nothing any more.
-    let gone = status(&world.address_of(off));
-    assert_eq!(gone["models"], serde_json::json!([]));
-    assert_eq!(gone["adopting"], serde_json::json!([]));
-    if off != world.servers[0].shard() {
-        world.stop(off);
-    }
-    assert_eq!(train(&world, 3), train(&undisturbed, 3));
-    // Said again, nothing happens.
-    if off == world.servers[0].shard() {
-        world.move_off(off, LONG).unwrap();
-    }
-    assert_eq!(world.newest_record().epoch, Epoch(2));
 }
 
 fn not_the_coordinator(record: &ModelRecord) -> ShardId {
     record.owners.iter().map(|(owner, _)| *owner).find(|owner| *owner != record.coordinator).unwrap()
-}
-
-#[test]
-fn a_drained_shard_can_be_stopped_and_nothing_is_lost() {
-    drained(TCP, false, not_the_coordinator);
-    drained(Way::Shm, false, not_the_coordinator);
-}
-
-#[test]
-fn another_shard_takes_the_place_of_a_drained_one() {
-    drained(TCP, true, not_the_coordinator);
-}
-
-#[test]
-fn a_coordinator_that_is_drained_hands_the_job_over() {
-    drained(TCP, false, |record| record.coordinator);
-    drained(Way::Shm, true, |record| record.coordinator);
-}
-
-#[test]
-fn whoever_stays_the_same_takes_no_more_memory() {
-    let world = World::new(2, BYTES, &[("reducer", "adam"), ("learners", "2")], TCP);
-    let _spare = server(Some(world.servers[0].address().to_string()), world.io);
-    train(&world, 2);
-    let (off, stays) = (not_the_coordinator(&world.record), world.record.coordinator);
-    let memory = || status(&world.address_of(stays))["models"][0]["memory_bytes"].as_u64().unwrap();
-    let before = memory();
-    world.move_off(off, LONG).unwrap();
-    assert_eq!(memory(), before);
-}
-
-/// A connection to a shard that is spoken over by hand.
-pub struct Raw {
-    pub stream: TcpStream,
-    receiver: Receiver,
-    unread: Vec<u8>,
-    epoch: Epoch,
-}
-
-impl Raw {
-    pub fn greet(address: &str, role: Role, record: &ModelRecord, client: ClientId) -> Raw {
-        let stream = TcpStream::connect(address).unwrap();
-        stream.set_read_timeout(Some(LONG)).unwrap();
-        let mut receiver = Receiver::new(Limits::GREETING);
-        receiver.set_limits(Limits::MAX);
-        let mut raw = Raw { stream, receiver, unread: Vec::new(), epoch: record.epoch };
-        let hello = Message::Hello {
-            protocol: Protocol::NEWEST.number(),
-            role,
-            model: record.name.clone(),
-            generation: record.generation,
-            client,
-        };
-        raw.say(0, &hello);
-        raw
-    }
-
-    fn say(&mut self, request: u64, message: &Message) {
-        let bytes = frame(message, request, self.epoch, &[]).unwrap();
-        self.stream.write_all(&bytes).unwrap();
-    }
-
-    pub fn receive(&mut self) -> (Received, Vec<u8>) {
-        loop {
-            let (used, received) = self.receiver.push(&self.unread).unwrap();
-            self.unread.drain(..used);
-            let Some(received) = received else {
-                self.read();
-                continue;
-            };
-            let len = received.header.payload_len() as usize;
-            while self.unread.len() < len {
-                self.read();
-            }
-            let payload: Vec<u8> = self.unread.drain(..len).collect();
-            if len > 0 {
-                self.receiver.payload_done(libmodelio::bytes::crc32c::crc32c(&payload)).unwrap();
-            }
-            return (received, payload);
-        }
-    }
-
-    fn read(&mut self) {
-        let mut bytes = [0; 4096];
-        let count = loop {
-            match self.stream.read(&mut bytes) {
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                outcome => break outcome.unwrap(),
-            }
-        };
-        assert!(count > 0, "the connection ended");
-        self.unread.extend_from_slice(&bytes[..count]);
-    }
-
-    /// The answer to a request, whatever else is said.
-    fn answer(&mut self, request: u64) -> Message {
-        loop {
-            let (received, _) = self.receive();
-            if received.header.request() == request {
-                return received.message;
-            }
-        }
-    }
-
-    /// Says something and waits for the answer.
-    fn ask(&mut self, request: u64, message: &Message) -> Message {
-        self.say(request, message);
-        self.answer(request)
-    }
-
-    /// It is told where the model is now, and the connection ends.
-    fn is_moved(&mut self, after: &ModelRecord) {
-        loop {
-            let (received, payload) = self.receive();
-            if received.message == Message::Moved {
-                let moved = Moved::decode(&payload).unwrap();
-                assert_eq!(moved.record, *after);
-                assert_eq!(received.header.epoch(), after.epoch);
-                assert_eq!(self.stream.read(&mut [0]).unwrap(), 0, "nothing follows");
-                return;
-            }
-        }
-    }
 }
 
 fn lives_through(coordinator_moves: bool) {
@@ -389,7 +189,7 @@ fn what_makes_no_sense_is_refused() {
     };
     assert!(refused(moves(generation), &[]).contains("does not coordinate"));
     assert!(refused(moves(Generation(1)), &[]).contains("generation"));
-    assert!(refused(Message::Adopt, b"nothing").contains("record"));
+    assert!(refused(Message::Prepare { attempt: 1, off: other }, b"nothing").contains("record"));
     assert!(refused(Message::Switch, b"nothing").contains("record"));
     let fill = Message::Fill { generation, attempt: 1, version: Version(0), reducer: Reducer::Sum };
     assert!(refused(fill, &[]).contains("does not take part"));
@@ -450,27 +250,25 @@ fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
         let coordinator = if record.coordinator == off { to } else { record.coordinator };
         record.moved(&map, coordinator).unwrap()
     };
-    let adoption = |attempt, before: &ModelRecord, after: &ModelRecord| {
-        let (epoch, owners) = (before.epoch, before.owners.clone());
-        Adoption { attempt, record: after.clone(), epoch, owners, shards: shards.clone() }.encode().unwrap()
-    };
+    let moved =
+        |after: &ModelRecord| Moved { record: after.clone(), shards: shards.clone() }.encode().unwrap();
     let mut peer = AdminPeer::connect(&world.address_of(new), Instant::now() + LONG).unwrap();
     let mut ask = |message: Message, payload: &[u8]| peer.request(&message, payload, Instant::now() + LONG);
     // A shard takes blocks, the registry puts the map in force, and nobody tells the shard.
     let (generation, after) = (old.generation, without(&old, off, new));
-    ask(Message::Adopt, &adoption(1, &old, &after)).unwrap();
+    ask(Message::Prepare { attempt: 1, off }, &moved(&after)).unwrap();
     let fill = Message::Fill { generation, attempt: 1, version: Version(0), reducer: Reducer::Sum };
     let end = Instant::now() + LONG;
     loop {
         match ask(fill.clone(), &[]).unwrap().0 {
-            Message::Adopted { blocks, of } if blocks == of => break,
+            Message::Filled { blocks, of } if blocks == of => break,
             _ => assert!(Instant::now() < end, "its blocks do not come"),
         }
     }
     world.registry.put(&after, Some(old.epoch), Instant::now() + LONG).unwrap();
     // Under the new map another move begins, and is given up.
     let later = without(&after, after.coordinator, new);
-    match ask(Message::Adopt, &adoption(2, &after, &later)) {
+    match ask(Message::Prepare { attempt: 2, off: after.coordinator }, &moved(&later)) {
         Err(AdminError::Refusal(refusal)) => {
             assert!(refusal.to_string().contains("has not switched to block map 2"), "{refusal}");
         }
@@ -478,8 +276,7 @@ fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
     }
     ask(Message::Abandon { generation, attempt: 2 }, &[]).unwrap();
     // Then the shard hears of the first one.
-    let moved = Moved { record: after.clone(), shards: shards.clone() }.encode().unwrap();
-    ask(Message::Switch, &moved).unwrap();
+    ask(Message::Switch, &moved(&after)).unwrap();
     let block = after.block_map().unwrap().blocks_of(new).next().unwrap();
     let what = libmodelio::wire::Kept::Weights;
     let fetch = Message::Fetch { generation, epoch: after.epoch, version: Version(0), block, what };

@@ -6,7 +6,7 @@ use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::{Message, Role};
 
-use crate::moving::Raw;
+use crate::raw::Raw;
 use crate::world::{LONG, Way, World};
 
 fn data(world: &World, client: u64) -> Raw {

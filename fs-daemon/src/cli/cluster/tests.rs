@@ -9,7 +9,8 @@ use ps_backend::server::RdmaUse;
 use super::*;
 use crate::config::CONFIG_VARIABLE;
 use crate::config::ModelSource;
-use crate::config::cluster::{Io, Transport};
+use libmodelio::client::TransportChoice;
+use libmodelio::transport::reactor::Choice;
 
 /// The commands of a cluster, as they stand beside the others.
 #[derive(Debug, Parser)]
@@ -119,7 +120,7 @@ fn flags_reach_the_configuration() {
     let shard = config!(Shard, words).unwrap();
     assert_eq!((shard.listen.port, shard.advertise.to_string()), (1, "node2:1".into()));
     assert_eq!(shard.registry.unwrap().to_string(), "node1:7070");
-    assert_eq!((shard.threads, shard.io), (3, Io::Uring));
+    assert_eq!((shard.threads, shard.io), (3, Choice::Uring));
     assert_eq!(shard.metrics.unwrap().to_string(), "node2:9464");
     let words = "shard --listen node1 --rdma on --rdma-port 7071 --rdma-device mlx5_0/2 --rdma-notice flag";
     let shard = config!(Shard, words).unwrap();
@@ -127,7 +128,10 @@ fn flags_reach_the_configuration() {
     assert_eq!((shard.rdma_options.port, shard.rdma_options.notice), (Some(2), Notice::Flag));
     let words = "mount /mnt --registry node1 --transport rdma --rdma-gid-index 3 --rdma-reads 4";
     let mount = config!(Mount, words).unwrap();
-    assert_eq!((mount.transport, mount.rdma.gid_index, mount.rdma.reads), (Transport::Rdma, Some(3), 4));
+    assert_eq!(
+        (mount.transport, mount.rdma.gid_index, mount.rdma.reads),
+        (TransportChoice::Rdma, Some(3), 4)
+    );
 
     let words = "create llama --size 1GiB --dtype bf16 --registry node1 --shards 4 --block-size 64KiB \
                  --reducer adam --learners 2 --learning-rate 1e-3 --retain 2";
@@ -140,10 +144,13 @@ fn flags_reach_the_configuration() {
     let words = "mount /mnt/job a b --registry node1 --threads 4 --allow-other --no-passthrough \
                  --transport tcp --connections 5 --io poll --metrics 0.0.0.0:0";
     let mount = config!(Mount, words).unwrap();
-    assert_eq!((mount.mountpoint, mount.models), ("/mnt/job".into(), vec!["a".into(), "b".into()]));
-    assert_eq!((mount.threads, mount.allow_other, mount.passthrough), (4, true, false));
-    assert_eq!((mount.transport, mount.connections, mount.io), (Transport::Tcp, 5, Io::Poll));
-    assert_eq!(mount.metrics.unwrap().to_string(), "0.0.0.0:0");
+    assert_eq!((mount.mounting.mountpoint, mount.models), ("/mnt/job".into(), vec!["a".into(), "b".into()]));
+    assert_eq!(
+        (mount.mounting.threads, mount.mounting.allow_other, mount.mounting.passthrough),
+        (4, true, false)
+    );
+    assert_eq!((mount.transport, mount.connections, mount.io), (TransportChoice::Tcp, 5, Choice::Poll));
+    assert_eq!(mount.mounting.metrics.unwrap().to_string(), "0.0.0.0:0");
 
     let status = config!(Status, "status --registry node1:9 --json").unwrap();
     assert_eq!((status.registry.port, status.json), (9, true));
@@ -182,9 +189,9 @@ fn the_file_is_found_by_flag_or_variable() {
     std::fs::write(&path, "registry = 'node1'\nmount = 'mnt'\nthreads = 7").unwrap();
     let shown = path.to_str().unwrap();
     let mount = config!(Mount, &format!("mount --config {shown}")).unwrap();
-    assert_eq!((mount.mountpoint, mount.threads), (directory.path().join("mnt"), 7));
+    assert_eq!((mount.mounting.mountpoint, mount.mounting.threads), (directory.path().join("mnt"), 7));
     let mount = config!(Mount, "mount /mnt --threads 1", &[(CONFIG_VARIABLE, shown)]).unwrap();
-    assert_eq!((mount.registry.host.as_str(), mount.threads), ("node1", 1));
+    assert_eq!((mount.registry.host.as_str(), mount.mounting.threads), ("node1", 1));
     let error = config!(Registry, "registry --config /nonexistent").unwrap_err();
     assert!(error.message.contains("/nonexistent"));
 }

@@ -2,14 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::admin::{AdminError, AdminPeer};
+use libmodelio::admin::AdminError;
 use libmodelio::registry::Registry;
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
-use serde_json::Value;
 
 use super::Drain;
-use crate::cluster::deadline;
 use crate::cluster::status::moving;
+use crate::cluster::{ask, deadline, request};
 use crate::progress::Progress;
 
 /// How often the coordinator is asked how far it is, and whether somebody wants to stop is looked at.
@@ -50,10 +49,7 @@ impl Drain<'_> {
             timeout_ms: millis(until.saturating_duration_since(Instant::now())),
             hold_ms: self.config.hold.map_or(0, millis),
         };
-        let asks = || {
-            AdminPeer::connect(&coordinator.address, deadline())
-                .and_then(|mut peer| peer.request(&message, &[], until + GRACE))
-        };
+        let asks = || request(&coordinator.address, &message, until + GRACE);
         let progress = Progress::things(format!("{}: moves", record.name));
         let answer = std::thread::scope(|scope| {
             let asked = std::thread::Builder::new().name("asks-coord".into()).spawn_scoped(scope, asks);
@@ -100,9 +96,7 @@ pub(super) fn stop_move(
 fn stop_at(coordinator: &ShardRecord, shard: &ShardRecord, record: &ModelRecord) -> Result<(), String> {
     let (model, generation) = (record.name.clone(), record.generation);
     let message = Message::StopMove { model, generation, off: shard.shard };
-    let asked = AdminPeer::connect(&coordinator.address, deadline())
-        .and_then(|mut peer| peer.request(&message, &[], deadline()));
-    match asked {
+    match request(&coordinator.address, &message, deadline()) {
         // The model is deleted, or has moved: nothing moves it from there.
         Ok(_) | Err(AdminError::Refusal(Refusal::NoModel(_) | Refusal::Generation { .. })) => Ok(()),
         Err(error) => Err(error.to_string()),
@@ -113,21 +107,11 @@ fn show(progress: &Progress, record: &ModelRecord, coordinator: &ShardRecord) {
     if !progress.is_shown() {
         return;
     }
-    let Some(status) = status_of(&coordinator.address) else { return };
+    let Ok(status) = ask(&coordinator.address) else { return };
     let models = status["models"].as_array().cloned().unwrap_or_default();
     let Some(model) = models.into_iter().find(|model| model["name"] == *record.name) else { return };
     if let Some(said) = moving(&model["coordinator"]) {
         let of = |key: &str| model["coordinator"]["moving"][key].as_u64().unwrap_or_default();
         progress.set(of("blocks"), of("of"), format!("{} {said}", record.name));
-    }
-}
-
-/// The status of a shard, if it answers.
-pub fn status_of(address: &str) -> Option<Value> {
-    let asked = AdminPeer::connect(address, deadline())
-        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
-    match asked {
-        Ok((Message::Text, text)) => serde_json::from_slice(&text).ok(),
-        _ => None,
     }
 }

@@ -65,7 +65,7 @@ fn defaults() {
             registry: None,
             metrics: None,
             threads: 2,
-            io: Io::Auto,
+            io: Choice::Auto,
             rdma: RdmaUse::Auto,
             rdma_port: None,
             rdma_options: RdmaOptions::default(),
@@ -85,17 +85,19 @@ fn defaults() {
     assert_eq!(
         mount(&[]).unwrap(),
         MountConfig {
-            mountpoint: "/mnt".into(),
+            mounting: crate::config::Mounting {
+                mountpoint: "/mnt".into(),
+                threads: 2,
+                allow_other: false,
+                permissions: crate::config::Permissions::default(),
+                passthrough: true,
+                metrics: None,
+            },
             models: vec![],
             registry: at("node1", 7070),
-            threads: 2,
-            allow_other: false,
-            permissions: crate::config::Permissions::default(),
-            passthrough: true,
-            metrics: None,
-            transport: Transport::Auto,
+            transport: TransportChoice::Auto,
             connections: 2,
-            io: Io::Auto,
+            io: Choice::Auto,
             rdma: RdmaOptions::default(),
         }
     );
@@ -110,7 +112,7 @@ fn flags_beat_environment_beats_file() {
     let flag = flags(&[("registry", "node1")]);
     let with_all = ShardConfig::merge(&[flag, env.clone(), toml.clone()]).unwrap();
     assert_eq!(with_all.registry, Some(at("node1", 7070)));
-    assert_eq!((with_all.threads, with_all.io), (4, Io::Poll));
+    assert_eq!((with_all.threads, with_all.io), (4, Choice::Poll));
     assert_eq!(with_all.listen, at("node9", 1));
     let no_flag = ShardConfig::merge(&[flags(&[]), env, toml.clone()]).unwrap();
     assert_eq!(no_flag.registry, Some(at("node2", 7)));
@@ -130,7 +132,7 @@ fn one_file_serves_all_commands() {
     assert_eq!(create.source, ModelSource::File("/etc/llama.safetensors".into()));
     assert_eq!(create.controls.hyper.learning_rate, 0.25);
     let mount = MountConfig::merge(&layers).unwrap();
-    assert_eq!((mount.models, mount.transport), (vec!["llama".into(), "value".into()], Transport::Tcp));
+    assert_eq!((mount.models, mount.transport), (vec!["llama".into(), "value".into()], TransportChoice::Tcp));
     assert_eq!(StatusConfig::merge(&layers, false).unwrap().registry, at("node1", 7070));
     assert_eq!(DeleteConfig::merge("x", &layers).unwrap().registry, at("node1", 7070));
     assert_eq!(
@@ -263,11 +265,11 @@ fn numbers_and_words_are_checked() {
     }
     assert!(said(mount(&[("io", "epoll")])).contains("auto, uring, poll"));
     assert!(said(mount(&[("transport", "ib")])).contains("auto, tcp, shm, rdma"));
-    assert_eq!(mount(&[("transport", "rdma")]).unwrap().transport, Transport::Rdma);
+    assert_eq!(mount(&[("transport", "rdma")]).unwrap().transport, TransportChoice::Rdma);
     assert!(said(mount(&[("allow_other", "maybe")])).starts_with("--allow-other: "));
     let config = mount(&[("io", "uring"), ("transport", "shm"), ("no_passthrough", "true")]).unwrap();
-    assert_eq!((config.io, config.transport), (Io::Uring, Transport::SharedMemory));
-    assert!(!config.passthrough);
+    assert_eq!((config.io, config.transport), (Choice::Uring, TransportChoice::SharedMemory));
+    assert!(!config.mounting.passthrough);
 }
 
 #[test]

@@ -2,7 +2,6 @@
 //! where they were made.
 
 use std::any::Any;
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -61,12 +60,6 @@ pub struct HeldVersion {
     pub published: SystemTime,
     /// Keeps the memory.
     pub hold: Arc<dyn Any + Send + Sync>,
-}
-
-impl fmt::Debug for HeldVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HeldVersion").field("region", &self.region).finish_non_exhaustive()
-    }
 }
 
 /// A shard in this process that holds all blocks of a model, and coordinates it.

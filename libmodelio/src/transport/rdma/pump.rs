@@ -6,17 +6,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::epoll::{EpollEvent, EpollFlags};
 
 use super::assigned::{Assigned, Expected};
 use super::options::Polling;
 use super::queue_pair::QueuePair;
 use super::served::Served;
 use super::verbs::{Completion as News, Poller, VerbsError};
-use crate::transport::reactor::{Completion, Driver, Phase, Port, Readiness, Table, ThreadState};
+use crate::transport::reactor::{Completion, Driver, Phase, Port, Sleeper, Table, ThreadState};
 use crate::transport::stream::Token;
 
-const WAKEUP: u64 = u64::MAX;
 const QUEUE: u64 = u64::MAX - 1;
 /// The interval in which flags are checked, which make no event.
 const CHECK_INTERVAL: Duration = Duration::from_micros(200);
@@ -30,7 +29,7 @@ pub(super) struct Pump {
     expected: Arc<Expected>,
     served: HashMap<u32, Served>,
     by_token: HashMap<Token, u32>,
-    epoll: Epoll,
+    sleeper: Sleeper,
     thread: Arc<ThreadState>,
     polling: Polling,
     /// Whether peers write flags.
@@ -51,16 +50,15 @@ impl Pump {
         polling: Polling,
         flags: bool,
     ) -> Result<Pump, Errno> {
-        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, WAKEUP))?;
-        epoll.add(poller.as_ref().as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, QUEUE))?;
+        let sleeper = Sleeper::new(Arc::clone(&thread))?;
+        sleeper.epoll.add(poller.as_ref().as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, QUEUE))?;
         Ok(Pump {
             poller: Arc::clone(poller),
             assigned,
             expected,
             served: HashMap::new(),
             by_token: HashMap::new(),
-            epoll,
+            sleeper,
             thread,
             polling,
             flags,
@@ -80,7 +78,7 @@ impl Pump {
         }
         let (queue_pair, said) = self.expected.lock().remove(&port.fd.as_raw_fd()).ok_or(Errno::ENOTCONN)?;
         let number = queue_pair.number();
-        self.epoll.add(&said, EpollEvent::new(EpollFlags::EPOLLRDHUP, u64::from(number)))?;
+        self.sleeper.epoll.add(&said, EpollEvent::new(EpollFlags::EPOLLRDHUP, u64::from(number)))?;
         self.by_token.insert(token, number);
         self.served.insert(number, Served::new(queue_pair, token, said));
         Ok(number)
@@ -93,7 +91,7 @@ impl Pump {
         }
         tracing::error!(%error, "a completion queue is lost: its connections end, and new ones on it until a restart");
         // Its events are of no use any more.
-        let _ = self.epoll.delete(self.poller.as_ref().as_fd());
+        let _ = self.sleeper.epoll.delete(self.poller.as_ref().as_fd());
         for served in self.served.values() {
             served.queue_pair.break_off(format!("a completion queue is lost: {error}"));
         }
@@ -168,24 +166,11 @@ impl Pump {
     }
 
     fn sleep(&mut self, timeout: Duration) -> Result<(), Errno> {
-        let millis = timeout.as_nanos().div_ceil(1_000_000);
-        let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
-        self.wait_for_events(timeout)
-    }
-
-    fn wait_for_events(&mut self, timeout: EpollTimeout) -> Result<(), Errno> {
         let mut events = [EpollEvent::empty(); 16];
-        let count = match self.epoll.wait(&mut events, timeout) {
-            Ok(count) => count,
-            Err(Errno::EINTR) => 0,
-            Err(errno) => return Err(errno),
-        };
+        let count = self.sleeper.sleep(&mut events, timeout)?;
         for event in &events[..count] {
             match event.data() {
-                WAKEUP => match self.thread.wakeup.read() {
-                    Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => {}
-                    Err(errno) => return Err(errno),
-                },
+                Sleeper::WOKEN => {}
                 QUEUE if event.events().intersects(EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP) => {
                     self.lose(&VerbsError::Broken("its device is gone".into()));
                 }
@@ -201,7 +186,7 @@ impl Pump {
         let Some(served) = self.served.get_mut(&number) else { return };
         if served.ends() {
             // The event would repeat as long as the descriptor is watched.
-            let _ = self.epoll.delete(&served.said);
+            let _ = self.sleeper.epoll.delete(&served.said);
         }
     }
 }
@@ -225,11 +210,6 @@ impl Driver for Pump {
         Ok(())
     }
 
-    fn watch(&mut self, _: Token, _: &mut Port, _: Readiness) -> Result<(), Errno> {
-        // RDMA connections have no socket to listen on or to connect.
-        Err(Errno::EOPNOTSUPP)
-    }
-
     fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         (port.receiving, port.sending) = (Phase::Idle, Phase::Idle);
         // The connection may not be bound yet.
@@ -238,7 +218,7 @@ impl Driver for Pump {
             queue_pair.end();
         }
         if let Some(served) = self.by_token.remove(&token).and_then(|number| self.served.remove(&number)) {
-            let _ = self.epoll.delete(&served.said);
+            let _ = self.sleeper.epoll.delete(&served.said);
             self.assigned.leave(&served.queue_pair);
             served.queue_pair.end();
         }
@@ -259,7 +239,7 @@ impl Driver for Pump {
         self.progress(table, done);
         if !done.is_empty() || timeout.is_zero() {
             // Finished streams are checked now and then, even while there is always work.
-            return if self.served.is_empty() { Ok(()) } else { self.wait_for_events(EpollTimeout::ZERO) };
+            return if self.served.is_empty() { Ok(()) } else { self.sleep(Duration::ZERO) };
         }
         let until = Instant::now() + timeout;
         let spins = match self.polling {
@@ -278,7 +258,7 @@ impl Driver for Pump {
             }
             if now.duration_since(slept) >= CHECK_INTERVAL {
                 // This call alone handles streams that have sent everything.
-                self.wait_for_events(EpollTimeout::ZERO)?;
+                self.sleep(Duration::ZERO)?;
                 slept = now;
             }
             std::hint::spin_loop();
@@ -300,14 +280,14 @@ impl Driver for Pump {
                     // A flag makes no event.
                     let pause = if self.last.elapsed() < BUSY { CHECK_INTERVAL } else { 5 * CHECK_INTERVAL };
                     std::thread::sleep(pause.min(left));
-                    self.wait_for_events(EpollTimeout::ZERO)?;
+                    self.sleep(Duration::ZERO)?;
                 } else {
                     self.sleep(left)?;
                 }
                 self.poll_completions();
             }
         } else {
-            self.wait_for_events(EpollTimeout::ZERO)?;
+            self.sleep(Duration::ZERO)?;
         }
         self.progress(table, done);
         Ok(())

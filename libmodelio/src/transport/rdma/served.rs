@@ -73,24 +73,18 @@ impl Served {
             self.finish();
         }
         if self.receiving {
-            let result = match self.queue_pair.receive(&port.receive, self.gone) {
-                Ok(None) => None,
-                Ok(Some(bytes)) => Some(Ok(bytes)),
-                Err(error) => Some(Err(failed(&error))),
-            };
-            if let Some(result) = result {
+            let received = self.queue_pair.receive(&port.receive, self.gone).transpose();
+            if let Some(received) = received {
+                let result = received.map_err(|error| failed(&error));
                 self.receiving = false;
                 port.receiving = Phase::Over;
                 done.push(Completion { token: self.token, op: Op::Receive, result });
             }
         }
         if self.sending {
-            let result = match self.queue_pair.send(&port.send, self.receiving, self.gone) {
-                Ok(None) => None,
-                Ok(Some(bytes)) => Some(Ok(bytes)),
-                Err(error) => Some(Err(failed(&error))),
-            };
-            if let Some(result) = result {
+            let sent = self.queue_pair.send(&port.send, self.receiving, self.gone).transpose();
+            if let Some(sent) = sent {
+                let result = sent.map_err(|error| failed(&error));
                 self.sending = false;
                 port.sending = Phase::Over;
                 done.push(Completion { token: self.token, op: Op::Send, result });

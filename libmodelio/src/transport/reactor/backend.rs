@@ -2,12 +2,13 @@
 //! the start, and the reason is logged.
 
 use std::fmt;
-use std::str::FromStr;
 
 use nix::errno::Errno;
+use strum::{EnumString, VariantNames};
 
 /// The configured choice. Read from text as `auto`, `uring` or `poll`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "lowercase")]
 pub enum Choice {
     /// io_uring if it can be used.
     #[default]
@@ -17,24 +18,6 @@ pub enum Choice {
     /// Plain sockets and epoll.
     Poll,
 }
-
-impl FromStr for Choice {
-    type Err = UnknownChoice;
-
-    fn from_str(text: &str) -> Result<Choice, UnknownChoice> {
-        match text {
-            "auto" => Ok(Choice::Auto),
-            "uring" => Ok(Choice::Uring),
-            "poll" => Ok(Choice::Poll),
-            _ => Err(UnknownChoice(text.to_owned())),
-        }
-    }
-}
-
-/// A [`Choice`] that does not exist.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no way to move bytes: expected \"auto\", \"uring\" or \"poll\"")]
-pub struct UnknownChoice(pub String);
 
 /// The backend in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,10 +95,8 @@ mod tests {
 
     #[test]
     fn choices_are_text() {
-        assert_eq!("auto".parse(), Ok(Choice::Auto));
-        assert_eq!("uring".parse(), Ok(Choice::Uring));
-        assert_eq!("poll".parse(), Ok(Choice::Poll));
-        let unknown = "epoll".parse::<Choice>().unwrap_err();
-        assert!(unknown.to_string().contains("\"epoll\"") && unknown.to_string().contains("\"uring\""));
+        let choices: Vec<Choice> = Choice::VARIANTS.iter().map(|text| text.parse().unwrap()).collect();
+        assert_eq!(choices, [Choice::Auto, Choice::Uring, Choice::Poll]);
+        assert!("epoll".parse::<Choice>().is_err());
     }
 }

@@ -17,7 +17,10 @@ pub(in crate::transport) trait Driver {
     fn send(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
 
     /// Begins to wait until the descriptor is ready; `port.readiness` is set until it is reported.
-    fn watch(&mut self, token: Token, port: &mut Port, readiness: Readiness) -> Result<(), Errno>;
+    /// Only sockets are watched, to listen or to connect.
+    fn watch(&mut self, _: Token, _: &mut Port, _: Readiness) -> Result<(), Errno> {
+        Err(Errno::EOPNOTSUPP)
+    }
 
     /// Ends outstanding operations soon; those that cannot be ended at once are reported as usual.
     fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;

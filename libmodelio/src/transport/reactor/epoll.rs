@@ -10,22 +10,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::errno::Errno;
-use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::epoll::{EpollEvent, EpollFlags};
 
 use super::driver::Driver;
 use super::inbox::ThreadState;
 use super::port::{Completion, Op, Phase, Port, Readiness};
+use super::sleeper::Sleeper;
 use super::system_calls;
 use super::table::Table;
 use crate::transport::stream::Token;
 
-/// The token of the eventfd.
-const WAKEUP: u64 = u64::MAX;
 const EVENTS: usize = 256;
 
 pub(super) struct Poll {
-    epoll: Epoll,
-    thread: Arc<ThreadState>,
+    sleeper: Sleeper,
     /// Sends that have begun and were not tried yet. They take turns, so that no connection holds up another.
     fresh: VecDeque<Token>,
     events: Box<[EpollEvent]>,
@@ -33,10 +31,8 @@ pub(super) struct Poll {
 
 impl Poll {
     pub fn new(thread: Arc<ThreadState>) -> Result<Poll, Errno> {
-        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, WAKEUP))?;
         let events = vec![EpollEvent::empty(); EVENTS].into_boxed_slice();
-        Ok(Poll { epoll, thread, fresh: VecDeque::new(), events })
+        Ok(Poll { sleeper: Sleeper::new(thread)?, fresh: VecDeque::new(), events })
     }
 
     /// Registers the awaited events. With `exactly`, other events are withdrawn.
@@ -50,12 +46,12 @@ impl Poll {
         let event = |bits| EpollEvent::new(bits, pack(token));
         match port.registered.map(|bits| EpollFlags::from_bits_retain(bits.cast_signed())) {
             None => {
-                self.epoll.add(&port.fd, event(wanted))?;
+                self.sleeper.epoll.add(&port.fd, event(wanted))?;
                 port.registered = Some(wanted.bits().cast_unsigned());
             }
             Some(bits) if if exactly { bits != wanted } else { !bits.contains(wanted) } => {
                 let bits = if exactly { wanted } else { bits | wanted };
-                self.epoll.modify(&port.fd, &mut event(bits))?;
+                self.sleeper.epoll.modify(&port.fd, &mut event(bits))?;
                 port.registered = Some(bits.bits().cast_unsigned());
             }
             Some(_) => {}
@@ -66,7 +62,7 @@ impl Poll {
     /// Withdraws all interest. epoll reports errors and hang-ups in any case, and nobody wants them while nothing is
     /// outstanding.
     fn withdraw(&self, port: &mut Port) -> Result<(), Errno> {
-        if port.registered.take().is_some() { self.epoll.delete(&port.fd) } else { Ok(()) }
+        if port.registered.take().is_some() { self.sleeper.epoll.delete(&port.fd) } else { Ok(()) }
     }
 
     fn try_send(&self, token: Token, port: &mut Port) -> Option<Completion> {
@@ -172,15 +168,9 @@ impl Driver for Poll {
             }
         }
         let timeout = if done.is_empty() { timeout } else { Duration::ZERO };
-        // The timeout is rounded up, so that a timer is due when the thread wakes.
-        let millis = timeout.as_nanos().div_ceil(1_000_000);
-        let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
         let mut events = std::mem::take(&mut self.events);
-        let outcome = match self.epoll.wait(&mut events, timeout) {
-            Ok(count) => self.events(&events[..count], table, done),
-            Err(Errno::EINTR) => Ok(()),
-            Err(errno) => Err(errno),
-        };
+        let outcome = self.sleeper.sleep(&mut events, timeout);
+        let outcome = outcome.and_then(|count| self.events(&events[..count], table, done));
         self.events = events;
         outcome
     }
@@ -193,13 +183,7 @@ impl Poll {
         table: &mut Table,
         done: &mut Vec<Completion>,
     ) -> Result<(), Errno> {
-        for event in events {
-            if event.data() == WAKEUP {
-                match self.thread.wakeup.read() {
-                    Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => continue,
-                    Err(errno) => return Err(errno),
-                }
-            }
+        for event in events.iter().filter(|event| event.data() != Sleeper::WOKEN) {
             let token = unpack(event.data());
             if let Some(entry) = table.get(token) {
                 self.event(token, &mut entry.port, event.events(), done)?;

@@ -12,6 +12,7 @@
 //! | `port`, `waiting`, `table` | a descriptor, what it is for, all those of a thread |
 //! | `timers` | when they are looked at next |
 //! | `inbox` | what a serving thread shares with others |
+//! | `sleeper` | how a thread sleeps on epoll, until another wakes it |
 //! | `driver` | what the loop asks of a way of moving bytes |
 //! | `endings` | how descriptors end |
 //! | `serving`, `engine` | the loop, the same for all ways |
@@ -27,6 +28,7 @@ mod handle;
 mod inbox;
 mod port;
 mod serving;
+mod sleeper;
 mod system_calls;
 mod table;
 mod threads;
@@ -34,13 +36,14 @@ mod timers;
 mod uring;
 mod waiting;
 
-pub use backend::{Backend, Choice, NotUring, UnknownChoice};
+pub use backend::{Backend, Choice, NotUring};
 pub(super) use driver::Driver;
 pub(super) use engine::Engine;
 pub use handle::{Handle, Thread};
 pub use inbox::Refused;
 pub(super) use inbox::{Arrival, ThreadState};
 pub(super) use port::{Completion, Op, Phase, Port, Readiness};
+pub(super) use sleeper::Sleeper;
 pub(super) use table::Table;
 pub use threads::{Reactor, ReactorOptions, StartError, StillRunning};
 pub(super) use waiting::{Kind, Ready, Waiting};

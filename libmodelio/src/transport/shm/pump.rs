@@ -7,21 +7,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::errno::Errno;
-use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::epoll::{EpollEvent, EpollFlags};
 
 use super::ring::{Broken, End, Wants};
-use crate::transport::reactor::{Completion, Driver, Op, Phase, Port, Readiness, Table, ThreadState};
+use crate::transport::reactor::{Completion, Driver, Op, Phase, Port, Sleeper, Table, ThreadState};
 use crate::transport::stream::{ReceiveSlices, SendSlices, Token};
 
-const WAKEUP: u64 = 0;
 const BELL: u64 = 1;
 const SOCKET: u64 = 2;
 
 /// Moves bytes between one connection and its rings.
 pub(super) struct Pump {
     end: End,
-    epoll: Epoll,
-    thread: Arc<ThreadState>,
+    sleeper: Sleeper,
     token: Option<Token>,
     receiving: bool,
     sending: bool,
@@ -31,13 +29,12 @@ pub(super) struct Pump {
 
 impl Pump {
     pub fn new(end: End, socket: &OwnedFd, thread: Arc<ThreadState>) -> Result<Pump, Errno> {
-        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, WAKEUP))?;
-        epoll.add(end.bell(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, BELL))?;
+        let sleeper = Sleeper::new(thread)?;
+        sleeper.epoll.add(end.bell(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, BELL))?;
         // A hang-up is always reported. Descriptors that wait are no news.
-        epoll.add(socket, EpollEvent::new(EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET, SOCKET))?;
+        sleeper.epoll.add(socket, EpollEvent::new(EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET, SOCKET))?;
         let (token, receiving, sending, gone) = (None, false, false, false);
-        Ok(Pump { end, epoll, thread, token, receiving, sending, gone })
+        Ok(Pump { end, sleeper, token, receiving, sending, gone })
     }
 
     /// Whether bytes can be moved. A peer that breaks the rules is noticed when bytes are moved.
@@ -92,25 +89,9 @@ impl Pump {
     }
 
     fn sleep(&mut self, timeout: Duration) -> Result<(), Errno> {
-        // The timeout is rounded up, so that a timer is due when the thread wakes.
-        let millis = timeout.as_nanos().div_ceil(1_000_000);
-        let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
         let mut events = [EpollEvent::empty(); 3];
-        let count = match self.epoll.wait(&mut events, timeout) {
-            Ok(count) => count,
-            Err(Errno::EINTR) => 0,
-            Err(errno) => return Err(errno),
-        };
-        for event in &events[..count] {
-            match event.data() {
-                WAKEUP => match self.thread.wakeup.read() {
-                    Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => {}
-                    Err(errno) => return Err(errno),
-                },
-                SOCKET => self.gone = true,
-                _ => {}
-            }
-        }
+        let count = self.sleeper.sleep(&mut events, timeout)?;
+        self.gone |= events[..count].iter().any(|event| event.data() == SOCKET);
         Ok(())
     }
 }
@@ -131,11 +112,6 @@ impl Driver for Pump {
         (self.token, self.sending) = (Some(token), true);
         port.sending = Phase::Outstanding;
         Ok(())
-    }
-
-    fn watch(&mut self, _: Token, _: &mut Port, _: Readiness) -> Result<(), Errno> {
-        // Shared memory has no socket to listen on or to connect.
-        Err(Errno::EOPNOTSUPP)
     }
 
     fn cancel(&mut self, _: Token, port: &mut Port) -> Result<(), Errno> {

@@ -4,21 +4,21 @@
 //! memory, holds the job between two versions, has them fetch what the others keep, hands its own state over, and
 //! replaces the record at the registry. That is the moment from which the new map is in force, and nothing can fail any
 //! more. Then every shard is told to switch, and clients hear of the new map from whichever shard they speak to. Until
-//! then the new partitions (`adopting`) are beside the old ones, and can be dropped. `docs/network.md` has the story.
+//! then the new partitions (`incoming`) are beside the old ones, and can be dropped. `docs/network.md` has the story.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `adopting` | a partition that is to be, and its blocks from other shards |
-//! | `adoptions` | all of those, one of each life of a model, and the taking of their memory |
+//! | `incoming` | a partition that is to be, and its blocks from other shards |
+//! | `incoming_partitions` | all of those, one of each life of a model, and the taking of their memory |
 //! | `switching` | a new block map comes into force |
-//! | `asked` | what shards ask of each other |
+//! | `requests` | what shards ask of each other |
 //! | `mover` | the coordinator's end |
 
-mod adopting;
-mod adoptions;
-mod asked;
+mod incoming;
+mod incoming_partitions;
 mod mover;
+mod requests;
 mod switching;
 
-pub(super) use adoptions::Adoptions;
-pub(super) use asked::is_between_shards;
+pub(super) use incoming_partitions::IncomingPartitions;
+pub(super) use requests::is_between_shards;

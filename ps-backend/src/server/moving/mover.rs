@@ -1,20 +1,20 @@
 //! Moving a model's blocks off a shard: the [`Edge`] of [`crate::moving`], on a thread of the coordinator's.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::RegistryError;
 use libmodelio::vocabulary::ids::{Generation, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Fate, Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest};
+use libmodelio::wire::{Fate, Message, ModelRecord, Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::MutexGuard;
 
-use crate::moving::{self, Answers, Edge, Ends, Job, Now, Order, PROMPT, Plan, Progress, PutError};
+use crate::moving::{self, ANSWER_TIMEOUT, Answers, Edge, Ends, Job, Now, Order, Plan, Progress, PutError};
 use crate::server::coordinator::{Coordinator, Moving};
-use crate::server::peer_shard::PeerShard;
+use crate::server::peer_shard::{PeerShard, ask_all};
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
 
@@ -22,6 +22,9 @@ use crate::server::unsent::AdminAnswer;
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// A shard's connection gives up by itself and says why. If it does not, it is given up after this additional time.
 const GRACE: Duration = Duration::from_secs(1);
+
+/// The longest wait for the end of a snapshot. It is shorter than that for a move that is to stop.
+const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(3);
 
 /// A model that moves.
 struct Mover<'a> {
@@ -80,8 +83,9 @@ fn run(
     answer: Answer,
 ) {
     let deadline = coordinator.now() + timeout;
-    let begun = wait_for_turn(coordinator, &moving, Instant::now() + timeout)
-        .and_then(|alone| Ok((alone, begin(shared, coordinator, off)?)));
+    let alone = coordinator.moves.alone.try_lock_for(SNAPSHOT_PATIENCE);
+    let busy = || Refusal::other("a snapshot of the model is being taken: run the command again");
+    let begun = alone.ok_or_else(busy).and_then(|alone| Ok((alone, begin(shared, coordinator, off)?)));
     let (alone, plan) = match begun {
         Ok((alone, Some(plan))) => (alone, plan),
         Ok((_, None)) => {
@@ -94,40 +98,14 @@ fn run(
             return answer(Err(refusal));
         }
     };
-    let peers = plan.shards().map(|record| (record.shard, Arc::new(PeerShard::new(record)))).collect();
+    let peers = plan.shards.iter().map(|record| (record.shard, Arc::new(PeerShard::new(record)))).collect();
     let asker = Some((moving, alone, answer));
     let mut mover = Mover { shared, coordinator, plan: &plan, peers, asker };
     moving::run(&mut mover, &plan, deadline, hold);
 }
 
-/// Waits until nobody takes a snapshot of the model.
-fn wait_for_turn<'a>(
-    coordinator: &'a Coordinator,
-    moving: &Moving,
-    until: Instant,
-) -> Result<MutexGuard<'a, ()>, Refusal> {
-    loop {
-        if let Some(alone) = coordinator.moves.alone.try_lock_for(CHECK_INTERVAL) {
-            return Ok(alone);
-        }
-        if moving.is_stopped() {
-            return Err(Refusal::other("the move was stopped before it began"));
-        }
-        if Instant::now() >= until {
-            return Err(Refusal::other("a snapshot of the model is being taken: run the command again"));
-        }
-    }
-}
-
 /// Where the blocks go; `None` if there are none on the shard.
 fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Option<Plan>, Refusal> {
-    if let Some(to) = coordinator.moved() {
-        let moved = Moved::decode(&to.payload).map_err(Refusal::other)?;
-        return match moved.record.owners.iter().any(|(owner, _)| *owner == off) {
-            true => Err(Refusal::other("the model has moved meanwhile: ask its coordinator")),
-            false => Ok(None),
-        };
-    }
     let said =
         |error: RegistryError| Refusal::other(format!("the registry cannot be asked, or refuses: {error}"));
     let shards = shared.registry(|registry, deadline| registry.shards(deadline)).map_err(said)?;
@@ -159,23 +137,8 @@ impl Edge for Mover<'_> {
     }
 
     async fn ask(&mut self, shards: &[ShardId], order: Order, within: Duration) -> Result<Answers, Ends> {
-        let (answered, coming) = channel();
-        for &shard in shards {
-            let Some(peer) = self.peers.get(&shard).map(Arc::clone) else { continue };
-            let (order, shared, answers) = (order.clone(), Arc::clone(self.shared), answered.clone());
-            let asks = move || {
-                let answer = peer.request(&shared, &order.message, &order.payload, within);
-                // To `Delete`: it is elsewhere, where it is deleted, too.
-                let answer =
-                    answer.map(|answer| if answer == Message::Moved { Message::Done } else { answer });
-                // Nobody may wait any more.
-                let _ = answers.send((shard, answer));
-            };
-            if let Err(error) = std::thread::Builder::new().name("mover-asks".into()).spawn(asks) {
-                let _ = answered.send((shard, Err(format!("no thread to ask it: {error}"))));
-            }
-        }
-        drop(answered);
+        let asked = shards.iter().filter_map(|shard| self.peers.get(shard).cloned());
+        let coming = ask_all(self.shared, asked, &order.message, &order.payload, within);
         let until = Instant::now() + within + GRACE;
         let mut answers = Answers::new();
         loop {
@@ -227,17 +190,15 @@ impl Edge for Mover<'_> {
     async fn put(&mut self, restores: bool) -> Result<(), PutError> {
         let request = match restores {
             false => RegistryRequest::Put { replaces: Some(self.plan.before.epoch) },
-            true => RegistryRequest::Restore { shards: self.plan.owners.clone() },
+            true => {
+                RegistryRequest::Restore { shards: self.plan.shards[..self.plan.shards.len() - 1].to_vec() }
+            }
         };
         put(self.shared, request, &self.plan.after)
     }
 
-    async fn look(&mut self) -> Result<Option<BTreeSet<ShardId>>, Refusal> {
-        if self.shared.fate(&self.plan.after).is_ok_and(|fate| fate == Fate::Deleted) {
-            return Err(Refusal::NoModel(self.coordinator.model.clone()));
-        }
-        let shards = self.shared.registry(|registry, deadline| registry.shards(deadline));
-        Ok(shards.ok().map(|all| all.iter().map(|shard| shard.shard).collect()))
+    async fn is_deleted(&mut self) -> bool {
+        self.shared.fate(&self.plan.after).is_ok_and(|fate| fate == Fate::Deleted)
     }
 
     fn warn(&mut self, what: String) {
@@ -264,7 +225,7 @@ impl Mover<'_> {
 }
 
 fn put(shared: &Shared, request: RegistryRequest, record: &ModelRecord) -> Result<(), PutError> {
-    let deadline = Instant::now() + PROMPT;
+    let deadline = Instant::now() + ANSWER_TIMEOUT;
     let payload = record.encode().map_err(|error| PutError::Refused(Refusal::other(error)))?;
     if let Some(table) = &shared.table {
         return table.handle(&request, &payload).map(drop).map_err(PutError::Refused);

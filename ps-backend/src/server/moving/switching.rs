@@ -46,16 +46,16 @@ impl Shared {
                     let expected = other.generation;
                     return Err(Refusal::Generation { model: name, expected, got: generation });
                 }
-                let adopting = self.adopting.of(generation);
-                let adopting = adopting.filter(|adopting| *adopting.record() == record);
-                let adopting = adopting.ok_or_else(|| {
+                let incoming = self.incoming.of(generation);
+                let incoming = incoming.filter(|incoming| incoming.moved.record == record);
+                let incoming = incoming.ok_or_else(|| {
                     Refusal::other(format!(
                         "this shard has no blocks of model {name:?} under block map {epoch}"
                     ))
                 })?;
-                let partition = adopting.filled()?;
+                let partition = incoming.filled()?;
                 let coordinator = if record.coordinator == me {
-                    let (bytes, now) = adopting.handed_over()?;
+                    let (bytes, now) = incoming.handed_over()?;
                     let begins = Begins::HandedOver(&bytes, now);
                     Some(self.coordinator(&record, &partition, begins, &shards)?)
                 } else {
@@ -65,7 +65,7 @@ impl Shared {
                 let model = Model { generation, record, partition, coordinator, redirect, begins: None };
                 let before = models.insert(name.clone(), model);
                 self.gone.is_back(&name);
-                self.adopting.forget(&adopting);
+                self.incoming.forget(&incoming);
                 before
             }
         };

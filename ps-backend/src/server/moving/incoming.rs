@@ -1,12 +1,12 @@
-//! A partition under a block map that is not in force yet: its blocks come from the shards that have them, and the
-//! coordinator's state from the present one.
+//! The partition of a shard under a block map that is not in force yet. Its blocks come from the partition that the shard
+//! has, and from the shard that the move leaves; the coordinator's state comes from the present coordinator.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::vocabulary::ids::{Epoch, ShardId, Version};
+use libmodelio::vocabulary::ids::{BlockId, Epoch, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Adoption, Kept, ModelRecord, Refusal, ShardRecord};
+use libmodelio::wire::{Kept, ModelRecord, Moved, Refusal};
 use parking_lot::Mutex;
 
 use crate::coordinator::CoordinatorCore;
@@ -36,50 +36,44 @@ struct Handed {
 }
 
 /// A partition that is to be.
-pub(in crate::server) struct Adopting {
-    told: Adoption,
+pub(in crate::server) struct IncomingPartition {
+    pub(super) attempt: u64,
+    /// The shard that the move leaves.
+    off: ShardId,
+    /// The new block map.
+    pub(in crate::server) moved: Moved,
     partition: Arc<Partition>,
-    /// It is the partition that there is, with the same blocks.
+    /// The partition that the shard has under the map in force.
+    before: Option<Arc<Partition>>,
+    /// It has the same blocks, in the same memory.
     stays: bool,
     stage: Mutex<Stage>,
     handed: Mutex<Handed>,
 }
 
-impl Adopting {
-    /// Nothing of it is there yet; with `stays`, `partition` is the one that there is.
-    pub(super) fn new(told: Adoption, partition: Arc<Partition>, stays: bool) -> Adopting {
+impl IncomingPartition {
+    /// The partition for a move, with nothing in it yet. `make` takes its memory, if it is not that of the one `before`.
+    pub(super) fn new(
+        (attempt, off): (u64, ShardId),
+        moved: Moved,
+        before: Option<Arc<Partition>>,
+        (blocks, make): (&[BlockId], impl FnOnce() -> Result<Arc<Partition>, Refusal>),
+    ) -> Result<IncomingPartition, Refusal> {
+        let same = before.as_ref().filter(|before| before.store().partition().blocks() == blocks);
+        let stays = same.is_some();
+        let partition = same.map_or_else(make, |same| Ok(same.again(&moved.record)))?;
         let (stage, handed) = (Mutex::new(Stage::Made), Mutex::default());
-        Adopting { told, partition, stays, stage, handed }
+        Ok(IncomingPartition { attempt, off, moved, partition, before, stays, stage, handed })
     }
 
-    pub(in crate::server) fn record(&self) -> &ModelRecord {
-        &self.told.record
-    }
-
-    pub(super) fn attempt(&self) -> u64 {
-        self.told.attempt
-    }
-
-    /// The shards of the new map.
-    pub(in crate::server) fn shards(&self) -> &[ShardRecord] {
-        &self.told.shards
-    }
-
+    /// The epoch of the block map in force.
     pub(in crate::server) fn epoch_in_force(&self) -> Epoch {
-        self.told.epoch
+        epoch_before(&self.moved.record)
     }
 
     /// Nobody needs it any more.
     pub(super) fn end(&self) {
         *self.stage.lock() = Stage::Over(Refusal::other("the move was abandoned"));
-    }
-
-    /// Its memory for another attempt at the same, if nothing was done with it.
-    pub(super) fn untouched(&self, record: &ModelRecord) -> Option<Arc<Partition>> {
-        let mut stage = self.stage.lock();
-        let is_it = matches!(&*stage, Stage::Made) && !self.stays && self.told.record == *record;
-        *stage = Stage::Over(Refusal::other("a later attempt to move the model has begun"));
-        is_it.then(|| Arc::clone(&self.partition))
     }
 
     /// Blocks that are there, and that are to be.
@@ -102,13 +96,11 @@ impl Adopting {
         }
     }
 
-    /// Begins to fetch its blocks, as they are at a version with the state of this reducer. Shard `me` is this one, and
-    /// `here` reads what it has of a block itself. Does nothing the second time.
+    /// Begins to fetch its blocks, as they are at a version with the state of this reducer. Does nothing the second time.
     pub(super) fn fill(
-        self: &Arc<Adopting>,
-        me: ShardId,
-        here: impl Fn(Piece) -> Result<Vec<u8>, Refusal> + Send + 'static,
-        (version, reducer): (Version, Reducer),
+        self: &Arc<IncomingPartition>,
+        version: Version,
+        reducer: Reducer,
     ) -> Result<(), Refusal> {
         let mut stage = self.stage.lock();
         if !matches!(&*stage, Stage::Made) {
@@ -122,51 +114,51 @@ impl Adopting {
         drop(stage);
         let this = Arc::clone(self);
         let fills = move || {
-            let outcome = this.fetch(me, Here(here), version);
+            let outcome = this.fetch(version);
             let mut stage = this.stage.lock();
             match outcome {
                 Ok(()) if matches!(&*stage, Stage::Filling(_)) => *stage = Stage::Filled,
                 Ok(()) => {}
                 Err(refusal) => {
-                    tracing::warn!(model = %this.record().name, %refusal, "blocks cannot be moved here");
+                    tracing::warn!(model = %this.moved.record.name, %refusal, "blocks cannot be moved here");
                     *stage = Stage::Over(refusal);
                 }
             }
         };
-        let spawned = std::thread::Builder::new().name("adopting".into()).spawn(fills);
+        let spawned = std::thread::Builder::new().name("incoming".into()).spawn(fills);
         spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to fetch blocks: {error}")))
     }
 
     /// Fetches all blocks: those that this shard has from its own memory.
-    fn fetch(&self, me: ShardId, mut here: impl Source, version: Version) -> Result<(), Refusal> {
+    fn fetch(&self, version: Version) -> Result<(), Refusal> {
         let store = self.partition.store();
         if self.stays {
             let newest = store.newest().map(|newest| newest.version()).unwrap_or_default();
             let wanted = version;
             return if newest == wanted { Ok(()) } else { Err(Refusal::NoVersion { wanted, newest }) };
         }
-        let (generation, epoch) = (self.record().generation, self.told.epoch);
-        let before = self.told.map_in_force().map_err(Refusal::other)?;
-        let owner = |block| before.owner(epoch, block).map_err(Refusal::other);
-        let (mut mine, mut others) = (Vec::new(), Vec::new());
+        let (epoch, generation) = (self.epoch_in_force(), self.moved.record.generation);
+        let mut taken = Taken { incoming: self, load: Load::of(store) };
+        let mut others = Vec::new();
         for &block in store.partition().blocks() {
             let local = store.partition().local(block).ok_or(Refusal::NotMine { block })?;
             let wants = [Kept::Weights].into_iter().chain(store.wants(local).map_err(Refusal::other)?);
-            let pieces = if owner(block)? == me { &mut mine } else { &mut others };
-            pieces.extend(wants.map(|what| (block, what)));
+            let is_mine = |before: &&Arc<Partition>| before.store().partition().local(block).is_some();
+            match self.before.as_ref().filter(is_mine) {
+                None => others.extend(wants.map(|what| (block, what))),
+                Some(before) => {
+                    for what in wants {
+                        let bytes = before.kept(epoch, version, block, what)?;
+                        taken.take((block, what), &bytes).map_err(refusal)?;
+                    }
+                }
+            }
         }
-        let addresses = self.told.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
-        let (fetched, block_size) = (Fetched::Newest(epoch, version), self.record().block_size);
-        let mut there = Shards::new(generation, fetched, block_size, addresses, owner);
-        let mut taken = Taken { adopting: self, load: Load::of(store) };
-        let came = here
-            .send(&mut mine.into_iter(), &mut taken)
-            .and_then(|()| there.send(&mut others.into_iter(), &mut taken))
-            .and_then(|()| taken.load.finish());
-        came.map_err(|error| match error {
-            SnapshotError::Refused(refusal) => refusal,
-            error => Refusal::other(error),
-        })
+        let (fetched, block_size) = (Fetched::Newest(epoch, version), self.moved.record.block_size);
+        let addresses = self.moved.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
+        let mut there = Shards::new(generation, fetched, block_size, addresses, |_| Ok(self.off));
+        let came = there.send(&mut others.into_iter(), &mut taken);
+        came.and_then(|()| taken.load.finish()).map_err(refusal)
     }
 
     /// Takes a piece of the coordinator's state. When it is whole, it is one that can be used.
@@ -188,8 +180,8 @@ impl Adopting {
         }
         handed.bytes.extend_from_slice(piece);
         if end == of {
-            let map = self.record().block_map().map_err(Refusal::other)?;
-            let layout = self.record().layout().map_err(Refusal::other)?;
+            let map = self.moved.record.block_map().map_err(Refusal::other)?;
+            let layout = self.moved.record.layout().map_err(Refusal::other)?;
             CoordinatorCore::taken_over(&handed.bytes, &layout, map.shares().len(), now)
                 .map_err(Refusal::other)?;
         }
@@ -208,35 +200,31 @@ impl Adopting {
 
 /// A partition that is to be, as a sink.
 struct Taken<'a> {
-    adopting: &'a Adopting,
+    incoming: &'a IncomingPartition,
     load: Load,
 }
 
 impl Sink for Taken<'_> {
     fn take(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
-        if let Stage::Over(refusal) = &*self.adopting.stage.lock() {
+        if let Stage::Over(refusal) = &*self.incoming.stage.lock() {
             return Err(refusal.clone().into());
         }
         self.load.take(piece, bytes)?;
-        if let (Kept::Weights, Stage::Filling(blocks)) = (piece.1, &mut *self.adopting.stage.lock()) {
+        if let (Kept::Weights, Stage::Filling(blocks)) = (piece.1, &mut *self.incoming.stage.lock()) {
             *blocks += 1;
         }
         Ok(())
     }
 }
 
-/// What this shard keeps of the version that is wanted, as a source.
-struct Here<F>(F);
+/// The epoch of the map that a record's map follows.
+pub(super) fn epoch_before(record: &ModelRecord) -> Epoch {
+    Epoch(record.epoch.0.saturating_sub(1))
+}
 
-impl<F: Fn(Piece) -> Result<Vec<u8>, Refusal>> Source for Here<F> {
-    fn send(
-        &mut self,
-        wanted: &mut dyn Iterator<Item = Piece>,
-        sink: &mut dyn Sink,
-    ) -> Result<(), SnapshotError> {
-        for piece in wanted {
-            sink.take(piece, &(self.0)(piece)?)?;
-        }
-        Ok(())
+fn refusal(error: SnapshotError) -> Refusal {
+    match error {
+        SnapshotError::Refused(refusal) => refusal,
+        error => Refusal::other(error),
     }
 }

@@ -1,0 +1,106 @@
+//! What shards ask of each other when a model's blocks move, and when a snapshot is taken.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, ShardId};
+use libmodelio::wire::{Message, Moved, Refusal};
+
+use super::incoming::{IncomingPartition, epoch_before};
+use crate::server::partition::Partition;
+use crate::server::shared::Shared;
+use crate::server::unsent::AdminAnswer;
+
+/// Whether a message is one of those by which shards move blocks, or of those about snapshots.
+pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
+    matches!(
+        message,
+        Message::Prepare { .. }
+            | Message::Fill { .. }
+            | Message::Fetch { .. }
+            | Message::HandOver { .. }
+            | Message::Switch
+            | Message::Abandon { .. }
+            | Message::StopMove { .. }
+            | Message::Capture { .. }
+            | Message::Pin { .. }
+            | Message::Copy { .. }
+            | Message::FetchCopy { .. }
+            | Message::Release { .. }
+            | Message::BeginAt { .. }
+    )
+}
+
+impl Shared {
+    /// What shards ask of each other. May take time.
+    pub(in crate::server) fn between_shards(
+        self: &Arc<Shared>,
+        message: Message,
+        payload: &[u8],
+    ) -> AdminAnswer {
+        let done = |()| (Message::Done, None);
+        match message {
+            Message::Prepare { attempt, off } => self.prepare((attempt, off), payload).map(done),
+            Message::Fill { generation, attempt, version, reducer } => {
+                let incoming = self.incoming(generation, attempt)?;
+                incoming.fill(version, reducer)?;
+                let (blocks, of) = incoming.progress()?;
+                Ok((Message::Filled { blocks, of }, None))
+            }
+            Message::Fetch { generation, epoch, version, block, what } => {
+                let bytes = self.partition_of(generation)?.1.kept(epoch, version, block, what)?;
+                Ok((Message::Fetched, Some(bytes)))
+            }
+            Message::HandOver { generation, attempt, at, of, now } => {
+                let incoming = self.incoming(generation, attempt)?;
+                incoming.hand_over(at, of, Duration::from_nanos(now), payload).map(done)
+            }
+            Message::Switch => self.switch(payload).map(done),
+            Message::Abandon { generation, attempt } => {
+                self.incoming.abandon(generation, attempt);
+                Ok((Message::Done, None))
+            }
+            Message::StopMove { model, generation, off } => self.stop_move(&model, generation, off).map(done),
+            other => self.of_snapshot(other, payload),
+        }
+    }
+
+    /// Takes the memory of a partition that is to be. Takes time.
+    fn prepare(&self, (attempt, off): (u64, ShardId), payload: &[u8]) -> Result<(), Refusal> {
+        let moved = Moved::decode(payload).map_err(Refusal::other)?;
+        let (generation, in_force) = (moved.record.generation, epoch_before(&moved.record));
+        let map = moved.record.block_map().map_err(Refusal::other)?;
+        self.incoming.take(generation, (attempt, in_force), || {
+            // From here on the number stays.
+            let me = *self.shard.lock();
+            let blocks: Vec<BlockId> = map.blocks_of(me).collect();
+            let before = self.partition_in_force(&moved.record.name, generation, in_force)?;
+            let record = moved.record.clone();
+            let make = || Partition::new(&record, me, &self.executor).map_err(Refusal::other);
+            IncomingPartition::new((attempt, off), moved, before, (&blocks, make))
+        })
+    }
+
+    /// The partition under the block map in force, if this shard has one.
+    fn partition_in_force(
+        &self,
+        name: &str,
+        generation: Generation,
+        got: Epoch,
+    ) -> Result<Option<Arc<Partition>>, Refusal> {
+        match self.models.lock().get(name) {
+            Some(model) if model.generation != generation => Err(Refusal::Exists(name.to_owned())),
+            Some(model) if model.partition.epoch != got => {
+                Err(Refusal::Epoch { expected: model.partition.epoch, got })
+            }
+            found => Ok(found.map(|model| Arc::clone(&model.partition))),
+        }
+    }
+
+    /// What an attempt is about.
+    fn incoming(&self, generation: Generation, attempt: u64) -> Result<Arc<IncomingPartition>, Refusal> {
+        let incoming = self.incoming.of(generation).filter(|incoming| incoming.attempt == attempt);
+        incoming
+            .ok_or_else(|| Refusal::other("this shard does not take part in the move, or was started anew"))
+    }
+}

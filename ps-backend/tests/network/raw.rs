@@ -1,0 +1,103 @@
+//! A connection to a shard that a test speaks over by itself.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+use libmodelio::vocabulary::ids::{ClientId, Epoch};
+use libmodelio::wire::{Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Role, frame};
+
+use crate::world::LONG;
+
+/// A connection to a shard that is spoken over by hand.
+pub struct Raw {
+    pub stream: TcpStream,
+    receiver: Receiver,
+    unread: Vec<u8>,
+    epoch: Epoch,
+}
+
+impl Raw {
+    pub fn greet(address: &str, role: Role, record: &ModelRecord, client: ClientId) -> Raw {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        let mut receiver = Receiver::new(Limits::GREETING);
+        receiver.set_limits(Limits::MAX);
+        let mut raw = Raw { stream, receiver, unread: Vec::new(), epoch: record.epoch };
+        let hello = Message::Hello {
+            protocol: Protocol::NEWEST.number(),
+            role,
+            model: record.name.clone(),
+            generation: record.generation,
+            client,
+        };
+        raw.say(0, &hello);
+        raw
+    }
+
+    pub fn say(&mut self, request: u64, message: &Message) {
+        let bytes = frame(message, request, self.epoch, &[]).unwrap();
+        self.stream.write_all(&bytes).unwrap();
+    }
+
+    pub fn receive(&mut self) -> (Received, Vec<u8>) {
+        loop {
+            let (used, received) = self.receiver.push(&self.unread).unwrap();
+            self.unread.drain(..used);
+            let Some(received) = received else {
+                self.read();
+                continue;
+            };
+            let len = received.header.payload_len() as usize;
+            while self.unread.len() < len {
+                self.read();
+            }
+            let payload: Vec<u8> = self.unread.drain(..len).collect();
+            if len > 0 {
+                self.receiver.payload_done(libmodelio::bytes::crc32c::crc32c(&payload)).unwrap();
+            }
+            return (received, payload);
+        }
+    }
+
+    fn read(&mut self) {
+        let mut bytes = [0; 4096];
+        let count = loop {
+            match self.stream.read(&mut bytes) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                outcome => break outcome.unwrap(),
+            }
+        };
+        assert!(count > 0, "the connection ended");
+        self.unread.extend_from_slice(&bytes[..count]);
+    }
+
+    /// The answer to a request, whatever else is said.
+    pub fn answer(&mut self, request: u64) -> Message {
+        loop {
+            let (received, _) = self.receive();
+            if received.header.request() == request {
+                return received.message;
+            }
+        }
+    }
+
+    /// Says something and waits for the answer.
+    pub fn ask(&mut self, request: u64, message: &Message) -> Message {
+        self.say(request, message);
+        self.answer(request)
+    }
+
+    /// It is told where the model is now, and the connection ends.
+    pub fn is_moved(&mut self, after: &ModelRecord) {
+        loop {
+            let (received, payload) = self.receive();
+            if received.message == Message::Moved {
+                let moved = Moved::decode(&payload).unwrap();
+                assert_eq!(moved.record, *after);
+                assert_eq!(received.header.epoch(), after.epoch);
+                assert_eq!(self.stream.read(&mut [0]).unwrap(), 0, "nothing follows");
+                return;
+            }
+        }
+    }
+}
