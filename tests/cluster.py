@@ -130,7 +130,7 @@ class NetworkMount(Mount):
         return self.cluster.coordinator((model or self.model).name)["version"]
 
     def catch_up(self, deadline=5):
-        """Waits until the mount shows what is the newest version now; not for ever, for all its buffers may be held."""
+        """Waits until the mount shows the present newest version, with a deadline: all its buffers may be held."""
         if not self.running():
             return
         try:
@@ -159,7 +159,7 @@ class NetworkMount(Mount):
 
 
 class Cluster:
-    """Shards, the first of which serves the registry; what is created and mounted here ends with the test."""
+    """Shards, of which the first is also the registry. Models and mounts that are made here end with the test."""
 
     def __init__(self, shards=1):
         self.registry, self.shards, self.mounts, self.models = None, [], [], []
@@ -303,7 +303,7 @@ class Connection:
             self.role = "strange"
 
     def reset(self):
-        """Ends both sides as a crash does, with what is under way lost."""
+        """Ends both sides as a crash does, and loses the bytes under way."""
         for end in (self.near, self.far):
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -1,4 +1,4 @@
-"""`--background`: the command returns when what it started answers; where its log goes; and panics."""
+"""`--background`: the command returns when the daemon answers. Also the place of its log, and panics."""
 
 import json
 import os

@@ -68,7 +68,7 @@ BAD_USES = {
 
 
 @pytest.mark.parametrize("fault", BAD_USES)
-def test_bad_command_line(gradfs, tmp_path, fault):
+def test_a_bad_command_line_is_refused_by_name(gradfs, tmp_path, fault):
     args, words = BAD_USES[fault]
     mnt = tmp_path / "mnt"
     mnt.mkdir()
@@ -82,17 +82,17 @@ def test_bad_command_line(gradfs, tmp_path, fault):
     assert not os.path.ismount(mnt) and list(mnt.iterdir()) == []
 
 
-def test_negative_size_as_two_words(gradfs, tmp_path):
+def test_a_negative_size_as_two_words_is_refused(gradfs, tmp_path):
     done = gradfs("up", "--size", "-5", tmp_path, timeout=10)
     assert done.returncode == 2 and "-5" in done.stderr and "--size" in done.stderr, done.stderr
 
 
-def test_no_mountpoint(gradfs):
+def test_a_missing_mountpoint_argument_is_named(gradfs):
     done = gradfs("up", "--size", "1MiB", timeout=10)
     assert done.returncode == 2 and "mountpoint" in done.stderr, done.stderr
 
 
-def test_model_file_where_the_mountpoint_should_be(gradfs, tmp_path):
+def test_a_model_file_in_place_of_the_mountpoint_is_recognised(gradfs, tmp_path):
     done = gradfs("up", "--size", "1MiB", tmp_path / "a.safetensors", timeout=10)
     assert done.returncode == 2 and "looks like a model file" in done.stderr, done.stderr
 
@@ -112,19 +112,19 @@ BAD_CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize("fault", BAD_CONFIGURATIONS)
-def test_bad_configuration_file(gradfs, tmp_path, fault):
+def test_a_bad_configuration_file_is_refused_by_name(gradfs, tmp_path, fault):
     text, words = BAD_CONFIGURATIONS[fault]
     path = tmp_path / "job.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     refused_up(gradfs, tmp_path, "--config", path, words=[str(path), *words], code=2)
 
 
-def test_configuration_file_is_missing(gradfs, tmp_path):
+def test_a_missing_configuration_file_is_named(gradfs, tmp_path):
     path = tmp_path / "none.toml"
     refused_up(gradfs, tmp_path, "--config", path, words=[str(path), "No such file"], code=2)
 
 
-def test_bad_environment_variable(gradfs, tmp_path):
+def test_a_bad_environment_variable_is_refused_by_name(gradfs, tmp_path):
     env = {"GRADFS_REDUCER": "magic"}
     refused_up(gradfs, tmp_path, "--size", "1MiB", words=["GRADFS_REDUCER", "magic"], code=2, env=env)
 

@@ -55,7 +55,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("fault", BAD_FILES)
-def test_bad_model_file(gradfs, tmp_path, fault):
+def test_a_bad_model_file_is_refused_by_name(gradfs, tmp_path, fault):
     contents, words = BAD_FILES[fault]
     path = tmp_path / "bad.safetensors"
     path.write_bytes(contents)
@@ -70,29 +70,29 @@ def test_one_bad_file_among_good_ones_mounts_nothing(gradfs, tmp_path):
     refused_up(gradfs, tmp_path, good, bad, words=[str(bad), "not a safetensors file"], code=1)
 
 
-def test_model_is_a_directory_within_a_checkpoint(gradfs, tmp_path):
+def test_a_directory_within_a_checkpoint_is_no_model(gradfs, tmp_path):
     path = tmp_path / "d"
     (path / "model.safetensors").mkdir(parents=True)
     refused_up(gradfs, tmp_path, path, words=[str(path), "not a regular file"], code=1)
 
 
-def test_model_is_missing(gradfs, tmp_path):
+def test_a_missing_model_is_named(gradfs, tmp_path):
     path = tmp_path / "missing.safetensors"
     refused_up(gradfs, tmp_path, path, words=[str(path), "No such file"], code=1)
 
 
-def test_model_is_a_device(gradfs, tmp_path):
+def test_a_device_is_no_model(gradfs, tmp_path):
     refused_up(gradfs, tmp_path, "/dev/zero", words=["/dev/zero", "not a regular file"], code=1)
 
 
-def test_model_is_a_pipe_that_nobody_writes(gradfs, tmp_path):
+def test_a_pipe_that_nobody_writes_is_no_model(gradfs, tmp_path):
     path = tmp_path / "pipe.safetensors"
     os.mkfifo(path)
     refused_up(gradfs, tmp_path, path, words=[str(path), "not a regular file"], code=1)
 
 
 @as_root
-def test_model_may_not_be_read(place_for_all):
+def test_a_model_that_may_not_be_read_is_named(place_for_all):
     model = place_for_all / "secret.safetensors"
     model.write_bytes(safetensors({"a": tensor(0, 32)}, DATA))
     model.chmod(0o600)

@@ -47,7 +47,7 @@ def contribute_mapped(path, size, offset, data):
 
 @pytest.mark.parametrize("dtype", NONFINITE)
 @pytest.mark.parametrize("where", ["whole_block", "partial_block", "last_element", "mapped"])
-def test_nan_and_inf_in_gradients(start_mount, way, dtype, where):
+def test_nan_and_inf_in_gradients_are_refused(start_mount, way, dtype, where):
     mount = small(start_mount, dtype=dtype, **way)
     one = ONES[dtype]
     count = BLOCK // len(one)
@@ -82,7 +82,7 @@ def test_nan_spoils_only_its_own_learners_contribution(start_mount, dtype):
 
 
 @pytest.mark.parametrize("dtype", NONFINITE)
-def test_nan_and_inf_in_new_weights(start_mount, dtype):
+def test_nan_and_inf_in_new_weights_are_refused(start_mount, dtype):
     mount = small(start_mount, dtype=dtype, reducer="assign")
     one = ONES[dtype]
     for bad in NONFINITE[dtype]:
@@ -114,7 +114,7 @@ def test_nan_and_inf_are_taken_where_they_are_wanted(start_mount, way, dtype):
     assert mount.version() == 4
 
 
-def test_rewrite_of_a_block_that_is_sent(start_mount):
+def test_a_sent_block_cannot_be_written_again(start_mount):
     mount = small(start_mount)
     whole = ONE * (BLOCK // 4)
     with opened(mount.model / "gradients", os.O_WRONLY) as fd:
@@ -130,7 +130,7 @@ def test_rewrite_of_a_block_that_is_sent(start_mount):
     assert mount.weights() == whole + struct.pack("<f", 3.0) + bytes(3 * BLOCK - 4)
 
 
-def test_rewrite_through_another_handle(start_mount):
+def test_a_sent_block_cannot_be_written_again_through_another_handle(start_mount):
     mount = small(start_mount)
     whole = ONE * (BLOCK // 4)
     with opened(mount.model / "gradients", os.O_WRONLY) as one, opened(mount.model / "gradients", os.O_WRONLY) as other:
@@ -143,7 +143,7 @@ def test_rewrite_through_another_handle(start_mount):
     assert (mount.weights() == whole * 2 + bytes(2 * BLOCK)) is True
 
 
-def test_append(start_mount):
+def test_appending_is_refused(start_mount):
     mount = small(start_mount)
     mount.join("a")
     mount.leave("a")
@@ -154,7 +154,7 @@ def test_append(start_mount):
         said(mount, "fixed size", "do not append")
 
 
-def test_truncate_to_another_size(start_mount):
+def test_truncating_to_another_size_is_refused(start_mount):
     mount = small(start_mount)
     size = 4 * BLOCK
     with nothing_changes(mount):
@@ -186,7 +186,7 @@ def fallocate(fd, mode, offset, length):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def test_fallocate(start_mount, way):
+def test_fallocate_is_refused(start_mount, way):
     mount = small(start_mount, **way)
     with nothing_changes(mount):
         for name in ["gradients", "device"]:
@@ -272,7 +272,7 @@ def test_zero_length_writes_contribute_nothing(start_mount):
             assert os.write(fd, b"") == 0
 
 
-def test_o_direct_with_unaligned_buffers(start_mount, way):
+def test_o_direct_takes_unaligned_buffers(start_mount, way):
     mount = start_mount(size="4MiB", block_size="64KiB", reducer="sum", **way)
     data = struct.pack("<262144f", *range(1 << 18)) * 4
     raw = mmap.mmap(-1, len(data) + 8192)
@@ -293,7 +293,7 @@ def test_o_direct_with_unaligned_buffers(start_mount, way):
     assert got[1:1 + len(data)] == data
 
 
-def test_vectored_writes(start_mount):
+def test_vectored_writes_are_contributions(start_mount):
     mount = small(start_mount)
     data = struct.pack(f"<{BLOCK}f", *range(BLOCK))
     cuts = [0, 1, 3, 4, 10, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7, 4 * BLOCK]
@@ -312,7 +312,7 @@ def test_vectored_writes(start_mount):
 
 
 @pytest.mark.parametrize("call", ["sendfile", "splice", "copy_file_range", "copy_file_range_inside"])
-def test_kernel_copies_into_gradients(start_mount, tmp_path, way, call):
+def test_copies_by_the_kernel_are_contributions(start_mount, tmp_path, way, call):
     mount = start_mount(size="2MiB", block_size="64KiB", reducer="sum", **way)
     data = struct.pack("<262144f", *range(1 << 18)) * 2
     source = tmp_path / "source"
@@ -349,7 +349,7 @@ def test_kernel_copies_into_gradients(start_mount, tmp_path, way, call):
     assert (mount.weights() == expected) is True
 
 
-def test_splice_past_the_end(start_mount):
+def test_a_splice_past_the_end_is_refused(start_mount):
     mount = small(start_mount)
     with nothing_changes(mount):
         r, w = os.pipe()

@@ -31,7 +31,7 @@ BAD_VALUES = {
 }
 
 
-def test_bad_settings(start_mount):
+def test_bad_values_of_settings_are_refused(start_mount):
     mount = small(start_mount)
     with nothing_changes(mount):
         for name, values in BAD_VALUES.items():
@@ -52,7 +52,7 @@ def test_bad_settings(start_mount):
             assert len(line) < 500, f"a line of {len(line)} bytes in the log: {line[:200]}…"
 
 
-def test_shell_redirection_of_a_bad_setting(start_mount):
+def test_a_shell_sees_that_a_setting_is_refused(start_mount):
     mount = small(start_mount)
     with nothing_changes(mount):
         done = subprocess.run(
@@ -61,7 +61,7 @@ def test_shell_redirection_of_a_bad_setting(start_mount):
         assert done.returncode != 0 and "Invalid argument" in done.stderr, done
 
 
-def test_setting_at_an_offset(start_mount):
+def test_a_setting_at_an_offset_is_refused(start_mount):
     mount = small(start_mount)
     with nothing_changes(mount):
         with opened(mount.model / "control/learning_rate", os.O_WRONLY) as fd:
@@ -71,7 +71,7 @@ def test_setting_at_an_offset(start_mount):
         said(mount, "control/learning_rate", "whole value at once")
 
 
-def test_unknown_setting(start_mount):
+def test_an_unknown_setting_does_not_exist(start_mount):
     mount = small(start_mount)
     with nothing_changes(mount):
         path = mount.model / "control/learning_speed"
@@ -116,7 +116,7 @@ def test_settings_are_whole_while_they_change(start_mount):
 # Learners
 
 
-def test_bad_learner_names(start_mount):
+def test_bad_names_of_learners_are_refused(start_mount):
     mount = small(start_mount)
     with nothing_changes(mount):
         place = os.fsencode(mount.model / "learners")
@@ -137,7 +137,7 @@ def test_bad_learner_names(start_mount):
     os.mkdir(place + b"/" + b"x" * 64)
 
 
-def test_learner_name_is_taken(start_mount):
+def test_a_taken_name_of_a_learner_is_refused(start_mount):
     mount = small(start_mount)
     mount.join("a")
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_learner_name_is_taken(start_mount):
     assert mount.wait_for_version(1) == 1
 
 
-def test_learner_name_is_taken_in_a_race(start_mount):
+def test_a_name_goes_to_one_of_the_learners_that_race_for_it(start_mount):
     mount = small(start_mount)
     for round_ in range(20):
         outcomes, barrier = [], threading.Barrier(4)
@@ -181,7 +181,7 @@ def test_leaving_without_having_joined(start_mount):
             mount.leave("a")
 
 
-def test_learner_leaves_while_it_writes(start_mount):
+def test_a_write_after_leaving_fails(start_mount):
     mount = small(start_mount)
     mount.join("a")
     fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
@@ -196,7 +196,7 @@ def test_learner_leaves_while_it_writes(start_mount):
     said(mount, "no longer in the job", "join again")
 
 
-def test_learner_leaves_and_then_closes_what_it_wrote(start_mount):
+def test_a_close_after_leaving_fails(start_mount):
     mount = small(start_mount)
     mount.join("a")
     fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
@@ -287,7 +287,7 @@ def test_joining_beyond_the_limit_of_open_files_is_enfile(start_mount):
 
 
 @pytest.mark.parametrize("descriptors", [None, 1024])
-def test_too_many_learners(start_mount, descriptors):
+def test_more_learners_than_the_limit_are_refused(start_mount, descriptors):
     """4,096 fit, also where a login session allows a process 1,024 open files unless it asks for more."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors:

@@ -23,7 +23,7 @@ from refusals import (
 
 
 
-def test_write_past_the_end(start_mount):
+def test_a_write_past_the_end_is_refused(start_mount):
     mount = small(start_mount)
     size = 4 * BLOCK
     with nothing_changes(mount):
@@ -34,7 +34,7 @@ def test_write_past_the_end(start_mount):
         said(mount, str(size + 4), str(size))
 
 
-def test_write_across_the_end(start_mount):
+def test_a_write_across_the_end_is_refused(start_mount):
     mount = small(start_mount)
     size = 4 * BLOCK
     with nothing_changes(mount):
@@ -45,7 +45,7 @@ def test_write_across_the_end(start_mount):
                 os.pwrite(fd, bytes(size + 4), 0)
 
 
-def test_write_of_new_weights_past_the_end(start_mount):
+def test_a_write_of_new_weights_past_the_end_is_refused(start_mount):
     mount = small(start_mount, reducer="assign")
     size = 4 * BLOCK
     with nothing_changes(mount):
@@ -56,7 +56,7 @@ def test_write_of_new_weights_past_the_end(start_mount):
                 os.pwrite(fd, ONE * 2, size - 4)
 
 
-def test_huge_write_is_cut_at_the_end_and_nothing_of_it_counts(start_mount):
+def test_nothing_of_a_huge_write_that_is_cut_at_the_end_counts(start_mount):
     mount = start_mount(size="16MiB", reducer="sum")
     data = ONE * (5 << 20)
     with nothing_changes(mount):
@@ -69,7 +69,7 @@ def test_huge_write_is_cut_at_the_end_and_nothing_of_it_counts(start_mount):
             os.close(fd)
 
 
-def test_huge_write_in_one_call(start_mount):
+def test_nothing_of_a_huge_write_in_one_call_counts(start_mount):
     mount = start_mount(size="64MiB", reducer="sum")
     with opened(mount.model / "gradients", os.O_WRONLY) as fd:
         assert os.write(fd, ONE * (16 << 20)) == 64 << 20
@@ -106,7 +106,7 @@ def test_files_that_are_read_only_are_so_for_root_too(start_mount):
     assert state(mount) == before
 
 
-def test_reading_gradients(start_mount):
+def test_gradients_cannot_be_read(start_mount):
     mount = small(start_mount)
     mount.join("a")
     for path in [mount.model / "gradients", mount.model / "learners/a/gradients"]:
@@ -124,7 +124,7 @@ HALVES = {
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("end", ["close", "fsync"])
-def test_half_an_element(start_mount, dtype, end):
+def test_half_an_element_is_refused(start_mount, dtype, end):
     mount = small(start_mount, dtype=dtype)
     for ranges in HALVES[dtype]:
         with nothing_changes(mount, ONES[dtype]):
@@ -162,7 +162,7 @@ def test_fsync_of_half_an_element_leaves_the_handle_usable(start_mount):
     assert mount.version() == 1 and mount.weights()[:4] == ONE
 
 
-def test_half_an_element_of_new_weights(start_mount):
+def test_half_an_element_of_new_weights_is_refused(start_mount):
     mount = small(start_mount, reducer="assign")
     for end in ["fsync", "close"]:
         with nothing_changes(mount):
@@ -174,7 +174,7 @@ def test_half_an_element_of_new_weights(start_mount):
                 os.close(fd)
 
 
-def test_half_an_element_in_a_model_of_several_types(start_mount, tmp_path):
+def test_half_an_element_is_refused_in_a_model_of_several_types(start_mount, tmp_path):
     path = tmp_path / "mixed.safetensors"
     header = {"a": tensor(0, 8), "b": tensor(8, 14, "F16", [3]), "c": tensor(14, 21, "U8", [7])}
     path.write_bytes(safetensors(header, bytes(21)))

@@ -159,7 +159,7 @@ def test_tensor_names_with_slashes_are_directories(nested):
     top = mount.model / "tensors"
     at_start = check_tree(top, tensors)
     check_tree(mount.model / "versions/0/tensors", tensors)
-    # What is mapped keeps its version, and so does a directory that is open.
+    # A mapping keeps its version, and so does an open directory.
     name, before = "encoder/0/weight", {name: value.copy() for name, value in tensors.items()}
     mapped = np.load(top / f"{name}.npy", mmap_mode="r")
     held = [os.open(where / "encoder/0", os.O_RDONLY) for where in (top, mount.model / "versions/0/tensors")]

@@ -14,7 +14,7 @@ from conftest import MountFailed
 from filetools import BLOCK, Threads, array, takes
 
 NOBODY = 65534
-# Binds the name of a shard's socket and listens; then, as it is told, answers nothing or hangs up on all.
+# Binds the name of a shard's socket and listens; then, by its argument, answers nothing or hangs up on all.
 SQUATTER = """
 import socket, sys
 name, way = sys.argv[1:]
@@ -46,7 +46,7 @@ def squatter(address, way="mute", user=None):
 def address():
     """One that is free on this host."""
     with socket.socket() as bound:
-        # Whoever sets this, too, can listen there; nobody else is given the port.
+        # Another socket that sets this can listen there, too; the system gives the port to nobody else.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", 0))
         yield "127.0.0.1:%d" % bound.getsockname()[1]

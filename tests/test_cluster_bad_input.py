@@ -109,7 +109,7 @@ def refusal(peer, *fields):
 
 
 def no_frame(peer, what, expected, got):
-    """What is wrong with a frame is said, in these words, then the connection ends."""
+    """The refusal names the fault of a frame in these words, and then the connection ends."""
     with takes(0, HELLO_DEADLINE / 2):
         answer = peer.hear_of("Refused")
         assert answer.fields[0] == "Frame", answer
@@ -118,7 +118,7 @@ def no_frame(peer, what, expected, got):
         assert peer.closes()
 
 
-# What is sent; what is wrong with it, what was expected, what came.
+# The bytes; their fault, the expected value, the received value.
 GARBAGE = {
     "http": (b"GET / HTTP/1.1\r\nHost: shard\r\n\r\n" + b" " * 40, "magic", "0x4647", "0x4547"),
     "zeros": (bytes(4096), "magic", "0x4647", "0x0000"),
@@ -168,7 +168,7 @@ def test_garbage_ends_its_own_connection_alone__at_random(world):
 
 
 def test_those_who_are_turned_away_are_named_in_the_log(world):
-    """Not all of them: whoever sends rubbish would fill it."""
+    """Not all of them: a peer that sends rubbish would fill the log."""
     shard = world.other
     before = shard.stderr().count("turned away")
     for _ in range(100):
@@ -312,7 +312,7 @@ def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
         assert old.hear_of("Missing").fields.fields("uu") == (1, 0)
         with takes(2, 6):
             for block in range(BLOCKS):
-                # Those of other shards would end the connection.
+                # Blocks of other shards would end the connection.
                 if block in owned:
                     coming.say("Push", 1 << 40, block, False, False, payload=corrupt, epoch=world.epoch)
             coming.say("Probe", 1, epoch=world.epoch)
@@ -357,7 +357,7 @@ def test_pulls_of_what_is_not_there_are_refused(world):
 
 
 def test_requests_that_make_no_sense_are_refused(world):
-    """Of the coordinator: each is answered with what is wrong, and the connection stays."""
+    """Requests to the coordinator: each answer names the fault, and the connection stays."""
     with world.peer("control") as peer:
         asked = iter(range(1, 100))
 
@@ -485,7 +485,7 @@ def test_the_registry_refuses_what_is_none(world):
 
 
 class Watched:
-    """The most threads and memory that a process has while this goes on, beyond what it had before.
+    """The most threads and memory that a process has meanwhile, beyond those that it had before.
 
     Threads that the kernel adds for io_uring are not the process's doing."""
 
@@ -552,7 +552,7 @@ def test_floods_take_no_more_than_their_limits(world, what):
     many = one * max((256 << 10) // len(one), 1)
 
     def flood(peer):
-        """Says it until nobody listens any more, or it has been said often."""
+        """Sends it until nobody listens any more, or it was sent often."""
         peer.socket.settimeout(0.7)
         sent = 0
         try:

@@ -1,4 +1,4 @@
-"""The commands of a cluster: what they do, and what they say when they cannot."""
+"""The commands of a cluster: their effects, and their messages when they fail."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def nobody():
 def address():
     """One that is free on this host."""
     with socket.socket() as bound:
-        # Whoever sets this, too, can listen there; nobody else is given the port.
+        # Another socket that sets this can listen there, too; the system gives the port to nobody else.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", 0))
         yield "127.0.0.1:%d" % bound.getsockname()[1]

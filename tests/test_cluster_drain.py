@@ -364,7 +364,7 @@ def test_a_registry_that_is_gone_when_all_is_moved_leaves_the_job_where_it_is(ap
 
 
 def test_a_shard_that_stops_answering_after_the_switch_is_told_when_it_does(apart):
-    """From the moment in which the registry has the new map it is in force, whoever hears of it when."""
+    """The new map is in force from the moment in which the registry has it, whenever others learn of it."""
     one = apart(3, proxied=True)
     model(one, reducer="sum")
     before = train(one, 2)
@@ -482,7 +482,7 @@ def test_a_drain_that_fails_when_something_moved_says_how_to_take_it_back(apart)
 
 
 def test_a_drain_is_cancelled_while_it_moves(apart):
-    """By a command of its own; the one that drains says what has become of it."""
+    """Another command cancels it; the command that drains names the outcome."""
     one = apart(3)
     with held_up(one):
         gone = other_than(one, coordinator_shard(one))
@@ -538,7 +538,7 @@ def test_a_job_is_held_no_longer_than_it_may(apart, hold):
 
 
 def test_a_drain_that_is_repeated_while_memory_is_taken_goes_on(apart):
-    """The attempt before has been given up, but the shard has not heard of either yet."""
+    """The attempt before has been given up, but neither has reached the shard yet."""
     one = model(apart(3))
     gone, slow = [shard for shard in one.shards if shard is not coordinator_shard(one)]
     before = train(one, 1)
@@ -556,7 +556,7 @@ def test_a_drain_that_is_repeated_while_memory_is_taken_goes_on(apart):
 
 
 def test_a_model_whose_block_map_is_too_long_to_be_told_stays(apart, tmp_path):
-    """That is said at once: nothing is held, and no memory is taken."""
+    """The refusal comes at once: the job is not held, and no memory is taken."""
     one = apart(2)
     path = tmp_path / "m.safetensors"
     tensor = {"dtype": "F32", "shape": [ELEMENTS], "data_offsets": [0, SIZE]}

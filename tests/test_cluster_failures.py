@@ -158,7 +158,7 @@ def test_damage_on_the_way_is_repaired(cluster, way, harm):
 @pytest.mark.parametrize("way", ["up", "down"])
 @pytest.mark.parametrize("role", ["control", "coordinator"])
 def test_damage_on_the_way_is_repaired__of_messages(cluster, role, way):
-    """The end that finds it ends the connection, and that is all: nobody takes it for an answer to what was asked."""
+    """The end that finds the damage ends the connection, and does nothing else: no request takes it for its answer."""
     one, proxies = proxied(cluster)
     mount = one.mount()
     give(mount, 1)
@@ -345,7 +345,7 @@ def test_a_stopped_shard_holds_requests_up_until_their_deadlines(cluster):
 
 
 def test_a_stopped_shard_holds_requests_up_until_their_deadlines__also_writes_of_new_weights(cluster):
-    # More than what is between a mount and a shard can hold.
+    # More than the buffers between a mount and a shard can hold.
     size = 16 << 20
     one = model(cluster(2), size=size, timeout=0.7, lease=5, reducer="assign")
     mount, other = one.mount(), one.mount()
@@ -439,7 +439,7 @@ def test_a_killed_coordinator_is_an_error_and_no_hang(cluster):
     one = model(cluster(2), timeout=1)
     mount = one.mount()
     give(mount, 1)
-    # What is taken may not be a version that is here: one's own step would be waited for, in vain.
+    # A taken step may be in no version that is here, and an open would wait for it in vain.
     assert only(mount) == 1
     one.coordinator_shard("m").kill()
     with takes(0, 4):
@@ -555,7 +555,7 @@ def test_a_partition_that_heals_loses_nothing(cluster):
 
 
 def test_a_partition_for_longer_than_the_lease_excludes(cluster):
-    """The others go on; whoever comes back hears that it is out of the job, and joins again."""
+    """The others go on. A learner that comes back gets the error that it is out of the job, and joins again."""
     one, proxies = proxied(cluster, learners=2, timeout=3)
     a = one.mount()
     of_a = proxies[0].clients()

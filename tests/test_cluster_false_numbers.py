@@ -39,7 +39,7 @@ def start(plan, base, sources=()):
 @pytest.mark.parametrize("over", [0, *FAR])
 @pytest.mark.parametrize("number", FAR)
 def test_a_number_that_nobody_has_reached_stops_no_job(world, number, over):
-    """Of a plan, said by somebody who is not the coordinator."""
+    """Numbers of plans, from a stranger that poses as the coordinator."""
     with coordinates(world, over) as peer:
         version = world.cluster.partition(world.other, "m")["version"]
         for name, *fields in [("Drop", number), ("Conclude", number), start(number, version), start(number, FAR[-1])]:

@@ -1,4 +1,4 @@
-"""The registry is started anew, and models are deleted while shards hang, as docs/semantics.md promises it "On a
+"""The registry is restarted, and models are deleted while shards hang, as docs/semantics.md promises it "On a
 network"."""
 
 import signal
@@ -20,7 +20,7 @@ HEARD = 8
 
 
 class Registry:
-    """A registry of its own, that can be killed and started anew at the same address."""
+    """A registry of its own, that can be killed and restarted at the same address."""
 
     def __init__(self):
         self.process = Shard(command="registry")
@@ -131,7 +131,7 @@ class Training:
             assert shown(mount) == sum(self.steps)
 
 
-def test_a_registry_that_is_started_anew_hears_of_shards_and_models(apart):
+def test_a_registry_that_is_restarted_gets_the_shards_and_models_again(apart):
     one = model(apart(3), consistency="async")
     numbers = addresses(one)
     training = Training(one)
@@ -144,7 +144,7 @@ def test_a_registry_that_is_started_anew_hears_of_shards_and_models(apart):
     knows(one, "m")
     assert addresses(one) == numbers
     training.goes_on()
-    # Those who come now find the model, and may go.
+    # Clients that come now find the model, and may leave.
     late = one.mount()
     give(late, 0)
     assert late.stop() == 0
@@ -153,7 +153,7 @@ def test_a_registry_that_is_started_anew_hears_of_shards_and_models(apart):
     assert drained.returncode == 0 and "it can be stopped" in drained.stdout, drained.stderr
     assert one.ask(one.shards[0])["models"] == []
     training.goes_on()
-    # And once more, after it has moved: the newer block map is told, and the shard stays drained.
+    # And once more, after the move: shards announce the newer block map, and the shard stays drained.
     one.table.anew()
     knows(one, "m")
     assert [shard["address"] for shard in one.status()["shards"] if shard["draining"]] == [one.shards[0].address]
@@ -179,7 +179,7 @@ def test_what_a_young_registry_does_not_know_it_may_not_have_heard_of(apart):
 
 
 def test_a_newcomer_takes_nobodys_number(apart):
-    """It announces itself first to a registry that was started anew."""
+    """It announces itself first to a registry that was restarted."""
     one = model(apart(2), consistency="async")
     numbers = addresses(one)
     training = Training(one)
@@ -227,7 +227,7 @@ def test_a_coordinator_stays_with_the_shard_that_has_the_blocks(apart):
     training.goes_on(deadline=30)
     assert one.coordinator("m")["state"] != "failed"
     training.end()
-    # One that was started anew at the same address has lost them.
+    # One that was restarted at the same address has lost them.
     held = one.shards[1]
     held.kill()
     anew = Shard("--advertise", proxy.address, "--registry", one.registry)
@@ -339,7 +339,7 @@ def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart, owners
         one.table.anew()
         other = next(shard for shard in one.shards if shard is not coordinator)
         eventually(lambda: other.address in addresses(one).values(), deadline=HEARD)
-        # What it was told to delete goes with it.
+        # Its record of deleted models goes with it.
         time.sleep(1)
     finally:
         coordinator.resume()

@@ -1,10 +1,11 @@
 """A mount that shares memory with a model's only shard shows versions where they lie, as docs/semantics.md promises."""
 
+import errno
 import mmap
 import os
 
 import numpy as np
-from filetools import BLOCK, array, eventually
+from filetools import BLOCK, array, eventually, raises
 
 SIZE = 16 * BLOCK + 4096
 ELEMENTS = SIZE // 4
@@ -50,10 +51,33 @@ def test_versions_shown_from_the_shards_memory_hold_nobody_up(cluster):
     assert (array(reads.model / "weights") == 5 * MOST).all()
     newest = os.open(reads.model / "weights", os.O_RDONLY)
     held.append((5 * MOST, newest, mmap.mmap(newest, SIZE, prot=mmap.PROT_READ)))
-    # What is open stays readable when the shard is killed.
+    # Open versions stay readable when the shard is killed.
     one.shards[0].kill()
     eventually(lambda: not reads.status()["shards"][0]["connected"])
     all_are_whole()
     for _, fd, mapping in held:
         mapping.close()
+        os.close(fd)
+
+
+def test_versions_shown_from_the_shards_memory_hold_nobody_up__but_who_must_see_a_newer_one_is_told_why(cluster):
+    """The readers of a learner's own mount hold all versions that the mount may show. Nobody else is missing."""
+    one = cluster(1)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=1, timeout=0.5, max_versions=MOST)
+    mount = one.mount(transport="shm")
+    mount.join("a")
+    held = []
+    for _ in range(MOST):
+        held.append(os.open(mount.model / "weights", os.O_RDONLY))
+        mount.contribute(np.ones(ELEMENTS, "<f4"), learner="a")
+        eventually(lambda: mount.seen() == len(held) or len(held) == MOST)
+    with raises(errno.ETIMEDOUT):
+        os.open(mount.place("a") / "weights", os.O_RDONLY)
+    why = (mount.place("a") / "error").read_text()
+    assert why.strip().endswith(
+        "every version buffer of this mount is held open (close old handles or raise control/max_versions)"
+    )
+    os.close(held.pop(0))
+    assert (array(mount.place("a") / "weights") == MOST).all()
+    for fd in held:
         os.close(fd)

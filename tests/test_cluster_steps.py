@@ -40,7 +40,7 @@ def only(mount, learner=None):
 
 
 def test_mounts_share_a_job(job):
-    """Sums go over all mounts; whoever has committed a step reads it next; versions are the same everywhere."""
+    """Sums go over all mounts. A learner that has committed a step reads it next. Versions are the same everywhere."""
     _, (a, b) = job(learners=2)
     a.join("a")
     b.join("b")

@@ -18,7 +18,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_signal_with_files_open(start_mount, number):
+def test_a_signal_ends_the_daemon_with_files_open(start_mount, number):
     mount = small(start_mount)
     mount.contribute(ONE)
     fds = [os.open(mount.model / name, os.O_RDONLY) for name in ["weights", "version", "control/reducer", "weights.safetensors"]]
@@ -43,7 +43,7 @@ def test_signal_with_files_open(start_mount, number):
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_signal_during_a_blocked_open(start_mount, child, number):
+def test_a_signal_to_the_daemon_ends_a_blocked_open(start_mount, child, number):
     mount = small(start_mount, learners=2, timeout=60)
     mount.join("a"), mount.join("b")
     mount.contribute(ONE, learner="a")
@@ -57,7 +57,7 @@ def test_signal_during_a_blocked_open(start_mount, child, number):
     assert int(blocked.end(timeout=5)[0]) in GONE
 
 
-def test_signal_during_a_blocked_close(start_mount, child):
+def test_a_signal_to_the_daemon_ends_a_blocked_close(start_mount, child):
     """The step before is not complete, so the close of the next contribution waits: it must fail, not succeed."""
     mount = small(start_mount, learners=2, timeout=60)
     mount.join("a"), mount.join("b")
@@ -74,7 +74,7 @@ def test_signal_during_a_blocked_close(start_mount, child):
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_signal_during_writes(start_mount, child, number):
+def test_a_signal_to_the_daemon_during_writes_ends_them(start_mount, child, number):
     mount = start_mount(size="8MiB", block_size="64KiB", reducer="sum")
     writer = child(
         "data = b'\\0\\0\\x80\\x3f' * (2 << 20); print('ready')\n"
@@ -93,7 +93,7 @@ def test_signal_during_writes(start_mount, child, number):
 
 
 @pytest.mark.parametrize("pause", [0, 0.3, 1.2])
-def test_second_signal(start_mount, child, pause):
+def test_a_second_signal_leaves_no_mount(start_mount, child, pause):
     mount = small(start_mount)
     child("f = open('gradients', 'wb', 0); f.write(b'\\0' * 4); print('ready'); time.sleep(60)", cwd=mount.model)
     mount.process.send_signal(signal.SIGINT)
@@ -104,7 +104,7 @@ def test_second_signal(start_mount, child, pause):
     assert not is_mounted(mount.root) and list(mount.root.iterdir()) == []
 
 
-def test_timeout_signals_twice(tmp_path):
+def test_the_two_signals_of_timeout_count_as_one(tmp_path):
     """timeout(1) signals its child, and then the group that the child is in."""
     done = subprocess.run(
         ["timeout", "1", gradfs_binary(), "up", "--size", "256KiB", "--reducer", "sum", tmp_path],
@@ -156,7 +156,7 @@ def test_forced_exit_leaves_no_mount(stuck, tmp_path):
     os.close(weights)
 
 
-def test_signals_while_it_loads(gradfs, tmp_path):
+def test_a_signal_while_the_model_loads_ends_the_daemon(gradfs, tmp_path):
     """The earlier a Ctrl-C comes, the less may be left."""
     mnt = tmp_path / "mnt"
     mnt.mkdir()
@@ -176,7 +176,7 @@ def test_signals_while_it_loads(gradfs, tmp_path):
         assert not is_mounted(mnt)
 
 
-def test_unmount(start_mount, gradfs):
+def test_unmount_ends_the_daemon(start_mount, gradfs):
     mount = small(start_mount)
     mount.contribute(ONE)
     done = gradfs("unmount", mount.root)
@@ -185,7 +185,7 @@ def test_unmount(start_mount, gradfs):
     assert not is_mounted(mount.root)
 
 
-def test_unmount_with_files_open(start_mount, gradfs):
+def test_unmount_with_files_open_is_refused_unless_it_is_lazy(start_mount, gradfs):
     mount = small(start_mount)
     weights = os.open(mount.model / "weights", os.O_RDONLY)
     done = gradfs("unmount", mount.root)
@@ -206,7 +206,7 @@ def test_unmount_with_files_open(start_mount, gradfs):
 
 @as_root
 @pytest.mark.parametrize("how", [["umount"], ["umount", "-l"], ["fusermount3", "-u"]], ids=" ".join)
-def test_unmounted_from_outside(start_mount, how):
+def test_the_daemon_ends_when_it_is_unmounted_from_outside(start_mount, how):
     mount = small(start_mount)
     mount.contribute(ONE)
     subprocess.run([*how, mount.root], check=True)
@@ -216,7 +216,7 @@ def test_unmounted_from_outside(start_mount, how):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_without_descriptors_left(start_mount, number):
+def test_a_signal_ends_a_daemon_that_has_no_descriptors_left(start_mount, number):
     mount = small(start_mount)
     resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (3, 3))
     mount.process.send_signal(number)
@@ -225,7 +225,7 @@ def test_signal_without_descriptors_left(start_mount, number):
 
 
 @pytest.mark.parametrize("where", ["full", "closed_pipe"])
-def test_log_that_cannot_be_written(tmp_path, where):
+def test_a_log_that_cannot_be_written_harms_no_call(tmp_path, where):
     """A full disk or a gone `| head` under the log must not end the service."""
     mnt = tmp_path / "mnt"
     mnt.mkdir()

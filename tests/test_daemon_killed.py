@@ -1,4 +1,4 @@
-"""What is left when the daemon is killed, and how the next one takes over."""
+"""The daemon is killed: calls fail at once, and the next daemon takes over."""
 
 import contextlib
 import mmap
@@ -74,7 +74,7 @@ def test_a_dead_mount_is_unmounted(start_mount, gradfs, child):
     assert not is_mounted(mount.root) and list(mount.root.iterdir()) == []
 
 
-def test_mountpoint_inside_a_dead_mount(start_mount, gradfs):
+def test_a_mountpoint_inside_a_dead_mount_is_refused(start_mount, gradfs):
     mount = small(start_mount)
     die(mount)
     said = up_refused(gradfs, mount.root / "model", "is dead", f"gradfs unmount {mount.root}")
@@ -130,7 +130,7 @@ def test_kill_of_the_daemon_fails_every_call_at_once(start_mount, child):
     assert time.monotonic() - begin < 2
 
 
-# Started before the daemon is stopped: a new process first closes what it inherits, and that asks the daemon.
+# Started before the daemon is stopped: a new process first closes inherited descriptors, which asks the daemon.
 READ_WHEN_TOLD = """
 print('ready'); sys.stdin.readline()
 try: print(open(sys.argv[1]).read().strip())

@@ -23,7 +23,7 @@ print('ready'); time.sleep(60)
 
 
 @pytest.mark.parametrize("first", ["killed", "other"])
-def test_kill_of_a_learner_in_mid_write_leaves_no_half_step(start_mount, child, first):
+def test_a_learner_that_is_killed_in_mid_write_leaves_no_half_step(start_mount, child, first):
     mount = small(start_mount, learners=2)
     mount.join("killed"), mount.join("other")
     data = struct.pack("<f", 2.0) * BLOCK
@@ -46,7 +46,7 @@ def test_kill_of_a_learner_in_mid_write_leaves_no_half_step(start_mount, child, 
     assert mount.weights() == struct.pack("<f", 4.0) * BLOCK
 
 
-def test_kill_of_the_only_learner_in_mid_write(start_mount, child):
+def test_the_only_learner_that_is_killed_in_mid_write_leaves_no_half_step(start_mount, child):
     mount = small(start_mount)
     for round_ in range(3):
         victim = child(WRITE_AND_WAIT, mount.model / "gradients")
@@ -61,7 +61,7 @@ def test_kill_of_the_only_learner_in_mid_write(start_mount, child):
         assert mount.weights() == struct.pack("<f", round_ + 1.0) + bytes(4 * BLOCK - 4)
 
 
-def test_kill_of_a_writer_of_new_weights(start_mount, child):
+def test_a_killed_writer_of_new_weights_changes_nothing(start_mount, child):
     mount = small(start_mount, reducer="assign")
     for _ in range(3):
         victim = child(WRITE_AND_WAIT, mount.model / "weights")
@@ -214,7 +214,7 @@ def test_storm(start_mount, child, way):
         except OSError as error:
             pytest.fail(f"{error}\n{mount.stderr()[-1000:]}\n{mount.status()}")
 
-    # What was taken from learners that have left makes a version of its own as soon as there is a learner again.
+    # Taken contributions of learners that have left make a version of their own as soon as there is a learner again.
     # After this one no such version is to come: the open of weights waits for its step.
     contribute(ONE)
     before, version = mount.weights(), mount.version()

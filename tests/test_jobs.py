@@ -67,6 +67,18 @@ def test_the_job_waits_for_its_learners(mounted):
     assert mount.version() == 1 and only(mount) == 11 and mount.status()["state"] == "running"
 
 
+def test_raising_learners_stops_nobody(mounted):
+    mount = mounted(learners=1)
+    mount.join("a")
+    give(mount, 1, "a")
+    mount.control("learners", 2)
+    give(mount, 1, "a")
+    assert mount.version() == 2 and mount.status()["state"] == "running"
+    mount.leave("a")
+    mount.join("b")
+    assert mount.status()["state"] == "forming"
+
+
 def test_sync_waits_for_all(mounted):
     mount = mounted(learners=3)
     for name in "abc":

@@ -233,7 +233,7 @@ def test_a_re_export_leads_to_the_file_that_defines(tree):
     tree.refuses("one/src/low.rs -> one/src/high/thing.rs: Inner, Made")
     tree.crate({**sources, "low.rs": "use crate::high; fn f() { high::other() }"})
     tree.refuses("one/src/low.rs -> one/src/high/other.rs: other")
-    # What is defined below may come by way of a higher module.
+    # A lower module's item may come by way of a higher module.
     tree.crate({**sources, "low.rs": "use crate::high::Low; pub mod base;", "low/base.rs": "pub struct Low;"})
     tree.write("one/src/high/mod.rs", "pub use crate::low::base::Low; mod thing; mod other;")
     tree.passes()

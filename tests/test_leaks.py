@@ -1,4 +1,4 @@
-"""What is opened and closed, joined and left, read and killed thousands of times leaves nothing behind."""
+"""Thousands of opens and closes, joins and leaves, reads and kills leave nothing behind."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ BLOCK = 64 << 10
 
 
 def usage(mount):
-    """What the daemon holds: descriptors, threads, memory (bytes), and what its status says of versions."""
+    """The daemon's descriptors, threads and memory (bytes), and the versions in its status."""
     status = dict(
         line.split(":", 1) for line in Path(f"/proc/{mount.pid}/status").read_text().splitlines() if ":" in line
     )
@@ -36,7 +36,7 @@ def usage(mount):
 
 
 def settle(mount, most, deadline=5):
-    """The daemon's usage once it is at most `most`, or what it still is at the deadline."""
+    """The daemon's usage once it is at most `most`, or its usage at the deadline."""
     end = time.monotonic() + deadline
     while True:
         now = usage(mount)
@@ -88,7 +88,7 @@ FILES = ["weights", "weights.safetensors", "tensors/weights.npy", "version", "st
 
 
 @pytest.mark.parametrize("way", ["passthrough", "no_passthrough"])
-def test_opening_to_read(start_mount, way):
+def test_opening_to_read_leaks_nothing(start_mount, way):
     mount = small(start_mount, no_passthrough=way == "no_passthrough")
     mount.contribute(ONE)
     for name in FILES:
@@ -99,7 +99,7 @@ def test_opening_to_read(start_mount, way):
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR], ids=["write_only", "read_write"])
-def test_opening_gradients_for_nothing(start_mount, flags):
+def test_opening_gradients_for_nothing_leaks_nothing(start_mount, flags):
     mount = small(start_mount)
     cycle(mount.model / "gradients", flags, 200)
     with Bounds(mount):
@@ -109,7 +109,7 @@ def test_opening_gradients_for_nothing(start_mount, flags):
 
 
 @pytest.mark.parametrize("way", ["passthrough", "no_passthrough"])
-def test_contributions(start_mount, way):
+def test_contributions_leak_nothing(start_mount, way):
     mount = small(start_mount, no_passthrough=way == "no_passthrough")
     cycle(mount.model / "gradients", os.O_WRONLY, 200, ONE)
     with Bounds(mount):
@@ -118,7 +118,7 @@ def test_contributions(start_mount, way):
     assert mount.version() == 10_201
 
 
-def test_refused_contributions(start_mount):
+def test_refused_contributions_leak_nothing(start_mount):
     mount = small(start_mount)
     nan = struct.pack("<f", float("nan"))
 
@@ -140,7 +140,7 @@ def test_refused_contributions(start_mount):
         assert mount.version() == version
 
 
-def test_settings(start_mount):
+def test_settings_leak_nothing(start_mount):
     mount = small(start_mount)
     for i in range(100):
         mount.control("learning_rate", i)
@@ -152,7 +152,7 @@ def test_settings(start_mount):
         mount.control("reducer", "sum")
 
 
-def test_refused_calls(start_mount):
+def test_refused_calls_leak_nothing(start_mount):
     mount = small(start_mount)
 
     def wrong():
@@ -176,7 +176,7 @@ def test_refused_calls(start_mount):
             wrong()
 
 
-def test_versions_while_readers_come_and_go(start_mount):
+def test_versions_leak_nothing_while_readers_come_and_go(start_mount):
     """2,000 versions; readers hold one for a moment in every way there is."""
     import mmap
 
@@ -223,7 +223,7 @@ def test_versions_while_readers_come_and_go(start_mount):
             reader.join(20)
         assert not failures, failures[:3]
         assert mount.version() == 2_050
-        # The kernel keeps names of old versions until it is told that they lead elsewhere.
+        # The kernel keeps names of old versions until the daemon has it drop them.
         mount.contribute(full)
         most = {"versions": 3 + 2}
         assert settle(mount, most)["versions"] <= most["versions"], mount.status()["versions_in_memory"]
@@ -300,7 +300,7 @@ def learn(mount, name, data=ONE):
 
 
 @pytest.mark.parametrize("names", ["one_name", "many_names"])
-def test_learners_that_join_and_leave(start_mount, names):
+def test_learners_that_join_and_leave_leak_nothing(start_mount, names):
     """One process plays all of them, as a launcher does."""
     mount = small(start_mount)
     for i in range(20):
@@ -311,7 +311,7 @@ def test_learners_that_join_and_leave(start_mount, names):
     assert os.listdir(mount.model / "learners") == ["mount"]
 
 
-def test_learners_that_map_their_gradients(start_mount):
+def test_learners_that_map_their_gradients_leak_nothing(start_mount):
     import mmap
 
     mount = small(start_mount)
@@ -332,7 +332,7 @@ def test_learners_that_map_their_gradients(start_mount):
             once()
 
 
-def test_polling(start_mount):
+def test_polling_leaks_nothing(start_mount):
     mount = small(start_mount)
 
     def once(i):
@@ -354,7 +354,7 @@ def test_polling(start_mount):
         mount.contribute(ONE)
 
 
-def test_polling_without_a_new_version(start_mount):
+def test_polling_without_a_new_version_leaks_nothing(start_mount):
     """Nothing is published: what the pollers left behind must stay bounded."""
     mount = small(start_mount)
     fd = os.open(mount.model / "version", os.O_RDONLY)
@@ -379,7 +379,7 @@ while True: os.pread(s, 4096, 0); os.pread(w, 4096, 0); m[:4]
 """
 
 
-def test_readers_and_writers_that_are_killed(start_mount):
+def test_killed_readers_and_writers_leak_nothing(start_mount):
     mount = small(start_mount, size=2 * BLOCK)
 
     turns = itertools.count()

@@ -91,7 +91,7 @@ def test_leases_expire__of_who_stops_in_a_contribution(start_mount, shards, cons
         assert took < 3.5 * LEASE, job
         weights = array(mount.place("b") / "weights")
         if consistency == "async" and (length == 4 or shards):
-            # Nobody waits for what is not at the shard yet; over a network nothing is before its commit.
+            # Nobody waits for a contribution before it is at the shard. Over a network that is with its commit.
             assert took < 0.5 * LEASE, job
             continued(holder)
         else:
@@ -248,7 +248,7 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__and_no_other_on
 
 
 def test_what_exit_leaves_open_counts__though_the_learner_does_not_linger(start_mount):
-    """Nobody loses what it wrote by leaving at once."""
+    """A learner that leaves at once keeps its contribution."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=10, lease=20, linger=0)
     mount.join("a"), mount.join("b")
     mount.contribute(filled(mount, 10), learner="b")

@@ -18,7 +18,7 @@ AT_REST = 2.2
 
 
 def taken(mount):
-    """(threads, bytes) of the daemon: its own memory, and what it shares."""
+    """(threads, bytes) of the daemon: its own memory, and its shared memory."""
     lines = Path(f"/proc/{mount.pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines if ":" in line)
     kib = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
@@ -39,7 +39,7 @@ def shared(mount):
 
 
 def settled(mount):
-    """What it takes once that has been the same for a while."""
+    """Its usage once that has been the same for a while."""
     before = taken(mount)
     while True:
         time.sleep(0.3)

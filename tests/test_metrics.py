@@ -1,4 +1,4 @@
-"""Metrics: what `GET /metrics` says is what status.json says, and whoever asks wrongly, or never, harms nobody.
+"""Metrics: `GET /metrics` agrees with status.json, and clients that send a wrong request, or none, harm nobody.
 
 docs/metrics.md has the table of names.
 """
@@ -225,7 +225,7 @@ def connect(program):
 
 
 def said(program, request):
-    """What is answered to these bytes, until the end of the connection."""
+    """The answer to these bytes, until the end of the connection."""
     with connect(program) as near:
         near.sendall(request)
         answer = b""
@@ -317,7 +317,7 @@ def test_metrics_are_asked_for_by_flag_variable_or_file(cluster, start_mount, tm
     assert Metrics(shard)("gradfs_connections", transport="rdma") == 0
     by_file = one.mount(config=file)
     assert Metrics(by_file)("gradfs_model_version", model="m") == 0
-    # They are told before anybody can think that it is ready.
+    # The line comes before the one that says that the daemon is ready.
     for program in (shard, by_file):
         lines = program.stdout().splitlines()
         assert "metrics at http://127.0.0.1:" in lines[-2] and "ready" in lines[-1], lines

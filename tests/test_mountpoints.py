@@ -9,12 +9,12 @@ from conftest import gradfs_binary
 from daemons import ONE, as_root, is_mounted, small, up_refused
 
 
-def test_mountpoint_is_missing(gradfs, tmp_path):
+def test_a_missing_mountpoint_is_named(gradfs, tmp_path):
     up_refused(gradfs, tmp_path / "none", "does not exist", "mkdir -p")
     assert not (tmp_path / "none").exists()
 
 
-def test_mountpoint_is_a_file(gradfs, tmp_path):
+def test_a_file_is_no_mountpoint(gradfs, tmp_path):
     path = tmp_path / "file"
     path.write_text("kept")
     up_refused(gradfs, path, "not a directory")
@@ -22,19 +22,19 @@ def test_mountpoint_is_a_file(gradfs, tmp_path):
     assert path.read_text() == "kept"
 
 
-def test_mountpoint_is_a_dangling_link(gradfs, tmp_path):
+def test_a_dangling_link_is_no_mountpoint(gradfs, tmp_path):
     path = tmp_path / "link"
     path.symlink_to(tmp_path / "none")
     up_refused(gradfs, path, "does not exist")
 
 
-def test_mountpoint_is_not_empty(gradfs, tmp_path):
+def test_a_directory_that_is_not_empty_is_no_mountpoint(gradfs, tmp_path):
     (tmp_path / "precious").write_text("kept")
     up_refused(gradfs, tmp_path, "not empty")
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_mountpoint_is_a_link_to_a_directory(tmp_path):
+def test_a_link_to_a_directory_is_a_mountpoint(tmp_path):
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir()
     link.symlink_to(real)
@@ -65,7 +65,7 @@ def test_mountpoint_is_inside_a_live_mount(start_mount, gradfs):
     assert mount.wait_for_version(1) == 1
 
 
-def test_mountpoint_with_odd_characters(start_mount, tmp_path):
+def test_a_mountpoint_may_have_odd_characters(start_mount, tmp_path):
     path = tmp_path / "a b\tc\\d\nü"
     path.mkdir()
     mount = small(start_mount, root=path)
@@ -73,7 +73,7 @@ def test_mountpoint_with_odd_characters(start_mount, tmp_path):
     assert mount.wait_for_version(1) == 1
 
 
-def test_already_mounted(start_mount, gradfs):
+def test_a_mountpoint_in_use_is_refused(start_mount, gradfs):
     mount = small(start_mount)
     said = up_refused(gradfs, mount.root, "already mounted by", str(mount.pid), "gradfs unmount")
     assert str(mount.root) in said
@@ -167,11 +167,11 @@ def test_something_else_mounted_over_a_live_mount(start_mount, gradfs):
             if " tmpfs " in line:
                 subprocess.run(["umount", mount.root], check=True)
     assert mount.process.returncode == 0, mount.stderr()
-    # What is left, if anything, must not stand in the way of the next one.
+    # Whatever is left must not stand in the way of the next one.
     small(start_mount, root=mount.root).contribute(ONE)
 
 
-def test_nothing_to_unmount(gradfs, tmp_path):
+def test_unmount_says_where_nothing_is_mounted(gradfs, tmp_path):
     done = gradfs("unmount", tmp_path)
     assert done.returncode == 1 and "nothing is mounted" in done.stderr and str(tmp_path) in done.stderr, done
     done = gradfs("unmount", tmp_path / "none")

@@ -45,7 +45,7 @@ def in_namespaces(child):
 
 
 def end(process):
-    """What it says to its end, as JSON."""
+    """Its output to the end, as JSON."""
     out, err = process.end(timeout=30)
     assert process.process.returncode == 0, out + err
     return json.loads(out)
@@ -85,7 +85,7 @@ memory.close(); os.close(g); os.close(fd); os.close(before)
 
 
 def test_learners_that_the_daemon_cannot_see(in_namespaces):
-    """gradfs is in a PID namespace, its learners are outside: they count, and one line says what is not known."""
+    """gradfs is in a PID namespace, and its learners are outside. They count, and one line says what gradfs cannot see."""
     inside, path = in_namespaces(
         "sys.stdin.readline(); print(json.dumps(mount.stderr()))", "sum", "--pid", "--mount", "--mount-proc"
     )

@@ -36,7 +36,7 @@ def permitted():
 
 @pytest.fixture
 def cluster():
-    """Starts hosts with a shard each and hosts with a mount each, and a model that is the sum of what comes."""
+    """Starts hosts with a shard each and hosts with a mount each, and a model that is the sum of its contributions."""
     made = []
 
     def start(shards, learners, link=Link(), **options):
@@ -91,7 +91,7 @@ def wait_until(condition, what, deadline=20):
 
 
 def namespaces(pid):
-    """What is left of hosts that a process has made."""
+    """The remains of hosts that a process has made."""
     return [path.name for path in Path("/run/netns").glob(f"gradfs-{pid}-*")]
 
 
@@ -135,7 +135,7 @@ def test_a_partition_that_heals_within_the_lease_loses_and_doubles_nothing(clust
 
 
 def test_a_partition_longer_than_the_lease_makes_the_others_go_on(cluster):
-    """What was acknowledged to the one that is cut off counts once; what was not counts once or not at all."""
+    """Acknowledged contributions of the mount that is cut off count once; others count once or not at all."""
     two = cluster(2, 2, lease=5, timeout=15)
     learners = [start_learner(two, rank, 40, "--pause", "0.02") for rank in range(2)]
     wait_until(lambda: steps_said(learners[1]) >= 5, "five steps")

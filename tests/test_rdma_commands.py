@@ -17,7 +17,7 @@ BUILD = "cargo build --release --features rdma"
 
 @pytest.fixture(scope="module")
 def why_not():
-    """What is said of why there is no RDMA here."""
+    """The stated reason why there is no RDMA here."""
     done = run("rdma", "devices", "--json")
     if done.returncode:
         return "built without RDMA"
@@ -82,7 +82,7 @@ def test_a_mount_that_must_go_by_rdma_does_not_go_otherwise(why_not, cluster, tm
     done = run("mount", tmp_path, "--registry", cluster.registry, "--transport", "rdma")
     said = [BUILD] if "built" in why_not else ["takes no RDMA connections", "start it with --rdma on"]
     refused(done, *said)
-    # Nothing is to be said where nobody could expect it.
+    # There is no line if nobody could expect RDMA.
     mount = cluster.mount(transport="auto", rdma_reads=4)
     [shard] = mount.status()["shards"]
     assert shard["transport"] == "shm" and "not_rdma_because" not in shard, shard

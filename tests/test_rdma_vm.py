@@ -32,7 +32,7 @@ def machines_of(pid):
 
 @both_providers
 def test_a_machine_has_rdma_fuse_and_this_root(vm, provider):  # noqa: F811
-    """A device whose port is active, a connection by rdma_cm with itself, and what was built here to run there."""
+    """A device whose port is active, a connection by rdma_cm with itself, and programs that were built here."""
     done = vm.run(
         f"""
         [ -c /dev/fuse ] && [ -x {SCRIPT} ] && [ "$PWD" = {Path.cwd()} ] || exit 3

@@ -78,7 +78,7 @@ mounted() { # a folder, and --transport
     waits grep -q 'gradfs: ready' /tmp/mount.out
 }
 # Bytes so far: push, of payload that has come to the shard on this host; pull, of all that has come over the link, for
-# which a mount counts only what it has checked.
+# which a mount counts only blocks that it has checked.
 moved() {
     if [ $1 = pull ]; then cat /sys/class/net/eth0/statistics/rx_bytes; return; fi
     exec 3<>$(sed -n 's|^gradfs: metrics at http://\\([0-9.]*\\):\\([0-9]*\\)/.*|/dev/tcp/\\1/\\2|p' /tmp/shard.out) || exit 96

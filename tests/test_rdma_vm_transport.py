@@ -26,7 +26,7 @@ BUILD_DEADLINE = 1800
 def programs():
     """The test programs, by name, as `scripts/test` builds them."""
     cargo = shutil.which("cargo") or os.path.expanduser("~/.cargo/bin/cargo")
-    # All of them, as there: of some only, they would be built anew.
+    # The same features as there: with fewer, everything would be built again.
     words = [cargo, "test", "--workspace", "--locked", "--features", "fs-daemon/rdma", "--no-run"]
     words += ["--message-format", "json"]
     done = subprocess.run(
@@ -68,8 +68,8 @@ def test_the_transport_over_a_device(vm, programs, provider):  # noqa: F811
 @lasts(seconds=30)
 def test_many_connections_come_and_go_and_leave_nothing(vm, programs, provider):  # noqa: F811
     """No queue pair, registration, completion queue, protection domain, shared receive queue or identifier of rdma_cm, no
-    page that is pinned, no descriptor: the program looks before and after (`many_come_and_go`)."""
-    script = f"GRADFS_RDMA_TIMES={TIMES} {programs['network']} --exact --nocapture rdma::many_come_and_go"
+    page that is pinned, no descriptor: the program looks before and after (`clients_that_come_and_go_leave_nothing`)."""
+    script = f"GRADFS_RDMA_TIMES={TIMES} {programs['network']} --exact --nocapture rdma::clients_that_come_and_go_leave_nothing"
     [count], done = passed(vm, provider, script, 100 + TIMES / 4)
     assert count == 1 and f"{TIMES} connections in " in done.err, str(done)
 

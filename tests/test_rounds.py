@@ -54,7 +54,7 @@ def mapped_job(start_mount, way):
 
 @pytest.mark.parametrize("size", [64 << 10, 1 << 20])
 def test_sync_waits_for_all__one_writes_and_one_maps(mapped_job, size):
-    """Whoever ends first, every version holds both, once."""
+    """Every version holds both contributions once, whichever ends first."""
     mount, (mapped,) = mapped_job(1, size, writers=["writes"])
     threads = Threads()
     pattern = np.arange(size // 4, dtype="<f4") % 1000

@@ -62,7 +62,7 @@ def lose_by_a_kill(gradients):
 
 @pytest.mark.parametrize("lose", [lose_by_nan, lose_by_nan_in_a_part, lose_by_half_an_element, lose_by_a_kill])
 def test_fsync_or_close_is_the_only_success__for_each_handle_that_wrote(mounted, lose):
-    """Whose bytes were dropped with those of another is told so at its next call, once."""
+    """A program whose bytes were dropped with another's gets one error, at its next call."""
     mount = mounted()
     gradients = mount.model / "gradients"
     taken = 0
@@ -76,7 +76,7 @@ def test_fsync_or_close_is_the_only_success__for_each_handle_that_wrote(mounted,
             os.pwrite(fd, ONES, BLOCK)
             lose(gradients)
             if goes_on:
-                # Who had written nothing is not concerned, and what it writes now counts.
+                # A program that had written nothing is not concerned, and its later writes count.
                 os.fsync(idle)
                 os.pwrite(idle, f32(1), 2 * BLOCK)
                 os.fsync(idle)
@@ -121,7 +121,7 @@ def test_fsync_or_close_is_the_only_success__not_after_a_write_that_failed(mount
 
 
 def test_fsync_or_close_is_the_only_success__of_what_was_taken_before(mounted):
-    """A loss concerns only those who wrote into what was lost."""
+    """A loss concerns only programs that wrote into the lost contribution."""
     mount = mounted()
     gradients = mount.model / "gradients"
     first, second = (os.open(gradients, os.O_WRONLY) for _ in range(2))

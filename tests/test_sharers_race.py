@@ -1,4 +1,4 @@
-"""Threads and programs that write as one learner without regard to each other: what each is told is what counts."""
+"""Threads and programs write as one learner at once: a contribution counts exactly if its writer got success."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ ONES = np.ones(BLOCK // 4, "<f4")
 
 
 def test_exactly_once__for_many_handles(mounted):
-    """Threads that write as one learner, each with handles of its own: what each was told is what counts."""
+    """Each thread has handles of its own: a contribution counts exactly if its writer got success."""
     mount = mounted(learners=2)
     mount.join("a"), mount.join("b")
     gradients, hands, stop = mount.place("a") / "gradients", 4, threading.Event()

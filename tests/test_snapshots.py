@@ -1,5 +1,6 @@
 """Snapshots: a job is saved while it runs, and goes on from there, as docs/semantics.md promises it under "Snapshots"."""
 
+import errno
 import json
 import os
 import resource
@@ -12,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from conftest import MountFailed, gradfs_binary
-from filetools import BLOCK, Threads, eventually, read_safetensors, write_safetensors
+from filetools import BLOCK, Threads, eventually, raises, read_safetensors, write_safetensors
 
 # Two blocks and a bit of floats, then halves that begin in mid-block, then bytes that no reducer takes.
 FLOATS, HALVES, OPAQUE = 40_001, 30_002, 50
@@ -178,6 +179,32 @@ def test_the_job_goes_on_while_it_is_saved(start_mount, gradfs, tmp_path):
         worker.join(30)
 
 
+def test_one_snapshot_of_a_model_is_open_at_a_time(start_mount, gradfs, model, tmp_path):
+    """Each takes a copy of the model: programs that open every file cannot fill the memory."""
+    mount = start_mount(model=model, **SETTINGS)
+    with open(mount.model / "snapshot", "rb") as first:
+        with raises(errno.EBUSY):
+            os.open(mount.model / "snapshot", os.O_RDONLY)
+        said = save(gradfs, mount.model, tmp_path / "saved", status=1)
+        assert "a snapshot of this model is open" in mount.stderr() and "wait until the other command has ended" in said
+        assert first.read(8)
+    for number in range(3):
+        save(gradfs, mount.model, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_save_from_a_daemon_that_ends_says_so(start_mount, tmp_path, reads):
+    mount = start_mount(size="256MiB", reducer="adam")
+    folder = tmp_path / "large"
+    command = subprocess.Popen([str(gradfs_binary()), "save", str(mount.model), str(folder)], stderr=subprocess.PIPE)
+    # It waits for the copy, or writes what it reads.
+    eventually(lambda: folder.is_dir() if reads else os.listdir(f"/proc/{command.pid}/task"))
+    mount.kill()
+    _, said = command.communicate(timeout=30)
+    assert command.returncode == 1 and b"hint: the daemon of the mount has ended, and nothing was saved" in said, said
+    assert not folder.exists()
+
+
 def test_a_directory_holds_one_snapshot_unless_it_is_replaced(start_mount, gradfs, model, tmp_path):
     mount = start_mount(model=model, **SETTINGS)
     join(mount)
@@ -196,7 +223,7 @@ def test_a_directory_holds_one_snapshot_unless_it_is_replaced(start_mount, gradf
 def test_a_directory_holds_one_snapshot_unless_it_is_replaced__nor_by_one_that_there_is_no_room_for(
     start_mount, model, saved, tmp_path
 ):
-    """The disk is full: what was there is there still."""
+    """The disk is full: the old snapshot is still there."""
     mount = start_mount(model=model, **SETTINGS)
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
 

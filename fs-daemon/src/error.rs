@@ -50,6 +50,10 @@ impl Error {
     }
 }
 
+/// The hint where a mount has ended while a command reads from it.
+pub const DAEMON_ENDED: &str =
+    "the daemon of the mount has ended, and nothing was saved; its log says why it ended";
+
 /// Turns a snapshot's fault into an error for the user of the command.
 impl From<SnapshotError> for Error {
     fn from(error: SnapshotError) -> Error {
@@ -63,6 +67,11 @@ impl From<SnapshotError> for Error {
             }
             SnapshotError::Format { .. } => "use the release that has saved it",
             SnapshotError::OtherModel(_) => "name the model that it is of, or leave it out",
+            SnapshotError::File { error, .. }
+                if matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED)) =>
+            {
+                DAEMON_ENDED
+            }
             SnapshotError::Room { .. } => "free memory on the host that has the model, or use more shards",
             _ => return Error::new(error.to_string()),
         };

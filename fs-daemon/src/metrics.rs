@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_collected_is_an_error_and_the_next_scrape_goes_on() {
+    fn a_metric_that_cannot_be_collected_is_an_error_and_the_next_scrape_succeeds() {
         let mut outcomes = vec![Ok("a 1\n".to_owned()), Err(prometheus::Error::AlreadyReg)];
         let outcomes = std::sync::Mutex::new(std::iter::from_fn(move || outcomes.pop()));
         let serving = bound().serve(move || outcomes.lock().unwrap().next().unwrap()).unwrap();

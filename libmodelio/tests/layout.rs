@@ -384,7 +384,7 @@ fn names_beyond_the_header_limit_are_refused() {
     assert!(matches!(error, LayoutError::HeaderTooLarge(bytes) if bytes > 100_000_000), "{error}");
 }
 
-/// What is known of every byte of a model that is reduced: its type, its element, and which byte of that it is.
+/// The description of each byte of a reduced model: its type, its element, and its place in the element.
 fn element_at(layout: &ModelLayout, offset: u64) -> Option<(DType, u64, u64)> {
     let segments = layout.segments(layout.block_of(offset));
     let segment = segments.iter().find(|segment| segment.bytes.contains(&offset)).unwrap();

@@ -35,7 +35,7 @@ fn assert_none_is_left(before: (usize, usize), what: Choice) {
 }
 
 #[test]
-fn nothing_is_left() {
+fn a_shut_down_network_leaves_no_thread_and_no_descriptor() {
     // Whatever the first use of anything opens for good is open after this.
     let threads = count("/proc/self/task");
     busy_reactor(Choice::Poll);

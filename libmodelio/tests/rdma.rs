@@ -105,7 +105,7 @@ fn next_event(news: &Receiver<String>) -> String {
 }
 
 #[test]
-fn bytes_go_both_ways() {
+fn bytes_flow_both_ways() {
     let Some(at) = address() else { return };
     const UP: usize = 3_000_001;
     const DOWN: usize = 1_234_567;
@@ -140,7 +140,7 @@ fn agreed(at: SocketAddr, server: Option<u32>, client: Option<u32>) -> [Option<u
     };
     let ask = |queue_pair: &Arc<QueuePair>| queue_pair.mtu().unwrap().map(Mtu::bytes);
     let (server, client) = (open(server), open(client));
-    let (tell, told) = channel();
+    let (tell, made) = channel();
     let (news, events) = channel();
     let of_server = (tell.clone(), news.clone());
     let to = server
@@ -155,7 +155,7 @@ fn agreed(at: SocketAddr, server: Option<u32>, client: Option<u32>) -> [Option<u
     });
     let mut found = [None; 2];
     for _ in 0..2 {
-        let (end, mtu) = told.recv_timeout(Duration::from_secs(20)).expect("a queue pair in time");
+        let (end, mtu) = made.recv_timeout(Duration::from_secs(20)).expect("a queue pair in time");
         found[end] = mtu;
     }
     assert_eq!([next_event(&events), next_event(&events)], ["all", "all"]);
@@ -185,7 +185,7 @@ fn packets_are_no_longer_than_either_end_wants() {
 }
 
 #[test]
-fn nobody_listens() {
+fn a_connection_to_nobody_fails_with_the_reason() {
     let Some(mut at) = address() else { return };
     at.set_port(9);
     let endpoint = Endpoint::open(&options()).unwrap();
@@ -199,7 +199,7 @@ fn nobody_listens() {
 }
 
 #[test]
-fn a_request_after_the_end_is_refused() {
+fn a_request_after_the_shutdown_is_refused() {
     let Some(at) = address() else { return };
     let endpoint = Endpoint::open(&options()).unwrap();
     endpoint.shut_down(Duration::from_secs(2));
@@ -217,7 +217,7 @@ fn a_request_after_the_end_is_refused() {
 }
 
 #[test]
-fn a_stream_may_end_what_it_is_served_by() {
+fn a_stream_may_shut_down_its_own_endpoint() {
     let Some(at) = address() else { return };
     let endpoint = Endpoint::open(&options()).unwrap();
     let (sender, server) = channel();
@@ -228,12 +228,12 @@ fn a_stream_may_end_what_it_is_served_by() {
         .unwrap();
     let other = Endpoint::open(&options()).unwrap();
     let held = Arc::clone(&other);
-    let (told, ended) = channel();
+    let (sender, ended) = channel();
     other.connect(to, Instant::now() + Duration::from_secs(5), 0, move |queue_pair| {
         queue_pair.expect("a queue pair");
         // The last one who holds it is on its own thread.
         drop(held);
-        told.send("dropped".to_owned()).unwrap();
+        sender.send("dropped".to_owned()).unwrap();
         None
     });
     drop(other);
@@ -299,7 +299,7 @@ impl Stranger {
         Stranger { pair, ring, chunk, arena, _rings: rings, channel }
     }
 
-    /// Has its device do something. What comes of it.
+    /// Has its device do something, and returns the outcome.
     fn does(&self, work: Work) -> Result<(), String> {
         self.pair.add(0, work).map_err(|(error, _)| error.to_string())?;
         self.pair.post().map_err(|error| error.to_string())?;
@@ -345,7 +345,7 @@ impl Stranger {
 }
 
 #[test]
-fn unread_words_use_nothing_up() {
+fn unread_notifications_use_nothing_up() {
     let Some(at) = address() else { return };
     let options = RdmaOptions { queues: 1, shared_receives: 8, ..options() };
     let endpoint = Endpoint::open(&options).unwrap();
@@ -430,7 +430,7 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
         let work = attack(&stranger);
         let is_write = matches!(work, Work::Ring { .. });
         match stranger.does(work) {
-            // With iWARP a write is done when it is sent; siw looks at keys and ranges of what is read, not at rights.
+            // With iWARP a write is done when it is sent; siw checks the keys and ranges of READs, and not the rights.
             Ok(()) => {
                 let may = endpoint.device().is_iwarp() && (is_write || what.ends_with("may only be written"));
                 assert!(may, "{what} was done");
@@ -477,7 +477,7 @@ fn a_completion_queue_takes_no_more_than_it_holds() {
         Err(VerbsError::QueueFull { all, wanted: 264 }) => assert!(all < 264, "{all}"),
         other => panic!("{other:?}"),
     }
-    // What is given back is there again.
+    // Room that was given back is there again.
     drop(first);
     drop(poller.reserve(64).unwrap());
 }

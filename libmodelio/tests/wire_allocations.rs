@@ -33,7 +33,7 @@ fn blocks_go_without_an_allocation() {
 }
 
 #[test]
-fn what_is_announced_is_not_what_is_allocated() {
+fn announced_lengths_cause_no_allocation() {
     // A list of 2^60 elements in a body of a few bytes: varint after the variant of `Touch`.
     let body = [16, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x0f, 1, 2, 3];
     let used = measure(|| assert!(Message::decode(&body, 0).is_err()));
@@ -53,7 +53,7 @@ fn what_is_announced_is_not_what_is_allocated() {
 }
 
 #[test]
-fn what_is_decoded_is_a_small_multiple_of_what_came() {
+fn decoded_messages_take_a_small_multiple_of_their_bytes() {
     let late = vec![Default::default(); (1 << 20) - 200];
     let state = Message::State(Box::new(JobState { late, ..JobState::default() }));
     let body = frame(&state, 0, Epoch(0), &[]).expect("it is just short enough").split_off(40);
@@ -84,7 +84,7 @@ fn what_is_decoded_is_a_small_multiple_of_what_came() {
 }
 
 #[test]
-fn shards_without_end_take_no_room() {
+fn an_endless_list_of_shards_takes_no_memory() {
     let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).expect("a layout");
     let map = BlockMap::striped(layout.blocks(), &[ShardId(1)]).expect("a map");
     let record = ModelRecord::new(

@@ -147,7 +147,7 @@ impl RegistryCore {
         };
         let number = number.inspect_err(|refusal| self.refused.add(record, refusal, now, now + lease))?;
         self.refused.remove(&record.address);
-        // What was asked of the registry counts; only one that was started anew is told of it.
+        // What was asked of the registry counts; only one that was restarted is told of it.
         let before = known.and_then(|known| self.shards.remove(&known));
         let draining = before.map_or(record.draining, |before| before.record.draining);
         let record = ShardRecord { shard: number, draining, ..record.clone() };

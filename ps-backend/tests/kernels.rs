@@ -170,7 +170,7 @@ impl Case {
     }
 
     /// PyTorch's formulas on one element: the new weight and state, and the size of the terms.
-    /// The size bounds the error of rounding, so a gradient's terms count by what they are multiplied with.
+    /// The size bounds the rounding error, so a gradient's terms count with their factors.
     fn reference(&self, i: usize, values: &[Vec<f32>], w: f64, slots: [f64; 2]) -> (f64, [f64; 2], f64) {
         let h = &self.step.hyper;
         let [lr, mu, damp, wd, eps] =
@@ -308,7 +308,7 @@ proptest! {
 }
 
 #[test]
-fn every_reducer_type_and_source_mix() {
+fn every_reducer_takes_every_type_and_mix_of_sources() {
     let mixes: [&[(bool, usize)]; 6] = [
         &[],
         &[(false, 0)],
@@ -377,7 +377,7 @@ fn a_bad_value_is_found_at_every_position_in_every_source() {
             let good = [largest, -largest, 0.0, f32::MIN_POSITIVE];
             bad.into_iter().chain(good).for_each(|value| check(at, value, n));
         }
-        // In the ragged ends of what is streamed as well.
+        // In the ragged ends of streamed blocks as well.
         (0..8200).step_by(421).chain([10, 26, 8187, 8199]).for_each(|at| check(at, f32::NAN, 8200));
         check(0, 0.0, 8200);
     }
@@ -526,7 +526,7 @@ fn squares_are_added_up_in_the_same_order_at_every_level() {
 }
 
 #[test]
-fn copies_of_any_length_and_address() {
+fn copies_of_any_length_and_address_are_exact() {
     for level in Level::available() {
         for (n, from, to) in [(0, 0, 0), (100, 1, 2), (20_000, 0, 0), (20_001, 3, 1), (70_000, 0, 63)] {
             let src = Placed::new(&(0..n).map(|i| (i % 251) as u8).collect::<Vec<_>>(), from);

@@ -38,7 +38,7 @@ Examples:
   The same in the background; it returns when the shard answers:
     gradfs shard --background --listen 10.0.0.1
 
-  One more, on another host; nothing else has to be told of it:
+  One more, on another host; nothing else has to be configured for it:
     gradfs shard --listen 0.0.0.0 --advertise node2 --registry 10.0.0.1
 
   Only with RDMA, over one of two devices; without --rdma it is used where there is a device:

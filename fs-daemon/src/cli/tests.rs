@@ -169,7 +169,7 @@ fn every_example_of_every_command_is_understood() {
 }
 
 #[test]
-fn what_torch_calls_things_is_understood() {
+fn names_of_torchs_settings_are_understood() {
     let words = "--lr 3e-4 --wd 0.1 --reducer AdamW --dtype float32 --nonfinite Accept --size 1MiB /mnt";
     let config = up(words, &[]).unwrap();
     let controls = config.controls;

@@ -19,7 +19,7 @@ use coordinators::{Unmoved, stop_move};
 
 /// The pause before a request is repeated that another move, or a change of the coordinator, has prevented.
 const RETRY_PAUSE: Duration = Duration::from_millis(300);
-/// A shard that has been left may hear of that a moment later.
+/// A shard that a model has left may learn of that a moment later.
 const SETTLES: Duration = Duration::from_secs(5);
 
 /// Moves all models off a shard, or takes that back.
@@ -159,7 +159,7 @@ impl Drain<'_> {
                     if self.is_deleted(&record).map_err(unknown)? || is_late() {
                         return Ok(Left::Deleted);
                     }
-                    // The registry was started anew: it hears of the model again.
+                    // The registry was restarted: it hears of the model again.
                     std::thread::sleep(RETRY_PAUSE);
                     continue;
                 }
@@ -225,7 +225,7 @@ fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> 
     Err(Error::new(what + &unstopped.join("; ")).hint("gradfs status tells what comes of it"))
 }
 
-/// The shard has the last word: a registry that was started anew does not know all models. False if the
+/// The shard has the last word: a registry that was restarted does not know all models. False if the
 /// registry has learned of a model meanwhile.
 fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<bool, Error> {
     let until = Instant::now() + SETTLES;
@@ -245,12 +245,12 @@ fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardReco
             let (what, hint) = match names {
                 None => (
                     "does not answer, and may have blocks of models still".to_owned(),
-                    "the registry knows of none, but may have been started anew: run the command again when the shard \
+                    "the registry knows of none, but may have been restarted: run the command again when the shard \
                      answers",
                 ),
                 Some(names) => (
                     format!("has blocks of models that the registry does not know: {}", names.join(", ")),
-                    "do not stop it while they are used: the registry was started anew, and has not been told of them",
+                    "do not stop it while they are used: the registry was restarted, and does not know them yet",
                 ),
             };
             let ShardRecord { shard, address, .. } = shard;

@@ -13,7 +13,7 @@ use super::interrupt::Interrupt;
 use super::{deadline, explain_new_registry, registry, registry_error, request};
 use crate::config::cluster::{SaveConfig, SavedModel};
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
-use crate::error::Error;
+use crate::error::{DAEMON_ENDED, Error};
 use crate::progress::Progress;
 
 /// Longest wait for the copies on the shards, whose memory has to be found first.
@@ -36,8 +36,7 @@ pub fn run(config: &SaveConfig) -> Result<(), Error> {
         SavedModel::Mounted(model) => model,
     };
     let (head, stream) = Stream::open(&model.join("snapshot")).map_err(|error| {
-        let hint = "name the directory of a model in a mount (gradfs save /mnt/job/llama /backup/llama), or its name in \
-                    a registry";
+        let hint = hint(&error);
         Error::new(format!("no snapshot can be taken of {}", model.display())).caused_by(error).hint(hint)
     })?;
     match (head, stream) {
@@ -47,6 +46,23 @@ pub fn run(config: &SaveConfig) -> Result<(), Error> {
             save_from_shards(config, &model, &registry, &interrupt)
         }
         (StreamHead::Here(_), None) => Err(Error::new("the snapshot ends before it begins")),
+    }
+}
+
+/// What to do if the snapshot of a mount does not open.
+fn hint(error: &SnapshotError) -> &'static str {
+    let errno = match error {
+        SnapshotError::File { error, .. } => error.raw_os_error(),
+        _ => None,
+    };
+    match errno {
+        Some(libc::ENOTCONN | libc::ECONNABORTED) => DAEMON_ENDED,
+        Some(libc::EBUSY) => "wait until the other command has ended (fuser -v MOUNT/NAME/snapshot shows it)",
+        Some(libc::EACCES) => "run the command as the owner of the mount",
+        None | Some(libc::ENOENT | libc::ENOTDIR) => {
+            "name the directory of a model in a mount (gradfs save /mnt/job/llama /backup/llama), or its name in a registry"
+        }
+        Some(_) => "the log of the mount says why; the job goes on",
     }
 }
 
@@ -145,7 +161,11 @@ fn capture(name: &str, at: &Endpoint) -> Result<(Copies, Captured), Error> {
             // It has moved since the registry was asked.
             Err(AdminError::Refusal(Refusal::Epoch { .. })) if tries < TRIES => {}
             Err(error) => {
-                return Err(failed().caused_by(error).hint("the job goes on as if nothing had been"));
+                let hint = match error {
+                    AdminError::Refusal(_) => "the job goes on, and nothing was saved",
+                    _ => "nothing was saved; gradfs status shows whether the job goes on",
+                };
+                return Err(failed().caused_by(error).hint(hint));
             }
         }
     }

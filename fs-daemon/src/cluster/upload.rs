@@ -92,7 +92,7 @@ pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
     })?;
     println!("gradfs: deleted {name}");
     for why in unconfirmed {
-        eprintln!("gradfs: not confirmed: {why}: its partition goes when it hears of it from the registry");
+        eprintln!("gradfs: not confirmed: {why}: the shard drops its partition when the registry answers it");
     }
     Ok(())
 }

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_is_refused_with_the_reason() {
+    fn text_that_is_no_endpoint_is_refused_with_the_reason() {
         for (text, why) in [
             ("", "no host"),
             (":7070", "no host"),

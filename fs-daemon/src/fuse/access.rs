@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fusermount_refuses_gets_the_hint_that_helps() {
+    fn a_refusal_of_fusermount_gets_the_hint_that_helps() {
         let said =
             "fusermount3: option allow_other only allowed if 'user_allow_other' is set in /etc/fuse.conf";
         assert!(hint(&io::Error::other(said)).contains("add a line with user_allow_other to /etc/fuse.conf"));

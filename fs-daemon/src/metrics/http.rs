@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_is_refused() {
+    fn requests_that_are_too_long_are_refused() {
         let long = format!("GET /metrics HTTP/1.1\r\nX: {}", "a".repeat(MAX_REQUEST));
         assert_eq!(asked(&long.as_bytes()[..MAX_REQUEST - 1]), Asked::More);
         assert_eq!(asked(&long.as_bytes()[..MAX_REQUEST]), Asked::Refused(Refusal::TooLong));

@@ -117,7 +117,7 @@ fn a_link_and_its_target_are_one_mountpoint() {
 }
 
 #[test]
-fn what_is_no_empty_directory_is_refused() {
+fn only_an_empty_directory_is_a_mountpoint() {
     let place = Place::new();
     fs::write(place.directory.path().join("file"), "x").unwrap();
     assert!(place.refused("missing").contains("does not exist (create it: mkdir -p /"));

@@ -1,4 +1,9 @@
 //! A snapshot of a model, as one stream of bytes; the job goes on.
+//!
+//! A snapshot takes as much memory as the model and its optimizer state, so one at a time is open of each model.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use libmodelio::wire::Kept;
 use ps_backend::snapshot::{self, Copied, Head, SnapshotError, StreamHead};
@@ -6,24 +11,30 @@ use ps_backend::snapshot::{self, Copied, Head, SnapshotError, StreamHead};
 use super::error::{CallError, CallResult};
 use super::model::{Model, Snapshots};
 
+/// Longest wait for the snapshot that is open: the kernel tells of a close a moment later.
+const CLOSING: Duration = Duration::from_secs(1);
+
 /// A snapshot that was taken, or the party that can take it.
 pub struct Capture {
     head: Vec<u8>,
     kept: Option<(Copied, Vec<Kept>)>,
+    _only: Option<Arc<()>>,
 }
 
 impl Capture {
     /// Takes one. The job stands still as long as it takes to copy the model and what the optimizer keeps.
     ///
     /// # Errors
-    /// ENOMEM without memory for the copy, EIO and EAGAIN where it cannot be taken.
+    /// EBUSY while another snapshot of the model is open, ENOMEM without memory for the copy, EIO and EAGAIN where it
+    /// cannot be taken.
     pub fn open(model: &Model) -> CallResult<Capture> {
-        let (head, kept) = match &model.snapshots {
+        let (head, kept, only) = match &model.snapshots {
             Snapshots::Registry(registry) => {
                 let (registry, model) = (registry.clone(), model.name.clone());
-                (StreamHead::Elsewhere { registry, model }, None)
+                (StreamHead::Elsewhere { registry, model }, None, None)
             }
             Snapshots::Here(shard) => {
+                let only = only(model)?;
                 let shard = shard.upgrade();
                 let shard = shard.ok_or_else(|| CallError::new(libc::EIO, "the job is being stopped"))?;
                 let (record, controls, copied) = shard.capture().map_err(failed)?;
@@ -31,12 +42,12 @@ impl Capture {
                 let kinds = snapshot::kinds(&record).collect();
                 let metadata = model.metadata.clone();
                 let head = Head::new(&model.name, &model.layout, metadata, &controls, record);
-                (StreamHead::Here(Box::new(head)), Some((copied, kinds)))
+                (StreamHead::Here(Box::new(head)), Some((copied, kinds)), Some(only))
             }
         };
         let head =
             snapshot::head_bytes(&head).map_err(|error| CallError::new(libc::EIO, error.to_string()))?;
-        Ok(Capture { head, kept })
+        Ok(Capture { head, kept, _only: only })
     }
 
     /// At most `len` bytes from `offset` on, as many as one piece of memory has of them; empty at the end.
@@ -68,6 +79,22 @@ impl Capture {
                 more => bytes.extend_from_slice(more),
             }
         }
+    }
+}
+
+/// Makes a new snapshot the only one of its model, once no other is open.
+fn only(model: &Model) -> CallResult<Arc<()>> {
+    let deadline = Instant::now() + CLOSING;
+    loop {
+        if let Some(only) = model.snapshot_opens() {
+            return Ok(only);
+        }
+        if Instant::now() >= deadline {
+            let why = "a snapshot of this model is open: one at a time is in memory (gradfs save and every other program \
+                       that reads the file take one)";
+            return Err(CallError::new(libc::EBUSY, why));
+        }
+        std::thread::sleep(CLOSING / 100);
     }
 }
 

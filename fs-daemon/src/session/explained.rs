@@ -1,5 +1,6 @@
 //! The errors of calls on a model, with what its users know the data by: tensors, element types, learners.
 
+use libmodelio::client::core::{BUFFERS_HELD, NOT_HERE};
 use libmodelio::contributor::ContributeError;
 use libmodelio::tracker::WriteRefused;
 use libmodelio::transport::ShardError;
@@ -7,7 +8,7 @@ use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{ModelLayout, Tensor};
 use libmodelio::vocabulary::phase::JobPhase;
-use ps_backend::core::NOT_COMMITTED;
+use ps_backend::core::{ALL_BUFFERS_HELD, NOT_COMMITTED};
 
 use super::error::CallError;
 use super::model::Model;
@@ -19,6 +20,9 @@ pub fn explained(model: &Model, error: impl Into<ContributeError>) -> CallError 
     let plain = CallError::from(error);
     CallError::new(plain.errno, plain.message + &detail)
 }
+
+/// How reasons begin to which the learners that are waited for add nothing.
+const COMPLETE: [&str; 4] = [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD];
 
 fn detail(model: &Model, error: &ContributeError) -> String {
     let layout = &model.layout;
@@ -42,7 +46,9 @@ fn detail(model: &Model, error: &ContributeError) -> String {
             None => String::new(),
         },
         ContributeError::Shard(ShardError::NonFinite(block)) => format!(" ({})", tensors_of(layout, *block)),
-        ContributeError::Shard(ShardError::TimedOut(what)) if !what.starts_with(NOT_COMMITTED) => {
+        ContributeError::Shard(ShardError::TimedOut(what))
+            if !COMPLETE.iter().any(|reason| what.starts_with(reason)) =>
+        {
             waited_for(model)
         }
         _ => String::new(),

@@ -51,6 +51,8 @@ pub struct Model {
     pub own_name: String,
     /// The party that can take a snapshot of the model.
     pub snapshots: Snapshots,
+    /// Lives as long as the snapshot that is open.
+    open_snapshot: Mutex<Weak<()>>,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
     /// Held while the mount's own learner joins.
     joining: Mutex<()>,
@@ -75,6 +77,7 @@ impl Model {
             own_refusal: Arc::default(),
             own_name,
             snapshots,
+            open_snapshot: Mutex::default(),
             learners: Mutex::default(),
             joining: Mutex::default(),
         }
@@ -88,6 +91,17 @@ impl Model {
     /// How long to wait for the answer to what is answered at once, unless the job is out of reach.
     pub fn prompt(&self) -> Duration {
         self.timeout().clamp(Duration::from_secs(1), PROMPT)
+    }
+
+    /// Notes that a snapshot is open as long as the result lives. None while another one is.
+    pub fn snapshot_opens(&self) -> Option<Arc<()>> {
+        let mut open = self.open_snapshot.lock();
+        if open.strong_count() > 0 {
+            return None;
+        }
+        let only = Arc::new(());
+        *open = Arc::downgrade(&only);
+        Some(only)
     }
 
     /// Learners in the job, by number.

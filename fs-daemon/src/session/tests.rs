@@ -94,7 +94,7 @@ fn a_step_is_in_the_version_that_it_waits_for_and_readers_keep_theirs() {
 }
 
 #[test]
-fn what_is_aborted_counts_nowhere_and_why_is_kept_until_a_success() {
+fn an_aborted_contribution_counts_nowhere_and_its_reason_is_kept_until_a_success() {
     let model = model(&[("reducer", "sum")]);
     let learner = model.join("a", None).unwrap();
     let (one, other) = (contribution(&model, &learner), contribution(&model, &learner));

@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_attached_is_made_once_and_goes_with_the_mapping() {
+    fn an_attachment_is_made_once_and_ends_with_the_mapping() {
         let mapping = Mapping::anonymous(100).unwrap();
         let make = |text: &str| -> Result<Arc<String>, ()> { Ok(Arc::new(text.to_owned())) };
         let first = mapping.attached(1, || make("first")).unwrap();

@@ -150,9 +150,12 @@ impl Shared {
         }
         let (retain, max) = inner.bounds();
         match inner.versions.back(retain, max) {
-            Ok(Some(_)) => {}
+            Ok(Some(_)) => inner.core.set_no_buffer(false),
             // All buffers are held. The request comes when one is given back.
-            Ok(None) => return None,
+            Ok(None) => {
+                inner.core.set_no_buffer(true);
+                return None;
+            }
             Err(error) => {
                 tracing::error!(%error, "no memory for a version");
                 return None;

@@ -27,7 +27,6 @@ use super::options::Listener;
 use super::shared::Shared;
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
-use crate::transport::local::Mailbox;
 use crate::transport::reactor::Reactor;
 use crate::transport::tally::Payloads;
 use crate::transport::{Region, RegionKey, ShardError};
@@ -112,11 +111,6 @@ impl Job {
     /// process.
     pub fn payload(&self) -> Option<Payloads> {
         self.shared.local.is_none().then(|| self.shared.tally.read())
-    }
-
-    /// The mailbox to a shard in this process.
-    pub fn mailbox(&self) -> Option<&Mailbox> {
-        self.shared.local.as_ref().map(|local| local.shard.mailbox())
     }
 
     /// Makes `memory` addressable for shards. This takes a while: register at the start, and use the region again.

@@ -9,7 +9,7 @@ mod moves;
 
 use std::time::Duration;
 
-use super::core::{Action, ClientCore, LastCommit, Now};
+use super::core::{Action, BUFFERS_HELD, ClientCore, LastCommit, NOT_HERE, Now};
 use crate::transport::{Attached, ShardError};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
@@ -178,13 +178,13 @@ fn a_job_that_has_failed_can_be_abandoned_too() {
 }
 
 #[test]
-fn what_is_granted_is_sent_to_its_shards_and_kept_until_it_is_taken() {
+fn granted_blocks_are_sent_to_their_shards_and_kept_until_they_are_taken() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
     bench.grant(1);
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
     bench.said.clear();
-    // The shard lacks one: it was lost on the way.
+    // One block is missing at the shard: it was lost on the way.
     bench.pass(1000);
     assert!(bench.said.contains(&Action::ToShard(0, Message::Probe { plan: PlanId(1) })));
     let missing = Message::Missing { plan: PlanId(1), blocks: vec![2..3] };
@@ -197,7 +197,7 @@ fn what_is_granted_is_sent_to_its_shards_and_kept_until_it_is_taken() {
 }
 
 #[test]
-fn what_was_lent_is_sent_no_more_when_its_commit_is_answered_whatever_the_answer() {
+fn lent_payload_is_sent_no_more_once_its_commit_is_answered() {
     for coordinator_answers in [true, false] {
         let mut bench = Bench::new();
         bench.commit_of(3, 2, true);
@@ -226,8 +226,8 @@ fn what_was_lent_is_sent_no_more_when_its_commit_is_answered_whatever_the_answer
         // Asked again, it is told to be gone.
         bench.said.clear();
         bench.grant(1);
-        let lacks = Message::SourceGone { plan: PlanId(1), learner: Some(L) };
-        assert_eq!(bench.said, [Action::ToCoordinator(0, lacks)]);
+        let gone = Message::SourceGone { plan: PlanId(1), learner: Some(L) };
+        assert_eq!(bench.said, [Action::ToCoordinator(0, gone)]);
     }
 }
 
@@ -245,7 +245,7 @@ fn loans_end_when_the_job_has_failed_by_another_word_than_the_coordinators() {
 }
 
 #[test]
-fn what_was_lent_is_given_back_when_the_client_ends() {
+fn lent_payload_is_given_back_when_the_client_ends() {
     let mut bench = Bench::new();
     bench.commit_of(3, 10, true);
     bench.grant(1);
@@ -335,8 +335,8 @@ fn a_grant_of_what_was_given_up_is_declined() {
     bench.pass(1000);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
     bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
-    let lacks = Message::SourceGone { plan: PlanId(1), learner: None };
-    assert!(bench.said.contains(&Action::ToCoordinator(0, lacks)));
+    let gone = Message::SourceGone { plan: PlanId(1), learner: None };
+    assert!(bench.said.contains(&Action::ToCoordinator(0, gone)));
     assert_eq!(bench.core.outgoing(), None);
 }
 
@@ -401,6 +401,28 @@ fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
     bench.core.shown(Version(1), bench.now, &mut bench.said);
     assert_eq!(bench.said, [Action::Awaited(4, Ok(Version(1)))]);
     assert_eq!(bench.core.last_commit(L), LastCommit::In(Version(1)));
+}
+
+#[test]
+fn a_wait_for_a_step_that_times_out_names_the_reason() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.coordinator(3, Message::Done);
+    let waits = |bench: &mut Bench| {
+        bench.said.clear();
+        bench.core.await_step(4, L, bench.now, bench.now, &mut bench.said);
+        match bench.said.last() {
+            Some(Action::Awaited(4, Err(ShardError::TimedOut(why)))) => why.to_string(),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(waits(&mut bench), "other learners have not contributed to this step");
+    bench.state(2, 1, 1, false);
+    assert_eq!(waits(&mut bench), NOT_HERE);
+    bench.core.set_no_buffer(true);
+    assert_eq!(waits(&mut bench), BUFFERS_HELD);
+    bench.core.set_no_buffer(false);
+    assert_eq!(waits(&mut bench), NOT_HERE);
 }
 
 #[test]

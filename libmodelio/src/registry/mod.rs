@@ -30,7 +30,7 @@ pub trait Registry: Send + Sync {
 
     /// Announces a shard for the length of `lease`; the shard repeats it before that is over. Returns the
     /// shard's number, which is the same as long as it announces itself from the same address. `record.shard`
-    /// is the number that it got before, or 0. A registry that was started anew gives a number to the first
+    /// is the number that it got before, or 0. A registry that was restarted gives a number to the first
     /// shard that claims it; a shard that is `bound` to it, by parts of models that it holds, has it in any
     /// case. `record.draining` counts only where the registry does not know the shard.
     ///
@@ -149,7 +149,7 @@ pub trait Registry: Send + Sync {
     }
 
     /// The fate of the parts that a shard holds: whether it is to take no new models, and one [`Fate`] a
-    /// part. `deleted` are models that the shard had to forget, for a registry that was started anew. At most
+    /// part. `deleted` are models that the shard had to forget, for a registry that was restarted. At most
     /// [`MAX_HELD`](crate::wire::MAX_HELD) of each.
     ///
     /// # Errors

@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_have_is_taken_out() {
+    fn the_ranges_of_others_are_taken_out() {
         let ranges = [0..10, 20..30, 40..50];
         assert_eq!(without(&ranges, &[]), ranges);
         assert_eq!(

@@ -104,7 +104,7 @@ fn complete(events: &Receiver<Event>) {
     }
 }
 
-/// A stream that sends `total` bytes and expects `expected`, what is seen of it, and its events.
+/// A stream that sends `total` bytes and expects `expected`, with its record and its events.
 fn chatter(seed: u64, total: u64, expected: u64) -> (Chatter, Arc<Watch>, Receiver<Event>) {
     let (sender, events): (Sender<Event>, _) = channel();
     let chatter = Chatter::new(seed, total, expected, sender);
@@ -178,7 +178,7 @@ fn a_paused_stream_gets_nothing_until_it_is_woken(choice: Choice) {
         wait_until("some bytes", || received() > round * 100_000);
         watch.paused.store(true, Ordering::SeqCst);
         let mut last = received();
-        // What was outstanding may still come.
+        // Outstanding bytes may still come.
         wait_until("a pause", || {
             sleep(Duration::from_millis(20));
             std::mem::replace(&mut last, received()) == last
@@ -199,7 +199,7 @@ fn a_peer_that_ends_is_noticed(choice: Choice) {
     let reactor = reactor(choice, 1);
     let (near, mut far) = pair();
     let (mut stream, watch, events) = chatter(8, 0, 1_000_000);
-    // More than will ever come: what there is, is told before the end.
+    // More than will ever come: the bytes that there are, are reported before the end.
     stream.least = Some(200_000);
     reactor.handle().add(near, Box::new(stream), Thread::Any).expect("room");
     let bytes: Vec<u8> = (0..70_000).map(|position| pattern(8, position)).collect();
@@ -295,15 +295,15 @@ fn a_trickle_is_gathered(choice: Choice) {
 fn what_waits_to_be_gathered_is_told(choice: Choice) {
     let reactor = reactor(choice, 1);
     let (near, mut far) = pair();
-    let (told, arrived) = channel();
-    let stream = Patient::new(100_000, told);
+    let (sender, arrived) = channel();
+    let stream = Patient::new(100_000, sender);
     reactor.handle().add(near, Box::new(stream), Thread::Any).expect("room");
     let mut written = 0;
     for piece in [30_000, 500, 1] {
         far.write_all(&vec![0; piece]).expect("written");
         written += piece;
         let deadline = Instant::now() + PATIENCE;
-        while arrived.recv_timeout(PATIENCE).expect("it is told") != written {
+        while arrived.recv_timeout(PATIENCE).expect("a report") != written {
             assert!(Instant::now() < deadline);
         }
     }

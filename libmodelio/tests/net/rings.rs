@@ -102,13 +102,13 @@ fn a_peer_that_goes_in_mid_stream_is_noticed_whatever_is_under_way() {
     }
 }
 
-/// A stream that tells by what it can be woken.
-struct Told<S> {
+/// A stream that passes on the connection that wakes it.
+struct Reported<S> {
     stream: S,
     opened: Sender<Connection>,
 }
 
-impl<S: Stream> Stream for Told<S> {
+impl<S: Stream> Stream for Reported<S> {
     fn opened(&mut self, connection: &Connection) {
         self.opened.send(connection.clone()).unwrap();
         self.stream.opened(connection);
@@ -144,7 +144,7 @@ fn no_wake_up_is_lost_and_a_farewell_arrives() {
     let wanted: Arc<AtomicU64> = Arc::default();
     let (sender, opening) = channel();
     let counter = Counter { wanted: Arc::clone(&wanted), all: ALL, sent: 0, events };
-    serve(&threads, near, Told { stream: counter, opened: sender });
+    serve(&threads, near, Reported { stream: counter, opened: sender });
     let connection = opening.recv_timeout(PATIENCE).unwrap();
     let Meeting { end: mut ring, socket } = far;
     let mut got = Vec::new();

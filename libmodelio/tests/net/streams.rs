@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 
-/// What is at a position of a test's byte stream: no stretch of it looks like another.
+/// The byte at a position of a test's stream. No stretch of the stream looks like another.
 pub fn pattern(seed: u64, position: u64) -> u8 {
     let word = (position ^ seed.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (word ^ (word >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9).to_be_bytes()[0]
@@ -41,7 +41,7 @@ pub struct Chatter {
     /// Asks for so much at once; at random where `None`.
     pub least: Option<usize>,
     pub watch: Arc<Watch>,
-    /// Told when all has come and gone, and told why it was closed.
+    /// Gets a message when all bytes have come and gone, and the reason when the stream is closed.
     pub events: Sender<Event>,
     /// Closes at this time.
     pub deadline: Option<Instant>,
@@ -57,7 +57,7 @@ struct State {
     prepared: u64,
     sent: u64,
     received: u64,
-    told: bool,
+    reported: bool,
 }
 
 #[derive(Debug)]
@@ -96,15 +96,15 @@ impl Chatter {
                 prepared: 0,
                 sent: 0,
                 received: 0,
-                told: false,
+                reported: false,
             },
         }
     }
 
     fn tell_when_complete(&mut self) {
         let state = &mut self.state;
-        if !state.told && state.sent == self.total && state.received == self.expected {
-            state.told = true;
+        if !state.reported && state.sent == self.total && state.received == self.expected {
+            state.reported = true;
             let _ = self.events.send(Event::Complete);
         }
     }
@@ -194,7 +194,7 @@ impl Stream for Chatter {
     }
 }
 
-/// Sends back what it receives.
+/// Sends received bytes back.
 pub struct Echo {
     buffer: Buffer,
     held: usize,
@@ -310,15 +310,15 @@ impl Stream for Wrong {
 /// The longest a test waits for anything.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Asks for more at once than comes, and says how much it is told of.
+/// Asks for more bytes at once than come, and reports how many it gets.
 pub struct Patient {
     buffer: Buffer,
-    told: Sender<usize>,
+    sender: Sender<usize>,
 }
 
 impl Patient {
-    pub fn new(least: usize, told: Sender<usize>) -> Patient {
-        Patient { buffer: Buffer::zeroed(least), told }
+    pub fn new(least: usize, sender: Sender<usize>) -> Patient {
+        Patient { buffer: Buffer::zeroed(least), sender }
     }
 }
 
@@ -334,7 +334,7 @@ impl Stream for Patient {
     }
 
     fn arriving(&mut self, bytes: usize) {
-        self.told.send(bytes).expect("the test listens");
+        self.sender.send(bytes).expect("the test listens");
     }
 
     fn transmit(&mut self, _: &mut SendSlices) {}

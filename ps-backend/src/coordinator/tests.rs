@@ -146,32 +146,32 @@ fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
 
 /// The times, in milliseconds from now, when a client is sent the state, and its count of commits, if the
 /// clock ticks every 100 ms.
-fn told(bench: &mut Bench, client: ClientId, millis: u64) -> Vec<(u64, u32)> {
+fn sent(bench: &mut Bench, client: ClientId, millis: u64) -> Vec<(u64, u32)> {
     let begun = bench.now;
-    let mut told = Vec::new();
+    let mut sent = Vec::new();
     while bench.now < begun + Now::from_millis(millis) {
         for alive in [A, B] {
             bench.coordinator.client_alive(alive, bench.now);
         }
         bench.pass(Now::from_millis(100));
-        told.extend(bench.said.drain(..).filter_map(|action| match action {
+        sent.extend(bench.said.drain(..).filter_map(|action| match action {
             Action::ToClient(id, _, Message::State(state)) if id == client => {
                 Some(((bench.now - begun).as_millis() as u64, state.committed))
             }
             _ => None,
         }));
     }
-    told
+    sent
 }
 
 #[test]
 fn a_state_that_stays_the_same_is_repeated_ever_more_seldom() {
     let mut bench = Bench::new();
-    let repeated = told(&mut bench, A, 20_000);
+    let repeated = sent(&mut bench, A, 20_000);
     assert_eq!(repeated, [500, 1000, 2000, 4000, 8000, 12_000, 16_000, 20_000].map(|at| (at, 0)));
     // A new state is sent within half a second, and once more soon.
     bench.commit(B, 2, 1, 2);
-    let news = told(&mut bench, A, 4_000);
+    let news = sent(&mut bench, A, 4_000);
     assert!(news[0].0 <= 500 && news.iter().all(|&(_, committed)| committed == 1), "{news:?}");
     assert!(news[1].0 <= news[0].0 + 500 && news.len() <= 5, "{news:?}");
     // A client that comes back is sent the state at once.
@@ -204,7 +204,7 @@ fn a_step_of_two_clients() {
 }
 
 #[test]
-fn who_is_alone_for_long_is_added_up_and_answered() {
+fn a_contribution_that_is_alone_for_long_is_added_up_and_answered() {
     let mut bench = Bench::new();
     bench.commit(A, 1, 1, 2);
     bench.pass(PATIENCE);
@@ -368,7 +368,7 @@ fn timed_out(answer: &(u64, Message)) -> bool {
 }
 
 #[test]
-fn what_is_lent_is_in_no_plan_that_goes_on_when_its_commit_has_timed_out() {
+fn lent_payload_is_in_no_plan_after_its_commit_has_timed_out() {
     let mut bench = Bench::new();
     bench.commit_as(A, 1, 1, 2, true);
     bench.commit(B, 2, 1, 2);
@@ -397,7 +397,7 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_its_commit_has_timed_out() {
 }
 
 #[test]
-fn what_is_lent_is_in_no_plan_that_goes_on_when_nobody_waits_for_it() {
+fn lent_payload_is_in_no_plan_when_nobody_waits_for_it() {
     let learner = LearnerId(1);
     for end in [Message::Abort { learner }, Message::Withdraw { learner }, Message::Open { learner }] {
         let mut bench = Bench::new();
@@ -422,7 +422,7 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_nobody_waits_for_it() {
 }
 
 #[test]
-fn what_a_shard_has_read_for_too_long_is_read_again_and_nobody_is_blamed() {
+fn lent_payload_that_was_read_too_late_is_read_again_and_nobody_is_blamed() {
     let mut bench = Bench::new();
     bench.commit_as(A, 1, 1, 2, true);
     bench.commit(B, 2, 1, 2);

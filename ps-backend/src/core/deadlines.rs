@@ -9,6 +9,10 @@ use libmodelio::vocabulary::ids::LearnerId;
 use super::waits::SAID;
 use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PendingKind, Place, Ticket};
 
+/// A reason of [`ShardError::TimedOut`]: readers hold all buffers.
+pub const ALL_BUFFERS_HELD: &str =
+    "every version buffer is held open (close old handles or raise control/max_versions)";
+
 impl<S: Clone> JobCore<S> {
     /// The latest moment for the next [`Self::tick`], by requests and accumulations. Leases need additional checks
     /// now and then.
@@ -70,9 +74,7 @@ impl<S: Clone> JobCore<S> {
             let what = match pending.kind {
                 PendingKind::Assign { .. } => "a contribution is still being written",
                 _ if !self.formed => "the job still waits for its learners (control/learners)",
-                _ if !self.buffer_ready => {
-                    "every version buffer is held open (close old handles or raise control/max_versions)"
-                }
+                _ if !self.buffer_ready => ALL_BUFFERS_HELD,
                 PendingKind::Commit { ref contribution, .. }
                     if self.is_too_far_ahead(contribution.learner) =>
                 {

@@ -57,6 +57,7 @@ use serde::{Deserialize, Serialize};
 
 pub use actions::{Action, Contribution, Now, Opening, Plan, Ticket, Work};
 pub use commit::NOT_COMMITTED;
+pub use deadlines::ALL_BUFFERS_HELD;
 pub use record::{JobRecord, LearnerRecord};
 use state::{Committed, Member, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
 
@@ -116,8 +117,7 @@ pub struct JobCore<S> {
     frozen: Tensors,
     /// The reducer whose optimizer state exists.
     state_of: Reducer,
-    /// `learners` was raised, or all learners have left, in the middle of a step. Learners are counted again after
-    /// it.
+    /// All learners have left in the middle of a step. Learners are counted again after it.
     reform: bool,
     /// Whether the next version has a buffer.
     buffer_ready: bool,

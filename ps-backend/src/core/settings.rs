@@ -19,15 +19,11 @@ impl<S: Clone> JobCore<S> {
         self.frozen = Tensors(tensors);
     }
 
-    /// New settings take effect at the next version.
+    /// New settings take effect at the next version. A formed job stays formed, however many `learners` are expected.
     pub fn set_controls(&mut self, controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
-        let recount = controls.learners != self.controls.learners;
+        let is_new = controls.learners != self.controls.learners;
         self.controls = controls;
-        if recount {
-            let enough = self.members.len() >= self.controls.learners as usize;
-            self.formed |= enough;
-            self.reform = self.formed && !enough;
-        }
+        self.formed |= is_new && self.members.len() >= self.controls.learners as usize;
         self.stop_if_too_few(actions);
         self.advance(now, actions);
     }

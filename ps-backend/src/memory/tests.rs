@@ -33,8 +33,8 @@ fn one_formula_counts_versions_masters_state_sums_and_staging() {
 
 #[test]
 fn the_memory_of_a_model_has_a_name_for_each_use() {
-    let told = MemoryUse { versions: 3 << 30, staging: 1 << 29, ..MemoryUse::default() }.to_string();
-    assert_eq!(told, "versions 3.0 + staging 0.5 GiB");
+    let text = MemoryUse { versions: 3 << 30, staging: 1 << 29, ..MemoryUse::default() }.to_string();
+    assert_eq!(text, "versions 3.0 + staging 0.5 GiB");
 }
 
 /// A machine with 1 GiB available, whose process is in the groups `membership`; `files` are those of the groups.

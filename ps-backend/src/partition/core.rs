@@ -58,7 +58,7 @@ pub struct Source {
 /// A plan as the core needs it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// Its number, which is above those of all earlier plans.
+    /// The number, which is above the numbers of all earlier plans.
     pub id: PlanId,
     /// The work on the blocks.
     pub work: Work,
@@ -460,8 +460,8 @@ impl PartitionCore {
             running.got.iter().zip(&plan.sources).any(|(got, source)| !got.is_subset(&source.blocks));
         running.wanted = wanted(&plan, running.wanted.len());
         let (came, wanted) = (running.came.iter(), running.wanted.iter());
-        let lacks = came.zip(wanted).map(|(&came, &wanted)| u64::from(wanted.saturating_sub(came)));
-        running.left = lacks.sum();
+        let missing = came.zip(wanted).map(|(&came, &wanted)| u64::from(wanted.saturating_sub(came)));
+        running.left = missing.sum();
         running.plan = plan;
         actions.push(Action::Sealed(id));
         match running.stage {

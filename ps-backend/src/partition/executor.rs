@@ -1,8 +1,8 @@
 //! Work on many blocks. A partition hands a batch to an executor and goes on. The executor calls back when the batch is
 //! done. So a thread that moves bytes computes no block but the one that it has received.
 //!
-//! [`Cpu`] is the executor that uses threads. An executor for a device can do the passes whose memory the device has, and
-//! leave the others to a [`Cpu`]: a batch names its plan and its blocks, and owns all that it needs.
+//! [`Cpu`] is the executor that uses threads. An executor for a device can do the passes whose memory the device has,
+//! and leave the others to a [`Cpu`]: a batch names its plan and its blocks, and owns all that it needs.
 
 use std::io;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub type Done = Box<dyn FnOnce(Result<(), (BlockId, PartitionError)>) + Send>;
 pub enum Pass {
     /// Computes blocks for which no more payload comes, from their sums in the store, or measures those sums.
     Compute(Arc<PartitionJob>, Vec<BlockId>),
-    /// Adds, or computes with, payloads that lie in memory of this machine. The closure knows where they lie.
+    /// Reduces payloads that lie in memory of this machine. The closure knows where they lie.
     Gather(Box<dyn Fn(BlockId) + Send + Sync>, Vec<BlockId>),
     /// Adds the sums of a concluded plan to those of earlier plans.
     Merge(Merge),
@@ -57,7 +57,7 @@ impl Cpu {
     /// Starts this many threads.
     ///
     /// # Errors
-    /// When the system has none.
+    /// If the system cannot start threads.
     pub fn start(threads: usize) -> io::Result<Arc<dyn Executor>> {
         let pool =
             rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("reduce-{i}"));

@@ -1,10 +1,10 @@
 //! Payloads in clients' memory, and the slots that they are fetched into before they are used. Pure.
 //!
-//! A connection's payloads are used in the order in which it has named them. A payload is fetched ahead of its turn,
-//! as long as no connection lacks a slot for a payload whose turn it is. A connection that lacks one is *short*. Then
-//! connections give slots back whose payloads have to wait, for example in a plan that adds in a fixed order. They
-//! fetch these again when their turn has come, and not before. So there is always a slot for a payload that others
-//! wait for, and a payload is fetched in vain at most once, unless another payload of its block has come meanwhile.
+//! A connection's payloads are used in the order in which it has named them. A payload is fetched ahead of its turn, as
+//! long as no connection needs a slot for a payload whose turn has come. A connection that needs one is *short*. Then
+//! other connections give back slots whose payloads must wait, for example in a plan that adds in a fixed order. They
+//! fetch these payloads again when their turn has come, and not before. So there is always a slot for a payload that
+//! others wait for. A payload is fetched in vain at most once, unless another payload of its block has come meanwhile.
 //! At most half of the slots are in use for one client. If it stalls, others have the rest.
 //!
 //! A payload that can be fetched straight into its place, as the first contribution to a block can, needs no slot. It
@@ -28,7 +28,7 @@ pub enum Turn {
     Never,
 }
 
-/// The queue's questions to a connection, and its orders.
+/// A connection, as the queue asks it and orders it.
 pub trait Edge<T, S> {
     /// The error that ends the connection.
     type Error;
@@ -77,7 +77,7 @@ pub trait Edge<T, S> {
 /// The state of a connection that can do no more at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stand {
-    /// The connection has what it needs, or waits without a slot.
+    /// The connection needs no slot, or waits without one.
     Well,
     /// A payload's turn has come, and there is no slot for it.
     Short,
@@ -257,7 +257,7 @@ impl<T, S> Fetches<T, S> {
     }
 }
 
-/// What a connection has to do for others.
+/// A connection's duty to others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Then {
     /// Give its slots back.

@@ -306,11 +306,11 @@ impl PartitionStore {
             state.into_iter().fold(THERE, |marks, what| marks | mark_of(what))
         };
         let marks = (0..).map(BlockId).zip(&self.shared.loaded);
-        let lacks = |(block, mark): &(BlockId, &AtomicU8)| {
+        let is_missing = |(block, mark): &(BlockId, &AtomicU8)| {
             let mark = mark.load(Ordering::Acquire);
             mark & COMING != 0 || mark & wanted(*block) != wanted(*block)
         };
-        if let Some((missing, _)) = marks.into_iter().find(lacks) {
+        if let Some((missing, _)) = marks.into_iter().find(is_missing) {
             inner.loading = Some(loading);
             return Err(PartitionError::NotLoaded(missing));
         }

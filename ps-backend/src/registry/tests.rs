@@ -13,9 +13,9 @@ use super::*;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn shard(address: &str, told: u16) -> ShardRecord {
+fn shard(address: &str, number: u16) -> ShardRecord {
     ShardRecord {
-        shard: ShardId(told),
+        shard: ShardId(number),
         address: address.to_owned(),
         host: "h".to_owned(),
         draining: false,
@@ -23,18 +23,18 @@ fn shard(address: &str, told: u16) -> ShardRecord {
     }
 }
 
-fn announce(core: &mut RegistryCore, address: &str, told: u16, now: Now) -> Result<ShardId, Refusal> {
-    announce_as(core, address, told, false, now)
+fn announce(core: &mut RegistryCore, address: &str, number: u16, now: Now) -> Result<ShardId, Refusal> {
+    announce_as(core, address, number, false, now)
 }
 
 fn announce_as(
     core: &mut RegistryCore,
     address: &str,
-    told: u16,
+    number: u16,
     bound: bool,
     now: Now,
 ) -> Result<ShardId, Refusal> {
-    let request = RegistryRequest::Announce { record: shard(address, told), lease_ms: 1000, bound };
+    let request = RegistryRequest::Announce { record: shard(address, number), lease_ms: 1000, bound };
     match core.handle(&request, &[], now)?.message {
         RegistryAnswer::Shard(number) => Ok(number),
         other => panic!("{other:?}"),

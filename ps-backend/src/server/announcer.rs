@@ -1,5 +1,5 @@
 //! The shard's announcements to the registry. They are repeated: that the shard exists, and which partitions of
-//! models it holds. A registry that was started anew knows only what it is told.
+//! models it holds, because a restarted registry knows only what shards announce.
 //!
 //! - A shard that holds partitions keeps its number, whatever the registry says.
 //! - If the registry does not know a model, its coordinator puts the record there again. If that does not happen for
@@ -22,7 +22,7 @@ use super::standing::life;
 
 /// The registry forgets a shard after this silence.
 const LEASE: Duration = Duration::from_secs(10);
-/// A partition counts as left over when no other shard has reported its model to the registry for so long.
+/// A partition counts as left over when for this long no other shard has reported its model to the registry.
 const LEFT_OVER: Duration = Duration::from_secs(10);
 /// A partition of this shard, for the registry.
 struct Here {
@@ -42,10 +42,10 @@ impl Shared {
 
     fn try_announce(&self) -> Result<(), RegistryError> {
         let mut number = ShardId(0);
-        // A partition may come while the registry answers. Then the registry is told of it in a second round.
+        // A partition may come while the registry answers. A second round then announces it.
         for _ in 0..2 {
-            // Locks are taken one at a time: a thread that reads the status holds that of the models, and waits for
-            // that of the number.
+            // Locks are taken one at a time. A thread that reads the status holds the models' lock while it waits for
+            // the number's.
             let bound = self.is_bound();
             let shard = *self.shard.lock();
             let (address, draining) = (self.address.clone(), self.standing.lock().draining);
@@ -78,7 +78,7 @@ impl Shared {
             return false;
         }
         if shard.0 != 0 && *shard != number {
-            tracing::info!(was = %*shard, %number, "the registry was started anew: this shard has another number");
+            tracing::info!(was = %*shard, %number, "the registry was restarted: this shard has another number");
         }
         *shard = number;
         true
@@ -180,7 +180,7 @@ impl Shared {
             Err(error) => {
                 let why = match &error {
                     RegistryError::Exists(_) => {
-                        "the name is another model's since the registry was started anew: those who take part in this \
+                        "the name is another model's since the registry was restarted: those who take part in this \
                          one go on, and nobody else finds it"
                             .to_owned()
                     }
@@ -214,28 +214,30 @@ impl Shared {
         };
         let shards: Vec<ShardRecord> = shards.into_iter().map(known).collect();
         self.registry(|registry, deadline| registry.restore(&record, &shards, deadline))?;
-        tracing::info!(model = %record.name, "the registry was started anew: it knows the model again");
+        tracing::info!(model = %record.name, "the registry was restarted: it knows the model again");
         Ok(true)
     }
 
-    /// Another block map is in force, of which nobody has told this shard for long. Whether that is settled.
+    /// Follows a block map that is in force and that no coordinator has announced to this shard. Returns whether that
+    /// is done.
     fn left_behind(&self, here: &Here) -> Result<bool, RegistryError> {
-        // Nobody need be waited for where a partition of the new map is: it comes into force, or is dropped.
+        // The owner of a partition of the old map waits, because the coordinator may still announce the new map. A
+        // partition of another map need not wait: it comes into force or is dropped.
         if here.is_partition && self.standing.lock().unknown_for(here.held.generation) < LEFT_OVER {
             return Ok(false);
         }
         match self.catch_up(&here.held) {
             Err(error @ RegistryError::Peer(_)) => Err(error),
             Err(error) => {
-                tracing::warn!(model = %here.held.model, %error, "it has moved; this shard cannot follow");
+                tracing::warn!(model = %here.held.model, %error, "the model has moved, and this shard cannot follow");
                 Ok(false)
             }
             Ok(()) => Ok(true),
         }
     }
 
-    /// Does what the registry's record of a model implies: a partition of that map is in force, one of another map never
-    /// will be, and a shard that owns no block any more gives its own up.
+    /// Follows the registry's record of a model. A partition of that block map comes into force, and one of another map
+    /// is dropped. A shard that owns no block any more gives its partition up.
     fn catch_up(&self, held: &Held) -> Result<(), RegistryError> {
         let record = self.registry(|registry, deadline| registry.model(&held.model, deadline))?;
         if record.generation != held.generation {
@@ -252,9 +254,11 @@ impl Shared {
                 let listed = self.registry(|registry, deadline| registry.shards(deadline))?;
                 let shards: Vec<ShardRecord> = listed.into_iter().filter(|shard| owns(shard.shard)).collect();
                 let moves = self.to_restore(held).is_none();
-                let is_told = |owner: &ShardId| shards.iter().any(|shard| shard.shard == *owner);
-                // Where it is may be unknown, and blocks of it be lost: it is to be deleted then.
-                if moves || owns(*self.shard.lock()) || !record.owners.iter().all(|(owner, _)| is_told(owner))
+                let is_listed = |owner: &ShardId| shards.iter().any(|shard| shard.shard == *owner);
+                // If an owner is not listed, blocks may be lost. The partition then stays until the model is deleted.
+                if moves
+                    || owns(*self.shard.lock())
+                    || !record.owners.iter().all(|(owner, _)| is_listed(owner))
                 {
                     return Ok(());
                 }

@@ -53,7 +53,7 @@ fn kinds(slots: u8) -> impl Iterator<Item = Kept> {
 }
 
 fn unknown() -> Refusal {
-    Refusal::other("this shard has no such copy: it was given up, or the shard was started anew")
+    Refusal::other("this shard has no such copy: it was given up, or the shard was restarted")
 }
 
 impl Captures {
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_speaks_of_is_given_up() {
+    fn captures_that_nobody_uses_are_given_up() {
         let (captures, store) = (Captures::default(), store());
         captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
         captures.pin(NAME, &store).unwrap();
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_captured_holds_nobody_up() {
+    fn a_failed_capture_holds_nobody_up() {
         let (captures, store) = (Captures::default(), store());
         captures.pin(NAME, &store).unwrap_err();
         captures.reserve(NAME, &store, 1, || Err(Refusal::other("no thread"))).unwrap_err();

@@ -26,7 +26,7 @@ const PATIENT: Duration = Duration::from_secs(300);
 /// The longest wait for any other answer.
 const PROMPT: Duration = Duration::from_secs(10);
 /// The pause before a shard that is behind is pinned again.
-const AGAIN: Duration = Duration::from_millis(2);
+const PIN_PAUSE: Duration = Duration::from_millis(2);
 /// How often pins and copies are checked for their end.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -172,7 +172,7 @@ impl Capturing<'_> {
                 let why = "its shards do not come to one version: run the command again";
                 return Err(Refusal::other(why));
             }
-            std::thread::sleep(AGAIN);
+            std::thread::sleep(PIN_PAUSE);
             for (peer, version) in self.peers.values().zip(&mut versions).filter(|(_, v)| **v < newest) {
                 let [answer] = &self.ask([peer].into_iter(), PROMPT, &pin)?[..] else { continue };
                 *version = pinned(answer)?;
@@ -209,7 +209,7 @@ impl Capturing<'_> {
 
 /// The number of kinds of optimizer state that may be needed.
 fn slots(record: &JobRecord) -> u8 {
-    // The optimizer may need its state before the shards are pinned.
+    // The optimizer may take its first step before the shards are pinned.
     record.optimizer.state_slots() as u8
 }
 

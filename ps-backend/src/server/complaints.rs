@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 /// The most messages in each [`SPAN`].
 const LOGGED: u32 = 10;
-/// The time that the limit is for.
+/// The time for which the limit counts.
 const SPAN: Duration = Duration::from_secs(10);
 
 /// The log of refused peers.

@@ -105,7 +105,7 @@ impl Peer {
         self.link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
     }
 
-    /// Tells the peer where the model is now, and ends the connection.
+    /// Sends the peer the model's new place, and ends the connection.
     fn send_redirect(&self, request: u64, to: &Redirect) -> Close {
         let payload = Some(Piece::owned(to.payload.to_vec()));
         self.link.send_last(Outgoing { message: Message::Moved, request, epoch: to.epoch, payload });
@@ -210,7 +210,11 @@ impl Peer {
         if let Kind::Data(data) = &mut self.kind
             && let Data { sender, partition, remote: Some(remote), .. } = &mut **data
         {
-            let rdma = self.shared.rdma.get().ok_or_else(|| Refusal::other("the shard begins, or goes"))?;
+            let rdma = self
+                .shared
+                .rdma
+                .get()
+                .ok_or_else(|| Refusal::other("the shard is starting or shutting down"))?;
             let served = remote.serve(sender.client, partition, rdma, &self.link);
             served.map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
         }
@@ -267,8 +271,8 @@ impl Peer {
                     let answer = shared.between_shards(message, &payload);
                     answer_counted(&link, request, answer, Some(unsent));
                 };
-                // Fetching is short and comes often. The rest may take memory, or give it back, which takes time; and
-                // others' jobs go on, for which the executor is.
+                // Fetches are short and frequent, so they run on the executor. Other requests may take or free memory,
+                // which takes long, and the executor must stay free for jobs.
                 let spawned = match executor {
                     Some(executor) => {
                         executor.spawn(Box::new(answers));
@@ -310,7 +314,7 @@ impl Peer {
 }
 
 impl Data {
-    /// Whether blocks that are sent, and not named, go through a ring.
+    /// Whether the payload of blocks goes through a ring, unless the message only names their place.
     fn goes_through_rings(&self) -> bool {
         #[cfg(feature = "rdma")]
         if self.remote.is_some() {
@@ -399,7 +403,7 @@ impl Data {
         Ok(self.rouse_at)
     }
 
-    /// Nothing more is received.
+    /// The connection receives nothing more.
     fn given_up(&mut self) {
         self.reservation = None;
         #[cfg(feature = "rdma")]

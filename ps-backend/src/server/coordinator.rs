@@ -39,7 +39,7 @@ struct State {
     client_here: Option<ClientId>,
     /// When deadlines are checked again, unless the alarm is raised.
     checks_at: Duration,
-    /// When they were last checked.
+    /// When deadlines were last checked.
     checked_at: Instant,
     /// The job was handed over and may go on elsewhere. Nothing changes the core.
     frozen: bool,
@@ -396,7 +396,7 @@ impl Coordinator {
         let met = |state: &mut State| {
             if let Some(old) = state.clients.insert(client, link.clone()) {
                 // A newer connection has replaced this one: its messages do not count.
-                old.close(Close::Asked("the client has connected anew".into()));
+                old.close(Close::Asked("the client has connected again".into()));
             }
         };
         self.with_core_or(

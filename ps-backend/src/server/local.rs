@@ -1,4 +1,4 @@
-//! A model in one process: its coordinator, the partition with all of its blocks, and what its client asks of them.
+//! A model in one process: its coordinator, the partition with all of its blocks, and their interface for the client.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -57,7 +57,7 @@ impl From<Refusal> for LocalError {
     }
 }
 
-/// To take the memory of a larger version lasts longer than a step: that does not wait for the first contribution.
+/// From this size on, the memory of versions is taken at the start, because that takes longer than a step.
 const WARM_UP_AT_ONCE: u64 = 16 << 20;
 
 /// The coordinator and the partition of a model whose client is in this process.
@@ -70,7 +70,7 @@ pub struct LocalShard {
 /// Fills the memory of version 0, in which blocks lie one behind the other.
 pub type Fill<'a> = Box<dyn FnOnce(&Mapping) -> io::Result<()> + 'a>;
 
-/// What a model in this process begins with.
+/// The beginning of a model in this process.
 pub enum Beginning<'a> {
     /// Version 0.
     Weights(Fill<'a>),
@@ -92,7 +92,7 @@ pub fn start(
     start_from(name, layout, controls, executor, Beginning::Weights(Box::new(load))).map(|(job, _)| job)
 }
 
-/// Makes a model in this process, with whatever it begins with. Of its shard snapshots can be taken.
+/// Makes a model in this process that begins with `beginning`. Snapshots can be taken of the returned shard.
 ///
 /// # Errors
 /// [`LocalError`].
@@ -146,14 +146,14 @@ impl LocalShard {
     pub fn capture(&self) -> Result<(JobRecord, Controls, Copied), SnapshotError> {
         let store = self.partition.store();
         let (record, _) = self.coordinator.record();
-        // What the optimizer keeps may come to be needed before the version is held.
+        // The optimizer may take its first step before the version is pinned, so there is room for its state.
         let kinds = snapshot::all_kinds(record.optimizer);
         let mut copied = Copied::reserve(self.partition.layout(), kinds)?;
         let deadline = Instant::now() + CAPTURING;
         loop {
             let kept = store.keep()?;
             let (record, controls) = self.coordinator.record();
-            // The coordinator counts a version before the partition has heard that it does.
+            // The coordinator counts a version before the partition gets the message.
             if record.version == kept.version() {
                 copied.fill(&kept, snapshot::kinds(&record), &*self.executor)?;
                 return Ok((record, controls, copied));

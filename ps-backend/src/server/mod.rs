@@ -6,7 +6,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `options` | options |
-//! | `redirect` | where models are that have moved away |
+//! | `redirect` | the new places of models that have moved away |
 //! | `standing` | a shard's standing with the registry |
 //! | `table` | the registry in this process |
 //! | `complaints` | a limit on log messages about refused peers |
@@ -179,7 +179,7 @@ impl Server {
         format!("{backend}; {memory}{rdma}")
     }
 
-    /// Shuts down. Clients are told that the shard goes.
+    /// Shuts down. Clients get a message about that.
     pub fn shut_down(&self) {
         let shared = &self.shared;
         shared.stopping.store(true, Ordering::Relaxed);
@@ -194,7 +194,7 @@ impl Server {
         if shared.options.holds_blocks && shared.why_not_listed().is_none() {
             let shard = *shared.shard.lock();
             if let Err(error) = shared.registry(|registry, deadline| registry.withdraw(shard, deadline)) {
-                tracing::warn!(%error, "the registry was not told that the shard goes");
+                tracing::warn!(%error, "the shard could not withdraw from the registry");
             }
         }
         if let Some(listening) = self.listening.lock().take() {

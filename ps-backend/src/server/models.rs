@@ -83,7 +83,9 @@ impl Shared {
         let model = {
             let mut models = self.models.lock();
             match models.get(name) {
-                // It is gone already, or never was here. The registry is told of it in case it was started anew.
+                // The model is gone already, or never was here. This shard tells the registry all the same, which may
+                // have been
+                // restarted.
                 None => {
                     drop(models);
                     self.standing.lock().was_deleted(name, generation);

@@ -1,8 +1,8 @@
 //! One shard's partition of a model at work: the edge around [`PartitionCore`] and [`PartitionStore`].
 //!
-//! Network threads bring blocks; the core says what each is for, the store does it. The lock is held for decisions
-//! and never for a pass over a block. Work on many blocks goes to the executor in batches; whatever
-//! takes memory runs on its threads.
+//! Network threads bring blocks. The core decides what each of them is for, and the store does the work. The lock is
+//! held for decisions, and never for a pass over a block. Work on many blocks goes to the executor in batches. Work
+//! that takes memory runs on its threads, too.
 //!
 //! | module | holds |
 //! |---|---|
@@ -71,10 +71,10 @@ const MOST_BUFFERS: usize = 32;
 
 struct State {
     core: PartitionCore,
-    /// The plan that was started last, for its beginning.
+    /// The plan that was started last, until it has begun.
     starting: Option<(PlanId, Version, Work, bool)>,
     job: Option<(PlanId, Arc<PartitionJob>)>,
-    /// The sources of its plan that send blocks in part.
+    /// The sources of that plan that send blocks in part.
     partly: Vec<PlanSource>,
     /// Connections that are woken when something has changed.
     waiting: Vec<Link>,
@@ -176,8 +176,8 @@ impl Partition {
         let limits = Limits::default();
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
         let store = PartitionStore::new(partition, controls.reducer, Limits { buffers, ..limits })?;
-        // All memory that it can ever need is taken now, so that a job that begins with one learner has room for
-        // others.
+        // All memory that the partition can ever need is taken now, so that a job that begins with one learner has room
+        // for others.
         store.prefault_sums(SUMS).map_err(PartitionError::from)?;
         Ok(Partition::of(record, (layout.size(), false), store, executor))
     }

@@ -33,8 +33,8 @@ impl PeerShard {
         &self.record.address
     }
 
-    /// Sends the shard a request, and waits for the answer. The error is for people. If another request is under way,
-    /// this one uses a connection of its own.
+    /// Sends the shard a request, and waits for the answer. If another request is under way, this one opens another
+    /// connection. The error is a text for the log.
     pub(super) fn request(
         &self,
         shared: &Arc<Shared>,

@@ -156,7 +156,7 @@ pub(super) struct RdmaClient {
     placed: VecDeque<(Push, u64, u32)>,
     ready: VecDeque<Outgoing>,
     done: Done,
-    /// Room for copies out of another device's memory.
+    /// Memory for copies out of another device's memory.
     room: Vec<u8>,
 }
 
@@ -238,7 +238,7 @@ impl RdmaClient {
         Ok(Granted { registration, busy: vec![false; slots.len()], slots })
     }
 
-    /// A message that goes before all others.
+    /// The message that must be sent before all others.
     pub(super) fn ready(&mut self) -> Option<Outgoing> {
         self.ready.pop_front()
     }
@@ -308,7 +308,7 @@ impl RdmaClient {
         }
     }
 
-    /// Goes on: fetches named blocks as there is room, and reduces those that have come. The first one that has to
+    /// Continues: fetches named blocks while there is room, and reduces those that have come. The first one that must
     /// wait holds up the others.
     pub(super) fn again(&mut self, partition: &Arc<Partition>, sender: &mut Sender) -> Result<(), Refusal> {
         self.take_finished()?;
@@ -376,17 +376,17 @@ impl RdmaClient {
         outcome
     }
 
-    /// Nothing more is taken here, and the connection stays for a while. Fetches into sums that have come count, and
-    /// slots are given back, so that nobody waits for them.
+    /// This end takes nothing more, though the connection stays for a while. Finished fetches into sums count. Slots
+    /// are given back, so that nobody waits for them.
     pub(super) fn given_up(&mut self) {
         // The connection is being refused already.
         drop(self.take_finished());
         drop(self.fetches.give_back());
     }
 
-    /// The connection has ended. Fetches that are under way do not come.
+    /// The connection has ended, and with it the fetches under way.
     pub(super) fn closed(&mut self) {
-        // This comes before the memory may be used otherwise.
+        // Until this is done, nobody may use the memory for anything else.
         self.queue_pair.end();
         self.queue_pair.take(&mut self.done);
         self.done.clear();
@@ -403,9 +403,9 @@ struct AtWork<'a> {
     sum_memory: &'a Arc<SumMemory>,
     fetching: &'a mut VecDeque<(u64, Arc<Reservation>)>,
     room: &'a mut Vec<u8>,
-    /// The first block that it has named has to wait.
+    /// Whether the first named block must wait.
     waits: bool,
-    /// Work has to be posted.
+    /// Whether there is work to post.
     any: bool,
 }
 
@@ -417,8 +417,8 @@ impl AtWork<'_> {
             Reserved::Ready(reservation) => {
                 let bytes = match slot.copied_out(push.len, self.room).map_err(Refusal::other)? {
                     Some(copied) => copied,
-                    // SAFETY: only sums are made of it, and whether it is finite. The kernels' control flow depends
-                    // on its length.
+                    // SAFETY: the kernels only add the bytes and check whether they are finite. Their control flow
+                    // depends on the length alone.
                     None => unsafe { slot.bytes(push.len) },
                 };
                 reservation.complete(bytes, || true)?;

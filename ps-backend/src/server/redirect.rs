@@ -1,4 +1,4 @@
-//! Redirects: where models are that have moved away. A peer with an older block map gets one.
+//! Redirects: the new places of models that have moved away. A peer with an older block map gets one.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

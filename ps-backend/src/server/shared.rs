@@ -62,9 +62,9 @@ pub(super) struct Shared {
     /// Connections by RDMA.
     #[cfg(feature = "rdma")]
     pub rdma: OnceLock<Rdma>,
-    /// Why there are none.
+    /// Why there are no connections by RDMA.
     pub no_rdma: OnceLock<NoRdma>,
-    /// Why there are none through shared memory.
+    /// Why there are no connections through shared memory.
     pub no_memory: OnceLock<String>,
     pub complaints: Log,
     pub models: Mutex<BTreeMap<String, Model>>,
@@ -151,7 +151,7 @@ impl Shared {
         let shard = *self.shard.lock();
         let held = [life(record)];
         let (_, fates) = self.registry(|registry, deadline| registry.holding(shard, &held, &[], deadline))?;
-        let unexpected = || RegistryError::Refused(Refusal::other("the registry answers something else"));
+        let unexpected = || RegistryError::Refused(Refusal::other("the registry gives an unexpected answer"));
         fates.first().copied().ok_or_else(unexpected)
     }
 

@@ -1,9 +1,9 @@
 //! Clients on this host. They connect through a Unix socket, and their blocks are read where they lie.
 //!
-//! A client names a block that it pushes, and the shard reduces it straight out of the client's memory. If the shard
-//! has all blocks of the model, it names a pulled version as a whole, and the client shows it where it lies until it
-//! says that it no longer does. Otherwise the shard names each block, and the client copies it. The version is pinned
-//! until the client says that it has the copy.
+//! A client names a block that it pushes, and the shard reduces it straight from the client's memory. If the shard has
+//! all blocks of the model, it names a pulled version as a whole. The client shows the version from the shard's memory,
+//! and says when it no longer does. Otherwise the shard names each block, and the client copies it. The version is
+//! pinned until the client says that it has the copy.
 //!
 //! If the connection ends before that, the client may still be reading, however long it was silent. So the shard
 //! gives up that version's buffer and never writes it again. The shard never writes a client's memory.
@@ -58,8 +58,8 @@ pub(super) struct ShmClient {
     shown: BTreeMap<u64, ShownVersion>,
     last_request: u64,
     ready: VecDeque<Outgoing>,
-    /// Pushes that came too early, with their payload's place. Later messages are read all the same: the client may
-    /// have copied a version whose memory the plan waits for.
+    /// Pushes that came too early, with the place of their payload. Later messages are still read: one may release a
+    /// version whose memory the plan waits for.
     early: VecDeque<Named>,
 }
 
@@ -85,7 +85,7 @@ impl ShmClient {
             Regions::new(shm::longest_region(partition.model_bytes(), partition.layout().block_size()));
     }
 
-    /// A message that goes before all others.
+    /// The message that must be sent before all others.
     pub(super) fn ready(&mut self) -> Option<Outgoing> {
         self.ready.pop_front()
     }
@@ -187,7 +187,7 @@ impl ShmClient {
         Ok(Some(Take::Nothing))
     }
 
-    /// Goes on with pushes that came too early. The first one that has to wait longer holds up the others.
+    /// Continues with pushes that came too early. The first one that must wait longer holds up the others.
     pub(super) fn again(&mut self, partition: &Arc<Partition>, sender: &mut Sender) -> Result<(), Refusal> {
         while let Some(named) = self.early.front() {
             if !self.reduce(partition, named, sender)? {
@@ -226,7 +226,7 @@ impl Drop for ShmClient {
         let mut given_up = None;
         for (_, version) in &self.copied {
             if given_up.replace(version.version()) != Some(version.version()) {
-                tracing::info!(version = %version.version(), "a client may still read it: its buffer is not used again");
+                tracing::info!(version = %version.version(), "a client may still read a version: its buffer is not used again");
                 version.give_up();
             }
         }
@@ -320,7 +320,7 @@ fn meet<M: Meets>(threads: &Arc<Threads>, meets: &Arc<M>, socket: OwnedFd) {
                 threads.serve(meeting, Box::new(Framed::new(end, Link::default(), AHEAD)));
             }
         }
-        Err(error) => tracing::warn!(%error, "somebody on this host is turned away"),
+        Err(error) => tracing::warn!(%error, "a process on this host is turned away"),
     });
     if let Err(error) = spawned {
         tracing::warn!(%error, "a client on this host is not served");

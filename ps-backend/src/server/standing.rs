@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::ids::Generation;
 use libmodelio::wire::{Held, ModelRecord};
 
-/// The most deleted models that are remembered, for a registry that is started anew.
+/// The most deleted models that are remembered for a restarted registry.
 const MAX_DELETED: usize = 256;
 
 /// The generation and block map of a partition.
@@ -19,9 +19,9 @@ pub(super) fn life(record: &ModelRecord) -> Held {
 pub(super) struct Standing {
     /// Why the registry has not taken the last announcement.
     pub not_listed: Option<String>,
-    /// Whether the registry has said that the shard drains. A registry that is started anew is told so.
+    /// Whether the registry has said that the shard drains. The shard tells a restarted registry.
     pub draining: bool,
-    /// Models that the shard was told to delete.
+    /// Models that commands have deleted here.
     deleted: VecDeque<(String, Generation)>,
     /// Models that the registry does not know: since when, and why it does not take them.
     unknown: BTreeMap<Generation, Unknown>,
@@ -34,7 +34,7 @@ struct Unknown {
 }
 
 impl Standing {
-    /// The newest models that the shard was told to delete.
+    /// The models that commands have deleted here, the newest ones.
     pub(super) fn deleted(&self) -> Vec<(String, Generation)> {
         self.deleted.iter().cloned().collect()
     }

@@ -12,7 +12,7 @@ pub(super) type AdminAnswer = Result<(Message, Option<Vec<u8>>), Refusal>;
 
 /// The most requests of one connection whose answers the kernel does not have yet.
 const MAX_UNSENT: usize = 128;
-/// The most bytes that came with them.
+/// The most bytes that came with these requests.
 const MAX_UNSENT_BYTES: usize = 64 << 20;
 
 /// The unsent answers of one connection.

@@ -137,7 +137,7 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn what_the_optimizer_lacks_is_zero() {
+fn missing_optimizer_state_is_zero() {
     let (dir, head) = (TempDir::new().unwrap(), head(Reducer::Adam, 0));
     write(dir.path(), &head, PIECE_SIZE, false).unwrap();
     let mut reader = verified(dir.path()).unwrap();

@@ -1,11 +1,11 @@
-//! What becomes of numbers: halves are added up in full, reducers do what is said of them.
+//! Arithmetic: halves are added up in full precision, and reducers compute their formulas.
 
 use half::{bf16, f16};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use crate::site::{BLOCK, Learner, Way, done};
 
-/// fp32 and halves, and what is no number, in blocks that hold several of them.
+/// fp32, halves and integers, in blocks that hold several of them.
 fn mixed() -> ModelLayout {
     let tensors = vec![
         ("full".to_owned(), DType::F32, vec![20_003]),
@@ -41,7 +41,7 @@ fn contribute(learner: &Learner, bytes: &[u8]) {
     done(contribution.commit());
 }
 
-pub fn halves_are_added_up_in_full(way: &Way) {
+pub fn halves_are_added_up_in_full_precision(way: &Way) {
     let site = way.job_of(mixed(), &[("reducer", "sum"), ("learners", "2")]);
     let [a, b] = site.two_ends();
     let layout = a.job.layout();
@@ -77,7 +77,7 @@ pub fn reducers_compute_their_formulas(way: &Way) {
     let [a, b] = site.two_ends();
     let (one, other) = (a.join("a"), b.join("b"));
     let mut version = 0;
-    // Both contribute, 2 and 6 times the factor: what is shown then.
+    // Both contribute, 2 and 6 times the factor. Returns the shown value.
     let mut step = |settings: &[(&str, &str)], factor: f32, expected: f32| {
         for (name, value) in settings {
             a.set(name, value).unwrap();
@@ -97,7 +97,7 @@ pub fn reducers_compute_their_formulas(way: &Way) {
     step(&[("reducer", "sgd")], 1.0, 10.0);
     step(&[("weight_decay", "0.5")], 1.0, 5.5);
     step(&[("weight_decay", "0"), ("aggregation", "sum")], 1.0, 1.5);
-    // The first gradient counts whole, then half of what was there with it.
+    // The first gradient counts as a whole. Then half of the buffer counts with the next one.
     step(&[("aggregation", "mean"), ("reducer", "momentum"), ("momentum", "0.5")], 1.0, -0.5);
     step(&[], 1.0, -3.5);
     step(&[("reducer", "nesterov")], 1.0, -6.5);

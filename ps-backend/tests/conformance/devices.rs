@@ -8,7 +8,7 @@ use libmodelio::transport::{Placement, ShardError};
 
 use crate::site::{BLOCKS, Way, done, store};
 
-pub fn each_is_of_its_kind(way: &Way) {
+pub fn each_path_reports_its_kind(way: &Way) {
     let site = way.striped_job(&[]);
     let end = site.end();
     assert_eq!(end.job.kind(), site.kind);
@@ -28,7 +28,7 @@ pub fn memory_that_is_registered_is_the_same_at_both_ends(way: &Way) {
     let keys: BTreeSet<u64> = regions.iter().map(|region| region.key().0).collect();
     assert_eq!(keys.len(), regions.len(), "a key names one region");
     assert!(regions.iter().zip(&memories).all(|(region, memory)| Arc::ptr_eq(region.memory(), memory)));
-    // What is stored after it was registered is what the other end reads, from whichever region is named.
+    // The other end reads bytes that were stored after the registration, from whichever region is named.
     let learner = end.join("a");
     let mut sum = 0.0;
     for (region, value) in regions.iter().rev().zip([1.0, 2.0, 4.0, 8.0]) {

@@ -1,4 +1,4 @@
-//! Learners that leave: what they have committed counts, what they were writing does not, and nobody waits for them.
+//! Learners that leave: their committed contributions count, open ones do not, and nobody waits for them.
 
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
@@ -9,7 +9,7 @@ use libmodelio::vocabulary::ids::Step;
 
 use crate::site::{BLOCKS, LONG, Message, Way, answer, is_unknown};
 
-pub fn who_leaves_in_the_middle_is_not_waited_for(way: &Way) {
+pub fn a_learner_that_leaves_in_mid_step_is_not_waited_for(way: &Way) {
     let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
     let [a, b] = site.two_ends();
     let stays = a.join("stays");
@@ -18,7 +18,7 @@ pub fn who_leaves_in_the_middle_is_not_waited_for(way: &Way) {
     half.offer_all_of(0, 64.0);
     half.stage_all_of(2, 64.0);
     stays.push(1.0);
-    // It is the last one that is missing, so that its blocks may go straight into what is computed.
+    // It is the last outstanding learner, so its blocks may be reduced on arrival.
     half.offer_all_of(1, 64.0);
     goes.leave(LeaveReason::Died);
     assert_eq!(stays.pull(), 1);
@@ -31,7 +31,7 @@ pub fn who_leaves_in_the_middle_is_not_waited_for(way: &Way) {
     stays.push(1.0);
     assert_eq!(stays.pull(), 2);
     a.shows(2, 2.0);
-    // Under its old name it is somebody else, and begins anew.
+    // Under its old name it is another incarnation, and begins at step 1.
     let again = b.join("goes");
     let old = b.job.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
     assert_eq!(old, Err(ShardError::UnknownLearner(goes.id)));
@@ -42,7 +42,7 @@ pub fn who_leaves_in_the_middle_is_not_waited_for(way: &Way) {
     b.shows(3, 14.0);
 }
 
-pub fn what_a_leaver_has_committed_stays(way: &Way) {
+pub fn the_committed_contribution_of_a_leaver_stays(way: &Way) {
     let site = way.job(&[("reducer", "sum"), ("learners", "3")]);
     let [a, b] = site.two_ends();
     let (first, second, goes) = (a.join("first"), b.join("second"), b.join("goes"));
@@ -58,9 +58,9 @@ pub fn what_a_leaver_has_committed_stays(way: &Way) {
 pub fn a_learner_that_waits_for_a_leaver_gets_an_answer(way: &Way) {
     let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
     let end = site.end();
-    let (told, events) = channel();
+    let (sender, events) = channel();
     let (a, _b) = (end.join("a"), end.join("b"));
-    let tell = Mutex::new(told);
+    let tell = Mutex::new(sender);
     end.job.subscribe(Box::new(move |event| tell.lock().unwrap().send(event).unwrap_or_default()));
     a.push(1.0);
     let step = end.send(Message::AwaitStep { learner: a.id }, LONG);

@@ -1,7 +1,6 @@
-//! What a job promises, whichever way the bytes go: in this process, in shared memory, over
-//! TCP, by RDMA. Each test is written once against the traits, does not ask which way it is on, and is run for every
-//! way under that way's name; by RDMA with static placement, and what depends on it once more with dynamic placement and
-//! with flags.
+//! What a job promises, whichever way the bytes go: in this process, in shared memory, over TCP, by RDMA. Each test is
+//! written once against the traits, does not ask which way it is on, and is run for every way under that way's name; by
+//! RDMA with static placement, and what depends on it once more with dynamic placement and with flags.
 //!
 //! Ways by RDMA need an address that leads over a device in `GRADFS_RDMA_ADDRESS`; without, they are skipped, which is
 //! said.
@@ -43,63 +42,63 @@ macro_rules! conforms {
         on! {
             $way,
             devices: [
-                each_is_of_its_kind,
+                each_path_reports_its_kind,
                 memory_that_is_registered_is_the_same_at_both_ends,
                 several_contribute_as_one_learner,
             ],
             members: [
                 a_name_is_one_learners_at_a_time,
                 strangers_are_unknown,
-                who_is_in_the_job_is_shown,
+                the_status_shows_the_learners_of_the_job,
             ],
             steps: [
                 steps_follow_each_other,
                 contributions_of_several_ends_are_added,
-                blocks_come_early_or_late_and_in_any_order,
-                blocks_come_from_several_threads,
-                a_contributor_writes_at_any_offset,
-                what_is_not_sent_counts_as_zero,
+                blocks_may_come_early_or_late_and_in_any_order,
+                blocks_may_come_from_several_threads,
+                a_contributor_may_write_at_any_offset,
+                unsent_blocks_count_as_zero,
                 a_block_that_is_offered_twice_counts_once,
                 a_commit_that_is_sent_again_counts_once,
                 a_learner_may_be_a_step_ahead,
                 mapped_memory_is_committed_as_it_is,
             ],
             refusals: [
-                what_does_not_fit_changes_nothing,
+                blocks_that_do_not_fit_change_nothing,
                 commits_that_make_no_sense_change_nothing,
-                what_is_not_finite_is_refused_when_offered,
-                what_is_not_finite_is_refused_at_the_commit,
-                what_is_not_finite_counts_if_it_may,
+                nan_is_refused_when_offered,
+                nan_is_refused_at_the_commit,
+                accepted_nan_counts,
             ],
             waits: [
                 a_commit_that_waits_for_others_ends_at_its_deadline,
                 waiting_for_a_step_ends_at_its_deadline,
                 a_wait_is_withdrawn,
-                what_is_aborted_is_dropped,
-                what_is_aborted_while_its_commit_waits_is_dropped,
+                an_aborted_contribution_is_dropped,
+                a_contribution_that_is_aborted_while_its_commit_waits_is_dropped,
                 an_end_that_shuts_down_answers_everybody,
             ],
             leavers: [
-                who_leaves_in_the_middle_is_not_waited_for,
-                what_a_leaver_has_committed_stays,
+                a_learner_that_leaves_in_mid_step_is_not_waited_for,
+                the_committed_contribution_of_a_leaver_stays,
                 a_learner_that_waits_for_a_leaver_gets_an_answer,
             ],
             versions: [
                 a_pinned_version_stays_as_it_is,
                 no_read_is_torn,
-                any_range_is_read,
-                versions_are_told_of,
+                any_range_can_be_read,
+                listeners_hear_of_every_version,
             ],
             weights: [
                 new_weights_appear_whole_everywhere,
-                what_is_not_written_keeps_its_value,
-                weights_are_written_when_they_may_be,
+                unwritten_bytes_keep_their_value,
+                weights_can_be_written_only_when_the_job_allows_it,
                 a_buffer_is_assigned_once,
-                new_weights_that_are_withdrawn_count_wholly_or_not_at_all,
+                withdrawn_new_weights_count_wholly_or_not_at_all,
                 buffers_are_bounded,
             ],
             settings: [
-                settings_show_and_count,
+                settings_show_and_take_effect,
                 bad_settings_change_nothing,
                 async_makes_a_version_of_each,
                 a_quorum_is_enough,
@@ -107,7 +106,7 @@ macro_rules! conforms {
                 too_few_learners_stop_the_job,
             ],
             arithmetic: [
-                halves_are_added_up_in_full,
+                halves_are_added_up_in_full_precision,
                 reducers_compute_their_formulas,
                 gradients_are_clipped_by_their_norm,
             ],
@@ -131,7 +130,7 @@ macro_rules! conforms {
 macro_rules! limits {
     ($way:expr) => {
         mod limits {
-            on! { $way, members: [there_are_only_so_many_learners], }
+            on! { $way, members: [the_number_of_learners_is_limited], }
         }
     };
 }
@@ -154,23 +153,23 @@ mod tcp_plain {
     conforms!(crate::site::Way::tcp(libmodelio::transport::reactor::Choice::Poll));
 }
 
-/// Those that depend on how blocks move. The others need not be run for each option of a way.
+/// The tests that depend on how blocks move. The others need not be run for each option of a path.
 #[cfg(feature = "rdma")]
 macro_rules! moves {
     ($way:expr) => {
         on! {
             $way,
-            devices: [each_is_of_its_kind, memory_that_is_registered_is_the_same_at_both_ends],
+            devices: [each_path_reports_its_kind, memory_that_is_registered_is_the_same_at_both_ends],
             steps: [
                 contributions_of_several_ends_are_added,
-                blocks_come_early_or_late_and_in_any_order,
+                blocks_may_come_early_or_late_and_in_any_order,
                 mapped_memory_is_committed_as_it_is,
             ],
-            refusals: [what_is_not_finite_is_refused_at_the_commit],
-            leavers: [who_leaves_in_the_middle_is_not_waited_for],
+            refusals: [nan_is_refused_at_the_commit],
+            leavers: [a_learner_that_leaves_in_mid_step_is_not_waited_for],
             versions: [a_pinned_version_stays_as_it_is, no_read_is_torn],
-            weights: [what_is_not_written_keeps_its_value],
-            arithmetic: [halves_are_added_up_in_full],
+            weights: [unwritten_bytes_keep_their_value],
+            arithmetic: [halves_are_added_up_in_full_precision],
             tensors: [what_was_not_written_takes_no_part_in_assign],
         }
     };

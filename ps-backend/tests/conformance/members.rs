@@ -68,14 +68,14 @@ pub fn strangers_are_unknown(way: &Way) {
     assert_ne!(end.job.write(&bytes, slot, room), Ok(Placement::Duplicate), "nothing was taken");
 }
 
-pub fn there_are_only_so_many_learners(way: &Way) {
+pub fn the_number_of_learners_is_limited(way: &Way) {
     let site = way.job(&[("learners", "2")]);
     let end = site.end();
-    let (told, joined) = channel();
+    let (sender, joined) = channel();
     for i in 0..MAX_LEARNERS {
-        let told = told.clone();
+        let sender = sender.clone();
         let join = Message::Join { name: format!("learner{i}") };
-        end.ask_within(join, LONG, Box::new(move |result| drop(told.send(result))));
+        end.ask_within(join, LONG, Box::new(move |result| drop(sender.send(result))));
     }
     let mut learners = Vec::new();
     for _ in 0..MAX_LEARNERS {
@@ -93,11 +93,11 @@ pub fn there_are_only_so_many_learners(way: &Way) {
     assert_eq!(end.try_join("another").unwrap_err(), too_many);
 }
 
-pub fn who_is_in_the_job_is_shown(way: &Way) {
+pub fn the_status_shows_the_learners_of_the_job(way: &Way) {
     let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
     let end = site.end();
-    let (told, events) = channel();
-    let tell = Mutex::new(told);
+    let (sender, events) = channel();
+    let tell = Mutex::new(sender);
     end.job.subscribe(Box::new(move |event| tell.lock().unwrap().send(event).unwrap_or_default()));
     let (a, b) = (end.join("a"), end.join("b"));
     let phase = |name: &str| {

@@ -1,4 +1,4 @@
-//! What is refused, and that nothing has changed then.
+//! Refused requests change nothing.
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
@@ -21,7 +21,7 @@ fn completes(learner: &Learner, other: Option<&Learner>, version: u64, before: f
     learner.end.shows(version, before + 1.0);
 }
 
-pub fn what_does_not_fit_changes_nothing(way: &Way) {
+pub fn blocks_that_do_not_fit_change_nothing(way: &Way) {
     for learners in LEARNERS {
         let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
         let end = site.end();
@@ -126,7 +126,7 @@ fn bad(value: f32) -> Vec<u8> {
     bytes
 }
 
-pub fn what_is_not_finite_is_refused_when_offered(way: &Way) {
+pub fn nan_is_refused_when_offered(way: &Way) {
     for learners in LEARNERS {
         let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
         let end = site.end();
@@ -163,7 +163,7 @@ fn refused_at_commit(end: &Arc<End>, learner: &Learner, lendable: bool) {
     assert!(end.job.has_learner(learner.id));
 }
 
-pub fn what_is_not_finite_is_refused_at_the_commit(way: &Way) {
+pub fn nan_is_refused_at_the_commit(way: &Way) {
     for learners in LEARNERS {
         let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
         let end = site.end();
@@ -183,7 +183,7 @@ pub fn what_is_not_finite_is_refused_at_the_commit(way: &Way) {
     }
 }
 
-pub fn what_is_not_finite_counts_if_it_may(way: &Way) {
+pub fn accepted_nan_counts(way: &Way) {
     let site = way.job(&[("reducer", "sum"), ("nonfinite", "accept")]);
     let end = site.end();
     let learner = end.join("a");

@@ -1,4 +1,4 @@
-//! Random rounds of several learners, with all that may happen to a contribution: what was committed counts exactly once,
+//! Random rounds of several learners, with all that may happen to a contribution: committed ones count exactly once,
 //! and nothing else does.
 
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::site::{BLOCK, BLOCKS, Contribution, LONG, Learner, Message, Way, answ
 
 const ROUNDS: u64 = 50;
 
-/// Fills a contribution at random; what it holds then, by block.
+/// Fills a contribution at random, and returns its contents by block.
 fn fill(contribution: &mut Contribution, random: &mut Rng) -> Vec<f32> {
     let mut held = vec![0.0; BLOCKS as usize];
     let mut blocks: Vec<u32> = (0..BLOCKS).collect();

@@ -8,7 +8,7 @@ use libmodelio::vocabulary::phase::JobPhase;
 
 use crate::site::{BLOCKS, LONG, SHORT, Way, answer, done, timed_out, until};
 
-pub fn settings_show_and_count(way: &Way) {
+pub fn settings_show_and_take_effect(way: &Way) {
     let site = way.job(&[("reducer", "sgd"), ("learning_rate", "0.5"), ("retain", "3")]);
     let [a, b] = site.two_ends();
     for end in [&a, &b] {
@@ -79,7 +79,7 @@ pub fn a_quorum_is_enough(way: &Way) {
     second.push(2.0);
     assert_eq!((first.pull(), second.pull()), (1, 1));
     a.shows(1, 3.0);
-    // Who is late counts in the next one, which again takes two.
+    // The late learner counts in the next version, which again takes two.
     late.push(4.0);
     assert_eq!(b.job.version(), Version(1));
     first.push(8.0);

@@ -1,4 +1,4 @@
-//! What the tests need of a way: a job on it, ends of that job, learners, and what they contribute.
+//! The site of a test: a job over one path, ends of that job, learners, and their contributions.
 
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
@@ -21,7 +21,7 @@ use ps_backend::server::local;
 
 use crate::world::{self, World};
 
-/// For what has to come. Devices in software on emulated machines take their time.
+/// The longest wait for an outcome that must come. Devices in software on emulated machines take their time.
 pub const LONG: Duration = Duration::from_secs(90);
 
 /// For what does not come.
@@ -138,7 +138,7 @@ pub enum Message {
     Assign { buffer: Region, written: Vec<std::ops::Range<u64>> },
 }
 
-/// What it answers.
+/// Its answer.
 #[derive(Debug)]
 pub enum Reply {
     Done,
@@ -364,7 +364,7 @@ impl Learner {
 pub struct Contribution<'a> {
     pub learner: &'a Learner,
     pub step: Step,
-    /// With what was offered and staged so far.
+    /// With the blocks that were offered and staged so far.
     pub notice: CommitNotice,
 }
 

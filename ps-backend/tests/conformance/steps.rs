@@ -52,7 +52,7 @@ pub fn contributions_of_several_ends_are_added(way: &Way) {
     }
 }
 
-pub fn blocks_come_early_or_late_and_in_any_order(way: &Way) {
+pub fn blocks_may_come_early_or_late_and_in_any_order(way: &Way) {
     let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
     let [a, b] = site.two_ends();
     let (one, other) = (a.join("a"), b.join("b"));
@@ -80,7 +80,7 @@ pub fn blocks_come_early_or_late_and_in_any_order(way: &Way) {
     }
 }
 
-pub fn blocks_come_from_several_threads(way: &Way) {
+pub fn blocks_may_come_from_several_threads(way: &Way) {
     let site = way.striped_job(&[("reducer", "sum")]);
     let end = site.end();
     let learner = end.join("a");
@@ -88,7 +88,7 @@ pub fn blocks_come_from_several_threads(way: &Way) {
         let mut contribution = learner.open();
         let slots = (0..BLOCKS).map(|block| learner.slot(contribution.step, block)).collect::<Vec<_>>();
         let bytes = (0..BLOCKS).map(|block| contribution.filled(block, 1.0)).collect::<Vec<_>>();
-        // Each block by two of them: one is told that the other was faster.
+        // Two of them offer each block: one learns that the other was faster.
         let offered = std::thread::scope(|scope| {
             let (room, end, slots, bytes) = (&contribution.notice.staging, &end, &slots, &bytes);
             let offer = |order: Vec<usize>| {
@@ -117,7 +117,7 @@ pub fn blocks_come_from_several_threads(way: &Way) {
     }
 }
 
-pub fn a_contributor_writes_at_any_offset(way: &Way) {
+pub fn a_contributor_may_write_at_any_offset(way: &Way) {
     let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
     let [a, b] = site.two_ends();
     let learners = [a.join("a"), b.join("b")];
@@ -144,7 +144,7 @@ pub fn a_contributor_writes_at_any_offset(way: &Way) {
     }
 }
 
-pub fn what_is_not_sent_counts_as_zero(way: &Way) {
+pub fn unsent_blocks_count_as_zero(way: &Way) {
     let site = way.job(&[("reducer", "sum")]);
     let end = site.end();
     let learner = end.join("a");
@@ -178,7 +178,7 @@ pub fn a_block_that_is_offered_twice_counts_once(way: &Way) {
             assert_eq!(contribution.offer(block, &others), Ok(Placement::Duplicate));
         }
         done(contribution.commit());
-        // What is taken stays so.
+        // A taken step stays taken.
         for value in [1.0, 7.0] {
             let bytes = contribution.filled(2, value);
             assert_eq!(contribution.offer(2, &bytes), Ok(Placement::Duplicate));

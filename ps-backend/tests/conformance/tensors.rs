@@ -236,7 +236,7 @@ pub fn frozen_tensors_are_never_reduced(way: &Way) {
         step(7.0, 0.0);
         end.set("frozen", "").unwrap();
         step(9.25, 4.0);
-        // What is frozen is judged like all else, wherever it comes by.
+        // Frozen tensors are checked like all others, on every path.
         writers[0].learner.end.set("frozen", "first").unwrap();
         let layout = end.job.layout();
         let nan = f32::NAN.to_le_bytes();
@@ -284,7 +284,7 @@ pub fn what_was_not_written_takes_no_part_in_assign(way: &Way) {
                     1 => continue,
                     _ => (ends[0].min(ends[1]), ends[0].max(ends[1])),
                 };
-                // Blocks that are whole are sent before others have said what they write.
+                // Whole blocks are sent before it is known what others write.
                 if from < to && draws.below(2) == 0 {
                     writer.write(name, from, to, value);
                 } else if from < to {
@@ -303,7 +303,7 @@ pub fn what_was_not_written_takes_no_part_in_assign(way: &Way) {
         let first = draws.below(3);
         let order = [first, (first + 1 + round % 2) % 3, (first + 2 - round % 2) % 3];
         if round % 4 < 2 {
-            // Who is late finds the others added up.
+            // The late learner finds the others added up.
             order.iter().for_each(|&number| writers[number].commit());
         } else {
             let (sender, receiver) = channel();

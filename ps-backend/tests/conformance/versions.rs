@@ -58,7 +58,7 @@ pub fn a_pinned_version_stays_as_it_is(way: &Way) {
     assert!(buffers <= 7, "{buffers} buffers");
 }
 
-/// Reads versions until told to stop: each is whole, and none is older than the one before. How many there were.
+/// Reads versions until it must stop: each is whole, and none is older than the one before. Returns their number.
 fn read_on(end: &End, stop: &AtomicBool, pins: bool) -> usize {
     let (mut newest, mut seen) = (Version(0), 0);
     loop {
@@ -110,7 +110,7 @@ pub fn no_read_is_torn(way: &Way) {
     b.shows(STEPS, STEPS as f32);
 }
 
-pub fn any_range_is_read(way: &Way) {
+pub fn any_range_can_be_read(way: &Way) {
     let site = way.striped_job(&[("reducer", "assign")]);
     let end = site.end();
     let learner = end.join("a");
@@ -147,18 +147,18 @@ pub fn any_range_is_read(way: &Way) {
     }
 }
 
-pub fn versions_are_told_of(way: &Way) {
+pub fn listeners_hear_of_every_version(way: &Way) {
     const STEPS: u64 = 5;
     let site = way.job(&[("reducer", "sum")]);
     let [a, b] = site.two_ends();
     let learner = a.join("a");
-    let (told, events) = channel();
-    let told = Mutex::new(told);
+    let (sender, events) = channel();
+    let sender = Mutex::new(sender);
     let job = Arc::downgrade(&b.job);
     b.job.subscribe(Box::new(move |event| {
         let version = job.upgrade().map(|job| job.version());
         // Nobody listens in the end.
-        let _ = told.lock().unwrap().send((event, version));
+        let _ = sender.lock().unwrap().send((event, version));
     }));
     for _ in 0..STEPS {
         learner.push(1.0);
@@ -166,11 +166,11 @@ pub fn versions_are_told_of(way: &Way) {
     assert_eq!(learner.pull(), STEPS);
     b.sees(STEPS);
     // They may come in another order, and some versions need not be shown here at all.
-    let mut told = BTreeSet::new();
-    while !told.contains(&Version(STEPS)) {
+    let mut seen = BTreeSet::new();
+    while !seen.contains(&Version(STEPS)) {
         let (event, shown) = events.recv_timeout(LONG).expect("word of a version");
         let Event::Published(version) = event else { panic!("{event:?}") };
-        assert!(shown >= Some(version), "{version} is told of, {shown:?} is shown");
-        assert!(version <= Version(STEPS) && told.insert(version), "{version} is told of again");
+        assert!(shown >= Some(version), "{version} is reported, {shown:?} is shown");
+        assert!(version <= Version(STEPS) && seen.insert(version), "{version} is reported again");
     }
 }

@@ -1,4 +1,4 @@
-//! Waits: they end at their deadlines, when they are withdrawn, when what they wait for is dropped.
+//! Waits end at their deadlines, when they are withdrawn, and when the awaited contribution is dropped.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::site::{BLOCK, BLOCKS, LONG, Message, Reply, SHORT, Way, answer, done,
 /// By how much an answer may be late where a machine is emulated.
 const LATE: Duration = Duration::from_secs(20);
 
-/// Whether what has begun then has ended about when it should.
+/// Checks that a wait from `begun` on has ended about at its timeout.
 #[track_caller]
 fn in_time(begun: Instant, timeout: Duration) {
     let took = begun.elapsed();
@@ -59,7 +59,7 @@ pub fn waiting_for_a_step_ends_at_its_deadline(way: &Way) {
     other.push(2.0);
     assert!(matches!(answer(&waits[2]), Ok(Reply::Version(Version(1)))));
     a.shows(1, 3.0);
-    // What others wait for is not this learner's.
+    // Others wait for another step than this learner's.
     other.push(4.0);
     assert_eq!(one.pull(), 1);
 }
@@ -87,7 +87,7 @@ pub fn a_wait_is_withdrawn(way: &Way) {
     assert_eq!(one.open().step, Step(2));
 }
 
-pub fn what_is_aborted_while_its_commit_waits_is_dropped(way: &Way) {
+pub fn a_contribution_that_is_aborted_while_its_commit_waits_is_dropped(way: &Way) {
     let site = way.job(&WAITS);
     let [a, b] = site.two_ends();
     let one = a.join("a");
@@ -106,7 +106,7 @@ pub fn what_is_aborted_while_its_commit_waits_is_dropped(way: &Way) {
     a.shows(2, 3.0);
 }
 
-pub fn what_is_aborted_is_dropped(way: &Way) {
+pub fn an_aborted_contribution_is_dropped(way: &Way) {
     for learners in ["1", "2"] {
         let site = way.job(&[("reducer", "sum"), ("learners", learners)]);
         let [a, b] = site.two_ends();
@@ -162,7 +162,7 @@ pub fn an_end_that_shuts_down_answers_everybody(way: &Way) {
     let slot = a.slot(Step(2), 0);
     let refused = end.job.write(&contribution.filled(0, 1.0), slot, Some(&contribution.notice.staging));
     assert_eq!(refused, Err(ShardError::Unreachable));
-    // What is published can be read on; that its learners go may have made a version of what they had committed.
+    // Published versions can still be read. The end of its learners may have made a version of their commits.
     let (version, _) = end.weights();
     end.shows(version.0.min(1), version.0 as f32);
 }

@@ -45,7 +45,7 @@ pub fn new_weights_appear_whole_everywhere(way: &Way) {
     let [a, b] = site.two_ends();
     for (version, end) in (1..).zip([&a, &a, &b]) {
         done(assign(end, version as f32, &all(end)));
-        // Whoever has written them reads them.
+        // The end that has written them reads them.
         end.shows(version, version as f32);
         a.sees(version);
         b.sees(version);
@@ -59,7 +59,7 @@ pub fn new_weights_appear_whole_everywhere(way: &Way) {
     b.shows(4, 9.0);
 }
 
-pub fn what_is_not_written_keeps_its_value(way: &Way) {
+pub fn unwritten_bytes_keep_their_value(way: &Way) {
     let site = way.striped_job(&[("reducer", "assign")]);
     let end = site.end();
     let size = end.job.layout().size();
@@ -84,7 +84,7 @@ pub fn what_is_not_written_keeps_its_value(way: &Way) {
     }
 }
 
-pub fn weights_are_written_when_they_may_be(way: &Way) {
+pub fn weights_can_be_written_only_when_the_job_allows_it(way: &Way) {
     let site = way.job(&[("reducer", "sum")]);
     let end = site.end();
     let job = &end.job;
@@ -111,7 +111,7 @@ pub fn weights_are_written_when_they_may_be(way: &Way) {
     assert!(matches!(assign(&end, 2.0, &all(&end)).unwrap_err(), ShardError::NotAllowed(_)));
     end.set("reducer", "assign").unwrap();
     assert_eq!(job.may_assign(), Ok(()));
-    // What is not finite is found where it is written, before it is sent.
+    // NaN is found where it is written, before it is sent.
     let buffer = filled(&end, 2.0, &all(&end));
     store(&buffer, BLOCK + 4, &f32::NAN.to_le_bytes());
     assert_eq!(job.check_finite(&buffer, &all(&end)), Err(ShardError::NonFinite(BlockId(1))));
@@ -138,7 +138,7 @@ pub fn a_buffer_is_assigned_once(way: &Way) {
     end.shows(2, 2.0);
 }
 
-pub fn new_weights_that_are_withdrawn_count_wholly_or_not_at_all(way: &Way) {
+pub fn withdrawn_new_weights_count_wholly_or_not_at_all(way: &Way) {
     let site = way.job(&[("reducer", "sum")]);
     let end = site.end();
     let learner = end.join("a");
@@ -156,7 +156,7 @@ pub fn new_weights_that_are_withdrawn_count_wholly_or_not_at_all(way: &Way) {
     let version = end.job.version().0;
     assert_eq!(version, u64::from(before > 0.0));
     end.shows(version, before);
-    // What was being written counts all the same, and what is withdrawn in vain harms nobody.
+    // The weights count all the same, and a withdrawal in vain harms nobody.
     done(end.ask(Message::WithdrawAssign { buffer: buffer.key() }));
     (1..BLOCKS).for_each(|block| contribution.offer_all_of(block, 1.0));
     done(contribution.commit());
@@ -184,7 +184,7 @@ pub fn buffers_are_bounded(way: &Way) {
     learner.push(1.0);
     assert_eq!(learner.pull(), 1);
     end.shows(1, 1.0);
-    // What was given back can be had again.
+    // A buffer that was given back can be taken again.
     let buffer = filled(&end, 2.0, &all(&end));
     assert!(end.job.status().buffers.0 <= 4);
     drop(buffer);

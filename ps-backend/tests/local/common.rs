@@ -18,7 +18,7 @@ use ps_backend::server::local;
 pub const LONG: Duration = Duration::from_secs(20);
 pub const BLOCK: u32 = 64 << 10;
 
-/// A job and what it takes to write to it.
+/// A job, and the objects to write to it.
 pub struct Job {
     pub shard: Arc<client::Job>,
     pub layout: Arc<ModelLayout>,

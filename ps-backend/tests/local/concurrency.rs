@@ -184,7 +184,7 @@ fn a_refused_block_always_fails_the_commit_whichever_thread_wrote_it() {
 }
 
 #[test]
-fn completions_may_use_what_they_complete() {
+fn completions_may_call_the_job() {
     let job = Job::with(floats_layout(40_000), &[("learners", "2")]);
     let (a, b) = (job.join("a"), job.join("b"));
     let ones = encode(&job.layout, 0, |_| 1.0);

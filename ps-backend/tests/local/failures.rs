@@ -1,4 +1,4 @@
-//! What fails, and what it leaves behind: nothing.
+//! Failures leave nothing behind.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -125,7 +125,7 @@ fn nan_in_one_of_two_mappings_at_once_fails_that_one() {
 }
 
 #[test]
-fn nan_is_taken_when_asked_for() {
+fn nan_counts_if_the_settings_accept_it() {
     for learners in ["1", "2"] {
         let job = Job::new(&[("nonfinite", "accept"), ("learners", learners)]);
         let all: Vec<_> = (0..learners.parse().unwrap()).map(|i| job.join(&format!("l{i}"))).collect();
@@ -138,7 +138,7 @@ fn nan_is_taken_when_asked_for() {
 }
 
 #[test]
-fn what_others_contributed_is_not_held_against_the_last() {
+fn the_last_learner_does_not_fail_for_the_nan_of_others() {
     let job =
         Job::with(floats_layout(40_000), &[("reducer", "sum"), ("nonfinite", "accept"), ("learners", "2")]);
     let (a, b) = (job.join("a"), job.join("b"));

@@ -142,7 +142,7 @@ fn assigned_contributions_replace_everything_accumulated_or_not() {
             let size = job.size();
             let data = gradient(&job.layout, 7);
             for step in 0..3 {
-                // Each learner brings its own blocks; the last also what is left.
+                // Each learner brings its own blocks, and the last one the rest, too.
                 let mut expected = job.weights();
                 for (i, learner) in learners.iter().enumerate() {
                     let start = i * BLOCK as usize;
@@ -172,7 +172,7 @@ fn assigned_contributions_replace_everything_accumulated_or_not() {
 }
 
 #[test]
-fn assigned_bytes_that_were_accumulated_survive_when_the_last_learner_brings_nothing() {
+fn accumulated_values_stay_when_the_last_learner_writes_nothing() {
     let job = Job::new(&[("reducer", "assign"), ("learners", "2")]);
     let (a, b) = (job.join("a"), job.join("b"));
     let data = gradient(&job.layout, 3);
@@ -273,7 +273,7 @@ fn new_weights_in_part_keep_the_rest_and_its_masters() {
     publisher.commit(LONG, move |result| sender.send(result).unwrap());
     receiver.recv().unwrap().unwrap();
     assert!(job.weights() == expected);
-    // What was not written still knows the steps that its weight does not show.
+    // The masters of unwritten bytes still have the steps that the rounded weights do not show.
     job.set("reducer", "sgd");
     for _ in 0..32 {
         learner.contribute(&ones).unwrap();

@@ -71,14 +71,14 @@ fn a_contribution_may_be_written_before_the_last_is_published() {
 }
 
 #[test]
-fn what_was_written_ahead_and_dropped_does_not_touch_what_was_committed() {
+fn a_dropped_contribution_ahead_leaves_the_committed_one_alone() {
     let job = Job::with(floats_layout(40_000), &[("reducer", "sum"), ("learners", "2")]);
     let (a, b) = (job.join("a"), job.join("b"));
     let start = decode(&job.layout, &job.weights());
     let value = |v: f32| encode(&job.layout, 0, move |_| v);
     a.contribute(&value(1.0)).unwrap();
     for _ in 0..3 {
-        // Each of these is staged anew while the first one is still to be read.
+        // Each of these is staged again while the first one is still to be read.
         a.write_in_pieces(&value(64.0), 7_001);
         let late = a.commit_within(std::time::Duration::from_millis(1));
         assert!(late.is_err());

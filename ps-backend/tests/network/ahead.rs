@@ -109,7 +109,7 @@ fn the_others_of_a_client_that_have_committed_count_with_what_is_sent_ahead() {
 }
 
 #[test]
-fn what_is_sent_ahead_and_dropped_never_counts() {
+fn dropped_blocks_that_were_sent_ahead_never_count() {
     for way in WAYS {
         let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
         let client = world.client();
@@ -131,7 +131,7 @@ fn what_is_sent_ahead_and_dropped_never_counts() {
 }
 
 #[test]
-fn what_a_client_sent_ahead_before_its_death_never_counts() {
+fn blocks_that_a_dead_client_sent_ahead_never_count() {
     for way in WAYS {
         let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "1")];
         let world = World::new(1, BYTES, &settings, way);
@@ -176,7 +176,7 @@ fn a_slow_writer_holds_nobody_up(consistency: &str) {
         let (version, weights) = pull(&client, &slow);
         assert_eq!(version, Version(4));
         is_all(&weights, 103.0);
-        // What was sent in vain may be read still: the next contribution lies elsewhere.
+        // Blocks that were sent in vain may still be read, so the next contribution lies elsewhere.
         write(&slow, 100.0, 0..BYTES);
         assert_eq!(commit(&slow), Ok(()), "{way:?}");
         is_all(&pull(&client, &slow).1, 203.0);

@@ -1,6 +1,6 @@
-//! A shard by RDMA that lies: it greets its clients as it should, and then names memory that it does not have, or speaks
-//! of slots that there are not. Its clients say so, and none of them is harmed. Skipped, with the reason, where there is
-//! no device.
+//! A shard by RDMA that lies: it greets its clients as it should, and then names memory that it does not have, or
+//! speaks of slots that there are not. Its clients say so, and none of them is harmed. Skipped, with the reason, where
+//! there is no device.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ const BYTES: u64 = 1_000_004;
 /// That is as a rule enough to find out, and else these are, where others are busy.
 const PATIENCE: [Duration; 3] = [Duration::from_secs(2), Duration::from_secs(8), Duration::from_secs(15)];
 
-/// What follows the greeting, and under which number of a request.
+/// The messages after the greeting, and their numbers of requests.
 type Lie = (u64, Message);
 
 struct Liar {
@@ -105,7 +105,7 @@ fn a_shard_that_lies_harms_no_client() {
         });
         assert!(found.is_some(), "{what} is not found out");
     }
-    // Those of an honest one are none the worse for it.
+    // The connections of an honest shard are none the worse for it.
     let client = world.client();
     let learner = Learner::join(&client, "l");
     assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));

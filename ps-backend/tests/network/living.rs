@@ -54,13 +54,13 @@ fn drain(world: &mut World, coordinator: bool) {
 fn train(world: &mut World, count: u32, mut before: impl FnMut(&mut World, u32)) -> (Version, Vec<u32>) {
     let clients = [world.client(), world.client()];
     let shares = [0.125f32, 0.5];
-    let (told, steps) = channel();
+    let (sender, steps) = channel();
     let threads: Vec<_> = clients
         .iter()
         .cloned()
         .zip(["a", "b"].into_iter().zip(shares))
         .map(|(client, (name, share))| {
-            let told = told.clone();
+            let sender = sender.clone();
             std::thread::spawn(move || {
                 let learner = Learner::join(&client, name);
                 let mut newest = (Version(0), Vec::new());
@@ -70,14 +70,14 @@ fn train(world: &mut World, count: u32, mut before: impl FnMut(&mut World, u32))
                     newest = learner.pull();
                     assert_eq!(newest.0, Version(step.into()));
                     if name == "a" {
-                        told.send(step).unwrap();
+                        sender.send(step).unwrap();
                     }
                 }
                 newest
             })
         })
         .collect();
-    drop(told);
+    drop(sender);
     for step in steps {
         before(world, step + 1);
     }

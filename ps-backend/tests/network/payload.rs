@@ -56,7 +56,7 @@ pub fn of_shard(world: &World) -> Payloads {
     }
 }
 
-/// All that was pushed came, some of it perhaps twice: whoever has to wait may be asked again.
+/// All pushed blocks came, some perhaps twice: a block that must wait may be sent again.
 fn pushed_and_pulled(counts: &Payloads, pulled: u64) {
     assert!(counts.pushed_bytes >= ALL, "{counts:?}");
     assert_eq!(counts.pulled_bytes, pulled, "{counts:?}");
@@ -126,8 +126,8 @@ fn the_first_contribution_is_fetched_straight_into_the_sum() {
     // With iWARP peers may write what READs fill.
     let is_iwarp = Endpoint::open(&way.options().0.rdma_options).unwrap().device().is_iwarp();
     let stored = of_two(way).push_stored_bytes;
-    // What is named before the shard has heard of its plan may be in a slot when that begins.
-    // And the first step is what has the sum registered.
+    // A block that is named before the shard knows its plan may be in a slot when the plan begins.
+    // And only the first step registers the sum.
     assert!(if is_iwarp { stored == 0 } else { (BYTES / 2..=ALL).contains(&stored) }, "{stored} of {ALL}");
 }
 

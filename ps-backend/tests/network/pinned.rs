@@ -1,6 +1,6 @@
-//! By RDMA, where not all memory may be pinned (RLIMIT_MEMLOCK): what is known when a connection begins sends it another
-//! way; what comes later goes through the connection's ring. Each test is a process of its own, without the capability to
-//! pin what it likes, for the limit is the process's.
+//! By RDMA, where not all memory may be pinned (RLIMIT_MEMLOCK): what is known when a connection begins sends it
+//! another way; what comes later goes through the connection's ring. Each test is a process of its own, without the
+//! capability to pin what it likes, for the limit is the process's.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -123,8 +123,8 @@ fn is_turned_away(pages: i64, expected: &str) {
 }
 
 #[test]
-fn a_client_that_may_not_pin_a_version_goes_by_tcp() {
-    if is_limited("a_client_that_may_not_pin_a_version_goes_by_tcp") {
+fn a_client_that_may_not_pin_a_version_uses_tcp() {
+    if is_limited("a_client_that_may_not_pin_a_version_uses_tcp") {
         is_turned_away(ARENA_PAGES + RINGS, "1000004 bytes cannot be registered");
     }
 }
@@ -138,8 +138,8 @@ fn a_shard_that_may_not_pin_its_versions_is_reached_over_tcp() {
 }
 
 #[test]
-fn what_a_client_may_not_pin_later_goes_through_the_ring() {
-    if !is_limited("what_a_client_may_not_pin_later_goes_through_the_ring") {
+fn versions_that_a_client_may_not_pin_come_through_the_ring() {
+    if !is_limited("versions_that_a_client_may_not_pin_come_through_the_ring") {
         return;
     }
     let world = world(|options| options.placement = Placement::Static);
@@ -224,11 +224,11 @@ fn hold(endpoint: &Endpoint, world: &World, version: Version) {
 }
 
 #[test]
-fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
-    if !is_limited("what_a_shard_may_not_pin_later_goes_through_the_ring") {
+fn versions_that_a_shard_may_not_pin_go_through_the_ring() {
+    if !is_limited("versions_that_a_shard_may_not_pin_go_through_the_ring") {
         return;
     }
-    // What is granted to a connection is pinned as long as that lasts.
+    // Slots that are granted to a connection are pinned as long as it lasts.
     let world = world(|options| options.placement = Placement::Dynamic);
     let client = connect(&world, TransportChoice::Rdma).unwrap();
     let learner = Learner::join(&client, "l");
@@ -260,8 +260,8 @@ fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
 }
 
 #[test]
-fn sums_give_way_to_versions() {
-    if !is_limited("sums_give_way_to_versions") {
+fn versions_are_pinned_before_sums() {
+    if !is_limited("versions_are_pinned_before_sums") {
         return;
     }
     let way = Way::rdma_with(|options| options.placement = Placement::Dynamic).expect("there is a device");

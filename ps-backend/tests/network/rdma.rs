@@ -56,12 +56,12 @@ fn learners_live_through_moves_of_their_model_by_rdma() {
 }
 
 #[test]
-fn blocks_are_placed_in_slots() {
+fn a_client_writes_blocks_into_granted_slots() {
     sums(|options| options.placement = Placement::Static);
 }
 
 #[test]
-fn blocks_are_fetched() {
+fn a_shard_fetches_blocks_from_a_client() {
     sums(|options| options.placement = Placement::Dynamic);
 }
 
@@ -76,11 +76,11 @@ fn blocks_are_fetched_into_slots_of_each_queue_pair() {
 }
 
 #[test]
-fn two_slots_will_do() {
+fn two_slots_suffice() {
     sums(|options| (options.placement, options.slots) = (Placement::Dynamic, 2));
 }
 
-/// What is added up in a fixed order waits for what comes before it, in slots that this one wants, too.
+/// With a fixed order, a payload waits for those before it, in slots that they need, too.
 fn in_order_through_two_slots(change: fn(&mut RdmaOptions)) {
     let Some(way) = Way::rdma_with(change) else { return };
     let settings = [("reducer", "sum"), ("learners", "3"), ("deterministic", "true")];
@@ -128,7 +128,7 @@ fn each_queue_pair_may_wait_for_its_own_messages() {
 }
 
 #[test]
-fn short_queues_without_inline_data_will_do() {
+fn short_queues_without_inline_data_suffice() {
     sums(|options| (options.depth, options.inline, options.report_every) = (16, 0, 1));
 }
 
@@ -150,7 +150,7 @@ fn threads_may_sleep_or_never_do() {
 }
 
 #[test]
-fn a_client_that_goes_without_a_word_leaves_nothing() {
+fn a_client_that_ends_silently_leaves_nothing() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     for round in 1..=5 {
@@ -210,7 +210,7 @@ fn payload_may_lie_in_memory_of_another_device() {
     }
 }
 
-/// What is none of a device's.
+/// Memory that is no device's.
 #[derive(Debug)]
 struct NoneOfADevice(Mapping);
 
@@ -230,7 +230,7 @@ unsafe impl DeviceMemory for NoneOfADevice {
 }
 
 #[test]
-fn what_is_no_memory_of_a_device_is_refused() {
+fn memory_that_is_not_a_devices_is_refused() {
     let Some(way) = Way::rdma() else { return };
     let memory = || Arc::new(NoneOfADevice(Mapping::memfd("none", 8 << 20).unwrap()));
     let (options, _) = way.options();
@@ -295,7 +295,7 @@ impl Stream for Raw {
     }
 }
 
-/// Connects, and says `messages` after a greeting as `client`: what comes back.
+/// Connects, and sends `messages` after a greeting as `client`. Returns the answer.
 fn say(
     endpoint: &Endpoint,
     world: &World,
@@ -377,7 +377,7 @@ fn a_hostile_client_ends_only_its_own_connection() {
 }
 
 #[test]
-fn what_cannot_be_fetched_into_a_sum_leaves_nothing_of_it() {
+fn a_fetch_into_a_sum_that_fails_leaves_nothing() {
     let Some(way) = Way::rdma_with(|options| {
         (options.placement, options.slots) = (Placement::Dynamic, 2);
     }) else {
@@ -414,7 +414,8 @@ fn what_cannot_be_fetched_into_a_sum_leaves_nothing_of_it() {
         let holder = [share(held.address, held.key), push(99, 0), push(99, 1)];
         let _holder = say(&endpoint, &world, ClientId(8), &holder);
         std::thread::sleep(Duration::from_millis(300));
-        // The first one's contribution is the plan after the two of each step. Somebody else says where it lies, and lies.
+        // The first one's contribution is the plan after the two of each step. Somebody else says where it lies, and
+        // lies.
         let mut lies = vec![share(held.address, held.key ^ 0x0505_0500)];
         lies.extend((0..BYTES.div_ceil(64 << 10) as u32).map(|block| push(u64::from(2 * round - 1), block)));
         let liar = say(&endpoint, &world, clients[0].id(), &lies);
@@ -428,7 +429,7 @@ fn what_cannot_be_fetched_into_a_sum_leaves_nothing_of_it() {
 }
 
 #[test]
-fn fewer_slots_will_do_where_no_more_fit() {
+fn fewer_slots_suffice_if_no_more_fit() {
     // Rings of two connections for each client, two slots of twice a block, and none for blocks that are placed.
     let Some(way) = Way::rdma_with(|options| options.arena = 1 << 20) else { return };
     sums_in(&World::new(1, BYTES, &THREE_ARE_SUMMED, way));
@@ -457,7 +458,8 @@ fn a_shard_whose_arena_is_full_is_reached_over_tcp() {
     }
 }
 
-/// What this process has of the device's and of the kernel's: objects by their kinds, pages that are pinned, descriptors.
+/// What this process has of the device's and of the kernel's: objects by their kinds, pages that are pinned,
+/// descriptors.
 fn held() -> BTreeMap<&'static str, usize> {
     let in_self = |folder: &str| std::fs::read_dir(format!("/proc/self/{folder}")).unwrap();
     // The kernel names the thread that has made an object.
@@ -469,10 +471,10 @@ fn held() -> BTreeMap<&'static str, usize> {
     };
     let mut held = BTreeMap::new();
     for kind in ["qp", "mr", "cq", "pd", "srq", "cm_id"] {
-        let told =
+        let output =
             Command::new("rdma").args(["resource", "show", kind]).output().expect("`rdma`, of iproute2");
-        assert!(told.status.success(), "{told:?}");
-        held.insert(kind, String::from_utf8_lossy(&told.stdout).lines().filter(is_own).count());
+        assert!(output.status.success(), "{output:?}");
+        held.insert(kind, String::from_utf8_lossy(&output.stdout).lines().filter(is_own).count());
     }
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let pinned = status.lines().find_map(|line| line.strip_prefix("VmPin:")).expect("VmPin");
@@ -484,14 +486,16 @@ fn held() -> BTreeMap<&'static str, usize> {
 /// Connections that have come and gone leave nothing: GRADFS_RDMA_TIMES of them. In a process of its own, for what is
 /// counted is the process's.
 #[test]
-fn many_come_and_go() {
+fn clients_that_come_and_go_leave_nothing() {
     const ALONE: &str = "GRADFS_RDMA_ALONE";
     const AT_ONCE: usize = 4;
     if Way::rdma().is_some() && std::env::var_os(ALONE).is_none() {
         let mut again = Command::new(std::env::current_exe().unwrap());
-        again.args(["--exact", "--nocapture", "rdma::many_come_and_go"]).env(ALONE, "1");
+        again
+            .args(["--exact", "--nocapture", "rdma::clients_that_come_and_go_leave_nothing"])
+            .env(ALONE, "1");
         let done = again.output().unwrap();
-        // What it says on its output is another program's summary.
+        // Its output is the summary of another program.
         eprint!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
         assert!(done.status.success(), "{}", done.status);
         return;
@@ -515,7 +519,7 @@ fn many_come_and_go() {
         }
         assert_eq!(endpoint.connections(), 0);
     };
-    // What is made for the first ones, and kept.
+    // Objects that are made for the first ones, and kept.
     come_and_go(AT_ONCE);
     let settled = |expected: Option<&BTreeMap<_, _>>| {
         let until = Instant::now() + LONG;

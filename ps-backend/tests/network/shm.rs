@@ -91,7 +91,7 @@ fn a_shard_on_another_host_is_reached_over_tcp_or_not_at_all() {
 }
 
 #[test]
-fn a_shard_whose_socket_is_not_there_is_reached_over_tcp_and_that_is_said() {
+fn a_shard_without_a_socket_is_reached_over_tcp_and_the_status_says_so() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
     let mut shards = world.shards();
     // The same place, by a name from which no socket's name follows.
@@ -109,7 +109,7 @@ fn a_shard_whose_socket_is_not_there_is_reached_over_tcp_and_that_is_said() {
 }
 
 #[test]
-fn a_client_that_goes_while_its_memory_is_read_has_contributed_all_or_nothing() {
+fn a_client_that_ends_while_its_memory_is_read_contributes_all_or_nothing() {
     // Longer than the pause between two signs of life.
     let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "5")];
     let world = World::new(1, 8 << 20, &settings, Way::Shm);
@@ -137,7 +137,7 @@ fn a_client_that_goes_while_its_memory_is_read_has_contributed_all_or_nothing() 
 }
 
 #[test]
-fn a_shard_that_starts_again_is_met_again() {
+fn a_restarted_shard_is_reached_by_shared_memory_again() {
     let start = |listen| {
         let (advertise, registry) = (None, None);
         let options = ServerOptions { listen, advertise, registry, ..options() };
@@ -265,7 +265,7 @@ impl Raw {
 }
 
 #[test]
-fn lies_are_refused_by_name_and_hurt_nobody_else() {
+fn false_claims_are_refused_by_name_and_hurt_nobody_else() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Shm);
     let push = |region, offset| Message::PushAt {
         plan: PlanId(1),
@@ -392,7 +392,7 @@ impl Raw {
 
 /// Whether all that a reader has mapped is `value`.
 fn all_are(pieces: &[Piece], value: f32) -> bool {
-    // SAFETY: what is read is compared, and nothing else.
+    // SAFETY: the bytes are only compared.
     let bytes = |piece| unsafe { Piece::bytes(piece) };
     !pieces.is_empty()
         && pieces.iter().flat_map(bytes).copied().eq(value
@@ -442,7 +442,7 @@ fn a_version_that_is_read_when_its_connection_ends_is_never_written_over() {
     assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
     let mut held = Vec::new();
     for version in 1..=6 {
-        // Memory that several have let go of is taken anew each time.
+        // Memory that several clients have released is taken again each time.
         let mut raw = Raw::welcomed(&world);
         held.push(raw.hold(Version(version), client_blocks(&world)));
         drop(raw);
@@ -477,7 +477,7 @@ impl Raw {
 
 /// Whether all of a version is `value`.
 fn is_all(memory: &Mapping, value: f32) -> bool {
-    // SAFETY: what is read is compared, and nothing else.
+    // SAFETY: the bytes are only compared.
     unsafe { memory.floats(0..BYTES as usize / 4) }.iter().all(|&weight| weight == value)
 }
 
@@ -555,7 +555,7 @@ fn a_client_that_holds_all_versions_that_it_may_shows_no_newer_one_and_holds_up_
     reader.unpin(Version(1), 1);
     shows(Version(20));
     assert_eq!(reader.payload().unwrap().pull_copied_bytes, 0);
-    // Where the shard ends, what is shown stays.
+    // When the shard ends, shown versions stay.
     world.servers[0].shut_down();
     for version in [0, 2, 3, 20] {
         let (_, weights) = read(&reader, Version(version));

@@ -109,7 +109,7 @@ fn a_client_may_pull_only_what_it_waits_for() {
     let learner = Learner::join(&lazy, "a");
     for step in 1..=2 {
         assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
-        // The other one has been told of the version, and has pulled it.
+        // The other one knows the version, and has pulled it.
         let end = std::time::Instant::now() + LONG;
         while eager.version() != Version(step) {
             assert!(std::time::Instant::now() < end, "version {step} does not come");

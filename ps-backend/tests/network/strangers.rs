@@ -1,4 +1,4 @@
-//! Peers by RDMA that speak something else, or want what there is not: they are told so, and others are served as before.
+//! Peers by RDMA that speak another protocol, or want more than there is, get the reason. Others are served as before.
 //! Ends are made by hand here, of what the transport is made of. Skipped, with the reason, where there is no device.
 
 use std::net::SocketAddr;
@@ -54,7 +54,7 @@ fn offer(notify: Notify) -> Offer {
     Offer { protocol: Protocol::NEWEST.number(), notify, mtu: None, ring }
 }
 
-/// What is no offer that an end takes which is told by `notify`, and what it calls it.
+/// Offers that an end with this way of notification refuses, with the name that it gives to the fault.
 fn strange(notify: Notify) -> [(Vec<u8>, &'static str); 5] {
     let other = match notify {
         Notify::Immediate => Notify::Flag,
@@ -71,7 +71,7 @@ fn strange(notify: Notify) -> [(Vec<u8>, &'static str); 5] {
     ]
 }
 
-/// Asks for a connection, and introduces itself by `private`: what comes of it.
+/// Asks for a connection with `private` as its introduction, and returns the outcome.
 fn ask(to: SocketAddr, private: &[u8]) -> CmEvent {
     const TOKEN: u64 = 5;
     const MILLIS: i32 = 5000;
@@ -89,7 +89,7 @@ fn ask(to: SocketAddr, private: &[u8]) -> CmEvent {
 }
 
 #[test]
-fn strangers_are_turned_away_by_a_shard_which_says_what_it_speaks() {
+fn a_shard_turns_strangers_away_and_names_its_protocol() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     let client = world.client();
@@ -100,9 +100,9 @@ fn strangers_are_turned_away_by_a_shard_which_says_what_it_speaks() {
     for (private, what) in strange(notify) {
         let event = ask(to, &private);
         assert!(matches!(event.kind, CmKind::Rejected), "{event:?}, {what}");
-        let told = Offer::decode(&event.private, notify).expect(what);
+        let received = Offer::decode(&event.private, notify).expect(what);
         let ring = Remote { address: 0, key: 0 };
-        assert_eq!(told, Offer { ring, ..offer(notify) }, "{what}");
+        assert_eq!(received, Offer { ring, ..offer(notify) }, "{what}");
         sum += 1.0;
         assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
         assert!(learner.pull().1.iter().all(|&weight| weight == sum), "after {what}");
@@ -144,7 +144,7 @@ fn listen(address: SocketAddr, answers: Vec<(bool, Vec<u8>)>) -> (SocketAddr, st
 }
 
 #[test]
-fn a_client_says_what_a_strange_shard_speaks() {
+fn a_client_names_the_protocol_of_a_strange_shard() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     let endpoint = Endpoint::open(&world.rdma).unwrap();

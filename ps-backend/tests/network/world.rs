@@ -123,7 +123,7 @@ impl World {
         World::with_options(ServerOptions { threads, ..options }, transport, shards, layout, settings)
     }
 
-    /// With shards that are told this.
+    /// With these options of the shards.
     pub fn with_options(
         options: ServerOptions,
         transport: TransportChoice,

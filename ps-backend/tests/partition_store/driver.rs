@@ -1,4 +1,4 @@
-//! A partition, what its sources send, and what it should be.
+//! A partition, the payloads of its sources, and the expected result.
 
 use std::sync::Arc;
 
@@ -122,7 +122,7 @@ pub struct Twin {
     pub reducer: Reducer,
     pub hyper: Hyper,
     reference: Reference,
-    /// What is expected of bytes that are not reduced.
+    /// The expected value of bytes that are not reduced.
     raw: Vec<u8>,
     pub version: Version,
     t: u64,
@@ -267,7 +267,7 @@ impl Twin {
         self.reference.step(self.reducer, &self.hyper, &contributions);
     }
 
-    /// The newest version is what it should be, so are the checksums, and what a watcher knows.
+    /// Checks the newest version, its checksums, and the watcher's record.
     pub fn check(&self, what: &str) -> Vec<u8> {
         self.watcher.check(&self.store);
         let newest = self.store.newest().unwrap();

@@ -61,7 +61,7 @@ fn a_partition_that_has_moved_goes_on_as_if_it_had_not() {
         (Reducer::Adam, Reducer::Adam),
         (Reducer::Momentum, Reducer::Momentum),
         (Reducer::Sum, Reducer::Sum),
-        // Its state begins anew, whatever was brought.
+        // Its state begins at zero, whatever was brought.
         (Reducer::Adam, Reducer::AdamW),
         (Reducer::Sgd, Reducer::Adam),
     ] {
@@ -99,7 +99,7 @@ fn blocks_are_the_same_bit_by_bit_in_whatever_partition() {
 }
 
 #[test]
-fn no_plan_begins_while_what_is_kept_is_read() {
+fn no_plan_begins_while_kept_state_is_read() {
     let mut twin = trained(Reducer::Adam, 2);
     let kept = twin.store.keep().unwrap();
     assert!(matches!(twin.begin_reduce(1), Err(PartitionError::Busy)));
@@ -125,7 +125,7 @@ fn no_plan_begins_while_what_is_kept_is_read() {
 }
 
 #[test]
-fn what_does_not_fit_is_not_taken() {
+fn pieces_that_do_not_fit_are_refused() {
     let twin = trained(Reducer::Adam, 1);
     let (layout, weights) = (&twin.layout, initial_weights(&twin.layout));
     let there =
@@ -133,7 +133,7 @@ fn what_does_not_fit_is_not_taken() {
     assert!(matches!(there.keep(), Err(PartitionError::Loading)));
     let first = BlockId(0);
     assert!(there.load(first, &weights[bytes_of(layout, first)]).unwrap());
-    // What has come before is void.
+    // Earlier data is void.
     there.begin_at(Version(1), Reducer::Adam).unwrap();
     assert!(matches!(there.finish_loading(), Err(PartitionError::NotLoaded(BlockId(0)))));
     let last = BlockId(layout.blocks() - 1);

@@ -17,8 +17,8 @@ use ps_backend::partition::store::{BlockInput, Limits, PartitionJob, PartitionSt
 use crate::common;
 use crate::driver::{bytes_of, model, partition_of, reduces_all};
 
-/// Which blocks, by bit; how much of a block is written, in words of four bytes, from where, and how often; all of it if
-/// nothing is said.
+/// Which blocks, by bit; how much of a block is written, in words of four bytes, from where, and how often; all of it
+/// if nothing is said.
 type Draw = (u16, Option<Vec<(u16, u16)>>);
 
 #[derive(Clone, Debug)]
@@ -72,7 +72,7 @@ impl Bench {
         let sources = plan.sources.iter().map(|(bits, pieces)| {
             self.seed += 1;
             let seed = self.seed;
-            // What is not written is garbage where something else may lie.
+            // Unwritten bytes are garbage where other data may lie.
             let all = encode(&self.layout, seed as u8, |i| noise(seed, i));
             let blocks = (0..self.layout.blocks()).filter(|block| bits >> (block % 16) & 1 == 1).map(BlockId);
             let sent = blocks.map(|block| {
@@ -115,7 +115,7 @@ impl Bench {
         assert!(job.add_written(*block, Payload::Plain(bytes), written.as_deref()).unwrap());
     }
 
-    /// Adds up what comes for the next version; nothing is shown of it yet.
+    /// Adds up payloads for the next version, and shows nothing yet.
     fn keep(&mut self, plan: &Plan) -> Option<Vec<Vec<Sent>>> {
         let sent = self.sent(plan);
         let work = Work::Add { combine: Reducer::Assign.combine() };
@@ -205,10 +205,10 @@ proptest! {
     }
 }
 
-/// Half precision keeps what an fp32 master knows beyond the weights: where values are not written, and where new weights
-/// are the old ones.
+/// Half precision keeps what an fp32 master knows beyond the weights: where values are not written, and where new
+/// weights are the old ones.
 #[test]
-fn masters_of_what_does_not_change_stay_as_they_are() {
+fn masters_of_unchanged_bytes_stay_as_they_are() {
     for publishes in [false, true] {
         masters_stay(publishes);
     }

@@ -1,4 +1,4 @@
-//! What is refused, what passes, what stays: one rule a test.
+//! The rules of a partition's store, one for each test.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -67,7 +67,7 @@ fn an_inf_in_a_checked_sum_is_nobodys_fault() {
 }
 
 #[test]
-fn several_payloads_in_one_pass_are_what_one_after_the_other_is() {
+fn several_payloads_in_one_pass_equal_one_after_the_other() {
     several_in_one_pass(&model(), true);
     several_in_one_pass(&ModelLayout::blank(u64::from(BLOCK) + 8, DType::F64, BLOCK).unwrap(), false);
 }
@@ -281,7 +281,7 @@ fn only_what_an_accumulator_holds_is_received_in_place() {
         let is_reduced = segments.iter().all(|segment| segment.dtype.is_reducible());
         assert_eq!(job.destination(block, false).unwrap().is_some(), is_f32, "{block}");
         assert_eq!(job.destination(block, true).unwrap().is_some(), is_reduced, "{block}");
-        // Those targets were dropped: nothing has come.
+        // These targets were dropped: nothing has come.
         assert!(!job.holds(block));
     }
     let block = twin.blocks().find(|&block| job.destination(block, false).unwrap().is_some()).unwrap();
@@ -429,7 +429,7 @@ fn held_versions_stay_and_buffers_are_bounded() {
 }
 
 #[test]
-fn memory_is_taken_for_what_is_used() {
+fn only_used_memory_is_taken() {
     let mut twin = twin(Reducer::Sgd);
     let (size, sums) = (twin.layout.size(), twin.layout.elements() * 4);
     let start = twin.store.bytes();
@@ -463,7 +463,7 @@ fn memory_is_taken_for_what_is_used() {
 }
 
 #[test]
-fn what_nobody_sends_is_carried_over_without_being_copied_again() {
+fn blocks_that_nobody_sends_are_carried_over_without_another_copy() {
     let mut twin = twin(Reducer::Sum);
     let blocks: Vec<_> = twin.blocks().collect();
     for round in 0..9 {

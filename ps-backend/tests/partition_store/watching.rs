@@ -1,4 +1,4 @@
-//! Who watches versions is told of exactly those that there are, and none is written while it is published.
+//! Watchers learn of exactly the versions that there are, and no version is written while it is published.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -35,7 +35,7 @@ fn sum_of(memory: &Region) -> u32 {
     crc32c(&outside(memory.memory(), 0, memory.memory().len()))
 }
 
-/// Knows what is published, and what was in there then.
+/// Records the published versions and their contents.
 #[derive(Debug, Default)]
 pub struct Watcher {
     there: Mutex<BTreeMap<Version, (Region, u32)>>,
@@ -66,7 +66,7 @@ impl Watcher {
         watcher
     }
 
-    /// It knows exactly the versions of `store`, which are what they were.
+    /// It knows exactly the versions of `store`, and their contents have not changed.
     pub fn check(&self, store: &PartitionStore) {
         let there = self.there.lock();
         let known: Vec<Version> = there.keys().copied().collect();
@@ -165,7 +165,7 @@ fn moves() -> impl Strategy<Value = Move> {
     ]
 }
 
-/// A store, and what is held of it.
+/// A store, and the versions that are held.
 struct Play {
     store: PartitionStore,
     job: Option<Arc<PartitionJob>>,
@@ -272,7 +272,7 @@ proptest! {
 }
 
 #[test]
-fn a_partition_that_never_was_complete_publishes_nothing() {
+fn a_partition_that_was_never_complete_publishes_nothing() {
     let store = to_be_loaded(Limits::default());
     let (early, mut watchers) = (Watcher::of(&store), Vec::new());
     assert!(store.load(BlockId(0), &payload(&store, 0, 1.0)).unwrap());

@@ -31,13 +31,13 @@ pub enum Fault {
     Jump(Now),
     /// A client is killed; another one may come in its place.
     Crash { again: Option<Now> },
-    /// Somebody who is not of the job says what is not true.
+    /// A stranger sends false messages.
     Stranger,
     /// A client starts.
     Starts(usize),
     /// The model's blocks go elsewhere.
     Move,
-    /// A shard's process ends, and is started anew.
+    /// A shard's process ends, and is restarted.
     Kill,
 }
 
@@ -183,7 +183,7 @@ impl World {
         }
     }
 
-    /// Everything that waits, for a check of what is left at the end.
+    /// Everything that waits, for a check at the end.
     fn left_over(&self) -> Option<String> {
         if self.is_moving() {
             return Some("the model is being moved".into());

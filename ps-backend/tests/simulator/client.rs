@@ -87,7 +87,7 @@ impl Client {
         }
     }
 
-    /// What it shows.
+    /// The version that it shows.
     pub fn front(&self) -> &[Content] {
         &self.front
     }

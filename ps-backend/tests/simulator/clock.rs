@@ -23,7 +23,7 @@ fn nanos(time: Now) -> u64 {
 }
 
 impl Clock {
-    /// What it shows at this moment of the world.
+    /// Its time at this moment of the world.
     fn at(&self, world: Now) -> Now {
         let passed = nanos(world.saturating_sub(self.since));
         self.shown + Now::from_nanos(passed / MILLION * self.rate + passed % MILLION * self.rate / MILLION)
@@ -65,7 +65,7 @@ impl World {
             self.silence_jumps(partition, by);
         }
         self.arm(node);
-        // Whoever moves the model there looks at the clock ten times a second at least.
+        // A mover looks at the clock ten times a second at least.
         for of in self.moves.of_coordinator(node) {
             self.after(Now::from_millis(100), Event::Moves(Moving::Tick(of)));
         }

@@ -35,7 +35,7 @@ impl World {
         match (opener, acceptor, self.life(acceptor)) {
             (_, _, Life::Live) => {}
             (Node::Client(index), ..) => return self.greeted_in_vain(index, acceptor),
-            // The shard is there, but not the blocks: it has been started anew.
+            // The shard is there, but not the blocks: it has been restarted.
             (Node::Coordinator(coordinator), Node::Partition(partition), Life::Lost) => {
                 if coordinator == self.coordinated && self.is_coordinated() {
                     let known =
@@ -45,7 +45,7 @@ impl World {
                         coordinator.from_partition(partition, 0, Message::Refused(gone), now, actions);
                     });
                 }
-                // While it is frozen it does not hear: it is told again.
+                // A frozen node gets no message, so this is repeated.
                 let again = Now::from_millis(100) + self.some_time(300_000);
                 return self.connects(opener, acceptor, again);
             }

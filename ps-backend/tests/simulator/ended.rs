@@ -55,9 +55,9 @@ impl World {
         }
     }
 
-    /// Every mount shows a whole version, which holds all that its programs were told it holds, and no older one than
+    /// Every mount shows a whole version, which holds all that its programs know it to hold, and no older one than
     /// before; and says that the job has failed, if somebody is left to tell it. Where all shards live, it shows all
-    /// that it was told of: a version that a killed shard had alone, or first, is lost with its blocks.
+    /// that it knows of: a version that a killed shard had alone, or first, is lost with its blocks.
     fn check_mounts(&mut self) {
         let (coordinated, course) = (self.coordinated, self.current());
         let failed = self.is_coordinated() && self.coordinator.failed().is_some();
@@ -68,17 +68,17 @@ impl World {
         for index in (0..self.clients.len()).filter(|&index| self.clients[index].alive) {
             let client = &self.clients[index];
             let (id, version, state) = (client.id, client.core.version(), client.core.state());
-            let (told, said) = (state.version, state.phase);
+            let (known, said) = (state.version, state.phase);
             self.history.shows(id, version, self.clients[index].front());
             let here = self.clients[index].course == coordinated;
             assert!(
                 !failed || !here || said == libmodelio::vocabulary::phase::JobPhase::Failed,
                 "client {index} takes the job to be {said}"
             );
-            let told = if whole && here { told } else { Version(0) };
+            let known = if whole && here { known } else { Version(0) };
             assert!(
-                version >= told,
-                "client {index} shows version {version}, was told {told}, and all shards live"
+                version >= known,
+                "client {index} shows version {version}, knew {known}, and all shards live"
             );
         }
     }

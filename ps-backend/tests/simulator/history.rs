@@ -1,4 +1,4 @@
-//! What has happened, and whether it was allowed to. A run fails by a panic that says what is wrong.
+//! The history of a run, and whether it was allowed. A run fails by a panic that names the fault.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Add;
@@ -16,7 +16,7 @@ use crate::state::{Block, Step as OptimizerStep, mix, squares};
 /// One contribution, or one write of weights.
 pub type Uid = u32;
 
-/// What is read from memory that its owner has taken back.
+/// The value of reads from memory that its owner has taken back.
 pub const GARBAGE: Uid = 0;
 
 /// A block of a version: what this version has added, and a digest of all that was added before.
@@ -55,7 +55,7 @@ impl Content {
 /// How a commit has ended for its program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It was not heard of, or that cannot be told.
+    /// Its outcome is unknown.
     Unknown,
     /// It counts.
     Acknowledged,
@@ -87,7 +87,7 @@ impl Record {
     }
 }
 
-/// A plan as the coordinator has told the shards and the clients.
+/// A plan as the coordinator has sent it to shards and clients.
 #[derive(Clone, Debug)]
 struct Planned {
     /// Its last contribution is still written.
@@ -99,7 +99,7 @@ struct Planned {
     granted: BTreeMap<ClientId, Granted>,
     /// Learners that took part, and had not committed, when it began.
     missing: usize,
-    /// The reducer was chosen anew before it, so that its optimizer may begin from zero though it is the same.
+    /// The reducer was set again before it, so its optimizer may begin at zero though it is the same.
     may_begin_anew: bool,
 }
 
@@ -146,7 +146,7 @@ pub struct History {
     pub measured: u64,
     /// By plan: whose blocks were sent for it while they were written.
     ahead: BTreeMap<PlanId, BTreeSet<Uid>>,
-    /// Those of plans that were dropped.
+    /// The numbers of plans that were dropped.
     in_vain: BTreeSet<Uid>,
     /// Of each learner, the last step that is in a version, and which.
     last: BTreeMap<LearnerId, (Step, Version)>,
@@ -296,7 +296,7 @@ impl History {
         self.ahead.entry(plan).or_default().insert(uid);
     }
 
-    /// What was sent for this plan never counts.
+    /// The payloads of this plan never count.
     pub fn dropped(&mut self, plan: PlanId) {
         if self.plans.get(&plan).is_some_and(|planned| planned.provisional) {
             self.in_vain.extend(self.ahead.remove(&plan).unwrap_or_default());
@@ -323,7 +323,7 @@ impl History {
 
     /// A learner asks to join these.
     pub fn joins(&mut self, members: &[MemberView]) {
-        // What is taken counts for the pace, though its version may not be out.
+        // A taken step counts for the pace, though its version may not be out.
         let pace = |member: &MemberView| {
             let pace = self.paces.get(&(member.learner, member.incarnation));
             pace.copied().unwrap_or_default() + u64::from(member.unpublished)
@@ -353,7 +353,7 @@ impl History {
         let planned = self.plans.get_mut(&plan).expect("it has begun");
         planned.may_begin_anew = self.optimizer.chosen;
         if let Work::Reduce { step, .. } = &planned.work {
-            // What was set in the middle of a step counts from the next one.
+            // A setting that was written in the middle of a step counts from the next one.
             let step = step.clone();
             self.optimizer.chosen = self.optimizer.set != step.reducer;
         }
@@ -435,8 +435,8 @@ impl History {
         }
     }
 
-    /// The optimizer's next step, for each tensor: 0 where nobody has written it; others go on, and begin anew only when
-    /// the reducer is chosen.
+    /// The optimizer's next step, for each tensor: 0 where nobody has written it; others go on, and begin anew only
+    /// when the reducer is chosen.
     fn next_steps(
         &mut self,
         version: Version,
@@ -650,7 +650,7 @@ impl History {
         assert_eq!(Some(found), made, "block {block} of version {version} at partition {partition}");
     }
 
-    /// A client that has committed `uid` is told that this version holds it.
+    /// A client that has committed `uid` learns that this version holds it.
     pub fn holds(&self, version: Version, uid: Uid) {
         let within = self.records[&uid].version;
         assert!(

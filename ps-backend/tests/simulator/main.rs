@@ -2,8 +2,8 @@
 //! what they say, nodes that hang, are cut off or end, and a record of all that happens, which is checked against what
 //! `docs/semantics.md` and `docs/network.md` promise. A run is a function of its seed.
 //!
-//! `GRADFS_SIM_SEEDS` sets how many runs are made, from `GRADFS_SIM_FROM` on, and `GRADFS_SIM_FAILURES` after how many that
-//! fail no more are; `GRADFS_SIM_SEED` makes one and prints all that happens in it.
+//! `GRADFS_SIM_SEEDS` sets how many runs are made, from `GRADFS_SIM_FROM` on, and `GRADFS_SIM_FAILURES` after how many
+//! that fail no more are; `GRADFS_SIM_SEED` makes one and prints all that happens in it.
 
 mod chaos;
 mod client;
@@ -37,7 +37,7 @@ fn number(name: &str) -> Option<u64> {
 
 type Count = fn(&World) -> u64;
 
-/// What is counted in a run, and in how many runs it must occur once on average: what is not drawn is not checked.
+/// The counted events of a run, and in how many runs each must occur once on average: rare events check nothing.
 const COUNTED: &[(&str, Count, u64)] = &[
     ("versions", |world| world.history.made() as u64, 1),
     ("events", |world| world.events, 1),

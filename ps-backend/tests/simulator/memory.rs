@@ -1,7 +1,7 @@
-//! Memory that one process lends another. Shards read contributions in their clients' memory, which programs have back when
-//! their commits are answered, and store into. Clients copy versions out of their shards' memory, each block of which is
-//! pinned until its client says that it has copied it; a client that is silent for too long loses its pins, and may go on
-//! copying. Whose memory is used again is decided by the very table that decides it in production.
+//! Memory that one process lends another. Shards read contributions in their clients' memory, which programs have back
+//! when their commits are answered, and store into. Clients copy versions out of their shards' memory, each block of
+//! which is pinned until its client says that it has copied it; a client that is silent for too long loses its pins,
+//! and may go on copying. Whose memory is used again is decided by the very table that decides it in production.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -25,7 +25,7 @@ pub struct Loans {
     pub timed_out: u64,
     /// Reads of a client's memory that were over after the loan was.
     pub late_reads: u64,
-    /// Reads that have found something else than what was committed.
+    /// Reads that have found other bytes than the committed ones.
     pub changed: u64,
     /// Pins that clients have lost: connections that ended, and silence, before they had copied.
     pub lost_pins: u64,
@@ -100,7 +100,7 @@ impl Memory {
         self.next.as_ref().expect("a plan has begun").borrow_mut()[block] = content;
     }
 
-    /// What was made is the newest version.
+    /// The new version is the newest one.
     pub fn publish(&mut self, version: Version) {
         let next = self.next.take().expect("a plan has begun");
         self.table.insert(version, next, SystemTime::UNIX_EPOCH);
@@ -170,7 +170,7 @@ impl World {
         self.after(after, Event::Client(index, ClientEvent::Landed { version, block, body }));
     }
 
-    /// What has come, or is copied just now.
+    /// The blocks that have come, or are being copied.
     pub fn copies(&mut self, index: usize, version: Version, body: Body) -> Content {
         match body {
             Body::Content(content) => content,
@@ -226,7 +226,7 @@ impl World {
         }
     }
 
-    /// The clock of a partition jumps: whoever hangs has been silent for too long by it.
+    /// The clock of a partition jumps: by it, clients that hang have been silent for too long.
     pub fn silence_jumps(&mut self, partition: usize, by: Now) {
         let is_client = |node: &Node| if let Node::Client(index) = node { Some(*index) } else { None };
         let hung: Vec<usize> = self.hung.keys().filter_map(is_client).collect();

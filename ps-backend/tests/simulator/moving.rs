@@ -34,7 +34,7 @@ pub enum Life {
     Live,
     /// The model has moved, and it knows.
     Retired,
-    /// Its process has ended, and was started anew.
+    /// Its process has ended, and was restarted.
     Lost,
 }
 
@@ -159,7 +159,7 @@ impl World {
             Node::Client(_) => Life::Live,
             Node::Coordinator(course) => self.courses[course].coordinator,
             Node::Partition(partition) => match self.shards[partition].life {
-                // Its process was started anew before the map came into force.
+                // Its process was restarted before the map came into force.
                 Life::Coming if !self.comes(partition) => Life::Lost,
                 life => life,
             },
@@ -326,7 +326,7 @@ impl World {
 
     // -- processes that end
 
-    /// The process of a shard ends, with all that it has, and is started anew.
+    /// The process of a shard ends, with all that it has, and is restarted.
     pub fn kill(&mut self) {
         let prepare = self.moves.incoming.keys().copied();
         let owns = self.courses[self.current()].map.shares().into_keys();

@@ -1,4 +1,4 @@
-//! The network between the nodes: who is connected to whom, and when, if at all, each message comes.
+//! The network between the nodes: its connections, and whether and when each message comes.
 //!
 //! It knows two kinds. A *stream* is what TCP gives: in order and complete for as long as the connection lives; when
 //! it is reset, what was under way is lost. *Datagrams* are worse than any transport that is used: each message by
@@ -41,7 +41,7 @@ pub struct Connection {
     pub acceptor_up: bool,
 }
 
-/// All connections and what is wrong with them.
+/// All connections, and their faults.
 #[derive(Debug)]
 pub struct Network {
     pub weather: Weather,
@@ -126,7 +126,7 @@ impl Network {
             weather.delay + Now::from_micros(rng.u64(0..=most))
         };
         if weather.streams {
-            // A short cut is outlasted: the sender repeats what was lost.
+            // Connections survive a short cut: the sender repeats lost bytes.
             let at = cut.unwrap_or(now) + delay(rng);
             let last = self.last.entry((from, to)).or_default();
             *last = at.max(*last);

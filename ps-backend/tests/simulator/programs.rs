@@ -22,7 +22,7 @@ const ENOUGH: Now = Now::from_secs(5);
 pub enum Asked {
     Join,
     Open,
-    /// As mounts do: the step is known here, the coordinator is told beside.
+    /// As mounts do: the step is known here, and the coordinator gets a message.
     OpenBeside(Step),
     AbortBeside,
     Commit(Uid),
@@ -59,7 +59,7 @@ pub struct Program {
     step: Step,
     slot: u32,
     uid: Option<Uid>,
-    /// What it contributes just now lies in memory that is its own when it is answered.
+    /// Its contribution lies in memory that is its own again at the answer.
     mapped: bool,
     /// Steps acknowledged since the network is well.
     pub since: u32,
@@ -288,7 +288,7 @@ impl World {
         let unknown = matches!(&result, Err(Refusal::Shard(ShardError::UnknownLearner(_))));
         let mapped = matches!(asked, Asked::Commit(_)) && self.clients[index].programs[at].mapped;
         if let (Asked::Commit(uid), true) = (asked, mapped) {
-            // It stores into its memory from now on: whoever reads there finds something else.
+            // It stores into its memory from now on, so later reads find other bytes.
             let lent = self.clients[index].payloads.values().find(|payload| payload.uid == uid);
             assert!(lent.is_none(), "client {index}: {uid} is answered, and may be asked for still");
         }
@@ -335,7 +335,7 @@ impl World {
             }
             // Its commit may have been taken before its learner was given up.
             (Asked::Commit(_), Err(_)) if unknown => self.clients[index].programs[at].learner = None,
-            // Where the job has failed, nobody says what has become of an earlier try.
+            // In a failed job, the outcome of an earlier try stays unknown.
             (Asked::Commit(uid), Err(Refusal::Shard(ShardError::Lost(_))))
                 if self.history.records[&uid].unsure =>
             {
@@ -428,7 +428,7 @@ impl World {
         }
         let slot = program.slot;
         let record = &self.history.records[&uid];
-        // NaN is found by whoever stages a block.
+        // NaN is found when a block is staged.
         let can_go = |&block: &u32| record.is_whole(block) && record.bad != Some(block);
         let blocks: Vec<u32> = record.blocks.iter().copied().filter(can_go).collect();
         let mut any = false;

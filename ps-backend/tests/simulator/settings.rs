@@ -1,4 +1,4 @@
-//! What is drawn for a run before it begins.
+//! The random settings of a run, which are drawn before it begins.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use crate::network::Weather;
 use crate::world::Now;
 
-/// Consistency modes that runs are made with. Those that the controls do not know are left out.
+/// The consistency modes of runs. Modes that the controls do not know are left out.
 const CONSISTENCY: &[&str] =
     &["sync", "sync", "async", "quorum(1)", "quorum(2)", "quorum(3)", "ssp(0)", "ssp(1)"];
 
@@ -31,7 +31,7 @@ pub struct Settings {
     pub lease: Now,
     /// About what a program waits at most.
     pub timeout: Now,
-    /// What it waits on top of what it tells the coordinator.
+    /// Its wait beyond the timeout that the coordinator knows.
     pub grace: Now,
     /// About what a program takes for a step.
     pub compute: Now,
@@ -57,12 +57,12 @@ pub struct Settings {
     pub silence: Now,
     /// There are programs that change settings and write weights.
     pub operators: bool,
-    /// What they change.
+    /// The changed settings.
     pub changes: Vec<(&'static str, &'static str)>,
     /// How long things go wrong, and how often.
     pub chaos: Now,
     pub faults: usize,
-    /// How often somebody speaks who is not of the job.
+    /// How often a stranger sends messages.
     pub strangers: usize,
     /// How often the model's blocks go elsewhere.
     pub moves: usize,
@@ -73,7 +73,7 @@ pub struct Settings {
     pub jumps: usize,
     /// Processes of shards end.
     pub kills: bool,
-    /// Programs are said to have exited whenever they are spoken of: who is waited for leaves soon.
+    /// Every report says that a program has exited, so learners that others wait for leave soon.
     pub exits: bool,
     /// Plans begin while their last contribution is written.
     pub provisional: bool,

@@ -41,13 +41,13 @@ pub struct Reservation {
     body: Body,
 }
 
-/// What is done after a while.
+/// Work that is done after a while.
 #[derive(Clone, Debug)]
 pub enum ShardEvent {
     Begun(PlanId),
     Computed(PlanId, FixedBitSet),
     Came(u64),
-    /// A client has copied what was pinned for it under this number.
+    /// A client has copied the version that was pinned for it under this number.
     Copied(u64),
     /// A client has been silent for long, if it hangs still and its connection is this one.
     Silent(usize, u64),
@@ -55,7 +55,7 @@ pub enum ShardEvent {
 
 pub struct Shard {
     pub core: PartitionCore,
-    /// When its coordinator, or who says so, has connected.
+    /// When its coordinator, or a stranger in its name, has connected.
     pub coordinated_since: Now,
     /// Which of the world's.
     pub course: usize,
@@ -130,8 +130,8 @@ impl Shard {
         *self = Shard { course: self.course, life: Life::Lost, ..blank };
     }
 
-    /// The newest version with all that is kept of it, block by block; nothing while there is more than that: a plan, or
-    /// sums that wait for the next one.
+    /// The newest version with all that is kept of it, block by block; nothing while there is more than that: a plan,
+    /// or sums that wait for the next one.
     pub fn front(&self) -> Option<(Version, impl Iterator<Item = (BlockId, Block)>)> {
         if self.core.running().is_some() || self.sealed.iter().any(Option::is_some) {
             return None;
@@ -144,7 +144,7 @@ impl Shard {
         self.memory.newest()
     }
 
-    /// Its blocks, and of each what there is: of the newest version, and in what was added up for the next one.
+    /// Its blocks, each with its state in the newest version and in the sums for the next one.
     pub fn known(&self) -> impl Iterator<Item = (BlockId, &Block, Known<'_>)> {
         let sums = self.sealed.iter().zip(&self.open).zip(&self.back);
         let sums = sums.map(|((sealed, open), back)| Known {
@@ -189,7 +189,7 @@ impl Shard {
         self.back[block] = Some(made);
     }
 
-    /// The block of the next version, from what is there and `last`.
+    /// The block of the next version, from the sums and `last`.
     fn compute(&self, block: usize, with_sum: bool, last: Option<&[Uid]>) -> Block {
         let front = &self.front[block];
         let mut sums: Vec<&[Uid]> = Vec::new();
@@ -525,7 +525,7 @@ impl World {
         }
     }
 
-    /// Connections of a client before this one have ended: what was kept of them is there no more.
+    /// Earlier connections of a client have ended, and with them their kept payloads.
     pub fn loses_kept(&mut self, partition: usize, client: usize, before: u64) {
         let Shard { kept, core, .. } = &mut self.shards[partition];
         let is_lost = |body: &Body| matches!(*body, Body::Named { index, epoch, .. } if index == client && epoch < before);
@@ -608,7 +608,7 @@ impl World {
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
                     shard.starting = Some(*plan);
                 } else if actions.iter().any(|action| matches!(action, Action::Sealed(_))) {
-                    // From here on it computes with what is known now.
+                    // From here on it computes with the steps that are known now.
                     (shard.step, shard.plan) = (step(&plan), Some(*plan));
                 }
                 result

@@ -15,7 +15,7 @@ pub struct Block {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    /// What was added up, unrounded: weights are made from these.
+    /// The unrounded sums, from which weights are made.
     pub masters: u64,
     /// What the optimizer remembers; zero where it remembers nothing.
     pub slots: u64,
@@ -66,7 +66,7 @@ impl Block {
         self.with(step, Content::of(masters, added), added)
     }
 
-    /// The same where the newest contribution replaces what is there; without one it stays.
+    /// The same if the newest contribution replaces the value. Without one, the value stays.
     pub fn replaced(&self, step: &Step, added: Option<&[Uid]>) -> Block {
         let weights = added.map_or_else(|| self.weights.same(), Content::replaced);
         self.with(step, weights, added.unwrap_or_default())

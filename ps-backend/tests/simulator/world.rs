@@ -1,5 +1,5 @@
-//! The world of a run: its nodes, its clock, what is under way. Everything that happens is an event at a time, and
-//! all that is left to chance comes from one generator, so that a run is a function of its seed.
+//! The world of a run: its nodes, its clock, and the messages under way. Everything that happens is an event at a time,
+//! and all that is left to chance comes from one generator, so that a run is a function of its seed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -130,7 +130,7 @@ pub struct World {
     pub together: u64,
     /// How often a stranger has spoken.
     pub strangers: u64,
-    /// What it has said under numbers of requests that the coordinator believes.
+    /// Its messages under numbers of requests that the coordinator accepts.
     pub believed: u64,
     /// How often the clock of a shard alone has jumped.
     pub jumped: u64,
@@ -239,7 +239,7 @@ impl World {
     pub fn add_client(&mut self, learners: usize) {
         let index = self.clients.len();
         let id = ClientId(1000 + self.rng.u64(0..1 << 40) * 64 + index as u64);
-        // What it has been told of where the model is may be of the past.
+        // Its knowledge of the model's place may be out of date.
         let course = if self.chance(0.3) { self.rng.usize(0..self.courses.len()) } else { self.current() };
         let mut core = ClientCore::new(&self.courses[course].map).apart(id);
         let shown = self.some_time(1_000_000_000);
@@ -353,7 +353,7 @@ impl World {
     pub fn wake_hung(&mut self) {
         self.hung.clear();
         let now = self.now;
-        // What was put off lies at the time when its node would have gone on.
+        // Postponed events lie at the time at which their node would have gone on.
         let late: Vec<(Now, u64)> =
             self.queue.keys().copied().filter(|(_, number)| self.put_off.contains(number)).collect();
         for key in late {
@@ -430,7 +430,7 @@ impl World {
         if deliveries.is_empty() && matches!(message, Message::AckThrough { .. }) {
             deliveries.push(self.now + self.some_time(3000));
         }
-        // Rings repeat nothing, and a second copy of what is lent would end the loan of the first.
+        // Rings repeat nothing, and a second copy of lent memory would end the loan of the first.
         if matches!(body, Body::Lent(_)) {
             deliveries.truncate(1);
         }
@@ -477,7 +477,7 @@ impl World {
                 });
             }
             (Node::Partition(partition), Node::Coordinator(coordinator)) => {
-                // What is said to a coordinator of the past is refused.
+                // Messages to an earlier coordinator are refused.
                 let known = self.courses[coordinator].partitions.iter().position(|&known| known == partition);
                 if let Some(partition) =
                     known.filter(|_| coordinator == self.coordinated && self.is_coordinated())
@@ -487,7 +487,7 @@ impl World {
                     });
                 }
             }
-            // One that was started anew knows nothing of it.
+            // One that was restarted knows nothing of it.
             (Node::Coordinator(_), Node::Partition(partition))
                 if self.shards[partition].life != Life::Live => {}
             (Node::Coordinator(coordinator), Node::Partition(partition)) => {
@@ -534,7 +534,7 @@ impl World {
         result
     }
 
-    /// Who is in the job.
+    /// The learners of the job.
     pub fn members(&self) -> Vec<MemberView> {
         self.coordinator.job().members(self.clock(self.coordinator_node()))
     }

@@ -227,7 +227,7 @@ fn wrong_words_are_refused_with_exit_code_2() {
 }
 
 #[test]
-fn what_is_saved_is_a_directory_of_a_mount_or_a_name() {
+fn save_takes_a_directory_of_a_mount_or_a_name() {
     use crate::config::cluster::{SaveConfig, SavedModel};
     let config: SaveConfig = config!(Save, "save --replace --piece-size 1MiB /mnt/job/llama there").unwrap();
     assert_eq!(config.model, SavedModel::Mounted("/mnt/job/llama".into()));

@@ -1,16 +1,14 @@
-//! The tree over a job with a slow coordinator: the job's mailbox holds requests to it back until the test
-//! lets them go.
+//! The tree over a job with a slow coordinator: a listener keeps the thread that delivers messages until the test lets
+//! it go on.
 
 use std::ffi::OsStr;
-use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
 
-use libmodelio::client::{Job, wait_for};
-use libmodelio::transport::local::{End, Mail};
+use libmodelio::client::{Event, Job, wait_for};
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::wire::Message;
 use ps_backend::partition::executor::Cpu;
 use ps_backend::server::local;
 
@@ -23,13 +21,6 @@ use crate::session::model::Snapshots;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Whether the coordinator gets this late.
-fn is_held(to: End, mail: &Mail) -> bool {
-    use Message::{Join, Leave, SetControl};
-    let is_late = matches!(mail, Mail::Message(_, Join { .. } | Leave { .. } | SetControl { .. }));
-    to == End::Coordinator && is_late
-}
-
 /// A version more.
 fn publish(job: &Job) {
     let buffer = job.allocate().unwrap();
@@ -37,9 +28,14 @@ fn publish(job: &Job) {
     wait_for(PATIENCE, |done| job.assign(buffer, &all, PATIENCE, done)).unwrap();
 }
 
+/// A listener says here that it has been called, and waits for the answer.
+type Keeper = (Sender<()>, Receiver<()>);
+
 struct Mounted {
     fs: Arc<Fs>,
     calls: Arc<Calls>,
+    /// For the next event that a learner has left.
+    keeper: Arc<Mutex<Option<Keeper>>>,
     _inbox: mpsc::Receiver<Chore>,
 }
 
@@ -52,7 +48,6 @@ impl Mounted {
         let (layout, executor) = (Arc::new(layout), Cpu::start(1).unwrap());
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
         let job = local::start("m", &layout, &controls, &executor, |_| Ok(())).unwrap();
-        job.mailbox().unwrap().hold(is_held);
         let model = Model::new(
             "m".into(),
             job,
@@ -62,7 +57,16 @@ impl Mounted {
         );
         let access = Access { owner: (0, 0), umask: None };
         let Started { calls, inbox } = Calls::start(vec![Arc::new(model)], false, access).unwrap();
-        Mounted { fs: Arc::clone(&calls.fs), calls, _inbox: inbox }
+        let keeper = Arc::<Mutex<Option<Keeper>>>::default();
+        let mounted =
+            Mounted { fs: Arc::clone(&calls.fs), calls, keeper: Arc::clone(&keeper), _inbox: inbox };
+        mounted.job().subscribe(Box::new(move |event| {
+            let Event::Left(..) = event else { return };
+            let Some((called, go_on)) = keeper.lock().take() else { return };
+            called.send(()).unwrap();
+            let _ = go_on.recv_timeout(PATIENCE);
+        }));
+        mounted
     }
 
     fn job(&self) -> &Job {
@@ -73,13 +77,18 @@ impl Mounted {
         &self.fs.trees()[0].model
     }
 
-    /// Lets the coordinator hear the next request, once it is held back.
-    fn answer(&self) {
-        let deadline = Instant::now() + PATIENCE;
-        while !self.job().mailbox().unwrap().release_one() {
-            assert!(Instant::now() < deadline, "a request to answer");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+    /// Makes the coordinator slow: it gets no request until the returned sender is used.
+    fn slow_down(&self) -> Sender<()> {
+        let job = Arc::clone(&self.model().job);
+        let (slow, _) = wait_for(PATIENCE, |done| job.join("slow".into(), PATIENCE, done)).unwrap();
+        let (called, is_called) = channel();
+        let (answer, go_on) = channel();
+        *self.keeper.lock() = Some((called, go_on));
+        std::thread::spawn(move || {
+            job.leave(slow, LeaveReason::Asked, PATIENCE, Box::new(|_| {}));
+        });
+        is_called.recv_timeout(PATIENCE).unwrap();
+        answer
     }
 
     fn open(&self, file: File, flags: i32) -> Receiver<CallResult<Opened>> {
@@ -103,10 +112,11 @@ impl Mounted {
 #[test]
 fn a_setting_is_answered_when_the_job_has_answered() {
     let mounted = Mounted::new();
+    let answer = mounted.slow_down();
     let written = mounted.set("learning_rate", "0.5\n");
     assert!(written.try_recv().is_err(), "answered before the job");
     assert_eq!(mounted.job().controls().hyper.learning_rate, 0.01);
-    mounted.answer();
+    answer.send(()).unwrap();
     assert_eq!(written.recv_timeout(PATIENCE).unwrap(), Ok(()));
     assert_eq!(mounted.job().controls().hyper.learning_rate, 0.5);
 
@@ -120,6 +130,7 @@ fn a_setting_is_answered_when_the_job_has_answered() {
 fn a_setting_that_nobody_answers_for_is_no_success() {
     let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
     let mounted = Mounted::of(layout, &[("timeout", "0.001")]);
+    let _answer = mounted.slow_down();
     let late = mounted.set("learning_rate", "0.5");
     assert_eq!(late.recv_timeout(PATIENCE).unwrap().unwrap_err().errno, libc::ETIMEDOUT);
     let lost = mounted.set("learning_rate", "0.5");
@@ -205,21 +216,23 @@ fn directories_of_tensors_are_part_of_their_version() {
 fn learners_join_and_leave_beside_other_requests() {
     let mounted = Mounted::new();
     let learners = Node::Model(0, File::Learners).ino();
+    let answer = mounted.slow_down();
     let (sender, made) = channel();
     let done = Box::new(move |outcome: CallResult<Attributes>| sender.send(outcome).unwrap());
     mounted.fs.make_dir(learners, OsStr::new("a"), (1000, 100), done);
     // This thread is free for others, though nobody has answered.
     assert!(made.try_recv().is_err());
     assert_eq!(mounted.fs.lookup(learners, OsStr::new("a")).unwrap_err().errno, libc::ENOENT);
-    mounted.answer();
+    answer.send(()).unwrap();
     let dir = made.recv_timeout(PATIENCE).unwrap().unwrap();
     assert_eq!((dir.is_dir, dir.uid, dir.gid), (true, 1000, 100));
     assert!(mounted.fs.lookup(learners, OsStr::new("a")).is_ok());
 
+    let answer = mounted.slow_down();
     let (sender, removed) = channel();
     mounted.fs.remove_dir(learners, OsStr::new("a"), Box::new(move |outcome| sender.send(outcome).unwrap()));
     assert!(removed.try_recv().is_err());
-    mounted.answer();
+    answer.send(()).unwrap();
     assert_eq!(removed.recv_timeout(PATIENCE).unwrap(), Ok(()));
     assert_eq!(mounted.fs.lookup(learners, OsStr::new("a")).unwrap_err().errno, libc::ENOENT);
 }
@@ -228,9 +241,10 @@ fn learners_join_and_leave_beside_other_requests() {
 fn the_own_learner_joins_beside_other_requests_under_its_name() {
     let mounted = Mounted::new();
     for (file, flags) in [(File::Gradients, libc::O_WRONLY), (File::Device, libc::O_RDWR)] {
+        let answer = mounted.slow_down();
         let opened = mounted.open(file, flags);
         assert!(opened.try_recv().is_err(), "{file:?}");
-        mounted.answer();
+        answer.send(()).unwrap();
         let opened = opened.recv_timeout(PATIENCE).unwrap().unwrap();
         let own = mounted.model().own_learner().unwrap();
         assert_eq!(own.name, "host1");
@@ -239,7 +253,6 @@ fn the_own_learner_joins_beside_other_requests_under_its_name() {
         mounted.calls.release(again.fh);
         mounted.calls.release(opened.fh);
         mounted.model().send_leave(own.id, LeaveReason::Died);
-        mounted.answer();
     }
 }
 

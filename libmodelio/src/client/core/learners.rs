@@ -174,14 +174,20 @@ impl ClientCore {
         Some((step, lent))
     }
 
+    /// Whether the last commit of `learner` is part of a version, here or not yet here.
+    pub(super) fn is_published(&self, learner: LearnerId) -> bool {
+        let known = self.learners.get(&learner);
+        known.is_some_and(|known| known.state.step >= known.committed && !known.state.unpublished)
+    }
+
     /// Where the last commit of `learner` is.
     pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
-        let Some(Learner { state, committed, .. }) = self.learners.get(&learner) else {
+        let Some(Learner { state, .. }) = self.learners.get(&learner) else {
             return LastCommit::In(Version(0));
         };
-        match state.step < *committed || state.unpublished || state.published_in > self.version() {
-            true => LastCommit::Waits,
-            false => LastCommit::In(state.published_in),
+        match self.is_published(learner) && state.published_in <= self.version() {
+            true => LastCommit::In(state.published_in),
+            false => LastCommit::Waits,
         }
     }
 

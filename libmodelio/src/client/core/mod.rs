@@ -42,6 +42,7 @@ use pushing::Outgoing;
 pub use pushing::{Offered, Own, Push};
 use requests::Request;
 use waits::Wait;
+pub use waits::{BUFFERS_HELD, NOT_HERE};
 
 /// Time since the client started.
 pub type Now = Duration;

@@ -28,6 +28,8 @@ pub(super) struct Pull {
     pub(super) version: Version,
     pub(super) parts: Vec<Receiving>,
     pub(super) left: usize,
+    /// There is no buffer for the version: all of them are held.
+    pub(super) no_buffer: bool,
 }
 
 #[derive(Debug)]
@@ -66,7 +68,7 @@ impl ClientCore {
             struggles: false,
         };
         let parts = self.owned.iter().map(receiving).collect();
-        self.pull = Some(Pull { version: self.state.version, parts, left: self.blocks });
+        self.pull = Some(Pull { version: self.state.version, parts, left: self.blocks, no_buffer: false });
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
@@ -79,6 +81,13 @@ impl ClientCore {
             }
         };
         !self.on_demand || self.shown.is_none() || self.waits.iter().any(newer)
+    }
+
+    /// Whether all buffers for the version that is being pulled are held.
+    pub fn set_no_buffer(&mut self, no_buffer: bool) {
+        if let Some(pull) = &mut self.pull {
+            pull.no_buffer = no_buffer;
+        }
     }
 
     /// The version that is being pulled.

@@ -5,6 +5,13 @@ use crate::transport::ShardError;
 use crate::vocabulary::ids::{LearnerId, Version};
 use crate::vocabulary::phase::JobPhase;
 
+const OTHERS_MISSING: &str = "other learners have not contributed to this step";
+/// A reason of [`ShardError::TimedOut`]: the version has been published, and its bytes are not here.
+pub const NOT_HERE: &str = "the newest version has not come";
+/// A reason of [`ShardError::TimedOut`]: the version has been published, and programs hold all that the client may show.
+pub const BUFFERS_HELD: &str =
+    "every version buffer of this mount is held open (close old handles or raise control/max_versions)";
+
 /// The condition that ends a wait.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Awaits {
@@ -58,21 +65,30 @@ impl ClientCore {
                 }
                 Awaits::Step(learner) => match self.last_commit(learner) {
                     LastCommit::In(_) => Some(Ok(self.version())),
-                    LastCommit::Waits => late("other learners have not contributed to this step")
-                        .or_else(|| ended.clone().map(Err)),
+                    LastCommit::Waits => {
+                        let is_out = self.is_published(learner);
+                        late(if is_out { self.why_not_here() } else { OTHERS_MISSING })
+                            .or_else(|| ended.clone().map(Err))
+                    }
                 },
                 Awaits::Version(version) if self.shown.is_some_and(|shown| shown >= version) => {
                     Some(Ok(self.version()))
                 }
-                Awaits::Version(_) => {
-                    late("the newest version has not come").or_else(|| self.lost().map(Err))
-                }
+                Awaits::Version(_) => late(self.why_not_here()).or_else(|| self.lost().map(Err)),
             };
             let Some(result) = result else { return true };
             actions.push(Action::Awaited(wait.token, result));
             false
         });
         self.waits.append(&mut waits);
+    }
+
+    /// Why the client does not show a version that has been published.
+    fn why_not_here(&self) -> &'static str {
+        match &self.pull {
+            Some(pull) if pull.no_buffer => BUFFERS_HELD,
+            _ => NOT_HERE,
+        }
     }
 
     /// Why requests fail at the moment, if the job is stopped.

@@ -1,7 +1,7 @@
-//! A model whose shard is in this process: words go by a mailbox, blocks are reduced where they lie, and versions are
-//! shown where they were made.
+//! A model whose shard is in this process: messages go through a mailbox, blocks are reduced where they lie, and
+//! versions are shown where they were made.
 //!
-//! Holds `unsafe`: staging regions become slices. What makes that sound is told at each place.
+//! This module holds `unsafe`: it makes slices of staging regions. Each place says why that is sound.
 
 use std::sync::Arc;
 
@@ -17,19 +17,19 @@ use crate::transport::{BlockSlot, Placement, Region, ShardError};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId};
 use crate::wire::{Granted, Message, Refusal};
 
-/// The shard's only part.
+/// The only part: the shard has all blocks.
 const ALL: Part = 0;
 
-/// Payloads of a block that are listed on the stack.
+/// As many payloads of a block fit into the list without an allocation.
 const INLINE: usize = 16;
 
-/// Contributions of others to a block, which are committed, by their learners.
+/// The committed contributions of other learners to a block, each with its learner.
 type Others = SmallVec<[(LearnerId, Region); 4]>;
 
-/// What the coordinator and the partition say.
+/// Takes messages of the coordinator and the partition.
 impl Recipient for Shared {
     fn receive(self: Arc<Shared>, from: End, mail: Mail) {
-        // It shows no newer version than it did when it was shut down.
+        // After its shutdown, the client shows no newer version.
         if self.is_stopping() {
             return;
         }
@@ -46,7 +46,7 @@ impl Recipient for Shared {
                 inner.pumps.went_on += 1;
                 self.act(inner, vec![Action::Wake(ALL)]);
             }
-            // Nobody says anything else to a client.
+            // No end sends a client anything else.
             _ => {}
         }
     }
@@ -58,15 +58,15 @@ impl Recipient for Shared {
 }
 
 impl Inner {
-    /// What others contribute to a block for the plan under way, in their order. Whoever has committed it, for good, has
-    /// looked for NaN in it.
+    /// The contributions of other learners to a block for the plan under way, in their order. Their commits have
+    /// checked them for NaN.
     fn others(&self, learner: LearnerId, block: BlockId) -> Others {
         let Some((_, Granted::Contributions { of, .. })) = self.core.outgoing() else { return Others::new() };
         let others = of.iter().filter(|&&(of, step)| of != learner && self.core.holds(of, step, block));
         others.filter_map(|key| Some((key.0, self.sources.get(key)?.region.clone()))).collect()
     }
 
-    /// Shows the version that is to be pulled: it is here.
+    /// Shows the version that is being pulled. Its memory is in this process.
     pub(in crate::client) fn show_here(&mut self, local: &Local, now: Now, more: &mut Vec<Action>) {
         let Some(version) = self.core.pulling() else { return };
         match local.shard.version(version) {
@@ -83,7 +83,7 @@ impl Inner {
 }
 
 impl Shared {
-    /// Pushes what there is to push: a single block in this thread, more of them on the shard's.
+    /// Pushes the blocks that are left: a single block in this thread, several on the shard's threads.
     pub(in crate::client) fn pump(&self, local: &Local) {
         let (left, threads) = {
             let mut inner = self.inner.lock();
@@ -93,7 +93,7 @@ impl Shared {
             inner.pumps.at_work += threads;
             (left, threads)
         };
-        // This thread may be the one that hands messages over, or the timer.
+        // This thread must not be busy for long: it may be delivering messages, or be the timer.
         match (left, threads) {
             (_, 0) => {}
             (1, _) => self.push_all(local),
@@ -112,7 +112,7 @@ impl Shared {
         }
     }
 
-    /// Pushes until nothing is left, or what is left has to wait. One of those who are at work.
+    /// Pushes until no block is left, or the rest must wait. The caller counts this thread in `at_work`.
     fn push_all(&self, local: &Local) {
         loop {
             let mut inner = self.inner.lock();
@@ -126,7 +126,7 @@ impl Shared {
             if self.push_here(local, &payload, block) == Pushed::Later {
                 let mut inner = self.inner.lock();
                 inner.core.not_sent(plan, block);
-                // Who says that it may be taken may have said so before it was put back.
+                // The partition may have announced room before the block was put back. Then this thread tries again.
                 if inner.pumps.went_on == went_on {
                     inner.pumps.at_work -= 1;
                     return;
@@ -143,8 +143,8 @@ impl Shared {
             .iter()
             .enumerate()
             .map(|(at, source)| SharedPayload {
-                // SAFETY: a committed payload stays untouched until the plan that sends it is over, or is found to be
-                // lent no more below.
+                // SAFETY: nobody changes a committed payload until its plan is over. A program may get lent memory
+                // back earlier: then `still_sends` below is false, and the bytes do not count.
                 bytes: unsafe { source.memory().bytes(span.clone()) },
                 written: written.get(at).and_then(Option::as_deref),
                 check: !checked.get(at).copied().unwrap_or_default(),
@@ -162,8 +162,8 @@ impl Shared {
         pushed
     }
 
-    /// Has a block that was taken of its learner reduced from where it is, if its plan is under way. Otherwise it is to be
-    /// staged.
+    /// Has the learner's block reduced from `payload`, if a plan that may take it is under way. Otherwise the caller
+    /// must stage the block.
     pub(in crate::client) fn offer_here<'a>(
         &'a self,
         local: &Local,
@@ -219,7 +219,7 @@ impl Shared {
             if *of > learner {
                 payloads.extend(own.take());
             }
-            // SAFETY: a committed payload stays untouched until the plan that sends it is over.
+            // SAFETY: nobody changes a committed payload until its plan is over.
             let bytes = unsafe { region.memory().bytes(span.clone()) };
             payloads.push(SharedPayload { bytes, written: None, check: false });
         }

@@ -232,11 +232,11 @@ impl Shared {
 
     /// The RDMA device. It is opened when it is first needed. If that fails, it is tried again a while later.
     fn open_rdma_endpoint(&self) -> Result<Arc<Endpoint>, String> {
-        const AGAIN: Duration = Duration::from_secs(2);
+        const RETRY_AFTER: Duration = Duration::from_secs(2);
         let mut known = self.rdma_endpoint.lock();
         match &*known {
             Some(Ok(endpoint)) => return Ok(Arc::clone(endpoint)),
-            Some(Err((why, at))) if at.elapsed() < AGAIN => return Err(why.clone()),
+            Some(Err((why, at))) if at.elapsed() < RETRY_AFTER => return Err(why.clone()),
             Some(Err(_)) | None => {}
         }
         let opened = Endpoint::open(&self.options.rdma).map_err(|error| error.to_string());

@@ -103,8 +103,12 @@ impl PeerMemory for OfHost {
         // One connection asks, so that each of the shard's buffers is mapped once.
         let asks = inner.is_in_force(route) && inner.uses(route.part, link, 1);
         let (retain, max) = inner.bounds();
+        let wants = asks && inner.core.pulling().is_some();
         // Without room, the version is asked for when another one is given back.
-        let asks = asks && inner.core.pulling().is_some() && inner.versions.has_room(retain, max);
+        let asks = wants && inner.versions.has_room(retain, max);
+        if wants {
+            inner.core.set_no_buffer(!asks);
+        }
         match inner.core.pull_whole(asks, shared.now()) {
             Whole::Ask(version) => {
                 let pull = Outgoing::new(0, Message::PullWhole { version });

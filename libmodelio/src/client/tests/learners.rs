@@ -72,7 +72,7 @@ fn a_block_is_taken_once_a_contribution() {
 }
 
 #[test]
-fn what_was_taken_is_not_taken_again() {
+fn a_taken_step_is_not_taken_again() {
     let mut bench = Bench::new();
     assert!(bench.core.is_writing(L));
     assert_eq!(bench.may_commit(1), Ok(()));
@@ -139,8 +139,8 @@ impl Bench {
         offered.expect("the contribution is open").wakes
     }
 
-    /// How often the coordinator was told of a whole block.
-    fn told(&mut self) -> usize {
+    /// How often a whole block was announced to the coordinator.
+    fn announcements(&mut self) -> usize {
         let whole = Message::WholeBlock { learner: L, step: Step(1) };
         self.said.extract_if(.., |action| *action == Action::ToCoordinator(0, whole.clone())).count()
     }
@@ -150,17 +150,17 @@ impl Bench {
 fn the_coordinator_is_told_once_that_a_contribution_has_a_whole_block() {
     let mut bench = Bench::new();
     assert_eq!((bench.offers(2), bench.offers(0)), (None, None));
-    assert_eq!(bench.told(), 1);
+    assert_eq!(bench.announcements(), 1);
     bench.provisional(7, 1);
     assert_eq!((0..2).flat_map(|part| bench.pushes(part)).count(), 2, "what was whole before the plan");
     assert_eq!((bench.offers(0), bench.offers(1)), (None, Some(1)), "one was sent");
-    assert_eq!((bench.pushes(1), bench.told()), (vec![1], 0));
+    assert_eq!((bench.pushes(1), bench.announcements()), (vec![1], 0));
     bench.ask(3, Message::Abort { learner: L }, 10);
     assert_eq!(bench.core.offered(L, Step(1), BlockId(0), &mut bench.said), None, "it was dropped");
     bench.ask(4, Message::Open { learner: L }, 10);
     bench.opened(4, 1);
     bench.offers(0);
-    assert_eq!(bench.told(), 1, "another contribution");
+    assert_eq!(bench.announcements(), 1, "another contribution");
     bench.commit(5, 10);
     assert_eq!(bench.core.offered(L, Step(1), BlockId(1), &mut bench.said), None, "it is committed");
 }
@@ -168,7 +168,7 @@ fn the_coordinator_is_told_once_that_a_contribution_has_a_whole_block() {
 #[test]
 fn a_contribution_of_one_block_is_committed_rather_than_announced() {
     let mut bench = Bench::of(1);
-    assert_eq!((bench.offers(0), bench.told()), (None, 0));
+    assert_eq!((bench.offers(0), bench.announcements()), (None, 0));
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn with_a_block_in_plan_7() -> Bench {
     bench
 }
 
-/// The plan is told anew by a coordinator that has not heard of what happened.
+/// A coordinator that does not know of this announces the plan again.
 fn connects_anew(bench: &mut Bench) {
     bench.core.coordinator_down(bench.now, &mut bench.said);
     bench.core.coordinator_up(bench.now, &mut bench.said);

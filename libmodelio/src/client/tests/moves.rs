@@ -12,7 +12,7 @@ fn new_map() -> BlockMap {
 }
 
 #[test]
-fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_coordinator() {
+fn pushes_under_way_are_granted_again_by_the_new_coordinator() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
     bench.grant(1);

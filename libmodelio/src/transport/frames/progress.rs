@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_slowly_lives() {
+    fn a_slow_frame_keeps_its_connection() {
         let hour = Duration::from_secs(3600);
         // 20 KB/s in pieces of all sizes, and 2 KB/s.
         assert_eq!(given_up(1448, Duration::from_millis(72), hour), None);

@@ -56,15 +56,10 @@ pub struct Mailbox {
     queue: Mutex<Queue>,
 }
 
-/// Whether a message to an end is held back.
-type Holds = Box<dyn Fn(End, &Mail) -> bool + Send>;
-
 #[derive(Default)]
 struct Queue {
+    /// Messages with sender and receiver.
     ready: VecDeque<(End, End, Mail)>,
-    /// The held-back messages, with sender and receiver.
-    held: VecDeque<(End, End, Mail)>,
-    holds: Option<Holds>,
     /// A thread is delivering.
     draining: bool,
 }
@@ -82,26 +77,7 @@ impl Mailbox {
 
     /// Puts a message in. The caller drains the mailbox once it has released its locks.
     pub fn put(&self, from: End, to: End, mail: Mail) {
-        let mut queue = self.queue.lock();
-        let is_held = queue.holds.as_ref().is_some_and(|holds| holds(to, &mail));
-        let line = if is_held { &mut queue.held } else { &mut queue.ready };
-        line.push_back((from, to, mail));
-    }
-
-    /// Holds back all later messages that `holds` matches, each until [`Self::release_one`]. Tests use this for slow
-    /// ends.
-    pub fn hold(&self, holds: impl Fn(End, &Mail) -> bool + Send + 'static) {
-        self.queue.lock().holds = Some(Box::new(holds));
-    }
-
-    /// Delivers the message that was held back first. False if there is none.
-    pub fn release_one(&self) -> bool {
-        let mut queue = self.queue.lock();
-        let Some(mail) = queue.held.pop_front() else { return false };
-        queue.ready.push_back(mail);
-        drop(queue);
-        self.drain();
-        true
+        self.queue.lock().ready.push_back((from, to, mail));
     }
 
     /// Delivers all messages, and those that are put in meanwhile. It does nothing if another thread is delivering.

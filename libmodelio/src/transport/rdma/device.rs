@@ -37,8 +37,8 @@ impl Device {
         Device::open_with(options, None)
     }
 
-    /// Like [`Self::open`], with memory of another device, such as a GPU, for payload from peers. iRDMA measured that
-    /// this is best for writes to a shard, and the host's memory for reads from it (§IV-A).
+    /// Like [`Self::open`], with memory of another device, such as a GPU, for payload from peers. iRDMA found that
+    /// memory best for writes to a shard, and the host's for reads from it (§IV-A).
     ///
     /// # Errors
     /// [`VerbsError`], which says what is missing.
@@ -165,7 +165,7 @@ impl Device {
         }
     }
 
-    /// Its name and port, for people.
+    /// The name and port, as messages show them.
     pub fn name(&self) -> String {
         format!("{} port {}", self.context.name(), self.port)
     }
@@ -238,7 +238,7 @@ fn find(options: &RdmaOptions) -> Result<Context, VerbsError> {
     let active = |context: &&Context| port_of(**context, options.port).is_ok();
     match all.iter().find(active) {
         Some(found) => Ok(*found),
-        // The error is that of the first device.
+        // If no device has such a port, the error names the first device.
         None => port_of(all[0], options.port).map(|_| all[0]),
     }
 }

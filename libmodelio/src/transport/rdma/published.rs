@@ -2,22 +2,22 @@
 //!
 //! A client copies the directory, finds a version's entry in it ([`find`]), copies blocks from the version's buffer,
 //! and then copies the entry once more. If the entry still says the same ([`Seen::still_there`]), the bytes are the
-//! version's. If not, the buffer may have been used again meanwhile, and the bytes are worth nothing. The shard takes
+//! version's. If not, the buffer may have been used again meanwhile, and the client discards the bytes. The shard takes
 //! no part in this and knows of no reader, so nothing is pinned.
 //!
 //! # Why that is enough
-//! An entry has a sequence number that only rises, by one with each change. It is even while the entry stands, and
-//! odd while the entry is empty or being changed. So no two versions ever have the same slot and sequence number, and
-//! an entry that is gone never comes back.
+//! An entry has a sequence number that rises by one with each change. It is even while the entry is valid, and odd
+//! while the entry is empty or being changed. So no two versions ever have the same slot and sequence number, and an
+//! entry that is gone never comes back.
 //!
 //! - The shard takes the entry away *before* anybody stores into the version's buffer ([`Directory::retire`]): the
 //!   number becomes odd, and a full fence follows. A reader that finds any byte of a later store in the buffer, and
 //!   then reads the number, finds it changed. A release fence is not enough. On x86 it is no instruction, because
 //!   stores are seen in their order anyway, but that does not hold for the stores past the caches that make versions.
-//! - The reader reads the entry *after* it has the bytes: the second READ of the entry is posted when those of the
+//! - The reader reads the entry *after* it has the bytes: it posts the second READ of the entry when the READs of the
 //!   bytes are complete. READs that are under way together may be carried out in any order, even on one connection.
-//! - A store with release makes the number even, last of all. A reader that finds it even and goes on to the buffer
-//!   finds everything that was stored there before [`Directory::publish`].
+//! - The last store of all is one with release, which makes the number even. A reader that finds it even and goes on to
+//!   the buffer finds everything that was stored there before [`Directory::publish`].
 //!
 //! A NIC copies word by word at best, so a copy of the directory may hold anything, for example half an entry and
 //! half the next one. An entry has a checksum over all fields, numbers included, so such a mixture is not taken for
@@ -37,7 +37,7 @@ use crate::bytes::crc32c::crc32c;
 use crate::bytes::mmap::Mapping;
 use crate::vocabulary::ids::Version;
 
-/// The number of entries. More versions are never in memory, unless readers hold very many.
+/// The number of entries. There are never more versions in memory, unless readers hold very many.
 pub const ENTRIES: usize = 64;
 /// Bytes of an entry.
 pub const ENTRY: usize = 64;
@@ -199,7 +199,7 @@ pub struct Seen {
     pub bytes: u64,
 }
 
-/// A version is not in the directory, is being entered, or the copy is torn there.
+/// The version is not in the directory or is being added, or the copy is torn at its entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("version {wanted} is not published, or no longer; the newest is {}", Said(*newest))]
 pub struct Absent {

@@ -17,7 +17,7 @@ use crate::transport::reactor::{Completion, Driver, Phase, Port, Sleeper, Table,
 use crate::transport::stream::Token;
 
 const QUEUE: u64 = u64::MAX - 1;
-/// The interval in which flags are checked, which make no event.
+/// The interval for checks of flags, which make no event.
 const CHECK_INTERVAL: Duration = Duration::from_micros(200);
 /// After this long without a completion, the checks become less frequent.
 const BUSY: Duration = Duration::from_millis(20);
@@ -117,7 +117,7 @@ impl Pump {
                 if news.is_receive()
                     && let Err(error) = self.poller.wait_for_another()
                 {
-                    tracing::error!(%error, "a message less is waited for by RDMA");
+                    tracing::error!(%error, "RDMA cannot post a receive again: one message fewer can come at once");
                 }
                 let Some(queue_pair) = news.pair().and_then(|pair| self.assigned.get(pair)) else { continue };
                 match queue_pair.complete(news) {

@@ -29,7 +29,7 @@ pub struct QueuePair {
     connection: OnceLock<Connection>,
     /// The conversation found no room for work. It is woken when there is some.
     waits_for_room: AtomicBool,
-    /// For want of room, the peer does not know yet how much was read.
+    /// There was no room to tell the peer how much was read.
     owes: AtomicBool,
     /// Why the connection must end. This may be set before there is a connection.
     broken: OnceLock<String>,
@@ -102,7 +102,7 @@ impl QueuePair {
     /// The number of work requests that fit at the moment. If there are fewer than `least`, the conversation is woken
     /// when that may have changed.
     pub fn room(&self, least: usize) -> usize {
-        // The flag is set before the check, so that work which is done meanwhile sees it.
+        // The flag is set first, so that a completion during the check wakes the conversation.
         self.waits_for_room.store(true, Ordering::SeqCst);
         let room = self.pair.room().saturating_sub(KEPT);
         if room >= least {
@@ -111,7 +111,7 @@ impl QueuePair {
         room
     }
 
-    /// Fetches `len` bytes of the peer's into a slot; with `fence`, after all READs that were added earlier.
+    /// Adds work that fetches `len` bytes from the peer into a slot, with `fence` after all earlier READs.
     /// [`Self::post`] posts it.
     ///
     /// # Errors
@@ -126,11 +126,11 @@ impl QueuePair {
     ) -> Result<(), (VerbsError, Slot)> {
         self.pair.add(token, Work::Read { slot, len, from, fence }).map_err(|(error, work)| match work {
             Work::Read { slot, .. } => (error, slot),
-            _ => unreachable!("what was added comes back"),
+            _ => unreachable!("the added work comes back"),
         })
     }
 
-    /// Fetches bytes of the peer's into their place.
+    /// Adds work that fetches bytes from the peer into their place.
     ///
     /// # Errors
     /// [`VerbsError`].
@@ -177,7 +177,7 @@ impl QueuePair {
         self.break_off(why.to_string());
     }
 
-    /// Ends the connection for any reason. Before it is served, this ends it as soon as it is.
+    /// Ends the connection. If it is not served yet, it ends as soon as it is.
     pub(crate) fn break_off(&self, why: String) {
         let _ = self.broken.set(why);
         self.close_if_broken();
@@ -240,7 +240,7 @@ impl QueuePair {
     /// Copies received bytes. `gone` says whether the peer had gone before. `Some(0)` is the end, `None` nothing.
     pub(crate) fn receive(&self, into: &ReceiveSlices, gone: bool) -> Result<Option<usize>, VerbsError> {
         if self.broken.get().is_some() {
-            // The connection is about to be closed, and for that reason alone.
+            // The connection is about to be closed for that reason.
             return Ok(None);
         }
         let mut talk = self.talk.lock();

@@ -52,7 +52,7 @@ impl Served {
             Ok(true) => Finished::Reported,
             Ok(false) => Finished::Unreported,
             Err(error) => {
-                tracing::debug!(%error, "an RDMA connection ended before its end was said");
+                tracing::debug!(%error, "an RDMA connection ended before the peer knew that everything was sent");
                 Finished::Reported
             }
         };

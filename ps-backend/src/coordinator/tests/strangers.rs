@@ -188,17 +188,17 @@ fn a_client_that_reconnects_without_a_request_gets_its_acknowledged_number() {
         client_connects(&mut bench, acked_through, newest + 5);
         assert_eq!(bench.said, []);
         bench.pass(bench.coordinator.job().controls().lease / 2);
-        let told = bench.said.iter().rev().find_map(|action| match action {
+        let sent = bench.said.iter().rev().find_map(|action| match action {
             Action::ToClient(A, 0, Message::State(state)) => Some(state.acked_through),
             _ => None,
         });
-        assert_eq!(told, Some(Some(acked_through)));
+        assert_eq!(sent, Some(Some(acked_through)));
         bench.said.clear();
     }
 }
 
 #[test]
-fn what_a_client_asks_after_it_is_back_is_carried_out_once_also_where_a_stranger_was_given_up_in_its_place() {
+fn requests_of_a_client_that_is_back_are_carried_out_once_even_after_a_stranger_took_its_place() {
     let mut bench = Bench::new();
     bench.client(A, 1000, Message::Abort { learner: LearnerId(1) });
     bench.pass(bench.coordinator.job().controls().lease);

@@ -89,9 +89,9 @@ fn an_idle_learner_holds_nobody_up_and_stays() {
 
 #[test]
 fn nothing_is_taken_before_the_job_is_formed() {
-    let (mut sim, ids) = job(&["a"]);
-    sim.set("learners", "2");
-    let (a, ticket) = commit(&mut sim, ids[0], 1_000);
+    let mut sim = Sim::new(&[("consistency", "async"), ("learners", "2")]);
+    let first = sim.join("a").unwrap();
+    let (a, ticket) = commit(&mut sim, first, 1_000);
     assert!(sim.is_waiting(ticket));
     sim.join("b").unwrap();
     sim.reduce_done(true);

@@ -22,7 +22,7 @@ fn order(sim: &Sim) -> Vec<Uid> {
 }
 
 #[test]
-fn what_is_mapped_waits_for_its_turn() {
+fn mapped_contributions_wait_for_their_turn() {
     for arrivals in [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]] {
         let (mut sim, ids) = job(&["a", "b", "c"]);
         let mut uids = [(0, 0); 3];

@@ -129,7 +129,7 @@ fn settings_that_were_written_meanwhile_count_once_the_plan_has_given_way() {
 }
 
 #[test]
-fn who_is_silent_for_long_is_no_reason_to_wait_either() {
+fn nobody_waits_for_a_learner_that_is_silent_for_long() {
     let (mut sim, slow, _) = writing(&[("consistency", "async"), ("lease", "1")]);
     let quick = sim.join("quick").unwrap();
     for id in [slow, quick] {

@@ -61,7 +61,7 @@ fn of_a_batch_that_failed_the_rest_is_accumulated_anew() {
 }
 
 #[test]
-fn what_is_lost_voids_the_plan_that_reads_it() {
+fn a_lost_payload_voids_the_plan_that_reads_it() {
     let (mut sim, ids) = patient("3", &["a", "b", "c"], 20);
     let commits: Vec<_> = ids.iter().map(|&id| everything(&mut sim, id, false)).collect();
     assert!(sim.running.is_some());
@@ -79,7 +79,7 @@ fn what_is_lost_voids_the_plan_that_reads_it() {
 }
 
 #[test]
-fn what_is_lost_voids_the_accumulation_that_has_it() {
+fn a_lost_payload_voids_its_accumulation() {
     let (mut sim, ids) = patient("3", &["a", "b", "c"], 20);
     let (of_a, at_a) = everything(&mut sim, ids[0], false);
     let (of_b, _) = everything(&mut sim, ids[1], false);
@@ -95,7 +95,7 @@ fn what_is_lost_voids_the_accumulation_that_has_it() {
 }
 
 #[test]
-fn what_is_accumulated_or_steady_cannot_be_lost() {
+fn accumulated_or_steady_payload_cannot_be_lost() {
     let (mut sim, ids) = patient("3", &["a", "b", "c"], 0);
     let (accumulated, _) = everything(&mut sim, ids[0], false);
     sim.accumulate_done(true);
@@ -122,7 +122,7 @@ fn a_plan_without_what_is_lost_goes_on() {
 }
 
 #[test]
-fn what_the_last_ones_lose_leaves_a_job_to_be_formed() {
+fn a_job_forms_again_after_the_last_learners_lose_their_payload() {
     let (mut sim, ids) = patient("2", &["a", "b"], 0);
     everything(&mut sim, ids[0], false);
     everything(&mut sim, ids[1], false);

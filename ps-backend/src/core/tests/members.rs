@@ -31,13 +31,24 @@ fn lowering_learners_in_mid_step_forms_the_job() {
 }
 
 #[test]
-fn a_setting_does_not_make_a_job_form_anew() {
+fn raising_learners_counts_when_all_have_left() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     sim.leave(ids[1].0);
     sim.set("learning_rate", "0.5");
     assert_eq!(sim.core.state(), JobPhase::Running);
     sim.set("learners", "3");
+    assert_eq!(sim.core.state(), JobPhase::Running);
+    let (a, _) = everything(&mut sim, ids[0], true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))], "a does not wait for others");
+    sim.leave(ids[0].0);
+    let next = [sim.join("c").unwrap(), sim.join("d").unwrap()];
     assert_eq!(sim.core.state(), JobPhase::Forming);
+    everything(&mut sim, next[0], true);
+    everything(&mut sim, next[1], true);
+    assert!(sim.running.is_none(), "the third is not there");
+    sim.join("e").unwrap();
+    assert_eq!(sim.core.state(), JobPhase::Running);
 }
 
 #[test]
@@ -79,7 +90,7 @@ fn a_learner_that_dies_before_its_commit_leaves_no_trace() {
 }
 
 #[test]
-fn what_was_committed_stays_when_its_learner_leaves() {
+fn a_committed_contribution_stays_when_its_learner_leaves() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     let (a, _) = everything(&mut sim, ids[0], true);
     sim.leave(ids[0].0);
@@ -89,7 +100,7 @@ fn what_was_committed_stays_when_its_learner_leaves() {
 }
 
 #[test]
-fn what_was_committed_is_published_when_all_have_left() {
+fn committed_contributions_are_published_when_all_have_left() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     let (a, _) = everything(&mut sim, ids[0], false);
     sim.leave(ids[0].0);

@@ -80,7 +80,7 @@ fn fewer_learners_than_the_quorum_are_enough_when_all_are_in() {
 }
 
 #[test]
-fn what_a_leaver_committed_counts_towards_the_quorum() {
+fn a_leavers_contribution_counts_towards_the_quorum() {
     let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
     let (a, _) = everything(&mut sim, ids[0], true);
     sim.leave(ids[0].0);

@@ -69,7 +69,7 @@ fn a_commit_must_not_name_a_block_that_the_model_does_not_have() {
 }
 
 #[test]
-fn what_has_come_early_of_a_dropped_contribution_is_not_taken_for_the_next_one() {
+fn early_blocks_of_a_dropped_contribution_do_not_count_for_the_next_one() {
     let (mut sim, ids) = early_job("1", &["a"]);
     let (_, dropped) = open(&mut sim, ids[0]);
     assert!(sim.comes(ids[0].0, dropped, 0));
@@ -141,7 +141,7 @@ fn without_memory_for_accumulating_the_contribution_stays_open() {
 }
 
 #[test]
-fn what_does_not_get_its_turn_to_be_accumulated_times_out_and_can_be_retried() {
+fn a_commit_that_is_not_accumulated_in_time_times_out_and_can_be_retried() {
     let (mut sim, ids) = job("3", &["a", "b", "c"]);
     everything(&mut sim, ids[0], false);
     let (b, ticket) = everything(&mut sim, ids[1], false);
@@ -195,7 +195,7 @@ fn hyper_parameters_are_frozen_once_a_plan_has_begun() {
 }
 
 #[test]
-fn what_is_accumulated_under_a_reducer_is_reduced_under_it() {
+fn contributions_are_reduced_by_the_reducer_under_which_they_were_accumulated() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     sim.set("reducer", "assign");
     everything(&mut sim, ids[0], false);
@@ -308,7 +308,7 @@ fn patience_leaves_time_to_accumulate_before_the_deadline() {
 }
 
 #[test]
-fn what_turns_out_to_be_nan_while_the_version_is_made_is_taken_back() {
+fn a_commit_with_nan_that_is_found_in_the_version_is_taken_back() {
     let mut sim = Sim::patient(&[("learners", "2")], 20);
     let ids: Vec<_> = ["a", "b"].iter().map(|name| sim.join(name).unwrap()).collect();
     let (a, first) = everything(&mut sim, ids[0], false);

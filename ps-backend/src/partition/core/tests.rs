@@ -186,7 +186,7 @@ fn payloads_may_come_before_their_plan() {
 }
 
 #[test]
-fn what_is_released_can_come_again() {
+fn a_released_payload_can_come_again() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
     bench.core.reserve(A, ONE, 0, SENT);
@@ -212,7 +212,7 @@ fn nan_voids_a_plan_until_it_is_dropped() {
 }
 
 #[test]
-fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
+fn a_payload_that_may_have_changed_while_it_was_read_is_in_no_plan() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
     bench.begin(plan.clone());
@@ -511,7 +511,7 @@ fn a_provisional_plan_that_is_dropped_leaves_nothing() {
 }
 
 #[test]
-fn what_is_sealed_is_the_plan_that_has_begun() {
+fn only_the_plan_that_has_begun_can_be_sealed() {
     let mut bench = Bench::new();
     bench.begin(provisional(ONE, A));
     let other = Bench::plan(ONE, Kind::Reduce, vec![source(B, [0])]);
@@ -531,7 +531,7 @@ fn taken(clients: impl IntoIterator<Item = ClientId>) -> Taken {
 const C: ClientId = ClientId(3);
 
 #[test]
-fn what_lies_where_it_can_be_read_is_kept_for_the_last_of_its_block() {
+fn a_readable_payload_is_kept_for_the_last_one_of_its_block() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0]), source(B, [0]), source(C, [0, 1, 2])]));
     assert_eq!(bench.core.reserve(C, ONE, 1, LIES), ALONE, "nothing else of it comes");
@@ -555,7 +555,7 @@ fn what_lies_where_it_can_be_read_is_kept_for_the_last_of_its_block() {
 }
 
 #[test]
-fn what_is_kept_and_gone_can_come_again() {
+fn a_kept_payload_that_is_gone_can_come_again() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0]), source(B, [0])]));
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
@@ -593,7 +593,7 @@ fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
 }
 
 #[test]
-fn what_is_kept_when_nothing_else_comes_of_its_block_is_gathered() {
+fn kept_payloads_are_gathered_when_nothing_else_comes_for_their_block() {
     let mut bench = Bench::new();
     let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
@@ -614,7 +614,7 @@ fn what_is_kept_when_nothing_else_comes_of_its_block_is_gathered() {
 }
 
 #[test]
-fn what_is_kept_holds_no_plan_up_that_is_dropped() {
+fn kept_payloads_do_not_hold_up_a_dropped_plan() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0])]));
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);

@@ -415,7 +415,7 @@ fn where_there_are_slots_for_all_each_is_fetched_once() {
 }
 
 #[test]
-fn what_is_fetched_direct_takes_no_slot_and_waits_for_nobody() {
+fn a_direct_fetch_takes_no_slot_and_waits_for_nobody() {
     let mut world = World::new(1, 2, 3, 1, 1, false);
     world.direct = true;
     let name = |world: &mut World, who: usize, block: u32| {
@@ -449,7 +449,7 @@ fn what_is_fetched_direct_takes_no_slot_and_waits_for_nobody() {
 }
 
 #[test]
-fn what_waits_keeps_its_slots_until_another_is_short() {
+fn a_waiting_connection_keeps_its_slots_until_another_is_short() {
     let mut world = World::new(1, 3, 4, 1, 2, false);
     *world.turns.get_mut() = Turns::new(2, false);
     let name = |world: &mut World, who: usize| {

@@ -1,8 +1,8 @@
 //! The data of this partition for another shard, and the data that a new partition is made of.
 //!
-//! This module holds `unsafe`; the module above explains why it is sound. The data is that of the newest version. A
-//! running plan does not write there. The plan after it would, and waits: [`PartitionStore::begin`] refuses it while
-//! the data is being read.
+//! This module holds `unsafe`; the module above explains why it is sound. The data belongs to the newest version. A
+//! running plan does not write it. The next plan would, so [`PartitionStore::begin`] refuses it while the data is being
+//! read.
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -65,8 +65,8 @@ impl PartitionStore {
         Ok(KeptState { shared: Arc::clone(&self.shared), keeping, version })
     }
 
-    /// The data to load is that of this version, and not of version 0, with the state of `reducer`. Data that was
-    /// loaded before is void.
+    /// The data to load is of this version instead of version 0, with the state of `reducer`. Data that was loaded
+    /// before is void.
     ///
     /// # Errors
     /// [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded,

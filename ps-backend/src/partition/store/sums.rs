@@ -77,8 +77,8 @@ impl Sums {
         self.partly[at].lock().get(&block).cloned()
     }
 
-    /// The open sum has got the `written` ranges of `block`, or all of it. If it `held` something before, that stays
-    /// part of it.
+    /// The open sum now holds the `written` ranges of `block`, or all of it. If it `held` something before, it holds
+    /// that, too.
     pub(super) fn holds_too(&self, block: BlockId, held: bool, written: Option<&[Range<u32>]>) {
         self.note_written(self.open_at(block), block, held, written);
     }
@@ -114,7 +114,7 @@ impl Sums {
         self.accumulators.each_ref().map(Accumulator::memory)
     }
 
-    /// From now on, bytes that are not reduced are kept besides.
+    /// From now on, bytes that are not reduced are kept, too.
     pub(super) fn keep_raw(&self) {
         self.raw.store(true, Ordering::Relaxed);
     }
@@ -130,8 +130,8 @@ impl Sums {
         self.blocks[block.index()].store((self.note(block) ^ TURNED) | SEALED, Ordering::Relaxed);
     }
 
-    /// Makes what the open sum holds of `block` part of the sealed one, if there is one: adds it, or puts what was written
-    /// of it in its place, if that is not all.
+    /// Merges the open sum of `block` into the sealed one, if there is one: adds it, or with `assign` replaces the
+    /// written ranges.
     ///
     /// # Safety
     /// Nobody else may use the block's sums meanwhile.

@@ -6,12 +6,12 @@ use libmodelio::vocabulary::controls::Controls;
 use super::*;
 use crate::registry::refused::MAX_REFUSED;
 
-fn bound(core: &mut RegistryCore, address: &str, told: u16) -> Result<ShardId, Refusal> {
-    announce_as(core, address, told, true, Now::ZERO)
+fn bound(core: &mut RegistryCore, address: &str, number: u16) -> Result<ShardId, Refusal> {
+    announce_as(core, address, number, true, Now::ZERO)
 }
 
-fn unbound(core: &mut RegistryCore, address: &str, told: u16) -> Result<ShardId, Refusal> {
-    announce_as(core, address, told, false, Now::ZERO)
+fn unbound(core: &mut RegistryCore, address: &str, number: u16) -> Result<ShardId, Refusal> {
+    announce_as(core, address, number, false, Now::ZERO)
 }
 
 /// A record whose blocks are all at the shard of this number.
@@ -85,7 +85,7 @@ fn a_shard_that_was_given_another_number_has_its_own_again() {
     assert_eq!(unbound(&mut core, "other:1", 0), Ok(ShardId(1)));
     assert_eq!(unbound(&mut core, "old:2", 0), Ok(ShardId(2)));
     core.handle(&RegistryRequest::Drain { shard: ShardId(2) }, &[], Now::ZERO).unwrap();
-    // It had number 9 before it was started anew, and lost its blocks.
+    // It had number 9 before it was restarted, and lost its blocks.
     restore(&mut core, &record_at("m", 7, 1, 9), &[(9, "old:2")]).unwrap();
     let listed: Vec<_> = core.living(Now::ZERO).map(|shard| (shard.shard.0, shard.draining)).collect();
     assert_eq!(listed, [(1, false), (9, true)]);
@@ -97,7 +97,7 @@ fn a_shard_that_was_given_another_number_has_its_own_again() {
 }
 
 #[test]
-fn what_a_shard_says_of_draining_counts_for_a_table_that_does_not_know_it() {
+fn a_shards_draining_mark_counts_for_a_table_that_does_not_know_the_shard() {
     let mut core = RegistryCore::new();
     let say = |core: &mut RegistryCore, draining| {
         let record = ShardRecord { draining, ..shard("a:1", 1) };
@@ -137,7 +137,7 @@ fn records_only_go_forward() {
 }
 
 #[test]
-fn what_was_deleted_does_not_come_back() {
+fn a_deleted_model_does_not_come_back() {
     let mut core = core();
     assert_eq!(holding(&mut core, &[("m", 1)], &[]), [Fate::Unknown], "that is no reason to drop it");
     put(&mut core, &record("m", 1, 1), None).unwrap();
@@ -162,7 +162,7 @@ fn what_was_deleted_does_not_come_back() {
 }
 
 #[test]
-fn what_cannot_be_restored_changes_nothing() {
+fn a_record_that_cannot_be_restored_changes_nothing() {
     let mut core = RegistryCore::new();
     bound(&mut core, "new:1", 1).unwrap();
     let record = record_at("m", 7, 1, 1);
@@ -203,8 +203,8 @@ proptest! {
                     // A model on one of the shards with blocks, as its coordinator reports it.
                     let owner = who % 3;
                     let record = record_at("m", n, u64::from(number), believes[owner]);
-                    let told = restore(&mut core, &record, &[(believes[owner], addresses[owner])]);
-                    if told.is_ok() {
+                    let restored = restore(&mut core, &record, &[(believes[owner], addresses[owner])]);
+                    if restored.is_ok() {
                         prop_assert!(!dead.contains(&n));
                     }
                 }
@@ -254,10 +254,10 @@ fn a_refused_shard_is_listed_as_long_as_it_asks() {
     let mut core = RegistryCore::new();
     assert_eq!(bound(&mut core, "new:1", 1), Ok(ShardId(1)));
     assert_eq!(bound(&mut core, "old:1", 1), Err(taken(1, "new:1")));
-    let told = (1, "old:1".to_owned(), taken(1, "new:1").to_string());
-    assert_eq!(refused(&mut core, Now::ZERO), std::slice::from_ref(&told));
+    let expected = (1, "old:1".to_owned(), taken(1, "new:1").to_string());
+    assert_eq!(refused(&mut core, Now::ZERO), std::slice::from_ref(&expected));
     assert_eq!(living(&mut core, Now::ZERO), [1]);
-    assert_eq!(refused(&mut core, Now::from_millis(999)), [told]);
+    assert_eq!(refused(&mut core, Now::from_millis(999)), [expected]);
     assert_eq!(refused(&mut core, Now::from_millis(1000)), [], "its lease would be over");
     // It has its number since.
     assert_eq!(bound(&mut core, "old:1", 1), Err(taken(1, "new:1")));

@@ -1,4 +1,4 @@
-//! The move of one model that is under way: how far it is, and whether it is to be stopped.
+//! The move of one model that is under way: its progress, and whether it must stop.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,10 +9,10 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::moving::Progress;
 
-/// Of one model, at its coordinator.
+/// The move of one model, at its coordinator.
 #[derive(Default)]
 pub(in crate::server) struct Moves {
-    /// Held by whoever moves the model, or takes a snapshot of it.
+    /// Held during a move, and while a snapshot is taken.
     pub(in crate::server) alone: Mutex<()>,
     current: Mutex<Option<Current>>,
     over: Condvar,
@@ -31,7 +31,7 @@ impl Moves {
     /// A move off this shard begins.
     ///
     /// # Errors
-    /// Another one is under way.
+    /// [`Refusal::Moving`] if another one is under way.
     pub(in crate::server) fn begin(self: &Arc<Moves>, off: ShardId) -> Result<Moving, Refusal> {
         let mut current = self.current.lock();
         match &*current {
@@ -43,7 +43,7 @@ impl Moves {
         }
     }
 
-    /// What moves the model off this shard is to stop. True once nothing does.
+    /// Stops the move off this shard. True once no such move is under way.
     pub(in crate::server) fn stop(&self, off: ShardId, deadline: Instant) -> bool {
         let mut current = self.current.lock();
         while let Some(moving) = current.as_mut().filter(|moving| moving.off == off) {
@@ -55,7 +55,7 @@ impl Moves {
         true
     }
 
-    /// How far the one that is under way is.
+    /// The progress of the move under way.
     pub(in crate::server) fn progress(&self) -> Option<Progress> {
         self.current.lock().as_ref().and_then(|moving| moving.progress.clone())
     }

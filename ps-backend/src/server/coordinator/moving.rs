@@ -29,7 +29,7 @@ impl Coordinator {
         self.with_core(|state, now, actions| state.core.release(now, actions));
     }
 
-    /// What keeps the job from being held.
+    /// The reason why the job is not held yet.
     pub(in crate::server) fn held_up_by(&self) -> Option<String> {
         let state = self.state.lock();
         (!state.core.is_held()).then(|| state.core.held_up_by())
@@ -82,7 +82,7 @@ impl Coordinator {
         self.forgive_silence();
     }
 
-    /// Another block map is in force, with another coordinator. All connected clients are told.
+    /// Another block map is in force, with another coordinator. All connected clients get the redirect.
     pub(in crate::server) fn retire(&self, to: &Redirect) {
         if self.moved.set(to.clone()).is_err() {
             return;

@@ -1,8 +1,8 @@
 //! A shard of the model on the network: its address, and the coordinator's connection to it.
 //!
-//! A number alone does not identify a shard, because a registry that was started anew may give it to another one. So
-//! the coordinator stays with the address at which it has found the blocks. Only the process at that address can tell
-//! it that the blocks are lost.
+//! A number alone does not identify a shard, because a restarted registry may give it to another one. So
+//! the coordinator stays with the address at which it has found the blocks. Only the process at that address can
+//! report that the blocks are lost.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use super::Coordinator;
 
-/// What is known of a shard's address.
+/// The knowledge of a shard's address.
 #[derive(Debug)]
 enum Place {
     /// The registry must be asked.
@@ -216,7 +216,7 @@ impl Conversation for ToPartition {
                 self.coordinator.with_core(|state, _, actions| state.core.partition_up(index, actions));
             }
             (Message::Refused(refusal), None) => {
-                // A shard answers that does not have the blocks. It was started anew, or it is another one that got
+                // A shard answers that does not have the blocks. It was restarted, or it is another one that got
                 // the number from a new registry.
                 if matches!(refusal, Refusal::NoModel(_) | Refusal::Generation { .. }) {
                     if let Err(why) = self.remote.has_not(&self.address) {

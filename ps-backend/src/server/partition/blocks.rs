@@ -1,4 +1,4 @@
-//! Sending versions block by block, and telling a client which of its blocks are missing.
+//! Sending versions block by block, and reporting to a client which of its blocks are missing.
 //!
 //! This module holds `unsafe`: it lends memory of versions to connections.
 

@@ -41,7 +41,7 @@ impl Partition {
             BlockInput { payload: Payload::Plain(bytes), written, check }
         });
         let parts: SmallVec<[BlockInput<'_>; INLINE]> = parts.collect();
-        // The coordinator is told whose payload it is.
+        // A bad payload that is alone is reported to the coordinator.
         let is_reported = payloads.len() == 1 && !is_own;
         reservation.complete_with(&parts, is_reported, stands).unwrap_or_else(|error| {
             tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");

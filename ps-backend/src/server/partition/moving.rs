@@ -20,12 +20,12 @@ impl Partition {
         partition
     }
 
-    /// Its plans go on from this version.
+    /// Plans go on from this version.
     pub(in crate::server) fn begin_at(&self, version: Version) {
         self.state.lock().core = PartitionCore::new(self.layout().blocks(), version);
     }
 
-    /// What it keeps of a block of the newest version, which must be `wanted`, under the block map of `epoch`.
+    /// The data of one kind of a block in the newest version, which must be `wanted`, under the block map of `epoch`.
     pub(in crate::server) fn kept(
         &self,
         epoch: Epoch,
@@ -44,7 +44,7 @@ impl Partition {
         kept.bytes(local, what).map(<[u8]>::to_vec).map_err(Refusal::other)
     }
 
-    /// Another block map is in force. All connected peers are told, and nothing is taken any more.
+    /// Another block map is in force. Sends all connected peers the redirect. The partition takes nothing any more.
     pub(in crate::server) fn has_moved(&self, to: &Redirect) {
         if self.moved.set(to.clone()).is_err() {
             return;

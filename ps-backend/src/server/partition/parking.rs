@@ -1,7 +1,7 @@
 //! Parking: which of a partition's connections are in use.
 //!
 //! A connection that has a thread to itself moves a block while it is in that core's cache. Connections that take
-//! turns on one thread throw each other's blocks out. So as many connections are in use as there are threads: the
+//! turns on one thread evict each other's blocks from it. So as many connections are in use as there are threads: the
 //! same number for each client, on different threads. The others are parked until something is lost.
 
 use std::collections::BTreeMap;
@@ -20,8 +20,8 @@ pub(super) struct Connected {
     parked: bool,
 }
 
-/// Which of these connections, each with its client and thread, must be parked if there are so many threads. Each
-/// client keeps at least one.
+/// For each of these connections, with its client and thread: whether it must be parked when there are `threads`
+/// threads. Each client keeps at least one.
 fn to_park(connections: &[(ClientId, usize)], threads: usize) -> Vec<bool> {
     let mut clients: BTreeMap<ClientId, Vec<usize>> = BTreeMap::new();
     for (index, (client, _)) in connections.iter().enumerate() {

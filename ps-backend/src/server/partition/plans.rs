@@ -1,4 +1,4 @@
-//! Orders of the coordinator, and what a plan takes to begin, to compute what nobody sends, and to count.
+//! Orders of the coordinator: beginning a plan, computing blocks that nobody sends, and concluding it.
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -17,13 +17,13 @@ use crate::partition::core::{self, Action, Plan, Source, local_blocks};
 use crate::partition::executor::{Batch, Done, Pass};
 use crate::partition::store::PartitionError;
 
-/// The pause before the next try of a plan that cannot begin yet: old versions are still read, or the plan before is being
-/// left.
-const BEGIN_AGAIN: Duration = Duration::from_millis(1);
-/// When that takes longer, the log says so.
+/// The pause before a plan that cannot begin yet is tried again: readers hold old versions, or work on the plan before
+/// it is not over.
+const BEGIN_PAUSE: Duration = Duration::from_millis(1);
+/// The log names plans that cannot begin for longer than this.
 const BEGIN_QUIETLY: Duration = Duration::from_secs(2);
 
-/// A coordinator that still begins a plan after so long knows nothing of another one that is ready here.
+/// A coordinator that repeats the start of a plan for this long does not know another one that is ready here.
 const INSISTS: Duration = Duration::from_secs(3);
 
 impl From<core::PartitionError> for Refusal {
@@ -45,15 +45,15 @@ impl Recipient for Partition {
 }
 
 impl Partition {
-    /// Says who the coordinator is from now on, and which of its plans are over. A connection from before is closed: if
-    /// it was the true coordinator's after all, that one connects again and has the last word.
+    /// Sets the coordinator, whose plans up to `over` are over. Closes an earlier connection: if that was the true
+    /// coordinator's, the coordinator connects again and takes its place back.
     pub(in crate::server) fn follow(&self, coordinator: ToCoordinator, over: PlanId) {
         let mut state = self.state.lock();
         if self.moved.get().is_some() {
-            // It was its coordinator.
+            // The coordinator has not changed.
             return;
         }
-        state.leave_coordinator(Close::Asked("the coordinator has connected anew".into()));
+        state.leave_coordinator(Close::Asked("the coordinator has connected again".into()));
         state.coordinator = Some(coordinator);
         state.coordinated_since = Instant::now();
         state.core.coordinated_anew(over);
@@ -68,7 +68,7 @@ impl Partition {
     ) {
         let mut actions = Vec::new();
         let mut state = self.state.lock();
-        // What comes over a connection that another one has taken the place of is nobody's word any more.
+        // A connection that another one has replaced has no authority any more.
         let is_the_coordinator = match (link, &state.coordinator) {
             (Some(link), Some(ToCoordinator::There(known))) => known.is(link),
             (link, known) => link.is_none() && !matches!(known, Some(ToCoordinator::There(_))),
@@ -129,8 +129,8 @@ impl Partition {
         Ok(())
     }
 
-    /// Carries out actions, and has those go on that wait; the lock is let go of where they leave it, and then the coordinator
-    /// hears what was said.
+    /// Carries out actions, and wakes those that wait. Then it releases the lock, and delivers the messages to the
+    /// coordinator.
     pub(super) fn act(
         self: &Arc<Partition>,
         mut state: parking_lot::MutexGuard<'_, State>,
@@ -141,7 +141,7 @@ impl Partition {
         let mut begins = None;
         for action in actions {
             match action {
-                // Where the memory is there, it is done before anybody is told to send.
+                // If the memory is there, the plan begins before any client is told to send.
                 Action::Begin(plan) => match &state.starting {
                     Some((of, _, work, _)) if *of == plan && self.store.is_prepared(work) => {
                         begins = Some(plan)
@@ -191,7 +191,7 @@ impl Partition {
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
                         state.send(self.epoch, plan.0, Message::Refused(lost.into()));
                     } else if kind != core::Kind::Add && self.has_client_here {
-                        // The answer that follows says so, unless something else is said before.
+                        // The answer that follows reports the buffer, unless another message does so before.
                         state.here.has_buffer = true;
                         state.report_buffer(&self.store);
                     }
@@ -220,8 +220,8 @@ impl Partition {
         }
     }
 
-    /// Takes the memory for a plan, or has somebody wait until there is some. Not here: a thread of the executor that waits
-    /// may have the very work below it on its stack that it waits for.
+    /// Takes the memory for a plan, or starts a thread that waits for some. A thread of the executor must not wait: the
+    /// work that would free the memory may lie below on its stack.
     fn begin(self: &Arc<Partition>, plan: PlanId) {
         let error = match self.try_begin(plan) {
             Ok(()) => return,
@@ -245,7 +245,7 @@ impl Partition {
                 tracing::warn!(model = %self.model, %plan, "cannot begin yet: {error}");
                 said = true;
             }
-            std::thread::sleep(BEGIN_AGAIN);
+            std::thread::sleep(BEGIN_PAUSE);
             error = match self.try_begin(plan) {
                 Ok(()) => return,
                 Err(error) if error.is_transient() => error,
@@ -254,7 +254,7 @@ impl Partition {
         }
     }
 
-    /// The coordinator hears that it never will.
+    /// Reports to the coordinator that the plan never begins.
     fn cannot_begin(&self, plan: PlanId, error: &dyn std::fmt::Display) {
         tracing::error!(model = %self.model, %plan, %error, "cannot begin");
         let lost = ShardError::Lost(format!("plan {plan} cannot begin: {error}"));
@@ -276,7 +276,7 @@ impl Partition {
             drop(state);
             let job = self.store.begin(base, work, check)?;
             state = self.state.lock();
-            // It may have been sealed meanwhile.
+            // The plan may have been sealed meanwhile.
             if let Some((_, _, Work::Reduce { tensors, .. }, _)) = &state.starting
                 && !state.core.is_provisional()
             {
@@ -294,7 +294,7 @@ impl Partition {
         Ok(())
     }
 
-    /// Blocks that nobody sends are computed.
+    /// The executor has computed the blocks that nobody sends.
     fn computed(self: &Arc<Partition>, plan: PlanId, outcome: Result<(), (BlockId, PartitionError)>) {
         if let Err((block, error)) = outcome {
             tracing::error!(model = %self.model, %plan, %block, %error, "cannot be computed");
@@ -316,7 +316,7 @@ impl Partition {
         if let Some(merge) = self.store.conclude(&job)? {
             batches.push(Batch { plan, pass: Pass::Merge(merge), done: Box::new(drop) });
         }
-        // A client in this process has yet to give back what it does not show any more.
+        // A client in this process first gives back the versions that it no longer shows.
         if !self.has_client_here && self.store.wants_spare() {
             let partition = Arc::clone(self);
             jobs.push(Box::new(move || partition.add_spares(1)));
@@ -324,7 +324,7 @@ impl Partition {
         Ok(())
     }
 
-    /// Has a version buffer made, by another thread, if none is free and there was a [`Self::warm_up`].
+    /// Has another thread take a version buffer if none is free and [`Self::warm_up`] was called.
     pub(in crate::server) fn keep_spare(self: &Arc<Partition>) {
         if self.is_warm.load(Ordering::Relaxed) && self.store.wants_spare() {
             let partition = Arc::clone(self);
@@ -342,7 +342,7 @@ impl Partition {
         self.executor.spawn(Box::new(move || partition.add_spares(2)));
     }
 
-    /// Makes version buffers until `count` are free.
+    /// Takes version buffers until `count` are free.
     fn add_spares(&self, count: usize) {
         while match self.store.add_spare(count) {
             Ok(added) => added,
@@ -351,14 +351,14 @@ impl Partition {
                 false
             }
         } {}
-        // The next version may have waited for one.
+        // The next version may have waited for a buffer.
         if self.has_client_here {
             self.find_buffer();
         }
     }
 
-    /// Takes the memory of the first versions, by another thread: as many as are retained, and one for readers that hold a
-    /// version. Does nothing the second time.
+    /// Has another thread take the memory of the first versions: as many as are retained, and one for readers that hold
+    /// a version. A second call does nothing.
     pub(in crate::server) fn warm_up(self: &Arc<Partition>, retain: impl FnOnce() -> usize) {
         if self.is_warm.swap(true, Ordering::Relaxed) {
             return;

@@ -29,13 +29,13 @@ pub(super) use kept::AllKept;
 pub(in crate::server) use kept::Lent;
 use kept::{Kept, Other, Together};
 
-/// The number of payloads that are listed on the stack.
+/// As many payloads of a block fit into a list without an allocation.
 pub(super) const INLINE: usize = 16;
 
 /// A client that sends blocks, over one of its connections. It is woken when a block that had to wait may come.
 pub(in crate::server) struct Sender {
     pub client: ClientId,
-    /// Its connection. None for the client in this process.
+    /// The connection. None for the client in this process.
     link: Option<Link>,
     /// The unknown plan that its blocks wait for.
     unknown_plan: UnknownPlan,
@@ -57,7 +57,7 @@ impl Sender {
         self.unknown_plan.until(now)
     }
 
-    /// Ends its connection.
+    /// Ends the connection.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn close(&self, why: &'static str) {
         if let Some(link) = &self.link {
@@ -257,15 +257,15 @@ impl Partition {
         };
         if !state.core.knows_plan(push.plan) && !sender.unknown_plan.waits(push.plan, Instant::now()) {
             let Push { plan, block, .. } = push;
-            tracing::debug!(model = %self.model, %plan, %block, "passed over: no word of its plan");
+            tracing::debug!(model = %self.model, %plan, %block, "skipped: its plan is not known");
             return false;
         }
         state.wait(link);
         true
     }
 
-    /// The answer that [`Self::reserve`] would give, for a payload that must not come in vain. If it has to wait, its
-    /// sender is woken later.
+    /// The answer that [`Self::reserve`] would give, for a payload that is worth fetching only if it is taken. If it
+    /// has to wait, its sender is woken later.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn turn(&self, sender: &mut Sender, push: &Push) -> Turn {
         let mut state = self.state.lock();
@@ -317,7 +317,7 @@ impl Reservation {
         Arc::into_inner(self).ok_or_else(still)?.complete(&[], || true)
     }
 
-    /// Whether its plan is given up. A fetch that is late is then not waited for.
+    /// Whether the plan is given up. Then nobody waits for a late fetch.
     #[cfg(feature = "rdma")]
     pub(in crate::server) fn is_abandoned(&self) -> bool {
         !self.partition.state.lock().core.wants(self.push.plan)
@@ -325,9 +325,9 @@ impl Reservation {
 
     /// Completes the reservation. `bytes` is the payload, unless it was received into its place.
     ///
-    /// If the bytes are in a client's memory, `stands` tells after the reading whether the loan still stood. If not,
-    /// they may belong to another contribution, and the plan is not made. If they hold NaN or Inf, the coordinator is
-    /// told whose they are.
+    /// If the bytes are in a client's memory, `stands` says after they were read whether the loan still stands. If not,
+    /// they may belong to another contribution, and the plan is given up. If they hold NaN or Inf, the partition
+    /// reports their client to the coordinator.
     pub(in crate::server) fn complete(
         self,
         bytes: &[u8],
@@ -368,7 +368,7 @@ impl Reservation {
         let Push { plan, block, .. } = self.push;
         let (pushed, outcome) = match bad {
             _ if !stands => {
-                tracing::debug!(model = %partition.model, %plan, %block, "it may have changed while it was read");
+                tracing::debug!(model = %partition.model, %plan, %block, "the payload may have changed while it was read");
                 (Pushed::Unwanted, Outcome::Torn)
             }
             None => (Pushed::Taken, Outcome::Complete),
@@ -412,7 +412,7 @@ impl Reservation {
     /// Ends the reservation, and those of the payloads in the same pass. If NaN or Inf was found, `whose` is its
     /// client.
     fn end(&mut self, outcome: Outcome, whose: ClientId) {
-        // The target goes first: once the core knows, its memory may be used.
+        // The target is dropped first: once the core knows of the end, others may use the memory.
         self.target = None;
         if self.job.take().is_none() {
             return;
@@ -446,7 +446,7 @@ impl Drop for Reservation {
     }
 }
 
-/// The ranges that count of a block, if only `written` was written.
+/// The ranges of a block that count, if only `written` was written.
 fn counted(written: Option<&[Range<u32>]>, counts: &[Range<u32>]) -> Vec<Range<u32>> {
     match written {
         None => counts.to_vec(),

@@ -3,7 +3,7 @@
 //! The memory that exists when a client greets must be registered, or the client is refused and takes another path.
 //! The system may refuse to register memory that is taken later, because a process may pin only so much. A version in
 //! such memory is in the directory without a place. Clients ask for its blocks, which come through the rings. That is
-//! slower, and complete.
+//! slower.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ struct Inner {
     directory: Directory,
     /// Versions whose memory could not be registered.
     asked_for: BTreeMap<Version, Region>,
-    /// The log says so.
+    /// Whether the log says so.
     said: bool,
 }
 
@@ -114,7 +114,7 @@ impl VersionWatch for Shown {
         asked_for.insert(version, memory.clone());
         if !std::mem::replace(said, true) {
             let model = &self.model;
-            tracing::warn!(%model, %version, "is sent, as are others that cannot be read by RDMA: {error}");
+            tracing::warn!(%model, %version, "a version cannot be read by RDMA, so its blocks are sent, as those of others may be: {error}");
         }
     }
 

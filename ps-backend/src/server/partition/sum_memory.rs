@@ -18,8 +18,8 @@ use parking_lot::Mutex;
 
 use crate::partition::store::PartitionStore;
 
-/// The pause before memory is registered again that could not be, or was given up.
-const AGAIN: Duration = Duration::from_secs(60);
+/// The pause before the next try to register memory, after a failure or after the registration was given up.
+const RETRY_AFTER: Duration = Duration::from_secs(60);
 
 /// The memory of a partition's sums.
 pub(in crate::server) struct SumMemory {
@@ -29,14 +29,15 @@ pub(in crate::server) struct SumMemory {
     sums: [Arc<Mapping>; 2],
     /// Empty if the memory is never registered.
     states: Mutex<Vec<State>>,
-    /// The log says that the memory is not registered.
+    /// Whether the log says that the memory is not registered.
     said: AtomicBool,
 }
 
 enum State {
     /// The memory was not needed yet.
     Idle,
-    /// A thread is registering it. The thread's value tells whether the result is still wanted.
+    /// A thread is registering the memory. It compares this value with its own to see whether the result is still
+    /// wanted.
     Registering(Arc<()>),
     Registered(Arc<Registration>),
     /// Registering failed, or the registration was given up, at that time.
@@ -68,7 +69,7 @@ impl SumMemory {
 
     /// Whether some of it may be registered at the moment.
     pub(in crate::server) fn may_be_registered(&self) -> bool {
-        let is_there = |state: &State| !matches!(state, State::None(at) if at.elapsed() < AGAIN);
+        let is_there = |state: &State| !matches!(state, State::None(at) if at.elapsed() < RETRY_AFTER);
         self.states.lock().iter().any(is_there)
     }
 
@@ -87,7 +88,7 @@ impl SumMemory {
         match state {
             State::Registered(registration) => return Some(Arc::clone(registration)),
             State::Registering(_) => return None,
-            State::None(at) if at.elapsed() < AGAIN => return None,
+            State::None(at) if at.elapsed() < RETRY_AFTER => return None,
             State::Idle | State::None(_) => {}
         }
         let who = Arc::new(());
@@ -151,7 +152,7 @@ impl Spare for SumMemory {
         }
         drop(states);
         if any {
-            self.log("they give way to what else is pinned, as RLIMIT_MEMLOCK allows no more");
+            self.log("RLIMIT_MEMLOCK allows no more pinned memory, and other registrations come first");
         }
     }
 }

@@ -73,7 +73,7 @@ impl Seat {
         self.slots.all.lock().turns.began(self.client);
     }
 
-    /// So many fetches have ended.
+    /// `count` fetches have ended.
     pub(super) fn came(&self, count: usize) {
         self.under_way.fetch_sub(count, Ordering::Relaxed);
         let mut all = self.slots.all.lock();
@@ -83,7 +83,7 @@ impl Seat {
         woken.iter().for_each(Link::wake);
     }
 
-    /// Whether another connection lacks a slot for a payload that would be used at once.
+    /// Whether another connection needs a slot for a payload that would be used at once.
     pub(super) fn is_pressed(&self) -> bool {
         self.slots.all.lock().turns.is_pressed(self.number)
     }

@@ -75,7 +75,7 @@ fn others() -> RdmaOptions {
 }
 
 #[test]
-fn what_is_not_said_is_as_the_library_has_it() {
+fn unset_options_have_the_librarys_defaults() {
     let config = shard(&[]).unwrap();
     assert_eq!((config.rdma, config.rdma_port), (RdmaUse::Auto, None));
     assert_eq!(config.rdma_options, RdmaOptions::default());
@@ -118,7 +118,7 @@ fn flags_beat_environment_beats_file() {
 }
 
 #[test]
-fn what_is_out_of_range_is_refused_by_name() {
+fn values_out_of_range_are_refused_by_name() {
     let wrong: &[(&str, &[&str])] = &[
         ("rdma", &["yes", "On", ""]),
         ("rdma_port", &["-1", "65536", "rdma", ""]),

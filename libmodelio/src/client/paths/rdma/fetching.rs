@@ -19,7 +19,7 @@ use crate::wire::{Message, Refusal};
 /// The number of blocks that are fetched before the directory is read again.
 const BATCH: usize = 8;
 /// The pause before the directory is read again for a version that is not in it yet.
-const AGAIN: Duration = Duration::from_millis(2);
+const RETRY_PAUSE: Duration = Duration::from_millis(2);
 
 /// The tokens of the work requests.
 const DIRECTORY_READ: u64 = 1 << 40;
@@ -182,7 +182,7 @@ impl RdmaPath {
                     match published::find(&bytes, pull.version) {
                         Ok(seen) => pull.seen = Some(seen),
                         Err(absent) => {
-                            pull.again = Some(Instant::now() + AGAIN);
+                            pull.again = Some(Instant::now() + RETRY_PAUSE);
                             let (wanted, newest) = (pull.version, absent.newest.unwrap_or(Version(0)));
                             let refused = Message::Refused(Refusal::NoVersion { wanted, newest });
                             let reported = shared.with_core_by(&to.route, |core, now, actions| {

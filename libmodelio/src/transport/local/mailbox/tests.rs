@@ -107,23 +107,6 @@ fn a_client_joins_once() {
     assert_eq!(*client.received.lock(), [1]);
 }
 
-#[test]
-fn a_held_back_message_arrives_when_it_is_released() {
-    let (mailbox, [coordinator, partition]) = ends(false);
-    mailbox.hold(|to, mail| to == End::Coordinator && matches!(mail, Mail::Message(2.., _)));
-    for request in [1, 2, 3] {
-        mailbox.put(End::Partition, End::Coordinator, Mail::Message(request, Message::Done));
-        mailbox.put(End::Coordinator, End::Partition, Mail::Message(request, Message::Done));
-    }
-    mailbox.drain();
-    assert_eq!(
-        (&coordinator.received.lock()[..], &partition.received.lock()[..]),
-        (&[1][..], &[1, 2, 3][..])
-    );
-    assert!(mailbox.release_one() && mailbox.release_one() && !mailbox.release_one());
-    assert_eq!(coordinator.received.lock()[..], [1, 2, 3]);
-}
-
 /// A client whose answers are counted, beside two ends that answer each other for long.
 struct Caller(AtomicUsize, Weak<Receiver>);
 

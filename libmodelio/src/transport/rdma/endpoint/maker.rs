@@ -15,12 +15,12 @@ use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::{CmChannel, CmId, Parameters, Remote, Reserved, Rings, VerbsError};
 use crate::wire::Protocol;
 
-/// How many free ports are tried, if rdma_cm chooses.
+/// The most free ports that are tried if rdma_cm chooses the port.
 pub(super) const PORTS: u32 = 16;
 /// The most connection requests that may wait.
 const BACKLOG: i32 = 128;
 
-/// A device, and the threads that serve what is made over it.
+/// A device, and the threads that serve its connections.
 pub(super) struct Maker {
     pub device: Arc<Device>,
     pub pollers: Arc<Pollers>,
@@ -84,7 +84,7 @@ impl Maker {
                 cm_id.resolve_route(millis(deadline)).map_err(|error| error.to_string())
             }
             Some(context) => Err(format!(
-                "the way leads over {} port {}, and {} is used (--rdma-device names another one)",
+                "the route leads over {} port {}, and this process uses {} (--rdma-device names another one)",
                 context.name(),
                 cm_id.port(),
                 self.device.name()
@@ -112,7 +112,8 @@ impl Maker {
         };
         if !self.is_by(&cm_id) {
             let by = cm_id.context().map_or_else(|| "no device".to_owned(), |context| context.name());
-            let why = format!("it comes by {by} port {}, and {} is used", cm_id.port(), self.device.name());
+            let why =
+                format!("it comes by {by} port {}, and this shard uses {}", cm_id.port(), self.device.name());
             return self.turn_away(&cm_id, &peer, &why, Shortage::Device);
         }
         let rings = match self.device.rings() {

@@ -19,8 +19,7 @@ use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::{CmEvent, CmId, CmKind, VerbsError};
 use crate::transport::stream::Stream;
 
-/// The interval in which queue pairs are checked that may be gone. Everything else wakes the thread or has a
-/// deadline.
+/// The interval for checks of queue pairs that may be gone. Everything else wakes the thread or has a deadline.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// The pause after a failure that may last.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -64,7 +63,7 @@ impl Manager {
                     Ok(Some(event)) => self.on_event(event),
                     Ok(None) => break,
                     Err(error) => {
-                        tracing::error!(%error, "no more RDMA connections can come about");
+                        tracing::error!(%error, "no more RDMA connections can be made");
                         std::thread::sleep(PAUSE);
                         break;
                     }
@@ -122,7 +121,7 @@ impl Manager {
                     at
                 });
                 if answer.send(made).is_err() {
-                    // The caller has given up and knows nothing of it.
+                    // The caller has given up, and does not know the connection.
                     self.states.remove(&token);
                 }
             }
@@ -151,7 +150,7 @@ impl Manager {
                     Err(strange @ (Strange::Protocol { .. } | Strange::Notify { .. } | Strange::Mtu(_))) => {
                         format!("refused by the shard: {strange}")
                     }
-                    // Both ends understand each other, and the shard lacks something.
+                    // Both ends understand each other, and a resource is missing at the shard.
                     Ok(_) => format!("refused by the shard: {}", Shortage::decode(&private)),
                     Err(Strange::Magic) => "refused: nobody listens there for RDMA".to_owned(),
                 };
@@ -182,7 +181,7 @@ impl Manager {
         }
     }
 
-    /// Gives up a connection that has not come about.
+    /// Gives up a connection that could not be made.
     fn give_up(&self, state: State, why: &str) {
         match &state {
             State::Connecting { queue_pair, wish } => self.maker.leave(queue_pair, wish.number),
@@ -205,7 +204,7 @@ impl Manager {
         let Some(State::Resolving { cm_id, wish }) = self.states.remove(&token) else { return };
         match self.maker.connect(cm_id, wish.number) {
             Ok(queue_pair) => drop(self.states.insert(token, State::Connecting { queue_pair, wish })),
-            // rdma_cm has chosen the port of a TCP socket, which iWARP cannot use.
+            // rdma_cm has chosen a port that a TCP socket has, which iWARP cannot use.
             Err(VerbsError::Call { errno: Errno::EADDRINUSE, .. }) if wish.ports > 1 => {
                 let token = self.token();
                 self.begin(token, Wish { ports: wish.ports - 1, ..wish });
@@ -227,7 +226,7 @@ impl Manager {
     /// The peer has accepted, and has sent its offer.
     fn answered(&mut self, token: u64, private: &[u8]) {
         let Some(State::Connecting { queue_pair, .. }) = self.states.get(&token) else { return };
-        // Other faults of the offer are reported after the connection exists and has ended.
+        // Other faults of the offer are reported once the connection is established, and end it.
         let agreed = Offer::decode(private, self.maker.device.notify()).ok().and_then(|offer| offer.mtu);
         match queue_pair.cm_id().establish(shorter(agreed, self.maker.device.options().mtu)) {
             Ok(()) => self.established(token, private),

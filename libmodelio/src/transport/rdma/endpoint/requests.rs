@@ -52,7 +52,7 @@ pub(super) struct Wish {
 }
 
 impl Wish {
-    /// Reports that the connection has not come about.
+    /// Reports that the connection could not be made.
     pub fn fail(self, why: impl std::fmt::Display) {
         drop((self.then)(Err(format!("{}: {why}", self.to))));
     }

@@ -34,7 +34,7 @@ impl State {
         }
     }
 
-    /// Reports to the caller that the connection has not come about.
+    /// Reports to the caller that the connection could not be made.
     pub fn end(self, why: &str) {
         match self {
             State::Resolving { wish, .. } | State::Connecting { wish, .. } => wish.fail(why),

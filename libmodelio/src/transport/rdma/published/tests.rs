@@ -73,7 +73,7 @@ fn entry_of<'a>(image: &'a [u8], seen: &Seen) -> &'a [u8] {
 
 proptest! {
     #[test]
-    fn what_is_published_is_found_until_it_is_retired(steps in steps()) {
+    fn a_published_version_is_found_until_it_is_retired(steps in steps()) {
         let mut twin = Twin::new();
         let mut seen: BTreeMap<u64, Seen> = BTreeMap::new();
         let last = steps.len() - 1;

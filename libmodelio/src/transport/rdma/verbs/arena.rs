@@ -27,7 +27,7 @@ const PAGE: u64 = 4096;
 pub struct Arena {
     registration: Arc<Registration>,
     free: Mutex<RangeAllocator<u64>>,
-    // After the registration, which is of it.
+    // Dropped after `registration`, which refers to it.
     memory: Memory,
 }
 
@@ -71,10 +71,10 @@ impl Arena {
         Ok(Arc::new(Arena { registration, free, memory: Memory::Device(memory) }))
     }
 
-    /// Takes a piece of `bytes` bytes or a little more. Not for the data path.
+    /// Takes a piece of `bytes` bytes or a little more. This is too slow for the data path.
     ///
     /// # Errors
-    /// When there is none that large: [`VerbsError::Arena`].
+    /// [`VerbsError::Arena`] if no free piece is that large.
     pub fn take(self: &Arc<Arena>, bytes: usize) -> Result<Chunk, VerbsError> {
         let len = (bytes.max(1) as u64).next_multiple_of(PAGE);
         let mut free = self.free.lock();
@@ -109,10 +109,10 @@ impl Chunk {
         (self.range.end - self.range.start) as usize
     }
 
-    /// Its first byte. The holder decides what may be done with it: peers access the memory, too.
+    /// The first byte. Peers may access the memory, too, so the holder is responsible for each access.
     ///
     /// # Panics
-    /// If it is another device's.
+    /// If the memory is another device's.
     pub(super) fn start(&self) -> *mut u8 {
         match &self.arena.memory {
             Memory::Host(memory) => memory.start().as_ptr().wrapping_add(self.range.start as usize),
@@ -120,12 +120,12 @@ impl Chunk {
         }
     }
 
-    /// Its address for this end's network device.
+    /// The address for this end's network device.
     pub(super) fn address(&self) -> u64 {
         self.arena.registration.remote().address + self.range.start
     }
 
-    /// Registers it once more, for peers to write.
+    /// Registers the piece once more, for peers to write.
     ///
     /// # Errors
     /// The errors of [`Registration::new`].
@@ -155,18 +155,18 @@ impl Drop for Chunk {
 /// Slots of one size, cut from a chunk. A waiter for a slot is woken when there is one.
 #[derive(Debug)]
 pub struct Pool {
-    /// The pool's own: only its slots name parts of it.
+    /// Only the slots of this pool use the chunk.
     chunk: Chunk,
     bytes: usize,
     count: usize,
-    /// They are used one after the other, even if one further on is free earlier.
+    /// Slots are used in turn, even if a later one is free earlier.
     in_turn: bool,
     state: Mutex<Free>,
 }
 
 #[derive(Debug, Default)]
 struct Free {
-    /// By slot.
+    /// For each slot, whether it is free.
     free: Vec<bool>,
     next: usize,
     waiting: Vec<Connection>,
@@ -180,7 +180,7 @@ impl Pool {
         Arc::new(Pool { chunk, bytes, count, in_turn, state: Mutex::new(free) })
     }
 
-    /// How many slots there are.
+    /// The number of slots.
     pub fn count(&self) -> usize {
         self.count
     }
@@ -211,8 +211,7 @@ impl Pool {
     }
 }
 
-/// Room for one payload in an arena. Its holder has that room alone; it goes back to its pool when it is
-/// dropped.
+/// Room for one payload in an arena. Nobody but the holder uses it. When it is dropped, it returns to its pool.
 #[derive(Debug)]
 pub struct Slot {
     pool: Arc<Pool>,
@@ -226,7 +225,7 @@ impl Slot {
         self.pool.bytes
     }
 
-    /// Its index in its pool.
+    /// The index in its pool.
     pub fn index(&self) -> usize {
         self.index
     }
@@ -235,7 +234,7 @@ impl Slot {
         self.pool.chunk.start().wrapping_add(self.index * self.pool.bytes)
     }
 
-    /// Its address for this end's network device.
+    /// The address for this end's network device.
     pub(super) fn address(&self) -> u64 {
         self.pool.chunk.address() + (self.index * self.pool.bytes) as u64
     }
@@ -244,13 +243,13 @@ impl Slot {
         self.pool.chunk.local()
     }
 
-    /// The first `len` bytes of a slot in memory of another device, copied to `room`; `None` if it is the CPU's own.
+    /// Copies the first `len` bytes to `room` if the slot is in memory of another device. `None` if it is the CPU's.
     ///
     /// # Errors
     /// [`VerbsError::CopyOut`].
     ///
     /// # Panics
-    /// If it is not as long.
+    /// If the slot is shorter.
     pub fn copied_out<'a>(&self, len: usize, room: &'a mut Vec<u8>) -> Result<Option<&'a [u8]>, VerbsError> {
         assert!(len <= self.len(), "{len} bytes of a slot of {}", self.len());
         let chunk = &self.pool.chunk;
@@ -263,29 +262,29 @@ impl Slot {
         Ok(Some(&room[..len]))
     }
 
-    /// The first `len` bytes, of a slot that is the CPU's own.
+    /// The first `len` bytes of a slot in the CPU's memory.
     ///
     /// # Panics
-    /// If it is not as long, or another device's.
+    /// If the slot is shorter, or is another device's.
     ///
     /// # Safety
-    /// A slot that peers may write (see [`Chunk::open`]) can change while it is read, if the peer breaks the
-    /// rules. So the reader makes of it numbers only: no lengths, no positions, no branches that memory
-    /// depends on. A lie then only leads to other numbers.
+    /// If peers may write the slot (see [`Chunk::open`]), a peer that breaks the rules can change it while it is read.
+    /// So the caller uses the bytes as numbers to compute with, and never as lengths, positions or conditions on which
+    /// the safety of memory depends.
     pub unsafe fn bytes(&self, len: usize) -> &[u8] {
         assert!(len <= self.len(), "{len} bytes of a slot of {}", self.len());
-        // SAFETY: within the chunk, whose memory lives as long as it does; nobody here writes a slot but its holder,
-        // which a shared reference keeps from it.
+        // SAFETY: the range is within the chunk, whose memory lives as long as the chunk. In this process only the
+        // holder writes a slot, and it cannot while `self` is borrowed.
         unsafe { std::slice::from_raw_parts(self.start(), len) }
     }
 
-    /// A copy of the first bytes, of a slot that no peer has the key to.
+    /// A copy of the first bytes of a slot to which no peer has a key.
     ///
     /// # Panics
-    /// If it is not as long, or peers may write it (see [`Chunk::open`]).
+    /// If the slot is shorter, or peers may write it (see [`Chunk::open`]).
     pub fn copy<const N: usize>(&self) -> [u8; N] {
         assert!(!self.pool.chunk.is_opened.load(Ordering::Relaxed), "peers may write this slot");
-        // SAFETY: no peer writes it, and here only work does that has it.
+        // SAFETY: no peer writes the slot, and in this process only work that holds it does.
         unsafe { self.bytes(N) }.try_into().unwrap_or([0; N])
     }
 }

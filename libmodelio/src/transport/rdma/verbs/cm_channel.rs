@@ -1,4 +1,4 @@
-//! The event channel of rdma_cm: the kernel tells of connections by it.
+//! The event channel of rdma_cm, through which the kernel reports changes of connections.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
@@ -25,7 +25,7 @@ impl CmChannel {
     /// # Errors
     /// [`VerbsError::NoCm`].
     pub fn new() -> Result<Arc<CmChannel>, VerbsError> {
-        // SAFETY: it takes nothing.
+        // SAFETY: the call has no arguments.
         let raw = NonNull::new(unsafe { sys::rdma_create_event_channel() });
         let channel = CmChannel(raw.ok_or_else(|| VerbsError::NoCm(Errno::last()))?);
         let fd = channel.as_fd();
@@ -43,14 +43,14 @@ impl CmChannel {
 /// Becomes readable when there is an event.
 impl AsFd for CmChannel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the channel, and its descriptor, live as long as `self`.
+        // SAFETY: the channel and its descriptor live as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.0.as_ref().fd) }
     }
 }
 
 impl Drop for CmChannel {
     fn drop(&mut self) {
-        // SAFETY: the identifiers that use it held it, and are gone.
+        // SAFETY: each identifier that uses the channel holds it, so none is left.
         unsafe { sys::rdma_destroy_event_channel(self.0.as_ptr()) };
     }
 }

@@ -13,13 +13,13 @@ use super::error::VerbsError;
 /// A change of a connection.
 #[derive(Debug)]
 pub enum CmKind {
-    /// Its address is resolved: the device is known.
+    /// The address is resolved: the device is known.
     AddressResolved,
-    /// Its route is: it can connect.
+    /// The route is resolved: the connection can be made.
     RouteResolved,
-    /// Somebody connects; with the answer's private data.
+    /// A peer connects.
     Request(CmId),
-    /// The peer has accepted it, and waits for [`CmId::establish`].
+    /// The peer has accepted the connection, and waits for [`CmId::establish`].
     Answered,
     /// The connection is established.
     Established,
@@ -29,7 +29,7 @@ pub enum CmKind {
     Failed(String),
     /// The connection is over.
     Disconnected,
-    /// The device is going.
+    /// The device is being removed.
     DeviceRemoved,
     /// The event is of no consequence.
     Other,
@@ -60,16 +60,16 @@ impl CmChannel {
                 errno => Err(VerbsError::Call { doing: "reading an event of connections", errno }),
             };
         }
-        // SAFETY: the call has filled it, and it stays until it is acknowledged. An identifier that is being destroyed
-        // waits for that, so that `id` lives; a request's own is nobody's yet, and its listener lives, too.
+        // SAFETY: the call has filled the event, which stays until it is acknowledged. To destroy an identifier waits
+        // for that, so `id` lives. Nobody else has the identifier of a request yet, and its listener lives.
         let event_read = unsafe { self.read(&*event) };
-        // SAFETY: once for each event; nothing of it is used afterwards.
+        // SAFETY: the event is acknowledged once, and not used afterwards.
         unsafe { sys::rdma_ack_cm_event(event) };
         Ok(Some(event_read))
     }
 
     /// # Safety
-    /// The event is one of this channel's that is not acknowledged.
+    /// The event is one of this channel, and not acknowledged yet.
     unsafe fn read(self: &Arc<CmChannel>, event: &sys::rdma_cm_event) -> CmEvent {
         use sys::rdma_cm_event_type as kinds;
         let is_request = event.event == kinds::RDMA_CM_EVENT_CONNECT_REQUEST;
@@ -85,11 +85,11 @@ impl CmChannel {
         );
         let mut private = Vec::new();
         if has_private {
-            // SAFETY: those kinds of events have parameters of connections.
+            // SAFETY: these kinds of events have parameters of connections.
             let conn = unsafe { &event.param.conn };
             if !conn.private_data.is_null() {
                 let len = usize::from(conn.private_data_len);
-                // SAFETY: the pointer is to that many bytes, as long as the event is not acknowledged.
+                // SAFETY: the pointer leads to `len` bytes until the event is acknowledged.
                 let bytes = unsafe { std::slice::from_raw_parts(conn.private_data.cast::<u8>(), len) };
                 private.extend_from_slice(bytes);
             }

@@ -30,20 +30,20 @@ pub struct Parameters {
     pub retries: u8,
 }
 
-/// One end of a connection, or a listener: an `rdma_cm_id`. Dropping it destroys it, with its queue pair;
-/// that waits a moment, until nobody is reading an event of it.
+/// One end of a connection, or a listener: an `rdma_cm_id`. Dropping it destroys the identifier and its queue pair.
+/// That waits for a moment while another thread reads an event of the identifier.
 #[derive(Debug)]
 pub struct CmId {
     id: NonNull<sys::rdma_cm_id>,
     joint: Joint,
-    /// The index of the GID that its packets are to come from.
+    /// The index of the GID that packets must come from.
     gid: Option<u32>,
     channel: Arc<CmChannel>,
 }
 
 // SAFETY: librdmacm allows calls on an identifier from all threads.
 unsafe impl Send for CmId {}
-// SAFETY: those that take `&self` are single calls into librdmacm, which locks where it must.
+// SAFETY: functions that take `&self` are single calls into librdmacm, which locks where it must.
 unsafe impl Sync for CmId {}
 
 impl CmId {
@@ -58,7 +58,7 @@ impl CmId {
     /// [`VerbsError::Call`].
     pub fn new(channel: &Arc<CmChannel>, token: u64) -> Result<CmId, VerbsError> {
         let mut id = ptr::null_mut();
-        // SAFETY: the channel lives as long as the identifier; the context is a number, and never followed.
+        // SAFETY: the channel lives as long as the identifier. The context is a number, and nobody follows it.
         let result = unsafe {
             let port_space = sys::rdma_port_space::RDMA_PS_TCP;
             sys::rdma_create_id(channel.raw(), &raw mut id, token as *mut c_void, port_space)
@@ -72,25 +72,25 @@ impl CmId {
         self.id.as_ptr()
     }
 
-    /// From now on its events carry `token`. For a request that has just come.
+    /// Gives the identifier of a new request its token, which its events carry from now on.
     pub fn rename(&mut self, token: u64) {
-        // SAFETY: it is not shared yet.
+        // SAFETY: the identifier is not shared yet.
         unsafe { self.id.as_mut().context = token as *mut c_void };
     }
 
-    /// The device that it leads over; `None` before that is resolved.
+    /// The device of the connection. `None` before that is resolved.
     pub fn context(&self) -> Option<Context> {
-        // SAFETY: it lives; the field is set before the event that tells of it.
+        // SAFETY: the identifier lives, and the field is set before the event that reports it.
         Context::of(unsafe { self.id.as_ref().verbs })
     }
 
-    /// The port of the device that it leads over.
+    /// The device's port of the connection.
     pub fn port(&self) -> u8 {
         // SAFETY: as above.
         unsafe { self.id.as_ref().port_num }
     }
 
-    /// Packets must come from the GID of that index. Otherwise the connection manager chooses a GID for an
+    /// Packets must come from the GID with this index. With `None` the connection manager chooses a GID for the
     /// address, of RoCE v1 or v2.
     pub fn must_come_from(&mut self, gid: Option<u32>) {
         self.gid = gid;
@@ -183,8 +183,8 @@ impl CmId {
         if self.joint.is_made() {
             return Err(VerbsError::Broken("the connection has a queue pair already".into()));
         }
-        // SAFETY: it has no queue pair; domain and queues live longer than the pair, as the holder of the
-        // identifier holds them.
+        // SAFETY: the identifier has no queue pair. Its holder holds the domain and the queues, so they live longer
+        // than the pair.
         unsafe { self.joint.make(self.raw(), domain, init) }
     }
 
@@ -198,21 +198,21 @@ impl CmId {
         VerbsError::check("connecting by RDMA", unsafe { sys::rdma_connect(self.raw(), &raw mut raw) })
     }
 
-    /// Takes the answer of a peer that has accepted: from now on it is there. Packets are no longer than `mtu`.
+    /// Establishes a connection that the peer has accepted. Packets are no longer than `mtu`.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
     pub fn establish(&self, mtu: Option<Mtu>) -> Result<(), VerbsError> {
         let Some(context) = self.context() else {
-            return Err(VerbsError::Broken("the connection leads nowhere".into()));
+            return Err(VerbsError::Broken("the connection has no device yet".into()));
         };
-        // SAFETY: it lives, and has been answered.
+        // SAFETY: the identifier lives, and the peer has answered.
         unsafe { self.joint.ready(self.raw(), context, Wanted { mtu, reads: None, gid: self.gid })? };
         // SAFETY: a single call.
         VerbsError::check("taking an RDMA connection's answer", unsafe { sys::rdma_establish(self.raw()) })
     }
 
-    /// Takes the connection that the peer asked for. Packets are no longer than `mtu`.
+    /// Accepts the connection that the peer has asked for. Packets are no longer than `mtu`.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -220,7 +220,7 @@ impl CmId {
         let mut raw = self.parameters(parameters)?;
         if let Some(context) = self.context() {
             let reads = (raw.initiator_depth, raw.responder_resources);
-            // SAFETY: it lives, and the peer asks for it.
+            // SAFETY: the identifier lives, and the peer has asked for the connection.
             unsafe {
                 let reads = Some(reads);
                 self.joint.ready(self.raw(), context, Wanted { mtu, reads, gid: self.gid })?;
@@ -246,14 +246,14 @@ impl CmId {
             initiator_depth: of.reads.min(initiated),
             flow_control: 1,
             retry_count: of.retries.min(7),
-            // Retries without limit: a peer that is there and takes nothing is given up by its silence.
+            // 7 is no limit. A peer that exists and takes nothing is given up for its silence.
             rnr_retry_count: 7,
             srq: 0,
             qp_num: context.map_or(0, |context| self.joint.number(context)),
         })
     }
 
-    /// Refuses it.
+    /// Refuses the connection.
     ///
     /// # Errors
     /// [`VerbsError::Call`].

@@ -27,7 +27,7 @@ pub struct PortInfo {
     pub number: u8,
     /// In a word: active, down.
     pub state: String,
-    /// It carries traffic.
+    /// Whether the port carries traffic.
     pub active: bool,
     /// `Ethernet` or `InfiniBand`.
     pub link: &'static str,
@@ -79,7 +79,7 @@ pub struct DeviceInfo {
 pub(crate) struct Trouble {
     /// The name in libibverbs.
     pub(crate) what: String,
-    /// Something fails, or is going to.
+    /// Whether something fails or is about to.
     pub(crate) is_bad: bool,
 }
 
@@ -108,10 +108,10 @@ pub fn devices() -> Result<Vec<DeviceInfo>, VerbsError> {
             continue;
         };
         found.push(Context(opened).info());
-        // SAFETY: it was opened above, and nothing was made of it.
+        // SAFETY: the context was opened above, and no object of it exists.
         unsafe { sys::ibv_close_device(opened.as_ptr()) };
     }
-    // SAFETY: it came from `ibv_get_device_list`, and none of its devices is open any more.
+    // SAFETY: the list is that of `ibv_get_device_list`, and none of its devices is open any more.
     unsafe { sys::ibv_free_device_list(list) };
     match failed {
         Some(error) if found.is_empty() => Err(error),
@@ -132,7 +132,7 @@ pub fn contexts() -> Result<&'static [Context], VerbsError> {
     // SAFETY: the call writes the count. The list is never given back: contexts stay open as long as the process.
     let list = unsafe { sys::rdma_get_devices(&raw mut count) };
     if list.is_null() {
-        // Before another call changes it.
+        // Read before another call changes it.
         let errno = Errno::last();
         return Err(match devices() {
             Ok(there) if there.is_empty() => VerbsError::NoDevice,
@@ -155,7 +155,7 @@ impl Context {
         self.0.as_ptr()
     }
 
-    /// The context of a connection; `None` before its way is resolved.
+    /// The context of a connection. `None` before its address is resolved.
     pub(super) fn of(raw: *mut sys::ibv_context) -> Option<Context> {
         NonNull::new(raw).map(Context)
     }
@@ -167,14 +167,14 @@ impl Context {
         name.to_string_lossy().into_owned()
     }
 
-    /// Whether it is an iWARP device: it has no immediate data, and memory that a READ fills must be open to
-    /// the peer's writes.
+    /// Whether the device speaks iWARP. Then it has no immediate data, and peers must be allowed to write memory that a
+    /// READ fills.
     pub fn is_iwarp(self) -> bool {
         // SAFETY: an open context has its device.
         unsafe { (*(*self.raw()).device).transport_type == sys::ibv_transport_type::IBV_TRANSPORT_IWARP }
     }
 
-    /// Has [`Self::next_trouble`] not wait.
+    /// From now on, [`Self::next_trouble`] does not wait.
     pub(crate) fn listen_for_trouble(self) -> Result<(), VerbsError> {
         let fd = self.trouble();
         let flags = fcntl(fd, FcntlArg::F_GETFL).map(OFlag::from_bits_retain);
@@ -184,7 +184,7 @@ impl Context {
 
     /// Becomes readable when there is trouble.
     pub(crate) fn trouble<'a>(self) -> BorrowedFd<'a> {
-        // SAFETY: an open context has it, and is never closed.
+        // SAFETY: an open context has this descriptor, and is never closed.
         unsafe { BorrowedFd::borrow_raw((*self.raw()).async_fd) }
     }
 
@@ -192,8 +192,8 @@ impl Context {
     /// each use gets some of the events.
     pub(crate) fn next_trouble(self) -> Option<Trouble> {
         let mut event = std::mem::MaybeUninit::<sys::ibv_async_event>::zeroed();
-        // SAFETY: the call fills the event if it says so; each event is acknowledged once, before its object
-        // is destroyed.
+        // SAFETY: the call fills the event if it returns 0. Each event is acknowledged once, before its object is
+        // destroyed.
         let (kind, text) = unsafe {
             if sys::ibv_get_async_event(self.raw(), event.as_mut_ptr()) != 0 {
                 return None;
@@ -226,14 +226,14 @@ impl Context {
         }
     }
 
-    /// Reads that one queue pair may have outstanding, here and at the peer's demand.
+    /// The READs that a queue pair may have outstanding: its own, and the peer's.
     pub(super) fn reads(self) -> Result<(u8, u8), VerbsError> {
         let attributes = self.attributes()?;
         let narrow = |count: libc::c_int| u8::try_from(count.clamp(1, 255)).unwrap_or(1);
         Ok((narrow(attributes.max_qp_init_rd_atom), narrow(attributes.max_qp_rd_atom)))
     }
 
-    /// Work that a queue pair, and completions that a queue may hold.
+    /// The most work of a queue pair, the most completions of a queue, and the most shared receives.
     pub(super) fn depths(self) -> Result<(u32, u32, u32), VerbsError> {
         let attributes = self.attributes()?;
         let wide = |count: libc::c_int| u32::try_from(count).unwrap_or(0);
@@ -257,7 +257,7 @@ impl Context {
         let gids = (0..u32::try_from(raw.gid_tbl_len).unwrap_or(0).min(256))
             .filter_map(|index| self.gid(number, index))
             .collect();
-        // SAFETY: it returns a constant string for any number.
+        // SAFETY: the call returns a constant string for any number.
         let state = unsafe { CStr::from_ptr(sys::ibv_port_state_str(raw.state)) };
         const ETHERNET: u8 = 2;
         Ok(PortInfo {
@@ -294,7 +294,7 @@ impl Context {
         Some(GidInfo { index, address, kind })
     }
 
-    /// All that there is to tell.
+    /// The description of the device.
     ///
     /// # Errors
     /// [`VerbsError`].

@@ -9,8 +9,8 @@ impl Registration {
     /// Registers `len` bytes at `start` of memory that belongs to another device.
     ///
     /// # Errors
-    /// [`VerbsError::OutOfRange`]; [`VerbsError::Call`], where device or kernel cannot, or it is not the other's
-    /// memory.
+    /// [`VerbsError::OutOfRange`]; [`VerbsError::Call`] if the device or the kernel cannot do it, or the memory does
+    /// not belong to the other device.
     pub fn of_device(
         domain: &Arc<Domain>,
         memory: &dyn DeviceMemory,
@@ -25,7 +25,7 @@ impl Registration {
         }
         match memory.export() {
             Export::DmaBuf { fd, offset } => {
-                // Addressed as if all of it began at 0, so that pieces of it have addresses of their own.
+                // Addresses count from the start of the memory, so that each piece has its own.
                 Registration::of_dma_buf(domain, fd, offset + start as u64, len, start as u64, access)
             }
             Export::Address(address) => {

@@ -12,7 +12,7 @@ pub enum VerbsError {
     Call {
         /// The operation.
         doing: &'static str,
-        /// Why not.
+        /// The error.
         errno: Errno,
     },
     /// The host has no device.
@@ -20,7 +20,7 @@ pub enum VerbsError {
         "there is no RDMA device (`rdma link` lists them; for software RDMA: rdma link add rxe0 type rxe netdev DEVICE)"
     )]
     NoDevice,
-    /// There is a device, and connections cannot be made.
+    /// There is a device, but librdmacm cannot make connections.
     #[error(
         "librdmacm cannot be used: {0} (is the module rdma_ucm loaded, and /dev/infiniband/rdma_cm there?)"
     )]
@@ -33,7 +33,7 @@ pub enum VerbsError {
         /// The devices that exist.
         there: String,
     },
-    /// The port is not there, or is down.
+    /// The port does not exist, or is down.
     #[error("port {port} of {device} {why}")]
     Port {
         /// The device.
@@ -60,9 +60,9 @@ pub enum VerbsError {
         from.map_or_else(|| "packets come from no GID".to_owned(), |from| format!("packets come from GID {from}"))
     )]
     OtherGid {
-        /// Its index.
+        /// The index of that GID.
         wanted: u32,
-        /// The index that rdma_cm chooses; none within a subnet of InfiniBand.
+        /// The index that rdma_cm chooses. `None` within a subnet of InfiniBand.
         from: Option<u32>,
     },
     /// A completion queue has no room for one more queue pair.
@@ -75,7 +75,7 @@ pub enum VerbsError {
         /// The number that might wait at once.
         wanted: u32,
     },
-    /// The kernel does not let that much memory be pinned.
+    /// The kernel does not allow so much memory to be pinned.
     #[error(
         "{bytes} bytes cannot be registered: RLIMIT_MEMLOCK is {limit} bytes; raise it (ulimit -l unlimited, or \
          LimitMEMLOCK=infinity in a systemd unit)"
@@ -99,25 +99,25 @@ pub enum VerbsError {
         /// The number of bytes in all.
         all: u64,
     },
-    /// A range that leaves the memory it is of.
-    #[error("{len} bytes at {offset} leave {of} of {all} bytes")]
+    /// A range that exceeds its memory.
+    #[error("{len} bytes at {offset} exceed {of} of {all} bytes")]
     OutOfRange {
         /// The offset.
         offset: u64,
-        /// How many.
+        /// The length.
         len: usize,
-        /// The memory that they do not fit.
+        /// The name of the memory.
         of: &'static str,
-        /// How long that is.
+        /// The length of the memory.
         all: u64,
     },
-    /// The queue takes no more until something is done.
+    /// The queue pair takes no more work until some is done.
     #[error("the queue pair has {0} pieces of work outstanding, its depth")]
     Full(usize),
-    /// Another device does not give its memory away.
+    /// Memory of another device cannot be copied out.
     #[error("memory of a device cannot be copied out: {0}")]
     CopyOut(String),
-    /// The queue pair is broken, or its peer gone.
+    /// The queue pair is broken, or its peer has gone.
     #[error("{0}")]
     Broken(String),
 }

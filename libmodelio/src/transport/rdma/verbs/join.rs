@@ -1,5 +1,6 @@
-//! How the queue pair of a connection gets ready: by librdmacm with iWARP, and else here, step by step, so that packets
-//! can be shorter than the path allows (RPCH §3.1; the steps are InfiniBand's: init, ready to receive, ready to send).
+//! Getting the queue pair of a connection ready. With iWARP, librdmacm does it. Otherwise this module does it step by
+//! step, so that packets can be shorter than the path allows (RPCH §3.1). The steps are InfiniBand's: init, ready to
+//! receive, ready to send.
 
 use std::ptr;
 use std::sync::Arc;
@@ -11,8 +12,8 @@ use rdma_sys as sys;
 use super::{Context, Domain, VerbsError};
 use crate::transport::rdma::Mtu;
 
-/// After how long a peer tries again when no message was waited for: 0.64 ms, as InfiniBand numbers it. The connection
-/// manager's 0 stands for 655 ms.
+/// InfiniBand's number for 0.64 ms: after this time a peer sends a message again for which there was no receive. The
+/// connection manager's 0 stands for 655 ms.
 const NOT_READY: u8 = 12;
 
 /// The queue pair of a connection, once it has one.
@@ -25,7 +26,7 @@ pub(super) struct Joint {
 pub(super) struct Wanted {
     /// Packets are no longer than this, or than the path allows.
     pub(super) mtu: Option<Mtu>,
-    /// READs outstanding at most, asked for and answered; `None` is as much as was agreed.
+    /// The most READs outstanding, this end's and the peer's. `None` is the agreed number.
     pub(super) reads: Option<(u8, u8)>,
     /// The index of the GID that packets come from; `None` is the connection manager's choice.
     pub(super) gid: Option<u32>,
@@ -44,24 +45,24 @@ impl Joint {
     ) -> Result<*mut sys::ibv_qp, VerbsError> {
         const DOING: &str = "making a queue pair";
         if domain.context().is_iwarp() {
-            // SAFETY: as the caller promises.
+            // SAFETY: the caller's promise.
             let result = unsafe { sys::rdma_create_qp(id, domain.raw(), &raw mut *init) };
             VerbsError::check(DOING, result)?;
-            // SAFETY: it has one now.
+            // SAFETY: the identifier has a queue pair now.
             let pair = unsafe { (*id).qp };
             self.pair.store(pair, Ordering::Release);
             return Ok(pair);
         }
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller's promise.
         let pair = unsafe { sys::ibv_create_qp(domain.raw(), &raw mut *init) };
         if pair.is_null() {
             return Err(VerbsError::last(DOING));
         }
         self.pair.store(pair, Ordering::Release);
-        // SAFETY: both live.
+        // SAFETY: the identifier and the pair live.
         let begun = unsafe { step(id, pair, sys::ibv_qp_state::IBV_QPS_INIT, |_| Ok(())) };
         if begun.is_err() {
-            // SAFETY: nobody else knows of it.
+            // SAFETY: nobody else knows the pair.
             unsafe { self.destroy(id) };
         }
         begun.map(|()| pair)
@@ -70,7 +71,7 @@ impl Joint {
     /// Makes the queue pair ready to receive and to send. With iWARP there is nothing to do.
     ///
     /// # Safety
-    /// `id` lives, and is one that the peer has answered, or asked.
+    /// `id` lives, and the peer has answered its request or has asked for the connection.
     pub(super) unsafe fn ready(
         &self,
         id: *mut sys::rdma_cm_id,
@@ -85,7 +86,7 @@ impl Joint {
         if pair.is_null() {
             return Err(VerbsError::Broken("the connection has no queue pair".into()));
         }
-        // SAFETY: both live. The first step is taken again, for now the path is known.
+        // SAFETY: the identifier and the pair live. The first step is repeated because the path is known now.
         unsafe {
             step(id, pair, sys::ibv_qp_state::IBV_QPS_INIT, |_| Ok(()))?;
             step(id, pair, sys::ibv_qp_state::IBV_QPS_RTR, |attributes| {
@@ -112,12 +113,12 @@ impl Joint {
         }
     }
 
-    /// Its number, for the peer; 0 where librdmacm tells it.
+    /// The number of the queue pair, for the peer. 0 if librdmacm sends it.
     pub(super) fn number(&self, context: Context) -> u32 {
         let pair = self.pair.load(Ordering::Acquire);
         match pair.is_null() || context.is_iwarp() {
             true => 0,
-            // SAFETY: it lives as long as it is here.
+            // SAFETY: the pair lives as long as it is stored here.
             false => unsafe { (*pair).qp_num },
         }
     }
@@ -127,7 +128,7 @@ impl Joint {
         !self.pair.load(Ordering::Acquire).is_null()
     }
 
-    /// Has it do nothing more, if there is one: its work is flushed.
+    /// Stops the queue pair, if there is one. Its work is flushed.
     ///
     /// # Safety
     /// Nobody destroys the queue pair meanwhile.
@@ -136,11 +137,11 @@ impl Joint {
         if pair.is_null() {
             return;
         }
-        // SAFETY: all of it is numbers, for which zero is a value.
+        // SAFETY: all fields are numbers, for which zero is valid.
         let mut attributes: sys::ibv_qp_attr = unsafe { std::mem::zeroed() };
         attributes.qp_state = sys::ibv_qp_state::IBV_QPS_ERR;
         let mask = sys::ibv_qp_attr_mask::IBV_QP_STATE.0.cast_signed();
-        // SAFETY: it lives, as the caller promises; the attributes are read during the call.
+        // SAFETY: the caller promises that the pair lives. The attributes are read during the call.
         let result = unsafe { sys::ibv_modify_qp(pair, &raw mut attributes, mask) };
         if let Err(error) = VerbsError::check_number("ending a queue pair", result) {
             // The queue pair may be in that state by itself.
@@ -148,7 +149,7 @@ impl Joint {
         }
     }
 
-    /// Destroys it, if there is one.
+    /// Destroys the queue pair, if there is one.
     ///
     /// # Safety
     /// `id` lives. Nobody uses the queue pair, now or later.
@@ -157,7 +158,7 @@ impl Joint {
         if pair.is_null() {
             return;
         }
-        // SAFETY: it was made by `make`, in the one way or the other, and the caller promises the rest.
+        // SAFETY: `make` has made the pair in one of these two ways. The caller promises the rest.
         unsafe {
             if (*id).qp == pair {
                 sys::rdma_destroy_qp(id);
@@ -170,10 +171,10 @@ impl Joint {
     }
 }
 
-/// One step, with the connection manager's attributes of the connection, and `change`.
+/// One step, with the connection manager's attributes and `change`.
 ///
 /// # Safety
-/// Both live.
+/// The identifier and the pair live.
 unsafe fn step(
     id: *mut sys::rdma_cm_id,
     pair: *mut sys::ibv_qp,
@@ -181,14 +182,14 @@ unsafe fn step(
     change: impl FnOnce(&mut sys::ibv_qp_attr) -> Result<(), VerbsError>,
 ) -> Result<(), VerbsError> {
     const DOING: &str = "getting a queue pair ready";
-    // SAFETY: all of it is numbers, for which zero is a value.
+    // SAFETY: all fields are numbers, for which zero is valid.
     let mut attributes: sys::ibv_qp_attr = unsafe { std::mem::zeroed() };
     attributes.qp_state = to;
     let mut mask = 0;
     // SAFETY: the caller's promise; attributes and mask are written during the call.
     let known = unsafe { sys::rdma_init_qp_attr(id, &raw mut attributes, &raw mut mask) };
     VerbsError::check(DOING, known)?;
-    // Kernels also set bits for the addresses of RoCE, which are not among those of verbs.
+    // Kernels also set bits for addresses of RoCE, which verbs do not have.
     const ROCE: libc::c_int = 0x00e0_0000;
     change(&mut attributes)?;
     // SAFETY: the attributes are read during the call.
@@ -196,7 +197,7 @@ unsafe fn step(
     VerbsError::check_number(DOING, result)
 }
 
-/// The MTU that a queue pair uses; `None` with iWARP, which has none of its own.
+/// The MTU of a queue pair. `None` with iWARP, which has no MTU.
 ///
 /// # Safety
 /// The queue pair lives.
@@ -207,7 +208,7 @@ pub(super) unsafe fn mtu_of(pair: *mut sys::ibv_qp, context: Context) -> Result<
     let mut attributes = std::mem::MaybeUninit::<sys::ibv_qp_attr>::zeroed();
     let mut init = std::mem::MaybeUninit::<sys::ibv_qp_init_attr>::zeroed();
     let mask = sys::ibv_qp_attr_mask::IBV_QP_PATH_MTU.0.cast_signed();
-    // SAFETY: the call writes both, which are numbers and pointers, for which zero is a value.
+    // SAFETY: the call writes both. All fields are numbers and pointers, for which zero is valid.
     let code = unsafe {
         let result = sys::ibv_query_qp(pair, attributes.as_mut_ptr(), mask, init.as_mut_ptr());
         VerbsError::check_number("asking a queue pair", result)?;

@@ -1,8 +1,8 @@
 //! Queue pairs: work is posted in chains, with one doorbell each, and reported when it is done.
 //!
-//! Work of one queue pair is done in order, and the device reports only some of it: a reported piece means
-//! that all earlier pieces are done, too. With iWARP, a write may be done before a READ that was posted
-//! earlier, so each piece is reported.
+//! The device does the work of one queue pair in order, and reports only some of it: when a piece is reported, all
+//! earlier ones are done, too. With iWARP, a write may be done before an earlier READ, so the device reports each
+//! piece.
 
 use std::ptr;
 use std::sync::Arc;
@@ -19,23 +19,23 @@ use super::work::{Done, Work};
 use super::{CmId, Completion, Poller, Reserved, VerbsError};
 use crate::transport::rdma::Mtu;
 
-/// How much a queue pair takes.
+/// The limits of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PairLimits {
-    /// Pieces of work outstanding, at most.
+    /// The most pieces of work outstanding.
     pub depth: u32,
-    /// Bytes that go with the work itself, without being fetched from memory: 0 for none. More than the device can is
-    /// as much as it can.
+    /// The most bytes that the work itself contains, so that the device does not fetch them from memory. 0 for none.
+    /// The device may support fewer.
     pub inline: u32,
-    /// Every how many pieces of work one is reported; the last of a chain always is.
+    /// One in so many pieces of work is reported. The last of a chain always is.
     pub report_every: u32,
-    /// Messages of the peer that are waited for, where each queue pair waits for its own.
+    /// The number of receives, if each queue pair has its own.
     pub receives: u32,
 }
 
 struct State {
     posted: Posted,
-    /// Pieces since one was last to be reported.
+    /// The number of pieces since the last one that is to be reported.
     since_report: u32,
     requests: Vec<sys::ibv_send_wr>,
     pieces: Vec<sys::ibv_sge>,
@@ -44,7 +44,7 @@ struct State {
     ended: bool,
 }
 
-// SAFETY: the pointers in `requests` are written just before they are posted, under the lock, and mean nothing after.
+// SAFETY: the pointers in `requests` are written under the lock just before they are posted, and not used afterwards.
 unsafe impl Send for State {}
 
 /// One queue pair.
@@ -57,12 +57,12 @@ pub struct Pair {
     number: u32,
     limits: PairLimits,
     state: Mutex<State>,
-    /// Chains that were posted, and pieces of work in them.
+    /// The number of posted chains.
     doorbells: AtomicU64,
     posted: AtomicU64,
 }
 
-// SAFETY: libibverbs allows calls on a queue pair from all threads; it lives as long as its identifier.
+// SAFETY: libibverbs allows calls on a queue pair from all threads, and the pair lives as long as its identifier.
 unsafe impl Send for Pair {}
 // SAFETY: as above.
 unsafe impl Sync for Pair {}
@@ -86,11 +86,11 @@ impl Pair {
         poller.reserve(limits.depth.saturating_add(if own { limits.receives } else { 0 }))
     }
 
-    /// A queue pair for a connection whose way is resolved. Completions are reported where room was reserved,
+    /// A queue pair for a connection whose route is known. Its completions go to the queue in which room was reserved,
     /// for the same limits.
     ///
     /// # Errors
-    /// [`VerbsError::Call`]; the identifier comes back, so that its peer can be told.
+    /// [`VerbsError::Call`], with the identifier, so that the caller can refuse the peer.
     #[allow(clippy::result_large_err)] // Seldom.
     pub fn new(cm_id: CmId, reserved: Reserved, limits: PairLimits) -> Result<Arc<Pair>, (VerbsError, CmId)> {
         match Pair::begin(&cm_id, reserved.poller(), limits) {
@@ -99,8 +99,7 @@ impl Pair {
         }
     }
 
-    /// The queue pair itself, which waits for messages if it has its own receives, and the limits that the
-    /// device has granted.
+    /// The queue pair, with its own receives posted if it has any, and the limits that the device has granted.
     fn begin(
         cm_id: &CmId,
         poller: &Arc<Poller>,
@@ -129,7 +128,7 @@ impl Pair {
         let raw = loop {
             match cm_id.make_pair(poller.domain(), &mut init) {
                 Err(VerbsError::Call { .. }) if inline > 0 => {
-                    // The device refuses as a whole what is too much for it, and does not say what it takes.
+                    // A device that supports less refuses the request, and does not say how much it supports.
                     inline /= 2;
                     init.cap.max_inline_data = inline;
                 }
@@ -137,7 +136,7 @@ impl Pair {
             }
         };
         for _ in 0..receives {
-            // SAFETY: it was just made, and the identifier that will destroy it lives.
+            // SAFETY: the pair was just made, and the identifier that will destroy it lives.
             unsafe { post_receive(raw)? };
         }
         let inline = init.cap.max_inline_data.min(inline);
@@ -146,7 +145,7 @@ impl Pair {
 
     fn with(cm_id: CmId, reserved: Reserved, raw: *mut sys::ibv_qp, limits: PairLimits) -> Pair {
         let depth = limits.depth;
-        // SAFETY: it was just made.
+        // SAFETY: the pair was just made.
         let number = unsafe { (*raw).qp_num };
         let state = State {
             posted: Posted::new(depth as usize),
@@ -160,12 +159,12 @@ impl Pair {
         Pair { cm_id, reserved, raw, number, limits, state: Mutex::new(state), doorbells, posted }
     }
 
-    /// Its number, which no other one of the device has.
+    /// The number, unique on the device.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// Its connection.
+    /// The connection.
     pub fn cm_id(&self) -> &CmId {
         &self.cm_id
     }
@@ -180,50 +179,50 @@ impl Pair {
         self.limits
     }
 
-    /// Bytes of payload in a packet, at most; `None` with iWARP.
+    /// The most bytes of payload in a packet. `None` with iWARP.
     ///
     /// # Errors
-    /// [`VerbsError::Broken`] when it is ended.
+    /// [`VerbsError::Broken`] if the queue pair has ended.
     pub fn mtu(&self) -> Result<Option<Mtu>, VerbsError> {
         let state = self.state.lock();
         match &state.broken {
             Some(why) => Err(VerbsError::Broken(why.clone())),
-            // SAFETY: it lives, as it is not ended under the lock.
+            // SAFETY: the pair lives: under the lock it has not ended.
             None => unsafe { mtu_of(self.raw, self.poller().context()) },
         }
     }
 
-    /// Chains that were posted, and pieces of work in them.
+    /// The number of posted chains, and of pieces of work in them.
     pub fn counts(&self) -> (u64, u64) {
         (self.doorbells.load(Ordering::Relaxed), self.posted.load(Ordering::Relaxed))
     }
 
-    /// Pieces of work that it takes just now.
+    /// The number of pieces of work that fit now.
     pub fn room(&self) -> usize {
         self.limits.depth as usize - self.state.lock().posted.len()
     }
 
-    /// Why nothing is done any more.
+    /// Why the queue pair does no more work.
     pub fn broken(&self) -> Option<String> {
         self.state.lock().broken.clone()
     }
 
-    /// Ends it now: the device touches none of its memory any more when this returns.
+    /// Ends the queue pair. When this returns, the device touches none of its memory any more.
     pub fn end(&self) {
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.ended, true) {
             return;
         }
         state.broken.get_or_insert_with(|| "the connection is over".to_owned());
-        // Nothing more comes in, and received completions are reported. SAFETY: it is destroyed here only,
-        // under the lock.
+        // Nothing more comes in, and received completions are reported. SAFETY: the pair is destroyed only here, under
+        // the lock.
         unsafe { self.cm_id.fail_pair() };
         self.poller().take_early(self.number);
-        // SAFETY: every user of it takes the lock and checks that it is not broken.
+        // SAFETY: every user of the pair takes the lock and checks that it is not broken.
         unsafe { self.cm_id.end_pair() };
         let sent = state.posted.end();
         drop(state);
-        // This wakes the waiters for a slot among them.
+        // Slots among them wake those who wait for one.
         drop(sent);
     }
 
@@ -232,14 +231,14 @@ impl Pair {
         if state.broken.is_some() {
             return Ok(());
         }
-        // SAFETY: the queue pair lives, as it is not ended under the lock.
+        // SAFETY: the queue pair lives: under the lock it has not ended.
         unsafe { post_receive(self.raw) }
     }
 
     /// Adds to the chain that [`Self::post`] posts.
     ///
     /// # Errors
-    /// [`VerbsError::Full`], [`VerbsError::OutOfRange`], [`VerbsError::Broken`]; the work comes back.
+    /// [`VerbsError::Full`], [`VerbsError::OutOfRange`] and [`VerbsError::Broken`], with the work.
     #[allow(clippy::result_large_err)] // The work comes back seldom, and is moved either way.
     pub fn add(&self, token: u64, work: Work) -> Result<(), (VerbsError, Work)> {
         let mut state = self.state.lock();
@@ -256,10 +255,10 @@ impl Pair {
         Ok(())
     }
 
-    /// Posts all that was added, with one doorbell.
+    /// Posts all added work, with one doorbell.
     ///
     /// # Errors
-    /// [`VerbsError::Broken`]; nothing is done any more then.
+    /// [`VerbsError::Broken`]. The queue pair then does no more work.
     pub fn post(&self) -> Result<(), VerbsError> {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -302,9 +301,9 @@ impl Pair {
             }
         }
         let mut bad = ptr::null_mut();
-        // SAFETY: the chain is well formed and read during the call only. All memory that its work names is within a
-        // registration, as `Work::check` has seen, and both are held in `posted` until the work is reported, or until
-        // the queue pair is gone. The bytes that go inline are copied during the call.
+        // SAFETY: the chain is well formed, and read during the call only. `Work::check` has seen that all memory of
+        // the work is within a registration. `posted` holds both until the work is reported, or the queue pair is gone.
+        // Inline bytes are copied during the call.
         let result = unsafe { sys::ibv_post_send(self.raw, requests, &raw mut bad) };
         if let Err(error) = VerbsError::check_number("posting work", result) {
             // Work that was posted before the bad piece may still be done: everything is held until the queue
@@ -317,10 +316,10 @@ impl Pair {
         Ok(())
     }
 
-    /// Takes a report. The word that the peer has said, if it is that.
+    /// Takes a completion. Returns the peer's word if the completion is a notification.
     ///
     /// # Errors
-    /// [`VerbsError::Broken`] if it is a failure. Earlier pieces have been reported then.
+    /// [`VerbsError::Broken`] if it is a failure. Earlier pieces were reported before.
     pub fn complete(&self, news: Completion) -> Result<Option<u32>, VerbsError> {
         match news.outcome {
             Outcome::Sent(number) => {
@@ -334,20 +333,20 @@ impl Pair {
                 }
                 Ok(Some(word))
             }
-            Outcome::Strange => Err(VerbsError::Broken("the peer sends what is no word".into())),
+            Outcome::Strange => Err(VerbsError::Broken("the peer has sent a message without a word".into())),
             Outcome::Failed { work, why } => {
                 let mut state = self.state.lock();
                 if work.is_some_and(|number| !state.posted.has(number)) {
                     return Ok(None);
                 }
-                // The first one says why; those after it, that they were flushed.
+                // The first failure says why. Later ones only say that work was flushed.
                 let why = state.broken.get_or_insert(why).clone();
                 Err(VerbsError::Broken(why))
             }
         }
     }
 
-    /// Takes what is done, in order, to the end of `done`.
+    /// Moves the finished work, in order, to the end of `done`.
     pub fn take(&self, done: &mut Done) {
         self.state.lock().posted.take(done);
     }
@@ -358,14 +357,14 @@ impl Pair {
     }
 }
 
-/// Waits for one message more.
+/// Posts one more receive.
 ///
 /// # Safety
 /// The queue pair lives.
 unsafe fn post_receive(pair: *mut sys::ibv_qp) -> Result<(), VerbsError> {
     let mut work = nothing();
     let mut bad = ptr::null_mut();
-    // SAFETY: as the caller promises; the work names no memory.
+    // SAFETY: the caller promises that the pair lives. The work names no memory.
     let result = unsafe { sys::ibv_post_recv(pair, &raw mut work, &raw mut bad) };
     VerbsError::check_number("waiting for messages", result)
 }

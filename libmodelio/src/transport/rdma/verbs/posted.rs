@@ -1,20 +1,19 @@
-//! The work of one queue pair that is not done yet, or not reported, in the order in which it was added.
+//! The work of one queue pair that is not reported yet, in the order in which it was added.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::work::{Done, Finished, Work};
 
-/// The bits of a number that count work of one queue pair. Numbers of work are unique over all queue pairs,
-/// so that late completions of a pair that is gone are not taken for those of another pair that got its
-/// number.
+/// The bits of a number that count the work of one queue pair. Numbers of work are unique over all queue pairs, because
+/// a later pair may get the number of one that has ended, whose completions may still come.
 const WORK_BITS: u32 = 36;
 const MOST_PAIRS: u64 = (1 << (63 - WORK_BITS)) - 1;
 static PAIRS: AtomicU64 = AtomicU64::new(0);
 
 struct Sent {
     number: u64,
-    /// Whether the piece was reported, where each piece is.
+    /// Whether the piece was reported, if the device reports each.
     done: bool,
     token: u64,
     work: Work,
@@ -22,9 +21,9 @@ struct Sent {
 
 /// Work, with the memory that the device uses for it.
 pub(super) struct Posted {
-    /// Posted, or about to be, in order.
+    /// The posted work, and the work that is about to be posted, in order.
     sent: VecDeque<Sent>,
-    /// How many of them are not posted yet.
+    /// The number of pieces that are not posted yet.
     waiting: usize,
     /// The number of the first piece, and of the next one.
     first: u64,
@@ -39,7 +38,7 @@ impl Posted {
         Posted { sent: VecDeque::with_capacity(depth), waiting: 0, first, next: first, finished: Vec::new() }
     }
 
-    /// Pieces that are outstanding.
+    /// The number of outstanding pieces.
     pub fn len(&self) -> usize {
         self.sent.len()
     }
@@ -57,19 +56,18 @@ impl Posted {
         self.sent.range(first..).map(|sent| (sent.number, &sent.work))
     }
 
-    /// Whether it is work of this queue pair.
+    /// Whether the number is that of work of this queue pair.
     pub fn has(&self, number: u64) -> bool {
         (self.first..self.next).contains(&number)
     }
 
-    /// The device reports a piece: with it, all before it are done; or it alone, if the device reports `each`.
+    /// The device reports a piece. All earlier ones are done, too, unless the device reports `each`.
     pub fn reported(&mut self, number: u64, each: bool) {
         if !self.has(number) {
             return;
         }
         let last = match each {
-            // A write may be done, and be reported, before a READ that was posted earlier. It is held until
-            // earlier pieces are done.
+            // A write may be reported before an earlier READ. It is held until all earlier pieces are done.
             true => {
                 if let Some(sent) = self.sent.iter_mut().find(|sent| sent.number == number) {
                     sent.done = true;
@@ -86,7 +84,7 @@ impl Posted {
         }
     }
 
-    /// Takes what is done, in order, to the end of `done`.
+    /// Moves the finished work, in order, to the end of `done`.
     pub fn take(&mut self, done: &mut Done) {
         done.append(&mut self.finished);
     }
@@ -96,8 +94,7 @@ impl Posted {
         !self.finished.is_empty()
     }
 
-    /// Takes everything that is outstanding: the device touches none of its memory any more. The caller drops
-    /// the result.
+    /// Takes all outstanding work, whose memory the device touches no more. The caller drops the result.
     pub fn end(&mut self) -> impl Sized + use<> {
         std::mem::take(&mut self.sent)
     }

@@ -1,4 +1,4 @@
-//! Completion queues: one thread asks each what is done.
+//! Completion queues. One thread polls each of them.
 
 use std::ffi::CStr;
 use std::mem::MaybeUninit;
@@ -13,7 +13,7 @@ use rdma_sys as sys;
 use super::receives::{RECEIVE, Receives};
 use super::{Context, Domain, VerbsError};
 
-/// Completions that are taken from the queue at once.
+/// The most completions that are taken from the queue at once.
 const BATCH: usize = 32;
 /// A message came with immediate data.
 const WITH_IMMEDIATE: u32 = sys::ibv_wc_flags::IBV_WC_WITH_IMM.0;
@@ -23,20 +23,21 @@ const WITH_IMMEDIATE: u32 = sys::ibv_wc_flags::IBV_WC_WITH_IMM.0;
 pub(super) enum Outcome {
     /// All work of the queue pair up to this one is done.
     Sent(u64),
-    /// A peer has written, and says so by this number.
+    /// A peer has written, and notifies this end by this word.
     Notified(u32),
-    /// It failed, and with it the queue pair.
+    /// The work has failed, and with it the queue pair.
     Failed {
-        /// The number of the work; `None` for a wait for a message.
+        /// The number of the work. `None` for a receive.
         work: Option<u64>,
         /// The name in libibverbs.
         why: String,
     },
-    /// A peer has sent what nobody sends.
+    /// A peer has sent a message without a word, which gradfs never does.
     Strange,
 }
 
-/// News of a queue pair. Only the device has any: memory is given back for them.
+/// The completion of a piece of work or of a receive. Only the device makes completions: memory is freed because of
+/// them.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Completion {
     pair: Option<u32>,
@@ -45,12 +46,12 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// The number of the queue pair; `None` if it has ended meanwhile. A later pair may have its number.
+    /// The number of the queue pair. `None` if the pair has ended meanwhile: a later one may have its number.
     pub fn pair(&self) -> Option<u32> {
         self.pair
     }
 
-    /// Whether it took one of the posted receives.
+    /// Whether the completion took one of the posted receives.
     pub fn is_receive(&self) -> bool {
         self.is_receive
     }
@@ -61,12 +62,12 @@ struct Channel(NonNull<sys::ibv_comp_channel>);
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: the queue that used it is gone.
+        // SAFETY: the queue that used the channel is gone.
         unsafe { sys::ibv_destroy_comp_channel(self.0.as_ptr()) };
     }
 }
 
-/// A completion queue: one thread asks it what is done.
+/// A completion queue. One thread polls it.
 #[derive(Debug)]
 pub struct Poller {
     queue: NonNull<sys::ibv_cq>,
@@ -74,13 +75,13 @@ pub struct Poller {
     channel: Channel,
     receives: Receives,
     domain: Arc<Domain>,
-    /// Completions that were taken from the queue before queue pairs were destroyed, and not reported yet.
-    /// The lock is held while the queue is asked, so that reports stay in order.
+    /// Completions that were taken from the queue before a queue pair was destroyed, and not reported yet. The lock is
+    /// held while the queue is polled, so that completions stay in order.
     early: Mutex<Vec<Completion>>,
     room: Mutex<Room>,
 }
 
-/// Completions that a queue holds, and those that may come at once.
+/// The room of a queue: all of it, and the reserved part.
 #[derive(Debug)]
 struct Room {
     all: u32,
@@ -134,7 +135,7 @@ impl Poller {
         let queue =
             unsafe { sys::ibv_create_cq(context.raw(), depth, ptr::null_mut(), channel.0.as_ptr(), 0) };
         let queue = NonNull::new(queue).ok_or_else(|| VerbsError::last("making a completion queue"))?;
-        // SAFETY: it was just made.
+        // SAFETY: the queue was just made.
         let all = unsafe { queue.as_ref().cqe }.max(0).cast_unsigned();
         // Queue pairs need room, too.
         let shared = shared.min(most_shared).min(all / 2);
@@ -148,7 +149,7 @@ impl Poller {
         match receives {
             Ok(receives) => Ok(Arc::new(Poller { queue, channel, receives, domain, early, room })),
             Err(error) => {
-                // SAFETY: nothing was made of it.
+                // SAFETY: nothing uses the queue yet.
                 unsafe { sys::ibv_destroy_cq(queue.as_ptr()) };
                 Err(error)
             }
@@ -159,8 +160,8 @@ impl Poller {
         self.queue.as_ptr()
     }
 
-    /// Room for `count` more completions that may wait at once; a full queue would be lost. It grows where the device
-    /// lets it.
+    /// Reserves room for `count` more completions, because a queue that overflows is lost. The queue grows if the
+    /// device supports that.
     ///
     /// # Errors
     /// [`VerbsError::QueueFull`].
@@ -172,7 +173,7 @@ impl Poller {
             let larger = room.all.saturating_mul(2).max(wanted).min(most);
             let grown = wanted <= larger
                 && libc::c_int::try_from(larger).is_ok_and(|larger| {
-                    // SAFETY: the queue lives; libibverbs allows it while it is asked.
+                    // SAFETY: the queue lives, and libibverbs allows this call while the queue is polled.
                     unsafe { sys::ibv_resize_cq(self.raw(), larger) == 0 }
                 });
             // SAFETY: as above.
@@ -191,8 +192,7 @@ impl Poller {
         &self.receives
     }
 
-    /// Posts one receive more, after one was taken, where all queue pairs share them. It does not matter
-    /// which pair took it; that pair may be gone.
+    /// Posts one more receive if all queue pairs share them, after one was taken. The pair that took it may be gone.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -213,8 +213,8 @@ impl Poller {
         &self.domain
     }
 
-    /// Its descriptor becomes readable at the next completion. Earlier completions do not count: look again
-    /// after this.
+    /// Has the descriptor become readable at the next completion. Earlier completions do not count, so the caller polls
+    /// once more after this.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -224,10 +224,10 @@ impl Poller {
         VerbsError::check_number("arming a completion queue", result)
     }
 
-    /// Takes the news that its descriptor has become readable.
+    /// Takes the events for which the descriptor has become readable.
     pub fn disarm(&self) {
         let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the channel does not block; each event that is taken is acknowledged, as destroying the queue asks.
+        // SAFETY: the channel does not block. Each event is acknowledged, as the destruction of the queue requires.
         unsafe {
             while sys::ibv_get_cq_event(self.channel.0.as_ptr(), &raw mut queue, &raw mut context) == 0 {
                 sys::ibv_ack_cq_events(queue, 1);
@@ -235,7 +235,7 @@ impl Poller {
         }
     }
 
-    /// Adds what is done to `done`, as much as there is, up to some. True if there may be more.
+    /// Adds completions to `done`, up to a limit. True if there may be more.
     ///
     /// # Errors
     /// [`VerbsError::Call`]: the queue is lost.
@@ -245,9 +245,8 @@ impl Poller {
         self.take(done)
     }
 
-    /// Takes the completions that exist now, to be reported by [`Self::poll`]. The ending queue pair of that
-    /// number may take its completions along when it is destroyed, and with them the count of its receives.
-    /// They belong to no pair from now on.
+    /// Takes the present completions, so that [`Self::poll`] reports them. The destruction of the queue pair `ended`
+    /// may discard its completions, and then taken receives would not be counted. From now on they belong to no pair.
     pub(super) fn take_early(&self, ended: u32) {
         let mut early = self.early.lock();
         // The next call of `poll` returns the error.
@@ -259,22 +258,22 @@ impl Poller {
 
     fn take(&self, done: &mut Vec<Completion>) -> Result<bool, VerbsError> {
         let mut news: [MaybeUninit<sys::ibv_wc>; BATCH] = [const { MaybeUninit::uninit() }; BATCH];
-        // SAFETY: the queue lives; the call fills as many entries as it says, and no more than the array has.
+        // SAFETY: the queue lives. The call fills as many entries as it returns, and no more than the array has.
         let count = unsafe { sys::ibv_poll_cq(self.raw(), BATCH as i32, news.as_mut_ptr().cast()) };
         let Ok(count) = usize::try_from(count) else {
             return Err(VerbsError::last("polling a completion queue"));
         };
         for entry in &news[..count] {
-            // SAFETY: filled by the call.
+            // SAFETY: the call has filled the entry.
             let entry = unsafe { entry.assume_init_ref() };
             let is_receive = entry.wr_id & RECEIVE != 0;
             let outcome = if entry.status != sys::ibv_wc_status::IBV_WC_SUCCESS {
-                // SAFETY: it returns a constant string for any number.
+                // SAFETY: the call returns a constant string for any number.
                 let text = unsafe { CStr::from_ptr(sys::ibv_wc_status_str(entry.status)) };
                 let work = (!is_receive).then_some(entry.wr_id);
                 Outcome::Failed { work, why: text.to_string_lossy().into_owned() }
             } else if is_receive && entry.wc_flags & WITH_IMMEDIATE != 0 {
-                // SAFETY: it came with immediate data.
+                // SAFETY: the entry has immediate data.
                 let word = unsafe { entry.imm_data_invalidated_rkey_union.imm_data };
                 Outcome::Notified(u32::from_be(word))
             } else if is_receive {
@@ -288,19 +287,19 @@ impl Poller {
     }
 }
 
-/// Becomes readable when something is done, once after each [`Poller::arm`].
+/// Becomes readable at a completion, once after each [`Poller::arm`].
 impl AsFd for Poller {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the channel, and its descriptor, live as long as `self`.
+        // SAFETY: the channel and its descriptor live as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.channel.0.as_ref().fd) }
     }
 }
 
 impl Drop for Poller {
     fn drop(&mut self) {
-        // SAFETY: its queue pairs held it, and are gone.
+        // SAFETY: each queue pair holds the queue, so none is left.
         let result = unsafe { sys::ibv_destroy_cq(self.raw()) };
-        if let Err(error) = VerbsError::check_number("giving a completion queue back", result) {
+        if let Err(error) = VerbsError::check_number("destroying a completion queue", result) {
             tracing::error!(%error, "a completion queue is lost");
         }
     }

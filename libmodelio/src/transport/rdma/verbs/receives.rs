@@ -1,4 +1,4 @@
-//! Receives that wait for messages that come with no memory of their own.
+//! Receives for messages that need no memory: their word is immediate data.
 
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -7,15 +7,15 @@ use rdma_sys as sys;
 
 use super::{Domain, VerbsError};
 
-/// Set in the number of work that waits for the peer.
+/// Set in the numbers of receives.
 pub(super) const RECEIVE: u64 = 1 << 63;
 
-/// The receives that take messages without memory of their own.
+/// The receives of a completion queue.
 #[derive(Debug)]
 pub enum Receives {
     /// Each queue pair has its own.
     Own,
-    /// All of a poller have this in common.
+    /// All queue pairs of a poller share this.
     Shared(SharedReceives),
 }
 
@@ -52,7 +52,7 @@ impl Receives {
 }
 
 impl SharedReceives {
-    /// Waits for one message more.
+    /// Posts one more receive.
     pub(super) fn post(&self) -> Result<(), VerbsError> {
         let mut work = nothing();
         let mut bad = ptr::null_mut();
@@ -65,16 +65,16 @@ impl SharedReceives {
     }
 }
 
-/// Work that waits for a message without memory.
+/// A receive without memory.
 pub(super) fn nothing() -> sys::ibv_recv_wr {
     sys::ibv_recv_wr { wr_id: RECEIVE, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 }
 }
 
 impl Drop for SharedReceives {
     fn drop(&mut self) {
-        // SAFETY: the queue pairs that used it held their poller, and are gone.
+        // SAFETY: the queue pairs that used the queue held their poller, and are gone.
         let result = unsafe { sys::ibv_destroy_srq(self.raw.as_ptr()) };
-        if let Err(error) = VerbsError::check_number("giving a shared receive queue back", result) {
+        if let Err(error) = VerbsError::check_number("destroying a shared receive queue", result) {
             tracing::error!(%error, "a shared receive queue is lost");
         }
     }

@@ -15,9 +15,9 @@ use rdma_sys as sys;
 use super::{Context, VerbsError};
 use crate::bytes::mmap::Mapping;
 
-/// Registrations that are good to have, and can be done without.
+/// Registrations that are useful, but not necessary.
 pub trait Spare: Send + Sync {
-    /// Gives the registrations up: each goes when nothing uses it any more.
+    /// Gives the registrations up. Each ends when nothing uses it any more.
     fn give_up(&self);
 }
 
@@ -62,19 +62,19 @@ impl Domain {
         self.context
     }
 
-    /// These give way where no more memory may be pinned.
+    /// Adds registrations that are given up if no more memory may be pinned.
     pub(in crate::transport::rdma) fn spare(&self, what: Weak<dyn Spare>) {
         let mut spare = self.spare.lock();
         spare.retain(|one| one.strong_count() > 0);
         spare.push(what);
     }
 
-    /// Frees spare registrations, and then does `then`. Callers go one after the other, so that nobody is
-    /// refused what another caller has just been given.
+    /// Frees spare registrations, and then calls `then`. One thread at a time does this, so that no thread takes the
+    /// memory that another one has freed.
     fn reclaimed<T>(&self, then: impl FnOnce() -> T) -> T {
         let _alone = self.reclaiming.lock();
         let spare: Vec<_> = self.spare.lock().iter().filter_map(Weak::upgrade).collect();
-        // All of them: how much each has is not known.
+        // It is unknown how much memory each of them frees, so all are given up.
         spare.iter().for_each(|one| one.give_up());
         then()
     }
@@ -82,9 +82,9 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: all that was made of it held it, and is gone.
+        // SAFETY: each object of the domain holds it, so none is left.
         let result = unsafe { sys::ibv_dealloc_pd(self.raw()) };
-        if let Err(error) = VerbsError::check_number("giving a protection domain back", result) {
+        if let Err(error) = VerbsError::check_number("destroying a protection domain", result) {
             tracing::error!(%error, "a protection domain is lost");
         }
     }
@@ -128,13 +128,13 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// `offset` bytes further on. An address beyond the end of all memory is one that the peer's device refuses.
+    /// The place `offset` bytes further on. The peer's device refuses addresses that do not exist.
     pub fn at(self, offset: u64) -> Remote {
         Remote { address: self.address.wrapping_add(offset), ..self }
     }
 }
 
-/// Memory that a device reads and writes by itself. Its pages stay where they are until it is dropped.
+/// Memory that a device reads and writes by itself. Its pages are pinned until this is dropped.
 #[derive(Debug)]
 pub struct Registration {
     raw: NonNull<sys::ibv_mr>,
@@ -145,7 +145,7 @@ pub struct Registration {
     domain: Arc<Domain>,
 }
 
-// SAFETY: libibverbs allows a registration to be used and given up from all threads.
+// SAFETY: libibverbs allows all threads to use and to end a registration.
 unsafe impl Send for Registration {}
 // SAFETY: as above.
 unsafe impl Sync for Registration {}
@@ -172,8 +172,8 @@ impl Registration {
         let (address, len) = (memory.start().as_ptr().wrapping_add(range.start), range.len());
         let register = || {
             let flags = access.flags(domain.context);
-            // SAFETY: the range is mapped and writable. The kernel pins its pages: should the mapping go first, the
-            // device works on pages that nobody else has, until the registration goes, too.
+            // SAFETY: the range is mapped and writable. The kernel pins its pages. If the mapping ends first, the
+            // device works on pages that nobody else has, until the registration ends.
             let raw = unsafe { sys::ibv_reg_mr(domain.raw(), address.cast(), len, flags) };
             NonNull::new(raw).ok_or_else(|| refused(Errno::last(), len))
         };
@@ -195,7 +195,7 @@ impl Registration {
         access: Access,
     ) -> Result<Arc<Registration>, VerbsError> {
         let flags = access.flags(domain.context);
-        // SAFETY: the kernel takes its own reference to the buffer; no memory of this process is involved.
+        // SAFETY: the kernel holds the buffer itself, and no memory of this process is involved.
         let raw =
             unsafe { sys::ibv_reg_dmabuf_mr(domain.raw(), offset, len, at, exported.as_raw_fd(), flags) };
         let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("registering memory of a device"))?;
@@ -210,8 +210,8 @@ impl Registration {
         access: Access,
     ) -> Result<Arc<Registration>, VerbsError> {
         let start = address as *mut libc::c_void;
-        // SAFETY: the address is the kernel's to check. If it is memory of this process, its maker has promised that
-        // nobody takes it for memory of Rust's (see `DeviceMemory`); it stays pinned as long as the registration lives.
+        // SAFETY: the kernel checks the address. If it is memory of this process, its maker has promised that Rust has
+        // no references to it (see `DeviceMemory`). It stays pinned as long as the registration lives.
         let raw = unsafe { sys::ibv_reg_mr(domain.raw(), start, len, access.flags(domain.context)) };
         let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("registering memory of a device"))?;
         Ok(Arc::new(Registration { raw, address, len, access, domain: Arc::clone(domain) }))
@@ -219,13 +219,13 @@ impl Registration {
 
     /// The key for this end's own work.
     pub(super) fn local_key(&self) -> u32 {
-        // SAFETY: it lives as long as `self`.
+        // SAFETY: the registration lives as long as `self`.
         unsafe { self.raw.as_ref().lkey }
     }
 
     /// The start address and the key for peers.
     pub fn remote(&self) -> Remote {
-        // SAFETY: it lives as long as `self`.
+        // SAFETY: the registration lives as long as `self`.
         let key = unsafe { self.raw.as_ref().rkey };
         Remote { address: self.address, key }
     }
@@ -246,7 +246,7 @@ impl Registration {
         &self.domain
     }
 
-    /// Whether `len` bytes from `start` on, as the device addresses them, are within it.
+    /// Whether the `len` bytes at the device's address `start` are within the registration.
     pub(super) fn holds(&self, start: u64, len: usize) -> bool {
         let end = start.checked_add(len as u64);
         start >= self.address && end.is_some_and(|end| end <= self.address + self.len as u64)
@@ -255,9 +255,9 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // SAFETY: work on it held it, and is over.
+        // SAFETY: work on the memory holds the registration, so none is left.
         let result = unsafe { sys::ibv_dereg_mr(self.raw.as_ptr()) };
-        if let Err(error) = VerbsError::check_number("giving a registration back", result) {
+        if let Err(error) = VerbsError::check_number("ending a registration", result) {
             tracing::error!(%error, "pages stay pinned");
         }
     }
@@ -273,7 +273,7 @@ fn refused(errno: Errno, bytes: usize) -> VerbsError {
     }
 }
 
-/// For callers that speak `io::Error`.
+/// Turns an `io::Error` into the error for missing memory.
 pub(super) fn no_memory(error: &io::Error) -> VerbsError {
     let errno = error.raw_os_error().map_or(Errno::ENOMEM, Errno::from_raw);
     VerbsError::Call { doing: "taking memory", errno }

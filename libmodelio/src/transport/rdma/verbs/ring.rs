@@ -1,4 +1,4 @@
-//! Two rings of bytes between two ends. Each is written by its writer into the reader's memory.
+//! Two rings of bytes between two ends. The writer of each writes it into the reader's memory.
 //!
 //! Each end has a ring that the peer's device writes, and a copy of the peer's ring, from which its own device sends.
 //! Counts of written and read bytes go with the writes, as immediate data or into words that the other end polls.
@@ -21,7 +21,7 @@ const APART: usize = 128;
 /// The number of read bytes after which the peer is notified.
 const REPORT_EVERY: u32 = (RING / 4) as u32;
 
-/// Counts are sent modulo this. The bits above say what is counted.
+/// Counts are sent modulo this. The bits above are the kind of count.
 const COUNT: u32 = (1 << 30) - 1;
 const KIND: u32 = !COUNT;
 const WRITTEN: u32 = 0;
@@ -40,13 +40,13 @@ pub enum Notify {
 /// One end of both rings.
 #[derive(Debug)]
 pub struct Rings {
-    // Dropped before the memory, which is used otherwise afterwards.
+    // Dropped before the memory, which others use afterwards.
     opened: Arc<Registration>,
     incoming: Chunk,
     outgoing: Arc<Chunk>,
     notify: Notify,
-    /// Counts for the ring that the peer writes: bytes that are there, that were read, and that the peer
-    /// knows were read.
+    /// Counts for the ring that the peer writes: bytes that have arrived, bytes that were read, and bytes of which the
+    /// peer knows that they were read.
     arrived: u32,
     consumed: u32,
     reported: u32,
@@ -66,7 +66,7 @@ impl Rings {
     /// Rings in memory from the arena.
     ///
     /// # Errors
-    /// When there is none, or it cannot be registered.
+    /// If the arena has no room, or the memory cannot be registered.
     pub fn new(arena: &Arc<Arena>, notify: Notify) -> Result<Rings, VerbsError> {
         let incoming = arena.take(RING + WORDS)?;
         let outgoing = Arc::new(arena.take(RING + WORDS)?);
@@ -100,12 +100,12 @@ impl Rings {
     }
 
     fn word(&self, kind: u32) -> &AtomicU32 {
-        // SAFETY: within the chunk and aligned; it lives as long as `self`. The peer's device writes it as a whole; if
-        // it does otherwise, the value may be any, as with every word of the peer's.
+        // SAFETY: the word is within the chunk and aligned, and lives as long as `self`. The peer's device writes it as
+        // a whole. If it does not, the word may have any value, and every word of the peer's is checked.
         unsafe { AtomicU32::from_ptr(self.incoming.start().wrapping_add(Rings::place(kind)).cast()) }
     }
 
-    /// Takes a word of the peer's, received or polled.
+    /// Takes a word of the peer, received or polled.
     ///
     /// # Errors
     /// [`Broken`].
@@ -133,7 +133,7 @@ impl Rings {
         Ok(())
     }
 
-    /// Reads the words that the peer writes into this end's memory, if it does.
+    /// Reads the words that the peer writes into this end's memory, if it notifies in that way.
     ///
     /// # Errors
     /// [`Broken`].
@@ -160,7 +160,7 @@ impl Rings {
         RING - self.written.wrapping_sub(self.acknowledged) as usize
     }
 
-    /// The peer sends no more than has come.
+    /// Whether the peer sends no more.
     pub fn is_ended(&self) -> bool {
         self.ended
     }
@@ -174,7 +174,7 @@ impl Rings {
             while done < len.min(left) {
                 let at = self.consumed as usize % RING;
                 let count = (len.min(left) - done).min(RING - at);
-                // SAFETY: within the chunk, and within the slice, which the stream has named: it is writable, and the
+                // SAFETY: the range is within the chunk and within the stream's slice. The slice is writable, and the
                 // connection's until the bytes are reported. A peer that breaks the rules may be writing there. Any
                 // bytes will do, and they are read only after they are copied.
                 unsafe {
@@ -201,7 +201,7 @@ impl Rings {
             while done < len.min(left) {
                 let at = self.written as usize % RING;
                 let count = (len.min(left) - done).min(RING - at);
-                // SAFETY: within the chunk, and within the slice, which the stream has named and does not change
+                // SAFETY: the range is within the chunk and within the stream's slice, which does not change
                 // until it is sent. The peer has read the earlier bytes there.
                 unsafe {
                     let into = self.outgoing.start().wrapping_add(at);
@@ -259,12 +259,13 @@ impl Rings {
         }
     }
 
-    /// Writes a word in the peer's memory. The word stays in its place until it is written: there are more
-    /// places than pieces of work can be outstanding.
+    /// Writes a word into the peer's memory. There are more places for words than pieces of work can be outstanding, so
+    /// no place is used again before its word is written.
     fn flag(&mut self, kind: u32, count: u32, peer: Remote) -> Work {
         let start = RING + self.next_word * size_of::<u32>();
         self.next_word = (self.next_word + 1) % (WORDS / size_of::<u32>());
-        // SAFETY: within the chunk and aligned. The device has read it when the work that named it before was done.
+        // SAFETY: the word is within the chunk and aligned. Earlier work with this place is done, so the device has
+        // read it.
         let word = unsafe { AtomicU32::from_ptr(self.outgoing.start().wrapping_add(start).cast()) };
         word.store(count, Ordering::Release);
         let (chunk, to) = (Arc::clone(&self.outgoing), peer.at(Rings::place(kind) as u64));

@@ -1,4 +1,4 @@
-//! The work of a queue pair's device: to fetch memory of the peer's, or to write into it or into its ring.
+//! The work of a queue pair's device: fetching the peer's memory, and writing into that memory or into its ring.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub enum Work {
         registration: Arc<Registration>,
         /// The peer's memory.
         from: Remote,
-        /// Waits until all READs that were posted earlier are done.
+        /// Whether the work waits for all earlier READs.
         fence: bool,
     },
     /// Fetches memory of the peer's into a slot.
@@ -29,7 +29,7 @@ pub enum Work {
         len: usize,
         /// The peer's memory.
         from: Remote,
-        /// Waits until all READs that were posted earlier are done.
+        /// Whether the work waits for all earlier READs.
         fence: bool,
     },
     /// Writes a payload into the peer's memory.
@@ -139,7 +139,7 @@ impl Work {
         if word.is_some() {
             flags |= sys::ibv_send_flags::IBV_SEND_SOLICITED;
         }
-        // SAFETY: all of it is numbers, pointers and unions of those, for which zero is a value.
+        // SAFETY: all fields are numbers, pointers and unions of those, for which zero is valid.
         let mut request: sys::ibv_send_wr = unsafe { std::mem::zeroed() };
         request.wr_id = number;
         request.opcode = opcode;

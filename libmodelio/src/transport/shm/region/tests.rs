@@ -57,7 +57,7 @@ fn lent_memory_is_read_where_it_lies_and_stays_when_its_owner_goes() {
 }
 
 #[test]
-fn what_leaves_a_region_is_refused() {
+fn pieces_outside_of_a_region_are_refused() {
     let (ours, theirs) = channel();
     let memory = Arc::new(Mapping::memfd("lent", 4096).unwrap());
     let (number, _) = Lender::default().lend(&memory, &ours).unwrap();

@@ -51,7 +51,7 @@ fn read(end: &mut End, len: usize) -> Result<Vec<u8>, Broken> {
 
 proptest! {
     #[test]
-    fn what_is_written_is_read_in_order(
+    fn written_bytes_are_read_in_order(
         from in prop_oneof![Just(0), any::<u32>(), (u32::MAX - 2 * RING as u32)..],
         moves in vec((0..2 * RING, 0..2 * RING), 1..40),
     ) {

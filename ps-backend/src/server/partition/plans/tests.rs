@@ -107,7 +107,7 @@ impl Bench {
         self.partition.from_coordinator(plan.0, Message::Start(Box::new(started)), None);
         for block in (0..sent).map(BlockId) {
             while self.push(plan, block) == Pushed::Later {
-                std::thread::sleep(BEGIN_AGAIN);
+                std::thread::sleep(BEGIN_PAUSE);
             }
         }
         plan
@@ -135,7 +135,7 @@ impl Bench {
                 return batch;
             }
             drop(batches);
-            std::thread::sleep(BEGIN_AGAIN);
+            std::thread::sleep(BEGIN_PAUSE);
         }
     }
 
@@ -181,7 +181,7 @@ fn sums_of_two_plans_are_one_batch_and_the_next_plan_waits_for_it() {
     let batch = bench.batch();
     assert!(matches!(&batch.pass, Pass::Merge(merge) if merge.len() == BLOCKS as usize));
     let plan = bench.run(reduce(), 0);
-    std::thread::sleep(10 * BEGIN_AGAIN);
+    std::thread::sleep(10 * BEGIN_PAUSE);
     assert!(bench.executor.batches.lock().is_empty(), "it has not begun");
     bench.executor.cpu.execute(batch);
     bench.executor.cpu.execute(bench.batch());

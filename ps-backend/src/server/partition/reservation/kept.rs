@@ -27,7 +27,7 @@ pub(in crate::server) struct Lent {
 
 impl Lent {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: only sums are made of it, and whether all of it is finite. The kernels' control flow depends on its
+        // SAFETY: the kernels only add the bytes and check whether they are finite. Their control flow depends on the
         // length alone.
         unsafe { self.piece.bytes() }
     }
@@ -42,11 +42,11 @@ impl Lent {
 pub(in crate::server::partition) struct Kept {
     pub(super) plan: PlanId,
     pub(super) lent: Lent,
-    /// Its connection. The payload is gone when that has ended.
+    /// The connection. The payload is gone when the connection has ended.
     pub(super) link: Link,
 }
 
-/// By block and client.
+/// All kept payloads, by block and client.
 pub(in crate::server::partition) type AllKept = HashMap<(BlockId, ClientId), Kept>;
 
 /// Another client's payload in the same pass.
@@ -66,7 +66,7 @@ impl Other {
 }
 
 impl Partition {
-    /// Does with a block of which all that comes is kept what is to be done.
+    /// Reduces a block whose payloads are all kept.
     pub(in crate::server::partition) fn gather(self: &Arc<Partition>, plan: PlanId, block: BlockId) {
         let mut state = self.state.lock();
         let Some((_, job)) = state.job.clone().filter(|(of, _)| *of == plan) else { return };

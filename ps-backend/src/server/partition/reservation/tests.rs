@@ -153,7 +153,7 @@ fn a_block_that_is_not_fetched_can_come_again() {
 }
 
 #[test]
-fn what_is_still_being_fetched_does_not_count() {
+fn a_payload_that_is_still_being_fetched_does_not_count() {
     let partition = begun();
     let (target, fetching) = fetch(&partition, CLIENTS[0], 2).expect("room");
     let refusal = fetching.complete_fetched().unwrap_err();
