@@ -13,6 +13,7 @@ mod plans;
 mod requests;
 mod senders;
 mod shares;
+mod starts;
 #[cfg(test)]
 mod tests;
 use std::collections::{BTreeMap, VecDeque};
