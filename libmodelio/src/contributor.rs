@@ -81,6 +81,8 @@ struct State {
     staging: Region,
     /// A second region, for a learner that writes while the shard still reads the first.
     spare: Option<Region>,
+    /// Both may still be read for a dropped plan.
+    has_strays: bool,
     /// The last two steps whose commit was sent, and the regions of their payload.
     shipped: [Option<(Step, RegionKey)>; 2],
     /// Blocks that were filled up with zeros at the end.
@@ -182,6 +184,7 @@ impl Contributor {
             failed: None,
             staging: region(&job, "gradfs-staging")?,
             spare: None,
+            has_strays: false,
             shipped: [None; 2],
             unchecked: FixedBitSet::with_capacity(layout.blocks() as usize),
             partly: PartlyWritten::default(),
@@ -333,9 +336,10 @@ impl Contributor {
             None => wait_for(timeout, |done| self.job.open(self.learner, timeout, done))?,
         };
         // Blocks that were sent for a dropped plan may still be on their way. Their memory is not written again.
-        if self.job.take_strays(self.learner) {
+        state.has_strays |= self.job.take_strays(self.learner);
+        if state.has_strays {
             state.staging = region(&self.job, "gradfs-staging")?;
-            state.spare = None;
+            (state.spare, state.has_strays) = (None, false);
         }
         // The shard still reads the step before this one. That may differ from the last commit here: a commit that
         // timed out may have been taken, and this may be the second try after an abort.

@@ -186,7 +186,8 @@ impl Shared {
             let memory = Arc::clone(source.memory());
             drop(inner);
             self.tally.moved(Flow::Push, span.len());
-            // SAFETY: nobody writes a committed payload until its plan is over.
+            // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
+            // elsewhere if this one's plan was dropped ([`crate::client::Job::take_strays`]).
             let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
             return Some(Some((false, piece)));
         }

@@ -56,6 +56,7 @@ impl<S: Clone> JobCore<S> {
                 self.end_step(now, actions);
             }
             Work::Assign { .. } => {
+                self.norm = None;
                 // The step goes on: a learner that came in the middle of it still waits for the next one.
                 let version = self.version;
                 for member in self.members.values_mut().filter(|member| member.joined_at >= version) {

@@ -208,7 +208,8 @@ impl ShmClient {
         named: &Named,
         sender: &mut Sender,
     ) -> Result<bool, Refusal> {
-        // The client waits for the slots in which it makes sums. Other memory stays untouched until the plan is over.
+        // The client waits for the slots in which it makes sums. Other memory stays
+        // untouched until the contribution ends, and after a dropped plan.
         let is_in_slot = (1..=u64::from(shm::SUMS)).contains(&named.request);
         let room = if is_in_slot { Room::None } else { Room::Lent(&named.lent) };
         match partition.reserve(sender, named.push, room)? {

@@ -35,7 +35,9 @@ impl ClientCore {
     }
 
     pub(super) fn release(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
-        if self.held.remove(&(learner, step)).is_some() {
+        if let Some(held) = self.held.remove(&(learner, step)) {
+            // If the commit was refused, that plan has blocks which the next contribution to the step must not join.
+            self.given_up = self.given_up.max(held.sent_under);
             // A plan that reads it may already be over, but the client has not been told.
             if self.sends(learner, step) {
                 self.outgoing = None;

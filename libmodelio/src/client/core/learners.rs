@@ -112,7 +112,8 @@ impl Learner {
         self.strays |= self.sends_for.replace(plan).is_some_and(|before| before != plan);
     }
 
-    /// This plan is sealed. It reads the blocks that were sent for it before the commit is answered.
+    /// This plan is sealed. Its shards read the sent blocks before the coordinator answers the commit, or another plan
+    /// does.
     pub(super) fn sealed(&mut self, plan: PlanId) {
         self.sends_for.take_if(|of| *of == plan);
     }

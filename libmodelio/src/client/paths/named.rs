@@ -142,6 +142,8 @@ pub(super) struct Named<M> {
     named: u32,
     /// The number of blocks that were named since the shard was last asked for an answer.
     since_asked: usize,
+    /// The bytes that are named before it is asked again.
+    run: usize,
     /// The requests that asked for an answer, and have none yet.
     unsaid: VecDeque<u64>,
     /// The number of the last request. Pushes from slots have numbers up to [`SLOTS`].
@@ -170,6 +172,7 @@ impl<M: PeerMemory> Named<M> {
             slots: None,
             named: 0,
             since_asked: 0,
+            run: 0,
             unsaid: VecDeque::new(),
             last_request: u64::from(SLOTS),
             said: false,
@@ -190,12 +193,10 @@ impl<M: PeerMemory> Named<M> {
     }
 
     /// The request number of the next block that is named where it lies. It is 0 unless the shard must answer when it
-    /// has used this block and those before it. `left` more blocks of this size are to be pushed.
-    fn asks(&mut self, block: u32, left: usize) -> u64 {
-        let (shortest, longest) = RUN;
+    /// has used this block and those before it.
+    fn asks(&mut self, block: u32) -> u64 {
         self.since_asked += 1;
-        if self.since_asked * (block as usize) < (left * block as usize / SAY_AFTER).clamp(shortest, longest)
-        {
+        if self.since_asked * (block as usize) < self.run {
             return 0;
         }
         self.since_asked = 0;
@@ -223,9 +224,13 @@ impl<M: PeerMemory> Named<M> {
         let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else {
             return Outcome::Dropped;
         };
-        let (check, left) = (inner.rejects_nonfinite(), inner.core.left_to_push(to.route.part));
-        drop(inner);
         let (shared, layout) = (&to.shared, &to.shared.layout);
+        let check = inner.rejects_nonfinite();
+        if self.since_asked == 0 {
+            let left = inner.core.left_to_push(to.route.part) * layout.block_size() as usize;
+            self.run = (left / SAY_AFTER).clamp(RUN.0, RUN.1);
+        }
+        drop(inner);
         let extent = layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
         if let [source] = &payload.sources[..] {
@@ -239,7 +244,7 @@ impl<M: PeerMemory> Named<M> {
                     Ok(region) => {
                         let push =
                             Message::PushAt { plan, block, wide: false, ahead, region, offset: extent.start };
-                        (self.asks(layout.block_size(), left), Some(push))
+                        (self.asks(layout.block_size()), Some(push))
                     }
                     Err(_) => (0, None),
                 },
@@ -276,7 +281,8 @@ impl<M: PeerMemory> Named<M> {
             return Outcome::Held;
         };
         let start = slot as usize * slots.bytes;
-        // SAFETY: nobody writes a committed payload until its plan is over.
+        // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
+        // elsewhere if this one's plan was dropped ([`crate::client::Job::take_strays`]).
         let parts: Vec<&[u8]> =
             payload.sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
         // SAFETY: the slot is free. Nothing in this process uses it, and the shard has said that it no longer reads

@@ -188,6 +188,32 @@ fn memory_that_a_dropped_plan_may_read_is_told_of_once() {
     assert!(!bench.core.take_strays(L));
 }
 
+#[test]
+fn blocks_of_a_refused_commit_join_no_later_contribution_to_the_step() {
+    let mut bench = Bench::new();
+    bench.offers(0);
+    bench.provisional(7, 1);
+    assert_eq!((0..2).flat_map(|part| bench.pushes(part)).collect::<Vec<_>>(), [0]);
+    bench.commit(3, 10);
+    bench.core.fail(ShardError::Lost("it has come back empty".into()), bench.now, &mut bench.said);
+    bench.ask(4, Message::Abort { learner: L }, 10);
+    // The coordinator is found after all. It has heard of neither.
+    bench.core.coordinator_up(bench.now, &mut bench.said);
+    bench.state(9, 0, 0, false);
+    bench.ask(5, Message::Open { learner: L }, 10);
+    bench.opened(5, 1);
+    bench.provisional(7, 1);
+    bench.offers(0);
+    assert_eq!((0..2).flat_map(|part| bench.pushes(part)).count(), 0, "plan 7 has blocks of the first try");
+    bench.said.clear();
+    bench.commit(6, 10);
+    let under = bench.said.iter().find_map(|action| match action {
+        Action::ToCoordinator(_, Message::Commit { under, .. }) => Some(*under),
+        _ => None,
+    });
+    assert_eq!(under, Some(None), "{:?}", bench.said);
+}
+
 /// A contribution of which a block was reduced for plan 7 where it came.
 fn with_a_block_in_plan_7() -> Bench {
     let mut bench = Bench::new();

@@ -24,7 +24,7 @@ use crate::region_store::{Term, VersionBuilder, Written};
 const CLAIMED: u8 = 1;
 /// The block has an open sum.
 const HELD: u8 = 2;
-/// The block of the next version is computed.
+/// The block of the next version is computed, or the block is measured.
 const FINISHED: u8 = 4;
 /// The plan is concluded.
 const SEALED: u8 = 8;
@@ -241,9 +241,9 @@ impl PartitionJob {
         Ok(bad)
     }
 
-    /// Computes `block` of the next version, or measures its sum if the job does that: from the sealed sum, the open sum and the `last` payload, as far as they
-    /// exist. Without any of them the block is carried over, or decays, as the reducer requires. Returns whether all
-    /// of the payload is finite, or true if that does not matter. If it is not, the block is not computed. An Inf
+    /// Computes `block` of the next version from the sealed sum, the open sum and the `last` payload, as far as they
+    /// exist. Without any of them the block is carried over, or decays, as the reducer requires. A job that measures
+    /// adds these up instead, and measures the sum. Returns whether all of the payload is finite, or true if that does not matter. If it is not, the block is not computed. An Inf
     /// that results from adding up is nobody's fault.
     ///
     /// # Errors
