@@ -455,6 +455,8 @@ def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world)
         ("Capture", ("none", 5, 1), b"", "NoModel"),
         ("BeginAt", (5,), b"no record", "Other"),
     ],
+    # Of the long payload, the name of its case would be longer than an environment may be.
+    ids=itertools.count(),
 )
 def test_records_and_loads_that_are_none_are_refused(world, name, fields, payload, expected):
     with world.peer("admin") as peer:

@@ -117,8 +117,14 @@ fn a_shard_turns_strangers_away_and_names_its_protocol() {
 /// Takes one connection for each of `answers`: accepts it with that, or refuses it with that.
 fn listen(address: SocketAddr, answers: Vec<(bool, Vec<u8>)>) -> (SocketAddr, std::thread::JoinHandle<()>) {
     let channel = CmChannel::new().unwrap();
-    let listener = CmId::new(&channel, 1).unwrap();
-    let to = listener.listen(address, 4).unwrap();
+    // The kernel picks a port that is free for RDMA. A TCP connection may have it, and siw needs it for TCP, too.
+    let (listener, to) = (0..10)
+        .find_map(|_| {
+            let listener = CmId::new(&channel, 1).unwrap();
+            let to = listener.listen(address, 4).ok()?;
+            Some((listener, to))
+        })
+        .expect("a free port");
     let thread = std::thread::spawn(move || {
         let mut taken = Vec::new();
         for (accepts, private) in answers {
