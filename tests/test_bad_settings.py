@@ -313,6 +313,9 @@ def test_more_learners_than_the_limit_are_refused(start_mount, descriptors):
     with refused(errno.EDQUOT):
         mount.join("later")
     for name in os.listdir(mount.model / "learners"):
-        mount.leave(name)
+        try:
+            mount.leave(name)
+        except OSError as error:
+            pytest.fail(f"learner {name}: {error}\n{mount.stderr()[-2000:]}")
     mount.contribute(ONE)
     assert mount.wait_for_version(1) == 1
