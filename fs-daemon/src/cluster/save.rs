@@ -49,7 +49,7 @@ pub fn run(config: &SaveConfig) -> Result<(), Error> {
     }
 }
 
-/// What to do if the snapshot of a mount does not open.
+/// The advice for a mount whose snapshot does not open.
 fn hint(error: &SnapshotError) -> &'static str {
     let errno = match error {
         SnapshotError::File { error, .. } => error.raw_os_error(),

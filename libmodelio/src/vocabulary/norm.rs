@@ -14,7 +14,7 @@ impl Norm {
         Norm(value.to_bits())
     }
 
-    /// Its value.
+    /// The norm as a number.
     pub fn get(self) -> f64 {
         f64::from_bits(self.0)
     }
@@ -69,7 +69,7 @@ impl ExactSum {
         }
     }
 
-    /// Its value as f64: Inf if it is beyond that type.
+    /// The sum as f64, or Inf if it is beyond that type.
     pub fn value(&self) -> f64 {
         // Words that are too low to matter vanish on the way up.
         let value = self.words.iter().fold(0.0, |low, &word| low / 2f64.powi(64) + word as f64);

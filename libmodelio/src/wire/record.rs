@@ -300,7 +300,7 @@ pub(super) fn encode(what: &impl Serialize) -> Result<Vec<u8>, RecordError> {
     Ok(bytes)
 }
 
-/// What all of the bytes say.
+/// Decodes a value from all of the bytes.
 ///
 /// # Errors
 /// [`RecordError`] for bytes that are too long, or say something else, or more.

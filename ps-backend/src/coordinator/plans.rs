@@ -32,7 +32,7 @@ pub(super) struct Run {
     senders: Vec<Sender>,
     start: Message,
     stage: Stage,
-    /// What the shards have measured, if they are to: the sum of squares.
+    /// The sum of the squares that shards have measured, if the plan measures.
     squares: Option<ExactSum>,
     /// The shards that have not answered the stage's message.
     waiting: BTreeSet<Partition>,

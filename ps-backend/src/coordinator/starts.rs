@@ -9,7 +9,7 @@ use super::senders::{Sender, ranges, senders};
 use super::{CoordinatorCore, Source};
 use crate::core;
 
-/// What a plan does for the core.
+/// The purpose of a plan.
 #[derive(Debug)]
 pub(super) enum Kind {
     /// Contributions of these learners are added up.

@@ -247,7 +247,7 @@ fn a_step_that_needs_its_norm_is_measured_before_it_is_made() {
     let says = |bench: &mut Bench, partition, request, message| {
         bench.coordinator.from_partition(partition, request, message, bench.now, &mut bench.said);
     };
-    // What is repeated counts once, and ready is not measured.
+    // A repeated result counts once, and `Ready` is no result.
     says(&mut bench, 0, 0, measured(f64::INFINITY));
     says(&mut bench, 0, 0, measured(1.0));
     says(&mut bench, 1, 0, Message::Ready { plan: plan.plan });

@@ -52,7 +52,7 @@ impl<S: Clone> JobCore<S> {
 
     fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let over = |ticket: &mut (Ticket, Now)| ticket.1 <= now;
-        // What is accumulated is safe, and waits for its version only in order to be answered with it.
+        // An accumulated contribution is safe. Its answer waits for the version, but not beyond the deadline.
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulated) {
             let ticket = committed.ticket.take_if(over);
             actions.extend(ticket.map(|(ticket, _)| Action::Reply(ticket, Ok(()))));

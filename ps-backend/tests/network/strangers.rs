@@ -9,9 +9,11 @@ use std::time::Instant;
 
 use libmodelio::transport::rdma::verbs::{
     CmChannel, CmEvent, CmId, CmKind, Domain, Notify, Pair, PairLimits, Parameters, Poller, Remote,
+    VerbsError,
 };
 use libmodelio::transport::rdma::{Endpoint, Offer};
 use libmodelio::wire::{Message, Protocol};
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::world::{LONG, Learner, Way, World};
@@ -121,8 +123,10 @@ fn listen(address: SocketAddr, answers: Vec<(bool, Vec<u8>)>) -> (SocketAddr, st
     let (listener, to) = (0..10)
         .find_map(|_| {
             let listener = CmId::new(&channel, 1).unwrap();
-            let to = listener.listen(address, 4).ok()?;
-            Some((listener, to))
+            match listener.listen(address, 4) {
+                Err(VerbsError::Call { errno: Errno::EADDRINUSE, .. }) => None,
+                outcome => Some((listener, outcome.unwrap())),
+            }
         })
         .expect("a free port");
     let thread = std::thread::spawn(move || {

@@ -31,7 +31,7 @@ pub struct Parameters {
 }
 
 /// One end of a connection, or a listener: an `rdma_cm_id`. Dropping it destroys the identifier and its queue pair.
-/// That waits for a moment while another thread reads an event of the identifier.
+/// The drop waits for a moment while another thread reads an event of the identifier.
 #[derive(Debug)]
 pub struct CmId {
     id: NonNull<sys::rdma_cm_id>,
