@@ -22,11 +22,10 @@ FILES = Path(__file__).resolve().parent / "net_files.py"
 
 
 def cpu_seconds(pid):
-    """Of a process whose threads all live on, to the nanosecond."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += int((task / "schedstat").read_text().split()[0])
-    return total * 1e-9
+    """Of a process with all threads that it has and had, to the nanosecond."""
+    # The clock that clock_getcpuclockid(3) names, which Python does not have.
+    scheduled = 2
+    return time.clock_gettime(~pid << 3 | scheduled)
 
 
 def resident_bytes(pid):
