@@ -7,6 +7,10 @@ use super::{Action, ClientCore, Now, PATIENCE, Part};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
+/// So many blocks of a contribution that is still written are sent together. To wake connections costs about as much as
+/// to send a block, and the commit wakes them for the rest.
+pub const AHEAD_BLOCKS: usize = 4;
+
 /// The plan under way, and what was sent for it.
 #[derive(Debug)]
 pub(super) struct Outgoing {
@@ -47,7 +51,7 @@ pub struct Push {
 pub struct Offered {
     /// No block of the contribution was offered before.
     pub is_first: bool,
-    /// It may be sent to this shard at once.
+    /// This and earlier blocks may be sent to this shard now.
     pub wakes: Option<Part>,
 }
 
@@ -58,6 +62,8 @@ pub(super) struct Sending {
     /// Where to begin. The search goes round the end once.
     pub(super) at: usize,
     pub(super) round: bool,
+    /// The blocks that were offered since the connections were last woken for some.
+    pub(super) gathered: usize,
     /// There is something to send.
     pub(super) any: bool,
     /// The shard has all of it.
@@ -104,7 +110,16 @@ impl ClientCore {
         let parts = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
             let any = open.is_none() && !todo.is_clear();
-            Sending { any, done: !any, todo, at: first, round: false, moved: now, struggles: false }
+            Sending {
+                any,
+                done: !any,
+                todo,
+                at: first,
+                round: false,
+                gathered: 0,
+                moved: now,
+                struggles: false,
+            }
         });
         let (parts, sent) = (parts.collect(), FixedBitSet::with_capacity(self.blocks));
         if let Some((learner, _)) = open
@@ -182,14 +197,17 @@ impl ClientCore {
         if let Some(outgoing) = self.outgoing.as_mut().filter(|of| of.open == Some((learner, step))) {
             ahead.sent_under = Some(outgoing.plan);
             known.sends_for(outgoing.plan);
-            if !outgoing.sent.contains(block.index()) {
-                wakes = self.owned.iter().position(|owned| owned.contains(block.index()));
-            }
-            if let Some(part) = wakes {
+            let part = self.owned.iter().position(|owned| owned.contains(block.index()));
+            if let Some(part) = part.filter(|_| !outgoing.sent.contains(block.index())) {
                 outgoing.blocks.insert(block.index());
                 let sending = &mut outgoing.parts[part];
                 sending.todo.insert(block.index());
                 (sending.at, sending.round) = (sending.at.min(block.index()), false);
+                sending.gathered += 1;
+                if sending.gathered == AHEAD_BLOCKS {
+                    sending.gathered = 0;
+                    wakes = Some(part);
+                }
             }
         } else if is_first && self.blocks > 1 {
             // A contribution of one block is about to be committed.

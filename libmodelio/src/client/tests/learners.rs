@@ -133,7 +133,7 @@ fn a_late_answer_to_a_parallel_request_opens_nothing() {
 }
 
 impl Bench {
-    /// A block of step 1 is staged; where it may be sent at once.
+    /// A block of step 1 is staged; where this and earlier ones may be sent now.
     fn offers(&mut self, block: u32) -> Option<usize> {
         let offered = self.core.offered(L, Step(1), BlockId(block), &mut self.said);
         offered.expect("the contribution is open").wakes
@@ -153,7 +153,11 @@ fn the_coordinator_is_told_once_that_a_contribution_has_a_whole_block() {
     assert_eq!(bench.announcements(), 1);
     bench.provisional(7, 1);
     assert_eq!((0..2).flat_map(|part| bench.pushes(part)).count(), 2, "what was whole before the plan");
-    assert_eq!((bench.offers(0), bench.offers(1)), (None, Some(1)), "one was sent");
+    assert_eq!(
+        (bench.offers(0), bench.offers(1)),
+        (None, None),
+        "one was sent, and one is too few to wake anybody"
+    );
     assert_eq!((bench.pushes(1), bench.announcements()), (vec![1], 0));
     bench.ask(3, Message::Abort { learner: L }, 10);
     assert_eq!(bench.core.offered(L, Step(1), BlockId(0), &mut bench.said), None, "it was dropped");
@@ -163,6 +167,16 @@ fn the_coordinator_is_told_once_that_a_contribution_has_a_whole_block() {
     assert_eq!(bench.announcements(), 1, "another contribution");
     bench.commit(5, 10);
     assert_eq!(bench.core.offered(L, Step(1), BlockId(1), &mut bench.said), None, "it is committed");
+}
+
+#[test]
+fn connections_are_woken_for_every_fourth_block_of_a_contribution_that_is_written() {
+    let mut bench = Bench::of(17);
+    bench.offers(16);
+    bench.provisional(7, 1);
+    let mut woken: Vec<usize> = (0..16).filter_map(|block| bench.offers(block)).collect();
+    woken.sort_unstable();
+    assert_eq!(woken, [0, 0, 1, 1], "each of two shards has eight of these blocks");
 }
 
 #[test]
