@@ -89,7 +89,7 @@ Examples:
   For a program:
     gradfs status --registry node1 --json | jq '.shards[].address'
 
-Without --registry and GRADFS_REGISTRY, the registry on this host is asked. The exit status is 3 while a job
+Without --registry and GRADFS_REGISTRY, the registry on this host is asked. The exit status is 3 while a job \
 waits for a shard, and once one has failed.";
 
 const SAVE_EXAMPLES: &str = "\
@@ -107,8 +107,9 @@ Examples:
     gradfs create llama --from /backup/llama --registry node1
 
 In one process it goes on by gradfs up --from /backup/llama /mnt/job.
-The directory gets model.safetensors (in pieces with an index if it is large), optimizer.safetensors with
-tensors named as torch's state, and manifest.json, which is written last: without it there is no snapshot.
+
+The directory gets model.safetensors (in pieces with an index if it is large), optimizer.safetensors with \
+tensors named as torch's state, and manifest.json, which is written last: without it there is no snapshot. \
 The job stands still only while its memory is copied.";
 
 const DELETE_EXAMPLES: &str = "\
@@ -130,8 +131,8 @@ Examples:
   It is to stay after all; what has moved stays where it is:
     gradfs drain --cancel 2 --registry node1
 
-When it succeeds the shard can be stopped, and takes no more models. If it fails, or is interrupted, before
-anything has moved, nothing has changed; once something has, the shard takes no more models until --cancel.
+When it succeeds the shard can be stopped, and takes no more models. If it fails, or is interrupted, before \
+anything has moved, nothing has changed; once something has, the shard takes no more models until --cancel. \
 While its blocks are brought a job stands still, for half of its control/timeout at most.";
 
 /// What to do with a cluster.
