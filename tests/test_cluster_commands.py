@@ -108,6 +108,16 @@ def test_status_tells_of_shards_and_models(cluster):
         assert word in said, said
 
 
+def test_a_shard_that_is_stopped_with_blocks_says_what_is_lost(cluster):
+    one = cluster(2)
+    one.create("m", size="256KiB", block_size="64KiB", shards=1)
+    owners = {shard["shard"]: len(shard["models"]) for shard in one.status()["shards"]}
+    for shard in one.shards:
+        assert shard.stop() == 0
+    said = sorted("its blocks of m are lost (gradfs drain moves them off a shard)" in shard.stderr() for shard in one.shards)
+    assert said == [False, True], (owners, [shard.stderr() for shard in one.shards])
+
+
 def test_delete_cuts_off_whoever_uses_it(cluster):
     """They get errors, and no hang; weights that are here stay readable; the name is free."""
     one = cluster(2)

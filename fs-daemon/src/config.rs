@@ -276,6 +276,12 @@ impl<'a> Merged<'a> {
             return Err(Error::usage(format!("{origin} and {size} exclude each other"))
                 .hint("a model goes on from a snapshot, or is blank"));
         }
+        // A weaker source may have it for blank models.
+        let chosen = self.0.iter().position(|layer| layer.get("from").is_some()).unwrap_or(0);
+        if let Some(layer) = self.0[..=chosen].iter().find(|layer| layer.get("dtype").is_some()) {
+            return Err(Error::usage(format!("{} is of no use with {origin}", layer.origin("dtype")))
+                .hint("the tensors of a snapshot have their own types; leave it out"));
+        }
         let expected = match self.get(key) {
             None => None,
             Some((_, [file])) => Some(file.into()),

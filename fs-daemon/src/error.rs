@@ -62,6 +62,9 @@ impl From<SnapshotError> for Error {
             SnapshotError::Exists(_) => {
                 "name another directory, or replace what is there by this snapshot with --replace"
             }
+            SnapshotError::Occupied(_) => {
+                "name another directory; --replace would remove it, and all files there with names as a snapshot's"
+            }
             SnapshotError::Damaged { .. } | SnapshotError::Tensors { .. } => {
                 "nothing was changed; copy the snapshot again from where it was saved, or use another one"
             }

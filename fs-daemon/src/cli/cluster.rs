@@ -294,7 +294,7 @@ pub struct SaveArgs {
     /// The directory to write; made if it is not there
     #[arg(value_hint = ValueHint::DirPath)]
     dir: PathBuf,
-    /// Put the snapshot in the place of the one that is there
+    /// Put the snapshot in the place of the one that is there, and of all files with names as a snapshot's
     #[arg(long)]
     replace: bool,
     /// Most bytes of tensors in one file of the model

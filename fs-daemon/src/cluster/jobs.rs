@@ -72,7 +72,8 @@ fn coordinated<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item 
             .filter(|one| one["seconds"].as_f64().unwrap_or(0.0) >= AWAY);
         let away = away.map(|one| {
             let known = shards.iter().find(|shard| shard["shard"] == one["shard"]);
-            let address = known.map_or(&Value::Null, |shard| &shard["address"]);
+            // The registry forgets a shard that has been silent for its lease.
+            let address = known.map_or(&one["address"], |shard| &shard["address"]);
             json!({ "shard": one["shard"], "address": address, "seconds": one["seconds"], "why": one["why"] })
         });
         json!({
@@ -137,6 +138,7 @@ mod tests {
                 "unreachable": [
                     { "shard": 2, "why": "connection refused", "seconds": 12.4 },
                     { "shard": 3, "why": "no connection yet", "seconds": 1.9 },
+                    { "shard": 4, "address": "node4:7070", "why": "no greeting", "seconds": 30.2 },
                 ],
                 "late": { "learners": ["a", "b"], "more": 2, "seconds": 7.1 },
             } }, { "name": "n", "coordinator": null }] }),
@@ -149,6 +151,7 @@ mod tests {
             lines(&jobs[0]),
             [
                 "m: waiting for shard 2 at node2:7070, not reached for 12 s: connection refused",
+                "m: waiting for shard 4 at node4:7070, not reached for 30 s: no greeting",
                 "m: waiting for 7 s for learners: a, b and 2 more",
             ]
         );

@@ -41,9 +41,11 @@ fn registry_error(at: &Endpoint, error: RegistryError) -> Error {
     if is_unknown { explain_new_registry(at, error) } else { error }
 }
 
+/// For this long a registry that was restarted may not know of all shards and models.
+const YOUNG: Duration = Duration::from_secs(15);
+
 /// Something is not in the registry. The error says so if the registry may not know everything yet.
 fn explain_new_registry(at: &Endpoint, error: Error) -> Error {
-    const YOUNG: Duration = Duration::from_secs(15);
     match age(at) {
         Some(age) if age < YOUNG => {
             let before = error.hint.as_ref().map(|hint| format!("{hint}; ")).unwrap_or_default();

@@ -99,8 +99,22 @@ fn serve(
     }
     ready.announce()?;
     let why = stops.wait();
-    tracing::info!("stopping: {why}");
+    match &lost_with(&server.status())[..] {
+        [] => tracing::info!("stopping: {why}"),
+        models => {
+            let models = models.join(", ");
+            tracing::warn!(
+                "stopping: {why}; its blocks of {models} are lost (gradfs drain moves them off a shard)"
+            );
+        }
+    }
     drop(scraped);
     server.shut_down();
     Ok(())
+}
+
+/// The models of which this shard has blocks.
+fn lost_with(status: &serde_json::Value) -> Vec<String> {
+    let models = status["models"].as_array().into_iter().flatten();
+    models.filter_map(|model| model["name"].as_str().map(str::to_owned)).collect()
 }

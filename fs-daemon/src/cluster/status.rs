@@ -7,7 +7,7 @@ use libmodelio::registry::Registry;
 use libmodelio::wire::{RefusedShard, ShardRecord};
 use serde_json::{Value, json};
 
-use super::{deadline, jobs, registry, registry_error};
+use super::{YOUNG, age, deadline, jobs, registry, registry_error};
 use crate::config::cluster::StatusConfig;
 use crate::error::Error;
 
@@ -30,6 +30,7 @@ pub fn run(config: &StatusConfig) -> Result<ExitCode, Error> {
     let in_trouble = jobs.iter().any(jobs::is_in_trouble);
     let status = json!({
         "registry": config.registry.to_string(),
+        "registry_seconds": age(&config.registry).map(|age| age.as_secs_f64()),
         "shards": shards,
         "refused": refused,
         "models": models,
@@ -84,7 +85,14 @@ fn rdma(status: &Value) -> String {
 fn for_people(status: &Value) -> String {
     let mut text = String::new();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let _ = writeln!(text, "registry {}", status["registry"].as_str().unwrap_or_default());
+    let _ = write!(text, "registry {}", status["registry"].as_str().unwrap_or_default());
+    let _ = match status["registry_seconds"].as_f64().filter(|&age| age < YOUNG.as_secs_f64()) {
+        Some(age) => {
+            let later = "if that was not the first time, shards tell it of their models within seconds";
+            writeln!(text, ", started {age:.0} s ago: {later}")
+        }
+        None => writeln!(text),
+    };
     for shard in [list(&status["shards"]), list(&status["refused"])].concat() {
         let address = shard["address"].as_str().unwrap_or_default();
         let _ = write!(text, "shard {} at {address}", shard["shard"]);
@@ -165,6 +173,14 @@ fn for_people(status: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_status_says_that_a_young_registry_may_not_know_everything() {
+        let status = |age: f64| for_people(&json!({ "registry": "node1:7070", "registry_seconds": age }));
+        let later = "if that was not the first time, shards tell it of their models within seconds";
+        assert_eq!(status(3.2), format!("registry node1:7070, started 3 s ago: {later}\nno models\n"));
+        assert_eq!(status(99.0), "registry node1:7070\nno models\n");
+    }
 
     #[test]
     fn the_status_has_a_shards_rdma_if_there_is_any() {

@@ -320,6 +320,8 @@ fn a_snapshot_is_of_one_model_and_not_blank() {
     assert_eq!(models, [ModelSpec { name: "b".into(), source: snapshot(Some("a.safetensors")) }]);
     let blank = from(&[("size", "1MiB")]).unwrap_err();
     assert!(blank.message.contains("--from and --size exclude each other"), "{}", blank.message);
+    let typed = from(&[("dtype", "bf16")]).unwrap_err();
+    assert!(typed.message.contains("--dtype is of no use with --from"), "{}", typed.message);
     let several = from(&[("models", "a.safetensors,b.safetensors")]).unwrap_err();
     assert!(several.message.contains("a snapshot is of one model"), "{}", several.message);
 }

@@ -124,7 +124,8 @@ impl Shared {
                 return;
             }
             inner.inquiry.lost = Some(format!(
-                "{} coordinated the job and has come back without it: {refusal}",
+                "{} coordinated the job and does not have it any more, because the model was deleted or that shard was \
+                 started again: {refusal}",
                 route.address()
             ));
             if self.options.registry.is_some() && std::mem::replace(&mut inner.inquiry.under_way, true) {

@@ -417,7 +417,13 @@ fn a_wait_for_a_step_that_times_out_names_the_reason() {
         }
     };
     assert_eq!(waits(&mut bench), "other learners have not contributed to this step");
-    bench.state(2, 1, 1, false);
+    let away = JobState { sequence: 2, away: vec![ShardId(2)], ..bench.core.state().clone() };
+    bench.coordinator(0, Message::State(Box::new(away.clone())));
+    let being_made = "the contribution is taken, but its version is still being made; out of reach: shard 2";
+    assert_eq!(waits(&mut bench), being_made);
+    let back = JobState { sequence: 3, away: Vec::new(), ..away };
+    bench.coordinator(0, Message::State(Box::new(back)));
+    bench.state(4, 1, 1, false);
     assert_eq!(waits(&mut bench), NOT_HERE);
     bench.core.set_no_buffer(true);
     assert_eq!(waits(&mut bench), BUFFERS_HELD);

@@ -9,7 +9,7 @@ use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::mmap::Mapping;
-use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
+use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
 
@@ -222,6 +222,20 @@ pub enum ShardError {
         "written in too many pieces: with reducer assign, a version takes {0} pieces of partly written blocks at most, of all learners"
     )]
     Scattered(usize),
+}
+
+impl ShardError {
+    /// Adds the shards that are out of reach to the reason of a timeout.
+    #[must_use]
+    pub fn with_away(self, away: &[ShardId]) -> ShardError {
+        match self {
+            ShardError::TimedOut(why) if !away.is_empty() => {
+                let shards: Vec<String> = away.iter().map(|shard| format!("shard {shard}")).collect();
+                ShardError::TimedOut(format!("{why}; out of reach: {}", shards.join(", ")).into())
+            }
+            error => error,
+        }
+    }
 }
 
 impl ShardError {

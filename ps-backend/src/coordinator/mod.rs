@@ -244,7 +244,7 @@ impl CoordinatorCore {
                     if let Some((client, asked)) = self.tickets.remove(&ticket) {
                         let answer = match result {
                             Ok(()) => Message::Done,
-                            Err(error) => Message::Refused(self.with_shards(error).into()),
+                            Err(error) => Message::Refused(error.with_away(&self.away).into()),
                         };
                         answers.push((client, asked, answer));
                     }
@@ -275,17 +275,6 @@ impl CoordinatorCore {
         // Answers go after the state: a client that has its answer must know the outcome.
         for (client, asked, answer) in answers {
             self.answer(client, asked, answer, actions);
-        }
-    }
-
-    /// Adds the shards that are out of reach to a timeout's message.
-    fn with_shards(&self, error: ShardError) -> ShardError {
-        match error {
-            ShardError::TimedOut(why) if !self.away.is_empty() => {
-                let shards: Vec<String> = self.away.iter().map(|shard| format!("shard {shard}")).collect();
-                ShardError::TimedOut(format!("{why}; out of reach: {}", shards.join(", ")).into())
-            }
-            error => error,
         }
     }
 

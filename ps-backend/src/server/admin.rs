@@ -138,10 +138,11 @@ fn status_of(name: &str, model: &Model) -> Value {
                 })
             })
             .collect();
-        let unreachable = status
-            .unreachable
-            .iter()
-            .map(|(shard, gone, why)| json!({ "shard": shard.0, "why": why, "seconds": gone.as_secs_f64() }));
+        let addresses = coordinator.addresses();
+        let unreachable = status.unreachable.iter().map(|(shard, gone, why)| {
+            let address = addresses.iter().find(|(of, _)| of == shard).map(|(_, address)| address);
+            json!({ "shard": shard.0, "address": address, "why": why, "seconds": gone.as_secs_f64() })
+        });
         let unreachable: Vec<Value> = unreachable.collect();
         json!({
             "version": status.version.0,

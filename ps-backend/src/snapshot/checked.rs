@@ -90,6 +90,14 @@ impl Writing {
     }
 }
 
+/// Opens a file that a manifest names.
+pub(super) fn open(path: &Path) -> Result<File, SnapshotError> {
+    File::open(path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => SnapshotError::damaged(path, "it is missing, and the manifest names it"),
+        _ => SnapshotError::file(path)(error),
+    })
+}
+
 /// Compares a file with its checksums. Calls `read` with the number of bytes that were read.
 pub(super) fn verify(
     dir: &Path,
@@ -99,7 +107,7 @@ pub(super) fn verify(
 ) -> Result<(), SnapshotError> {
     let path = dir.join(&expected.name);
     let failed = SnapshotError::file(&path);
-    let mut file = File::open(&path).map_err(&failed)?;
+    let mut file = open(&path)?;
     let len = file.metadata().map_err(&failed)?.len();
     let blocks = expected.bytes.div_ceil(u64::from(block_size));
     if expected.crc32c.len() as u64 != blocks * 8 || !expected.crc32c.is_ascii() {

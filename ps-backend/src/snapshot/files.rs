@@ -18,6 +18,15 @@ const MODEL: &str = "model.safetensors";
 /// Says in which file of several each tensor lies.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
+/// Whether a snapshot's file can have this name.
+pub(super) fn is_of_snapshot(name: &str) -> bool {
+    let piece = name.strip_prefix("model-").and_then(|name| name.strip_suffix(".safetensors"));
+    let is_number = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_piece = |(number, of)| is_number(number) && is_number(of);
+    [MODEL, OPTIMIZER, INDEX].contains(&name)
+        || piece.and_then(|piece| piece.split_once("-of-")).is_some_and(is_piece)
+}
+
 /// Bytes of a kind, and where they lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Extent {

@@ -72,6 +72,9 @@ pub enum SnapshotError {
     /// A directory that has a snapshot.
     #[error("{} holds a snapshot already", .0.display())]
     Exists(PathBuf),
+    /// A directory without a snapshot that has a file of which a snapshot's would take the place.
+    #[error("{} is there, and belongs to no snapshot", .0.display())]
+    Occupied(PathBuf),
     /// A file that is not as it was written.
     #[error("{}: {why}", path.display())]
     Damaged {

@@ -10,7 +10,7 @@ use libmodelio::vocabulary::dtype::DType;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::Kept;
 
-use super::checked::verify;
+use super::checked::{open, verify};
 use super::files::{Extent, Extents, OPTIMIZER, StateTensor, state_tensors};
 use super::manifest::{MANIFEST, Manifest};
 use super::{Head, Piece, Sink, SnapshotError, Source};
@@ -94,7 +94,7 @@ impl Reader {
                 continue;
             }
             let path = self.dir.join(&file.name);
-            let opened = File::open(&path).map_err(SnapshotError::file(&path))?;
+            let opened = open(&path)?;
             let len = opened.metadata().map_err(SnapshotError::file(&path))?.len();
             if len != file.bytes {
                 let why = format!("it has {len} bytes, not {}", file.bytes);

@@ -10,6 +10,7 @@ use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use tempfile::TempDir;
 
+use super::files::INDEX;
 use super::*;
 use crate::core::LearnerRecord;
 
@@ -211,6 +212,22 @@ fn a_snapshot_is_there_until_another_one_is_complete() {
     write(dir.path(), &head, PIECE_SIZE, true).unwrap();
     assert_eq!(names(dir.path()), ["manifest.json", "model.safetensors", "optimizer.safetensors"]);
     assert_eq!(*verified(dir.path()).unwrap().head(), head);
+}
+
+#[test]
+fn a_file_of_somebody_else_is_replaced_only_if_that_is_wanted() {
+    for name in ["model.safetensors", "optimizer.safetensors", "model-00002-of-00003.safetensors", INDEX] {
+        let dir = TempDir::new().unwrap();
+        std::fs::write(dir.path().join(name), "mine").unwrap();
+        std::fs::write(dir.path().join("model-card.md"), "mine").unwrap();
+        let head = head(Reducer::Sgd, 3);
+        let refused = write(dir.path(), &head, PIECE_SIZE, false).expect_err("there is a file");
+        assert!(matches!(&refused, SnapshotError::Occupied(path) if path.ends_with(name)), "{refused}");
+        assert_eq!(std::fs::read(dir.path().join(name)).unwrap(), b"mine");
+        write(dir.path(), &head, PIECE_SIZE, true).unwrap();
+        let expected = ["manifest.json", "model-card.md", "model.safetensors", "optimizer.safetensors"];
+        assert_eq!(names(dir.path()), expected);
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::checked::{Checksums, Writing, partial, remove, sync_dir};
-use super::files::{INDEX, Plan};
+use super::files::{INDEX, Plan, is_of_snapshot};
 use super::manifest::{MANIFEST, Manifest};
 use super::{Head, Piece, Sink, SnapshotError, Source, kinds, pieces};
 use crate::region_store::kept_range;
@@ -32,22 +32,28 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Refuses a directory that holds a snapshot, unless it is to be replaced.
+    /// Refuses a directory that holds a snapshot, or a file with the name of a snapshot's, unless they are to be replaced.
     ///
     /// # Errors
-    /// [`SnapshotError::Exists`].
+    /// [`SnapshotError::Exists`], [`SnapshotError::Occupied`]; the system's error.
     pub fn check(dir: &Path, replaces: bool) -> Result<(), SnapshotError> {
-        match dir.join(MANIFEST).exists() && !replaces {
-            true => Err(SnapshotError::Exists(dir.to_owned())),
-            false => Ok(()),
+        if replaces || !dir.is_dir() {
+            return Ok(());
+        }
+        if dir.join(MANIFEST).exists() {
+            return Err(SnapshotError::Exists(dir.to_owned()));
+        }
+        match named_as_ours(dir)?.first() {
+            Some(name) => Err(SnapshotError::Occupied(dir.join(name))),
+            None => Ok(()),
         }
     }
 
     /// Begins one, in files of the model of `piece_size` bytes at most. `replaces`: a snapshot that is there goes when this
-    /// one is complete.
+    /// one is complete, and so do files with the names of a snapshot's.
     ///
     /// # Errors
-    /// [`SnapshotError::Exists`]; the system's error.
+    /// [`SnapshotError::Exists`], [`SnapshotError::Occupied`]; the system's error.
     pub fn create(dir: &Path, head: Head, piece_size: u64, replaces: bool) -> Result<Writer, SnapshotError> {
         let failed = SnapshotError::file(dir);
         let made = match std::fs::create_dir(dir) {
@@ -126,18 +132,15 @@ impl Writer {
     }
 
     fn complete(&mut self) -> Result<(), SnapshotError> {
-        let before = match Manifest::read(&self.dir) {
-            Ok(manifest) => manifest.files,
-            // The directory holds no snapshot, or a damaged one, which is to go.
-            Err(_) => Vec::new(),
-        };
+        let before = named_as_ours(&self.dir)?;
         remove(&self.dir.join(MANIFEST))?;
         for file in &self.done {
             let path = self.dir.join(&file.name);
             std::fs::rename(partial(&path), &path).map_err(SnapshotError::file(&path))?;
         }
-        for old in before.iter().filter(|old| self.done.iter().all(|new| new.name != old.name)) {
-            remove(&self.dir.join(&old.name))?;
+        // Otherwise the directory would hold two models, as after a snapshot of another number of pieces.
+        for old in before.iter().filter(|old| self.done.iter().all(|new| new.name != **old)) {
+            remove(&self.dir.join(old))?;
         }
         sync_dir(&self.dir)?;
         Manifest::new(self.head.clone(), std::mem::take(&mut self.done)).write(&self.dir)?;
@@ -171,6 +174,17 @@ impl Sink for Writer {
         }
         Ok(())
     }
+}
+
+/// The files of a directory that have names as a snapshot's files, in order.
+fn named_as_ours(dir: &Path) -> Result<Vec<String>, SnapshotError> {
+    let listed: std::io::Result<Vec<_>> =
+        std::fs::read_dir(dir).and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
+    let names = listed.map_err(SnapshotError::file(dir))?.into_iter();
+    let mut names: Vec<String> =
+        names.filter_map(|name| name.into_string().ok()).filter(|name| is_of_snapshot(name)).collect();
+    names.sort_unstable();
+    Ok(names)
 }
 
 /// Removes everything that was not completed.

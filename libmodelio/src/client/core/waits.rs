@@ -5,6 +5,7 @@ use crate::transport::ShardError;
 use crate::vocabulary::ids::{LearnerId, Version};
 use crate::vocabulary::phase::JobPhase;
 
+const BEING_MADE: &str = "the contribution is taken, but its version is still being made";
 const OTHERS_MISSING: &str = "other learners have not contributed to this step";
 /// A reason of [`ShardError::TimedOut`]: the version has been published, and its bytes are not here.
 pub const NOT_HERE: &str = "the newest version has not come";
@@ -57,7 +58,8 @@ impl ClientCore {
         let mut waits = std::mem::take(&mut self.waits);
         waits.retain(|wait| {
             let late = |why: &'static str| {
-                Some(Err(ShardError::TimedOut(why.into()))).filter(|_| wait.deadline <= now)
+                let late = || Err(ShardError::TimedOut(why.into()).with_away(&self.state.away));
+                (wait.deadline <= now).then(late)
             };
             let result = match wait.awaits {
                 Awaits::Step(learner) if !self.learners.contains_key(&learner) => {
@@ -67,8 +69,8 @@ impl ClientCore {
                     LastCommit::In(_) => Some(Ok(self.version())),
                     LastCommit::Waits => {
                         let is_out = self.is_published(learner);
-                        late(if is_out { self.why_not_here() } else { OTHERS_MISSING })
-                            .or_else(|| ended.clone().map(Err))
+                        let why = if is_out { self.why_not_here() } else { self.why_not_out() };
+                        late(why).or_else(|| ended.clone().map(Err))
                     }
                 },
                 Awaits::Version(version) if self.shown.is_some_and(|shown| shown >= version) => {
@@ -81,6 +83,12 @@ impl ClientCore {
             false
         });
         self.waits.append(&mut waits);
+    }
+
+    /// Why the version of a step has not been published.
+    fn why_not_out(&self) -> &'static str {
+        // Only shards are waited for.
+        if self.state.late.is_empty() && !self.state.away.is_empty() { BEING_MADE } else { OTHERS_MISSING }
     }
 
     /// Why the client does not show a version that has been published.
