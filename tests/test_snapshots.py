@@ -245,6 +245,20 @@ def test_a_directory_holds_one_snapshot_unless_it_is_replaced__nor_by_one_that_t
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
 
 
+def test_a_save_leaves_alone_what_belongs_to_no_snapshot(start_mount, gradfs, model, tmp_path):
+    """Such as the file that the model was loaded from."""
+    mount = start_mount(model=model, **SETTINGS)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("model.safetensors", "README.md"):
+        (folder / name).write_text("mine")
+    said = save(gradfs, mount.model, folder, status=1)
+    assert f"{folder}/model.safetensors is there, and belongs to no snapshot" in said and "--replace" in said
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {"model.safetensors": "mine", "README.md": "mine"}
+    save(gradfs, "--replace", mount.model, folder)
+    assert manifest(folder)["version"] == 0 and (folder / "README.md").read_text() == "mine"
+
+
 def damaged(folder, name, at):
     """Flips a bit."""
     with open(folder / name, "r+b") as file:
