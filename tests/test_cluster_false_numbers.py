@@ -99,7 +99,9 @@ def test_a_client_goes_on_after_somebody_has_used_its_number(world, number):
 
 
 @pytest.mark.parametrize("number", [1 << 20, 1 << 31])
-@pytest.mark.parametrize("lie", ["a refused request", "a request of its learner", "all is heard", "nothing is made"])
+@pytest.mark.parametrize(
+    "lie", ["a refused request", "a request of its learner", "everything is acknowledged", "nothing is made"]
+)
 def test_a_client_goes_on_after_somebody_has_used_its_number__also_one_that_it_may_have_reached(world, number, lie):
     client = next(CLIENTS)
     with connects(world, client) as peer:
@@ -110,7 +112,7 @@ def test_a_client_goes_on_after_somebody_has_used_its_number__also_one_that_it_m
                 assert stranger.request("Open", 1 << 31, request=number, epoch=world.epoch).name == "Refused"
             case "a request of its learner":
                 assert stranger.request("Abort", learner, request=number, epoch=world.epoch).name in ("Done", "Refused")
-            case "all is heard":
+            case "everything is acknowledged":
                 stranger.request("Open", 1 << 31, request=number, epoch=world.epoch)
                 stranger.say("AckThrough", number, number, epoch=world.epoch)
             case "nothing is made":

@@ -19,7 +19,7 @@ const INDEX_ENDING: &str = ".safetensors.index.json";
 /// each tensor.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// By name.
+    /// The paths of the files, in the order of their names.
     pub files: Vec<PathBuf>,
     index: Option<(PathBuf, BTreeMap<String, String>)>,
 }

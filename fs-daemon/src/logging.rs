@@ -81,7 +81,7 @@ pub fn init(args: &LogArgs, plain: bool) -> Result<(), Error> {
 /// Opens a log to append to it, and makes it if need be.
 ///
 /// # Errors
-/// With the file's name.
+/// The system's error, with the name of the file.
 pub fn open(path: &Path) -> Result<File, Error> {
     OpenOptions::new().append(true).create(true).open(path).map_err(|e| {
         Error::new(format!("cannot open the log {}", path.display()))

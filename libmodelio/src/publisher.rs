@@ -19,8 +19,8 @@ struct State {
     written: Vec<Range<u64>>,
     in_flight: u32,
     sealed: bool,
-    /// A write that was refused after others, so that what they have written is not what was meant.
-    spoiled: Option<WriteRefused>,
+    /// A write that was refused after others. The buffer lacks something that the program wanted to write.
+    failed: Option<WriteRefused>,
 }
 
 /// A version being written.
@@ -46,14 +46,15 @@ impl Publisher {
     /// Stores `data` at `offset`. Bytes may be written again until the commit.
     ///
     /// # Errors
-    /// [`WriteRefused::PastEnd`]; nothing is stored then, and what was written before is [`Self::spoiled`].
+    /// [`WriteRefused::PastEnd`]; nothing is stored then. If something was written before, it has
+    /// [failed](Self::failed).
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), WriteRefused> {
         let end = offset.saturating_add(data.len() as u64);
         if end > self.size {
             let refused = WriteRefused::PastEnd { offset, end, size: self.size };
             let mut state = self.state.lock();
             if !state.written.is_empty() {
-                state.spoiled = Some(refused);
+                state.failed = Some(refused);
             }
             return Err(refused);
         }
@@ -82,9 +83,9 @@ impl Publisher {
         !state.sealed && !state.written.is_empty()
     }
 
-    /// Why what was written must not become a version.
-    pub fn spoiled(&self) -> Option<WriteRefused> {
-        self.state.lock().spoiled
+    /// The refused write because of which the written bytes must not become a version.
+    pub fn failed(&self) -> Option<WriteRefused> {
+        self.state.lock().failed
     }
 
     /// The memory that becomes the version.

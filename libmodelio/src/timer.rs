@@ -22,9 +22,9 @@ pub struct Alarm(u64);
 
 struct Entry {
     what: Weak<dyn Timed>,
-    /// None while the thread looks.
+    /// The time of the next check; `None` while the thread checks.
     at: Option<Instant>,
-    /// It was roused meanwhile.
+    /// The alarm was roused while the thread checked.
     roused: bool,
 }
 

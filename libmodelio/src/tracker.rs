@@ -63,7 +63,7 @@ pub struct ContributionTracker {
     block_size: u32,
     /// Blocks that went to the shard, or are on their way.
     sent: FixedBitSet,
-    /// Those of `sent` whose payload the shard will read from staging at commit.
+    /// Sent blocks whose payload the shard will read from staging at commit.
     deferred: FixedBitSet,
     partial: BTreeMap<BlockId, Partial>,
     /// Emptied range lists, kept so that a steady stream of small writes allocates nothing.
@@ -228,12 +228,12 @@ impl ContributionTracker {
         &self.sent
     }
 
-    /// Those of them whose payload is in staging.
+    /// Sent blocks whose payload is in staging.
     pub fn deferred_blocks(&self) -> &FixedBitSet {
         &self.deferred
     }
 
-    /// Ready for the next contribution. Not while a piece is in flight.
+    /// Forgets everything, for the next contribution. The caller makes sure that no piece is in flight.
     pub fn reset(&mut self) {
         self.sent.clear();
         self.deferred.clear();

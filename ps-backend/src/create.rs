@@ -58,29 +58,29 @@ pub enum CreateError {
     /// The model does not fit a record.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// A shard's word.
+    /// A shard refused a request, or did not answer it.
     #[error("shard {shard} at {address}: {error}")]
     Shard {
-        /// Which.
+        /// The shard.
         shard: ShardId,
-        /// Where.
+        /// The address of the shard.
         address: String,
-        /// What it said, or did not.
+        /// The refusal of the shard, or why it gave no answer.
         error: AdminError,
     },
     /// A shard of the model that the registry has not heard of lately.
     #[error("shard {0} is not announced: it is stopped, or cut off")]
     NotAnnounced(ShardId),
-    /// Given up because of another shard.
+    /// The work with this shard was given up, because another shard failed.
     #[error("given up because of another shard")]
     Stopped,
-    /// No thread to ask a shard.
+    /// There is no thread to ask a shard with.
     #[error("a shard could not be asked: {0}")]
     Thread(String),
     /// The bytes of the model cannot be had.
     #[error("cannot read the model: {0}")]
     Source(#[from] SnapshotError),
-    /// No random number.
+    /// The system gives no random number for the generation.
     #[error("no random number: {0}")]
     Random(String),
 }
@@ -96,11 +96,11 @@ fn too_few(draining: &[String]) -> String {
     }
 }
 
-/// For small requests.
+/// The time for a small request.
 const PROMPT: Duration = Duration::from_secs(10);
-/// For taking memory: seconds a gigabyte where it has to be found first.
+/// The time for a request that takes memory. A gigabyte takes seconds if the kernel has to find the memory first.
 const PATIENT: Duration = Duration::from_secs(300);
-/// For a block, over a slow link.
+/// The time to send a block. A link may be slow.
 const SENDING: Duration = Duration::from_secs(60);
 
 /// Fills a buffer with a piece of what the model begins with, or leaves it empty where that is zero; called by several
@@ -139,7 +139,8 @@ pub fn create(
     let made = make(new, &map, &ModelRecord { ready: false, ..record.clone() }, &there, source, progress)
         .and_then(|()| Ok(put_ready(registry, &record, &there)?));
     if let Err(error) = made {
-        // What was made is of no use. Whoever cannot be reached now hears of it from the registry, and that from shards.
+        // The partitions that were made are of no use. A shard that cannot be reached now learns that from the
+        // registry, and a registry from the shards.
         let _ = registry.delete(new.name, generation, Instant::now() + PROMPT);
         forget(&record, &there);
         return Err(error);
@@ -147,7 +148,7 @@ pub fn create(
     Ok(record)
 }
 
-/// Tells the registry that all blocks are there. If it is away just now, it has some time to come back.
+/// Tells the registry that all blocks are there. If the registry is out of reach, this repeats the request for a while.
 fn put_ready(
     registry: &dyn Registry,
     record: &ModelRecord,
@@ -157,7 +158,7 @@ fn put_ready(
     let deadline = Instant::now() + PROMPT;
     loop {
         let answer = match registry.put(record, Some(record.epoch), deadline) {
-            // It was started anew meanwhile, and the coordinator may have told it already.
+            // The registry was restarted meanwhile. The coordinator may have told it of the model already.
             Err(RegistryError::NoModel(_)) => registry.restore(record, shards, deadline),
             outcome => outcome,
         };

@@ -275,7 +275,7 @@ impl RegistryCore {
     fn delete(&mut self, name: &str, generation: Generation) -> Result<(), Refusal> {
         let model = match self.model(name) {
             Ok(model) => model,
-            // It was deleted before.
+            // The model was deleted before.
             Err(Refusal::NoModel(_)) => return Ok(()),
             Err(refusal) => return Err(refusal),
         };
@@ -286,7 +286,7 @@ impl RegistryCore {
         Ok(())
     }
 
-    /// What becomes of a partition.
+    /// The registry's answer to a shard about one of its partitions.
     fn fate(&self, held: &Held) -> Fate {
         match self.models.get(&held.model) {
             Some(model) if model.generation == held.generation => Fate::Known { epoch: model.epoch },

@@ -29,8 +29,9 @@ pub fn states(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: 
             continue;
         };
         let status = status.get_or_insert_with(|| ask(&at.to_string()).unwrap_or_default());
-        let known =
-            list(&status["registry_heard"]).iter().find(|one| one["shard"] == json!(record.coordinator.0));
+        let known = list(&status["registry_announcements"])
+            .iter()
+            .find(|one| one["shard"] == json!(record.coordinator.0));
         let address = known.and_then(|one| one["address"].as_str());
         // The coordinator may have moved there since the shard was asked.
         let answer = address.map_or_else(|| Err("the registry does not know where it is".to_owned()), ask);

@@ -108,7 +108,7 @@ pub struct MountConfig {
 pub struct StatusConfig {
     /// The registry; this host's registry if none is given.
     pub registry: Endpoint,
-    /// For programs, not for people.
+    /// Whether the output is JSON, for programs.
     pub json: bool,
 }
 

@@ -16,9 +16,9 @@ const PATH: &str = "/metrics";
 pub enum Asked {
     /// The request is incomplete.
     More,
-    /// For the metrics; only their length, if it `is_head`.
+    /// The request asks for the metrics; only for their length, if it `is_head`.
     Metrics { is_head: bool },
-    /// For something else, or it is no request.
+    /// The request asks for something else, or is no request.
     Refused(Refusal),
 }
 
@@ -29,7 +29,7 @@ pub enum Refusal {
     Malformed,
     /// The path is not that of metrics.
     NotFound,
-    /// It can only be read.
+    /// The method is neither GET nor HEAD.
     Method,
     /// The request is longer than a scrape's.
     TooLong,

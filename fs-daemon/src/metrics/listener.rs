@@ -13,19 +13,19 @@ use nix::sys::eventfd::EventFd;
 
 use super::http::{self, Asked, MAX_REQUEST, Refusal};
 
-/// Connections at once.
+/// The most connections at a time.
 const MAX_CONNECTIONS: usize = 64;
 /// The number of connections that are accepted before other work gets its turn.
 const AT_ONCE: usize = 16;
-/// For a request to come.
+/// The time for a request to come.
 const REQUEST: Duration = Duration::from_secs(5);
-/// For an answer to be taken.
+/// The time for a client to take the answer.
 const ANSWER: Duration = Duration::from_secs(10);
-/// For the client to hang up. If we did so first, with bytes of it unread, it might lose the answer.
+/// The time for the client to hang up. If gradfs hung up first, with unread bytes, the client might lose the answer.
 const LINGER: Duration = Duration::from_secs(1);
-/// Most bytes that are read and thrown away meanwhile.
+/// The most bytes that gradfs reads and throws away until the client hangs up.
 const MAX_LEFTOVER: usize = 1 << 20;
-/// Without a descriptor to spare, the next connection is accepted after this time.
+/// The pause before the next connection is accepted, if there is no descriptor to spare.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Makes what is scraped.

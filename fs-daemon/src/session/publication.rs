@@ -89,7 +89,7 @@ impl Publication {
 
     /// Whether the written bytes may become a version. `is_incomplete`: some required bytes are missing.
     fn check(&self, publisher: Option<&Publisher>, is_incomplete: bool) -> CallResult<()> {
-        if let Some(refused) = publisher.and_then(Publisher::spoiled) {
+        if let Some(refused) = publisher.and_then(Publisher::failed) {
             return Err(explained(&self.model, refused));
         }
         if is_incomplete {

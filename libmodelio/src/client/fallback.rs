@@ -72,12 +72,12 @@ pub(super) enum Due {
     Try(usize),
     /// Close a connection that a better one has replaced.
     Close(Link),
-    /// Nothing before this time.
+    /// Do nothing before this time.
     At(Instant),
 }
 
 impl Fallbacks {
-    /// A connection has to go by TCP. True if the log does not have the reason yet.
+    /// Notes that a connection has to go by TCP. Returns true if the log does not have the reason yet.
     pub(super) fn take(&mut self, number: usize, instead_of: FastPath, why: &str, now: Instant) -> bool {
         self.taken.insert(number, Fallback { instead_of, why: why.to_owned(), link: None });
         self.again.get_or_insert(now + FIRST);

@@ -31,11 +31,11 @@ pub(super) struct Peer {
     pub(super) fallbacks: Fallbacks,
     /// How often in a row the shard did not answer on its Unix socket.
     pub(super) unmet: u32,
-    /// Since when it is out of reach.
+    /// The time since which the shard is out of reach.
     pub(super) gone_since: Option<Instant>,
-    /// It was reached under the block map in force.
+    /// Whether the shard was reached under the block map in force.
     pub(super) met: bool,
-    /// The only path to it is forbidden.
+    /// Whether the only path to the shard is forbidden.
     pub(super) barred: bool,
 }
 

@@ -61,7 +61,7 @@ pub fn sum(
 /// Like [`sum`], into memory of the right [`shape`].
 ///
 /// # Errors
-/// As of [`sum`].
+/// The same as of [`sum`].
 ///
 /// # Panics
 /// If `out` has another length.

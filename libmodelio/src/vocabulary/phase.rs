@@ -1,4 +1,4 @@
-//! The phases of a job.
+//! The phases of a job, and how long a wait lasts before status names its cause.
 
 use std::fmt;
 use std::time::Duration;

@@ -224,11 +224,11 @@ pub enum Message {
     /// One granted block. The payload is the block as it lies in the model or, if it is `wide`, with its
     /// reducible elements as fp32: sums of several half-precision contributions. Not answered.
     Push {
-        /// Under which plan.
+        /// The plan that the block was granted for.
         plan: PlanId,
         /// The block, in the model.
         block: BlockId,
-        /// See above.
+        /// Whether the payload has fp32 sums.
         wide: bool,
         /// The plan was provisional when the block was sent, so all of the block is written. Otherwise the shard must
         /// know the sealed plan before it takes the block.
@@ -342,7 +342,7 @@ pub enum Message {
     /// Like `Push`, for bytes that lie in a region of the client's. If it has a request's number, it is
     /// answered by `Done` when the bytes are not needed there any more.
     PushAt {
-        /// Under which plan.
+        /// The plan that the block was granted for.
         plan: PlanId,
         /// The block.
         block: BlockId,
@@ -595,18 +595,18 @@ pub enum Message {
     },
 
     // -- a client and a shard that share memory, again
-    /// Send this version as a whole, where it lies. To a shard that has all blocks of the model. Answered by `VersionAt`, or
-    /// by its blocks.
+    /// The client wants a whole version where it lies. The shard must have all blocks of the model. Answered by
+    /// `VersionAt`, or by the blocks of the version.
     PullWhole {
-        /// Which.
+        /// The version.
         version: Version,
     },
     /// A version, which is all of a region of the shard's. It has a request's number, and is answered by `Done` when the
     /// client does not show the version any more.
     VersionAt {
-        /// Which.
+        /// The version.
         version: Version,
-        /// Which region.
+        /// The region that holds it.
         region: u32,
     },
 
@@ -690,7 +690,7 @@ pub enum Granted {
     Contributions {
         /// The learners and their steps.
         of: Vec<(LearnerId, Step)>,
-        /// They are not added: of each block, the last one that holds it counts.
+        /// The contributions are not added up: of each block, the last contribution that holds it counts.
         replaces: bool,
         /// The plan is provisional: this learner is still writing the step that `of` names. Blocks that it has written
         /// as a whole are sent. The grant is repeated without this when the step is committed, and then covers all of it.
@@ -703,7 +703,7 @@ pub enum Granted {
 /// Work for a shard: the blocks to gather and the computation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
-    /// Its name.
+    /// The number of the plan.
     pub plan: PlanId,
     /// The version that the plan starts from. If the plan before it makes that version, the shard concludes
     /// that plan first.
@@ -719,12 +719,12 @@ pub struct Plan {
 /// The work on a plan's blocks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Work {
-    /// They are added up, together with the sums of earlier plans of this version.
+    /// Payloads are added up, together with the sums of earlier plans of this version.
     Add {
-        /// Or the last one takes the place of the others.
+        /// Whether payloads are added up, or the last one replaces the others.
         combine: Combine,
     },
-    /// The next version is made of their sum, together with the sums of earlier plans of this version.
+    /// The next version is made of the sum of the payloads, together with the sums of earlier plans of this version.
     Reduce {
         /// Reducer, hyper-parameters and counts.
         step: reducer::Step,
@@ -733,8 +733,8 @@ pub enum Work {
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },
-    /// The next version is this one with these blocks in place of its own. The sums of earlier plans stay for
-    /// the version after it, and so does optimizer state.
+    /// The next version is the newest one with the payloads in place of its own blocks. The sums of earlier plans
+    /// stay for the version after it, and so does optimizer state.
     Assign {
         /// The name of the client's buffer with the new values.
         token: u64,

@@ -1,4 +1,4 @@
-//! Any message, for property tests.
+//! Strategies of proptest that make any message, with any values in its fields, for property tests of the codec.
 
 use std::ops::Range;
 

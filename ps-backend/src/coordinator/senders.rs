@@ -1,4 +1,5 @@
-//! The senders of a plan.
+//! The senders of a plan: the client of each contribution, the blocks that it sends, and the bytes of them that count.
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

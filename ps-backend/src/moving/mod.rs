@@ -27,9 +27,9 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const MEMORY_TIMEOUT: Duration = Duration::from_secs(300);
 /// The longest wait for an answer to an order that is repeated.
 const REPEATED_TIMEOUT: Duration = Duration::from_secs(3);
-/// For so long shards that do not answer are told of the new map. Then they ask the registry by themselves.
+/// The coordinator repeats the new map for this time to shards that do not answer. Later they ask the registry.
 const SWITCHING: Duration = Duration::from_secs(20);
-/// For so long shards that do not answer are told that a move is given up.
+/// The coordinator repeats for this time to shards that do not answer that a move is given up.
 const ABANDONING: Duration = Duration::from_secs(60);
 /// The pause before a request is repeated.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
@@ -43,7 +43,7 @@ const PIECE: usize = 8 << 20;
 /// How far a move is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Off which shard.
+    /// The shard that the model leaves.
     pub off: ShardId,
     /// The present stage.
     pub stage: &'static str,

@@ -15,7 +15,7 @@ use libmodelio::vocabulary::controls::Controls;
 pub struct Job<'a> {
     /// The life of the model that it coordinates.
     pub generation: Generation,
-    /// Under which block map.
+    /// The number of the block map in force.
     pub epoch: Epoch,
     /// The settings as they are now.
     pub controls: &'a Controls,
@@ -24,9 +24,9 @@ pub struct Job<'a> {
 /// A move that can be carried out.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The number of the attempt: each of a model has a higher one than the one before.
+    /// The number of the attempt. It rises with each attempt to move the model.
     pub attempt: u64,
-    /// Off which shard.
+    /// The shard that the model leaves.
     pub off: ShardId,
     /// The model as it is.
     pub before: ModelRecord,

@@ -99,7 +99,7 @@ impl Shared {
             "threads": self.options.threads,
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
-            "registry_heard": self.table.as_ref().map(|table| table.announcements()),
+            "registry_announcements": self.table.as_ref().map(|table| table.announcements()),
             "models": models,
             "incoming": self.incoming.status(),
             "left": self.gone.names(),

@@ -1,4 +1,5 @@
-//! A shard's standing with the registry.
+//! A shard's standing with the registry: whether the registry lists the shard, which models were deleted
+//! here, and which models the registry does not know.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};

@@ -125,15 +125,15 @@ fn state_bytes(tensor: &Tensor) -> u64 {
     (tensor.bytes.end - tensor.bytes.start) / element * tensor.dtype.words() as u64 * 4
 }
 
-/// A file that is to be written.
+/// A file that is to be written: a header, pieces of the snapshot, and a tail.
 #[derive(Debug)]
 pub(super) struct Planned {
     pub name: String,
-    /// Goes in front.
+    /// The bytes in front of the tensors.
     pub header: Vec<u8>,
-    /// Goes behind what is kept of the snapshot.
+    /// The bytes after the pieces of the snapshot.
     pub tail: Vec<u8>,
-    /// All of it.
+    /// The length of the whole file, in bytes.
     pub len: u64,
 }
 

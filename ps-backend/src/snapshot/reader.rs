@@ -1,4 +1,4 @@
-//! A directory as a source.
+//! A directory as a [`Source`]: opens a snapshot, verifies its checksums, and reads it piece by piece.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! A directory as a sink.
+//! A directory as a [`Sink`]: writes the files of a snapshot.
 //!
 //! Files are written under temporary names. They take their places only when all of them are on the disk, and
 //! the manifest comes last. So a directory that holds a snapshot keeps it until then, and a directory without

@@ -42,7 +42,10 @@ fn nan_is_refused_on_every_way_in_and_leaves_the_learner_usable() {
             match way {
                 0 => {
                     assert!(is_nonfinite(learner.write(0, &bad)));
-                    assert!(is_nonfinite(learner.write(0, &good)), "spoiled until it is dropped");
+                    assert!(
+                        is_nonfinite(learner.write(0, &good)),
+                        "the contribution has failed until it is dropped"
+                    );
                     assert!(is_nonfinite(learner.commit()));
                 }
                 1 => {

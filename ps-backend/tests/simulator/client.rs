@@ -41,7 +41,7 @@ pub enum ClientEvent {
     /// A block has left; this is when its payload is read. What is added up, or was `lent`, is looked after then.
     Pushed { to: Node, epoch: u64, push: Push, keys: Keys, lent: bool },
     /// A block of a version is in the back buffer.
-    Landed { version: Version, block: BlockId, body: Body },
+    Completed { version: Version, block: BlockId, body: Body },
     /// The buffers are flipped.
     Flipped(Version),
     /// Signs of life are due.
@@ -197,7 +197,7 @@ impl World {
                     self.send(way.0, way.1, 0, Message::Push { plan, block, wide, ahead }, body);
                 }
             }
-            ClientEvent::Landed { version, block, body } => {
+            ClientEvent::Completed { version, block, body } => {
                 let content = self.copies(index, version, body);
                 let whole = !self.chance(self.settings.broken);
                 let client = &mut self.clients[index];

@@ -167,7 +167,7 @@ impl World {
             self.hangs(Node::Client(index), time);
         }
         let after = self.some_time(self.settings.arrival);
-        self.after(after, Event::Client(index, ClientEvent::Landed { version, block, body }));
+        self.after(after, Event::Client(index, ClientEvent::Completed { version, block, body }));
     }
 
     /// The blocks that have come, or are being copied.

@@ -1,4 +1,5 @@
-//! Connecting to a job.
+//! Connecting to a job: over a network to the shards of its model, or to the shard in this process. Both wait for a
+//! first version.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};

@@ -1,4 +1,4 @@
-//! The status of a job.
+//! The status of a job as this client sees it: its phase, its learners, and the path to each shard.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};

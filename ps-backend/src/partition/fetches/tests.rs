@@ -1,3 +1,6 @@
+//! Fetches of several models' connections that share few slots, in random order: every payload is used, no connection
+//! waits for ever, and none fetches a payload in vain more than once.
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;

@@ -3,6 +3,7 @@
 //! This module holds `unsafe`; the module above explains why it is sound. The data belongs to the newest version. A
 //! running plan does not write it. The next plan would, so [`PartitionStore::begin`] refuses it while the data is being
 //! read.
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

@@ -19,7 +19,7 @@ use super::incoming::IncomingPartition;
 
 /// Longest wait for memory that is being taken for another move.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Models of which is remembered which attempts are over, though they may be heard of late.
+/// The shard remembers the ended attempts of this many models. A late message of such an attempt changes nothing.
 const MAX_IDLE: usize = 256;
 
 /// What there is for one life of a model.
@@ -32,7 +32,7 @@ pub(in crate::server) struct Place {
 
 type Places = BTreeMap<Generation, Place>;
 
-/// All of a shard.
+/// The partitions that a shard receives in moves, by model.
 #[derive(Default)]
 pub(in crate::server) struct IncomingPartitions {
     places: Mutex<Places>,

@@ -32,7 +32,7 @@ pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
 }
 
 impl Shared {
-    /// What shards ask of each other. May take time.
+    /// Answers a request between shards. This may take time.
     pub(in crate::server) fn between_shards(
         self: &Arc<Shared>,
         message: Message,

@@ -1,3 +1,6 @@
+//! Payloads that a connection fetches straight into a sum: one connection has a block until it is complete, a block can
+//! come again after its fetch has failed, and a dropped plan waits for fetches.
+
 use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
