@@ -139,17 +139,17 @@ pub(super) struct Planned {
 
 /// The files of a directory, and where each piece goes.
 #[derive(Debug, Default)]
-pub(super) struct Plan {
+pub(super) struct FileLayout {
     pub files: Vec<Planned>,
     pub extents: Extents,
     /// The contents of [`INDEX`], if there are several files of the model.
     pub index: Option<Vec<u8>>,
 }
 
-impl Plan {
+impl FileLayout {
     /// A model in files of `piece_size` bytes of tensors at most; a tensor is never cut.
-    pub(super) fn new(head: &Head, layout: &ModelLayout, piece_size: u64) -> Plan {
-        let mut plan = Plan::default();
+    pub(super) fn new(head: &Head, layout: &ModelLayout, piece_size: u64) -> FileLayout {
+        let mut file_layout = FileLayout::default();
         let mut pieces: Vec<Vec<&Tensor>> = vec![Vec::new()];
         let mut taken = 0;
         for tensor in layout.tensors() {
@@ -178,16 +178,16 @@ impl Plan {
                 Tensor { bytes, ..(*tensor).clone() }
             };
             let tensors: Vec<Tensor> = tensors.iter().map(moved).collect();
-            let file = plan.add(name, &tensors, &head.metadata, Vec::new());
-            let offset = plan.files[file].header.len() as u64;
-            plan.extents.push(Kept::Weights, Extent { of_kind: start..end, file, offset });
+            let file = file_layout.add(name, &tensors, &head.metadata, Vec::new());
+            let offset = file_layout.files[file].header.len() as u64;
+            file_layout.extents.push(Kept::Weights, Extent { of_kind: start..end, file, offset });
         }
         if of > 1 {
             let index = serde_json::json!({ "metadata": { "total_size": layout.size() }, "weight_map": map });
-            plan.index = Some(index.to_string().into_bytes());
+            file_layout.index = Some(index.to_string().into_bytes());
         }
-        plan.add_optimizer(head, layout);
-        plan
+        file_layout.add_optimizer(head, layout);
+        file_layout
     }
 
     fn add_optimizer(&mut self, head: &Head, layout: &ModelLayout) {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::checked::{Checksums, Writing, partial, remove, sync_dir};
-use super::files::{INDEX, Plan, is_of_snapshot};
+use super::files::{FileLayout, INDEX, is_of_snapshot};
 use super::manifest::{MANIFEST, Manifest};
 use super::{Head, Piece, Sink, SnapshotError, Source, kinds, pieces};
 use crate::region_store::kept_range;
@@ -24,7 +24,7 @@ pub struct Writer {
     made: bool,
     head: Head,
     layout: ModelLayout,
-    plan: Plan,
+    file_layout: FileLayout,
     /// The file that is being written, by number.
     writing: Option<(usize, Writing)>,
     done: Vec<Checksums>,
@@ -63,19 +63,19 @@ impl Writer {
         };
         Writer::check(dir, replaces)?;
         let layout = head.layout(head.block_size)?;
-        let plan = Plan::new(&head, &layout, piece_size);
+        let file_layout = FileLayout::new(&head, &layout, piece_size);
         let (dir, done) = (dir.to_owned(), Vec::new());
-        Ok(Writer { dir, made, head, layout, plan, writing: None, done, complete: false })
+        Ok(Writer { dir, made, head, layout, file_layout, writing: None, done, complete: false })
     }
 
     /// Bytes that are to be written.
     pub fn len(&self) -> u64 {
-        self.plan.files.iter().map(|file| file.len).sum()
+        self.file_layout.files.iter().map(|file| file.len).sum()
     }
 
     /// Whether nothing is to be written.
     pub fn is_empty(&self) -> bool {
-        self.plan.files.is_empty()
+        self.file_layout.files.is_empty()
     }
 
     /// Takes all of a snapshot, and completes the directory. Calls `written` with the number of bytes; it can
@@ -91,12 +91,12 @@ impl Writer {
         let layout = self.layout.clone();
         let mut wanted = pieces(&layout, kinds(&self.head.record));
         source.send(&mut wanted, &mut Observed { sink: &mut self, of: written })?;
-        while self.done.len() < self.plan.files.len() {
+        while self.done.len() < self.file_layout.files.len() {
             let next = self.writing.as_ref().map_or(self.done.len(), |(file, _)| *file);
             self.open(next)?;
             self.close()?;
         }
-        if let Some(index) = &self.plan.index {
+        if let Some(index) = &self.file_layout.index {
             let mut file = Writing::create(&self.dir, INDEX, self.head.block_size)?;
             file.write(index)?;
             self.done.push(file.finish()?);
@@ -111,7 +111,7 @@ impl Writer {
                 self.close()?;
             }
             let next = self.done.len();
-            let planned = &self.plan.files[next];
+            let planned = &self.file_layout.files[next];
             let mut writing = Writing::create(&self.dir, &planned.name, self.head.block_size)?;
             writing.write(&planned.header)?;
             self.writing = Some((next, writing));
@@ -121,7 +121,7 @@ impl Writer {
 
     fn close(&mut self) -> Result<(), SnapshotError> {
         let Some((file, mut writing)) = self.writing.take() else { return Ok(()) };
-        let planned = &self.plan.files[file];
+        let planned = &self.file_layout.files[file];
         writing.write(&planned.tail)?;
         if writing.len() != planned.len {
             let why = format!("{} has {} bytes, not {}", planned.name, writing.len(), planned.len);
@@ -163,8 +163,12 @@ impl Sink for Writer {
         if bytes.len() as u64 != range.end - range.start {
             return Err(SnapshotError::Invalid(format!("block {block} came with {} bytes", bytes.len())));
         }
-        let places: Vec<_> =
-            self.plan.extents.of(what, range).map(|(within, extent, at)| (within, extent.file, at)).collect();
+        let places: Vec<_> = self
+            .file_layout
+            .extents
+            .of(what, range)
+            .map(|(within, extent, at)| (within, extent.file, at))
+            .collect();
         for (within, file, at) in places {
             let writing = self.open(file)?;
             if writing.len() != at {
@@ -193,7 +197,7 @@ impl Drop for Writer {
         if self.complete {
             return;
         }
-        let begun = self.writing.as_ref().map(|(file, _)| self.plan.files[*file].name.as_str());
+        let begun = self.writing.as_ref().map(|(file, _)| self.file_layout.files[*file].name.as_str());
         for name in self.done.iter().map(|done| done.name.as_str()).chain(begun) {
             // Files that cannot be removed are no part of any snapshot.
             let _ = remove(&partial(&self.dir.join(name)));
