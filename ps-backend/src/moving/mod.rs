@@ -19,7 +19,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, Refusal};
 
 pub use crate::core::Now;
-pub use plan::{Job, Plan};
+pub use plan::{JobFacts, MovePlan};
 
 /// The longest wait for an answer that takes a shard or the registry no time.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -174,7 +174,7 @@ fn failed(why: impl Into<String>) -> Failure {
 }
 
 /// [`move_model`] with an edge whose calls block: it is never pending.
-pub fn run(edge: &mut impl Edge, plan: &Plan, deadline: Now, hold: Option<Duration>) {
+pub fn run(edge: &mut impl Edge, plan: &MovePlan, deadline: Now, hold: Option<Duration>) {
     let moves = pin!(move_model(edge, plan, deadline, hold));
     let Poll::Ready(()) = moves.poll(&mut Context::from_waker(Waker::noop())) else {
         unreachable!("the edge's calls block");
@@ -183,7 +183,7 @@ pub fn run(edge: &mut impl Edge, plan: &Plan, deadline: Now, hold: Option<Durati
 
 /// Moves a model by `plan`: until `deadline` its map is in force, or it is given up. `hold` is how long the job may stand
 /// still, if not as long as the plan says.
-pub async fn move_model(edge: &mut impl Edge, plan: &Plan, deadline: Now, hold: Option<Duration>) {
+pub async fn move_model(edge: &mut impl Edge, plan: &MovePlan, deadline: Now, hold: Option<Duration>) {
     let hold = hold.unwrap_or(plan.hold);
     let mut moving = Moving { edge, plan, deadline, hold, held_until: None };
     let moved = match moving.prepare().await {
@@ -203,7 +203,7 @@ pub async fn move_model(edge: &mut impl Edge, plan: &Plan, deadline: Now, hold: 
 /// One move of one model.
 struct Moving<'a, E> {
     edge: &'a mut E,
-    plan: &'a Plan,
+    plan: &'a MovePlan,
     deadline: Now,
     /// How long the job may stand still.
     hold: Duration,

@@ -12,7 +12,7 @@ use libmodelio::vocabulary::controls::Controls;
 
 /// The coordinator's facts about the job.
 #[derive(Clone, Debug)]
-pub struct Job<'a> {
+pub struct JobFacts<'a> {
     /// The life of the model that it coordinates.
     pub generation: Generation,
     /// The number of the block map in force.
@@ -23,7 +23,7 @@ pub struct Job<'a> {
 
 /// A move that can be carried out.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct MovePlan {
     /// The number of the attempt. It rises with each attempt to move the model.
     pub attempt: u64,
     /// The shard that the model leaves.
@@ -43,7 +43,7 @@ pub struct Plan {
 /// The job may stand still for the commits' timeout divided by this.
 const SHARE_OF_TIMEOUT: u32 = 2;
 
-impl Plan {
+impl MovePlan {
     /// The plan of a move, by the registry's record of `shards` and of the model; `None` if the shard has no
     /// blocks.
     ///
@@ -53,9 +53,9 @@ impl Plan {
         off: ShardId,
         before: ModelRecord,
         shards: &[ShardRecord],
-        job: &Job<'_>,
+        job: &JobFacts<'_>,
         attempt: u64,
-    ) -> Result<Option<Plan>, Refusal> {
+    ) -> Result<Option<MovePlan>, Refusal> {
         if before.generation != job.generation {
             let (model, expected, got) = (before.name, before.generation, job.generation);
             return Err(Refusal::Generation { model, expected, got });
@@ -109,7 +109,7 @@ impl Plan {
         let hold = job.controls.timeout / SHARE_OF_TIMEOUT;
         let moved = Moved { record: after.clone(), shards: shards.clone() };
         let moved = moved.encode().map_err(untold)?.into();
-        Ok(Some(Plan { attempt, off, before, after, shards, hold, moved }))
+        Ok(Some(MovePlan { attempt, off, before, after, shards, hold, moved }))
     }
 
     /// The numbers of the shards of both maps.

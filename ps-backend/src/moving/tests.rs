@@ -27,14 +27,14 @@ fn record() -> ModelRecord {
     ModelRecord { ready: true, ..record.unwrap() }
 }
 
-fn plan_of(off: u16, before: ModelRecord, shards: &[ShardRecord]) -> Result<Option<Plan>, Refusal> {
+fn plan_of(off: u16, before: ModelRecord, shards: &[ShardRecord]) -> Result<Option<MovePlan>, Refusal> {
     let controls = Controls::default();
-    let job = Job { generation: Generation(1), epoch: Epoch(1), controls: &controls };
-    Plan::new(ShardId(off), before, shards, &job, 7)
+    let job = JobFacts { generation: Generation(1), epoch: Epoch(1), controls: &controls };
+    MovePlan::new(ShardId(off), before, shards, &job, 7)
 }
 
 /// Off this shard; 3 takes its place.
-fn plan(off: u16) -> Plan {
+fn plan(off: u16) -> MovePlan {
     let shards = [shard(1, off == 1), shard(2, off == 2), shard(3, false)];
     plan_of(off, record(), &shards).unwrap().unwrap()
 }

@@ -17,7 +17,7 @@ use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, ModelRecord, RegistryRequest, ShardRecord};
-use ps_backend::moving::{Order, Plan, PutError};
+use ps_backend::moving::{MovePlan, Order, PutError};
 
 use crate::shard::Shard;
 use crate::state::Block;
@@ -58,7 +58,7 @@ pub struct Course {
 /// number.
 #[derive(Debug)]
 struct Attempt {
-    plan: Arc<Plan>,
+    plan: Arc<MovePlan>,
     /// From this course.
     from: usize,
     version: Version,

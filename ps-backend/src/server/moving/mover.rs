@@ -12,7 +12,9 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Fate, Message, ModelRecord, Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::MutexGuard;
 
-use crate::moving::{self, ANSWER_TIMEOUT, Answers, Edge, Ends, Job, Now, Order, Plan, Progress, PutError};
+use crate::moving::{
+    self, ANSWER_TIMEOUT, Answers, Edge, Ends, JobFacts, MovePlan, Now, Order, Progress, PutError,
+};
 use crate::server::coordinator::{Coordinator, Moving};
 use crate::server::peer_shard::{PeerShard, ask_all};
 use crate::server::shared::Shared;
@@ -30,7 +32,7 @@ const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(3);
 struct Mover<'a> {
     shared: &'a Arc<Shared>,
     coordinator: &'a Arc<Coordinator>,
-    plan: &'a Plan,
+    plan: &'a MovePlan,
     peers: BTreeMap<ShardId, Arc<PeerShard>>,
     /// Whoever waits for it, and has nobody else touch the model meanwhile.
     asker: Option<(Moving, MutexGuard<'a, ()>, Answer)>,
@@ -105,7 +107,7 @@ fn run(
 }
 
 /// Where the blocks go; `None` if there are none on the shard.
-fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Option<Plan>, Refusal> {
+fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Option<MovePlan>, Refusal> {
     let said =
         |error: RegistryError| Refusal::other(format!("the registry cannot be asked, or refuses: {error}"));
     let shards = shared.registry(|registry, deadline| registry.shards(deadline)).map_err(said)?;
@@ -116,8 +118,8 @@ fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Opt
     }
     let ((generation, epoch), (_, _, controls)) = (coordinator.life(), coordinator.facts());
     let attempt = u64::try_from(coordinator.now().as_nanos()).unwrap_or(u64::MAX);
-    let job = Job { generation, epoch, controls: &controls };
-    Plan::new(off, before, &shards, &job, attempt)
+    let job = JobFacts { generation, epoch, controls: &controls };
+    MovePlan::new(off, before, &shards, &job, attempt)
 }
 
 impl Edge for Mover<'_> {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use libmodelio::vocabulary::ids::{ClientId, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, Refusal, ShardRecord};
-use ps_backend::moving::{Answers, Edge, Ends, Job, Order, Plan, Progress, PutError, move_model};
+use ps_backend::moving::{Answers, Edge, Ends, JobFacts, MovePlan, Order, Progress, PutError, move_model};
 
 use super::{Attempt, Moving, SHARDS, shard_record};
 use crate::chaos::Fault;
@@ -218,13 +218,13 @@ impl World {
             record.draining = record.shard == off || self.rng.u8(0..3) == 0;
         }
         let controls = self.coordinator.job().controls().clone();
-        let job = Job { generation: before.generation, epoch, controls: &controls };
+        let job = JobFacts { generation: before.generation, epoch, controls: &controls };
         let of = self.moves.attempts.len();
         let number = u64::try_from(self.clock(self.coordinator_node()).as_nanos()).expect("a short run");
         let numbers = self.moves.attempts.iter().map(|attempt| attempt.plan.attempt).max();
         assert!(numbers < Some(number), "attempt {number} to move the model comes after {numbers:?}");
         let process = before.coordinator;
-        let plan = match Plan::new(off, before, &shards, &job, number) {
+        let plan = match MovePlan::new(off, before, &shards, &job, number) {
             Ok(plan) => Arc::new(plan.expect("it has blocks")),
             Err(why) => return self.trace(|| format!("no move: {why}")),
         };
