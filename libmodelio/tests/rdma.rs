@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::transport::rdma::verbs::{
     Arena, Chunk, CmChannel, CmEvent, CmId, CmKind, Context, Domain, Notify, Pair, PairLimits, Parameters,
-    Poller, Pool, RING, Remote, Rings, VerbsError, Work,
+    Poller, Pool, RING, RemoteMemory, Rings, VerbsError, Work,
 };
 use libmodelio::transport::rdma::{Endpoint, Mtu, Offer, QueuePair, RdmaOptions};
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
@@ -249,7 +249,7 @@ fn a_stream_may_shut_down_its_own_endpoint() {
 struct Stranger {
     pair: Arc<Pair>,
     /// Where the other end has its ring.
-    ring: Remote,
+    ring: RemoteMemory,
     chunk: Arc<Chunk>,
     arena: Arc<Arena>,
     _rings: Rings,
@@ -396,15 +396,15 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
         })
         .unwrap();
     type Attack = fn(&Stranger) -> Work;
-    fn write(stranger: &Stranger, to: Remote) -> Work {
+    fn write(stranger: &Stranger, to: RemoteMemory) -> Work {
         Work::Ring { chunk: Arc::clone(&stranger.chunk), start: 0, len: 4096, to, word: None }
     }
-    fn read(stranger: &Stranger, from: Remote) -> Work {
+    fn read(stranger: &Stranger, from: RemoteMemory) -> Work {
         let slot = Pool::new(stranger.arena.take(4096).unwrap(), 4096, false).take(None).unwrap();
         Work::Read { slot, len: 4096, from, fence: false }
     }
-    fn foreign(place: Remote) -> Remote {
-        Remote { key: place.key ^ 0x0505_0500, ..place }
+    fn foreign(place: RemoteMemory) -> RemoteMemory {
+        RemoteMemory { key: place.key ^ 0x0505_0500, ..place }
     }
     let attacks: [(&str, Attack); 6] = [
         ("a write far behind its ring", |stranger| write(stranger, stranger.ring.at(1 << 30))),

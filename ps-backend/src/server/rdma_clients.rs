@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
 use libmodelio::transport::rdma::verbs::{
-    Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work,
+    Done, Finished, Pool, Registration, RemoteMemory, Slot, VerbsError, Work,
 };
 use libmodelio::transport::rdma::{
     Buffers, Device, DeviceMemory, Endpoint, Placement, QueuePair, RdmaOptions,
@@ -133,14 +133,14 @@ struct Named {
     push: Push,
     /// The request that is answered when the client's memory is not needed any more, if the client wants to know.
     request: u64,
-    from: Place,
+    from: RemoteMemory,
 }
 
 /// The shard's end of an RDMA connection to a client.
 pub(super) struct RdmaClient {
     queue_pair: Arc<QueuePair>,
     /// The client's memory, by its numbers.
-    regions: HashMap<u32, (Place, u64)>,
+    regions: HashMap<u32, (RemoteMemory, u64)>,
     most_bytes: u64,
     seat: Option<Seat>,
     granted: Option<Granted>,
@@ -198,7 +198,7 @@ impl RdmaClient {
         self.most_bytes = longest_region(partition.model_bytes(), block);
         self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(client, link));
         let shown = partition.shown(self.queue_pair.device())?;
-        let Place { address, key } = shown.place(partition.store())?;
+        let RemoteMemory { address, key } = shown.place(partition.store())?;
         self.shown = Some(shown);
         self.ready.push_back(outgoing(partition, 0, Message::Directory { address, key }));
         let bytes = block as usize;
@@ -216,7 +216,7 @@ impl RdmaClient {
             },
         };
         if let Some(granted) = granted {
-            let Place { address, key } = granted.registration.remote();
+            let RemoteMemory { address, key } = granted.registration.remote();
             let (count, bytes) = (granted.slots.len() as u32, bytes as u32);
             self.ready.push_back(outgoing(partition, 0, Message::Slots { count, bytes, address, key }));
             self.granted = Some(granted);
@@ -259,7 +259,7 @@ impl RdmaClient {
                 if bytes == 0 || bytes > self.most_bytes || address.checked_add(bytes).is_none() {
                     return refused(&format!("has {bytes} bytes, expected 1 to {}", self.most_bytes));
                 }
-                if self.regions.insert(region, (Place { address, key }, bytes)).is_some() {
+                if self.regions.insert(region, (RemoteMemory { address, key }, bytes)).is_some() {
                     return refused("is there already");
                 }
             }

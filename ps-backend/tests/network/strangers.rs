@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use libmodelio::transport::rdma::verbs::{
-    CmChannel, CmEvent, CmId, CmKind, Domain, Notify, Pair, PairLimits, Parameters, Poller, Remote,
+    CmChannel, CmEvent, CmId, CmKind, Domain, Notify, Pair, PairLimits, Parameters, Poller, RemoteMemory,
     VerbsError,
 };
 use libmodelio::transport::rdma::{Endpoint, Offer};
@@ -52,7 +52,7 @@ fn introducing(private: &[u8]) -> Parameters {
 }
 
 fn offer(notify: Notify) -> Offer {
-    let ring = Remote { address: 0x1000, key: 1 };
+    let ring = RemoteMemory { address: 0x1000, key: 1 };
     Offer { protocol: Protocol::NEWEST.number(), notify, mtu: None, ring }
 }
 
@@ -103,7 +103,7 @@ fn a_shard_turns_strangers_away_and_names_its_protocol() {
         let event = ask(to, &private);
         assert!(matches!(event.kind, CmKind::Rejected), "{event:?}, {what}");
         let received = Offer::decode(&event.private, notify).expect(what);
-        let ring = Remote { address: 0, key: 0 };
+        let ring = RemoteMemory { address: 0, key: 0 };
         assert_eq!(received, Offer { ring, ..offer(notify) }, "{what}");
         sum += 1.0;
         assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));

@@ -23,7 +23,7 @@ use crate::client::routes::Route;
 use crate::client::shared::Shared;
 use crate::transport::frames::{Framed, Link};
 use crate::transport::rdma::published::DIRECTORY;
-use crate::transport::rdma::verbs::{Done, Pool, Remote as Place, VerbsError};
+use crate::transport::rdma::verbs::{Done, Pool, RemoteMemory, VerbsError};
 use crate::transport::rdma::{Endpoint, Placement, QueuePair};
 use crate::transport::shm::MAX_REGIONS;
 use crate::transport::stream::{Close, Guard, Piece, Stream};
@@ -45,7 +45,7 @@ struct RdmaPath {
     /// Memory that the shard may fetch from, by its address.
     shared: HashMap<usize, (u32, Weak<Mapping>)>,
     last: u32,
-    directory: Option<Place>,
+    directory: Option<RemoteMemory>,
     /// Memory that the directory is read into.
     directory_reads: Arc<Pool>,
     granted: Option<Granted>,
@@ -57,7 +57,7 @@ struct RdmaPath {
 
 /// The shard's slots that this client writes.
 struct Granted {
-    start: Place,
+    start: RemoteMemory,
     bytes: u32,
     count: u32,
     free: Vec<u32>,
@@ -137,7 +137,7 @@ impl PeerMemory for RdmaPath {
         }
         let registration = self.queue_pair.device().register(memory).map_err(|error| error.to_string())?;
         self.last = self.last.wrapping_add(1);
-        let Place { address, key: remote_key } = registration.remote();
+        let RemoteMemory { address, key: remote_key } = registration.remote();
         let (region, bytes) = (self.last, memory.len() as u64);
         self.shared.insert(key, (region, Arc::downgrade(memory)));
         Ok((region, Some(Message::ShareAt { region, bytes, address, key: remote_key })))
@@ -187,12 +187,12 @@ impl PeerMemory for RdmaPath {
 
     fn receive(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
         match received.message {
-            Message::Directory { address, key } => self.directory = Some(Place { address, key }),
+            Message::Directory { address, key } => self.directory = Some(RemoteMemory { address, key }),
             Message::Slots { count, bytes, address, key } => {
                 if self.granted.is_some() || count > 1 << 16 {
                     return Err(Close::Asked("slots were granted before, or too many".into()));
                 }
-                let (start, free) = (Place { address, key }, (0..count).rev().collect());
+                let (start, free) = (RemoteMemory { address, key }, (0..count).rev().collect());
                 self.granted = Some(Granted { start, bytes, count, free });
             }
             Message::Share { .. } | Message::Unshare { .. } | Message::BlockAt { .. } => {

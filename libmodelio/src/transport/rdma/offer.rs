@@ -3,7 +3,7 @@
 
 use super::options::Mtu;
 use super::queue_pair::QueuePair;
-use super::verbs::{Notify, Remote};
+use super::verbs::{Notify, RemoteMemory};
 use crate::wire::Protocol;
 
 /// The first bytes of the data that an end sends.
@@ -22,7 +22,7 @@ pub struct Offer {
     /// much as the path allows.
     pub mtu: Option<Mtu>,
     /// The end's ring.
-    pub ring: Remote,
+    pub ring: RemoteMemory,
 }
 
 /// Why an offer is refused.
@@ -134,7 +134,7 @@ impl Offer {
         key.copy_from_slice(&bytes[8..12]);
         let mut address = [0; 8];
         address.copy_from_slice(&bytes[16..24]);
-        let ring = Remote { address: u64::from_le_bytes(address), key: u32::from_le_bytes(key) };
+        let ring = RemoteMemory { address: u64::from_le_bytes(address), key: u32::from_le_bytes(key) };
         Ok(Offer { protocol: got, notify, mtu, ring })
     }
 }
@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn offers_are_understood_or_refused() {
-        let ring = Remote { address: 0x1234_5678_9abc, key: 77 };
+        let ring = RemoteMemory { address: 0x1234_5678_9abc, key: 77 };
         let offer = Offer {
             protocol: Protocol::NEWEST.number(),
             notify: Notify::Immediate,

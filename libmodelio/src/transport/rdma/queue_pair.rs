@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::device::Device;
 use super::options::Mtu;
 use super::verbs::{
-    CmId, Completion, Done, Pair, Registration, Remote, Reserved, Rings, Slot, VerbsError, Work,
+    CmId, Completion, Done, Pair, Registration, RemoteMemory, Reserved, Rings, Slot, VerbsError, Work,
 };
 use crate::transport::stream::{Close, Connection, Piece, ReceiveSlices, SendSlices, Target};
 
@@ -22,7 +22,7 @@ pub struct QueuePair {
     pair: Arc<Pair>,
     talk: Mutex<Talk>,
     /// The peer's ring.
-    peer: OnceLock<Remote>,
+    peer: OnceLock<RemoteMemory>,
     device: Arc<Device>,
     /// The peer has gone, or its network.
     gone: AtomicBool,
@@ -61,12 +61,12 @@ impl QueuePair {
     }
 
     /// The ring that the peer writes into.
-    pub(super) fn invitation(&self) -> Remote {
+    pub(super) fn invitation(&self) -> RemoteMemory {
         self.talk.lock().rings.invitation()
     }
 
     /// Sets the ring that this end writes into.
-    pub(super) fn invited(&self, to: Remote) {
+    pub(super) fn invited(&self, to: RemoteMemory) {
         let _ = self.peer.set(to);
     }
 
@@ -121,7 +121,7 @@ impl QueuePair {
         token: u64,
         slot: Slot,
         len: usize,
-        from: Remote,
+        from: RemoteMemory,
         fence: bool,
     ) -> Result<(), (VerbsError, Slot)> {
         self.pair.add(token, Work::Read { slot, len, from, fence }).map_err(|(error, work)| match work {
@@ -139,7 +139,7 @@ impl QueuePair {
         token: u64,
         target: Target,
         registration: Arc<Registration>,
-        from: Remote,
+        from: RemoteMemory,
     ) -> Result<(), VerbsError> {
         let work = Work::ReadTo { target, registration, from, fence: false };
         self.pair.add(token, work).map_err(|(error, _)| error)
@@ -154,7 +154,7 @@ impl QueuePair {
         token: u64,
         piece: Piece,
         registration: Arc<Registration>,
-        to: Remote,
+        to: RemoteMemory,
     ) -> Result<(), VerbsError> {
         self.pair.add(token, Work::Write { piece, registration, to }).map_err(|(error, _)| error)
     }

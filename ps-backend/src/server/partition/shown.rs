@@ -12,7 +12,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::Region;
 use libmodelio::transport::rdma::Device;
 use libmodelio::transport::rdma::published::Directory;
-use libmodelio::transport::rdma::verbs::{Remote as Place, VerbsError};
+use libmodelio::transport::rdma::verbs::{RemoteMemory, VerbsError};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::Refusal;
 use parking_lot::Mutex;
@@ -61,7 +61,7 @@ impl Shown {
     }
 
     /// The place of the directory, for one more client. All memory of versions is readable at this moment.
-    pub(in crate::server) fn place(&self, store: &PartitionStore) -> Result<Place, Refusal> {
+    pub(in crate::server) fn place(&self, store: &PartitionStore) -> Result<RemoteMemory, Refusal> {
         // The store notifies watchers of versions under its lock, so the first of the two calls takes effect first.
         let buffers = store.buffers();
         let mut inner = self.inner.lock();
@@ -100,7 +100,7 @@ fn show(
     version: Version,
     memory: &Region,
 ) -> Result<(), VerbsError> {
-    let Place { address, key } = device.register(memory.memory())?.remote();
+    let RemoteMemory { address, key } = device.register(memory.memory())?.remote();
     directory.publish(version, address, key, memory.memory().len() as u64);
     Ok(())
 }

@@ -10,7 +10,7 @@ use super::{MAX_DIRECTORY_READS, RdmaPath};
 use crate::client::paths::Connection;
 use crate::client::shared::Shared;
 use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
-use crate::transport::rdma::verbs::{Finished, Remote as Place, VerbsError, Work};
+use crate::transport::rdma::verbs::{Finished, RemoteMemory, VerbsError, Work};
 use crate::transport::stream::Target;
 use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, Version};
@@ -55,7 +55,7 @@ struct Batch {
 
 impl RdmaPath {
     /// Fetches the blocks that the core wants, unless the shard must be asked for them.
-    pub(super) fn fetch(&mut self, to: &Connection, directory: Place) -> Result<(), VerbsError> {
+    pub(super) fn fetch(&mut self, to: &Connection, directory: RemoteMemory) -> Result<(), VerbsError> {
         let shared = &to.shared;
         let Some(version) = shared.inner.lock().core.pulling() else { return Ok(()) };
         if self.pull.version != version && self.pull.batches.is_empty() && !self.pull.looking {
@@ -93,7 +93,9 @@ impl RdmaPath {
                 let Some(target) = shared.reserve(&to.route, version, block) else { continue };
                 blocks.push(block);
                 let fetched = match place {
-                    Some(address) => self.fetch_block(to, target, block, Place { address, key: seen.key }),
+                    Some(address) => {
+                        self.fetch_block(to, target, block, RemoteMemory { address, key: seen.key })
+                    }
                     None => {
                         Err(VerbsError::Broken(format!("block {block} is outside of the shard's version")))
                     }
@@ -140,7 +142,7 @@ impl RdmaPath {
         to: &Connection,
         target: Target,
         block: BlockId,
-        from: Place,
+        from: RemoteMemory,
     ) -> Result<(), VerbsError> {
         let back = to
             .shared
@@ -226,7 +228,7 @@ impl RdmaPath {
         self.pull.again
     }
 
-    fn read_directory(&mut self, directory: Place) -> Result<(), VerbsError> {
+    fn read_directory(&mut self, directory: RemoteMemory) -> Result<(), VerbsError> {
         if self.pull.looking
             || self.pull.again.is_some_and(|at| at > Instant::now())
             || self.queue_pair.room(1) == 0

@@ -12,7 +12,7 @@ use crate::transport::rdma::offer::{Offer, Shortage};
 use crate::transport::rdma::options::{Mtu, RdmaOptions};
 use crate::transport::rdma::pollers::Pollers;
 use crate::transport::rdma::queue_pair::QueuePair;
-use crate::transport::rdma::verbs::{CmChannel, CmId, Parameters, Remote, Reserved, Rings, VerbsError};
+use crate::transport::rdma::verbs::{CmChannel, CmId, Parameters, RemoteMemory, Reserved, Rings, VerbsError};
 use crate::wire::Protocol;
 
 /// The most free ports that are tried if rdma_cm chooses the port.
@@ -176,7 +176,7 @@ impl Maker {
     /// Refuses a connection. The peer gets this end's offer and the reason.
     fn turn_away<T>(&self, cm_id: &CmId, peer: &str, why: &dyn Display, shortage: Shortage) -> Option<T> {
         tracing::warn!(peer, "turned away: {why}");
-        let ring = Remote { address: 0, key: 0 };
+        let ring = RemoteMemory { address: 0, key: 0 };
         let (protocol, notify) = (Protocol::NEWEST.number(), self.device.notify());
         let mut own = Offer { protocol, notify, mtu: self.device.options().mtu, ring }.encode();
         own[12..16].copy_from_slice(&shortage.code().to_le_bytes());

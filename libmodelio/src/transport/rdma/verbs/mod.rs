@@ -61,6 +61,6 @@ pub use error::VerbsError;
 pub use pair::{Pair, PairLimits};
 pub use queue::{Completion, Poller, Reserved};
 pub use receives::Receives;
-pub use registration::{Access, Domain, Registration, Remote, Spare};
+pub use registration::{Access, Domain, Registration, RemoteMemory, Spare};
 pub use ring::{Broken, Notify, RING, Rings};
 pub use work::{Done, Finished, Work};

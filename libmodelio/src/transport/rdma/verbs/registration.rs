@@ -120,17 +120,17 @@ impl Access {
 
 /// The place of a peer's memory, and the key to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Remote {
+pub struct RemoteMemory {
     /// The address for the peer's device.
     pub address: u64,
     /// The peer's key.
     pub key: u32,
 }
 
-impl Remote {
+impl RemoteMemory {
     /// The place `offset` bytes further on. The peer's device refuses addresses that do not exist.
-    pub fn at(self, offset: u64) -> Remote {
-        Remote { address: self.address.wrapping_add(offset), ..self }
+    pub fn at(self, offset: u64) -> RemoteMemory {
+        RemoteMemory { address: self.address.wrapping_add(offset), ..self }
     }
 }
 
@@ -224,10 +224,10 @@ impl Registration {
     }
 
     /// The start address and the key for peers.
-    pub fn remote(&self) -> Remote {
+    pub fn remote(&self) -> RemoteMemory {
         // SAFETY: the registration lives as long as `self`.
         let key = unsafe { self.raw.as_ref().rkey };
-        Remote { address: self.address, key }
+        RemoteMemory { address: self.address, key }
     }
 
     /// Length in bytes.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::work::Work;
-use super::{Arena, Chunk, Registration, Remote, VerbsError};
+use super::{Arena, Chunk, Registration, RemoteMemory, VerbsError};
 use crate::transport::stream::{ReceiveSlices, SendSlices};
 
 /// Bytes of a ring: about a thousand frames that name payload.
@@ -91,7 +91,7 @@ impl Rings {
     }
 
     /// The place where the peer writes.
-    pub fn invitation(&self) -> Remote {
+    pub fn invitation(&self) -> RemoteMemory {
         self.opened.remote()
     }
 
@@ -193,7 +193,7 @@ impl Rings {
     }
 
     /// Copies a stream's bytes, as many as fit. Returns their number, and adds the work that brings them to `peer`.
-    pub fn write(&mut self, out: &SendSlices, peer: Remote, work: &mut Vec<Work>) -> usize {
+    pub fn write(&mut self, out: &SendSlices, peer: RemoteMemory, work: &mut Vec<Work>) -> usize {
         let mut left = self.room();
         let before = self.written;
         for (from, len) in out.each() {
@@ -235,7 +235,7 @@ impl Rings {
     }
 
     /// Notifies the peer of the bytes read, when they are enough.
-    pub fn acknowledge(&mut self, peer: Remote, work: &mut Vec<Work>) {
+    pub fn acknowledge(&mut self, peer: RemoteMemory, work: &mut Vec<Work>) {
         if self.consumed.wrapping_sub(self.reported) >= REPORT_EVERY {
             self.reported = self.consumed;
             let report = self.counter(READ, self.consumed & COUNT, peer);
@@ -244,12 +244,12 @@ impl Rings {
     }
 
     /// Tells the peer that nothing more comes.
-    pub fn end(&mut self, peer: Remote, work: &mut Vec<Work>) {
+    pub fn end(&mut self, peer: RemoteMemory, work: &mut Vec<Work>) {
         let end = self.counter(END, 1, peer);
         work.push(end);
     }
 
-    fn counter(&mut self, kind: u32, count: u32, peer: Remote) -> Work {
+    fn counter(&mut self, kind: u32, count: u32, peer: RemoteMemory) -> Work {
         match self.notify {
             Notify::Flag => self.flag(kind, count, peer),
             Notify::Immediate => {
@@ -261,7 +261,7 @@ impl Rings {
 
     /// Writes a word into the peer's memory. There are more places for words than pieces of work can be outstanding, so
     /// no place is used again before its word is written.
-    fn flag(&mut self, kind: u32, count: u32, peer: Remote) -> Work {
+    fn flag(&mut self, kind: u32, count: u32, peer: RemoteMemory) -> Work {
         let start = RING + self.next_word * size_of::<u32>();
         self.next_word = (self.next_word + 1) % (WORDS / size_of::<u32>());
         // SAFETY: the word is within the chunk and aligned. Earlier work with this place is done, so the device has

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rdma_sys as sys;
 
-use super::{Chunk, Registration, Remote, Slot, VerbsError};
+use super::{Chunk, Registration, RemoteMemory, Slot, VerbsError};
 use crate::transport::stream::{Piece, Target};
 
 /// A work request.
@@ -17,7 +17,7 @@ pub enum Work {
         /// The registration of that memory.
         registration: Arc<Registration>,
         /// The peer's memory.
-        from: Remote,
+        from: RemoteMemory,
         /// Whether the work waits for all earlier READs.
         fence: bool,
     },
@@ -28,7 +28,7 @@ pub enum Work {
         /// The number of bytes.
         len: usize,
         /// The peer's memory.
-        from: Remote,
+        from: RemoteMemory,
         /// Whether the work waits for all earlier READs.
         fence: bool,
     },
@@ -39,7 +39,7 @@ pub enum Work {
         /// The registration of that memory.
         registration: Arc<Registration>,
         /// The peer's memory.
-        to: Remote,
+        to: RemoteMemory,
     },
     /// Writes bytes of a chunk into the peer's ring, and announces them by `word`.
     Ring {
@@ -50,7 +50,7 @@ pub enum Work {
         /// The number of bytes. It may be 0 if there is a word.
         len: usize,
         /// The peer's memory.
-        to: Remote,
+        to: RemoteMemory,
         /// The word for the peer.
         word: Option<u32>,
     },
