@@ -321,7 +321,7 @@ def test_a_mount_that_is_killed_in_a_push_leaves_no_part_of_it(vm):  # noqa: F81
     assert weights == [1, 2, 3, 4] * 2, str(done)
 
 
-@lasts(seconds=90)
+@pytest.mark.rdma_vm_full
 def test_digits_are_learned_on_two_hosts(vm, tmp_path):  # noqa: F811
     """A learner on each host, one beside the shard and one that has it by RDMA: what is learned is what one process
     learns alone, within rounding."""

@@ -71,8 +71,9 @@ Examples:
     printf 'size = \"1GiB\"\\ndtype = \"bf16\"\\nreducer = \"sum\"\\nmount = \"/mnt/job\"\\n' > job.toml
     gradfs up --config job.toml
 
-Every option has a key for the file (--block-size: block_size; the arguments: models and mount) and
+Every option has a key for the file (--block-size: block_size; the arguments: models and mount) and \
 an environment variable (GRADFS_BLOCK_SIZE). Flags beat the environment, which beats the file.
+
 Settings of the job can be changed while it runs:
     echo 0.01 > /mnt/job/llama/control/learning_rate";
 

@@ -27,7 +27,7 @@ Examples:
   On the host node1; ADDR of the others is then node1 (the port, 7070, can be left out):
     gradfs registry --listen 0.0.0.0
 
-The registry is a small table of shards and models; no data goes through it. For a single shard
+The registry is a small table of shards and models; no data goes through it. For a single shard \
 none is needed: gradfs shard without --registry, or with its own address there, serves it itself.";
 
 const SHARD_EXAMPLES: &str = "\

@@ -161,10 +161,7 @@ fn capture(name: &str, at: &Endpoint) -> Result<(Copies, Captured), Error> {
             // It has moved since the registry was asked.
             Err(AdminError::Refusal(Refusal::Epoch { .. })) if tries < TRIES => {}
             Err(error) => {
-                let hint = match error {
-                    AdminError::Refusal(_) => "the job goes on, and nothing was saved",
-                    _ => "nothing was saved; gradfs status shows whether the job goes on",
-                };
+                let hint = "nothing was saved; gradfs status shows whether the job goes on";
                 return Err(failed().caused_by(error).hint(hint));
             }
         }

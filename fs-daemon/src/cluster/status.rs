@@ -103,7 +103,12 @@ fn for_people(status: &Value) -> String {
             let _ = writeln!(text, ": unreachable: {why}");
             continue;
         }
-        let draining = if shard["draining"] == json!(true) { ", draining" } else { "" };
+        let is_empty = list(&shard["models"]).is_empty();
+        let draining = match shard["draining"] == json!(true) {
+            true if is_empty => ", drained: it can be stopped",
+            true => ", draining",
+            false => "",
+        };
         let memory = &shard["shared_memory"];
         let memory = match (memory["unavailable"].as_str(), &memory["connections"]) {
             (Some(why), _) => format!("no shm: {why}"),

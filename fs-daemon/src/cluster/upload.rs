@@ -92,7 +92,7 @@ pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
     })?;
     println!("gradfs: deleted {name}");
     for why in unconfirmed {
-        eprintln!("gradfs: not confirmed: {why}: the shard drops its partition when the registry answers it");
+        eprintln!("gradfs: not confirmed, so that shard drops its blocks as soon as it hears of it: {why}");
     }
     Ok(())
 }

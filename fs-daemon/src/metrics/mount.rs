@@ -48,14 +48,14 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         page.counter("gradfs_written_bytes_total", "Bytes that programs have written here.", of_model)?;
     let reduced = page.counter(
         "gradfs_reduced_on_arrival_bytes_total",
-        "Bytes that were reduced straight from where the program had them.",
+        "Bytes that were taken straight from where the program had them, without a copy into staging memory.",
         of_model,
     )?;
     let staged =
         page.counter("gradfs_staged_bytes_total", "Bytes that were copied into staging memory.", of_model)?;
     let blocks = page.counter(
         "gradfs_blocks_reduced_on_arrival_total",
-        "Blocks that were reduced straight from the buffer that they came in.",
+        "Blocks that were reduced before their commit; 0 on a network.",
         of_model,
     )?;
     let payload = Payload::new(&page)?;

@@ -60,6 +60,16 @@ fn is_all(weights: &[f32], value: f32) {
     assert_eq!(wrong.map(|at| (at, weights[at])), None, "{value} is expected");
 }
 
+/// A contribution of ones makes this version of a model that began with zeros, and counts once.
+#[track_caller]
+fn counts_once(client: &Job, contributor: &Arc<Contributor>, step: u64) {
+    write(contributor, 1.0, 0..BYTES);
+    assert_eq!(commit(contributor), Ok(()));
+    let (version, weights) = pull(client, contributor);
+    assert_eq!(version, Version(step));
+    is_all(&weights, step as f32);
+}
+
 #[test]
 fn blocks_come_before_the_commit() {
     for way in WAYS {
@@ -120,11 +130,7 @@ fn dropped_blocks_that_were_sent_ahead_never_count() {
                 write(&learner, 1000.0, 0..BYTES / (1 << dropped));
                 assert!(learner.abort());
             }
-            write(&learner, 1.0, 0..BYTES);
-            assert_eq!(commit(&learner), Ok(()), "{way:?}");
-            let (version, weights) = pull(&client, &learner);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            counts_once(&client, &learner, step);
         }
         client.shut_down();
     }
@@ -143,11 +149,7 @@ fn blocks_that_a_dead_client_sent_ahead_never_count() {
         let client = world.client();
         let learner = contributor(&client, "lives");
         for step in 1..=2 {
-            write(&learner, 1.0, 0..BYTES);
-            assert_eq!(commit(&learner), Ok(()), "{way:?}");
-            let (version, weights) = pull(&client, &learner);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            counts_once(&client, &learner, step);
         }
         client.shut_down();
     }
@@ -165,11 +167,7 @@ fn a_slow_writer_holds_nobody_up(consistency: &str) {
         let of_quick = if shared { &client } else { &other };
         let quick = contributor(of_quick, "quick");
         for step in 1..=3 {
-            write(&quick, 1.0, 0..BYTES);
-            assert_eq!(commit(&quick), Ok(()), "{way:?}");
-            let (version, weights) = pull(of_quick, &quick);
-            assert_eq!(version, Version(step));
-            is_all(&weights, step as f32);
+            counts_once(of_quick, &quick, step);
         }
         write(&slow, 100.0, BYTES / 2..BYTES);
         assert_eq!(commit(&slow), Ok(()), "{way:?}");

@@ -176,8 +176,12 @@ impl Edge for Mover<'_> {
     }
 
     async fn held(&mut self) -> Result<(Version, Reducer), String> {
+        if let Some(why) = self.coordinator.held_up_by() {
+            return Err(why);
+        }
+        // No version comes while the job is held, but one may have come just before.
         let (version, reducer, _) = self.coordinator.facts();
-        self.coordinator.held_up_by().map_or(Ok((version, reducer)), Err)
+        Ok((version, reducer))
     }
 
     async fn freeze(&mut self) -> Result<(Vec<u8>, Now), String> {
