@@ -31,10 +31,11 @@ def _worst_and_best(values):
 
 
 def _figures(series):
-    """The ratios, by transport: of pushes and pulls, the one that suffers most from its block size."""
+    """The ratios, by transport: of pushes and pulls, if there are any, the one that suffers most from its block size."""
     figures = []
     for transport in net_blocks.TRANSPORTS:
-        found = {what: _worst_and_best(series[what, transport, "aio"]) for what in net_blocks.WHATS}
+        whats = [what for what in net_blocks.WHATS if (what, transport, "aio") in series]
+        found = {what: _worst_and_best(series[what, transport, "aio"]) for what in whats}
         what = min(found, key=lambda what: found[what][0])
         value, *sizes = found[what]
         words = [f"{what} {series[what, transport, 'aio'][size]:.2f} GB/s ({_words(size)})" for size in sizes]
@@ -64,6 +65,8 @@ def chart(binaries, path, quiet):
 
     say("throughput against block size")
     series = net_blocks.measure(binaries, quiet)
+    # Through shared memory nothing is pulled: the client shows the shard's memory.
+    series = {key: values for key, values in series.items() if key[:2] != ("pull", "shm")}
     say("throughput against the size of a write")
     series.update(net_writes.measure(binaries[0], quiet))
     _show(series)
