@@ -1,6 +1,8 @@
 """The daemon without root: mounted by fusermount3, read through the daemon, with the same semantics."""
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -30,16 +32,38 @@ if not shutil.which("fusermount3"):
 
 @pytest.fixture(scope="module", autouse=True)
 def device_for_all():
-    """/dev/fuse as most systems have it, for the time of these tests."""
+    """/dev/fuse as most systems have it, until the last worker is done with these tests."""
     device = Path("/dev/fuse")
     if not device.exists():
         pytest.skip("there is no /dev/fuse")
-    mode = stat.S_IMODE(device.stat().st_mode)
-    device.chmod(0o666)
-    try:
-        yield
-    finally:
-        device.chmod(mode)
+    # Workers share the lock while they need the device. The first one notes its mode, and the last one restores that.
+    with open(Path(tempfile.gettempdir()) / "gradfs-test-fuse-mode", "a+") as note:
+
+        def noted():
+            note.seek(0)
+            return note.read()
+
+        fcntl.flock(note, fcntl.LOCK_SH)
+        while not (noted() and mode_of(device) == 0o666):
+            fcntl.flock(note, fcntl.LOCK_EX)
+            if not noted():
+                note.write(str(mode_of(device)))
+                note.flush()
+            device.chmod(0o666)
+            fcntl.flock(note, fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(note, fcntl.LOCK_UN)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if mode := noted():
+                    device.chmod(int(mode))
+                    note.truncate(0)
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def as_nobody(code, *args, cwd="/", timeout=20):
