@@ -147,7 +147,7 @@ impl RegistryCore {
         };
         let number = number.inspect_err(|refusal| self.refused.add(record, refusal, now, now + lease))?;
         self.refused.remove(&record.address);
-        // What was asked of the registry counts; only one that was restarted is told of it.
+        // The registry knows whether the shard is drained. Only a restarted registry takes the word of the shard.
         let before = known.and_then(|known| self.shards.remove(&known));
         let draining = before.map_or(record.draining, |before| before.record.draining);
         let record = ShardRecord { shard: number, draining, ..record.clone() };

@@ -105,7 +105,7 @@ fn for_people(status: &Value) -> String {
         }
         let is_empty = list(&shard["models"]).is_empty();
         let draining = match shard["draining"] == json!(true) {
-            true if is_empty => ", drained: it can be stopped",
+            true if is_empty => ", drained: no blocks are left",
             true => ", draining",
             false => "",
         };
@@ -178,6 +178,16 @@ fn for_people(status: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_status_tells_a_drained_shard_from_one_that_still_has_blocks() {
+        let status = |models: Value| {
+            let shard = json!({ "shard": 1, "address": "node1:7070", "draining": true, "models": models });
+            for_people(&json!({ "registry": "node1:7070", "shards": [shard] }))
+        };
+        assert!(status(json!([])).contains(", drained: no blocks are left\n"));
+        assert!(status(json!([{ "name": "m" }])).contains(", draining\n"));
+    }
 
     #[test]
     fn the_status_says_that_a_young_registry_may_not_know_everything() {

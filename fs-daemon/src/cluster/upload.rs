@@ -92,7 +92,7 @@ pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
     })?;
     println!("gradfs: deleted {name}");
     for why in unconfirmed {
-        eprintln!("gradfs: not confirmed, so that shard drops its blocks as soon as it hears of it: {why}");
+        eprintln!("gradfs: not confirmed by a shard, which drops its blocks when it hears of this: {why}");
     }
     Ok(())
 }

@@ -36,7 +36,7 @@ pub(super) enum Known<'a> {
     Nothing,
     /// The request was made before the client was given up.
     Late,
-    /// Its answer.
+    /// The request was carried out, and this is the answer.
     Answered(&'a Message),
 }
 

@@ -18,7 +18,7 @@ pub fn a_learner_that_leaves_in_mid_step_is_not_waited_for(way: &Way) {
     half.offer_all_of(0, 64.0);
     half.stage_all_of(2, 64.0);
     stays.push(1.0);
-    // It is the last outstanding learner, so its blocks may be reduced on arrival.
+    // This learner is the last outstanding one, so its blocks may be reduced on arrival.
     half.offer_all_of(1, 64.0);
     goes.leave(LeaveReason::Died);
     assert_eq!(stays.pull(), 1);

@@ -1,4 +1,4 @@
-//! What a job promises, whichever way the bytes go: in this process, in shared memory, over TCP, by RDMA. Each test is
+//! Promises of a job, whichever way the bytes go: in this process, in shared memory, over TCP, by RDMA. Each test is
 //! written once against the traits, does not ask which way it is on, and is run for every way under that way's name; by
 //! RDMA with static placement, and what depends on it once more with dynamic placement and with flags.
 //!

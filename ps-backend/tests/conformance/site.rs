@@ -138,7 +138,7 @@ pub enum Message {
     Assign { buffer: Region, written: Vec<std::ops::Range<u64>> },
 }
 
-/// Its answer.
+/// The answer to a request.
 #[derive(Debug)]
 pub enum Reply {
     Done,

@@ -7,9 +7,9 @@ use super::{Action, ClientCore, Now, PATIENCE, Part};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
-/// So many blocks of a contribution that is still written are sent together. To wake connections costs about as much as
-/// to send a block, and the commit wakes them for the rest.
-pub const AHEAD_BLOCKS: usize = 4;
+/// So many blocks of a contribution that is still written are sent together. Each wake-up of connections costs CPU time,
+/// and the commit wakes them for the rest.
+const AHEAD_BLOCKS: usize = 4;
 
 /// The plan under way, and what was sent for it.
 #[derive(Debug)]

@@ -258,7 +258,7 @@ impl Sim {
                     let blocks = (0..BLOCKS).flat_map(|block| self.sum(&plan, block));
                     let norm = Norm::new(step.scale() * blocks.map(f64::from).sum::<f64>().sqrt());
                     assert_eq!(step.norm, is_measured.then_some(norm), "{step:?}");
-                    // What is measured has begun before.
+                    // A measured step began with its measurement.
                     if !is_measured {
                         self.history.begin(&self.core, step.contributions, inputs);
                     }

@@ -39,7 +39,7 @@ pub struct PartitionJob {
     work: Work,
     /// The old and the new version, if one is made.
     builder: Option<VersionBuilder>,
-    /// What is measured, if the sums are.
+    /// The measurement of the sums, if the plan measures.
     measure: Option<Measure>,
     check: bool,
     blocks: Box<[AtomicU8]>,

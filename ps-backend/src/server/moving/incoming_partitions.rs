@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// The shard remembers the ended attempts of this many models. A late message of such an attempt changes nothing.
 const MAX_IDLE: usize = 256;
 
-/// What there is for one life of a model.
+/// The attempts to bring a partition here, for one life of a model.
 #[derive(Default)]
 pub(in crate::server) struct Place {
     /// Attempts before this one are over.

@@ -1,4 +1,4 @@
-//! What shards ask of each other when a model's blocks move, and when a snapshot is taken.
+//! Requests of shards to each other when a model's blocks move, and when a snapshot is taken.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -97,7 +97,7 @@ impl Shared {
         }
     }
 
-    /// What an attempt is about.
+    /// The partition that comes by this attempt.
     fn incoming(&self, generation: Generation, attempt: u64) -> Result<Arc<IncomingPartition>, Refusal> {
         let incoming = self.incoming.of(generation).filter(|incoming| incoming.attempt == attempt);
         incoming

@@ -74,7 +74,7 @@ impl Domain {
     fn reclaimed<T>(&self, then: impl FnOnce() -> T) -> T {
         let _alone = self.reclaiming.lock();
         let spare: Vec<_> = self.spare.lock().iter().filter_map(Weak::upgrade).collect();
-        // It is unknown how much memory each of them frees, so all are given up.
+        // Nobody knows how much memory each of them frees, so all are given up.
         spare.iter().for_each(|one| one.give_up());
         then()
     }
