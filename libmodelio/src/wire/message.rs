@@ -512,6 +512,8 @@ pub enum Message {
         block: BlockId,
         /// Whether the block is a sum: its half-precision elements are fp32.
         wide: bool,
+        /// Whether the plan was provisional, as in `Push`.
+        ahead: bool,
         /// The slot.
         slot: u32,
     },

@@ -489,8 +489,8 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (any::<u32>(), any::<u32>(), any::<u64>(), any::<u32>())
             .prop_map(|(count, bytes, address, key)| Message::Slots { count, bytes, address, key })
             .boxed(),
-        (id64(PlanId), block(), any::<bool>(), any::<u32>())
-            .prop_map(|(plan, block, wide, slot)| Message::PushIn { plan, block, wide, slot })
+        (id64(PlanId), block(), any::<(bool, bool, u32)>())
+            .prop_map(|(plan, block, (wide, ahead, slot))| Message::PushIn { plan, block, wide, ahead, slot })
             .boxed(),
         id64(PlanId).prop_map(|plan| Message::Torn { plan }).boxed(),
         (text(), id64(Generation), id64(Epoch))

@@ -6,15 +6,26 @@ use std::time::Instant;
 
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share};
+#[cfg(feature = "rdma")]
+use libmodelio::transport::rdma::Placement;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
 
 use crate::payload::of_shard;
-use crate::world::{LONG, Way, World, read};
+use crate::world::{BLOCK, LONG, Way, World, read};
 
 const BYTES: u64 = 8 << 20;
 
-const WAYS: [Way; 3] = [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll), Way::Shm];
+/// By RDMA where there is a device; all the others elsewhere.
+fn ways() -> Vec<Way> {
+    #[cfg(feature = "rdma")]
+    if std::env::var_os("GRADFS_RDMA_ADDRESS").is_some() {
+        let placed = Way::rdma_with(|options| options.placement = Placement::Static);
+        let fetched = Way::rdma_with(|options| options.placement = Placement::Dynamic);
+        return placed.into_iter().chain(fetched).collect();
+    }
+    vec![Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll), Way::Shm]
+}
 
 /// A program's way to contribute.
 fn contributor(client: &Arc<Job>, name: &str) -> Arc<Contributor> {
@@ -40,9 +51,11 @@ fn pull(client: &Job, contributor: &Contributor) -> (Version, Vec<f32>) {
     read(client, version)
 }
 
-/// Waits until the shard has so many bytes of contributions.
+/// Waits until the shard has what is sent before the commit, if contributions of so many bytes are whole. A client sends
+/// four blocks together, so up to three are left for the commit.
 #[track_caller]
 fn wait_for_pushed(world: &World, bytes: u64) {
+    let bytes = bytes - 3 * u64::from(BLOCK);
     let deadline = Instant::now() + LONG;
     loop {
         let pushed = of_shard(world).pushed_bytes;
@@ -72,7 +85,7 @@ fn counts_once(client: &Job, contributor: &Arc<Contributor>, step: u64) {
 
 #[test]
 fn blocks_come_before_the_commit() {
-    for way in WAYS {
+    for way in ways() {
         let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
         let client = world.client();
         let learner = contributor(&client, "l");
@@ -97,7 +110,7 @@ fn blocks_come_before_the_commit() {
 
 #[test]
 fn the_others_of_a_client_that_have_committed_count_with_what_is_sent_ahead() {
-    for way in WAYS {
+    for way in ways() {
         let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
         let client = world.client();
         let [first, last] = ["a", "b"].map(|name| contributor(&client, name));
@@ -120,7 +133,7 @@ fn the_others_of_a_client_that_have_committed_count_with_what_is_sent_ahead() {
 
 #[test]
 fn dropped_blocks_that_were_sent_ahead_never_count() {
-    for way in WAYS {
+    for way in ways() {
         let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
         let client = world.client();
         let learner = contributor(&client, "l");
@@ -138,7 +151,7 @@ fn dropped_blocks_that_were_sent_ahead_never_count() {
 
 #[test]
 fn blocks_that_a_dead_client_sent_ahead_never_count() {
-    for way in WAYS {
+    for way in ways() {
         let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "1")];
         let world = World::new(1, BYTES, &settings, way);
         let dying = world.client();
@@ -157,7 +170,7 @@ fn blocks_that_a_dead_client_sent_ahead_never_count() {
 
 /// One learner has written half of its contribution, which the shard has. Then another one contributes.
 fn a_slow_writer_holds_nobody_up(consistency: &str) {
-    for (way, shared) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
+    for (way, shared) in ways().into_iter().flat_map(|way| [(way, false), (way, true)]) {
         let settings = [("reducer", "sum"), ("learners", "1"), ("consistency", consistency)];
         let world = World::new(1, BYTES, &settings, way);
         let (client, other) = (world.client(), world.client());
@@ -196,7 +209,7 @@ fn a_slow_writer_holds_nobody_up_in_an_asynchronous_job() {
 
 #[test]
 fn new_weights_do_not_wait_for_a_slow_writer() {
-    for way in WAYS {
+    for way in ways() {
         let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
         let client = world.client();
         let slow = contributor(&client, "slow");

@@ -358,9 +358,12 @@ fn a_hostile_client_ends_only_its_own_connection() {
         (vec![share(BYTES, 0x1000), push(BYTES - 1)], "leave region 1"),
         (vec![share(BYTES, 0x1000), push(u64::MAX)], "leave region 1"),
         (vec![share(BYTES, 0x1000), share(BYTES, 0x1000)], "is there already"),
-        (vec![Message::PushIn { plan, block, wide, slot: 999 }], "slot 999 is not the client's"),
         (
-            vec![Message::PushIn { plan, block: BlockId(1 << 20), wide, slot: 0 }],
+            vec![Message::PushIn { plan, block, wide, ahead: false, slot: 999 }],
+            "slot 999 is not the client's",
+        ),
+        (
+            vec![Message::PushIn { plan, block: BlockId(1 << 20), wide, ahead: false, slot: 0 }],
             "is not one of this shard's",
         ),
         (vec![Message::Unshare { region: 5 }], "no region 5"),

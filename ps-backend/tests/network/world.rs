@@ -21,6 +21,8 @@ use ps_backend::server::{RdmaUse, Server, ServerOptions};
 use ps_backend::snapshot::Piece;
 
 pub const LONG: Duration = Duration::from_secs(20);
+/// The size of a block of a world's model, in bytes.
+pub const BLOCK: u32 = 64 << 10;
 
 pub struct World {
     /// As long as these live, the shards do.
@@ -103,7 +105,7 @@ pub fn options() -> ServerOptions {
 impl World {
     /// `shards` shards with a blank fp32 model of `bytes` bytes.
     pub fn new(shards: usize, bytes: u64, settings: &[(&str, &str)], way: Way) -> World {
-        let layout = ModelLayout::blank(bytes, DType::F32, 64 << 10).unwrap();
+        let layout = ModelLayout::blank(bytes, DType::F32, BLOCK).unwrap();
         World::of(shards, &layout, settings, way)
     }
 

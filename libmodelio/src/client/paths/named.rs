@@ -6,6 +6,8 @@
 //!
 //! This module holds `unsafe`; each place says why it is sound.
 
+mod device_reads;
+
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,6 +15,7 @@ use std::time::Instant;
 
 use parking_lot::MutexGuard;
 
+use self::device_reads::DeviceReads;
 use super::{BlockPath, Connection};
 use crate::bytes::mmap::Mapping;
 use crate::client::core::Push;
@@ -51,8 +54,9 @@ pub(super) trait PeerMemory: Send {
     /// The path.
     const FAST: FastPath;
 
-    /// Whether blocks of an open contribution are named, too.
-    const NAMES_AHEAD: bool;
+    /// Whether a device reads lent memory, which it can do only as long as that is in this process. A shard that maps it
+    /// has it for itself.
+    const IS_READ_BY_DEVICE: bool;
 
     /// The number of threads that serve such connections.
     fn threads(options: &ClientOptions) -> usize;
@@ -146,6 +150,8 @@ pub(super) struct Named<M> {
     run: usize,
     /// The requests that asked for an answer, and have none yet.
     unsaid: VecDeque<u64>,
+    /// Memory of contributions that were still written when blocks in it were named.
+    device_reads: DeviceReads<Mapping>,
     /// The number of the last request. Pushes from slots have numbers up to [`SLOTS`].
     last_request: u64,
     /// The log says that contributions go through the ring.
@@ -174,6 +180,7 @@ impl<M: PeerMemory> Named<M> {
             since_asked: 0,
             run: 0,
             unsaid: VecDeque::new(),
+            device_reads: DeviceReads::default(),
             last_request: u64::from(SLOTS),
             said: false,
         }
@@ -194,9 +201,10 @@ impl<M: PeerMemory> Named<M> {
 
     /// The request number of the next block that is named where it lies. It is 0 unless the shard must answer when it
     /// has used this block and those before it.
-    fn asks(&mut self, block: u32) -> u64 {
+    fn asks(&mut self, block: u32, memory: &Arc<Mapping>) -> u64 {
         self.since_asked += 1;
-        if self.since_asked * (block as usize) < self.run {
+        // The next answer lets go of memory that a dropped plan was told of.
+        if self.since_asked * (block as usize) < self.run && !self.device_reads.has_other(memory) {
             return 0;
         }
         self.since_asked = 0;
@@ -236,15 +244,20 @@ impl<M: PeerMemory> Named<M> {
         if let [source] = &payload.sources[..] {
             let (request, push) = match self.memory.place(source.memory(), span.clone()) {
                 Placed::In(slot) => {
-                    let push = Message::PushIn { plan, block, wide: false, slot };
+                    let push = Message::PushIn { plan, block, wide: false, ahead, slot };
                     (PLACED + u64::from(slot), Some(push))
                 }
                 Placed::Later => return Outcome::Held,
                 Placed::Not => match self.lend(to, source.memory()) {
                     Ok(region) => {
+                        let request = self.asks(layout.block_size(), source.memory());
+                        if M::IS_READ_BY_DEVICE && ahead {
+                            let until = if request == 0 { self.last_request + 1 } else { request };
+                            self.device_reads.keep(source.memory(), until);
+                        }
                         let push =
                             Message::PushAt { plan, block, wide: false, ahead, region, offset: extent.start };
-                        (self.asks(layout.block_size()), Some(push))
+                        (request, Some(push))
                     }
                     Err(_) => (0, None),
                 },
@@ -356,7 +369,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 return self.tidy(to);
             }
             let now = shared.now();
-            let may_name = M::NAMES_AHEAD || !inner.core.sends_ahead();
+            let may_name = self.device_reads.has_room() || !inner.core.sends_ahead();
             let next = match self.unsaid.len() < UNSAID && may_name {
                 true => self.held.take().or_else(|| inner.core.next_push(route.part, now)),
                 false => None,
@@ -393,6 +406,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
         let request = received.header.request();
         if self.unsaid.front() == Some(&request) {
             self.unsaid.pop_front();
+            self.device_reads.answered(request);
             return Ok(true);
         }
         if let Some(slot) = request.checked_sub(PLACED) {

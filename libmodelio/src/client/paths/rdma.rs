@@ -86,7 +86,8 @@ impl RdmaPath {
             return Ok(None);
         };
         let Some(slot) = granted.free.pop() else { return Ok(None) };
-        // SAFETY: nobody writes a committed payload until its plan is over. No checksum is needed.
+        // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
+        // elsewhere if this one's plan was dropped. No checksum is needed.
         let piece = unsafe { Piece::new(memory.bytes(range), Some(0), Arc::clone(memory) as Guard) };
         let to = granted.start.at(u64::from(slot) * u64::from(granted.bytes));
         let placed = self.queue_pair.device().register(memory).and_then(|registration| {
@@ -117,9 +118,7 @@ impl RdmaPath {
 impl PeerMemory for RdmaPath {
     const FAST: FastPath = FastPath::Rdma;
 
-    /// Devices read from registered memory. Nobody says when the last of them has read what a dropped plan was told of,
-    /// and the memory cannot be let go before that.
-    const NAMES_AHEAD: bool = false;
+    const IS_READ_BY_DEVICE: bool = true;
 
     fn threads(options: &ClientOptions) -> usize {
         options.rdma.queues

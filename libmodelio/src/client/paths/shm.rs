@@ -42,7 +42,7 @@ impl PeerMemory for OfHost {
     const FAST: FastPath = FastPath::SharedMemory;
 
     /// A shard has a mapping of its own, of memory that the client does not write again.
-    const NAMES_AHEAD: bool = true;
+    const IS_READ_BY_DEVICE: bool = false;
 
     fn threads(options: &ClientOptions) -> usize {
         options.threads

@@ -159,11 +159,9 @@ impl Partition {
     /// The block that `received` sends or names.
     pub(in crate::server) fn push(&self, received: &Received) -> Result<Push, Refusal> {
         let (plan, block, wide, ahead) = match received.message {
-            Message::Push { plan, block, wide, ahead } | Message::PushAt { plan, block, wide, ahead, .. } => {
-                (plan, block, wide, ahead)
-            }
-            // Devices read committed contributions.
-            Message::PushIn { plan, block, wide, .. } => (plan, block, wide, false),
+            Message::Push { plan, block, wide, ahead }
+            | Message::PushAt { plan, block, wide, ahead, .. }
+            | Message::PushIn { plan, block, wide, ahead, .. } => (plan, block, wide, ahead),
             _ => return Err(Refusal::Role { what: received.message.name().to_owned() }),
         };
         let push = self.push_of(plan, block, wide, ahead)?;
