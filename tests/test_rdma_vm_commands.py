@@ -9,7 +9,7 @@ import json
 import pytest
 from cluster import run
 from conftest import gradfs_binary
-from rdmavm import both_providers, vm  # noqa: F401
+from rdmavm import rxe_or_in_full, vm  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
 
@@ -49,7 +49,7 @@ def begin():
     return BEGIN % gradfs_binary()
 
 
-@both_providers
+@rxe_or_in_full
 def test_devices_are_listed_and_those_that_cannot_be_used_are_clear_errors(vm, provider, tmp_path):  # noqa: F811
     """With `on` the shard does not start; with `auto` it goes on, and its first line says why. So it is with memory
     that an ordinary user may not pin, and with a port that is down. Last, when there is no device any more, what to do."""
@@ -120,7 +120,7 @@ def test_devices_are_listed_and_those_that_cannot_be_used_are_clear_errors(vm, p
     assert "RDMA: there is no RDMA device" in none and "rdma link add" in none, none
 
 
-@both_providers
+@rxe_or_in_full
 def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: F811
     """A shard on one host, mounts on another: by RDMA alone, and by TCP where the mount's device is not there."""
     done = vm.run(
@@ -188,6 +188,7 @@ def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: 
         assert f'transport="{name}"}} 1\n' in metrics, metrics
 
 
+@pytest.mark.rdma_vm_full
 def test_a_mount_that_finds_no_room_says_what_to_set_and_goes_back_when_there_is(vm, tmp_path):  # noqa: F811
     """A mount on another host that may goes by TCP, and says why; one that may not does not come about. Once there is room
     for its connections, status, metrics and log say so, and the model is none the worse."""

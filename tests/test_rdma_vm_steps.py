@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster import run
 from conftest import REPOSITORY, gradfs_binary
-from rdmavm import both_providers, lasts, rxe_or_in_full, vm  # noqa: F401
+from rdmavm import lasts, rxe_or_in_full, vm  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
 
@@ -118,7 +118,7 @@ def begin():
     return BEGIN % (gradfs_binary(), LEARNER, MARKED)
 
 
-@both_providers
+@rxe_or_in_full
 def test_steps_between_two_hosts_count_once(vm, provider):  # noqa: F811
     """And what the mount's host sends has the traffic class that was asked for; soft-iWARP knows of none."""
     done = vm.run(

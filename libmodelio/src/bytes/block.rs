@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::bytes::kernels::{self, Wire};
-use crate::transport::Region;
+use crate::bytes::mmap::Mapping;
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::{ModelLayout, Segment};
 
@@ -34,11 +34,11 @@ pub fn is_finite(layout: &ModelLayout, block: BlockId, payload: &[u8]) -> bool {
 
 /// Copies a whole block to its place in a staging region, past the caches: the shard reads it when the
 /// others' are there too. Looks for NaN and Inf on the way if it is to `check`; false when it found some.
-pub fn place(layout: &ModelLayout, block: BlockId, payload: &[u8], room: &Region, check: bool) -> bool {
+pub fn place(layout: &ModelLayout, block: BlockId, payload: &[u8], room: &Mapping, check: bool) -> bool {
     let mut finite = true;
     for (segment, src) in segments(layout, block, payload) {
         // SAFETY: the learner offers the block once, and reads or writes its place only after this.
-        let dst = unsafe { room.memory().bytes_mut(span(&segment.bytes)) };
+        let dst = unsafe { room.bytes_mut(span(&segment.bytes)) };
         match Wire::of(segment.dtype) {
             Some(wire) if check => finite &= kernels::copy_checked(wire, src, dst),
             _ => kernels::stream_copy(src, dst),
@@ -48,13 +48,13 @@ pub fn place(layout: &ModelLayout, block: BlockId, payload: &[u8], room: &Region
 }
 
 /// Like [`is_finite`], for a block in a region that nobody writes.
-pub fn region_is_finite(layout: &ModelLayout, block: BlockId, region: &Region) -> bool {
+pub fn is_finite_in(layout: &ModelLayout, block: BlockId, memory: &Mapping) -> bool {
     // SAFETY: the contribution is sealed: its program waits in fsync or close.
-    is_finite(layout, block, unsafe { region.memory().bytes(span(&layout.block_bytes(block))) })
+    is_finite(layout, block, unsafe { memory.bytes(span(&layout.block_bytes(block))) })
 }
 
 /// The first block in which one of the `written` byte ranges holds NaN or Inf.
-pub fn written_is_finite(layout: &ModelLayout, region: &Region, written: &[Range<u64>]) -> Option<BlockId> {
+pub fn written_is_finite(layout: &ModelLayout, memory: &Mapping, written: &[Range<u64>]) -> Option<BlockId> {
     for range in written.iter().filter(|range| !range.is_empty()) {
         for block in (layout.block_of(range.start).0..=layout.block_of(range.end - 1).0).map(BlockId) {
             for segment in layout.segments(block) {
@@ -69,7 +69,7 @@ pub fn written_is_finite(layout: &ModelLayout, region: &Region, written: &[Range
                     continue;
                 }
                 // SAFETY: the writer is in fsync or close, and nobody else knows the buffer.
-                if !kernels::all_finite(wire, unsafe { region.memory().bytes(span(&(start..end))) }) {
+                if !kernels::all_finite(wire, unsafe { memory.bytes(span(&(start..end))) }) {
                     return Some(block);
                 }
             }
@@ -79,15 +79,15 @@ pub fn written_is_finite(layout: &ModelLayout, region: &Region, written: &[Range
 }
 
 /// Bytes of a version's buffer that is pinned, or the newest.
-pub fn pinned_bytes(region: &Region, range: Range<u64>) -> &[u8] {
+pub fn pinned_bytes(version: &Mapping, range: Range<u64>) -> &[u8] {
     // SAFETY: a version is not written while it is pinned, and the caller that asks for its bytes holds a
     // pin.
-    unsafe { region.memory().bytes(span(&range)) }
+    unsafe { version.bytes(span(&range)) }
 }
 
 /// Copies `range` of a pinned version into a buffer that is being completed, which its owner alone knows.
-pub fn copy_gap(from: &Region, to: &Region, range: Range<u64>) {
+pub fn copy_gap(from: &Mapping, to: &Mapping, range: Range<u64>) {
     // SAFETY: the version is pinned; the buffer's writer is in fsync or close, and nobody else knows it.
-    let output = unsafe { to.memory().bytes_mut(span(&range)) };
+    let output = unsafe { to.bytes_mut(span(&range)) };
     kernels::stream_copy(pinned_bytes(from, range), output);
 }

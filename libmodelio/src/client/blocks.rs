@@ -111,14 +111,14 @@ impl Shared {
     /// request if the connection already waits for `due` blocks and that is enough.
     pub(super) fn next_sent(&self, route: &Route, link: &Link, due: usize) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
-        if inner.is_in_force(route) && !inner.uses(route.part, link, self.options.threads) {
+        if inner.is_in_force(route) && !inner.uses(route.partition, link, self.options.threads) {
             return None;
         }
         let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
-        // The map in force numbers the parts.
+        // The map in force numbers the partitions.
         while inner.is_in_force(route)
-            && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.part, now)
+            && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.partition, now)
         {
             if let Some((wide, piece)) = self.push(inner, plan, block)? {
                 return Some((frame(Message::Push { plan, block, wide, ahead }, Some(piece)), 0));
@@ -161,9 +161,9 @@ impl Shared {
                 return None;
             }
         }
-        let message = inner.core.next_pull(route.part, window, self.now())?;
+        let message = inner.core.next_pull(route.partition, window, self.now())?;
         let asked = match &message {
-            Message::Pull { blocks, .. } => inner.core.asked_in(route.part, blocks),
+            Message::Pull { blocks, .. } => inner.core.asked_in(route.partition, blocks),
             _ => 0,
         };
         Some((Outgoing { epoch: route.epoch(), ..Outgoing::new(0, message) }, asked))
@@ -195,9 +195,9 @@ impl Shared {
         let mut out = inner.spare.pop().unwrap_or_default();
         drop(inner);
         // SAFETY: as above.
-        let parts: Vec<&[u8]> =
+        let payloads: Vec<&[u8]> =
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
-        let summed = sum::sum(&self.layout, block, &parts, (replaces, &written), check, &mut out);
+        let summed = sum::sum(&self.layout, block, &payloads, (replaces, &written), check, &mut out);
         if !self.still_sends(plan) {
             self.inner.lock().spare.push(out);
             return Some(None);
@@ -205,7 +205,7 @@ impl Shared {
         match summed {
             Ok(wide) => {
                 self.tally.moved(Flow::Push, out.len());
-                self.tally.copied(Flow::Push, sum::copied(&self.layout, block, parts.len(), replaces));
+                self.tally.copied(Flow::Push, sum::copied(&self.layout, block, payloads.len(), replaces));
                 let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
                 // SAFETY: nobody writes the vector while the guard lives.
                 let piece = unsafe { Piece::new(&pooled.bytes, None, Arc::clone(&pooled) as Guard) };

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::core::Part;
 use super::fallback::{Due, FastPath};
 use super::inquiry::IN_QUESTION;
 use super::paths::Connection;
@@ -13,6 +12,7 @@ use super::shared::{Inner, Shared};
 use super::usage::Usage;
 use crate::transport::frames::Link;
 use crate::transport::stream::Close;
+use crate::vocabulary::block_map::PartitionIndex;
 use crate::wire::Role;
 
 /// The reason for closing a TCP connection after a faster one has come about.
@@ -57,7 +57,7 @@ impl Shared {
             let worse = |other: &Link| is_fast && peer.fallbacks.is_one(other);
             let at = peer.links.iter().position(worse).unwrap_or(peer.links.len());
             peer.links.insert(at, link.clone());
-            inner.core.shard_up(route.part, now, &mut actions);
+            inner.core.shard_up(route.partition, now, &mut actions);
             // The keeper may open the next connection now.
             self.rouse();
         }
@@ -105,8 +105,8 @@ impl Shared {
         match route.role {
             _ if !was_up => {}
             Role::Control => inner.core.coordinator_down(now, &mut actions),
-            _ if alone => inner.core.shard_down(route.part),
-            _ => inner.core.check_part(route.part, now, &mut actions),
+            _ if alone => inner.core.shard_down(route.partition),
+            _ => inner.core.check_partition(route.partition, now, &mut actions),
         }
         self.act(inner, actions);
         self.rouse();
@@ -121,7 +121,7 @@ impl Shared {
             let connections = self.options.connections;
             let now = Instant::now();
             let mut later = |at: Instant| next = Some(next.map_or(at, |next: Instant| next.min(at)));
-            let mut check = |peer: &mut Peer, wanted: usize, (role, part): (Role, Part)| {
+            let mut check = |peer: &mut Peer, wanted: usize, (role, partition): (Role, PartitionIndex)| {
                 if peer.barred {
                     return;
                 }
@@ -129,7 +129,7 @@ impl Shared {
                     (0..).filter(|number| !peer.opened.contains(number)).take(count).collect()
                 };
                 let open = |peer: &mut Peer, numbers: Vec<usize>, missing: &mut Vec<_>| {
-                    missing.extend(numbers.iter().map(|&number| (role, part, number)));
+                    missing.extend(numbers.iter().map(|&number| (role, partition, number)));
                     peer.opened.extend(numbers);
                 };
                 // A connection that only tries a faster path counts in addition.
@@ -151,17 +151,17 @@ impl Shared {
             };
             let coordinator = inner.routes.coordinator;
             check(&mut inner.coordinator, 1, (Role::Control, coordinator));
-            for (part, peer) in inner.parts.iter_mut().enumerate() {
+            for (partition, peer) in inner.partitions.iter_mut().enumerate() {
                 // Connections are opened one after the other. The shard then knows the purpose of each, and puts the
                 // next one on another thread.
                 let greeted = peer.links.len();
-                check(peer, connections.min(greeted + 1), (Role::Data, part));
+                check(peer, connections.min(greeted + 1), (Role::Data, partition));
             }
             Arc::clone(&inner.routes)
         };
-        for (role, part, number) in missing {
-            let route = Route { routes: Arc::clone(&routes), role, part, number };
-            match routes.parts[part].fast.filter(|_| role == Role::Data) {
+        for (role, partition, number) in missing {
+            let route = Route { routes: Arc::clone(&routes), role, partition, number };
+            match routes.partitions[partition].fast.filter(|_| role == Role::Data) {
                 Some(FastPath::SharedMemory) => self.connect_by_memory(route),
                 Some(FastPath::Rdma) => self.connect_by_rdma(route),
                 None => self.connect_by_tcp(route),
@@ -188,7 +188,7 @@ impl Shared {
             if !inner.is_in_force(&route) {
                 return;
             }
-            let fallbacks = &mut inner.parts[route.part].fallbacks;
+            let fallbacks = &mut inner.partitions[route.partition].fallbacks;
             if fallbacks.is_trial(route.number) {
                 drop(inner);
                 return self.ended(&route, &Link::default(), &format!("{fast}: {why}"));
@@ -208,15 +208,15 @@ impl Inner {
     fn peer(&mut self, route: &Route) -> &mut Peer {
         match route.role {
             Role::Control => &mut self.coordinator,
-            _ => &mut self.parts[route.part],
+            _ => &mut self.partitions[route.partition],
         }
     }
 
     /// Whether blocks go over this connection at the moment, in a client with this many threads.
-    pub(super) fn uses(&self, part: Part, link: &Link, threads: usize) -> bool {
-        let most = threads.div_ceil(self.parts.len()).max(1);
-        let peer = &self.parts[part];
-        peer.usage.uses(&peer.links, link, most, self.core.struggles(part))
+    pub(super) fn uses(&self, partition: PartitionIndex, link: &Link, threads: usize) -> bool {
+        let most = threads.div_ceil(self.partitions.len()).max(1);
+        let peer = &self.partitions[partition];
+        peer.usage.uses(&peer.links, link, most, self.core.struggles(partition))
     }
 }
 

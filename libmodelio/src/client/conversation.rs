@@ -231,8 +231,9 @@ impl<P: BlockPath> Conversation for Data<P> {
             _ => {}
         }
         let message = received.message.clone();
-        shared
-            .with_core_by(route, |core, now, actions| core.from_shard(route.part, message, now, actions))?;
+        shared.with_core_by(route, |core, now, actions| {
+            core.from_shard(route.partition, message, now, actions)
+        })?;
         Ok(Take::Nothing)
     }
 

@@ -54,7 +54,7 @@ impl VersionView {
     /// # Panics
     /// When `range` leaves the model.
     pub fn bytes(&self, range: Range<u64>) -> &[u8] {
-        block::pinned_bytes(&self.region, range)
+        block::pinned_bytes(self.region.memory(), range)
     }
 }
 

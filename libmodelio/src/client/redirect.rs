@@ -180,9 +180,9 @@ impl Shared {
         if !taken {
             return Ok(false);
         }
-        let peers = new.parts.iter().map(|place| Peer::new(place.barred.is_some())).collect();
+        let peers = new.partitions.iter().map(|place| Peer::new(place.barred.is_some())).collect();
         let before = std::mem::replace(&mut inner.routes, Arc::clone(&new));
-        let parts = std::mem::replace(&mut inner.parts, peers);
+        let partitions = std::mem::replace(&mut inner.partitions, peers);
         let coordinator = std::mem::replace(&mut inner.coordinator, Peer::new(false));
         // The new coordinator has taken over the job that was reached before, unless the report is wrong.
         let met = coordinator.met || inner.unconfirmed.take().is_some_and(|before| before.met);
@@ -193,7 +193,7 @@ impl Shared {
             Authority::Good | Authority::Corrects => inner.coordinator.met = met,
         }
         inner.inquiry = Inquiry { under_way: inner.inquiry.under_way, ..Inquiry::default() };
-        parts
+        partitions
             .iter()
             .chain([&coordinator])
             .flat_map(|peer| &peer.links)
@@ -202,12 +202,12 @@ impl Shared {
         // The old connections end by themselves, and nobody waits for them.
         let _ = before.threads.shut_down(Duration::ZERO);
         let at: Vec<String> = new
-            .parts
+            .partitions
             .iter()
             .map(|place| format!("shard {} at {}", place.record.shard, place.record.address))
             .collect();
         tracing::info!(model = %self.model, epoch = %new.epoch, "the model has moved: {}", at.join(", "));
-        for why in new.parts.iter().filter_map(|place| place.barred.as_ref()) {
+        for why in new.partitions.iter().filter_map(|place| place.barred.as_ref()) {
             tracing::error!(
                 model = %self.model,
                 "{why}: requests that need it end at their deadlines; connect anew without asking for shared memory alone"
@@ -242,7 +242,7 @@ impl Shared {
         {
             let mut inner = self.inner.lock();
             let gone =
-                inner.parts.iter().chain([&inner.coordinator]).filter_map(|peer| peer.gone_since).min();
+                inner.partitions.iter().chain([&inner.coordinator]).filter_map(|peer| peer.gone_since).min();
             let since = gone.or(inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.since));
             let Some(since) = since else {
                 (inner.inquiry.tries, inner.inquiry.other_lives, inner.inquiry.next) = (0, 0, None);
@@ -285,7 +285,8 @@ impl Shared {
                 self.is_gone(&record);
                 let is_listed =
                     |place: &ShardRoute| shards.iter().any(|shard| shard.shard == place.record.shard);
-                let others = known.parts.iter().filter(|place| unconfirmed.is_none() && !is_listed(place));
+                let others =
+                    known.partitions.iter().filter(|place| unconfirmed.is_none() && !is_listed(place));
                 let others: Vec<ShardRecord> = others.map(|place| place.record.clone()).collect();
                 shards.extend(others);
                 self.confirm_move(Moved { record, shards }, report, unconfirmed)

@@ -7,21 +7,20 @@ use std::sync::Arc;
 
 use super::fallback::FastPath;
 use super::options::TransportChoice;
-use crate::client::core::Part;
 use crate::transport::shm;
 use crate::transport::shm::Threads;
 use crate::transport::stream::Close;
-use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::block_map::{BlockMap, PartitionIndex};
 use crate::vocabulary::ids::{Epoch, ShardId};
 use crate::wire::{Role, ShardRecord};
 
 /// A block map, with its shards.
 pub(super) struct Routes {
     pub(super) epoch: Epoch,
-    /// The part that coordinates the job.
-    pub(super) coordinator: Part,
-    /// The shards, in the order of the core's parts.
-    pub(super) parts: Vec<ShardRoute>,
+    /// The shard that coordinates the job.
+    pub(super) coordinator: PartitionIndex,
+    /// The routes to the shards, by [`PartitionIndex`].
+    pub(super) partitions: Vec<ShardRoute>,
     /// The threads of connections through shared memory.
     pub(super) threads: Arc<Threads>,
 }
@@ -83,21 +82,21 @@ impl Routes {
                 barred,
             })
         };
-        let parts = map.shares().into_iter().map(place).collect::<Result<Vec<ShardRoute>, String>>()?;
-        let coordinator = parts.iter().position(|place| place.record.shard == coordinator);
+        let partitions = map.shares().into_iter().map(place).collect::<Result<Vec<ShardRoute>, String>>()?;
+        let coordinator = partitions.iter().position(|place| place.record.shard == coordinator);
         let coordinator = coordinator.ok_or("the shard that coordinates it owns no block of it")?;
         // Old connections may still exist when new ones begin.
-        let threads = Threads::new(2 * parts.len() * connections);
-        Ok(Routes { epoch: map.epoch(), coordinator, parts, threads })
+        let threads = Threads::new(2 * partitions.len() * connections);
+        Ok(Routes { epoch: map.epoch(), coordinator, partitions, threads })
     }
 
     /// The routes to a shard in this process, which need no connection.
     pub(super) fn here(epoch: Epoch) -> Routes {
-        Routes { epoch, coordinator: 0, parts: Vec::new(), threads: Threads::new(0) }
+        Routes { epoch, coordinator: 0, partitions: Vec::new(), threads: Threads::new(0) }
     }
 
-    pub(super) fn address(&self, part: Part) -> &str {
-        &self.parts[part].record.address
+    pub(super) fn address(&self, partition: PartitionIndex) -> &str {
+        &self.partitions[partition].record.address
     }
 }
 
@@ -120,8 +119,8 @@ pub(super) struct Route {
     pub(super) routes: Arc<Routes>,
     /// [`Role::Control`] to the coordinator, or [`Role::Data`].
     pub(super) role: Role,
-    /// The part that it leads to.
-    pub(super) part: Part,
+    /// The partition that it leads to.
+    pub(super) partition: PartitionIndex,
     /// Its number among connections of its kind. It is free again when the connection has ended.
     pub(super) number: usize,
 }
@@ -133,7 +132,7 @@ impl Route {
 
     /// The address that it leads to.
     pub(super) fn address(&self) -> &str {
-        self.routes.address(self.part)
+        self.routes.address(self.partition)
     }
 }
 

@@ -46,7 +46,7 @@ pub(super) struct Inner {
     pub(super) sources: HashMap<(LearnerId, Step), Staged>,
     pub(super) weights: HashMap<u64, Region>,
     pub(super) coordinator: Peer,
-    pub(super) parts: Vec<Peer>,
+    pub(super) partitions: Vec<Peer>,
     pub(super) inquiry: Inquiry,
     pub(super) unconfirmed: Option<Unconfirmed>,
     pub(super) late: Late,
@@ -144,7 +144,7 @@ impl Inner {
             sources: HashMap::new(),
             weights: HashMap::new(),
             coordinator: Peer::new(false),
-            parts: routes.parts.iter().map(|_| Peer::new(false)).collect(),
+            partitions: routes.partitions.iter().map(|_| Peer::new(false)).collect(),
             inquiry: Inquiry::default(),
             unconfirmed: None,
             late: Late::default(),
@@ -182,7 +182,7 @@ impl Inner {
     }
 
     pub(super) fn wake_all(&self) {
-        self.parts.iter().flat_map(|peer| &peer.links).for_each(Link::wake);
+        self.partitions.iter().flat_map(|peer| &peer.links).for_each(Link::wake);
     }
 }
 
@@ -303,7 +303,7 @@ impl Shared {
         self.stopping.store(true, Ordering::Relaxed);
         let threads = {
             let inner = self.inner.lock();
-            let links = inner.parts.iter().chain([&inner.coordinator]).flat_map(|peer| &peer.links);
+            let links = inner.partitions.iter().chain([&inner.coordinator]).flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
             Arc::clone(&inner.routes.threads)
         };
@@ -426,19 +426,19 @@ impl Shared {
             }
             // Nothing is lost on the way to a shard in this process.
             Action::ToShard(..) if self.local.is_some() => {}
-            Action::ToShard(part, message) => {
-                let peer = &mut inner.parts[part];
+            Action::ToShard(partition, message) => {
+                let peer = &mut inner.partitions[partition];
                 peer.turn += 1;
                 if let Some(link) = peer.links.get(peer.turn % peer.links.len().max(1)) {
                     link.send(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(0, message) });
                 }
             }
-            Action::Wake(part) => match &self.local {
+            Action::Wake(partition) => match &self.local {
                 Some(local) => {
                     inner.show_here(local, self.now(), more);
                     after.pushes = true;
                 }
-                None => inner.parts[part].links.iter().for_each(Link::wake),
+                None => inner.partitions[partition].links.iter().for_each(Link::wake),
             },
             Action::Answer(token, result) => {
                 if let Some(done) = inner.answers.remove(&token) {
@@ -457,7 +457,7 @@ impl Shared {
                 inner.weights.remove(&token);
             }
             Action::EndLoans => {
-                inner.parts.iter_mut().flat_map(|peer| peer.loans.drain(..)).for_each(|(_, end)| end());
+                inner.partitions.iter_mut().flat_map(|peer| peer.loans.drain(..)).for_each(|(_, end)| end());
             }
             Action::State => {
                 let (retain, max) = inner.bounds();

@@ -37,7 +37,8 @@ impl Bench {
         let mut bench = Bench { core, now: Now::ZERO, said: Vec::new() };
         bench.core.shown(Version(0), bench.now, &mut bench.said);
         bench.core.coordinator_up(bench.now, &mut bench.said);
-        (0..bench.core.shards().len()).for_each(|part| bench.core.shard_up(part, bench.now, &mut bench.said));
+        (0..bench.core.shards().len())
+            .for_each(|partition| bench.core.shard_up(partition, bench.now, &mut bench.said));
         bench.ask(1, Message::Join { name: "l".into() }, 10);
         let joined = Message::Joined { learner: L, incarnation: Incarnation(1), since: 1 };
         bench.coordinator(1, joined);
@@ -89,8 +90,8 @@ impl Bench {
         self.core.tick(self.now, &mut self.said);
     }
 
-    fn pushes(&mut self, part: usize) -> Vec<u32> {
-        std::iter::from_fn(|| self.core.next_push(part, self.now)).map(|push| push.block.0).collect()
+    fn pushes(&mut self, partition: usize) -> Vec<u32> {
+        std::iter::from_fn(|| self.core.next_push(partition, self.now)).map(|push| push.block.0).collect()
     }
 
     fn state(&mut self, sequence: u64, version: u64, step: u64, unpublished: bool) {

@@ -11,6 +11,9 @@ use std::collections::BTreeMap;
 
 use crate::vocabulary::ids::{BlockId, Epoch, ShardId};
 
+/// The index of a partition, and of its shard, among those of a model: by rising [`ShardId`].
+pub type PartitionIndex = usize;
+
 /// Shards a model can be striped over.
 pub const MAX_SHARDS: usize = 1024;
 

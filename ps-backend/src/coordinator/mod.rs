@@ -20,6 +20,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
@@ -46,16 +47,13 @@ pub struct Source {
     pub weights: BlockRanges,
 }
 
-/// The index of a shard among those of the model.
-pub type Partition = usize;
-
 /// Work for the edge.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Send to a client: the answer to a request, or a notice under number 0.
     ToClient(ClientId, u64, Message),
     /// Send to a shard of the model. An answer repeats the number.
-    ToPartition(Partition, u64, Message),
+    ToPartition(PartitionIndex, u64, Message),
     /// Close the client's connection: the client breaks the protocol, or is no longer known.
     Close(ClientId, Refusal),
     /// A version is complete.
@@ -198,7 +196,7 @@ impl CoordinatorCore {
     }
 
     /// The plan under way, and the shards that it waits for.
-    pub fn running(&self) -> Option<(PlanId, Vec<Partition>)> {
+    pub fn running(&self) -> Option<(PlanId, Vec<PartitionIndex>)> {
         self.run.as_ref().map(|run| (run.id(), run.waiting().collect()))
     }
 

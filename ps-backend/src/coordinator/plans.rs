@@ -3,13 +3,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::ExactSum;
 use libmodelio::wire::{Message, PlanSource, Refusal};
 
 use super::senders::Sender;
 use super::starts::Kind;
-use super::{Action, CoordinatorCore, Partition, REPEAT, Source};
+use super::{Action, CoordinatorCore, REPEAT, Source};
 use crate::core::{self, Now};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +36,7 @@ pub(super) struct Run {
     /// The sum of the squares that shards have measured, if the plan measures.
     squares: Option<ExactSum>,
     /// The shards that have not answered the stage's message.
-    waiting: BTreeSet<Partition>,
+    waiting: BTreeSet<PartitionIndex>,
     repeat_at: Now,
 }
 
@@ -48,7 +49,7 @@ impl Run {
         self.senders.iter().map(|sender| sender.client)
     }
 
-    pub(super) fn waiting(&self) -> impl Iterator<Item = Partition> {
+    pub(super) fn waiting(&self) -> impl Iterator<Item = PartitionIndex> {
         self.waiting.iter().copied()
     }
 
@@ -82,7 +83,7 @@ impl CoordinatorCore {
     /// Takes an answer or a notice of a shard.
     pub fn from_partition(
         &mut self,
-        partition: Partition,
+        partition: PartitionIndex,
         request: u64,
         message: Message,
         now: Now,
@@ -149,7 +150,7 @@ impl CoordinatorCore {
     }
 
     /// A shard is connected again. Messages that it may have missed are repeated.
-    pub fn partition_up(&mut self, partition: Partition, actions: &mut Vec<Action>) {
+    pub fn partition_up(&mut self, partition: PartitionIndex, actions: &mut Vec<Action>) {
         if let Some(run) = &self.run
             && run.waiting.contains(&partition)
         {
@@ -423,7 +424,7 @@ impl CoordinatorCore {
     /// The job fails: a partition contradicts the coordinator. It has lost its blocks, or belongs to another job.
     pub(super) fn fail(
         &mut self,
-        partition: Partition,
+        partition: PartitionIndex,
         refusal: &Refusal,
         now: Now,
         actions: &mut Vec<Action>,

@@ -8,7 +8,7 @@
 //!
 //! A block is reduced as soon as all of its contributions are there, while others are still on their way: a
 //! pass knows no block but its own, and makes nothing but the version. What it must know of all blocks, a plan before it
-//! measures. `docs/architecture.md` tells where an output for each learner would come.
+//! measures. `docs/architecture.md` tells where an output for each learner belongs.
 
 mod adam;
 mod assign;

@@ -377,23 +377,23 @@ impl VersionBuilder {
 fn brought(piece: &Segment, start: u64, written: &[Written<'_>], mut each: impl FnMut(Segment, Brings)) {
     let bytes = &piece.bytes;
     let within = |range: &Range<u32>| within(piece, start, range);
-    let parts: SmallVec<[Option<Vec<Range<u64>>>; INLINE]> =
-        written.iter().map(|part| part.map(|part| part.iter().filter_map(within).collect())).collect();
-    let cuts = parts.iter().flatten().flatten().flat_map(|range| [range.start, range.end]);
+    let inputs: SmallVec<[Option<Vec<Range<u64>>>; INLINE]> =
+        written.iter().map(|input| input.map(|input| input.iter().filter_map(within).collect())).collect();
+    let cuts = inputs.iter().flatten().flatten().flat_map(|range| [range.start, range.end]);
     let mut cuts: Vec<u64> = cuts.chain([bytes.end]).collect();
     cuts.sort_unstable();
     cuts.dedup();
     let mut pending: Option<(Range<u64>, Brings)> = None;
     let mut at = bytes.start;
     for cut in cuts.into_iter().filter(|&cut| cut > bytes.start) {
-        let brings = |part: &Option<Vec<Range<u64>>>| match part {
+        let brings = |input: &Option<Vec<Range<u64>>>| match input {
             None => true,
             Some(ranges) => {
                 let next = ranges.partition_point(|range| range.end <= at);
                 ranges.get(next).is_some_and(|range| range.start <= at)
             }
         };
-        let who = parts.iter().rposition(brings).map_or(Brings::Nobody, Brings::Only);
+        let who = inputs.iter().rposition(brings).map_or(Brings::Nobody, Brings::Only);
         match &mut pending {
             Some((range, of)) if *of == who => range.end = cut,
             pending => {

@@ -3,8 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use libmodelio::client::core::{Action, ClientCore, Part, Push, Token};
+use libmodelio::client::core::{Action, ClientCore, Push, Token};
 use libmodelio::transport::Attached;
+use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, Step, Version};
 use libmodelio::wire::{Granted, Message};
 
@@ -94,7 +95,7 @@ impl Client {
 
     /// What `node` is to this client: one of its core's partitions, or the coordinator (`Some(None)`). None for what is
     /// of another course.
-    pub fn partition_of(&self, courses: &[Course], node: Node) -> Option<Option<Part>> {
+    pub fn partition_of(&self, courses: &[Course], node: Node) -> Option<Option<PartitionIndex>> {
         match node {
             Node::Coordinator(course) => (course == self.course).then_some(None),
             Node::Partition(partition) => {
@@ -276,11 +277,11 @@ impl World {
         }
     }
 
-    fn shard_of(&self, index: usize, partition: Part) -> Node {
+    fn shard_of(&self, index: usize, partition: PartitionIndex) -> Node {
         Node::Partition(self.courses[self.clients[index].course].partitions[partition])
     }
 
-    fn push(&mut self, index: usize, (partition, to): (Part, Node), epoch: u64, push: Push) {
+    fn push(&mut self, index: usize, (partition, to): (PartitionIndex, Node), epoch: u64, push: Push) {
         let Push { plan, block, .. } = push;
         let client = &self.clients[index];
         let (_, granted) = client.core.outgoing().expect("there is something to push");

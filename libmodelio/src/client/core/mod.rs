@@ -29,7 +29,7 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 
 use crate::transport::{LeaveReason, ShardError};
-use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::block_map::{BlockMap, PartitionIndex};
 use crate::vocabulary::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::vocabulary::phase::JobPhase;
 use crate::wire::{JobState, MAX_NUMBER, Message, Refusal};
@@ -50,9 +50,6 @@ pub type Now = Duration;
 /// The edge's name for a request. [`Token::MAX`] marks requests that the core makes itself.
 pub type Token = u64;
 
-/// Index of a shard in the block map's order.
-pub type Part = usize;
-
 /// After this silence the client repeats a request, checks a push and repeats a pull.
 const PATIENCE: Duration = Duration::from_millis(1000);
 
@@ -65,9 +62,9 @@ pub enum Action {
     /// Send to the coordinator, under this request number.
     ToCoordinator(u64, Message),
     /// Send to a shard.
-    ToShard(Part, Message),
+    ToShard(PartitionIndex, Message),
     /// There may be something to push to this shard, or to pull from it.
-    Wake(Part),
+    Wake(PartitionIndex),
     /// The outcome of a request: its answer, or a refusal.
     Answer(Token, Result<Message, Refusal>),
     /// The outcome of [`ClientCore::await_step`].
@@ -93,7 +90,7 @@ pub struct ClientCore {
     epoch: Epoch,
     blocks: usize,
     shards: Vec<ShardId>,
-    /// For each part, its blocks.
+    /// For each partition, its blocks.
     owned: Vec<FixedBitSet>,
     coordinator_up: bool,
     shard_up: Vec<bool>,
@@ -138,7 +135,7 @@ pub struct ClientCore {
 impl ClientCore {
     /// A client that shows no version yet, for a model with this block map.
     pub fn new(map: &BlockMap) -> ClientCore {
-        let (shards, owned) = moving::parts(map);
+        let (shards, owned) = moving::partitions(map);
         ClientCore {
             epoch: map.epoch(),
             blocks: map.blocks() as usize,
@@ -188,7 +185,7 @@ impl ClientCore {
         ClientCore { on_demand: true, ..self }
     }
 
-    /// The shards, in the order of their parts.
+    /// The shards, by [`PartitionIndex`].
     pub fn shards(&self) -> &[ShardId] {
         &self.shards
     }
@@ -216,40 +213,46 @@ impl ClientCore {
     // -- what comes from shards
 
     /// A connection to a shard is open. Whatever was on its way before may be lost.
-    pub fn shard_up(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
-        self.shard_up[part] = true;
-        self.check_part(part, now, actions);
-        actions.push(Action::Wake(part));
+    pub fn shard_up(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
+        self.shard_up[partition] = true;
+        self.check_partition(partition, now, actions);
+        actions.push(Action::Wake(partition));
     }
 
     /// No connection to the shard is open.
-    pub fn shard_down(&mut self, part: Part) {
-        self.shard_up[part] = false;
+    pub fn shard_down(&mut self, partition: PartitionIndex) {
+        self.shard_up[partition] = false;
     }
 
     /// One of several connections to a shard has ended. The client finds and repeats what was on it.
-    pub fn check_part(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+    pub fn check_partition(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
         if let Some(outgoing) = &mut self.outgoing
             && outgoing.open.is_some()
         {
             // A provisional plan is checked when the coordinator has sealed it.
-            outgoing.parts[part].struggles = true;
+            outgoing.partitions[partition].struggles = true;
         } else if let Some(outgoing) = &mut self.outgoing
-            && !outgoing.parts[part].done
+            && !outgoing.partitions[partition].done
         {
-            outgoing.parts[part].moved = now;
-            outgoing.parts[part].struggles = true;
-            actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
+            outgoing.partitions[partition].moved = now;
+            outgoing.partitions[partition].struggles = true;
+            actions.push(Action::ToShard(partition, Message::Probe { plan: outgoing.plan }));
         }
         if let Some(pull) = &mut self.pull {
-            pull.parts[part].asked.clear();
-            pull.parts[part].struggles = true;
-            actions.push(Action::Wake(part));
+            pull.partitions[partition].asked.clear();
+            pull.partitions[partition].struggles = true;
+            actions.push(Action::Wake(partition));
         }
     }
 
     /// A message without payload from a shard.
-    pub fn from_shard(&mut self, part: Part, message: Message, now: Now, actions: &mut Vec<Action>) {
+    pub fn from_shard(
+        &mut self,
+        partition: PartitionIndex,
+        message: Message,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
         match message {
             Message::Missing { plan, blocks } => {
                 let mut bits = self.bits(&blocks);
@@ -257,13 +260,13 @@ impl ClientCore {
                 let Some(outgoing) = self.outgoing.as_mut().filter(of_plan) else { return };
                 // Another coordinator may have begun a plan with that number there.
                 bits.intersect_with(&outgoing.blocks);
-                let sending = &mut outgoing.parts[part];
+                let sending = &mut outgoing.partitions[partition];
                 sending.done = bits.is_clear();
                 sending.struggles |= !sending.done;
-                sending.todo = &bits & &self.owned[part];
+                sending.todo = &bits & &self.owned[partition];
                 (sending.at, sending.round) = (0, true);
                 sending.moved = now;
-                actions.push(Action::Wake(part));
+                actions.push(Action::Wake(partition));
             }
             Message::Refused(Refusal::NoVersion { wanted, newest }) => {
                 let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == wanted) else { return };
@@ -273,8 +276,8 @@ impl ClientCore {
                     self.pull = None;
                     self.start_pull(now, actions);
                 } else {
-                    pull.parts[part].asked.clear();
-                    pull.parts[part].retry = Some(now + RETRY);
+                    pull.partitions[partition].asked.clear();
+                    pull.partitions[partition].retry = Some(now + RETRY);
                 }
             }
             _ => {}
@@ -290,47 +293,47 @@ impl ClientCore {
             [Some(request.deadline), again].into_iter().flatten()
         });
         let waits = self.waits.iter().map(|wait| wait.deadline);
-        let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.parts);
-        let sending = sending.filter(|part| !part.done).map(|part| part.moved + PATIENCE);
-        let pulling = self.pull.iter().flat_map(|pull| &pull.parts);
-        let pulling = pulling.filter(|part| !part.missing.is_clear());
-        let pulling = pulling.map(|part| part.retry.unwrap_or(part.moved + PATIENCE));
+        let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.partitions);
+        let sending = sending.filter(|partition| !partition.done).map(|partition| partition.moved + PATIENCE);
+        let pulling = self.pull.iter().flat_map(|pull| &pull.partitions);
+        let pulling = pulling.filter(|partition| !partition.missing.is_clear());
+        let pulling = pulling.map(|partition| partition.retry.unwrap_or(partition.moved + PATIENCE));
         requests.chain(waits).chain(sending).chain(pulling).min()
     }
 
     /// Time passes. The client handles deadlines and repeats messages.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.tick_requests(now, actions);
-        for part in 0..self.shards.len() {
-            self.tick_part(part, now, actions);
+        for partition in 0..self.shards.len() {
+            self.tick_partition(partition, now, actions);
         }
         self.answer_waits(now, actions);
     }
 
-    fn tick_part(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+    fn tick_partition(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
         if let Some(outgoing) = &mut self.outgoing {
-            let sending = &mut outgoing.parts[part];
+            let sending = &mut outgoing.partitions[partition];
             if !sending.done && sending.moved + PATIENCE <= now {
                 sending.moved = now;
                 sending.struggles = true;
                 // Only a block that was sent can be missing.
                 if sending.todo.is_clear() {
-                    actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
+                    actions.push(Action::ToShard(partition, Message::Probe { plan: outgoing.plan }));
                 } else {
-                    actions.push(Action::Wake(part));
+                    actions.push(Action::Wake(partition));
                 }
             }
         }
         if let Some(pull) = &mut self.pull {
-            let receiving = &mut pull.parts[part];
+            let receiving = &mut pull.partitions[partition];
             if receiving.retry.take_if(|at| *at <= now).is_some() {
-                actions.push(Action::Wake(part));
+                actions.push(Action::Wake(partition));
             }
             if !receiving.missing.is_clear() && receiving.moved + PATIENCE <= now {
                 receiving.moved = now;
                 receiving.struggles = true;
                 receiving.asked.clear();
-                actions.push(Action::Wake(part));
+                actions.push(Action::Wake(partition));
             }
         }
     }

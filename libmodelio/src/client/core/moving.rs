@@ -6,21 +6,21 @@ use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::ShardId;
 
-/// The shards of a map in the order of their [`super::Part`]s, and the blocks of each.
-pub(super) fn parts(map: &BlockMap) -> (Vec<ShardId>, Vec<FixedBitSet>) {
+/// The shards of a map by [`PartitionIndex`](crate::vocabulary::block_map::PartitionIndex), and the blocks of each.
+pub(super) fn partitions(map: &BlockMap) -> (Vec<ShardId>, Vec<FixedBitSet>) {
     let shards: Vec<ShardId> = map.shares().into_keys().collect();
     let mut owned = vec![FixedBitSet::with_capacity(map.blocks() as usize); shards.len()];
     for (block, owner) in map.owners().iter().enumerate() {
         // Every owner is in the list of shards.
-        if let Ok(part) = shards.binary_search(owner) {
-            owned[part].insert(block);
+        if let Ok(partition) = shards.binary_search(owner) {
+            owned[partition].insert(block);
         }
     }
     (shards, owned)
 }
 
 impl ClientCore {
-    /// Puts `map` in force after a move. It numbers the parts from now on.
+    /// Puts `map` in force after a move. It numbers the partitions from now on.
     ///
     /// Shards have forgotten all that was sent under the old map. So the plan under way ends here, and the
     /// coordinator grants its contributions again in another plan. A pull begins again once no connection is
@@ -52,7 +52,7 @@ impl ClientCore {
 
     fn goes_to(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) {
         self.epoch = map.epoch();
-        (self.shards, self.owned) = parts(map);
+        (self.shards, self.owned) = partitions(map);
         self.coordinator_up = false;
         self.found();
         self.shard_up = vec![false; self.shards.len()];

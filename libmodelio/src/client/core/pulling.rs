@@ -5,7 +5,8 @@ use std::ops::Range;
 use fixedbitset::FixedBitSet;
 
 use super::waits::{Awaits, Wait};
-use super::{Action, ClientCore, Now, Part};
+use super::{Action, ClientCore, Now};
+use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::wire::Message;
 
@@ -26,7 +27,7 @@ pub enum Whole {
 #[derive(Debug)]
 pub(super) struct Pull {
     pub(super) version: Version,
-    pub(super) parts: Vec<Receiving>,
+    pub(super) partitions: Vec<Receiving>,
     pub(super) left: usize,
     /// There is no buffer for the version: all of them are held.
     pub(super) no_buffer: bool,
@@ -67,8 +68,9 @@ impl ClientCore {
             retry: None,
             struggles: false,
         };
-        let parts = self.owned.iter().map(receiving).collect();
-        self.pull = Some(Pull { version: self.state.version, parts, left: self.blocks, no_buffer: false });
+        let partitions = self.owned.iter().map(receiving).collect();
+        self.pull =
+            Some(Pull { version: self.state.version, partitions, left: self.blocks, no_buffer: false });
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
@@ -96,9 +98,9 @@ impl ClientCore {
     }
 
     /// The next request for blocks of a shard, while fewer than `window` blocks are on their way from it.
-    pub fn next_pull(&mut self, part: Part, window: usize, now: Now) -> Option<Message> {
+    pub fn next_pull(&mut self, partition: PartitionIndex, window: usize, now: Now) -> Option<Message> {
         let pull = self.pull.as_mut()?;
-        let receiving = &mut pull.parts[part];
+        let receiving = &mut pull.partitions[partition];
         let under_way = receiving.asked.count_ones(..);
         if under_way >= window || receiving.retry.is_some() {
             return None;
@@ -108,7 +110,7 @@ impl ClientCore {
         let (&first, &last) = (asked.first()?, asked.last()?);
         // A range over blocks that have come would bring those again.
         let gap = |pair: &[usize]| {
-            let between = &self.owned[part];
+            let between = &self.owned[partition];
             (pair[0] + 1..pair[1]).any(|block| between.contains(block))
         };
         let last = asked.windows(2).find(|pair| gap(pair)).map_or(last, |pair| pair[0]);
@@ -121,7 +123,7 @@ impl ClientCore {
     /// `asks` must send the request if the answer is [`Whole::Ask`].
     pub fn pull_whole(&mut self, asks: bool, now: Now) -> Whole {
         let (1, Some(pull), 0) = (self.owned.len(), &mut self.pull, self.reserved) else { return Whole::Not };
-        let receiving = &mut pull.parts[0];
+        let receiving = &mut pull.partitions[0];
         if pull.left < self.blocks || !(receiving.asked.is_clear() || receiving.asked == receiving.missing) {
             return Whole::Not;
         }
@@ -134,17 +136,17 @@ impl ClientCore {
     }
 
     /// The number of blocks that a request asks a shard for.
-    pub fn asked_in(&self, part: Part, blocks: &Range<u32>) -> usize {
-        self.owned[part].count_ones(blocks.start as usize..blocks.end as usize)
+    pub fn asked_in(&self, partition: PartitionIndex, blocks: &Range<u32>) -> usize {
+        self.owned[partition].count_ones(blocks.start as usize..blocks.end as usize)
     }
 
     /// Reserves a block of a version for a connection. True if the block is wanted; then [`Self::end_reservation`]
     /// must follow. A reserved block is not wanted a second time: a broken second copy would overwrite part of the
     /// first.
     pub fn reserve(&mut self, version: Version, block: BlockId) -> bool {
-        let part = self.owned.iter().position(|owned| owned.contains(block.index()));
-        let (Some(part), Some(pull)) = (part, &mut self.pull) else { return false };
-        let receiving = &mut pull.parts[part];
+        let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
+        let (Some(partition), Some(pull)) = (partition, &mut self.pull) else { return false };
+        let receiving = &mut pull.partitions[partition];
         let wanted = pull.version == version
             && receiving.missing.contains(block.index())
             && !receiving.reserved.put(block.index());
@@ -155,11 +157,11 @@ impl ClientCore {
     /// A block that was asked for is not on its way after all.
     #[cfg(feature = "rdma")]
     pub fn not_asked(&mut self, version: Version, block: BlockId) {
-        let part = self.owned.iter().position(|owned| owned.contains(block.index()));
-        if let (Some(part), Some(pull)) = (part, &mut self.pull)
+        let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
+        if let (Some(partition), Some(pull)) = (partition, &mut self.pull)
             && pull.version == version
         {
-            pull.parts[part].asked.set(block.index(), false);
+            pull.partitions[partition].asked.set(block.index(), false);
         }
     }
 
@@ -173,11 +175,11 @@ impl ClientCore {
         actions: &mut Vec<Action>,
     ) {
         self.reserved = self.reserved.saturating_sub(1);
-        let part = self.owned.iter().position(|owned| owned.contains(block.index()));
-        if let (Some(part), Some(pull)) = (part, &mut self.pull)
+        let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
+        if let (Some(partition), Some(pull)) = (partition, &mut self.pull)
             && pull.version == version
         {
-            let receiving = &mut pull.parts[part];
+            let receiving = &mut pull.partitions[partition];
             receiving.moved = now;
             receiving.asked.set(block.index(), false);
             receiving.reserved.set(block.index(), false);
@@ -193,7 +195,7 @@ impl ClientCore {
             }
             // The connection that brought the block asks for more by itself.
             if receiving.asked.is_clear() {
-                actions.push(Action::Wake(part));
+                actions.push(Action::Wake(partition));
             }
         }
         self.start_pull(now, actions);

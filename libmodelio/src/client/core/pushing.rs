@@ -3,7 +3,8 @@
 use fixedbitset::FixedBitSet;
 
 use super::learners::{Ahead, Early};
-use super::{Action, ClientCore, Now, PATIENCE, Part};
+use super::{Action, ClientCore, Now, PATIENCE};
+use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
@@ -17,8 +18,8 @@ pub(super) struct Outgoing {
     pub(super) plan: PlanId,
     pub(super) payload: Granted,
     pub(super) blocks: FixedBitSet,
-    pub(super) parts: Vec<Sending>,
-    /// For a provisional plan, the learner and step that are still being written. No part is done before that ends.
+    pub(super) partitions: Vec<Sending>,
+    /// For a provisional plan, the learner and step that are still being written. No partition is done before that ends.
     pub(super) open: Option<(LearnerId, Step)>,
     /// Blocks that were sent, perhaps in vain.
     pub(super) sent: FixedBitSet,
@@ -52,7 +53,7 @@ pub struct Offered {
     /// No block of the contribution was offered before.
     pub is_first: bool,
     /// This and earlier blocks may be sent to this shard now.
-    pub wakes: Option<Part>,
+    pub wakes: Option<PartitionIndex>,
 }
 
 #[derive(Debug)]
@@ -107,7 +108,7 @@ impl ClientCore {
         };
         // In a deterministic job all clients send in the order of addition: a client that is ahead would only wait.
         let first = if self.state.controls.deterministic { 0 } else { self.first };
-        let parts = self.owned.iter().map(|owned| {
+        let partitions = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
             let any = open.is_none() && !todo.is_clear();
             Sending {
@@ -121,7 +122,7 @@ impl ClientCore {
                 struggles: false,
             }
         });
-        let (parts, sent) = (parts.collect(), FixedBitSet::with_capacity(self.blocks));
+        let (partitions, sent) = (partitions.collect(), FixedBitSet::with_capacity(self.blocks));
         if let Some((learner, _)) = open
             && let Some(known) = self.learners.get_mut(&learner)
             && let Some(ahead) = known.open.as_mut().and_then(|open| open.ahead.as_mut())
@@ -131,7 +132,7 @@ impl ClientCore {
                 known.sends_for(plan);
             }
         }
-        self.outgoing = Some(Outgoing { plan, payload, blocks, parts, open, sent });
+        self.outgoing = Some(Outgoing { plan, payload, blocks, partitions, open, sent });
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
@@ -197,16 +198,16 @@ impl ClientCore {
         if let Some(outgoing) = self.outgoing.as_mut().filter(|of| of.open == Some((learner, step))) {
             ahead.sent_under = Some(outgoing.plan);
             known.sends_for(outgoing.plan);
-            let part = self.owned.iter().position(|owned| owned.contains(block.index()));
-            if let Some(part) = part.filter(|_| !outgoing.sent.contains(block.index())) {
+            let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
+            if let Some(partition) = partition.filter(|_| !outgoing.sent.contains(block.index())) {
                 outgoing.blocks.insert(block.index());
-                let sending = &mut outgoing.parts[part];
+                let sending = &mut outgoing.partitions[partition];
                 sending.todo.insert(block.index());
                 (sending.at, sending.round) = (sending.at.min(block.index()), false);
                 sending.gathered += 1;
                 if sending.gathered == AHEAD_BLOCKS {
                     sending.gathered = 0;
-                    wakes = Some(part);
+                    wakes = Some(partition);
                 }
             }
         } else if is_first && self.blocks > 1 {
@@ -257,17 +258,17 @@ impl ClientCore {
         outgoing.sent.set(block.index(), false);
         // A block of an open contribution is sent after its commit.
         if outgoing.open.is_none()
-            && let Some(part) = self.owned.iter().position(|owned| owned.contains(block.index()))
+            && let Some(partition) = self.owned.iter().position(|owned| owned.contains(block.index()))
         {
-            let sending = &mut outgoing.parts[part];
+            let sending = &mut outgoing.partitions[partition];
             sending.todo.insert(block.index());
             (sending.at, sending.round) = (sending.at.min(block.index()), false);
         }
     }
 
     /// The number of blocks left to send to a shard.
-    pub fn left_to_push(&self, part: Part) -> usize {
-        self.outgoing.as_ref().map_or(0, |outgoing| outgoing.parts[part].todo.count_ones(..))
+    pub fn left_to_push(&self, partition: PartitionIndex) -> usize {
+        self.outgoing.as_ref().map_or(0, |outgoing| outgoing.partitions[partition].todo.count_ones(..))
     }
 
     /// The provisional plan under way is sealed: its contributions are complete.
@@ -280,16 +281,16 @@ impl ClientCore {
         if let Some(known) = outgoing.open.and_then(|(learner, _)| self.learners.get_mut(&learner)) {
             known.sealed(plan);
         }
-        for (part, (owned, sending)) in self.owned.iter().zip(&mut outgoing.parts).enumerate() {
+        for (partition, (owned, sending)) in self.owned.iter().zip(&mut outgoing.partitions).enumerate() {
             let mine = owned & &blocks;
             (sending.any, sending.done) = (!mine.is_clear(), mine.is_clear());
             sending.todo = mine;
             sending.todo.difference_with(&outgoing.sent);
             (sending.round, sending.moved) = (false, now);
             if sending.struggles && sending.any {
-                actions.push(Action::ToShard(part, Message::Probe { plan }));
+                actions.push(Action::ToShard(partition, Message::Probe { plan }));
             }
-            actions.push(Action::Wake(part));
+            actions.push(Action::Wake(partition));
         }
         (outgoing.payload, outgoing.blocks, outgoing.open) = (payload, blocks, None);
     }
@@ -297,10 +298,10 @@ impl ClientCore {
     /// The coordinator still waits for the plan under way. A shard that had all of it may have begun it again.
     fn recheck(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
-        for (part, sending) in outgoing.parts.iter_mut().enumerate() {
+        for (partition, sending) in outgoing.partitions.iter_mut().enumerate() {
             if sending.any && sending.done && sending.moved + PATIENCE <= now {
                 sending.moved = now;
-                actions.push(Action::ToShard(part, Message::Probe { plan }));
+                actions.push(Action::ToShard(partition, Message::Probe { plan }));
             }
         }
     }
@@ -318,9 +319,9 @@ impl ClientCore {
 
     /// Whether something on its way to or from a shard was lost, or does not progress. Then all working connections
     /// are used.
-    pub fn struggles(&self, part: Part) -> bool {
-        self.outgoing.as_ref().is_some_and(|outgoing| outgoing.parts[part].struggles)
-            || self.pull.as_ref().is_some_and(|pull| pull.parts[part].struggles)
+    pub fn struggles(&self, partition: PartitionIndex) -> bool {
+        self.outgoing.as_ref().is_some_and(|outgoing| outgoing.partitions[partition].struggles)
+            || self.pull.as_ref().is_some_and(|pull| pull.partitions[partition].struggles)
     }
 
     /// Whether the contribution that is being sent is still open.
@@ -339,9 +340,9 @@ impl ClientCore {
     }
 
     /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been.
-    pub fn next_push(&mut self, part: Part, now: Now) -> Option<Push> {
+    pub fn next_push(&mut self, partition: PartitionIndex, now: Now) -> Option<Push> {
         let outgoing = self.outgoing.as_mut()?;
-        let sending = &mut outgoing.parts[part];
+        let sending = &mut outgoing.partitions[partition];
         // The search continues at `at`, so that a whole round costs one pass over the set.
         let block = loop {
             if let Some(block) = (sending.at..sending.todo.len()).find(|&block| sending.todo.contains(block))

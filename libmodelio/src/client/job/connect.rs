@@ -46,7 +46,7 @@ impl Job {
             return Err(ClientError::Transport { model, why: crate::transport::NO_RDMA.to_owned() });
         }
         let routes = Routes::new(&map, record.coordinator, shards, transport, connections).map_err(bad)?;
-        if let Some(why) = routes.parts.iter().find_map(|place| place.barred.clone()) {
+        if let Some(why) = routes.partitions.iter().find_map(|place| place.barred.clone()) {
             return Err(ClientError::Transport { model, why });
         }
         let reactor = match &options.reactor {
@@ -139,9 +139,10 @@ impl Job {
             if self.shared.changed.wait_until(&mut inner, deadline).timed_out() {
                 let routes = &inner.routes;
                 let peers = std::iter::once((routes.address(routes.coordinator), &inner.coordinator));
-                let parts = inner.parts.iter().enumerate();
-                let peers: Vec<_> =
-                    peers.chain(parts.map(|(part, peer)| (routes.address(part), peer))).collect();
+                let partitions = inner.partitions.iter().enumerate();
+                let peers: Vec<_> = peers
+                    .chain(partitions.map(|(partition, peer)| (routes.address(partition), peer)))
+                    .collect();
                 let mut why: Vec<String> = peers
                     .iter()
                     .filter(|(_, peer)| peer.links.is_empty())

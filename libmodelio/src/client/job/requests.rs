@@ -132,7 +132,7 @@ impl Job {
             None => drop(inner),
         }
         let finite = match room {
-            Some(room) => block::place(layout, slot.block, payload, room, check),
+            Some(room) => block::place(layout, slot.block, payload, room.memory(), check),
             None => !check || block::is_finite(layout, slot.block, payload),
         };
         if !finite {
@@ -160,8 +160,8 @@ impl Job {
             let staged = Staged { region: region.clone(), steady: true, partly: None };
             inner.sources.insert((learner, step), staged);
         }
-        if let Some(part) = wakes {
-            inner.parts[part].links.iter().for_each(Link::wake);
+        if let Some(partition) = wakes {
+            inner.partitions[partition].links.iter().for_each(Link::wake);
         }
         self.shared.act(inner, actions);
     }
@@ -195,7 +195,9 @@ impl Job {
         // when they are read.
         let unchecked = notice.unchecked.ones().filter(|_| notice.lendable && rejects);
         let mut unchecked = unchecked.map(|block| BlockId(block as u32));
-        if let Some(bad) = unchecked.find(|block| !block::region_is_finite(layout, *block, &notice.staging)) {
+        if let Some(bad) =
+            unchecked.find(|block| !block::is_finite_in(layout, *block, notice.staging.memory()))
+        {
             return done(Err(ShardError::NonFinite(bad)));
         }
         let CommitNotice { sent, tensors, partly, staging, lendable, .. } = notice;

@@ -149,8 +149,8 @@ impl Job {
             };
             return inner.core.shards().iter().map(here).collect();
         }
-        let view = |(part, (place, peer)): (usize, (&ShardRoute, &Peer))| {
-            let coordinator = Some(&inner.coordinator).filter(|_| part == inner.routes.coordinator);
+        let view = |(partition, (place, peer)): (usize, (&ShardRoute, &Peer))| {
+            let coordinator = Some(&inner.coordinator).filter(|_| partition == inner.routes.coordinator);
             let gone =
                 [Some(peer), coordinator].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
             let gone = gone.map(|since| since.elapsed()).filter(|gone| *gone >= AWAY);
@@ -183,6 +183,6 @@ impl Job {
                 away: gone.into_iter().chain(silent).max(),
             }
         };
-        inner.routes.parts.iter().zip(&inner.parts).enumerate().map(view).collect()
+        inner.routes.partitions.iter().zip(&inner.partitions).enumerate().map(view).collect()
     }
 }

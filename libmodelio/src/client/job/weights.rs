@@ -63,7 +63,7 @@ impl Job {
         if !self.shared.inner.lock().rejects_nonfinite() {
             return Ok(());
         }
-        match block::written_is_finite(self.layout(), buffer, written) {
+        match block::written_is_finite(self.layout(), buffer.memory(), written) {
             None => Ok(()),
             Some(block) => Err(ShardError::NonFinite(block)),
         }
@@ -154,7 +154,7 @@ impl Shared {
         if let Some(weights) = weights {
             let copy = |gap: Range<u64>| {
                 if gap.start < gap.end {
-                    block::copy_gap(&weights, buffer, gap);
+                    block::copy_gap(weights.memory(), buffer.memory(), gap);
                 }
             };
             for block in blocks.ones().map(|block| BlockId(block as u32)) {

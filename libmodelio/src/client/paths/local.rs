@@ -9,16 +9,17 @@ use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
 use crate::client::blocks::Payload;
-use crate::client::core::{Action, Now, Own, Part, Push};
+use crate::client::core::{Action, Now, Own, Push};
 use crate::client::shared::{Answers, Inner, Local, Shared};
 use crate::transport::local::{End, HeldVersion, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
 use crate::transport::tally::Flow;
 use crate::transport::{BlockSlot, Placement, Region, ShardError};
+use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId};
 use crate::wire::{Granted, Message, Refusal};
 
-/// The only part: the shard has all blocks.
-const ALL: Part = 0;
+/// The only partition: the shard has all blocks.
+const ALL: PartitionIndex = 0;
 
 /// As many payloads of a block fit into the list without an allocation.
 const INLINE: usize = 16;

@@ -235,7 +235,7 @@ impl<M: PeerMemory> Named<M> {
         let (shared, layout) = (&to.shared, &to.shared.layout);
         let check = inner.rejects_nonfinite();
         if self.since_asked == 0 {
-            let left = inner.core.left_to_push(to.route.part) * layout.block_size() as usize;
+            let left = inner.core.left_to_push(to.route.partition) * layout.block_size() as usize;
             self.run = (left / SAY_AFTER).clamp(RUN.0, RUN.1);
         }
         drop(inner);
@@ -296,13 +296,13 @@ impl<M: PeerMemory> Named<M> {
         let start = slot as usize * slots.bytes;
         // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
         // elsewhere if this one's plan was dropped ([`crate::client::Job::take_strays`]).
-        let parts: Vec<&[u8]> =
+        let payloads: Vec<&[u8]> =
             payload.sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
         // SAFETY: the slot is free. Nothing in this process uses it, and the shard has said that it no longer reads
         // it. The shard cannot write it, because its mapping is read-only.
         let out = unsafe { slots.memory.bytes_mut(start..start + len) };
         let check = check && count > 1;
-        let summed = sum::sum_to(layout, block, &parts, (payload.replaces, &payload.written), check, out);
+        let summed = sum::sum_to(layout, block, &payloads, (payload.replaces, &payload.written), check, out);
         let outcome = match summed {
             _ if !shared.still_sends(plan) => {
                 slots.free.push(slot);
@@ -359,19 +359,19 @@ impl<M: PeerMemory> BlockPath for Named<M> {
         let Connection { shared, route, link } = to;
         loop {
             let mut inner = shared.inner.lock();
-            // The routes in force number the parts.
+            // The routes in force number the partitions.
             if !inner.is_in_force(route) {
                 return None;
             }
             // A held block belongs to this connection. Other blocks go by the connections that are in use.
-            if self.held.is_none() && !inner.uses(route.part, link, M::threads(&shared.options)) {
+            if self.held.is_none() && !inner.uses(route.partition, link, M::threads(&shared.options)) {
                 drop(inner);
                 return self.tidy(to);
             }
             let now = shared.now();
             let may_name = self.device_reads.has_room() || !inner.core.sends_ahead();
             let next = match self.unsaid.len() < UNSAID && may_name {
-                true => self.held.take().or_else(|| inner.core.next_push(route.part, now)),
+                true => self.held.take().or_else(|| inner.core.next_push(route.partition, now)),
                 false => None,
             };
             let Some(push) = next else {

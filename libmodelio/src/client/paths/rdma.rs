@@ -251,13 +251,13 @@ impl Shared {
             if let Err(why) = this.register_next(&endpoint) {
                 return this.without(FastPath::Rdma, route, &why);
             }
-            let address = route.routes.parts[route.part].record.rdma.clone();
+            let address = route.routes.partitions[route.partition].record.rdma.clone();
             let to = match address.to_socket_addrs().map(|mut all| all.next()) {
                 Ok(Some(to)) => to,
                 Ok(None) => return this.without(FastPath::Rdma, route, "its address leads nowhere"),
                 Err(error) => return this.without(FastPath::Rdma, route, &format!("{address}: {error}")),
             };
-            let number = route.part + route.number;
+            let number = route.partition + route.number;
             endpoint.connect(to, Instant::now() + patience, number, move |queue_pair| {
                 let queue_pair = match queue_pair {
                     Ok(queue_pair) => queue_pair,
@@ -267,7 +267,7 @@ impl Shared {
                     }
                 };
                 let remote = this
-                    .part_layout(&route)
+                    .partition_layout(&route)
                     .and_then(|layout| RdmaPath::new(queue_pair, layout).map_err(|error| error.to_string()));
                 match remote {
                     Ok(remote) => {
@@ -296,9 +296,12 @@ impl Shared {
         })
     }
 
-    fn part_layout(&self, route: &Route) -> Result<PartitionLayout, String> {
-        let blocks: Vec<BlockId> =
-            route.routes.parts[route.part].owned.iter().flat_map(|run| run.clone().map(BlockId)).collect();
+    fn partition_layout(&self, route: &Route) -> Result<PartitionLayout, String> {
+        let blocks: Vec<BlockId> = route.routes.partitions[route.partition]
+            .owned
+            .iter()
+            .flat_map(|run| run.clone().map(BlockId))
+            .collect();
         self.layout.partition(&blocks).map_err(|error| error.to_string())
     }
 }

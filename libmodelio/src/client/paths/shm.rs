@@ -101,7 +101,7 @@ impl PeerMemory for OfHost {
         let Connection { shared, route, link } = to;
         let mut inner = shared.inner.lock();
         // One connection asks, so that each of the shard's buffers is mapped once.
-        let asks = inner.is_in_force(route) && inner.uses(route.part, link, 1);
+        let asks = inner.is_in_force(route) && inner.uses(route.partition, link, 1);
         let (retain, max) = inner.bounds();
         let wants = asks && inner.core.pulling().is_some();
         // Without room, the version is asked for when another one is given back.
@@ -201,7 +201,7 @@ impl Shared {
         if !inner.is_in_force(route) {
             return true;
         }
-        let peer = &mut inner.parts[route.part];
+        let peer = &mut inner.partitions[route.partition];
         peer.unmet += 1;
         peer.unmet < TRIES
     }

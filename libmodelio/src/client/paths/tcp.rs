@@ -56,7 +56,7 @@ impl Shared {
             let stream = Framed::new(Data::new(this, route.clone(), Sent), link.clone(), 128);
             // The connections to one shard are on different threads, so that all threads have work until the last
             // shard is done.
-            let thread = Thread::Number(route.part + route.number);
+            let thread = Thread::Number(route.partition + route.number);
             net.connect(resolved, options, deadline, Box::new(stream), thread)
         };
         if let Err(error) = connected {

@@ -78,7 +78,7 @@ struct Program {
 struct World {
     core: ClientCore,
     epoch: u64,
-    parts: usize,
+    partitions: usize,
     now: Now,
     coordinator: Coordinator,
     connected: bool,
@@ -107,7 +107,7 @@ impl World {
         let mut world = World {
             core,
             epoch: 1,
-            parts: 2,
+            partitions: 2,
             now: Now::ZERO,
             coordinator: Coordinator::default(),
             connected: false,
@@ -150,7 +150,7 @@ impl World {
                 assert!(self.connected, "said to nobody: {message:?}");
                 self.wire.push_back((request, message));
             }
-            Action::ToShard(part, _) | Action::Wake(part) => assert!(part < self.parts),
+            Action::ToShard(partition, _) | Action::Wake(partition) => assert!(partition < self.partitions),
             Action::Answer(token, result) => {
                 let (learner, is_open) = self.tokens.remove(&token).expect("answered once");
                 self.answered(learner, is_open, result);
@@ -207,8 +207,8 @@ impl World {
         self.connected = true;
         self.wire.clear();
         self.on_core(|core, now, actions| core.coordinator_up(now, actions));
-        for part in 0..self.parts {
-            self.on_core(|core, now, actions| core.shard_up(part, now, actions));
+        for partition in 0..self.partitions {
+            self.on_core(|core, now, actions| core.shard_up(partition, now, actions));
         }
     }
 
@@ -331,8 +331,8 @@ impl World {
     }
 
     /// A shard takes what it is sent, which may be lost.
-    fn shard_takes(&mut self, part: usize, lossless: bool) {
-        while let Some(Push { plan, block, .. }) = self.core.next_push(part, self.now) {
+    fn shard_takes(&mut self, partition: usize, lossless: bool) {
+        while let Some(Push { plan, block, .. }) = self.core.next_push(partition, self.now) {
             let (_, Granted::Contributions { of, .. }) = self.core.outgoing().unwrap() else { panic!() };
             let holders: Vec<Key> =
                 of.iter().copied().filter(|&(l, s)| self.core.holds(l, s, block)).collect();
@@ -352,7 +352,7 @@ impl World {
                 keys.iter().flat_map(|key| self.coordinator.pending[key].clone()).flatten().collect();
             let blocks = wanted.difference(came).map(|&block| block..block + 1).collect();
             let missing = Message::Missing { plan: *plan, blocks };
-            self.on_core(|core, now, actions| core.from_shard(part, missing, now, actions));
+            self.on_core(|core, now, actions| core.from_shard(partition, missing, now, actions));
         }
     }
 
@@ -393,15 +393,15 @@ impl World {
         self.asked.clear();
         self.epoch += 1;
         let map = BlockMap::from_owners(Epoch(self.epoch), owners).unwrap();
-        self.parts = map.shares().len();
+        self.partitions = map.shares().len();
         for times in 0..1 + self.draw(2) {
             assert_eq!(self.on_core(|core, now, actions| core.moved(&map, now, actions)), times == 0);
         }
         assert!(self.reserved.is_empty() || self.core.pulling().is_none());
     }
 
-    fn pull(&mut self, part: usize) {
-        while let Some(message) = self.core.next_pull(part, 8, self.now) {
+    fn pull(&mut self, partition: usize) {
+        while let Some(message) = self.core.next_pull(partition, 8, self.now) {
             let Message::Pull { version, blocks } = message else { panic!("{message:?}") };
             self.asked.extend(blocks.map(|block| (version, block)));
         }
@@ -437,7 +437,7 @@ impl World {
 
     /// Something happens.
     fn happens(&mut self) {
-        let part = self.draw(self.parts);
+        let partition = self.draw(self.partitions);
         match self.draw(20) {
             0..4 => {
                 let learner = LEARNERS[self.draw(2)];
@@ -445,7 +445,7 @@ impl World {
             }
             4..8 => self.deliver_to_coordinator(false),
             8 => self.coordinator_plans(false),
-            9 => self.shard_takes(part, false),
+            9 => self.shard_takes(partition, false),
             10 => self.coordinator_concludes(false),
             11 => {
                 // Time is up for a commit; what becomes of its contribution is open.
@@ -459,7 +459,7 @@ impl World {
                 let state = self.coordinator.state();
                 self.coordinator_says(0, state, false);
             }
-            13 => self.pull(part),
+            13 => self.pull(partition),
             14 => self.reserve_a_block(),
             15 => self.end_a_reservation(false),
             16 => {
@@ -489,13 +489,13 @@ impl World {
                 self.deliver_to_coordinator(true);
             }
             self.coordinator_plans(true);
-            (0..self.parts).for_each(|part| self.shard_takes(part, true));
-            (0..self.parts).for_each(|part| self.shard_takes(part, true));
+            (0..self.partitions).for_each(|partition| self.shard_takes(partition, true));
+            (0..self.partitions).for_each(|partition| self.shard_takes(partition, true));
             self.coordinator_concludes(true);
             let state = self.coordinator.state();
             self.coordinator_says(0, state, true);
-            for part in 0..self.parts {
-                self.pull(part);
+            for partition in 0..self.partitions {
+                self.pull(partition);
                 while !self.asked.is_empty() {
                     self.reserve_a_block();
                 }

@@ -152,7 +152,11 @@ fn the_coordinator_is_told_once_that_a_contribution_has_a_whole_block() {
     assert_eq!((bench.offers(2), bench.offers(0)), (None, None));
     assert_eq!(bench.announcements(), 1);
     bench.provisional(7, 1);
-    assert_eq!((0..2).flat_map(|part| bench.pushes(part)).count(), 2, "what was whole before the plan");
+    assert_eq!(
+        (0..2).flat_map(|partition| bench.pushes(partition)).count(),
+        2,
+        "what was whole before the plan"
+    );
     assert_eq!(
         (bench.offers(0), bench.offers(1)),
         (None, None),
@@ -207,7 +211,7 @@ fn blocks_of_a_refused_commit_join_no_later_contribution_to_the_step() {
     let mut bench = Bench::new();
     bench.offers(0);
     bench.provisional(7, 1);
-    assert_eq!((0..2).flat_map(|part| bench.pushes(part)).collect::<Vec<_>>(), [0]);
+    assert_eq!((0..2).flat_map(|partition| bench.pushes(partition)).collect::<Vec<_>>(), [0]);
     bench.commit(3, 10);
     bench.core.fail(ShardError::Lost("it has come back empty".into()), bench.now, &mut bench.said);
     bench.ask(4, Message::Abort { learner: L }, 10);
@@ -218,7 +222,11 @@ fn blocks_of_a_refused_commit_join_no_later_contribution_to_the_step() {
     bench.opened(5, 1);
     bench.provisional(7, 1);
     bench.offers(0);
-    assert_eq!((0..2).flat_map(|part| bench.pushes(part)).count(), 0, "plan 7 has blocks of the first try");
+    assert_eq!(
+        (0..2).flat_map(|partition| bench.pushes(partition)).count(),
+        0,
+        "plan 7 has blocks of the first try"
+    );
     bench.said.clear();
     bench.commit(6, 10);
     let under = bench.said.iter().find_map(|action| match action {
@@ -291,12 +299,12 @@ fn nothing_of_a_commit_is_sent_for_a_plan_that_waits_for_another_contribution() 
     bench.commit(3, 10);
     bench.provisional(7, 1);
     assert_eq!(bench.sends(), Some(7));
-    for part in 0..bench.core.shards().len() {
-        assert!(bench.pushes(part).is_empty(), "the coordinator does not know of the commit");
+    for partition in 0..bench.core.shards().len() {
+        assert!(bench.pushes(partition).is_empty(), "the coordinator does not know of the commit");
     }
     // It has come after all: the plan is sealed with it.
     let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
     bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
-    let sent: usize = (0..bench.core.shards().len()).map(|part| bench.pushes(part).len()).sum();
+    let sent: usize = (0..bench.core.shards().len()).map(|partition| bench.pushes(partition).len()).sum();
     assert_eq!(sent, 3);
 }

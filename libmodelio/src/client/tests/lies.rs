@@ -67,17 +67,17 @@ fn a_plan_that_a_shard_has_begun_again_is_sent_again() {
     bench.commit(3, 10);
     bench.grant(1);
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
-    for part in 0..2 {
+    for partition in 0..2 {
         let missing = Message::Missing { plan: PlanId(1), blocks: vec![] };
-        bench.core.from_shard(part, missing, bench.now, &mut bench.said);
+        bench.core.from_shard(partition, missing, bench.now, &mut bench.said);
     }
     bench.said.clear();
     bench.grant(1);
     assert_eq!(bench.said, [], "it has just been asked");
     bench.pass(1000);
     bench.grant(1);
-    for part in 0..2 {
-        assert!(bench.said.contains(&Action::ToShard(part, Message::Probe { plan: PlanId(1) })));
+    for partition in 0..2 {
+        assert!(bench.said.contains(&Action::ToShard(partition, Message::Probe { plan: PlanId(1) })));
     }
 }
 
@@ -148,9 +148,9 @@ fn blocks_that_are_not_of_the_plan_are_not_sent() {
     bench.grant(1);
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0], vec![]));
     // A stranger has begun a plan of this number there, of all blocks.
-    for part in 0..2 {
+    for partition in 0..2 {
         let missing = Message::Missing { plan: PlanId(1), blocks: vec![0..3] };
-        bench.core.from_shard(part, missing, bench.now, &mut bench.said);
+        bench.core.from_shard(partition, missing, bench.now, &mut bench.said);
     }
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0], vec![]));
 }

@@ -41,7 +41,7 @@ fn pushes_under_way_are_granted_again_by_the_new_coordinator() {
     bench.grant(1);
     assert_eq!(bench.core.outgoing(), None);
     bench.grant(2);
-    assert_eq!([0, 1, 2].map(|part| bench.pushes(part)), [vec![2], vec![1], vec![0]]);
+    assert_eq!([0, 1, 2].map(|partition| bench.pushes(partition)), [vec![2], vec![1], vec![0]]);
     bench.coordinator(3, Message::Done);
     assert_eq!(bench.core.kept(), (0, 0));
 }
@@ -57,11 +57,11 @@ fn a_version_is_pulled_from_its_beginning_once_none_of_its_blocks_is_reserved() 
     assert!(!bench.core.reserve(Version(1), BlockId(2)));
     bench.core.end_reservation(Version(1), BlockId(0), true, bench.now, &mut bench.said);
     assert_eq!(bench.core.pulling(), Some(Version(1)));
-    for (part, blocks) in [(0, vec![2]), (1, vec![1, 3]), (2, vec![0])] {
-        let Some(Message::Pull { blocks: asked, .. }) = bench.core.next_pull(part, 8, bench.now) else {
-            panic!("part {part} is not asked")
+    for (partition, blocks) in [(0, vec![2]), (1, vec![1, 3]), (2, vec![0])] {
+        let Some(Message::Pull { blocks: asked, .. }) = bench.core.next_pull(partition, 8, bench.now) else {
+            panic!("partition {partition} is not asked")
         };
-        assert_eq!(bench.core.asked_in(part, &asked), blocks.len());
+        assert_eq!(bench.core.asked_in(partition, &asked), blocks.len());
         for block in blocks.into_iter().map(BlockId) {
             assert!(bench.core.reserve(Version(1), block), "all are wanted again");
             bench.core.end_reservation(Version(1), block, true, bench.now, &mut bench.said);

@@ -218,22 +218,26 @@ impl PartitionJob {
     ///
     /// # Errors
     /// The errors of [`Self::add`].
-    pub fn add_all(&self, block: BlockId, parts: &[BlockInput<'_>]) -> Result<Option<usize>, PartitionError> {
-        if self.replaces() || parts.len() < 2 {
-            for (index, part) in parts.iter().enumerate() {
-                if !self.add_written(block, part.payload, part.written)? && part.check {
+    pub fn add_all(
+        &self,
+        block: BlockId,
+        inputs: &[BlockInput<'_>],
+    ) -> Result<Option<usize>, PartitionError> {
+        if self.replaces() || inputs.len() < 2 {
+            for (index, input) in inputs.iter().enumerate() {
+                if !self.add_written(block, input.payload, input.written)? && input.check {
                     return Ok(Some(index));
                 }
             }
             return Ok(None);
         }
         self.work.combine().ok_or(PartitionError::AssignsOnly)?;
-        for part in parts {
-            check_payload(&self.layout, block, part.payload)?;
+        for input in inputs {
+            check_payload(&self.layout, block, input.payload)?;
         }
         let claim = self.claim(block)?;
         let payloads: SmallVec<[_; INLINE]> =
-            parts.iter().map(|part| (part.payload, part.check && self.check)).collect();
+            inputs.iter().map(|input| (input.payload, input.check && self.check)).collect();
         // SAFETY: the block is claimed, and the payloads' lengths were checked.
         let bad =
             unsafe { self.sums.open(block).accumulate_all(&self.layout, block, &payloads, !claim.holds()) };
@@ -249,8 +253,8 @@ impl PartitionJob {
     /// # Errors
     /// [`PartitionError::AddsOnly`], and the errors of [`Self::add`].
     pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartitionError> {
-        let part = last.map(|payload| BlockInput { payload, written: None, check: true });
-        Ok(self.finish_all(block, part.as_slice())?.is_none())
+        let input = last.map(|payload| BlockInput { payload, written: None, check: true });
+        Ok(self.finish_all(block, input.as_slice())?.is_none())
     }
 
     /// Like [`Self::finish`], for several payloads, in their order and in one pass. Returns the index of a payload
@@ -261,18 +265,18 @@ impl PartitionJob {
     pub fn finish_all(
         &self,
         block: BlockId,
-        parts: &[BlockInput<'_>],
+        inputs: &[BlockInput<'_>],
     ) -> Result<Option<usize>, PartitionError> {
         if let Some(measure) = &self.measure {
-            let bad = if parts.is_empty() { None } else { self.add_all(block, parts)? };
+            let bad = if inputs.is_empty() { None } else { self.add_all(block, inputs)? };
             if bad.is_none() {
                 self.measure(block, measure)?;
             }
             return Ok(bad);
         }
         let builder = self.builder().ok_or(PartitionError::AddsOnly)?;
-        for part in parts {
-            check_payload(&self.layout, block, part.payload)?;
+        for input in inputs {
+            check_payload(&self.layout, block, input.payload)?;
         }
         let new_weights;
         let (step, sums_count) = match &self.work {
@@ -290,39 +294,40 @@ impl PartitionJob {
         let of_sealed = sealed.and_then(|_| self.sums.sealed_written(block));
         let of_open = open.and_then(|_| self.sums.open_written(block));
         let in_part =
-            of_sealed.is_some() || of_open.is_some() || parts.iter().any(|part| part.written.is_some());
+            of_sealed.is_some() || of_open.is_some() || inputs.iter().any(|input| input.written.is_some());
         let mut written = SmallVec::<[Written<'_>; INLINE]>::new();
         if in_part {
             written.extend(sealed.map(|_| of_sealed.as_deref()));
             written.extend(open.map(|_| of_open.as_deref()));
-            written.extend(parts.iter().map(|part| part.written));
+            written.extend(inputs.iter().map(|input| input.written));
         }
-        let sent = parts.iter().map(|part| Term::Sent(part.payload));
+        let sent = inputs.iter().map(|input| Term::Sent(input.payload));
         let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
         // SAFETY: the block is claimed, and with it its sums. The payloads' lengths were checked.
         if !unsafe { builder.block(block, step, &terms, &written) } {
-            if self.check && parts.iter().any(|part| part.check) {
+            if self.check && inputs.iter().any(|input| input.check) {
                 // Memory that others can write may change while it is read. So a copy is checked, and if it is
                 // finite, the copy counts.
-                let copies: Vec<Vec<u8>> = parts.iter().map(|part| part.payload.bytes().to_vec()).collect();
+                let copies: Vec<Vec<u8>> =
+                    inputs.iter().map(|input| input.payload.bytes().to_vec()).collect();
                 self.tally.copied(Flow::Push, copies.iter().map(Vec::len).sum());
-                let copied = |index: usize| match parts[index].payload {
+                let copied = |index: usize| match inputs[index].payload {
                     Payload::Plain(_) => Payload::Plain(&copies[index]),
                     Payload::Wide(_) => Payload::Wide(&copies[index]),
                 };
                 let is_bad =
-                    |&index: &usize| parts[index].check && !copied(index).is_finite(&self.layout, block);
-                if let Some(bad) = (0..parts.len()).find(is_bad) {
+                    |&index: &usize| inputs[index].check && !copied(index).is_finite(&self.layout, block);
+                if let Some(bad) = (0..inputs.len()).find(is_bad) {
                     return Ok(Some(bad));
                 }
-                let sent = (0..parts.len()).map(|index| Term::Sent(copied(index)));
+                let sent = (0..inputs.len()).map(|index| Term::Sent(copied(index)));
                 let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
                 // SAFETY: as above. The copies belong to this thread.
                 unsafe { builder.block(block, step, &terms, &written) };
             }
             builder.approve(block);
         }
-        if !sums_count && !parts.is_empty() {
+        if !sums_count && !inputs.is_empty() {
             // SAFETY: as above.
             unsafe { builder.keep_masters(block) };
         }

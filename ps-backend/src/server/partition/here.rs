@@ -36,14 +36,14 @@ impl Partition {
             Ok(Reserved::Later) => return Pushed::Later,
             Ok(Reserved::Kept | Reserved::Skip) | Err(_) => return Pushed::Unwanted,
         };
-        let parts = payloads.iter().map(|of| {
+        let inputs = payloads.iter().map(|of| {
             let SharedPayload { bytes, written, check } = *of;
             BlockInput { payload: Payload::Plain(bytes), written, check }
         });
-        let parts: SmallVec<[BlockInput<'_>; INLINE]> = parts.collect();
+        let inputs: SmallVec<[BlockInput<'_>; INLINE]> = inputs.collect();
         // A bad payload that is alone is reported to the coordinator.
         let is_reported = payloads.len() == 1 && !is_own;
-        reservation.complete_with(&parts, is_reported, stands).unwrap_or_else(|error| {
+        reservation.complete_with(&inputs, is_reported, stands).unwrap_or_else(|error| {
             tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");
             Pushed::Unwanted
         })

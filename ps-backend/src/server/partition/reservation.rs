@@ -332,15 +332,15 @@ impl Reservation {
         stands: impl FnOnce() -> bool,
     ) -> Result<(), Refusal> {
         let payload = if self.push.wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
-        let part = BlockInput { payload, written: None, check: self.place.check };
-        self.complete_with(&[part], true, stands).map(drop).map_err(Refusal::other)
+        let input = BlockInput { payload, written: None, check: self.place.check };
+        self.complete_with(&[input], true, stands).map(drop).map_err(Refusal::other)
     }
 
     /// Like [`Self::complete`], for several payloads, which are added in their order. If one holds NaN or Inf and
     /// that is not reported to the coordinator (`is_reported`), the block can come again.
     pub(super) fn complete_with(
         mut self,
-        parts: &[BlockInput<'_>],
+        inputs: &[BlockInput<'_>],
         is_reported: bool,
         stands: impl FnOnce() -> bool,
     ) -> Result<Pushed, PartitionError> {
@@ -355,7 +355,7 @@ impl Reservation {
             }
             None => {
                 let with = if self.place.kept { self.take_kept()? } else { Together::new() };
-                let bad = self.reduce(&job, parts, &with)?;
+                let bad = self.reduce(&job, inputs, &with)?;
                 all_stand = with.iter().all(|other| other.kept.lent.stands());
                 bad
             }
@@ -390,20 +390,22 @@ impl Reservation {
         let before = self.together.iter().position(|client| *client == self.client).unwrap_or(0);
         let (before, after) = with.split_at(before);
         let counts = self.counts.as_deref();
-        let own = own.iter().map(|part| (*part, counts));
-        let all = before.iter().map(Other::part).chain(own).chain(after.iter().map(Other::part));
+        let own = own.iter().map(|input| (*input, counts));
+        let all = before.iter().map(Other::input).chain(own).chain(after.iter().map(Other::input));
         let all = all.collect::<SmallVec<[_; INLINE]>>();
         let counted: SmallVec<[Option<Vec<Range<u32>>>; INLINE]> =
-            all.iter().map(|(part, counts)| Some(counted(part.written, (*counts)?))).collect();
-        let parts = all.iter().zip(&counted);
-        let parts = parts
-            .map(|((part, _), counted)| BlockInput { written: counted.as_deref().or(part.written), ..*part });
-        let parts: SmallVec<[BlockInput<'_>; INLINE]> = parts.collect();
-        let moved = parts.iter().map(|part| part.payload.bytes().len()).sum();
+            all.iter().map(|(input, counts)| Some(counted(input.written, (*counts)?))).collect();
+        let inputs = all.iter().zip(&counted);
+        let inputs = inputs.map(|((input, _), counted)| BlockInput {
+            written: counted.as_deref().or(input.written),
+            ..*input
+        });
+        let inputs: SmallVec<[BlockInput<'_>; INLINE]> = inputs.collect();
+        let moved = inputs.iter().map(|input| input.payload.bytes().len()).sum();
         self.partition.store.tally().moved(Flow::Push, moved);
         match self.place.last {
-            true => job.finish_all(self.push.block, &parts),
-            false => job.add_all(self.push.block, &parts),
+            true => job.finish_all(self.push.block, &inputs),
+            false => job.add_all(self.push.block, &inputs),
         }
     }
 

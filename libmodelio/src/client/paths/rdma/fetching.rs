@@ -188,7 +188,7 @@ impl RdmaPath {
                             let (wanted, newest) = (pull.version, absent.newest.unwrap_or(Version(0)));
                             let refused = Message::Refused(Refusal::NoVersion { wanted, newest });
                             let reported = shared.with_core_by(&to.route, |core, now, actions| {
-                                core.from_shard(to.route.part, refused, now, actions);
+                                core.from_shard(to.route.partition, refused, now, actions);
                             });
                             if let Err(why) = reported {
                                 tracing::debug!(%why, "a version is gone, and so is its block map");

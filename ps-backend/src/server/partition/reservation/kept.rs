@@ -59,7 +59,7 @@ pub(super) struct Other {
 pub(super) type Together = SmallVec<[Other; 4]>;
 
 impl Other {
-    pub(super) fn part(&self) -> (BlockInput<'_>, Option<&[Range<u32>]>) {
+    pub(super) fn input(&self) -> (BlockInput<'_>, Option<&[Range<u32>]>) {
         let payload = Payload::Plain(self.kept.lent.bytes());
         (BlockInput { payload, written: None, check: self.check }, self.counts.as_deref())
     }
