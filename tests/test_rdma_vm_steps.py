@@ -253,6 +253,7 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F
 
 
 @lasts(seconds=60)
+@pytest.mark.rdma_vm_full
 def test_a_mount_that_is_killed_in_a_push_leaves_no_part_of_it(vm):  # noqa: F811
     """Neither of its contribution nor of its connections, be blocks written to the shard or fetched by it."""
     size = 4 << 20

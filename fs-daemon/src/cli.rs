@@ -249,6 +249,9 @@ struct MountingArgs {
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     metrics: Option<String>,
+    /// Serve the models as network block devices here: a path of a Unix socket, or host:port on loopback [default: none; port 10809]
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::AnyPath)]
+    nbd: Option<String>,
 }
 
 /// The settings of a job.

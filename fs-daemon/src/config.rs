@@ -17,7 +17,7 @@ use std::str::FromStr;
 use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
 use libmodelio::vocabulary::layout::{DType, MAX_BLOCKS};
 
-use self::endpoint::{Endpoint, METRICS_PORT};
+use self::endpoint::{Endpoint, METRICS_PORT, NBD_PORT};
 pub use self::layer::{CONFIG_VARIABLE, Layer, Vocabulary};
 use crate::checkpoint;
 use crate::error::Error;
@@ -51,6 +51,17 @@ pub struct Mounting {
     pub passthrough: bool,
     /// The address where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
+    /// The address where the models are block devices, if they are.
+    pub nbd: Option<NbdAddress>,
+}
+
+/// Where clients of block devices connect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NbdAddress {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// A TCP port.
+    Tcp(Endpoint),
 }
 
 /// Everything `gradfs up` needs to know, checked.
@@ -178,6 +189,17 @@ impl<'a> Merged<'a> {
         self.parsed("metrics", |origin, text| Endpoint::parse(origin, text, METRICS_PORT))
     }
 
+    fn nbd(&self) -> Result<Option<NbdAddress>, Error> {
+        self.parsed("nbd", |origin, text| match text.strip_prefix("unix:") {
+            Some("") => {
+                Err(Error::usage(format!("{origin}: no path is given")).hint("write unix:/run/gradfs.sock"))
+            }
+            Some(path) => Ok(NbdAddress::Unix(path.into())),
+            None if text.contains('/') => Ok(NbdAddress::Unix(text.into())),
+            None => Ok(NbdAddress::Tcp(Endpoint::parse(origin, text, NBD_PORT)?)),
+        })
+    }
+
     fn threads(&self, what_for: &str) -> Result<usize, Error> {
         Ok(self.whole("threads", 1..=MAX_THREADS, what_for)?.unwrap_or(DEFAULT_THREADS))
     }
@@ -220,6 +242,7 @@ impl<'a> Merged<'a> {
             permissions: self.permissions()?,
             passthrough: !self.switch("no_passthrough")?,
             metrics: self.metrics()?,
+            nbd: self.nbd()?,
         })
     }
 

@@ -13,6 +13,7 @@ mod logging;
 mod memory;
 mod metrics;
 mod mountpoint;
+mod nbd;
 mod proc;
 mod progress;
 mod rdma;

@@ -1,6 +1,7 @@
 //! Mounting models and serving them until told to stop: the common part of `gradfs up` and `gradfs mount`.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,8 +16,9 @@ use crate::fs::node;
 use crate::fuse::calls::Calls;
 use crate::fuse::{self, MountSettings};
 use crate::memory;
-use crate::metrics::{self, Serving};
+use crate::metrics;
 use crate::mountpoint::Mountpoint;
+use crate::nbd;
 use crate::session::model::Model;
 use crate::signals;
 
@@ -38,6 +40,7 @@ pub fn serve(
     memory::raise_file_limit();
     // These first: a mistake there should not cost the loading of a model.
     let bound = mounting.metrics.as_ref().map(metrics::bind).transpose()?;
+    let bound_nbd = mounting.nbd.as_ref().map(nbd::bind).transpose()?;
     fuse::access::check(mounting.allow_other)?;
     let mountpoint = Mountpoint::prepare(&mounting.mountpoint)?;
     let detach = mountpoint.detacher();
@@ -57,6 +60,7 @@ pub fn serve(
     let calls = Arc::clone(&started.calls);
     let of_metrics = models.clone();
     let scraped = bound.map(|bound| bound.serve(move || metrics::mount::page(&of_metrics))).transpose()?;
+    let devices = bound_nbd.map(|bound| bound.serve(models.clone())).transpose()?;
     let settings = MountSettings { threads: mounting.threads, allow_other: mounting.allow_other };
     let mounted = fuse::mount(Arc::clone(&calls), mountpoint.path(), &settings).map_err(|error| {
         let hint = fuse::access::hint(&error);
@@ -79,7 +83,9 @@ pub fn serve(
         );
     }
     let answers = mountpoint.await_answer().and_then(|()| {
-        announce(&models, &mountpoint, passthrough, scraped.as_ref(), &ready);
+        let served: [Option<&dyn fmt::Display>; 2] =
+            [scraped.as_ref().map(|it| it as _), devices.as_ref().map(|it| it as _)];
+        announce(&models, &mountpoint, passthrough, &served, &ready);
         ready.announce()
     });
     if let Err(error) = answers {
@@ -88,7 +94,7 @@ pub fn serve(
     }
     let why = stops.wait();
     tracing::info!("stopping: {why}");
-    drop(scraped);
+    drop((scraped, devices));
     calls.shut_down();
     mountpoint.detach()?;
     // Files may still be open; their programs get errors once the process is gone.
@@ -127,7 +133,7 @@ fn announce(
     models: &[Arc<Model>],
     mountpoint: &Mountpoint,
     passthrough: bool,
-    metrics: Option<&Serving>,
+    served: &[Option<&dyn fmt::Display>],
     ready: &Ready,
 ) {
     let mut out = std::io::stdout().lock();
@@ -149,8 +155,8 @@ fn announce(
             if passthrough { "bypass the daemon" } else { "go through the daemon" },
         );
     }
-    if let Some(metrics) = metrics {
-        let _ = writeln!(out, "gradfs: {metrics}");
+    for served in served.iter().flatten() {
+        let _ = writeln!(out, "gradfs: {served}");
     }
     let by_command = format!("gradfs unmount {}", mountpoint.path().display());
     let by_key = format!("Ctrl-C or {by_command}");

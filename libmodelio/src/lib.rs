@@ -5,6 +5,7 @@ pub mod bytes;
 pub mod client;
 pub mod contributor;
 pub mod formats;
+pub mod nbd;
 pub mod publisher;
 pub mod registry;
 pub mod timer;

@@ -51,6 +51,7 @@ fn defaults() {
                 permissions: Permissions::default(),
                 passthrough: true,
                 metrics: None,
+                nbd: None,
             },
             models: vec![ModelSpec {
                 name: "model".into(),

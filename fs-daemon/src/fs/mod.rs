@@ -13,7 +13,6 @@ pub mod names;
 pub mod node;
 pub mod open;
 pub mod open_file;
-pub mod own_thread;
 pub mod text;
 pub mod text_file;
 

@@ -12,10 +12,11 @@ use super::attr::Attributes;
 use super::filesystem::{Fs, stale};
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
-use super::own_thread::on_own_thread;
 use super::paths::Child;
 use crate::session::error::{CallError, CallResult, Done};
+use crate::session::learner::{MAX_LEARNER_NAME, is_learner_name, wrong_learner_name};
 use crate::session::model::Model;
+use crate::session::own_thread::on_own_thread;
 
 /// A directory entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,8 +34,6 @@ pub struct Entry {
 /// Names of a directory and where they lead.
 type Names<'a> = Box<dyn Iterator<Item = (String, Node)> + 'a>;
 
-/// Longest learner name.
-const MAX_LEARNER_NAME: usize = 64;
 /// Longest name of a file, as for most filesystems. The kernel would ask for up to 1,024 bytes.
 const MAX_NAME: usize = 255;
 
@@ -205,15 +204,7 @@ fn learner_name(name: &OsStr) -> CallResult<&str> {
     if name.len() > MAX_LEARNER_NAME {
         return Err(too_long(name, MAX_LEARNER_NAME));
     }
-    let fits = |name: &&str| {
-        !name.starts_with('.') && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-    };
-    name.to_str().filter(fits).ok_or_else(|| {
-        CallError::new(
-            libc::EINVAL,
-            format!("learner name {name:?}: use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.', not '.' first"),
-        )
-    })
+    name.to_str().filter(|name| is_learner_name(name)).ok_or_else(|| wrong_learner_name(name))
 }
 
 /// The version that `node` shows has gone.

@@ -12,8 +12,8 @@ use super::users::FileUsers;
 use crate::fs::filesystem::stale;
 use crate::fs::open::{OpenRequest, Way};
 use crate::fs::open_file::OpenFile;
-use crate::fs::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
+use crate::session::own_thread::on_own_thread;
 
 /// An opened file, and how the kernel should treat it.
 #[derive(Clone, Debug)]

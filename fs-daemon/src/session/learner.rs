@@ -1,5 +1,6 @@
 //! A learner of this process: the regions it writes into, why its last call failed, and who uses it.
 
+use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +12,23 @@ use libmodelio::transport::{Attached, Region};
 use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
 
+use super::error::CallError;
 use super::last_refusal::LastRefusal;
+
+/// The longest name of a learner, in bytes.
+pub const MAX_LEARNER_NAME: usize = 64;
+
+/// Whether a learner may be called so.
+pub fn is_learner_name(name: &str) -> bool {
+    let is_usual = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    (1..=MAX_LEARNER_NAME).contains(&name.len()) && !name.starts_with('.') && name.chars().all(is_usual)
+}
+
+/// A learner cannot be called so.
+pub fn wrong_learner_name(name: impl fmt::Debug) -> CallError {
+    let rule = format!("use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.', not '.' first");
+    CallError::new(libc::EINVAL, format!("learner name {name:?}: {rule}"))
+}
 
 /// A learner that is in the job.
 pub struct Learner {
@@ -32,6 +49,8 @@ pub struct Learner {
     mapped_ready: AtomicBool,
     /// The staging region has its pages, or gets them.
     staging_ready: AtomicBool,
+    /// It has joined for its users alone.
+    is_guest: AtomicBool,
     users: Mutex<Users>,
 }
 
@@ -77,6 +96,7 @@ impl Learner {
             job,
             mapped_ready: AtomicBool::new(false),
             staging_ready: AtomicBool::new(false),
+            is_guest: AtomicBool::new(false),
             users: Mutex::default(),
         }
     }
@@ -136,6 +156,16 @@ impl Learner {
             users.present = if opened { users.present + 1 } else { users.present.saturating_sub(1) };
         }
         self.report_use();
+    }
+
+    /// It has joined for those alone who use it.
+    pub fn make_guest(&self) {
+        self.is_guest.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it should leave: it is a guest, and nobody uses it any more.
+    pub fn is_unused_guest(&self) -> bool {
+        self.is_guest.load(Ordering::Relaxed) && self.users.lock().present == 0
     }
 
     /// Somebody uses the learner until [`Self::user_ended`], whether contributions are open or not.

@@ -16,6 +16,7 @@ pub mod error;
 pub mod last_refusal;
 pub mod learner;
 pub mod model;
+pub mod own_thread;
 pub mod publication;
 pub mod reader;
 pub mod wait_log;

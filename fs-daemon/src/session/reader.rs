@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use libmodelio::client::VersionView;
+use libmodelio::transport::stream::{Guard, Piece};
 use libmodelio::transport::{Region, ShardError};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 
@@ -43,6 +44,19 @@ impl Reader {
     /// When `range` leaves the model.
     pub fn bytes(&self, range: Range<u64>) -> &[u8] {
         self.view.bytes(range)
+    }
+
+    /// A range of its bytes, to be sent from where they lie. The version is pinned until they are.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn piece(self: &Arc<Self>, range: Range<u64>) -> Piece {
+        self.view.piece(range, Arc::clone(self) as Guard)
+    }
+
+    /// Its number.
+    pub fn version(&self) -> Version {
+        self.version
     }
 
     /// The memory that holds them.

@@ -28,6 +28,7 @@ use super::shared::Shared;
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
 use crate::transport::reactor::Reactor;
+use crate::transport::stream::{Guard, Piece};
 use crate::transport::tally::Payloads;
 use crate::transport::{Region, RegionKey, ShardError};
 use crate::vocabulary::controls::Controls;
@@ -55,6 +56,14 @@ impl VersionView {
     /// When `range` leaves the model.
     pub fn bytes(&self, range: Range<u64>) -> &[u8] {
         block::pinned_bytes(self.region.memory(), range)
+    }
+
+    /// A range of them, to be sent from where they lie. `pin` keeps the version pinned.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn piece(&self, range: Range<u64>, pin: Guard) -> Piece {
+        Piece::of_version(block::pinned_bytes(self.region.memory(), range), pin)
     }
 }
 

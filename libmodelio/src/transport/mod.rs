@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `stream` | byte streams, their connections and the memory that they name | |
 //! | `frames` | messages and payload as frames on a byte stream | `stream` |
+//! | `exchange` | requests and replies of other protocols on a byte stream (`unsafe`) | `stream` |
 //! | `reactor` | threads that drive byte streams, by io_uring, by epoll, or by a transport's own driver | `stream` |
 //! | `tcp` | byte streams over sockets | `reactor`, `stream` |
 //! | `shm` | byte streams and payload in memory that processes of one host share | `reactor`, `stream` |
@@ -21,6 +22,7 @@
 //! | `tally` | counts of moved payload, and of the part that CPUs copied |
 
 mod contribution;
+pub mod exchange;
 pub mod frames;
 pub mod local;
 pub mod rdma;

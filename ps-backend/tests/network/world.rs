@@ -169,6 +169,8 @@ impl World {
             io: self.io,
             transport: self.transport,
             rdma: self.rdma.clone(),
+            // An emulated machine beside other work takes its time.
+            patience: 3 * LONG,
             ..ClientOptions::default()
         }
     }

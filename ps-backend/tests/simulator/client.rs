@@ -306,7 +306,7 @@ impl World {
                         payload.unwrap_or_else(|| panic!("client {index}: {key:?} is needed after release"));
                     assert!(!payload.overwritten, "client {index}: {key:?} is needed, but was written over");
                 }
-                if client.core.sends_ahead() {
+                if push.ahead {
                     holders.iter().for_each(|key| self.history.sent_ahead(plan, client.payloads[key].uid));
                 }
             }

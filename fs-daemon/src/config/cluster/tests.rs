@@ -92,6 +92,7 @@ fn defaults() {
                 permissions: crate::config::Permissions::default(),
                 passthrough: true,
                 metrics: None,
+                nbd: None,
             },
             models: vec![],
             registry: at("node1", 7070),

@@ -112,6 +112,11 @@ impl Learner {
         self.strays |= self.sends_for.replace(plan).is_some_and(|before| before != plan);
     }
 
+    /// A plan may go on to read its staged contribution, though its commit is answered.
+    pub(super) fn is_still_read(&mut self) {
+        self.strays = true;
+    }
+
     /// This plan is sealed. Its shards read the sent blocks before the coordinator answers the commit, or another plan
     /// does.
     pub(super) fn sealed(&mut self, plan: PlanId) {

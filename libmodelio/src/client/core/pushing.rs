@@ -324,11 +324,6 @@ impl ClientCore {
             || self.pull.as_ref().is_some_and(|pull| pull.partitions[partition].struggles)
     }
 
-    /// Whether the contribution that is being sent is still open.
-    pub fn sends_ahead(&self) -> bool {
-        self.outgoing.as_ref().is_some_and(|outgoing| outgoing.open.is_some())
-    }
-
     /// The plan under way, and what it is made of.
     pub fn outgoing(&self) -> Option<(PlanId, &Granted)> {
         self.outgoing.as_ref().map(|outgoing| (outgoing.plan, &outgoing.payload))

@@ -104,6 +104,12 @@ impl ClientCore {
             // The coordinator has not decided this, so shards may still be reading.
             actions.push(Action::EndLoans);
         }
+        if self.outgoing.is_some() {
+            // If the coordinator is found after all, the plan under way may count.
+            for (learner, _) in self.held.keys() {
+                self.learners.get_mut(learner).into_iter().for_each(Learner::is_still_read);
+            }
+        }
         for id in self.requests.keys().copied().collect::<Vec<_>>() {
             self.answered(id, Message::Refused(why.clone().into()), now, actions);
         }

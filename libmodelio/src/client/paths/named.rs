@@ -6,8 +6,6 @@
 //!
 //! This module holds `unsafe`; each place says why it is sound.
 
-mod device_reads;
-
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +13,6 @@ use std::time::Instant;
 
 use parking_lot::MutexGuard;
 
-use self::device_reads::DeviceReads;
 use super::{BlockPath, Connection};
 use crate::bytes::mmap::Mapping;
 use crate::client::core::Push;
@@ -148,10 +145,8 @@ pub(super) struct Named<M> {
     since_asked: usize,
     /// The bytes that are named before it is asked again.
     run: usize,
-    /// The requests that asked for an answer, and have none yet.
-    unsaid: VecDeque<u64>,
-    /// Memory of contributions that were still written when blocks in it were named.
-    device_reads: DeviceReads<Mapping>,
+    /// The requests that asked for an answer, and have none yet. Each keeps the memory that a device may read till then.
+    unsaid: VecDeque<(u64, Option<Arc<Mapping>>)>,
     /// The number of the last request. Pushes from slots have numbers up to [`SLOTS`].
     last_request: u64,
     /// The log says that contributions go through the ring.
@@ -180,7 +175,6 @@ impl<M: PeerMemory> Named<M> {
             since_asked: 0,
             run: 0,
             unsaid: VecDeque::new(),
-            device_reads: DeviceReads::default(),
             last_request: u64::from(SLOTS),
             said: false,
         }
@@ -199,17 +193,20 @@ impl<M: PeerMemory> Named<M> {
         Ok(region)
     }
 
-    /// The request number of the next block that is named where it lies. It is 0 unless the shard must answer when it
-    /// has used this block and those before it.
-    fn asks(&mut self, block: u32, memory: &Arc<Mapping>) -> u64 {
+    /// The request number of the next block that is named where it lies, in `memory`. It is 0 unless the shard must answer
+    /// when it has used this block and those before it.
+    ///
+    /// It must for each block of a contribution that is still written, if a device reads it. The end of a plan that is
+    /// dropped says nothing of reads that are under way. Only the answer does, so the memory is kept until it comes.
+    fn asks(&mut self, block: u32, memory: &Arc<Mapping>, ahead: bool) -> u64 {
+        let kept = (M::IS_READ_BY_DEVICE && ahead).then(|| Arc::clone(memory));
         self.since_asked += 1;
-        // The next answer lets go of memory that a dropped plan was told of.
-        if self.since_asked * (block as usize) < self.run && !self.device_reads.has_other(memory) {
+        if self.since_asked * (block as usize) < self.run && kept.is_none() {
             return 0;
         }
         self.since_asked = 0;
         self.last_request += 1;
-        self.unsaid.push_back(self.last_request);
+        self.unsaid.push_back((self.last_request, kept));
         self.last_request
     }
 
@@ -250,14 +247,9 @@ impl<M: PeerMemory> Named<M> {
                 Placed::Later => return Outcome::Held,
                 Placed::Not => match self.lend(to, source.memory()) {
                     Ok(region) => {
-                        let request = self.asks(layout.block_size(), source.memory());
-                        if M::IS_READ_BY_DEVICE && ahead {
-                            let until = if request == 0 { self.last_request + 1 } else { request };
-                            self.device_reads.keep(source.memory(), until);
-                        }
                         let push =
                             Message::PushAt { plan, block, wide: false, ahead, region, offset: extent.start };
-                        (request, Some(push))
+                        (self.asks(layout.block_size(), source.memory(), ahead), Some(push))
                     }
                     Err(_) => (0, None),
                 },
@@ -369,8 +361,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 return self.tidy(to);
             }
             let now = shared.now();
-            let may_name = self.device_reads.has_room() || !inner.core.sends_ahead();
-            let next = match self.unsaid.len() < UNSAID && may_name {
+            let next = match self.unsaid.len() < UNSAID {
                 true => self.held.take().or_else(|| inner.core.next_push(route.partition, now)),
                 false => None,
             };
@@ -404,9 +395,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
             return self.memory.receive(to, received);
         }
         let request = received.header.request();
-        if self.unsaid.front() == Some(&request) {
-            self.unsaid.pop_front();
-            self.device_reads.answered(request);
+        if self.unsaid.pop_front_if(|(asked, _)| *asked == request).is_some() {
             return Ok(true);
         }
         if let Some(slot) = request.checked_sub(PLACED) {

@@ -143,10 +143,9 @@ impl PeerMemory for RdmaPath {
     }
 
     fn gone(&mut self) -> Vec<u32> {
-        let gone = |(number, memory): &(u32, Weak<Mapping>)| (memory.strong_count() == 0).then_some(*number);
-        let numbers: Vec<u32> = self.shared.values().filter_map(gone).collect();
-        self.shared.retain(|_, (_, memory)| memory.strong_count() > 0);
-        numbers
+        // One pass: another thread may let go of the last reference at any time.
+        let gone = self.shared.extract_if(|_, (_, memory)| memory.strong_count() == 0);
+        gone.map(|(_, (number, _))| number).collect()
     }
 
     fn end_of_loan(&self) -> EndOfLoan {

@@ -207,6 +207,16 @@ fn memory_that_a_dropped_plan_may_read_is_told_of_once() {
 }
 
 #[test]
+fn memory_of_a_commit_that_failed_with_the_coordinator_is_not_written_again() {
+    let mut bench = Bench::new();
+    bench.offers(0);
+    bench.commit(3, 10);
+    bench.grant(8);
+    bench.core.fail(ShardError::Lost("it has come back empty".into()), bench.now, &mut bench.said);
+    assert!(bench.core.take_strays(L), "the plan may be under way, and count");
+}
+
+#[test]
 fn blocks_of_a_refused_commit_join_no_later_contribution_to_the_step() {
     let mut bench = Bench::new();
     bench.offers(0);

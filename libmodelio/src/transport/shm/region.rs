@@ -266,12 +266,9 @@ impl Lender {
 
     /// The numbers of regions whose memory has gone. The caller must tell the peer.
     pub fn gone(&mut self) -> Vec<u32> {
-        let gone = |(number, known): &(u32, Weak<Mapping>)| (known.strong_count() == 0).then_some(*number);
-        let numbers: Vec<u32> = self.lent.values().filter_map(gone).collect();
-        if !numbers.is_empty() {
-            self.lent.retain(|_, (_, known)| known.strong_count() > 0);
-        }
-        numbers
+        // One pass: another thread may let go of the last reference at any time.
+        let gone = self.lent.extract_if(|_, (_, memory)| memory.strong_count() == 0);
+        gone.map(|(_, (number, _))| number).collect()
     }
 }
 

@@ -90,6 +90,12 @@ impl Piece {
         Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
     }
 
+    /// Bytes of a version, which `pin` keeps. They need no checksum.
+    pub(crate) fn of_version(bytes: &[u8], pin: Guard) -> Piece {
+        // SAFETY: a version is not written while it is pinned, and its memory stays.
+        unsafe { Piece::new(bytes, Some(0), pin) }
+    }
+
     /// Bytes that belong to the piece.
     pub fn owned(bytes: Vec<u8>) -> Piece {
         Piece::owned_with(bytes, ())

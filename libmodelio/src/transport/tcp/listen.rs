@@ -1,7 +1,8 @@
-//! Accepting connections.
+//! Accepting connections, by TCP and through Unix sockets.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -27,18 +28,45 @@ impl Handle {
         &self,
         listener: TcpListener,
         options: SocketOptions,
-        factory: impl FnMut(SocketAddr) -> Option<Box<dyn Stream>> + Send + 'static,
+        mut factory: impl FnMut(SocketAddr) -> Option<Box<dyn Stream>> + Send + 'static,
     ) -> Result<Connection, Refused> {
         listener.set_nonblocking(true).map_err(|err| Refused::Socket(errno(&err)))?;
-        let accepting = Accepting { options, factory: Box::new(factory), reactor: self.clone() };
-        self.place(listener.into(), Kind::Waiting(Box::new(accepting)), Thread::Any)
+        let factory = move |peer: Option<SocketAddr>| factory(peer?);
+        self.accept_from(listener.into(), Some(options), Box::new(factory))
+    }
+
+    /// Like [`Self::listen`], on a Unix socket.
+    ///
+    /// # Errors
+    /// [`Refused`]. Then the listener is closed.
+    pub fn listen_unix(
+        &self,
+        listener: UnixListener,
+        mut factory: impl FnMut() -> Option<Box<dyn Stream>> + Send + 'static,
+    ) -> Result<Connection, Refused> {
+        listener.set_nonblocking(true).map_err(|err| Refused::Socket(errno(&err)))?;
+        self.accept_from(listener.into(), None, Box::new(move |_| factory()))
+    }
+
+    fn accept_from(
+        &self,
+        listener: OwnedFd,
+        options: Option<SocketOptions>,
+        factory: Factory,
+    ) -> Result<Connection, Refused> {
+        let accepting = Accepting { options, factory, reactor: self.clone() };
+        self.place(listener, Kind::Waiting(Box::new(accepting)), Thread::Any)
     }
 }
 
+/// Makes the stream of a connection from this address, which only a peer by TCP has.
+type Factory = Box<dyn FnMut(Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
+
 /// A listening socket of a reactor, and the function for the connections that it accepts.
 struct Accepting {
-    options: SocketOptions,
-    factory: Box<dyn FnMut(SocketAddr) -> Option<Box<dyn Stream>> + Send>,
+    /// For TCP.
+    options: Option<SocketOptions>,
+    factory: Factory,
     reactor: Handle,
 }
 
@@ -66,11 +94,7 @@ impl Accepting {
     fn accept(&mut self, fd: &OwnedFd) -> Result<(), Errno> {
         for _ in 0..AT_ONCE {
             match SockRef::from(fd).accept4(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) {
-                Ok((socket, peer)) => {
-                    if let Some(peer) = peer.as_socket() {
-                        self.accepted(socket.into(), peer);
-                    }
-                }
+                Ok((socket, peer)) => self.accepted(socket.into(), peer.as_socket()),
                 Err(err) => match errno(&err) {
                     Errno::EAGAIN => return Ok(()),
                     // The peer was gone before it was accepted, or its network is: accept(2) passes that on.
@@ -88,16 +112,18 @@ impl Accepting {
         Ok(())
     }
 
-    fn accepted(&mut self, socket: OwnedFd, peer: SocketAddr) {
-        if let Err(err) = self.options.apply(&SockRef::from(&socket)) {
+    fn accepted(&mut self, socket: OwnedFd, peer: Option<SocketAddr>) {
+        if let Some(options) = &self.options
+            && let Err(err) = options.apply(&SockRef::from(&socket))
+        {
             // The connection may be gone already.
-            tracing::debug!(%peer, %err, "accepted, but its socket cannot be set up");
+            tracing::debug!(?peer, %err, "accepted, but its socket cannot be set up");
             return;
         }
         let Some(stream) = (self.factory)(peer) else { return };
         match self.reactor.place(socket, Kind::Stream(stream), Thread::Any) {
             Ok(_) | Err(Refused::ShutDown) => {}
-            Err(refused) => tracing::warn!(%peer, %refused, "a connection is not accepted"),
+            Err(refused) => tracing::warn!(?peer, %refused, "a connection is not accepted"),
         }
     }
 }

@@ -1,0 +1,204 @@
+//! Models as network block devices, for clients on a socket of their own.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `exports` | the names that clients open, and what they stand for |
+//! | `face` | what a client reads and writes through an open export |
+//! | `connection` | one client: its handshake, its requests and the replies |
+//!
+//! `libmodelio::nbd` is the protocol. A client is served on a reactor, so a slow one keeps nobody else waiting.
+
+mod connection;
+mod exports;
+mod face;
+
+use std::fmt;
+use std::io::{ErrorKind, Read as _};
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use libmodelio::transport::exchange::Exchanging;
+use libmodelio::transport::reactor::{Reactor, ReactorOptions, Refused};
+use libmodelio::transport::stream::Stream;
+use libmodelio::transport::tcp::SocketOptions;
+use ps_backend::server;
+
+use crate::config::NbdAddress;
+use crate::error::Error;
+use crate::session::model::Model;
+use connection::{Client, PIECE};
+use exports::ModelExports;
+
+/// The most clients at a time.
+const MAX_CLIENTS: usize = 1024;
+/// The most threads that serve clients.
+const MAX_THREADS: usize = 4;
+
+enum Listener {
+    Unix(UnixListener, SocketFile),
+    Tcp(TcpListener, SocketAddr),
+}
+
+/// A socket's file, which goes with it.
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// An address that is taken, and not served yet: who connects waits.
+pub struct Bound(Listener);
+
+/// Takes an address.
+///
+/// # Errors
+/// When it is another program's already, or open to other hosts: the protocol says nothing of who a client is.
+pub fn bind(at: &NbdAddress) -> Result<Bound, Error> {
+    Ok(Bound(match at {
+        NbdAddress::Unix(path) => {
+            let listener = bind_unix(path)?;
+            Listener::Unix(listener, SocketFile(path.clone()))
+        }
+        NbdAddress::Tcp(endpoint) => {
+            let failed = || Error::new(format!("cannot serve NBD on {endpoint}"));
+            let address = server::resolve(&endpoint.to_string())
+                .map_err(|why| Error::new(format!("cannot serve NBD: {why}")))?;
+            if !address.ip().is_loopback() {
+                return Err(failed().hint(
+                    "NBD knows no users: name a Unix socket or a loopback address, and have ssh forward it to other hosts",
+                ));
+            }
+            let bound = TcpListener::bind(address).and_then(|listener| {
+                let address = listener.local_addr()?;
+                Ok((listener, address))
+            });
+            let (listener, address) = bound.map_err(|error| failed().caused_by(error))?;
+            Listener::Tcp(listener, address)
+        }
+    }))
+}
+
+/// A socket that only its owner can connect to. A socket that a killed program has left there is replaced.
+fn bind_unix(path: &Path) -> Result<UnixListener, Error> {
+    let failed = || Error::new(format!("cannot serve NBD on {}", path.display()));
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
+    if is_socket && !is_served(path) {
+        std::fs::remove_file(path).map_err(|error| failed().caused_by(error))?;
+    }
+    let listener = UnixListener::bind(path).map_err(|error| {
+        let hint = match error.kind() {
+            ErrorKind::AddrInUse => "another program has it, or it is no socket: name another path",
+            _ => "its directory must be there, and yours to write to",
+        };
+        failed().caused_by(error).hint(hint)
+    })?;
+    // The directory may be everybody's. Until this is done nobody is accepted.
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
+        .map_err(|error| failed().caused_by(error))?;
+    Ok(listener)
+}
+
+/// Whether a program accepts connections there. The kernel may close the socket of a program that was killed a while
+/// later than that, and then breaks off connections that it has let in meanwhile.
+fn is_served(path: &Path) -> bool {
+    const TRIES: usize = 20;
+    for _ in 0..TRIES {
+        let Ok(mut stream) = UnixStream::connect(path) else { return false };
+        if stream.set_read_timeout(Some(Duration::from_secs(1))).is_err() {
+            return true;
+        }
+        match stream.read(&mut [0]) {
+            Ok(0) => {}
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => {}
+            // It says something, or is silent.
+            Ok(_) | Err(_) => return true,
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    true
+}
+
+impl Bound {
+    /// Serves the models until the answer is dropped.
+    ///
+    /// # Errors
+    /// When the system has no threads for it.
+    pub fn serve(self, models: Vec<Arc<Model>>) -> Result<Serving, Error> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let options = ReactorOptions {
+            name: "nbd".to_owned(),
+            threads: cores.min(MAX_THREADS),
+            connections_a_thread: MAX_CLIENTS,
+            ..ReactorOptions::default()
+        };
+        let failed = || Error::new("cannot serve NBD");
+        let reactor = Reactor::start(&options).map_err(|error| failed().caused_by(error))?;
+        let exports = Arc::new(ModelExports::new(models));
+        let of_clients = Arc::clone(&exports);
+        let make = move || {
+            let client = Client::new(Arc::clone(&of_clients));
+            Some(Box::new(Exchanging::new(client, PIECE)) as Box<dyn Stream>)
+        };
+        let handle = reactor.handle();
+        let refused = |error: Refused| failed().caused_by(error);
+        let (uri, file) = match self.0 {
+            Listener::Unix(listener, file) => {
+                handle.listen_unix(listener, make).map_err(refused)?;
+                (format!("nbd+unix:///?socket={}", escaped(&file.0)), Some(file))
+            }
+            Listener::Tcp(listener, address) => {
+                let options = SocketOptions::default();
+                handle.listen(listener, options, move |_| make()).map_err(refused)?;
+                (format!("nbd://{address}"), None)
+            }
+        };
+        Ok(Serving { uri, _reactor: reactor, _file: file })
+    }
+}
+
+/// A path as it stands in the query of a URI.
+fn escaped(path: &Path) -> String {
+    use std::fmt::Write as _;
+    use std::os::unix::ffi::OsStrExt as _;
+    let mut text = String::new();
+    for &byte in path.as_os_str().as_bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'/' | b'-' | b'.' | b'_' | b'~' => {
+                text.push(byte.into());
+            }
+            _ => {
+                let _ = write!(text, "%{byte:02X}");
+            }
+        }
+    }
+    text
+}
+
+/// Clients are served as long as this lives.
+pub struct Serving {
+    uri: String,
+    _reactor: Reactor,
+    _file: Option<SocketFile>,
+}
+
+impl fmt::Display for Serving {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "block devices at {}", self.uri)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_in_uris_are_escaped() {
+        assert_eq!(escaped(Path::new("/run/a b/ä&?.sock")), "/run/a%20b/%C3%A4%26%3F.sock");
+    }
+}

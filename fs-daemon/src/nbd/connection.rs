@@ -1,0 +1,435 @@
+//! One client: its handshake, then its requests, each of which gets one reply. What it reads is sent from the version's
+//! own memory. What it writes is reduced from the buffer that it was received into.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libmodelio::nbd::numbers::flag;
+use libmodelio::nbd::{
+    Command, Context, Errno, Handshake, MAX_LEN, Need, Opening, REQUEST_LEN, Replies, Request, Step,
+};
+use libmodelio::transport::exchange::{Exchange, Reply};
+use libmodelio::transport::stream::{Close, Connection, Piece};
+use parking_lot::Mutex;
+
+use super::exports::ModelExports;
+use super::face::{Face, errno_of};
+use crate::session::error::{CallError, CallResult};
+use crate::session::own_thread::on_own_thread;
+
+/// The time for a client to choose an export.
+const HANDSHAKE: Duration = Duration::from_secs(30);
+/// The time for a client to hang up when it has said that it will.
+const FAREWELL: Duration = Duration::from_secs(5);
+/// No more requests are taken while so many replies wait to be sent.
+const MAX_WAITING: usize = 64;
+/// A payload is taken in pieces of at most this length, which do not reach over the end of a block.
+pub const PIECE: usize = 256 << 10;
+
+/// The state of a connection.
+enum Phase {
+    Handshake(Handshake),
+    /// The chosen export is being opened, on a thread of its own.
+    Opening(Handshake, Opening),
+    /// A request comes next.
+    Requests(Open),
+    /// The payload of a write.
+    Payload(Open, Payload),
+    /// A piece of a payload is being written, on a thread of its own.
+    Writing(Open, Payload),
+    /// A step of the learner ends. The reply of this request follows.
+    Step(Open, Request),
+    /// A version with the learner's last step in it comes. The reply of this request follows.
+    Behind(Open, Request),
+    /// Nothing more is taken. The client hangs up when it has all replies.
+    Over,
+}
+
+/// The export that the client has chosen.
+struct Open {
+    face: Face,
+    size: u64,
+    replies: Replies,
+    contexts: Vec<Context>,
+}
+
+/// A payload that is on its way.
+struct Payload {
+    request: Request,
+    /// The bytes that have come.
+    done: u32,
+    /// Why they are not wanted, if so.
+    outcome: CallResult<()>,
+}
+
+/// What other threads have done for a connection.
+enum Event {
+    Opened(CallResult<Face>),
+    Wrote(CallResult<()>),
+    Stepped(CallResult<()>),
+    CaughtUp(CallResult<()>),
+}
+
+/// The place where other threads put events.
+#[derive(Default)]
+struct Inbox {
+    events: Mutex<Vec<Event>>,
+    link: Mutex<Option<Connection>>,
+}
+
+impl Inbox {
+    fn put(&self, event: Event) {
+        self.events.lock().push(event);
+        if let Some(link) = &*self.link.lock() {
+            link.wake();
+        }
+    }
+}
+
+/// A client.
+pub struct Client {
+    exports: Arc<ModelExports>,
+    phase: Phase,
+    /// When the present phase must be over, if it must.
+    until: Option<Instant>,
+    waiting: VecDeque<Reply>,
+    inbox: Arc<Inbox>,
+}
+
+impl Client {
+    /// A client of `exports`.
+    pub fn new(exports: Arc<ModelExports>) -> Client {
+        let waiting = VecDeque::from([(Handshake::greeting(), None)]);
+        let phase = Phase::Handshake(Handshake::default());
+        Client { exports, phase, until: None, waiting, inbox: Arc::default() }
+    }
+
+    fn reply(&mut self, head: Vec<u8>, piece: Option<Piece>) {
+        if !head.is_empty() {
+            self.waiting.push_back((head, piece));
+        }
+    }
+
+    /// Opens the chosen export.
+    fn open(&mut self, handshake: Handshake, opening: Opening) -> Result<(), Close> {
+        let name = opening.export.name.clone();
+        if !self.exports.takes_long(&name) {
+            let opened = self.exports.open(&name);
+            return self.opened(handshake, opening, opened);
+        }
+        self.phase = Phase::Opening(handshake, opening);
+        let (exports, inbox) = (Arc::clone(&self.exports), Arc::clone(&self.inbox));
+        on_own_thread("nbd-opens", move || inbox.put(Event::Opened(exports.open(&name))));
+        Ok(())
+    }
+
+    /// The export is open, or cannot be: goes on with requests, or with the handshake.
+    fn opened(
+        &mut self,
+        mut handshake: Handshake,
+        Opening { export, contexts, structured }: Opening,
+        opened: CallResult<Face>,
+    ) -> Result<(), Close> {
+        match opened {
+            Ok(face) => {
+                tracing::debug!(export = export.name, "a block device is open");
+                self.reply(handshake.opened(), None);
+                let replies = Replies { structured };
+                self.phase = Phase::Requests(Open { face, size: export.size, replies, contexts });
+            }
+            Err(why) => {
+                let why = why.to_string();
+                let Some(answer) = handshake.refused(&why) else { return Err(Close::Asked(why.into())) };
+                self.reply(answer, None);
+                self.phase = Phase::Handshake(handshake);
+            }
+        }
+        Ok(())
+    }
+
+    /// The client has said that it goes.
+    fn end(&mut self) {
+        self.phase = Phase::Over;
+        self.until = None;
+        // The next tick sets the deadline.
+        if let Some(link) = &*self.inbox.link.lock() {
+            link.wake();
+        }
+    }
+
+    fn request(&mut self, open: Open, request: Request) {
+        match request.command {
+            Command::Disconnect => {
+                if let Face::Learner(learner) = open.face {
+                    learner.end();
+                }
+                self.end();
+            }
+            Command::Write if request.len > 0 => {
+                let outcome = open.may_write(&request);
+                self.phase = Phase::Payload(open, Payload { request, done: 0, outcome });
+            }
+            Command::Flush if request.is_well_flagged() => self.end_step(open, request),
+            Command::Read | Command::BlockStatus if open.face.learner().is_some_and(|it| it.is_behind()) => {
+                self.catch_up(open, request);
+            }
+            _ => self.answer_now(open, request),
+        }
+    }
+
+    fn answer_now(&mut self, open: Open, request: Request) {
+        let (head, piece) = open.answer(&request);
+        self.reply(head, piece);
+        self.phase = Phase::Requests(open);
+    }
+
+    /// Answers `request` from a version with the learner's last step. Later requests wait for that.
+    fn catch_up(&mut self, open: Open, request: Request) {
+        let Some(learner) = open.face.learner() else { return self.answer_now(open, request) };
+        let inbox = Arc::clone(&self.inbox);
+        learner.catch_up(Box::new(move |outcome| inbox.put(Event::CaughtUp(outcome))));
+        self.phase = Phase::Behind(open, request);
+        self.settle();
+    }
+
+    /// Takes a piece of a payload, and writes it.
+    fn piece(&mut self, open: Open, mut payload: Payload, bytes: &[u8]) {
+        let offset = payload.request.offset + u64::from(payload.done);
+        let learner = open.face.learner().filter(|_| payload.outcome.is_ok());
+        let Some(learner) = learner else {
+            payload.done += bytes.len() as u32;
+            return self.next_piece(open, payload);
+        };
+        if !learner.may_wait() {
+            payload.outcome = learner.contribution().write(offset, bytes);
+            payload.done += bytes.len() as u32;
+            return self.next_piece(open, payload);
+        }
+        // The first write of a step asks the coordinator, which may be out of reach.
+        let (learner, bytes, inbox) = (Arc::clone(learner), bytes.to_vec(), Arc::clone(&self.inbox));
+        payload.done += bytes.len() as u32;
+        self.phase = Phase::Writing(open, payload);
+        let write = move || inbox.put(Event::Wrote(learner.contribution().write(offset, &bytes)));
+        on_own_thread("nbd-writes", write);
+    }
+
+    fn next_piece(&mut self, open: Open, payload: Payload) {
+        if payload.done < payload.request.len {
+            self.phase = Phase::Payload(open, payload);
+            return;
+        }
+        let request = payload.request;
+        match payload.outcome {
+            Ok(()) if request.has(flag::FUA) => self.end_step(open, request),
+            outcome => self.answer(open, request, outcome),
+        }
+    }
+
+    /// Ends a step, and then answers `request`. Later requests wait for that.
+    fn end_step(&mut self, open: Open, request: Request) {
+        let Some(learner) = open.face.learner() else { return self.answer(open, request, Ok(())) };
+        let inbox = Arc::clone(&self.inbox);
+        learner.end_step(Box::new(move |outcome| inbox.put(Event::Stepped(outcome))));
+        self.phase = Phase::Step(open, request);
+        self.settle();
+    }
+
+    fn answer(&mut self, open: Open, request: Request, outcome: CallResult<()>) {
+        let head = match outcome {
+            Ok(()) => open.replies.ok(request.cookie),
+            Err(error) => open.replies.error(request.cookie, errno_of(&error), &error.to_string()),
+        };
+        self.reply(head, None);
+        self.phase = Phase::Requests(open);
+    }
+
+    /// Goes on with what other threads have done meanwhile.
+    fn settle(&mut self) {
+        let events = std::mem::take(&mut *self.inbox.events.lock());
+        for event in events {
+            match (std::mem::replace(&mut self.phase, Phase::Over), event) {
+                (Phase::Writing(open, mut payload), Event::Wrote(outcome)) => {
+                    payload.outcome = outcome;
+                    self.next_piece(open, payload);
+                }
+                (Phase::Step(open, request), Event::Stepped(outcome)) => self.answer(open, request, outcome),
+                (Phase::Behind(open, request), Event::CaughtUp(Ok(()))) => self.answer_now(open, request),
+                (Phase::Behind(open, request), Event::CaughtUp(error)) => self.answer(open, request, error),
+                (phase, event) => {
+                    self.phase = phase;
+                    self.inbox.events.lock().push(event);
+                }
+            }
+        }
+    }
+}
+
+impl Open {
+    /// Whether the payload of a write is wanted.
+    fn may_write(&self, request: &Request) -> CallResult<()> {
+        let refused = |errno, why: &str| Err(CallError::new(errno, why));
+        if self.face.learner().is_none() {
+            return refused(libc::EPERM, "the export is read-only");
+        }
+        if !request.is_well_flagged() {
+            return refused(libc::EINVAL, "the request has a flag that its command does not have");
+        }
+        if !request.fits(self.size) {
+            return refused(libc::ENOSPC, &self.outside(request));
+        }
+        Ok(())
+    }
+
+    fn outside(&self, Request { offset, len, .. }: &Request) -> String {
+        format!("{len} bytes at {offset} are not in the export's {}", self.size)
+    }
+
+    fn answer(&self, request: &Request) -> (Vec<u8>, Option<Piece>) {
+        let Request { cookie, offset, len, .. } = *request;
+        let error = |errno, why: &str| (self.replies.error(cookie, errno, why), None);
+        if !request.is_well_flagged() {
+            return error(Errno::Invalid, "the request has a flag that its command does not have");
+        }
+        match request.command {
+            Command::Write | Command::WriteZeroes | Command::Trim if self.face.learner().is_none() => {
+                error(Errno::NotPermitted, "the export is read-only")
+            }
+            Command::WriteZeroes | Command::Trim | Command::Unknown(_) => {
+                error(Errno::NotSupported, "the server does not have this command")
+            }
+            Command::Flush | Command::Disconnect => (self.replies.ok(cookie), None),
+            _ if !request.fits(self.size) => error(Errno::Invalid, &self.outside(request)),
+            Command::Cache | Command::Write => (self.replies.ok(cookie), None),
+            Command::Read if len > MAX_LEN => {
+                error(Errno::Invalid, &format!("a request reads {MAX_LEN} bytes at most"))
+            }
+            Command::Read => match self.face.reader() {
+                None => error(Errno::NotPermitted, "gradients are write-only (read weights instead)"),
+                Some(reader) => {
+                    let bytes = offset..offset + u64::from(len);
+                    (self.replies.read(cookie, offset, len), Some(reader.piece(bytes)))
+                }
+            },
+            Command::BlockStatus if self.contexts.is_empty() => {
+                error(Errno::Invalid, "no context was chosen in the handshake")
+            }
+            Command::BlockStatus => {
+                // The specification has 32 bits for a status.
+                let version = self.face.reader().map_or(0, |reader| reader.version().0 as u32);
+                let status = |context: &Context| match context {
+                    Context::Allocation => (*context, 0),
+                    Context::Version => (*context, version),
+                };
+                let all: Vec<(Context, u32)> = self.contexts.iter().map(status).collect();
+                (self.replies.status(cookie, len, &all), None)
+            }
+        }
+    }
+}
+
+impl Payload {
+    /// The length of the next piece.
+    fn next(&self, open: &Open) -> usize {
+        let left = (self.request.len - self.done) as usize;
+        let Some(learner) = open.face.learner().filter(|_| self.outcome.is_ok()) else {
+            return left.min(PIECE);
+        };
+        let block = u64::from(learner.block_size());
+        let in_block = (self.request.offset + u64::from(self.done)) % block;
+        left.min((block - in_block) as usize).min(PIECE)
+    }
+}
+
+impl Exchange for Client {
+    fn opened(&mut self, connection: &Connection) {
+        *self.inbox.link.lock() = Some(connection.clone());
+    }
+
+    fn need(&self) -> usize {
+        match &self.phase {
+            // So the end of the client's stream is noticed.
+            Phase::Over => 1,
+            _ if self.waiting.len() >= MAX_WAITING => 0,
+            Phase::Handshake(handshake) => match handshake.need() {
+                Need::Bytes(bytes) => bytes,
+                Need::Nothing => 0,
+            },
+            Phase::Opening(..) | Phase::Writing(..) | Phase::Step(..) | Phase::Behind(..) => 0,
+            Phase::Requests(_) => REQUEST_LEN,
+            Phase::Payload(open, payload) => payload.next(open),
+        }
+    }
+
+    fn take(&mut self, bytes: &[u8]) -> Result<(), Close> {
+        match std::mem::replace(&mut self.phase, Phase::Over) {
+            Phase::Handshake(mut handshake) => {
+                let step = handshake.take(bytes, &*self.exports);
+                match step.map_err(|why| Close::Asked(why.into()))? {
+                    Step::Answer(answer) => {
+                        self.reply(answer, None);
+                        self.phase = Phase::Handshake(handshake);
+                    }
+                    Step::Open(opening) => self.open(handshake, opening)?,
+                    Step::End(answer) => {
+                        self.reply(answer, None);
+                        self.end();
+                    }
+                }
+            }
+            Phase::Requests(open) => match bytes.first_chunk().and_then(Request::decode) {
+                Some(request) => self.request(open, request),
+                None => {
+                    self.phase = Phase::Requests(open);
+                    return Err(Close::Asked("a request does not begin as one".into()));
+                }
+            },
+            Phase::Payload(open, payload) => self.piece(open, payload, bytes),
+            Phase::Over => return Err(Close::Asked("bytes came after the end".into())),
+            // Nothing is needed then.
+            phase @ (Phase::Opening(..) | Phase::Writing(..) | Phase::Step(..) | Phase::Behind(..)) => {
+                self.phase = phase;
+            }
+        }
+        Ok(())
+    }
+
+    fn next(&mut self) -> Option<Reply> {
+        self.waiting.pop_front()
+    }
+
+    fn is_finished(&self) -> bool {
+        matches!(self.phase, Phase::Over) && self.waiting.is_empty()
+    }
+
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        if matches!(self.phase, Phase::Opening(..)) {
+            let opened = self.inbox.events.lock().pop();
+            if let Some(Event::Opened(opened)) = opened
+                && let Phase::Opening(handshake, opening) = std::mem::replace(&mut self.phase, Phase::Over)
+            {
+                self.opened(handshake, opening, opened)?;
+            }
+        } else {
+            self.settle();
+        }
+        let (time, why) = match self.phase {
+            Phase::Handshake(_) => (HANDSHAKE, "the client has chosen no export in time"),
+            Phase::Over => (FAREWELL, "the client does not hang up"),
+            _ => return Ok(None),
+        };
+        let until = *self.until.get_or_insert(now + time);
+        if until <= now {
+            return Err(Close::Asked(why.into()));
+        }
+        Ok(Some(until))
+    }
+
+    fn closed(&mut self, why: &Close) {
+        if *why != Close::Ended && *why != Close::ShutDown {
+            tracing::debug!(%why, "a client of block devices is gone");
+        }
+        // What was not committed is dropped with the export.
+        self.phase = Phase::Over;
+    }
+}

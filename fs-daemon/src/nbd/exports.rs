@@ -1,0 +1,158 @@
+//! The names that clients open, and what they stand for:
+//!
+//! | name | face |
+//! |---|---|
+//! | `<model>` | reads weights, writes gradients of the own learner |
+//! | `<model>/weights` | the version that is newest when it is opened |
+//! | `<model>@<n>` | a version that is still there |
+//! | `<model>/gradients` | writes gradients of the own learner |
+//! | `<model>/learners/<id>` | reads weights, writes gradients of this learner, which joins if it is not in the job |
+//!
+//! With one model, the empty name is its weights, too.
+
+use std::sync::Arc;
+
+use libmodelio::nbd::numbers::transmission;
+use libmodelio::nbd::{Export, Exports};
+use libmodelio::vocabulary::ids::Version;
+
+use super::face::{Face, LearnerFace};
+use crate::session::contribution::Contribution;
+use crate::session::error::CallError;
+use crate::session::learner::is_learner_name;
+use crate::session::model::Model;
+use crate::session::reader::Reader;
+
+const ALL: u16 = transmission::HAS_FLAGS | transmission::SEND_FLUSH | transmission::SEND_CACHE;
+/// Of exports that are read: a reader may ask for all of a range in one piece.
+const READS: u16 = ALL | transmission::SEND_DF;
+/// Of exports that are written: a write may end a step.
+const WRITES: u16 = ALL | transmission::SEND_FUA;
+
+/// The exports of these models.
+pub struct ModelExports {
+    models: Vec<Arc<Model>>,
+}
+
+/// What a name stands for.
+#[derive(Clone, Copy)]
+enum Kind<'a> {
+    Device,
+    Newest,
+    Numbered(Version),
+    Gradients,
+    Learner(&'a str),
+}
+
+impl ModelExports {
+    /// Exports of `models`.
+    pub fn new(models: Vec<Arc<Model>>) -> ModelExports {
+        ModelExports { models }
+    }
+
+    /// Whether opening an export may take long: a learner may have to join.
+    pub fn takes_long(&self, name: &str) -> bool {
+        matches!(self.kind(name), Some((_, Kind::Device | Kind::Gradients | Kind::Learner(_))))
+    }
+
+    /// Opens an export. Waits for the job's answer if it [takes long](Self::takes_long).
+    ///
+    /// # Errors
+    /// Why it cannot be opened.
+    pub fn open(&self, name: &str) -> Result<Face, CallError> {
+        let gone = |why: &str| CallError::new(libc::ENOENT, why);
+        let (model, kind) = self.kind(name).ok_or_else(|| gone("there is no such export any more"))?;
+        let newest = || Reader::newest(model).ok_or_else(|| gone("no version is here yet: try again"));
+        let (learner, reader) = match kind {
+            Kind::Newest => return Ok(Face::Version(Arc::new(newest()?))),
+            Kind::Numbered(version) => {
+                let why = "this version is gone (control/retain keeps more of them)";
+                let reader = Reader::open(model, version).ok_or_else(|| gone(why))?;
+                return Ok(Face::Version(Arc::new(reader)));
+            }
+            Kind::Gradients => (model.join_own()?, None),
+            Kind::Device => (model.join_own()?, Some(newest()?)),
+            Kind::Learner(name) => match model.learner_named(name) {
+                Some(learner) => (learner, Some(newest()?)),
+                None => {
+                    let reader = newest()?;
+                    let learner = model.join(name, None)?;
+                    learner.make_guest();
+                    (learner, Some(reader))
+                }
+            },
+        };
+        learner.make_staging_ready();
+        let contribution = Contribution::open(model, learner, false, None);
+        Ok(Face::Learner(Arc::new(LearnerFace::new(model, contribution, reader))))
+    }
+
+    fn kind<'a>(&self, name: &'a str) -> Option<(&Arc<Model>, Kind<'a>)> {
+        let model = |name: &str| self.models.iter().find(|model| model.name == name);
+        if let ("", [only]) = (name, &self.models[..]) {
+            return Some((only, Kind::Newest));
+        }
+        if let Some(device) = model(name) {
+            return Some((device, Kind::Device));
+        }
+        if let Some((of, learner)) = name.split_once("/learners/") {
+            return is_learner_name(learner).then_some((model(of)?, Kind::Learner(learner)));
+        }
+        if let Some(of) = name.strip_suffix("/weights") {
+            return Some((model(of)?, Kind::Newest));
+        }
+        if let Some(of) = name.strip_suffix("/gradients") {
+            return Some((model(of)?, Kind::Gradients));
+        }
+        let (of, number) = name.rsplit_once('@')?;
+        // "+3" and "03" are no versions, though `parse` would take them as numbers.
+        let version = number.parse().ok().filter(|version: &u64| version.to_string() == number)?;
+        Some((model(of)?, Kind::Numbered(Version(version))))
+    }
+
+    fn described(name: String, model: &Model, kind: Kind<'_>) -> Export {
+        let of = &model.name;
+        let (description, flags) = match kind {
+            Kind::Device => (format!("model {of}: read weights, write gradients"), READS | WRITES),
+            Kind::Newest => (format!("newest version of model {of}"), READS | transmission::READ_ONLY),
+            // All connections read the same bytes.
+            Kind::Numbered(version) => (
+                format!("version {version} of model {of}"),
+                READS | transmission::READ_ONLY | transmission::CAN_MULTI_CONN,
+            ),
+            Kind::Gradients => (format!("gradients of model {of}, write only"), WRITES),
+            Kind::Learner(learner) => {
+                (format!("learner {learner} of model {of}: read weights, write gradients"), READS | WRITES)
+            }
+        };
+        Export { name, description, size: model.layout.size(), flags, preferred: model.layout.block_size() }
+    }
+}
+
+impl Exports for ModelExports {
+    fn list(&self) -> Vec<Export> {
+        let mut all = Vec::new();
+        for model in &self.models {
+            let name = &model.name;
+            all.push(Self::described(name.clone(), model, Kind::Device));
+            all.push(Self::described(format!("{name}/weights"), model, Kind::Newest));
+            all.push(Self::described(format!("{name}/gradients"), model, Kind::Gradients));
+            for learner in model.learners().iter().filter(|learner| learner.name != model.own_name) {
+                let kind = Kind::Learner(&learner.name);
+                all.push(Self::described(format!("{name}/learners/{}", learner.name), model, kind));
+            }
+            for version in model.job.versions() {
+                all.push(Self::described(format!("{name}@{version}"), model, Kind::Numbered(version)));
+            }
+        }
+        all
+    }
+
+    fn find(&self, name: &str) -> Option<Export> {
+        let (model, kind) = self.kind(name)?;
+        match kind {
+            Kind::Numbered(version) if !model.job.versions().contains(&version) => None,
+            kind => Some(Self::described(name.to_owned(), model, kind)),
+        }
+    }
+}

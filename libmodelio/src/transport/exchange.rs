@@ -1,0 +1,168 @@
+//! Streams of protocols that are not gradfs's own: an [`Exchange`] takes bytes and makes replies, and this module has the
+//! memory that the driver fills and reads.
+//!
+//! This module holds `unsafe`: it names that memory to the driver.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::stream::{Buffer, Close, Connection, Piece, Receive, ReceiveSlices, SendSlices, Stream};
+
+/// The number of bytes that are handed to the kernel at once.
+const SEND_AT_ONCE: usize = 1 << 20;
+/// The room for bytes that come, until an exchange needs more at once.
+const FIRST_ROOM: usize = 16 << 10;
+
+/// A reply: its head, and payload that is sent from where it lies.
+pub type Reply = (Vec<u8>, Option<Piece>);
+
+/// One end of a connection, as a state machine. One thread at a time makes all calls. None may block.
+pub trait Exchange: Send {
+    /// Bytes can flow. Other threads wake or close the exchange by `connection`.
+    fn opened(&mut self, connection: &Connection);
+
+    /// The number of bytes that [`Self::take`] must get next, from 1 to the most that [`Exchanging::new`] was told. 0
+    /// while it takes none; it is asked again after a wake-up, and when replies were sent.
+    fn need(&self) -> usize;
+
+    /// Takes that many bytes.
+    ///
+    /// # Errors
+    /// Closes the connection: the peer broke the protocol.
+    fn take(&mut self, bytes: &[u8]) -> Result<(), Close>;
+
+    /// The next reply.
+    fn next(&mut self) -> Option<Reply>;
+
+    /// Whether nothing follows the replies that were made.
+    fn is_finished(&self) -> bool;
+
+    /// Time passes, as in [`Stream::tick`].
+    ///
+    /// # Errors
+    /// Closes the connection: a deadline has passed.
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close>;
+
+    /// The connection has ended.
+    fn closed(&mut self, why: &Close);
+}
+
+/// An exchange as a [`Stream`].
+pub struct Exchanging<E> {
+    exchange: E,
+    most: usize,
+    /// What has come and was not taken is in `start..end`.
+    buffer: Buffer,
+    start: usize,
+    end: usize,
+    /// The driver fills the buffer behind `end`.
+    is_receiving: bool,
+    /// What the driver may be reading.
+    sending: VecDeque<Reply>,
+    unsent: usize,
+}
+
+impl<E: Exchange> Exchanging<E> {
+    /// An exchange that needs at most `most` bytes at once.
+    pub fn new(exchange: E, most: usize) -> Exchanging<E> {
+        Exchanging {
+            exchange,
+            most,
+            buffer: Buffer::zeroed(most.min(FIRST_ROOM)),
+            start: 0,
+            end: 0,
+            is_receiving: false,
+            sending: VecDeque::new(),
+            unsent: 0,
+        }
+    }
+
+    /// Gives the exchange what has come.
+    fn take(&mut self) -> Result<(), Close> {
+        while !self.is_receiving {
+            let need = self.exchange.need();
+            if need > self.most {
+                return Err(Close::Misused(format!("{need} bytes are needed, {} at most", self.most).into()));
+            }
+            if need == 0 || self.end - self.start < need {
+                break;
+            }
+            let from = self.start;
+            self.start += need;
+            self.exchange.take(&self.buffer.bytes()[from..from + need])?;
+        }
+        Ok(())
+    }
+}
+
+impl<E: Exchange> Stream for Exchanging<E> {
+    fn opened(&mut self, connection: &Connection) {
+        self.exchange.opened(connection);
+    }
+
+    fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
+        let (need, here) = (self.exchange.need(), self.end - self.start);
+        if need <= here {
+            return Receive::Paused;
+        }
+        if need > self.buffer.len() {
+            let mut longer = Buffer::zeroed(self.most);
+            longer.bytes_mut()[..here].copy_from_slice(&self.buffer.bytes()[self.start..self.end]);
+            self.buffer = longer;
+            (self.start, self.end) = (0, here);
+        } else if here == 0 || self.buffer.len() - self.start < need {
+            self.buffer.bytes_mut().copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, here);
+        }
+        self.is_receiving = true;
+        // SAFETY: behind `end`, nobody looks at the buffer until `received` is called, and it is dropped with the stream.
+        unsafe { into.push(self.buffer.start().add(self.end), self.buffer.len() - self.end) };
+        Receive::Into { least: need - here }
+    }
+
+    fn received(&mut self, bytes: usize) -> Result<(), Close> {
+        self.is_receiving = false;
+        self.end += bytes;
+        self.take()
+    }
+
+    fn transmit(&mut self, out: &mut SendSlices) {
+        self.sending.clear();
+        while out.room() >= 2 && out.bytes() < SEND_AT_ONCE {
+            let Some((head, piece)) = self.exchange.next() else { break };
+            // SAFETY: the reply is kept unchanged until all of it is transmitted. The piece's maker has promised the rest.
+            unsafe {
+                out.push(head.as_ptr(), head.len());
+                if let Some((start, len)) = piece.as_ref().map(Piece::raw) {
+                    out.push(start, len);
+                }
+            }
+            self.sending.push_back((head, piece));
+        }
+        self.unsent = out.bytes();
+    }
+
+    fn transmitted(&mut self, bytes: usize) -> Result<(), Close> {
+        self.unsent = self.unsent.saturating_sub(bytes);
+        if self.unsent == 0 {
+            self.sending.clear();
+        }
+        self.take()
+    }
+
+    fn is_finished(&self) -> bool {
+        self.exchange.is_finished()
+    }
+
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        let next = self.exchange.tick(now)?;
+        // It may need bytes now that have come before.
+        self.take()?;
+        Ok(next)
+    }
+
+    fn closed(&mut self, why: &Close) {
+        self.sending.clear();
+        self.exchange.closed(why);
+    }
+}
