@@ -152,12 +152,15 @@ fn dropped_blocks_that_were_sent_ahead_never_count() {
 #[test]
 fn blocks_that_a_dead_client_sent_ahead_never_count() {
     for way in ways() {
-        let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "1")];
-        let world = World::new(1, BYTES, &settings, way);
+        let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
         let dying = world.client();
         let learner = contributor(&dying, "dies");
         write(&learner, 1000.0, 0..BYTES / 2);
         wait_for_pushed(&world, BYTES / 2);
+        // Not before: a machine that is busy may be silent for a second, and alive.
+        let (sender, receiver) = channel();
+        dying.set_control("lease", "1", LONG, Box::new(move |outcome| drop(sender.send(outcome))));
+        assert_eq!(receiver.recv_timeout(2 * LONG).unwrap().map_err(|error| error.to_string()), Ok(()));
         drop((learner, dying));
         let client = world.client();
         let learner = contributor(&client, "lives");
