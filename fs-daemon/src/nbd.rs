@@ -13,9 +13,10 @@ mod exports;
 mod face;
 
 use std::fmt;
-use std::io::{ErrorKind, Read as _};
+use std::io::{self, ErrorKind, Read as _};
 use std::net::{SocketAddr, TcpListener};
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -91,17 +92,27 @@ fn bind_unix(path: &Path) -> Result<UnixListener, Error> {
     if is_socket && !is_served(path) {
         std::fs::remove_file(path).map_err(|error| failed().caused_by(error))?;
     }
-    let listener = UnixListener::bind(path).map_err(|error| {
+    bind_private(path).map_err(|error| {
         let hint = match error.kind() {
             ErrorKind::AddrInUse => "another program has it, or it is no socket: name another path",
             _ => "its directory must be there, and yours to write to",
         };
         failed().caused_by(error).hint(hint)
-    })?;
-    // The directory may be everybody's. Until this is done nobody is accepted.
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
-        .map_err(|error| failed().caused_by(error))?;
-    Ok(listener)
+    })
+}
+
+/// A listening socket whose file has mode 0600 from the start. The directory may be everybody's, and who connects before
+/// the mode is changed would be let in.
+fn bind_private(path: &Path) -> io::Result<UnixListener> {
+    use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+    use nix::sys::stat::{Mode, fchmod};
+    let address = UnixAddr::new(path)?;
+    let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    // The file gets the mode that the socket has when it is bound.
+    fchmod(&fd, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    bind(fd.as_raw_fd(), &address)?;
+    listen(&fd, Backlog::MAXCONN)?;
+    Ok(fd.into())
 }
 
 /// Whether a program accepts connections there. The kernel may close the socket of a program that was killed a while
@@ -109,7 +120,11 @@ fn bind_unix(path: &Path) -> Result<UnixListener, Error> {
 fn is_served(path: &Path) -> bool {
     const TRIES: usize = 20;
     for _ in 0..TRIES {
-        let Ok(mut stream) = UnixStream::connect(path) else { return false };
+        let mut stream = match UnixStream::connect(path) {
+            Ok(stream) => stream,
+            // It may be another user's.
+            Err(error) => return error.kind() != ErrorKind::ConnectionRefused,
+        };
         if stream.set_read_timeout(Some(Duration::from_secs(1))).is_err() {
             return true;
         }
