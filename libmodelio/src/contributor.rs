@@ -254,6 +254,12 @@ impl Contributor {
         self.state.lock().step.is_some()
     }
 
+    /// Whether `share` is the contribution that is open.
+    pub fn is_open_for(&self, share: Share) -> bool {
+        let state = self.state.lock();
+        state.step.is_some() && share == Share::Of(state.number)
+    }
+
     /// The number of bytes that the open contribution has.
     pub fn open_bytes(&self) -> u64 {
         self.state.lock().tracker.bytes()

@@ -20,8 +20,8 @@ use crate::session::own_thread::on_own_thread;
 
 /// The time for a client to choose an export.
 const HANDSHAKE: Duration = Duration::from_secs(30);
-/// The time for a client to hang up when it has said that it will.
-const FAREWELL: Duration = Duration::from_secs(5);
+/// The time for a client that has said that it goes to take the replies that are left.
+const FAREWELL: Duration = Duration::from_secs(600);
 /// No more requests are taken while so many replies wait to be sent.
 const MAX_WAITING: usize = 64;
 /// A payload is taken in pieces of at most this length, which do not reach over the end of a block.
@@ -42,7 +42,7 @@ enum Phase {
     Step(Open, Request),
     /// A version with the learner's last step in it comes. The reply of this request follows.
     Behind(Open, Request),
-    /// Nothing more is taken. The client hangs up when it has all replies.
+    /// Nothing more is taken. The connection ends when the client has all replies.
     Over,
 }
 
@@ -152,7 +152,7 @@ impl Client {
     fn end(&mut self) {
         self.phase = Phase::Over;
         self.until = None;
-        // The next tick sets the deadline.
+        // The next tick sets the deadline, or ends the connection if nothing is left to send.
         if let Some(link) = &*self.inbox.link.lock() {
             link.wake();
         }
@@ -296,7 +296,7 @@ impl Open {
                 error(Errno::NotPermitted, "the export is read-only")
             }
             Command::WriteZeroes | Command::Trim | Command::Unknown(_) => {
-                error(Errno::NotSupported, "the server does not have this command")
+                error(Errno::Invalid, "the server does not have this command")
             }
             Command::Flush | Command::Disconnect => (self.replies.ok(cookie), None),
             _ if !request.fits(self.size) => error(Errno::Invalid, &self.outside(request)),
@@ -348,14 +348,12 @@ impl Exchange for Client {
 
     fn need(&self) -> usize {
         match &self.phase {
-            // So the end of the client's stream is noticed.
-            Phase::Over => 1,
             _ if self.waiting.len() >= MAX_WAITING => 0,
             Phase::Handshake(handshake) => match handshake.need() {
                 Need::Bytes(bytes) => bytes,
                 Need::Nothing => 0,
             },
-            Phase::Opening(..) | Phase::Writing(..) | Phase::Step(..) | Phase::Behind(..) => 0,
+            Phase::Opening(..) | Phase::Writing(..) | Phase::Step(..) | Phase::Behind(..) | Phase::Over => 0,
             Phase::Requests(_) => REQUEST_LEN,
             Phase::Payload(open, payload) => payload.next(open),
         }
@@ -385,11 +383,12 @@ impl Exchange for Client {
                 }
             },
             Phase::Payload(open, payload) => self.piece(open, payload, bytes),
-            Phase::Over => return Err(Close::Asked("bytes came after the end".into())),
             // Nothing is needed then.
-            phase @ (Phase::Opening(..) | Phase::Writing(..) | Phase::Step(..) | Phase::Behind(..)) => {
-                self.phase = phase;
-            }
+            phase @ (Phase::Opening(..)
+            | Phase::Writing(..)
+            | Phase::Step(..)
+            | Phase::Behind(..)
+            | Phase::Over) => self.phase = phase,
         }
         Ok(())
     }
@@ -415,7 +414,7 @@ impl Exchange for Client {
         }
         let (time, why) = match self.phase {
             Phase::Handshake(_) => (HANDSHAKE, "the client has chosen no export in time"),
-            Phase::Over => (FAREWELL, "the client does not hang up"),
+            Phase::Over => (FAREWELL, "the client does not take its replies"),
             _ => return Ok(None),
         };
         let until = *self.until.get_or_insert(now + time);

@@ -72,15 +72,19 @@ impl ModelExports {
             }
             Kind::Gradients => (model.join_own()?, None),
             Kind::Device => (model.join_own()?, Some(newest()?)),
-            Kind::Learner(name) => match model.learner_named(name) {
-                Some(learner) => (learner, Some(newest()?)),
-                None => {
-                    let reader = newest()?;
-                    let learner = model.join(name, None)?;
-                    learner.make_guest();
-                    (learner, Some(reader))
+            Kind::Learner(name) if name == model.own_name => (model.join_own()?, Some(newest()?)),
+            // One that is just leaving is no longer in the job.
+            Kind::Learner(name) => {
+                match model.learner_named(name).filter(|it| model.job.has_learner(it.id)) {
+                    Some(learner) => (learner, Some(newest()?)),
+                    None => {
+                        let reader = newest()?;
+                        let learner = model.join(name, None)?;
+                        learner.make_guest();
+                        (learner, Some(reader))
+                    }
                 }
-            },
+            }
         };
         learner.make_staging_ready();
         let contribution = Contribution::open(model, learner, false, None);

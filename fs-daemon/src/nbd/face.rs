@@ -85,6 +85,8 @@ impl LearnerFace {
         let answered = move |outcome: CallResult<()>| {
             if outcome.is_ok() {
                 this.is_behind.store(true, Ordering::Relaxed);
+                // A client that never reads must not keep an old version.
+                this.show_newest();
             }
             done(outcome);
         };
@@ -100,15 +102,18 @@ impl LearnerFace {
     pub fn catch_up(self: &Arc<Self>, done: Done<()>) {
         let this = Arc::clone(self);
         let shown = move |outcome: CallResult<Version>| {
-            let newest = outcome.and_then(|_| Reader::newest(&this.model).ok_or_else(CallError::not_found));
-            done(newest.map(|newest| {
+            done(outcome.map(|_| {
                 this.is_behind.store(false, Ordering::Relaxed);
-                if let Some(reader) = &this.reader {
-                    *reader.lock() = Arc::new(newest);
-                }
+                this.show_newest();
             }));
         };
         self.model.await_step(self.contribution.learner().id, Box::new(shown));
+    }
+
+    fn show_newest(&self) {
+        if let (Some(reader), Some(newest)) = (&self.reader, Reader::newest(&self.model)) {
+            *reader.lock() = Arc::new(newest);
+        }
     }
 
     /// The client has gone, in good order: what it has written counts.
@@ -132,7 +137,7 @@ impl Drop for LearnerFace {
     fn drop(&mut self) {
         if self.contribution.wrote() {
             let why = CallError::new(libc::ECONNABORTED, "the client of the block device is gone");
-            self.contribution.abort(&why);
+            self.contribution.abort_own(&why);
         }
         self.contribution.closed();
         if self.contribution.learner().is_unused_guest() {
@@ -146,7 +151,7 @@ pub fn errno_of(error: &CallError) -> Errno {
     match error.errno {
         libc::EPERM | libc::EACCES => Errno::NotPermitted,
         libc::ENOMEM | libc::ENFILE => Errno::NoMemory,
-        libc::EFBIG | libc::ENOSPC => Errno::NoSpace,
+        libc::EFBIG | libc::ENOSPC | libc::EDQUOT => Errno::NoSpace,
         libc::EINVAL | libc::EBUSY => Errno::Invalid,
         libc::EOPNOTSUPP => Errno::NotSupported,
         _ => Errno::Io,

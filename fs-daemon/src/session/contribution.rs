@@ -187,6 +187,13 @@ impl Contribution {
         was_open
     }
 
+    /// Drops the learner's open contribution if something was written into it from here, and keeps `why`.
+    pub fn abort_own(&self, why: &CallError) {
+        if self.learner.contributor.is_open_for(self.share()) {
+            self.abort(why);
+        }
+    }
+
     /// Ends the wait for a commit.
     pub fn withdrawal(&self) -> Withdraw {
         let contributor = Arc::clone(&self.learner.contributor);

@@ -1,6 +1,6 @@
 //! The handshake: the client sends options, and the server answers each, until the client has chosen an export.
 
-use super::numbers::{self, answer, info, option};
+use super::numbers::{self, answer, info, option, transmission};
 use super::request::MAX_LEN;
 use super::{Context, Export, Exports};
 
@@ -160,7 +160,7 @@ impl Handshake {
         let answered = match option {
             option::EXPORT_NAME => {
                 let name = name(data).ok_or("the name of an export is no UTF-8, or too long")?;
-                let export = exports.find(name).ok_or_else(|| no_export(name))?;
+                let export = self.offered(exports.find(name).ok_or_else(|| no_export(name))?);
                 return Ok(self.open(option, export, Vec::new()));
             }
             option::ABORT => return Ok(Step::End(reply(option, answer::ACK, &[]))),
@@ -183,7 +183,7 @@ impl Handshake {
             }
             option::INFO | option::GO => match wish(data) {
                 None => error(option, answer::INVALID, "the option's data has the wrong form"),
-                Some((name, wanted)) => match exports.find(name) {
+                Some((name, wanted)) => match exports.find(name).map(|export| self.offered(export)) {
                     None => error(option, answer::UNKNOWN, &no_export(name)),
                     Some(export) if option == option::GO => return Ok(self.open(option, export, wanted)),
                     Some(export) => told(option, &export, &wanted),
@@ -193,6 +193,12 @@ impl Handshake {
             _ => error(option, answer::UNSUPPORTED, "the server does not have this option"),
         };
         Ok(Step::Answer(answered))
+    }
+
+    /// The export as this client may use it: only a structured reply can come in fragments.
+    fn offered(&self, export: Export) -> Export {
+        let hidden = if self.structured { 0 } else { transmission::SEND_DF };
+        Export { flags: export.flags & !hidden, ..export }
     }
 
     /// The answer to a list, or a choice, of contexts.

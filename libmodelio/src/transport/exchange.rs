@@ -34,7 +34,7 @@ pub trait Exchange: Send {
     /// The next reply.
     fn next(&mut self) -> Option<Reply>;
 
-    /// Whether nothing follows the replies that were made.
+    /// Whether nothing follows the replies that were taken. The connection ends when they are sent.
     fn is_finished(&self) -> bool;
 
     /// Time passes, as in [`Stream::tick`].
@@ -74,6 +74,14 @@ impl<E: Exchange> Exchanging<E> {
             is_receiving: false,
             sending: VecDeque::new(),
             unsent: 0,
+        }
+    }
+
+    /// Ends the connection when the last reply is sent.
+    fn ends_if_finished(&self) -> Result<(), Close> {
+        match self.unsent == 0 && self.exchange.is_finished() {
+            true => Err(Close::Ended),
+            false => Ok(()),
         }
     }
 
@@ -146,18 +154,16 @@ impl<E: Exchange> Stream for Exchanging<E> {
         self.unsent = self.unsent.saturating_sub(bytes);
         if self.unsent == 0 {
             self.sending.clear();
+            self.ends_if_finished()?;
         }
         self.take()
-    }
-
-    fn is_finished(&self) -> bool {
-        self.exchange.is_finished()
     }
 
     fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
         let next = self.exchange.tick(now)?;
         // It may need bytes now that have come before.
         self.take()?;
+        self.ends_if_finished()?;
         Ok(next)
     }
 

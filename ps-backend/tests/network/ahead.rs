@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share};
@@ -63,7 +63,7 @@ fn wait_for_pushed(world: &World, bytes: u64) {
             return;
         }
         assert!(Instant::now() < deadline, "{pushed} bytes of {bytes} have come");
-        std::thread::sleep(std::time::Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -149,6 +149,12 @@ fn dropped_blocks_that_were_sent_ahead_never_count() {
     }
 }
 
+fn set_lease(client: &Job, seconds: &str) {
+    let (sender, receiver) = channel();
+    client.set_control("lease", seconds, LONG, Box::new(move |outcome| drop(sender.send(outcome))));
+    assert_eq!(receiver.recv_timeout(2 * LONG).unwrap().map_err(|error| error.to_string()), Ok(()));
+}
+
 #[test]
 fn blocks_that_a_dead_client_sent_ahead_never_count() {
     for way in ways() {
@@ -157,10 +163,8 @@ fn blocks_that_a_dead_client_sent_ahead_never_count() {
         let learner = contributor(&dying, "dies");
         write(&learner, 1000.0, 0..BYTES / 2);
         wait_for_pushed(&world, BYTES / 2);
-        // Not before: a machine that is busy may be silent for a second, and alive.
-        let (sender, receiver) = channel();
-        dying.set_control("lease", "1", LONG, Box::new(move |outcome| drop(sender.send(outcome))));
-        assert_eq!(receiver.recv_timeout(2 * LONG).unwrap().map_err(|error| error.to_string()), Ok(()));
+        // Not before, and not shorter: a machine that is busy may be silent for seconds, and alive.
+        set_lease(&dying, "4");
         drop((learner, dying));
         let client = world.client();
         let learner = contributor(&client, "lives");
