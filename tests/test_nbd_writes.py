@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -168,6 +169,16 @@ def test_learners_join_and_leave_with_their_connections(served):
     eventually(lambda: names() == ["a"])
     again.send(DISC)
     eventually(lambda: names() == [])
+    # A program on the mount keeps it, too, until it ends.
+    third = opened(path, "model/learners/c")
+    gradients = mount.model / "learners" / "c" / "gradients"
+    held = subprocess.Popen(["sh", "-c", 'exec 3>"$0"; echo open; read x', gradients], stdin=PIPE, stdout=PIPE)
+    assert held.stdout.readline() == b"open\n"
+    third.send(DISC)
+    time.sleep(0.3)
+    assert names() == ["c"]
+    held.communicate(b"\n", timeout=10)
+    eventually(lambda: names() == [])
     # One that was made on the mount stays.
     (mount.model / "learners" / "kept").mkdir()
     opened(path, "model/learners/kept").send(DISC)
@@ -198,3 +209,13 @@ def test_clients_that_others_wrote_contribute(served, tmp_path):
     )
     assert refused.returncode or "Invalid argument" in refused.stdout + refused.stderr
     assert version(mount) == 2 and (weights(mount) == 2).all()
+
+
+def test_with_assign_a_block_device_takes_values(start_mount, tmp_path):
+    path = tmp_path / "nbd.sock"
+    start_mount(size=SIZE, block_size=BLOCK, reducer="assign", learners=1, nbd=path)
+    device = opened(path, "model")
+    for value in (3.0, 5.0):
+        write(device, value)
+        assert device.ask(WRITE, 0, 4, payload=floats(1.0, 1))[0] == 22
+        assert device.ask(FLUSH) == (0, b"") and read(device) == value

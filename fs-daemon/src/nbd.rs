@@ -146,10 +146,12 @@ impl Bound {
     /// When the system has no threads for it.
     pub fn serve(self, models: Vec<Arc<Model>>) -> Result<Serving, Error> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = cores.min(MAX_THREADS);
         let options = ReactorOptions {
             name: "nbd".to_owned(),
-            threads: cores.min(MAX_THREADS),
-            connections_a_thread: MAX_CLIENTS,
+            threads,
+            // The listener is one more.
+            connections_a_thread: MAX_CLIENTS / threads + 1,
             ..ReactorOptions::default()
         };
         let failed = || Error::new("cannot serve NBD");

@@ -1,5 +1,5 @@
-//! One client: its handshake, then its requests, each of which gets one reply. What it reads is sent from the version's
-//! own memory. What it writes is reduced from the buffer that it was received into.
+//! One client: its handshake, then its requests, each of which gets one reply. Reads are sent from the version's own
+//! memory. Writes are reduced from the buffer that they were received into.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ struct Payload {
     outcome: CallResult<()>,
 }
 
-/// What other threads have done for a connection.
+/// The outcome of another thread's work for a connection.
 enum Event {
     Opened(CallResult<Face>),
     Wrote(CallResult<()>),
@@ -428,7 +428,7 @@ impl Exchange for Client {
         if *why != Close::Ended && *why != Close::ShutDown {
             tracing::debug!(%why, "a client of block devices is gone");
         }
-        // What was not committed is dropped with the export.
+        // The export goes, and drops the bytes that were not committed.
         self.phase = Phase::Over;
     }
 }

@@ -34,7 +34,7 @@ pub struct ModelExports {
     models: Vec<Arc<Model>>,
 }
 
-/// What a name stands for.
+/// The meaning of a name.
 #[derive(Clone, Copy)]
 enum Kind<'a> {
     Device,
@@ -63,6 +63,7 @@ impl ModelExports {
         let gone = |why: &str| CallError::new(libc::ENOENT, why);
         let (model, kind) = self.kind(name).ok_or_else(|| gone("there is no such export any more"))?;
         let newest = || Reader::newest(model).ok_or_else(|| gone("no version is here yet: try again"));
+        let mut joined = false;
         let (learner, reader) = match kind {
             Kind::Newest => return Ok(Face::Version(Arc::new(newest()?))),
             Kind::Numbered(version) => {
@@ -79,16 +80,19 @@ impl ModelExports {
                     Some(learner) => (learner, Some(newest()?)),
                     None => {
                         let reader = newest()?;
-                        let learner = model.join(name, None)?;
-                        learner.make_guest();
-                        (learner, Some(reader))
+                        joined = true;
+                        (model.join(name, None)?, Some(reader))
                     }
                 }
             }
         };
         learner.make_staging_ready();
-        let contribution = Contribution::open(model, learner, false, None);
-        Ok(Face::Learner(Arc::new(LearnerFace::new(model, contribution, reader))))
+        let contribution = Contribution::open(model, learner, false, reader);
+        if joined {
+            // It is used now, and leaves when nobody uses it any more.
+            contribution.learner().make_guest();
+        }
+        Ok(Face::Learner(Arc::new(LearnerFace::new(model, contribution))))
     }
 
     fn kind<'a>(&self, name: &'a str) -> Option<(&Arc<Model>, Kind<'a>)> {

@@ -1,12 +1,11 @@
-//! What a client reads and writes through an export that is open.
+//! An export that is open: a version, or a learner.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use libmodelio::nbd::Errno;
-use libmodelio::transport::{LeaveReason, TransportKind};
+use libmodelio::transport::TransportKind;
 use libmodelio::vocabulary::ids::Version;
-use parking_lot::Mutex;
 
 use crate::session::contribution::{Contribution, Ending};
 use crate::session::error::{CallError, CallResult, Done};
@@ -25,9 +24,7 @@ pub enum Face {
 pub struct LearnerFace {
     model: Arc<Model>,
     contribution: Arc<Contribution>,
-    /// The version that is read, if any is.
-    reader: Option<Mutex<Arc<Reader>>>,
-    /// A step has ended since that version came.
+    /// A step has ended since the version came that is read.
     is_behind: AtomicBool,
 }
 
@@ -36,7 +33,7 @@ impl Face {
     pub fn reader(&self) -> Option<Arc<Reader>> {
         match self {
             Face::Version(reader) => Some(Arc::clone(reader)),
-            Face::Learner(learner) => learner.reader.as_ref().map(|reader| Arc::clone(&reader.lock())),
+            Face::Learner(learner) => learner.contribution.reader(),
         }
     }
 
@@ -51,11 +48,10 @@ impl Face {
 
 impl LearnerFace {
     /// One through which `contribution` is written.
-    pub fn new(model: &Arc<Model>, contribution: Contribution, reader: Option<Reader>) -> LearnerFace {
+    pub fn new(model: &Arc<Model>, contribution: Contribution) -> LearnerFace {
         LearnerFace {
             model: Arc::clone(model),
             contribution: Arc::new(contribution),
-            reader: reader.map(|reader| Mutex::new(Arc::new(reader))),
             is_behind: AtomicBool::new(false),
         }
     }
@@ -85,8 +81,6 @@ impl LearnerFace {
         let answered = move |outcome: CallResult<()>| {
             if outcome.is_ok() {
                 this.is_behind.store(true, Ordering::Relaxed);
-                // A client that never reads must not keep an old version.
-                this.show_newest();
             }
             done(outcome);
         };
@@ -95,7 +89,7 @@ impl LearnerFace {
 
     /// Whether a read must wait for [`Self::catch_up`]: a learner reads versions with its last step in them.
     pub fn is_behind(&self) -> bool {
-        self.reader.is_some() && self.is_behind.load(Ordering::Relaxed)
+        self.is_behind.load(Ordering::Relaxed)
     }
 
     /// Reads the newest version from now on, as soon as that holds the learner's last step.
@@ -104,16 +98,10 @@ impl LearnerFace {
         let shown = move |outcome: CallResult<Version>| {
             done(outcome.map(|_| {
                 this.is_behind.store(false, Ordering::Relaxed);
-                this.show_newest();
+                this.contribution.refresh();
             }));
         };
         self.model.await_step(self.contribution.learner().id, Box::new(shown));
-    }
-
-    fn show_newest(&self) {
-        if let (Some(reader), Some(newest)) = (&self.reader, Reader::newest(&self.model)) {
-            *reader.lock() = Arc::new(newest);
-        }
     }
 
     /// The client has gone, in good order: what it has written counts.
@@ -140,9 +128,6 @@ impl Drop for LearnerFace {
             self.contribution.abort_own(&why);
         }
         self.contribution.closed();
-        if self.contribution.learner().is_unused_guest() {
-            self.model.send_leave(self.contribution.learner().id, LeaveReason::Asked);
-        }
     }
 }
 

@@ -215,13 +215,18 @@ impl Contribution {
         self.wrote.store(false, Ordering::Relaxed);
     }
 
+    /// Reads the newest version from now on, if it reads.
+    pub fn refresh(&self) {
+        if let (Some(reader), Some(newest)) = (&self.reader, Reader::newest(&self.model)) {
+            *reader.lock() = Arc::new(newest);
+        }
+    }
+
     /// After a commit, both faces are at the newest version, the one with the commit included if that is complete.
     fn show_newest(self: &Arc<Self>, done: Done<()>) {
         let this = Arc::clone(self);
         let show = move || {
-            if let (Some(reader), Some(newest)) = (&this.reader, Reader::newest(&this.model)) {
-                *reader.lock() = Arc::new(newest);
-            }
+            this.refresh();
             // The commit counts, whether or not the new version can be shown.
             done(Ok(()));
         };

@@ -4,16 +4,19 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
-use libmodelio::transport::{Attached, Region};
+use libmodelio::transport::{Attached, LeaveReason, Region};
 use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
 
 use super::error::CallError;
 use super::last_refusal::LastRefusal;
+
+/// Longest answer to wait for where a request has no deadline of its own.
+pub const PROMPT: Duration = Duration::from_secs(10);
 
 /// The longest name of a learner, in bytes.
 pub const MAX_LEARNER_NAME: usize = 64;
@@ -49,7 +52,7 @@ pub struct Learner {
     mapped_ready: AtomicBool,
     /// The staging region has its pages, or gets them.
     staging_ready: AtomicBool,
-    /// It has joined for its users alone.
+    /// The learner leaves when its last user ends.
     is_guest: AtomicBool,
     users: Mutex<Users>,
 }
@@ -158,14 +161,9 @@ impl Learner {
         self.report_use();
     }
 
-    /// It has joined for those alone who use it.
+    /// The learner has joined for its present users alone: it leaves when the last one ends.
     pub fn make_guest(&self) {
         self.is_guest.store(true, Ordering::Relaxed);
-    }
-
-    /// Whether it should leave: it is a guest, and nobody uses it any more.
-    pub fn is_unused_guest(&self) -> bool {
-        self.is_guest.load(Ordering::Relaxed) && self.users.lock().present == 0
     }
 
     /// Somebody uses the learner until [`Self::user_ended`], whether contributions are open or not.
@@ -196,6 +194,9 @@ impl Learner {
         // Sent under the lock, so that the last message is the present state.
         let users = self.users.lock();
         self.job.touch(self.id, Some(users.attached(unsettled)));
+        if users.present == 0 && self.is_guest.load(Ordering::Relaxed) {
+            self.job.leave(self.id, LeaveReason::Asked, PROMPT, Box::new(|_| {}));
+        }
     }
 }
 

@@ -14,16 +14,13 @@ use ps_backend::server::local::LocalShard;
 
 use super::error::{CallError, CallResult};
 use super::last_refusal::LastRefusal;
-use super::learner::Learner;
+use super::learner::{Learner, PROMPT};
 
 /// Name of the own learner of a mount that has its job to itself.
 pub const OWN_LEARNER: &str = "mount";
 
 /// Learners that can join in the life of this process, and the bound of their numbers.
 pub const MAX_JOINS: u32 = 1 << 20;
-
-/// Longest answer to wait for where a request has no deadline of its own.
-const PROMPT: Duration = Duration::from_secs(10);
 
 /// The parties that can take a snapshot of a model.
 pub enum Snapshots {

@@ -1,4 +1,4 @@
-//! Requests that may take long, beside the threads that serve the kernel.
+//! Requests that may take long, beside the threads that serve the kernel and clients.
 
 use std::sync::Arc;
 

@@ -54,7 +54,7 @@ impl Reader {
         self.view.piece(range, Arc::clone(self) as Guard)
     }
 
-    /// Its number.
+    /// The version's number.
     pub fn version(&self) -> Version {
         self.version
     }

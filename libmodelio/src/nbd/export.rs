@@ -1,4 +1,4 @@
-//! What a client can open.
+//! The exports that clients can open, and the contexts of their ranges.
 
 /// A kind of status that a client can ask for, range by range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub struct Export {
     pub description: String,
     /// In bytes.
     pub size: u64,
-    /// What clients may do with it ([`transmission`](super::numbers::transmission)).
+    /// The commands that it takes, and its other properties ([`transmission`](super::numbers::transmission)).
     pub flags: u16,
     /// The length of a request that suits the server: a power of two, at least 512.
     pub preferred: u32,

@@ -20,7 +20,7 @@ pub enum Need {
     Nothing,
 }
 
-/// What follows from the bytes of the client.
+/// The server's reaction to the bytes of the client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Send this, which may be empty, and go on.
@@ -31,7 +31,7 @@ pub enum Step {
     End(Vec<u8>),
 }
 
-/// What the client has chosen.
+/// The client's choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Opening {
     /// The export.
@@ -64,7 +64,7 @@ pub struct Handshake {
     structured: bool,
     /// The contexts that the client has chosen, and the export that they are of.
     contexts: (String, Vec<Context>),
-    /// What a client wants to know of the export that is being opened.
+    /// The kinds of information that the client wants of the export that is being opened.
     wanted: Vec<u16>,
     opening: Option<Export>,
 }

@@ -6,7 +6,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `numbers` | the numbers of the specification |
-//! | `export` | what a client can open |
+//! | `export` | the exports that clients can open |
 //! | `handshake` | options and their answers, until the client has chosen an export |
 //! | `request` | requests |
 //! | `reply` | the heads of replies |
