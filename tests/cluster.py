@@ -22,7 +22,7 @@ from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
 START_DEADLINE = 15
 STOP_DEADLINE = 10
 # Options of `gradfs up` that belong to the mount; all others are the model's.
-OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "uid", "gid", "umask", "io", "transport", "connections", "metrics", "nbd"}
+OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "uid", "gid", "umask", "io", "transport", "connections", "metrics", "nbd", "insecure"}
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)

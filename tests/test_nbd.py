@@ -125,12 +125,13 @@ def test_block_devices_have_the_bytes_of_weights(served, tmp_path):
     second = publish(mount, 2)
     uri = uri_of(mount)
     listed = json.loads(run("nbdinfo", "--json", "--list", uri))["exports"]
-    names = ["model", "model/weights", "model/gradients", "model@0", "model@1", "model@2"]
+    names = ["model", "model/weights", "model/weights@follow", "model/gradients", "model@0", "model@1", "model@2"]
     assert [one["export-name"] for one in listed] == names
     assert {one["export-size"] for one in listed} == {SIZE}
-    assert [one["is_read_only"] for one in listed] == [False, True, False, True, True, True]
-    assert [one["can_multi_conn"] for one in listed] == [False] * 3 + [True] * 3
-    assert [one["can_fua"] for one in listed] == [True, False, True] + [False] * 3
+    assert [one["is_read_only"] for one in listed] == [False, True, True, False, True, True, True]
+    assert [one["can_multi_conn"] for one in listed] == [True] + [False] * 3 + [True] * 3
+    assert [one["can_fua"] for one in listed] == [True, False, False, True] + [False] * 3
+    assert [one["can_trim"] and one["can_zero"] for one in listed] == [True] + [False] * 6
     assert listed[0]["block_size_minimum"] == 1 and listed[0]["contexts"] == ["base:allocation", "gradfs:version"]
     copy = tmp_path / "copy"
     for name, expected in [("", second), ("model/weights", second), ("model@2", second), ("model@1", first)]:
@@ -178,6 +179,22 @@ def test_an_export_keeps_the_version_that_it_was_opened_on(served):
         old.send(READ, cookie * 1000, 1000, cookie=cookie)
     for cookie in range(200):
         assert old.answer(expected=cookie) == (0, first[cookie * 1000 : (cookie + 1) * 1000])
+
+
+def test_an_export_follows_the_newest_version_at_each_flush(served):
+    mount, path = served
+    first = (mount.model / "weights").read_bytes()
+    follower = Client(path)
+    assert follower.go("model/weights@follow") == (SIZE, 1 | 2 | 4 | 1 << 7 | 1 << 10)
+    second = publish(mount, 2)
+    assert follower.ask(READ, 0, MIB) == (0, first[:MIB])
+    assert follower.ask(FLUSH) == (0, b"") and follower.ask(READ, 0, MIB) == (0, second[:MIB])
+    third = publish(mount, 3)
+    # Replies before the FLUSH are of the old version, those behind it of the new one.
+    for command, length in [(READ, MIB), (FLUSH, 0), (READ, MIB)]:
+        follower.send(command, 0, length)
+    assert [follower.answer()[1] for _ in range(3)] == [second[:MIB], b"", third[:MIB]]
+    assert follower.ask(WRITE, 0, 4, payload=bytes(4))[0] == 1
 
 
 def test_wrong_requests_are_refused_and_change_nothing(served):
@@ -280,6 +297,13 @@ def test_the_socket_is_its_owners_and_goes_with_the_daemon(start_mount, tmp_path
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:1"])
-def test_other_hosts_cannot_be_let_in(start_mount, address):
+def test_other_hosts_are_let_in_only_if_the_operator_says_so(start_mount, address):
+    words = {"size": BLOCK, "block_size": BLOCK, "nbd": address}
     with pytest.raises(MountFailed, match="NBD knows no users"):
-        start_mount(size=BLOCK, block_size=BLOCK, nbd=address)
+        start_mount(**words)
+    if address == "192.0.2.1:1":
+        return
+    mount = start_mount(insecure=True, **words)
+    port = int(uri_of(mount).rpartition(":")[2])
+    client = Client(("127.0.0.1", port))
+    assert client.go("model")[0] == BLOCK

@@ -214,7 +214,7 @@ def test_clients_that_others_wrote_contribute(served, tmp_path):
 def test_with_assign_a_block_device_takes_values(start_mount, tmp_path):
     path = tmp_path / "nbd.sock"
     start_mount(size=SIZE, block_size=BLOCK, reducer="assign", learners=1, nbd=path)
-    device = opened(path, "model")
+    device = opened(path, "model/learners/a")
     for value in (3.0, 5.0):
         write(device, value)
         assert device.ask(WRITE, 0, 4, payload=floats(1.0, 1))[0] == 22

@@ -252,6 +252,9 @@ struct MountingArgs {
     /// Serve the models as network block devices here: a path of a Unix socket, or host:port on loopback [default: none; port 10809]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::AnyPath)]
     nbd: Option<String>,
+    /// Let everybody who reaches the address of --nbd read and write the models, from other hosts, too
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    insecure: Option<String>,
 }
 
 /// The settings of a job.

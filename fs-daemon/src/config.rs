@@ -23,7 +23,7 @@ use crate::checkpoint;
 use crate::error::Error;
 
 /// Element types of a blank model.
-pub const DTYPES: &[&str] = &["f32", "f64", "f16", "bf16"];
+pub const DTYPES: &[&str] = &["f32", "f64", "f16", "bf16", "u8"];
 const DEFAULT_BLOCK_SIZE: u32 = 256 << 10;
 const MIN_BLOCK_SIZE: u64 = 64 << 10;
 const MAX_BLOCK_SIZE: u64 = 4 << 20;
@@ -53,6 +53,8 @@ pub struct Mounting {
     pub metrics: Option<Endpoint>,
     /// The address where the models are block devices, if they are.
     pub nbd: Option<NbdAddress>,
+    /// That address may be open to other hosts.
+    pub insecure: bool,
 }
 
 /// Where clients of block devices connect.
@@ -243,6 +245,7 @@ impl<'a> Merged<'a> {
             passthrough: !self.switch("no_passthrough")?,
             metrics: self.metrics()?,
             nbd: self.nbd()?,
+            insecure: self.switch("insecure")?,
         })
     }
 
@@ -461,6 +464,7 @@ fn number<T: FromStr + PartialOrd + Display>(
 fn element_type(origin: &str, text: &str) -> Result<DType, Error> {
     let plain = text.to_ascii_lowercase();
     match DType::parse(plain.strip_prefix("torch.").unwrap_or(&plain)) {
+        Ok(dtype) if dtype.name() == "U8" => Ok(dtype),
         Ok(DType::Opaque(_)) | Err(_) => Err(not_a_word(origin, text, DTYPES)),
         Ok(dtype) => Ok(dtype),
     }

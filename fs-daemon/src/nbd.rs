@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use libmodelio::nbd::REQUEST_LEN;
 use libmodelio::transport::exchange::Exchanging;
 use libmodelio::transport::reactor::{Reactor, ReactorOptions, Refused};
 use libmodelio::transport::stream::Stream;
@@ -59,8 +60,9 @@ pub struct Bound(Listener);
 /// Takes an address.
 ///
 /// # Errors
-/// When it is another program's already, or open to other hosts: the protocol says nothing of who a client is.
-pub fn bind(at: &NbdAddress) -> Result<Bound, Error> {
+/// When it is another program's already, or open to other hosts and not meant to be (`insecure`): the protocol says
+/// nothing of who a client is.
+pub fn bind(at: &NbdAddress, insecure: bool) -> Result<Bound, Error> {
     Ok(Bound(match at {
         NbdAddress::Unix(path) => {
             let listener = bind_unix(path)?;
@@ -70,9 +72,10 @@ pub fn bind(at: &NbdAddress) -> Result<Bound, Error> {
             let failed = || Error::new(format!("cannot serve NBD on {endpoint}"));
             let address = server::resolve(&endpoint.to_string())
                 .map_err(|why| Error::new(format!("cannot serve NBD: {why}")))?;
-            if !address.ip().is_loopback() {
+            if !insecure && !address.ip().is_loopback() {
                 return Err(failed().hint(
-                    "NBD knows no users: name a Unix socket or a loopback address, and have ssh forward it to other hosts",
+                    "NBD knows no users: name a Unix socket or a loopback address, and have ssh forward it to other hosts (or give \
+                     it to all who reach it, with --insecure)",
                 ));
             }
             let bound = TcpListener::bind(address).and_then(|listener| {
@@ -160,7 +163,7 @@ impl Bound {
         let of_clients = Arc::clone(&exports);
         let make = move || {
             let client = Client::new(Arc::clone(&of_clients));
-            Some(Box::new(Exchanging::new(client, PIECE)) as Box<dyn Stream>)
+            Some(Box::new(Exchanging::new(client, PIECE, REQUEST_LEN)) as Box<dyn Stream>)
         };
         let handle = reactor.handle();
         let refused = |error: Refused| failed().caused_by(error);

@@ -40,7 +40,7 @@ pub fn serve(
     memory::raise_file_limit();
     // These first: a mistake there should not cost the loading of a model.
     let bound = mounting.metrics.as_ref().map(metrics::bind).transpose()?;
-    let bound_nbd = mounting.nbd.as_ref().map(nbd::bind).transpose()?;
+    let bound_nbd = mounting.nbd.as_ref().map(|at| nbd::bind(at, mounting.insecure)).transpose()?;
     fuse::access::check(mounting.allow_other)?;
     let mountpoint = Mountpoint::prepare(&mounting.mountpoint)?;
     let detach = mountpoint.detacher();

@@ -31,7 +31,7 @@ fuzz_target!(|input: (&[u8], bool)| {
             Ok(Step::Open(opening)) => {
                 assert_eq!(opening.export.name, "m");
                 if !opens {
-                    handshake.refused("no");
+                    handshake.refused("no", true);
                     continue;
                 }
                 handshake.opened();

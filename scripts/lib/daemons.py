@@ -1,4 +1,4 @@
-"""Starts and stops the filesystems under test. Each unmounts however the run ends."""
+"""Starts and stops the filesystems and servers under test. Each ends, and unmounts, however the run ends."""
 
 import ctypes
 import os
@@ -39,23 +39,19 @@ def _tail(log):
     return log.read_text(errors="replace").strip()[-2000:] or "it said nothing"
 
 
-def _stop(process, mountpoint):
-    """Ends the daemon, kindly first, and leaves nothing mounted."""
+def _stop(process):
+    """Ends the daemon, kindly first."""
     process.terminate()
     try:
         process.wait(STOP_DEADLINE)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(STOP_DEADLINE)
-    if _mounted(mountpoint):
-        subprocess.run(["umount", "-l", mountpoint], timeout=STOP_DEADLINE, check=False)
 
 
 @contextmanager
-def _daemon(command, mountpoint, answers):
-    """Runs `command` for as long as the block lasts; enters it once `answers` exists below its mount."""
-    mountpoint.mkdir(parents=True)
-    log = mountpoint.with_suffix(".log")
+def _process(command, log, is_ready):
+    """Runs `command` for as long as the block lasts; enters it once `is_ready()`."""
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command,
@@ -67,23 +63,39 @@ def _daemon(command, mountpoint, answers):
         )
     try:
         give_up = time.monotonic() + MOUNT_DEADLINE
-        while not (_mounted(mountpoint) and _answers(mountpoint / answers)):
+        while not is_ready():
             if process.poll() is not None:
                 raise Failed(f"{' '.join(map(str, command))}\nended with {process.returncode}: {_tail(log)}")
             if time.monotonic() > give_up:
-                raise Failed(f"{' '.join(map(str, command))}\nhas not mounted: {_tail(log)}")
+                raise Failed(f"{' '.join(map(str, command))}\nis not ready: {_tail(log)}")
             time.sleep(0.02)
         yield process
         if process.poll() is not None:
             raise Failed(f"{' '.join(map(str, command))}\ndied meanwhile ({process.returncode}): {_tail(log)}")
     finally:
-        _stop(process, mountpoint)
+        _stop(process)
 
 
 @contextmanager
-def gradfs(binary, mountpoint, source, *options):
-    """A blank fp32 model of so many bytes, or one from a file; gives its directory below the mount."""
-    model = [source] if isinstance(source, Path) else ["--size", str(source), "--dtype", "f32"]
+def _daemon(command, mountpoint, answers):
+    """Runs `command` for as long as the block lasts; enters it once `answers` exists below its mount."""
+    mountpoint.mkdir(parents=True)
+
+    def is_ready():
+        return _mounted(mountpoint) and _answers(mountpoint / answers)
+
+    try:
+        with _process(command, mountpoint.with_suffix(".log"), is_ready) as process:
+            yield process
+    finally:
+        if _mounted(mountpoint):
+            subprocess.run(["umount", "-l", mountpoint], timeout=STOP_DEADLINE, check=False)
+
+
+@contextmanager
+def gradfs(binary, mountpoint, source, *options, dtype="f32"):
+    """A blank model of so many bytes, or one from a file; gives its directory below the mount."""
+    model = [source] if isinstance(source, Path) else ["--size", str(source), "--dtype", dtype]
     command = [binary, "up", "--name", "model", "--threads", "2", *options, *model, mountpoint]
     # The settings of whoever runs this are not what is measured.
     with _environment_without("GRADFS_"), _daemon(command, mountpoint, "model/weights"):
@@ -104,6 +116,17 @@ def sink(binary, mountpoint, size, mode):
     command = [binary, "--size", str(size), "--mode", mode, "--threads", "2", mountpoint]
     with _daemon(command, mountpoint, "gradients"):
         yield mountpoint
+
+
+@contextmanager
+def nbdkit(directory, size, allocator, threads):
+    """A RAM disk of nbdkit; gives its URI. `directory` is new, and only for this one."""
+    directory.mkdir(parents=True)
+    socket, ready = directory / "socket", directory / "pid"
+    command = ["nbdkit", "--foreground", "--unix", socket, "--pidfile", ready, "--threads", str(threads)]
+    command += ["memory", str(size), f"allocator={allocator}"]
+    with _process(command, directory / "log", ready.exists):
+        yield f"nbd+unix:///?socket={socket}"
 
 
 @contextmanager

@@ -14,22 +14,36 @@ JOBS = ROOT / "fio-jobs"
 
 def run(job, directory, block_size, expected_bytes):
     """Runs one job in `directory`; gives GiB/s. The whole file must have gone through."""
-    command = ["fio", "--output-format=json"]
-    if job.startswith("weights-read"):
+    return rate(measured(job, {"GRADFS": str(directory), "BS": block_size}, expected_bytes))
+
+
+def rate(side):
+    """GiB/s of what `measured` gives."""
+    return side["io_bytes"] / GIB / (side["runtime"] / 1000)
+
+
+def measured(job, parameters, expected_bytes=None, options=(), cwd="/tmp"):
+    """Runs one job with `parameters` in its environment; gives what fio says of its reads or writes.
+
+    `expected_bytes` must have gone through, if they are given. fio changes into no directory but drops files where it
+    runs, so that is `cwd`.
+    """
+    reads = "-read" in job
+    command = ["fio", "--output-format=json", *options]
+    if reads:
         command.append("--readonly")
     command.append(str(JOBS / f"{job}.fio"))
-    environment = dict(os.environ, GRADFS=str(directory), BS=block_size)
-    # fio changes into no directory but drops state files where it runs.
     process = subprocess.Popen(
         command,
-        cwd="/tmp",
-        env=environment,
+        cwd=cwd,
+        env={**os.environ, **parameters},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+    words = " ".join([job, "with", *(f"{name}={value}" for name, value in parameters.items())])
     try:
         output, errors = process.communicate(timeout=DEADLINE)
     except BaseException as error:
@@ -37,14 +51,14 @@ def run(job, directory, block_size, expected_bytes):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         if isinstance(error, subprocess.TimeoutExpired):
-            raise Failed(f"{job} in {directory} takes longer than {DEADLINE:.0f} s") from error
+            raise Failed(f"{words} takes longer than {DEADLINE:.0f} s") from error
         raise
     start = output.find("{")
     report = json.loads(output[start:]) if start >= 0 else {"jobs": []}
     failed = [entry["error"] for entry in report["jobs"] if entry["error"]]
     if process.returncode or failed or not report["jobs"]:
-        raise Failed(f"{job} with BS={block_size} in {directory} failed: {errors.strip() or output.strip()}")
-    side = report["jobs"][0]["read" if job.startswith("weights-read") else "write"]
-    if side["io_bytes"] != expected_bytes:
-        raise Failed(f"{job} in {directory} moved {side['io_bytes']} of {expected_bytes} bytes")
-    return side["io_bytes"] / GIB / (side["runtime"] / 1000)
+        raise Failed(f"{words} failed: {errors.strip() or output.strip()}")
+    side = report["jobs"][0]["read" if reads else "write"]
+    if expected_bytes not in (None, side["io_bytes"]):
+        raise Failed(f"{words} moved {side['io_bytes']} of {expected_bytes} bytes")
+    return side

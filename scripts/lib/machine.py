@@ -19,7 +19,12 @@ PACKAGES = {
     "numpy": "python3-numpy",
     "torch": "python3-torch",
     "matplotlib": "python3-matplotlib",
+    "nbdkit": "nbdkit",
+    "nbdcopy": "libnbd-bin",
+    "nbd": "python3-libnbd",
 }
+# Those of them that are run.
+PROGRAMS = ("fio", "nbdkit", "nbdcopy")
 
 # What fs-daemon has for benchmarks besides its binary.
 EXAMPLES = ("bench_sink", "bench_learner")
@@ -61,8 +66,8 @@ def main(script, run):
 
 def present(name):
     """Whether a program or a Python module is installed, without the cost of importing it."""
-    if name == "fio":
-        return shutil.which("fio") is not None
+    if name in PROGRAMS:
+        return shutil.which(name) is not None
     from importlib.util import find_spec
 
     return find_spec(name) is not None

@@ -52,6 +52,7 @@ fn defaults() {
                 passthrough: true,
                 metrics: None,
                 nbd: None,
+                insecure: false,
             },
             models: vec![ModelSpec {
                 name: "model".into(),

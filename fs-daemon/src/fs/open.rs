@@ -14,7 +14,7 @@ use crate::session::contribution::Contribution;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
 use crate::session::publication::Publication;
-use crate::session::reader::Reader;
+use libmodelio::reader::Reader;
 
 /// The way of an open file's bytes.
 #[derive(Clone, Debug)]
@@ -166,14 +166,14 @@ impl Fs {
             File::Weights(version) if request.writes => self.open_publication(request, tree, version),
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
                 request.read_only("this version of weights")?;
-                let reader = Reader::open(model, version).ok_or_else(stale)?;
+                let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
                 // Passthrough has no offset: only the flat file is the memory itself.
                 let way = if self.passthrough { Way::Bypass(reader.region().clone()) } else { Way::Cached };
                 Ok((OpenFile::Version(VersionFile { reader, header: Arc::new([]), bytes: all }), way))
             }
             File::Safetensors(version) | File::RetainedSafetensors(version) => {
                 request.read_only("weights.safetensors")?;
-                let reader = Reader::open(model, version).ok_or_else(stale)?;
+                let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
                 let header = safetensors_header(model, version);
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes: all }), Way::Cached))
             }
@@ -181,7 +181,7 @@ impl Fs {
                 request.read_only("a tensor")?;
                 let index = index as usize;
                 let tensor = model.layout.tensors().get(index).ok_or_else(CallError::not_found)?;
-                let reader = Reader::open(model, version).ok_or_else(stale)?;
+                let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
                 let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
             }
@@ -198,7 +198,7 @@ impl Fs {
                 open_device(request, tree)
             }
             File::Device => {
-                let reader = Reader::newest(model).ok_or_else(CallError::not_found)?;
+                let reader = Reader::newest(&model.job).ok_or_else(CallError::not_found)?;
                 let file = VersionFile { reader, header: Arc::new([]), bytes: all };
                 Ok((OpenFile::Version(file), Way::Direct))
             }
@@ -254,7 +254,7 @@ impl Fs {
             return Err(CallError::new(libc::EACCES, "open weights write-only to publish new ones"));
         }
         let publication = Publication::open(&tree.model)?;
-        let shown = Reader::open(&tree.model, version).ok_or_else(stale)?;
+        let shown = Reader::open(&tree.model.job, version).ok_or_else(stale)?;
         // The same inode may be open for reading with passthrough; the kernel wants all opens of it to
         // name the same memory. Being write-only, this one cannot be mapped.
         let way = if self.passthrough { Way::MapBypass(shown.region().clone()) } else { Way::Direct };
@@ -267,7 +267,7 @@ fn open_device(request: &OpenRequest, tree: &Arc<ModelTree>) -> CallResult<(Open
     let learner = tree.model.join_own()?;
     learner.make_staging_ready();
     let reader = match request.reads {
-        true => Some(Reader::newest(&tree.model).ok_or_else(CallError::not_found)?),
+        true => Some(Reader::newest(&tree.model.job).ok_or_else(CallError::not_found)?),
         false => None,
     };
     let contribution = Arc::new(Contribution::open(&tree.model, learner, false, reader));

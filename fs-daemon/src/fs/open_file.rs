@@ -10,7 +10,7 @@ use crate::session::capture::Capture;
 use crate::session::contribution::{Contribution, Ending, Withdraw};
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::publication::Publication;
-use crate::session::reader::Reader;
+use libmodelio::reader::Reader;
 
 /// The function of an open file.
 pub enum OpenFile {

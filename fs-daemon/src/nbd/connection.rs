@@ -1,16 +1,18 @@
-//! One client: its handshake, then its requests, each of which gets one reply. Reads are sent from the version's own
-//! memory. Writes are reduced from the buffer that they were received into.
+//! One client: its handshake, then its requests, each of which gets one reply. Reads are sent from the memory of the
+//! version or disk. Gradients are reduced from the buffer that they were received into, and a disk's bytes are received in
+//! its memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use libmodelio::disk::Write;
 use libmodelio::nbd::numbers::flag;
 use libmodelio::nbd::{
     Command, Context, Errno, Handshake, MAX_LEN, Need, Opening, REQUEST_LEN, Replies, Request, Step,
 };
 use libmodelio::transport::exchange::{Exchange, Reply};
-use libmodelio::transport::stream::{Close, Connection, Piece};
+use libmodelio::transport::stream::{Close, Connection, Target};
 use parking_lot::Mutex;
 
 use super::exports::ModelExports;
@@ -26,6 +28,8 @@ const FAREWELL: Duration = Duration::from_secs(600);
 const MAX_WAITING: usize = 64;
 /// A payload is taken in pieces of at most this length, which do not reach over the end of a block.
 pub const PIECE: usize = 256 << 10;
+/// More zeros than these are written by a thread of their own.
+const FEW_ZEROS: u32 = 1 << 20;
 
 /// The state of a connection.
 enum Phase {
@@ -36,7 +40,7 @@ enum Phase {
     Requests(Open),
     /// The payload of a write.
     Payload(Open, Payload),
-    /// A piece of a payload is being written, on a thread of its own.
+    /// A piece of a payload, or zeros, are being written on a thread of their own.
     Writing(Open, Payload),
     /// A step of the learner ends. The reply of this request follows.
     Step(Open, Request),
@@ -61,6 +65,8 @@ struct Payload {
     done: u32,
     /// Why they are not wanted, if so.
     outcome: CallResult<()>,
+    /// The piece that is being received in a disk's memory.
+    piece: Option<(Write, u32)>,
 }
 
 /// The outcome of another thread's work for a connection.
@@ -105,9 +111,9 @@ impl Client {
         Client { exports, phase, until: None, waiting, inbox: Arc::default() }
     }
 
-    fn reply(&mut self, head: Vec<u8>, piece: Option<Piece>) {
+    fn reply(&mut self, head: Vec<u8>) {
         if !head.is_empty() {
-            self.waiting.push_back((head, piece));
+            self.waiting.push_back((head, None));
         }
     }
 
@@ -134,14 +140,16 @@ impl Client {
         match opened {
             Ok(face) => {
                 tracing::debug!(export = export.name, "a block device is open");
-                self.reply(handshake.opened(), None);
+                self.reply(handshake.opened());
                 let replies = Replies { structured };
                 self.phase = Phase::Requests(Open { face, size: export.size, replies, contexts });
             }
             Err(why) => {
-                let why = why.to_string();
-                let Some(answer) = handshake.refused(&why) else { return Err(Close::Asked(why.into())) };
-                self.reply(answer, None);
+                let (is_policy, why) = (why.errno == libc::EPERM, why.to_string());
+                let Some(answer) = handshake.refused(&why, is_policy) else {
+                    return Err(Close::Asked(why.into()));
+                };
+                self.reply(answer);
                 self.phase = Phase::Handshake(handshake);
             }
         }
@@ -161,14 +169,15 @@ impl Client {
     fn request(&mut self, open: Open, request: Request) {
         match request.command {
             Command::Disconnect => {
-                if let Face::Learner(learner) = open.face {
-                    learner.end();
-                }
+                open.face.end();
                 self.end();
             }
             Command::Write if request.len > 0 => {
                 let outcome = open.may_write(&request);
-                self.phase = Phase::Payload(open, Payload { request, done: 0, outcome });
+                self.phase = Phase::Payload(open, Payload { request, done: 0, outcome, piece: None });
+            }
+            Command::WriteZeroes | Command::Trim if open.face.disk().is_some() && request.len > 0 => {
+                self.zeros(open, request);
             }
             Command::Flush if request.is_well_flagged() => self.end_step(open, request),
             Command::Read | Command::BlockStatus if open.face.learner().is_some_and(|it| it.is_behind()) => {
@@ -179,8 +188,7 @@ impl Client {
     }
 
     fn answer_now(&mut self, open: Open, request: Request) {
-        let (head, piece) = open.answer(&request);
-        self.reply(head, piece);
+        open.answer(&request, &mut self.waiting);
         self.phase = Phase::Requests(open);
     }
 
@@ -214,6 +222,28 @@ impl Client {
         on_own_thread("nbd-writes", write);
     }
 
+    /// Writes zeros to a disk, for which TRIM is a wish, too.
+    fn zeros(&mut self, open: Open, request: Request) {
+        let outcome = open.may_write(&request);
+        let bytes = request.offset..request.offset.saturating_add(request.len.into());
+        let payload = Payload { request, done: request.len, outcome, piece: None };
+        let disk = open.face.disk().filter(|_| payload.outcome.is_ok()).cloned();
+        match disk {
+            Some(disk) if request.len > FEW_ZEROS => {
+                let inbox = Arc::clone(&self.inbox);
+                self.phase = Phase::Writing(open, payload);
+                on_own_thread("nbd-zeros", move || {
+                    disk.write_zeros(&bytes);
+                    inbox.put(Event::Wrote(Ok(())));
+                });
+                return;
+            }
+            Some(disk) => disk.write_zeros(&bytes),
+            None => {}
+        }
+        self.next_piece(open, payload);
+    }
+
     fn next_piece(&mut self, open: Open, payload: Payload) {
         if payload.done < payload.request.len {
             self.phase = Phase::Payload(open, payload);
@@ -228,9 +258,8 @@ impl Client {
 
     /// Ends a step, and then answers `request`. Later requests wait for that.
     fn end_step(&mut self, open: Open, request: Request) {
-        let Some(learner) = open.face.learner() else { return self.answer(open, request, Ok(())) };
         let inbox = Arc::clone(&self.inbox);
-        learner.end_step(Box::new(move |outcome| inbox.put(Event::Stepped(outcome))));
+        open.face.flush(Box::new(move |outcome| inbox.put(Event::Stepped(outcome))));
         self.phase = Phase::Step(open, request);
         self.settle();
     }
@@ -240,7 +269,7 @@ impl Client {
             Ok(()) => open.replies.ok(request.cookie),
             Err(error) => open.replies.error(request.cookie, errno_of(&error), &error.to_string()),
         };
-        self.reply(head, None);
+        self.reply(head);
         self.phase = Phase::Requests(open);
     }
 
@@ -269,14 +298,15 @@ impl Open {
     /// Whether the payload of a write is wanted.
     fn may_write(&self, request: &Request) -> CallResult<()> {
         let refused = |errno, why: &str| Err(CallError::new(errno, why));
-        if self.face.learner().is_none() {
+        if !self.face.is_writable() {
             return refused(libc::EPERM, "the export is read-only");
         }
         if !request.is_well_flagged() {
             return refused(libc::EINVAL, "the request has a flag that its command does not have");
         }
         if !request.fits(self.size) {
-            return refused(libc::ENOSPC, &self.outside(request));
+            let errno = if request.command == Command::Trim { libc::EINVAL } else { libc::ENOSPC };
+            return refused(errno, &self.outside(request));
         }
         Ok(())
     }
@@ -285,15 +315,34 @@ impl Open {
         format!("{len} bytes at {offset} are not in the export's {}", self.size)
     }
 
-    fn answer(&self, request: &Request) -> (Vec<u8>, Option<Piece>) {
+    /// Puts the reply to a request that needs nothing else into `out`.
+    fn answer(&self, request: &Request, out: &mut VecDeque<Reply>) {
+        if let (Command::Read, Some(disk)) = (request.command, self.face.disk())
+            && request.is_well_flagged()
+            && request.fits(self.size)
+            && request.len <= MAX_LEN
+        {
+            let Request { cookie, offset, len, .. } = *request;
+            let mut head = self.replies.read(cookie, offset, len);
+            let pieces = |piece| out.push_back((std::mem::take(&mut head), Some(piece)));
+            disk.read(offset..offset + u64::from(len), pieces);
+            return;
+        }
+        out.push_back(self.reply_to(request));
+    }
+
+    fn reply_to(&self, request: &Request) -> Reply {
         let Request { cookie, offset, len, .. } = *request;
         let error = |errno, why: &str| (self.replies.error(cookie, errno, why), None);
         if !request.is_well_flagged() {
             return error(Errno::Invalid, "the request has a flag that its command does not have");
         }
         match request.command {
-            Command::Write | Command::WriteZeroes | Command::Trim if self.face.learner().is_none() => {
+            Command::Write | Command::WriteZeroes | Command::Trim if !self.face.is_writable() => {
                 error(Errno::NotPermitted, "the export is read-only")
+            }
+            Command::WriteZeroes | Command::Trim if self.face.disk().is_some() => {
+                error(Errno::Invalid, &self.outside(request))
             }
             Command::WriteZeroes | Command::Trim | Command::Unknown(_) => {
                 error(Errno::Invalid, "the server does not have this command")
@@ -316,7 +365,7 @@ impl Open {
             }
             Command::BlockStatus => {
                 // The specification has 32 bits for a status.
-                let version = self.face.reader().map_or(0, |reader| reader.version().0 as u32);
+                let version = self.face.version().map_or(0, |version| version.0 as u32);
                 let status = |context: &Context| match context {
                     Context::Allocation => (*context, 0),
                     Context::Version => (*context, version),
@@ -359,18 +408,41 @@ impl Exchange for Client {
         }
     }
 
+    fn place(&mut self) -> Option<Target> {
+        let Phase::Payload(open, payload) = &mut self.phase else { return None };
+        let disk = open.face.disk().filter(|_| payload.outcome.is_ok())?;
+        let len = payload.next(open) as u32;
+        let start = payload.request.offset + u64::from(payload.done);
+        let write = disk.write(start..start + u64::from(len));
+        let target = write.target();
+        payload.piece = Some((write, len));
+        Some(target)
+    }
+
+    fn placed(&mut self) -> Result<(), Close> {
+        match std::mem::replace(&mut self.phase, Phase::Over) {
+            Phase::Payload(open, mut payload) => {
+                // The write is over before it is answered.
+                payload.done += payload.piece.take().map_or(0, |(_, len)| len);
+                self.next_piece(open, payload);
+            }
+            phase => self.phase = phase,
+        }
+        Ok(())
+    }
+
     fn take(&mut self, bytes: &[u8]) -> Result<(), Close> {
         match std::mem::replace(&mut self.phase, Phase::Over) {
             Phase::Handshake(mut handshake) => {
                 let step = handshake.take(bytes, &*self.exports);
                 match step.map_err(|why| Close::Asked(why.into()))? {
                     Step::Answer(answer) => {
-                        self.reply(answer, None);
+                        self.reply(answer);
                         self.phase = Phase::Handshake(handshake);
                     }
                     Step::Open(opening) => self.open(handshake, opening)?,
                     Step::End(answer) => {
-                        self.reply(answer, None);
+                        self.reply(answer);
                         self.end();
                     }
                 }

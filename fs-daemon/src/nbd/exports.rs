@@ -2,8 +2,9 @@
 //!
 //! | name | face |
 //! |---|---|
-//! | `<model>` | reads weights, writes gradients of the own learner |
+//! | `<model>` | reads weights, writes gradients of the own learner; with reducer `assign` a disk |
 //! | `<model>/weights` | the version that is newest when it is opened |
+//! | `<model>/weights@follow` | the version that is newest, as of the last FLUSH |
 //! | `<model>@<n>` | a version that is still there |
 //! | `<model>/gradients` | writes gradients of the own learner |
 //! | `<model>/learners/<id>` | reads weights, writes gradients of this learner, which joins if it is not in the job |
@@ -16,18 +17,22 @@ use libmodelio::nbd::numbers::transmission;
 use libmodelio::nbd::{Export, Exports};
 use libmodelio::vocabulary::ids::Version;
 
-use super::face::{Face, LearnerFace};
+use super::face::{Face, Following, LearnerFace};
 use crate::session::contribution::Contribution;
+use crate::session::disk::OpenDisk;
 use crate::session::error::CallError;
 use crate::session::learner::is_learner_name;
 use crate::session::model::Model;
-use crate::session::reader::Reader;
+use libmodelio::reader::Reader;
 
 const ALL: u16 = transmission::HAS_FLAGS | transmission::SEND_FLUSH | transmission::SEND_CACHE;
 /// Of exports that are read: a reader may ask for all of a range in one piece.
 const READS: u16 = ALL | transmission::SEND_DF;
 /// Of exports that are written: a write may end a step.
 const WRITES: u16 = ALL | transmission::SEND_FUA;
+/// Of disks: all connections see what any has written, and a FLUSH is for the writes of all.
+const DISK: u16 =
+    READS | WRITES | transmission::SEND_TRIM | transmission::SEND_WRITE_ZEROES | transmission::CAN_MULTI_CONN;
 
 /// The exports of these models.
 pub struct ModelExports {
@@ -38,7 +43,9 @@ pub struct ModelExports {
 #[derive(Clone, Copy)]
 enum Kind<'a> {
     Device,
+    Disk,
     Newest,
+    Following,
     Numbered(Version),
     Gradients,
     Learner(&'a str),
@@ -50,9 +57,9 @@ impl ModelExports {
         ModelExports { models }
     }
 
-    /// Whether opening an export may take long: a learner may have to join.
+    /// Whether opening an export may take long: a learner may have to join, or memory must be taken.
     pub fn takes_long(&self, name: &str) -> bool {
-        matches!(self.kind(name), Some((_, Kind::Device | Kind::Gradients | Kind::Learner(_))))
+        matches!(self.kind(name), Some((_, Kind::Device | Kind::Disk | Kind::Gradients | Kind::Learner(_))))
     }
 
     /// Opens an export. Waits for the job's answer if it [takes long](Self::takes_long).
@@ -62,13 +69,15 @@ impl ModelExports {
     pub fn open(&self, name: &str) -> Result<Face, CallError> {
         let gone = |why: &str| CallError::new(libc::ENOENT, why);
         let (model, kind) = self.kind(name).ok_or_else(|| gone("there is no such export any more"))?;
-        let newest = || Reader::newest(model).ok_or_else(|| gone("no version is here yet: try again"));
+        let newest = || Reader::newest(&model.job).ok_or_else(|| gone("no version is here yet: try again"));
         let mut joined = false;
         let (learner, reader) = match kind {
             Kind::Newest => return Ok(Face::Version(Arc::new(newest()?))),
+            Kind::Following => return Ok(Face::Following(Following::new(model, newest()?))),
+            Kind::Disk => return Ok(Face::Disk(OpenDisk::open(model)?.into())),
             Kind::Numbered(version) => {
                 let why = "this version is gone (control/retain keeps more of them)";
-                let reader = Reader::open(model, version).ok_or_else(|| gone(why))?;
+                let reader = Reader::open(&model.job, version).ok_or_else(|| gone(why))?;
                 return Ok(Face::Version(Arc::new(reader)));
             }
             Kind::Gradients => (model.join_own()?, None),
@@ -101,13 +110,16 @@ impl ModelExports {
             return Some((only, Kind::Newest));
         }
         if let Some(device) = model(name) {
-            return Some((device, Kind::Device));
+            return Some((device, if device.is_disk() { Kind::Disk } else { Kind::Device }));
         }
         if let Some((of, learner)) = name.split_once("/learners/") {
             return is_learner_name(learner).then_some((model(of)?, Kind::Learner(learner)));
         }
         if let Some(of) = name.strip_suffix("/weights") {
             return Some((model(of)?, Kind::Newest));
+        }
+        if let Some(of) = name.strip_suffix("/weights@follow") {
+            return Some((model(of)?, Kind::Following));
         }
         if let Some(of) = name.strip_suffix("/gradients") {
             return Some((model(of)?, Kind::Gradients));
@@ -122,7 +134,12 @@ impl ModelExports {
         let of = &model.name;
         let (description, flags) = match kind {
             Kind::Device => (format!("model {of}: read weights, write gradients"), READS | WRITES),
+            Kind::Disk => (format!("model {of} as a disk: FLUSH publishes a version"), DISK),
             Kind::Newest => (format!("newest version of model {of}"), READS | transmission::READ_ONLY),
+            Kind::Following => {
+                let description = format!("newest version of model {of}, a newer one after each FLUSH");
+                (description, READS | transmission::READ_ONLY)
+            }
             // All connections read the same bytes.
             Kind::Numbered(version) => (
                 format!("version {version} of model {of}"),
@@ -142,8 +159,10 @@ impl Exports for ModelExports {
         let mut all = Vec::new();
         for model in &self.models {
             let name = &model.name;
-            all.push(Self::described(name.clone(), model, Kind::Device));
+            let whole = if model.is_disk() { Kind::Disk } else { Kind::Device };
+            all.push(Self::described(name.clone(), model, whole));
             all.push(Self::described(format!("{name}/weights"), model, Kind::Newest));
+            all.push(Self::described(format!("{name}/weights@follow"), model, Kind::Following));
             all.push(Self::described(format!("{name}/gradients"), model, Kind::Gradients));
             for learner in model.learners().iter().filter(|learner| learner.name != model.own_name) {
                 let kind = Kind::Learner(&learner.name);

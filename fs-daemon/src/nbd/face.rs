@@ -1,4 +1,4 @@
-//! An export that is open: a version, or a learner.
+//! An export that is open: a version, a learner, or a disk.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,18 +6,43 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use libmodelio::nbd::Errno;
 use libmodelio::transport::TransportKind;
 use libmodelio::vocabulary::ids::Version;
+use parking_lot::Mutex;
 
 use crate::session::contribution::{Contribution, Ending};
+use crate::session::disk::OpenDisk;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::model::Model;
-use crate::session::reader::Reader;
+use libmodelio::reader::Reader;
 
 /// An export that is open.
 pub enum Face {
     /// A version.
     Version(Arc<Reader>),
+    /// The newest version, as of the last FLUSH.
+    Following(Following),
     /// A learner, which writes and may read.
     Learner(Arc<LearnerFace>),
+    /// A model as a disk.
+    Disk(Arc<OpenDisk>),
+}
+
+/// The version that was newest at the last FLUSH.
+pub struct Following {
+    model: Arc<Model>,
+    reader: Mutex<Arc<Reader>>,
+}
+
+impl Following {
+    /// Begins with `reader`.
+    pub fn new(model: &Arc<Model>, reader: Reader) -> Following {
+        Following { model: Arc::clone(model), reader: Mutex::new(Arc::new(reader)) }
+    }
+
+    fn follow(&self) {
+        if let Some(newest) = Reader::newest(&self.model.job) {
+            *self.reader.lock() = Arc::new(newest);
+        }
+    }
 }
 
 /// A learner's contribution, and the weights that it reads.
@@ -33,15 +58,58 @@ impl Face {
     pub fn reader(&self) -> Option<Arc<Reader>> {
         match self {
             Face::Version(reader) => Some(Arc::clone(reader)),
+            Face::Following(following) => Some(Arc::clone(&following.reader.lock())),
             Face::Learner(learner) => learner.contribution.reader(),
+            Face::Disk(_) => None,
+        }
+    }
+
+    /// The version that it reads, if it reads one.
+    pub fn version(&self) -> Option<Version> {
+        match self {
+            Face::Disk(disk) => Some(disk.version()),
+            _ => self.reader().map(|reader| reader.version()),
+        }
+    }
+
+    /// Whether it can be written.
+    pub fn is_writable(&self) -> bool {
+        matches!(self, Face::Learner(_) | Face::Disk(_))
+    }
+
+    /// The disk, if this is one.
+    pub fn disk(&self) -> Option<&Arc<OpenDisk>> {
+        match self {
+            Face::Disk(disk) => Some(disk),
+            _ => None,
+        }
+    }
+
+    /// Ends a step, publishes what was written, or reads the newest version from now on; `done` hears of it.
+    pub fn flush(&self, done: Done<()>) {
+        match self {
+            Face::Version(_) => return done(Ok(())),
+            Face::Following(following) => following.follow(),
+            Face::Learner(learner) => return learner.end_step(done),
+            Face::Disk(disk) => return disk.publish(done),
+        }
+        done(Ok(()));
+    }
+
+    /// The client has gone, in good order: what it has written counts.
+    pub fn end(self) {
+        match self {
+            Face::Version(_) | Face::Following(_) => {}
+            Face::Learner(learner) => learner.end(),
+            Face::Disk(disk) => disk.publish_unasked(),
         }
     }
 
     /// The learner, if this is one.
     pub fn learner(&self) -> Option<&Arc<LearnerFace>> {
         match self {
-            Face::Version(_) => None,
             Face::Learner(learner) => Some(learner),
+            _ => None,
         }
     }
 }

@@ -16,7 +16,7 @@ use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::learner::Learner;
 use super::model::Model;
-use super::reader::Reader;
+use libmodelio::reader::Reader;
 
 /// The longest time that a close waits again after a step has waited in vain.
 const SECOND_WAIT: Duration = Duration::from_millis(250);
@@ -217,7 +217,7 @@ impl Contribution {
 
     /// Reads the newest version from now on, if it reads.
     pub fn refresh(&self) {
-        if let (Some(reader), Some(newest)) = (&self.reader, Reader::newest(&self.model)) {
+        if let (Some(reader), Some(newest)) = (&self.reader, Reader::newest(&self.model.job)) {
             *reader.lock() = Arc::new(newest);
         }
     }

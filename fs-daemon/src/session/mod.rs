@@ -1,8 +1,9 @@
 //! The operations of programs on a model, common to all faces of a model.
 //!
-//! A [`Reader`](reader::Reader) shows one version in every byte. A [`Contribution`](contribution::Contribution) writes
+//! A [`Reader`](libmodelio::reader::Reader) shows one version in every byte. A [`Contribution`](contribution::Contribution) writes
 //! as a learner: at any offset, until a commit ends it, with a step, or an abort. A
-//! [`Publication`](publication::Publication) makes whole new weights, and a [`Capture`](capture::Capture) is a snapshot of
+//! [`Publication`](publication::Publication) makes whole new weights, an [`OpenDisk`](disk::OpenDisk) is a model as a
+//! disk, and a [`Capture`](capture::Capture) is a snapshot of
 //! the job. They belong to a [`Model`](model::Model), which
 //! knows its learners and waits for their steps.
 //!
@@ -12,17 +13,19 @@
 
 pub mod capture;
 pub mod contribution;
+pub mod disk;
 pub mod error;
 pub mod last_refusal;
 pub mod learner;
 pub mod model;
 pub mod own_thread;
 pub mod publication;
-pub mod reader;
 pub mod wait_log;
 
 mod explained;
 mod file_headers;
+mod own_step;
+mod shared_disk;
 
 #[cfg(test)]
 mod tests;

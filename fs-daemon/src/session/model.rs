@@ -15,6 +15,7 @@ use ps_backend::server::local::LocalShard;
 use super::error::{CallError, CallResult};
 use super::last_refusal::LastRefusal;
 use super::learner::{Learner, PROMPT};
+use super::shared_disk::SharedDisk;
 
 /// Name of the own learner of a mount that has its job to itself.
 pub const OWN_LEARNER: &str = "mount";
@@ -48,6 +49,8 @@ pub struct Model {
     pub own_name: String,
     /// The party that can take a snapshot of the model.
     pub snapshots: Snapshots,
+    /// The model as a disk, if somebody uses it.
+    pub(super) disk: Mutex<SharedDisk>,
     /// Lives as long as the snapshot that is open.
     open_snapshot: Mutex<Weak<()>>,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
@@ -74,6 +77,7 @@ impl Model {
             own_refusal: Arc::default(),
             own_name,
             snapshots,
+            disk: Mutex::default(),
             open_snapshot: Mutex::default(),
             learners: Mutex::default(),
             joining: Mutex::default(),

@@ -15,7 +15,7 @@ use super::error::{CallError, CallResult, Done};
 use super::learner::Learner;
 use super::model::{Model, Snapshots};
 use super::publication::Publication;
-use super::reader::Reader;
+use libmodelio::reader::Reader;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const SIZE: u64 = 1 << 16;
@@ -75,7 +75,7 @@ fn shows(reader: &Reader, value: f32) -> bool {
 fn a_step_is_in_the_version_that_it_waits_for_and_readers_keep_theirs() {
     let model = model(&[("reducer", "sum")]);
     let learner = model.join("a", None).unwrap();
-    let (before, steps) = (Reader::newest(&model).unwrap(), contribution(&model, &learner));
+    let (before, steps) = (Reader::newest(&model.job).unwrap(), contribution(&model, &learner));
     assert_eq!(commit(&steps, Ending::Step), Ok(()), "without anything written");
     for (step, sum) in [(1, 1.5), (2, 3.0)] {
         let (bytes, middle) = (all(1.5), 1001);
@@ -85,10 +85,10 @@ fn a_step_is_in_the_version_that_it_waits_for_and_readers_keep_theirs() {
         assert_eq!(commit(&steps, Ending::Step), Ok(()));
         assert!(!steps.wrote() && !learner.is_open());
         assert_eq!(await_step(&model, &learner), Ok(Version(step)));
-        assert!(shows(&Reader::newest(&model).unwrap(), sum));
+        assert!(shows(&Reader::newest(&model.job).unwrap(), sum));
     }
     assert!(shows(&before, 0.0));
-    assert!(Reader::open(&model, Version(7)).is_none());
+    assert!(Reader::open(&model.job, Version(7)).is_none());
     drop(before);
     assert!(!model.job.versions().contains(&Version(0)) || model.job.retained().contains(&Version(0)));
 }
@@ -111,7 +111,7 @@ fn an_aborted_contribution_counts_nowhere_and_its_reason_is_kept_until_a_success
     one.write(0, &all(2.0)).unwrap();
     assert_eq!(commit(&one, Ending::Step), Ok(()));
     assert_eq!(learner.refusal.text(), None);
-    assert!(shows(&Reader::newest(&model).unwrap(), 2.0));
+    assert!(shows(&Reader::newest(&model.job).unwrap(), 2.0));
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn all_who_write_as_a_learner_make_one_contribution() {
     assert_eq!(commit(&other, Ending::Close), Ok(()));
     assert_eq!(commit(&one, Ending::Close), Ok(()), "the same outcome, once");
     assert_eq!(model.job.version(), Version(1));
-    assert!(shows(&Reader::newest(&model).unwrap(), 1.0));
+    assert!(shows(&Reader::newest(&model.job).unwrap(), 1.0));
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn both_faces_show_the_newest_version_after_each_step() {
     let model = model(&[("reducer", "sum")]);
     let own = model.join_own().unwrap();
     assert!(Arc::ptr_eq(&own, &model.join_own().unwrap()), "it is in the job");
-    let device = Arc::new(Contribution::open(&model, own, false, Reader::newest(&model)));
+    let device = Arc::new(Contribution::open(&model, own, false, Reader::newest(&model.job)));
     assert!(device.store_mapped(0, &[0]).is_err_and(|error| error.errno == libc::EIO));
     let before = device.reader().unwrap();
     device.write(0, &all(0.5)).unwrap();
@@ -172,7 +172,7 @@ fn a_step_ships_the_mapping_where_nothing_was_written() {
     assert_eq!(commit(&mapped, Ending::Close), Ok(()));
     assert_eq!(model.job.version(), Version(0), "a close ships nothing");
     assert_eq!(commit(&mapped, Ending::Step), Ok(()));
-    assert!(shows(&Reader::newest(&model).unwrap(), 1.0));
+    assert!(shows(&Reader::newest(&model.job).unwrap(), 1.0));
     let mut kept = vec![0; SIZE as usize];
     mapped.load_mapped(0, &mut kept);
     assert_eq!(kept, all(1.0));
@@ -197,7 +197,7 @@ fn new_weights_are_a_version_all_at_once_or_not_at_all() {
         publication.write(0, &all(value)).unwrap();
         assert!(publication.is_open());
         publish(&publication).unwrap();
-        assert!(shows(&Reader::newest(&model).unwrap(), value));
+        assert!(shows(&Reader::newest(&model.job).unwrap(), value));
     }
     assert_eq!(publish(&publication), Ok(()), "without anything written");
     assert_eq!(model.job.version(), Version(2));

@@ -264,12 +264,13 @@ impl Handshake {
     }
 
     /// The export cannot be opened. Returns the answer, after which the handshake goes on. `None` if the client takes
-    /// no answer: the connection ends.
-    pub fn refused(&mut self, why: &str) -> Option<Vec<u8>> {
+    /// no answer: the connection ends. `is_policy`: the export is there, and may not be opened.
+    pub fn refused(&mut self, why: &str, is_policy: bool) -> Option<Vec<u8>> {
         let Stage::Opening { option } = self.stage else { return None };
         self.stage = Stage::Option;
         self.opening = None;
-        (option == option::GO).then(|| error(option, answer::UNKNOWN, why))
+        let kind = if is_policy { answer::POLICY } else { answer::UNKNOWN };
+        (option == option::GO).then(|| error(option, kind, why))
     }
 }
 

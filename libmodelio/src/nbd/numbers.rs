@@ -41,6 +41,7 @@ pub mod answer {
     pub const INFO: u32 = 3;
     pub const META_CONTEXT: u32 = 4;
     pub const UNSUPPORTED: u32 = ERROR | 1;
+    pub const POLICY: u32 = ERROR | 2;
     pub const INVALID: u32 = ERROR | 3;
     pub const UNKNOWN: u32 = ERROR | 6;
     pub const TOO_BIG: u32 = ERROR | 9;
@@ -60,6 +61,8 @@ pub mod transmission {
     pub const READ_ONLY: u16 = 1 << 1;
     pub const SEND_FLUSH: u16 = 1 << 2;
     pub const SEND_FUA: u16 = 1 << 3;
+    pub const SEND_TRIM: u16 = 1 << 5;
+    pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
     pub const SEND_DF: u16 = 1 << 7;
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
     pub const SEND_CACHE: u16 = 1 << 10;
@@ -81,6 +84,8 @@ pub mod command {
 pub mod flag {
     /// Of a write: it is stable when it is answered.
     pub const FUA: u16 = 1;
+    /// Of zeros: the range must stay allocated.
+    pub const NO_HOLE: u16 = 1 << 1;
     /// Of a read: one chunk must hold all of it.
     pub const DONT_FRAGMENT: u16 = 1 << 2;
     /// Of a block status: one extent of each context will do.

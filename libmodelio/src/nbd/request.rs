@@ -97,6 +97,7 @@ impl Request {
         let known = match self.command {
             Command::Read => flag::DONT_FRAGMENT,
             Command::BlockStatus => flag::REQUEST_ONE,
+            Command::WriteZeroes => flag::NO_HOLE,
             _ => 0,
         };
         // FUA may stand with any command, and means something for writes only.

@@ -135,7 +135,7 @@ fn an_export_that_is_gone_is_refused_and_another_one_may_be_chosen() {
     let mut handshake = begun(3);
     assert_eq!(asked(&mut handshake, option::GO, &go("x", &[]))[0].0, answer::UNKNOWN);
     assert!(matches!(feed(&mut handshake, &option_of(option::GO, &go("m@3", &[]))), Ok(Step::Open(_))));
-    let refused = handshake.refused("the version is gone").unwrap();
+    let refused = handshake.refused("the version is gone", false).unwrap();
     assert_eq!(answers(option::GO, &refused), [(answer::UNKNOWN, b"the version is gone".to_vec())]);
     assert!(matches!(feed(&mut handshake, &option_of(option::GO, &go("n/weights", &[]))), Ok(Step::Open(_))));
 }
@@ -176,7 +176,7 @@ fn contexts_are_listed_and_belong_to_the_export_that_they_were_chosen_for() {
         let step = feed(&mut handshake, &option_of(option::GO, &go(name, &[])));
         let Ok(Step::Open(opening)) = step else { panic!("{step:?}") };
         assert_eq!((opening.contexts, opening.structured), (expected, true));
-        handshake.refused("no");
+        handshake.refused("no", false);
     }
 }
 
@@ -261,7 +261,7 @@ proptest! {
                     Err(_) | Ok(Step::End(_)) => return Ok(()),
                     Ok(Step::Open(opening)) => {
                         prop_assert!(Two.find(&opening.export.name).is_some());
-                        prop_assert!(handshake.refused("no").is_some() || option == option::EXPORT_NAME);
+                        prop_assert!(handshake.refused("no", false).is_some() || option == option::EXPORT_NAME);
                     }
                     Ok(Step::Answer(answer)) => prop_assert!(answer.len() < 1 << 10),
                 }

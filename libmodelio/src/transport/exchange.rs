@@ -6,14 +6,14 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use super::stream::{Buffer, Close, Connection, Piece, Receive, ReceiveSlices, SendSlices, Stream};
+use super::stream::{Buffer, Close, Connection, Piece, Receive, ReceiveSlices, SendSlices, Stream, Target};
 
 /// The number of bytes that are handed to the kernel at once.
 const SEND_AT_ONCE: usize = 1 << 20;
 /// The room for bytes that come, until an exchange needs more at once.
 const FIRST_ROOM: usize = 16 << 10;
 
-/// A reply: its head, and payload that is sent from where it lies.
+/// A reply, or a part of one: its head, which may be empty, and payload that is sent from where it lies.
 pub type Reply = (Vec<u8>, Option<Piece>);
 
 /// One end of a connection, as a state machine. One thread at a time makes all calls. None may block.
@@ -30,6 +30,20 @@ pub trait Exchange: Send {
     /// # Errors
     /// Closes the connection: the peer broke the protocol.
     fn take(&mut self, bytes: &[u8]) -> Result<(), Close>;
+
+    /// The memory that the next bytes belong in, if [`Self::take`] is not to get them. [`Self::placed`] is called when
+    /// it is full; it is not asked for again before. The exchange is asked before [`Self::need`].
+    fn place(&mut self) -> Option<Target> {
+        None
+    }
+
+    /// The memory of [`Self::place`] is full.
+    ///
+    /// # Errors
+    /// Closes the connection: the peer broke the protocol.
+    fn placed(&mut self) -> Result<(), Close> {
+        Ok(())
+    }
 
     /// The next reply.
     fn next(&mut self) -> Option<Reply>;
@@ -51,6 +65,10 @@ pub trait Exchange: Send {
 pub struct Exchanging<E> {
     exchange: E,
     most: usize,
+    /// No more bytes than these are received together with those that have a place: more might have one, too.
+    head: usize,
+    /// The memory that the next bytes belong in, and how many have come.
+    placing: Option<(Target, usize)>,
     /// What has come and was not taken is in `start..end`.
     buffer: Buffer,
     start: usize,
@@ -63,11 +81,14 @@ pub struct Exchanging<E> {
 }
 
 impl<E: Exchange> Exchanging<E> {
-    /// An exchange that needs at most `most` bytes at once.
-    pub fn new(exchange: E, most: usize) -> Exchanging<E> {
+    /// An exchange that needs at most `most` bytes at once, and `head` bytes between those that have a
+    /// [place](Exchange::place).
+    pub fn new(exchange: E, most: usize, head: usize) -> Exchanging<E> {
         Exchanging {
             exchange,
             most,
+            head,
+            placing: None,
             buffer: Buffer::zeroed(most.min(FIRST_ROOM)),
             start: 0,
             end: 0,
@@ -88,6 +109,23 @@ impl<E: Exchange> Exchanging<E> {
     /// Gives the exchange what has come.
     fn take(&mut self) -> Result<(), Close> {
         while !self.is_receiving {
+            if self.placing.is_none() {
+                self.placing = self.exchange.place().map(|target| (target, 0));
+            }
+            if let Some((target, filled)) = &mut self.placing {
+                let here = &self.buffer.bytes()[self.start..self.end];
+                let here = &here[..here.len().min(target.len() - *filled)];
+                // SAFETY: the exchange has lent the memory until `placed`.
+                unsafe { target.fill(*filled, here) };
+                *filled += here.len();
+                self.start += here.len();
+                if *filled < target.len() {
+                    break;
+                }
+                self.placing = None;
+                self.exchange.placed()?;
+                continue;
+            }
             let need = self.exchange.need();
             if need > self.most {
                 return Err(Close::Misused(format!("{need} bytes are needed, {} at most", self.most).into()));
@@ -109,6 +147,19 @@ impl<E: Exchange> Stream for Exchanging<E> {
     }
 
     fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
+        if let Some((target, filled)) = &self.placing {
+            // All that has come is in its place.
+            (self.start, self.end) = (0, 0);
+            self.is_receiving = true;
+            let (start, len) = target.raw();
+            // SAFETY: the exchange has lent the memory until `placed`. Nobody looks at the buffer until `received` is
+            // called, and it is dropped with the stream.
+            unsafe {
+                into.push(start.add(*filled), len - filled);
+                into.push(self.buffer.start(), self.head.min(self.buffer.len()));
+            }
+            return Receive::Into { least: len - filled };
+        }
         let (need, here) = (self.exchange.need(), self.end - self.start);
         if need <= here {
             return Receive::Paused;
@@ -130,7 +181,15 @@ impl<E: Exchange> Stream for Exchanging<E> {
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
         self.is_receiving = false;
-        self.end += bytes;
+        let placed = match &mut self.placing {
+            None => 0,
+            Some((target, filled)) => {
+                let placed = bytes.min(target.len() - *filled);
+                *filled += placed;
+                placed
+            }
+        };
+        self.end += bytes - placed;
         self.take()
     }
 
@@ -140,7 +199,9 @@ impl<E: Exchange> Stream for Exchanging<E> {
             let Some((head, piece)) = self.exchange.next() else { break };
             // SAFETY: the reply is kept unchanged until all of it is transmitted. The piece's maker has promised the rest.
             unsafe {
-                out.push(head.as_ptr(), head.len());
+                if !head.is_empty() {
+                    out.push(head.as_ptr(), head.len());
+                }
                 if let Some((start, len)) = piece.as_ref().map(Piece::raw) {
                     out.push(start, len);
                 }

@@ -31,13 +31,14 @@ KERNELS = ("linux-image-6.12-amd64", "linux-image-amd64")
 # What the guest has besides the host's programs, with its libraries.
 TOOLS = ("iproute2", "kmod", "libkmod2", "ibverbs-providers", "ibverbs-utils", "rdmacm-utils", "perftest")
 TOOLS += ("libibverbs1", "librdmacm1", "libibumad3", "libnl-3-200", "libnl-route-3-200", "libpci3")
+TOOLS += ("nbd-client", "libnl-genl-3-200", "e2fsprogs", "fio")
 # Program, and the package that has it.
 BUILD = {"gcc": "gcc", "make": "make", "strip": "binutils", "zstd": "zstd"}
 
 # The initramfs gets to the host's root with these.
 FIRST_MODULES = ("9pnet_virtio", "9p", "overlay")
 # crc32 and crc32c are asked for by their users only at run time, so no dependency names them.
-MODULES = ("rdma_rxe", "siw", "rdma_ucm", "ib_uverbs", "ib_umad", "virtio_net", "dummy", "fuse", "nbd", "sch_netem")
+MODULES = ("rdma_rxe", "siw", "rdma_ucm", "ib_uverbs", "ib_umad", "virtio_net", "dummy", "fuse", "nbd", "ext4", "sch_netem")
 MODULES += ("crc32_generic", "crc32_pclmul", "crc32c_generic", "crc32c_intel")
 SIW = "drivers/infiniband/sw/siw/"
 

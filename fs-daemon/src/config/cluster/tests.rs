@@ -93,6 +93,7 @@ fn defaults() {
                 passthrough: true,
                 metrics: None,
                 nbd: None,
+                insecure: false,
             },
             models: vec![],
             registry: at("node1", 7070),

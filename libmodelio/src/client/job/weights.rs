@@ -11,7 +11,7 @@ use super::Job;
 use super::requests::shard_error;
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
-use crate::client::options::{Answered, Done};
+use crate::client::options::Done;
 use crate::client::shared::Shared;
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::block_ranges;
@@ -94,7 +94,6 @@ impl Job {
             return done(Err(ShardError::NotAllowed(why.into())));
         }
         let deadline = Instant::now() + timeout;
-        let left = move || deadline.saturating_duration_since(Instant::now());
         let (this, written) = (self.shared.this.clone(), written.to_vec());
         let newest_is_here = move |result: Result<Version, ShardError>| {
             let Some(shared) = this.upgrade() else { return done(Err(ShardError::Unreachable)) };
@@ -102,19 +101,25 @@ impl Job {
             if let Err(error) = completed {
                 return done(Err(error));
             }
-            let answered = move |result: Result<Message, Refusal>| {
-                match (result, this.upgrade()) {
-                    (Err(refusal), _) => done(Err(shard_error(refusal))),
-                    (Ok(_), None) => done(Ok(())),
-                    // The version counts, even if this client cannot show it in time.
-                    (Ok(_), Some(shared)) => {
-                        shared.await_newest(left(), Box::new(move |_| done(Ok(()))));
-                    }
-                }
-            };
-            shared.assign(buffer, &blocks, left(), Box::new(answered));
+            shared.assign(buffer, &blocks, deadline, done);
         };
         self.shared.await_newest(timeout, Box::new(newest_is_here));
+    }
+
+    /// Publishes the newest version with these `blocks` of `memory`, which is of the model's size and stays the
+    /// caller's: shards copy the blocks. The bytes that count are those that the memory has at some time before the
+    /// answer; after a timeout they may be copied later. `done` is called when this client shows the version.
+    pub fn assign_blocks(
+        &self,
+        memory: Arc<Mapping>,
+        blocks: &FixedBitSet,
+        timeout: Duration,
+        done: Done<()>,
+    ) {
+        if let Err(error) = self.shared.refuse_if_ending() {
+            return done(Err(error));
+        }
+        self.shared.assign(self.register(memory), blocks, Instant::now() + timeout, done);
     }
 
     /// Takes back `buffer`. True if it was handed out for new weights and not returned yet.
@@ -131,13 +136,23 @@ impl Job {
 
 impl Shared {
     /// Publishes the whole blocks of `buffer` as the next version. A request that timed out may have been taken: its
-    /// payload stays here while a plan sends it.
-    fn assign(&self, buffer: Region, blocks: &FixedBitSet, timeout: Duration, done: Answered) {
+    /// payload stays here while a plan sends it. `done` is called when this client shows the version.
+    fn assign(&self, buffer: Region, blocks: &FixedBitSet, deadline: Instant, done: Done<()>) {
         let Ok(blocks) = block_ranges::from_bits(blocks) else {
-            return done(Err(ShardError::NotAllowed("the new weights are too scattered".into()).into()));
+            return done(Err(ShardError::NotAllowed("the new weights are too scattered".into())));
         };
-        let (token, timeout_ms) = (buffer.key().0, super::requests::millis(timeout));
-        self.request(Message::Assign { token, blocks, timeout_ms }, timeout, done, |inner| {
+        let left = move || deadline.saturating_duration_since(Instant::now());
+        let (this, token, timeout_ms) = (self.this.clone(), buffer.key().0, super::requests::millis(left()));
+        let answered = move |result: Result<Message, Refusal>| {
+            match (result, this.upgrade()) {
+                (Err(refusal), _) => done(Err(shard_error(refusal))),
+                (Ok(_), None) => done(Ok(())),
+                // The version counts, even if this client cannot show it in time.
+                (Ok(_), Some(shared)) => shared.await_newest(left(), Box::new(move |_| done(Ok(())))),
+            }
+        };
+        let message = Message::Assign { token, blocks, timeout_ms };
+        self.request(message, left(), Box::new(answered), |inner| {
             inner.weights.insert(token, buffer);
         });
     }

@@ -38,6 +38,30 @@ impl Target {
         (self.start, self.len)
     }
 
+    /// The number of bytes.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Fills it with `bytes` from byte `at` on.
+    ///
+    /// # Panics
+    /// When they do not fit.
+    ///
+    /// # Safety
+    /// The holder is still lent the memory.
+    pub(in crate::transport) unsafe fn fill(&mut self, at: usize, bytes: &[u8]) {
+        assert!(
+            at <= self.len && bytes.len() <= self.len - at,
+            "{} bytes at {at} of {}",
+            bytes.len(),
+            self.len
+        );
+        // SAFETY: it fits. The target is writable, and not part of `bytes`, which others may not write.
+        unsafe { self.start.add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+
     /// Fills it from memory that both ends of a connection see.
     ///
     /// # Errors

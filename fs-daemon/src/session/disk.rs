@@ -1,0 +1,122 @@
+//! A model as a disk: what is written is read at once by all users of the disk, and becomes a version when one of them
+//! publishes it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use libmodelio::bytes::kernels::Wire;
+use libmodelio::disk::{Disk, Write};
+use libmodelio::transport::stream::Piece;
+use libmodelio::vocabulary::controls::NonFinite;
+use libmodelio::vocabulary::ids::Version;
+
+use super::error::{CallError, CallResult, Done};
+use super::explained::explained;
+use super::model::Model;
+
+/// A disk in use. When the last user goes, all that was written is published.
+pub struct OpenDisk {
+    model: Arc<Model>,
+    disk: Arc<Disk>,
+}
+
+impl Model {
+    /// Whether the model can be used as a disk: whole new values replace the old ones.
+    pub fn is_disk(&self) -> bool {
+        self.job.controls().reducer.takes_weights()
+    }
+}
+
+impl OpenDisk {
+    /// Uses the disk of `model`.
+    ///
+    /// # Errors
+    /// EPERM where bytes of any value cannot be kept, ENOMEM.
+    pub fn open(model: &Arc<Model>) -> CallResult<OpenDisk> {
+        let is_number = || model.layout.tensors().iter().any(|tensor| Wire::of(tensor.dtype).is_some());
+        if model.job.controls().nonfinite == NonFinite::Reject && is_number() {
+            let why = "the model has floats, of which NaN and Inf are refused: write \"accept\" to control/nonfinite, \
+                       or make a disk with --dtype u8";
+            return Err(CallError::new(libc::EPERM, why));
+        }
+        let mut shared = model.disk.lock();
+        let disk = match &shared.disk {
+            Some(disk) => Arc::clone(disk),
+            None => {
+                let disk = Disk::new(Arc::clone(&model.job)).map_err(|error| explained(model, error))?;
+                Arc::clone(shared.disk.insert(Arc::new(disk)))
+            }
+        };
+        shared.users += 1;
+        Ok(OpenDisk { model: Arc::clone(model), disk })
+    }
+
+    /// The version that unwritten bytes are read from.
+    pub fn version(&self) -> Version {
+        self.disk.version()
+    }
+
+    /// The bytes of `range`, from where they lie.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn read(&self, range: Range<u64>, piece: impl FnMut(Piece)) {
+        self.disk.read(range, piece);
+    }
+
+    /// Begins to write `range`.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn write(&self, range: Range<u64>) -> Write {
+        self.disk.write(range)
+    }
+
+    /// Writes zeros to `range`.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn write_zeros(&self, range: &Range<u64>) {
+        self.disk.write_zeros(range);
+    }
+
+    /// Publishes all that was written, by any user; `done` hears whether it is in a version.
+    pub fn publish(&self, done: Done<()>) {
+        let model = Arc::clone(&self.model);
+        let published = move |outcome: Result<(), _>| {
+            let outcome = outcome.map_err(|error| explained(&model, error));
+            if let Err(error) = &outcome {
+                model.own_refusal.note(error, true);
+            }
+            done(outcome);
+        };
+        self.disk.publish(self.model.timeout(), Box::new(published));
+    }
+
+    /// Publishes all that was written, and logs if that fails: nobody waits for it.
+    pub fn publish_unasked(&self) {
+        if !self.disk.is_changed() {
+            return;
+        }
+        let model = Arc::clone(&self.model);
+        self.publish(Box::new(move |outcome| {
+            if let Err(error) = outcome {
+                tracing::warn!(model = model.name, %error, "what was written to the disk is in no version yet");
+            }
+            model.disk.lock().forget_unused();
+        }));
+    }
+}
+
+impl Drop for OpenDisk {
+    fn drop(&mut self) {
+        let mut shared = self.model.disk.lock();
+        shared.users -= 1;
+        let is_last = shared.users == 0;
+        shared.forget_unused();
+        drop(shared);
+        if is_last {
+            self.publish_unasked();
+        }
+    }
+}

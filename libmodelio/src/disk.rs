@@ -1,0 +1,215 @@
+//! A model as a disk (reducer `assign`): what is written is read at once, may be written again, and becomes a version when
+//! it is published.
+//!
+//! A disk has memory of its own for the parts that were written. Reads of the rest see the newest version.
+//! [`Chunks`] decides which part lies where.
+//!
+//! This module holds `unsafe` for entering that memory. Writers of the same bytes race as they do on any disk, and so do
+//! a reader and a writer of the same bytes. Chunks are copied from a version only before anybody writes them, under the
+//! lock.
+
+mod chunks;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use self::chunks::{Begun, Chunks, Source};
+use crate::bytes::block::{self, span};
+use crate::bytes::mmap::Mapping;
+use crate::client::{Done, Job};
+use crate::reader::Reader;
+use crate::transport::ShardError;
+use crate::transport::stream::{Guard, Piece, Target};
+use crate::vocabulary::ids::Version;
+
+/// The length of a chunk, in bytes, if blocks are not shorter. A write of less copies the rest of its chunk once.
+const CHUNK: u64 = 64 << 10;
+
+struct State {
+    chunks: Chunks,
+    /// The version that unwritten bytes are read from.
+    base: Arc<Reader>,
+    /// Those that wait for the publication that is on its way.
+    now: Vec<Done<()>>,
+    /// Those that wait for the one after it.
+    next: Vec<Done<()>>,
+}
+
+/// A disk.
+pub struct Disk {
+    job: Arc<Job>,
+    memory: Arc<Mapping>,
+    state: Mutex<State>,
+}
+
+impl Disk {
+    /// The disk of a job's model.
+    ///
+    /// # Errors
+    /// When there is no memory, or no version yet.
+    pub fn new(job: Arc<Job>) -> Result<Disk, ShardError> {
+        let size = job.layout().size();
+        let memory = Mapping::memfd("gradfs-disk", size as usize);
+        let memory = memory.map_err(|error| ShardError::no_memory(&error))?;
+        let base = Arc::new(Reader::newest(&job).ok_or(ShardError::Unreachable)?);
+        let chunk = CHUNK.min(job.layout().block_size().into());
+        let chunks = Chunks::new(size, chunk, base.version());
+        let state = State { chunks, base, now: Vec::new(), next: Vec::new() };
+        Ok(Disk { job, memory: Arc::new(memory), state: Mutex::new(state) })
+    }
+
+    /// The version that unwritten bytes are read from.
+    pub fn version(&self) -> Version {
+        self.state.lock().chunks.version()
+    }
+
+    /// Whether something was written that is in no version.
+    pub fn is_changed(&self) -> bool {
+        self.state.lock().chunks.is_changed()
+    }
+
+    /// Unwritten bytes are those of the newest version from now on.
+    fn see_newest(&self, state: &mut State) {
+        let newest = self.job.version();
+        if newest != state.base.version()
+            && let Some(reader) = Reader::open(&self.job, newest)
+            && state.chunks.see(newest)
+        {
+            state.base = Arc::new(reader);
+        }
+    }
+
+    /// The bytes of `range`, from where they lie.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn read(self: &Arc<Self>, range: Range<u64>, mut piece: impl FnMut(Piece)) {
+        let mut state = self.state.lock();
+        self.see_newest(&mut state);
+        let State { chunks, base, .. } = &*state;
+        chunks.read(range, |range, source| {
+            piece(match source {
+                Source::Version => base.piece(range),
+                // SAFETY: the disk keeps the memory. A client that writes what it reads at the same time gets
+                // something in between, as from any disk.
+                Source::Memory => unsafe {
+                    let bytes = self.memory.bytes(span(&range));
+                    Piece::new(bytes, Some(0), Arc::clone(&self.memory) as Guard)
+                },
+            });
+        });
+    }
+
+    /// Begins to write `range`. The result has the memory, and the write lasts until it is dropped.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn write(self: &Arc<Self>, range: Range<u64>) -> Write {
+        assert!(range.start <= range.end && range.end <= self.memory.len() as u64, "{range:?}");
+        let mut state = self.state.lock();
+        self.see_newest(&mut state);
+        let State { chunks, base, .. } = &mut *state;
+        let begun = chunks.write(&range, |gap| self.fill(base, gap));
+        Write { disk: Arc::clone(self), range, begun }
+    }
+
+    /// Writes zeros to `range`.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn write_zeros(&self, range: &Range<u64>) {
+        let mut state = self.state.lock();
+        self.see_newest(&mut state);
+        let State { chunks, base, .. } = &mut *state;
+        chunks.write_at_once(range, |gap| self.fill(base, gap));
+        // SAFETY: it is in the memory. The module's rule holds.
+        unsafe { self.memory.bytes_mut(span(range)) }.fill(0);
+    }
+
+    fn fill(&self, base: &Reader, gap: Range<u64>) {
+        block::copy_gap(base.region().memory(), &self.memory, gap);
+    }
+
+    /// Publishes all writes that are over as a version, which takes the blocks that they have changed. `done` hears
+    /// whether it did. After an error the bytes are published with the next call.
+    pub fn publish(self: &Arc<Self>, timeout: Duration, done: Done<()>) {
+        let mut state = self.state.lock();
+        if state.chunks.is_publishing() {
+            state.next.push(done);
+            return;
+        }
+        self.see_newest(&mut state);
+        let block = u64::from(self.job.layout().block_size());
+        let State { chunks, base, now, .. } = &mut *state;
+        let Some(blocks) = chunks.publish(block, |gap| self.fill(base, gap)) else {
+            drop(state);
+            return done(Ok(()));
+        };
+        now.push(done);
+        drop(state);
+        let this = Arc::clone(self);
+        let published = move |outcome| this.published(outcome, timeout);
+        self.job.assign_blocks(Arc::clone(&self.memory), &blocks, timeout, Box::new(published));
+    }
+
+    fn published(self: &Arc<Self>, outcome: Result<(), ShardError>, timeout: Duration) {
+        let mut state = self.state.lock();
+        match &outcome {
+            Ok(()) => {
+                if let Some(reader) = Reader::newest(&self.job)
+                    && state.chunks.published(reader.version())
+                {
+                    state.base = Arc::new(reader);
+                }
+                // Without a version to read, its chunks are published once more.
+                state.chunks.refused();
+            }
+            Err(_) => state.chunks.refused(),
+        }
+        let now = std::mem::take(&mut state.now);
+        let mut next = std::mem::take(&mut state.next);
+        drop(state);
+        for done in now {
+            done(outcome.clone());
+        }
+        // One publication serves all who have asked for it by now.
+        let Some(first) = next.pop() else { return };
+        let all = move |outcome: Result<(), ShardError>| {
+            for done in next {
+                done(outcome.clone());
+            }
+            first(outcome);
+        };
+        self.publish(timeout, Box::new(all));
+    }
+}
+
+/// A write that has begun, and lasts until this is dropped.
+pub struct Write {
+    disk: Arc<Disk>,
+    range: Range<u64>,
+    begun: Begun,
+}
+
+impl Write {
+    /// The memory to receive it in.
+    pub fn target(&self) -> Target {
+        let bytes = span(&self.range);
+        let memory = &self.disk.memory;
+        // SAFETY: the range was checked, and the guard keeps the memory. Others may read or write these bytes as far
+        // as clients of a disk race.
+        unsafe {
+            let start = memory.start().as_ptr().add(bytes.start);
+            Target::new(start, bytes.len(), Arc::clone(memory) as Guard)
+        }
+    }
+}
+
+impl Drop for Write {
+    fn drop(&mut self) {
+        self.disk.state.lock().chunks.wrote(&self.begun);
+    }
+}

@@ -1,0 +1,67 @@
+//! Reading versions: a version is held open, so that its bytes do not change.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::client::{Job, VersionView};
+use crate::transport::Region;
+use crate::transport::stream::{Guard, Piece};
+use crate::vocabulary::ids::Version;
+
+/// A pinned version. The pin is given back when the reader is dropped.
+pub struct Reader {
+    job: Arc<Job>,
+    version: Version,
+    view: VersionView,
+}
+
+impl Reader {
+    /// Opens `version`; `None` when it is gone.
+    pub fn open(job: &Arc<Job>, version: Version) -> Option<Reader> {
+        if !job.pin(version) {
+            return None;
+        }
+        let Some(view) = job.get(version) else {
+            job.unpin(version, 1);
+            return None;
+        };
+        Some(Reader { job: Arc::clone(job), version, view })
+    }
+
+    /// Opens the newest version.
+    pub fn newest(job: &Arc<Job>) -> Option<Reader> {
+        Reader::open(job, job.version())
+    }
+
+    /// A range of its bytes.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn bytes(&self, range: Range<u64>) -> &[u8] {
+        self.view.bytes(range)
+    }
+
+    /// A range of its bytes, to be sent from where they lie. The version is pinned until they are.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn piece(self: &Arc<Self>, range: Range<u64>) -> Piece {
+        self.view.piece(range, Arc::clone(self) as Guard)
+    }
+
+    /// The version's number.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The memory that holds them.
+    pub fn region(&self) -> &Region {
+        &self.view.region
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.job.unpin(self.version, 1);
+    }
+}
