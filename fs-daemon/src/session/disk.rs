@@ -103,7 +103,6 @@ impl OpenDisk {
             if let Err(error) = outcome {
                 tracing::warn!(model = model.name, %error, "what was written to the disk is in no version yet");
             }
-            model.disk.lock().forget_unused();
         }));
     }
 }
@@ -113,7 +112,6 @@ impl Drop for OpenDisk {
         let mut shared = self.model.disk.lock();
         shared.users -= 1;
         let is_last = shared.users == 0;
-        shared.forget_unused();
         drop(shared);
         if is_last {
             self.publish_unasked();

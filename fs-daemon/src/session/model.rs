@@ -49,7 +49,7 @@ pub struct Model {
     pub own_name: String,
     /// The party that can take a snapshot of the model.
     pub snapshots: Snapshots,
-    /// The model as a disk, if somebody uses it.
+    /// The model as a disk.
     pub(super) disk: Mutex<SharedDisk>,
     /// Lives as long as the snapshot that is open.
     open_snapshot: Mutex<Weak<()>>,

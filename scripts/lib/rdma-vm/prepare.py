@@ -38,8 +38,8 @@ BUILD = {"gcc": "gcc", "make": "make", "strip": "binutils", "zstd": "zstd"}
 # The initramfs gets to the host's root with these.
 FIRST_MODULES = ("9pnet_virtio", "9p", "overlay")
 # crc32 and crc32c are asked for by their users only at run time, so no dependency names them.
-MODULES = ("rdma_rxe", "siw", "rdma_ucm", "ib_uverbs", "ib_umad", "virtio_net", "dummy", "fuse", "nbd", "ext4", "sch_netem")
-MODULES += ("crc32_generic", "crc32_pclmul", "crc32c_generic", "crc32c_intel")
+MODULES = ("rdma_rxe", "siw", "rdma_ucm", "ib_uverbs", "ib_umad", "virtio_net", "dummy", "fuse", "nbd", "sch_netem")
+MODULES += ("ext4", "crc32_generic", "crc32_pclmul", "crc32c_generic", "crc32c_intel")
 SIW = "drivers/infiniband/sw/siw/"
 
 
@@ -110,7 +110,8 @@ class Apt:
         taken = self.packages / "taken"
         taken.mkdir(exist_ok=True)
         new = sorted(self.packages.glob("*.deb"))
-        return [Path(shutil.move(path, taken)) for path in new]
+        # With its name: tools and qemu may need the same library, which is then taken a second time.
+        return [Path(shutil.move(path, taken / path.name)) for path in new]
 
 
 def unpack(packages, to):
