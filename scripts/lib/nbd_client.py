@@ -1,4 +1,4 @@
-"""Clients of network block devices, for scripts/bench-nbd: fio, nbdcopy, and a hand that checks bytes and ends steps."""
+"""Clients of network block devices, for scripts/bench-nbd: fio, nbdcopy, and libnbd to check bytes and end steps."""
 
 import os
 import select

@@ -1,7 +1,7 @@
 """The groups of cells of scripts/bench-nbd: what is served, what is asked for, and what must hold afterwards.
 
-A group is a context: it starts gradfs and nbdkit, fills both, and gives {side: function of a cell that runs it and gives
-GiB/s}. When it ends, the bytes of both are checked.
+A group is a context: it starts gradfs and nbdkit, fills both, and gives {side: function}. The function runs a cell and
+gives GiB/s. When the context ends, the bytes of both are checked.
 """
 
 import statistics
@@ -206,11 +206,10 @@ class Steps:
     """Contributions to a model that sums.
 
     All connections write as one learner, and a FLUSH of any of them ends the step of all. fio would flush at the end of
-    each job, or not at all, and then closes connections without NBD_CMD_DISC, which drops what they have written. So fio
-    does not flush. At the gate, where all jobs have written and none has gone, a connection of the script's own writes
-    the last bytes of the model, which are not fio's, and flushes. A step is then one contribution and makes one version.
-    The FLUSH is not in the measured time, because it would be there for one connection and not for several. The cell
-    that flushes has it.
+    each job, or not at all. It closes connections without NBD_CMD_DISC, which drops what they have written. So fio does
+    not flush here. At the gate, where all jobs have written and none has gone, a connection of the script's own writes
+    the last bytes of the model, which are not fio's, and flushes. So a step is one contribution and makes one version.
+    This FLUSH is not in the measured time. Only one connection could have it there (cell "flush").
     """
 
     def __init__(self, model, uri, size, gate, handle):
