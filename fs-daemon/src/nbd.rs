@@ -37,6 +37,8 @@ use exports::ModelExports;
 
 /// The most clients at a time.
 const MAX_CLIENTS: usize = 1024;
+/// SO_SNDBUF of Unix sockets, in bytes: with the kernel's own, a large reply needs twice as many wake-ups.
+const SEND_BUFFER: usize = 512 << 10;
 /// The most threads that serve clients.
 const MAX_THREADS: usize = 4;
 
@@ -169,7 +171,7 @@ impl Bound {
         let refused = |error: Refused| failed().caused_by(error);
         let (uri, file) = match self.0 {
             Listener::Unix(listener, file) => {
-                handle.listen_unix(listener, make).map_err(refused)?;
+                handle.listen_unix(listener, SEND_BUFFER, make).map_err(refused)?;
                 (format!("nbd+unix:///?socket={}", escaped(&file.0)), Some(file))
             }
             Listener::Tcp(listener, address) => {

@@ -65,7 +65,7 @@ pub trait Exchange: Send {
 pub struct Exchanging<E> {
     exchange: E,
     most: usize,
-    /// No more bytes than these are received together with those that have a place: more might have one, too.
+    /// No more bytes than these are received together with a long payload: more would be in the way of the next one.
     head: usize,
     /// The memory that the next bytes belong in, and how many have come.
     placing: Option<(Target, usize)>,
@@ -165,7 +165,7 @@ impl<E: Exchange> Stream for Exchanging<E> {
             return Receive::Paused;
         }
         if need > self.buffer.len() {
-            let mut longer = Buffer::zeroed(self.most);
+            let mut longer = Buffer::zeroed(self.most + self.head);
             longer.bytes_mut()[..here].copy_from_slice(&self.buffer.bytes()[self.start..self.end]);
             self.buffer = longer;
             (self.start, self.end) = (0, here);
@@ -174,8 +174,9 @@ impl<E: Exchange> Stream for Exchanging<E> {
             (self.start, self.end) = (0, here);
         }
         self.is_receiving = true;
+        let room = (self.buffer.len() - self.end).min((need - here + self.head).max(FIRST_ROOM));
         // SAFETY: behind `end`, nobody looks at the buffer until `received` is called, and it is dropped with the stream.
-        unsafe { into.push(self.buffer.start().add(self.end), self.buffer.len() - self.end) };
+        unsafe { into.push(self.buffer.start().add(self.end), room) };
         Receive::Into { least: need - here }
     }
 

@@ -32,7 +32,7 @@ impl Handle {
     ) -> Result<Connection, Refused> {
         listener.set_nonblocking(true).map_err(|err| Refused::Socket(errno(&err)))?;
         let factory = move |peer: Option<SocketAddr>| factory(peer?);
-        self.accept_from(listener.into(), Some(options), Box::new(factory))
+        self.accept_from(listener.into(), Options::Tcp(options), Box::new(factory))
     }
 
     /// Like [`Self::listen`], on a Unix socket.
@@ -42,16 +42,17 @@ impl Handle {
     pub fn listen_unix(
         &self,
         listener: UnixListener,
+        send_buffer: usize,
         mut factory: impl FnMut() -> Option<Box<dyn Stream>> + Send + 'static,
     ) -> Result<Connection, Refused> {
         listener.set_nonblocking(true).map_err(|err| Refused::Socket(errno(&err)))?;
-        self.accept_from(listener.into(), None, Box::new(move |_| factory()))
+        self.accept_from(listener.into(), Options::Unix { send_buffer }, Box::new(move |_| factory()))
     }
 
     fn accept_from(
         &self,
         listener: OwnedFd,
-        options: Option<SocketOptions>,
+        options: Options,
         factory: Factory,
     ) -> Result<Connection, Refused> {
         let accepting = Accepting { options, factory, reactor: self.clone() };
@@ -62,10 +63,18 @@ impl Handle {
 /// Makes the stream of a connection from this address, which only a peer by TCP has.
 type Factory = Box<dyn FnMut(Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
 
+/// The options of accepted sockets.
+enum Options {
+    Tcp(SocketOptions),
+    Unix {
+        /// SO_SNDBUF in bytes.
+        send_buffer: usize,
+    },
+}
+
 /// A listening socket of a reactor, and the function for the connections that it accepts.
 struct Accepting {
-    /// For TCP.
-    options: Option<SocketOptions>,
+    options: Options,
     factory: Factory,
     reactor: Handle,
 }
@@ -113,9 +122,11 @@ impl Accepting {
     }
 
     fn accepted(&mut self, socket: OwnedFd, peer: Option<SocketAddr>) {
-        if let Some(options) = &self.options
-            && let Err(err) = options.apply(&SockRef::from(&socket))
-        {
+        let applied = match &self.options {
+            Options::Tcp(options) => options.apply(&SockRef::from(&socket)).map(|_| ()),
+            Options::Unix { send_buffer } => SockRef::from(&socket).set_send_buffer_size(*send_buffer),
+        };
+        if let Err(err) = applied {
             // The connection may be gone already.
             tracing::debug!(?peer, %err, "accepted, but its socket cannot be set up");
             return;
