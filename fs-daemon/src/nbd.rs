@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `exports` | the names that clients open, and what they stand for |
 //! | `face` | what a client reads and writes through an open export |
+//! | `lobby` | the clients that have not chosen an export yet |
 //! | `connection` | one client: its handshake, its requests and the replies |
 //!
 //! `libmodelio::nbd` is the protocol. A client is served on a reactor, so a slow one keeps nobody else waiting.
@@ -11,6 +12,7 @@
 mod connection;
 mod exports;
 mod face;
+mod lobby;
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read as _};
@@ -34,6 +36,7 @@ use crate::error::Error;
 use crate::session::model::Model;
 use connection::{Client, PIECE};
 use exports::ModelExports;
+use lobby::Lobby;
 
 /// The most clients at a time.
 const MAX_CLIENTS: usize = 1024;
@@ -163,8 +166,9 @@ impl Bound {
         let reactor = Reactor::start(&options).map_err(|error| failed().caused_by(error))?;
         let exports = Arc::new(ModelExports::new(models));
         let of_clients = Arc::clone(&exports);
+        let lobby = Lobby::default();
         let make = move || {
-            let client = Client::new(Arc::clone(&of_clients));
+            let client = Client::new(Arc::clone(&of_clients), lobby.clone());
             Some(Box::new(Exchanging::new(client, PIECE, REQUEST_LEN)) as Box<dyn Stream>)
         };
         let handle = reactor.handle();

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use self::chunks::{Begun, Chunks, Source};
 use crate::bytes::block::{self, span};
@@ -23,10 +23,13 @@ use crate::client::{Done, Job};
 use crate::reader::Reader;
 use crate::transport::ShardError;
 use crate::transport::stream::{Guard, Piece, Target};
+use crate::vocabulary::block_ranges::MAX_RANGES;
 use crate::vocabulary::ids::Version;
 
 /// The length of a chunk, in bytes, if blocks are not shorter. A write of less copies the rest of its chunk once.
 const CHUNK: u64 = 64 << 10;
+/// The most bytes that are copied or zeroed under the lock.
+const AT_ONCE: u64 = 1 << 20;
 
 struct State {
     chunks: Chunks,
@@ -71,15 +74,21 @@ impl Disk {
         self.state.lock().chunks.is_changed()
     }
 
-    /// Unwritten bytes are those of the newest version from now on.
-    fn see_newest(&self, state: &mut State) {
+    /// The state, in which unwritten bytes are those of the newest version. A version is let go of outside of the lock,
+    /// because that may call others back.
+    fn up_to_date(&self) -> MutexGuard<'_, State> {
         let newest = self.job.version();
-        if newest != state.base.version()
-            && let Some(reader) = Reader::open(&self.job, newest)
-            && state.chunks.see(newest)
-        {
-            state.base = Arc::new(reader);
+        let mut state = self.state.lock();
+        if state.chunks.would_see(newest) {
+            let opened = MutexGuard::unlocked(&mut state, || Reader::open(&self.job, newest));
+            let Some(reader) = opened.map(Arc::new) else { return state };
+            let old = match state.chunks.see(newest) {
+                true => std::mem::replace(&mut state.base, reader),
+                false => reader,
+            };
+            MutexGuard::unlocked(&mut state, || drop(old));
         }
+        state
     }
 
     /// The bytes of `range`, from where they lie.
@@ -87,8 +96,7 @@ impl Disk {
     /// # Panics
     /// When `range` leaves the model.
     pub fn read(self: &Arc<Self>, range: Range<u64>, mut piece: impl FnMut(Piece)) {
-        let mut state = self.state.lock();
-        self.see_newest(&mut state);
+        let state = self.up_to_date();
         let State { chunks, base, .. } = &*state;
         chunks.read(range, |range, source| {
             piece(match source {
@@ -109,8 +117,7 @@ impl Disk {
     /// When `range` leaves the model.
     pub fn write(self: &Arc<Self>, range: Range<u64>) -> Write {
         assert!(range.start <= range.end && range.end <= self.memory.len() as u64, "{range:?}");
-        let mut state = self.state.lock();
-        self.see_newest(&mut state);
+        let mut state = self.up_to_date();
         let State { chunks, base, .. } = &mut *state;
         let begun = chunks.write(&range, |gap| self.fill(base, gap));
         Write { disk: Arc::clone(self), range, begun }
@@ -121,30 +128,45 @@ impl Disk {
     /// # Panics
     /// When `range` leaves the model.
     pub fn write_zeros(&self, range: &Range<u64>) {
-        let mut state = self.state.lock();
-        self.see_newest(&mut state);
-        let State { chunks, base, .. } = &mut *state;
-        chunks.write_at_once(range, |gap| self.fill(base, gap));
-        // SAFETY: it is in the memory. The module's rule holds.
-        unsafe { self.memory.bytes_mut(span(range)) }.fill(0);
+        let mut start = range.start;
+        while start < range.end {
+            let piece = start..range.end.min((start / AT_ONCE + 1) * AT_ONCE);
+            start = piece.end;
+            let mut state = self.up_to_date();
+            let State { chunks, base, .. } = &mut *state;
+            chunks.write_at_once(&piece, |gap| self.fill(base, gap));
+            let bytes = span(&piece);
+            assert!(bytes.end <= self.memory.len(), "{piece:?}");
+            // SAFETY: it is in the memory, and no reference is made. Others may read or write it as far as clients of a
+            // disk race.
+            unsafe { self.memory.start().as_ptr().add(bytes.start).write_bytes(0, bytes.len()) };
+        }
     }
 
     fn fill(&self, base: &Reader, gap: Range<u64>) {
         block::copy_gap(base.region().memory(), &self.memory, gap);
     }
 
+    /// Copies the unwritten parts of blocks that were written, which a publication needs. Returns false when it has
+    /// copied some and more are left.
+    pub fn prepare(&self) -> bool {
+        let mut state = self.up_to_date();
+        let block = u64::from(self.job.layout().block_size());
+        let State { chunks, base, .. } = &mut *state;
+        chunks.prepare(block, AT_ONCE, |gap| self.fill(base, gap))
+    }
+
     /// Publishes all writes that are over as a version, which takes the blocks that they have changed. `done` hears
-    /// whether it did. After an error the bytes are published with the next call.
+    /// whether it did. After an error the bytes are published with the next call. [`Self::prepare`] keeps this short.
     pub fn publish(self: &Arc<Self>, timeout: Duration, done: Done<()>) {
-        let mut state = self.state.lock();
+        let mut state = self.up_to_date();
         if state.chunks.is_publishing() {
             state.next.push(done);
             return;
         }
-        self.see_newest(&mut state);
         let block = u64::from(self.job.layout().block_size());
         let State { chunks, base, now, .. } = &mut *state;
-        let Some(blocks) = chunks.publish(block, |gap| self.fill(base, gap)) else {
+        let Some(blocks) = chunks.publish(block, MAX_RANGES, |gap| self.fill(base, gap)) else {
             drop(state);
             return done(Ok(()));
         };
@@ -156,22 +178,22 @@ impl Disk {
     }
 
     fn published(self: &Arc<Self>, outcome: Result<(), ShardError>, timeout: Duration) {
+        let newest = outcome.is_ok().then(|| Reader::newest(&self.job)).flatten().map(Arc::new);
         let mut state = self.state.lock();
-        match &outcome {
-            Ok(()) => {
-                if let Some(reader) = Reader::newest(&self.job)
-                    && state.chunks.published(reader.version())
-                {
-                    state.base = Arc::new(reader);
-                }
-                // Without a version to read, its chunks are published once more.
-                state.chunks.refused();
+        let old = match newest {
+            Some(newest) if state.chunks.published(newest.version()) => {
+                Some(std::mem::replace(&mut state.base, newest))
             }
-            Err(_) => state.chunks.refused(),
-        }
+            // Without a version that can be read, its chunks are published once more.
+            unread => {
+                state.chunks.refused();
+                unread
+            }
+        };
         let now = std::mem::take(&mut state.now);
         let mut next = std::mem::take(&mut state.next);
         drop(state);
+        drop(old);
         for done in now {
             done(outcome.clone());
         }

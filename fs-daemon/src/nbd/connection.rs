@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use libmodelio::disk::Write;
 use libmodelio::nbd::numbers::flag;
 use libmodelio::nbd::{
-    Command, Context, Errno, Handshake, MAX_LEN, Need, Opening, REQUEST_LEN, Replies, Request, Step,
+    Command, Context, Errno, Handshake, Head, MAX_LEN, Need, Opening, REQUEST_LEN, Replies, Request, Step,
 };
 use libmodelio::transport::exchange::{Exchange, Reply};
 use libmodelio::transport::stream::{Close, Connection, Target};
@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 
 use super::exports::ModelExports;
 use super::face::{Face, errno_of};
+use super::lobby::{Lobby, Place};
 use crate::session::error::{CallError, CallResult};
 use crate::session::own_thread::on_own_thread;
 
@@ -74,6 +75,8 @@ enum Event {
     Opened(CallResult<Face>),
     Wrote(CallResult<()>),
     Stepped(CallResult<()>),
+    /// A disk was flushed, and this is the reply.
+    Flushed(Head),
     CaughtUp(CallResult<()>),
 }
 
@@ -96,22 +99,28 @@ impl Inbox {
 /// A client.
 pub struct Client {
     exports: Arc<ModelExports>,
+    lobby: Lobby,
+    /// Until an export is open.
+    place: Option<Place>,
     phase: Phase,
     /// When the present phase must be over, if it must.
     until: Option<Instant>,
     waiting: VecDeque<Reply>,
+    /// The number of FLUSHes of a disk that are not over.
+    flushes: usize,
     inbox: Arc<Inbox>,
 }
 
 impl Client {
-    /// A client of `exports`.
-    pub fn new(exports: Arc<ModelExports>) -> Client {
-        let waiting = VecDeque::from([(Handshake::greeting(), None)]);
+    /// A client of `exports`, which waits in `lobby` until it has chosen one.
+    pub fn new(exports: Arc<ModelExports>, lobby: Lobby) -> Client {
+        let waiting = VecDeque::from([(Handshake::greeting().into(), None)]);
         let phase = Phase::Handshake(Handshake::default());
-        Client { exports, phase, until: None, waiting, inbox: Arc::default() }
+        Client { exports, lobby, place: None, phase, until: None, waiting, flushes: 0, inbox: Arc::default() }
     }
 
-    fn reply(&mut self, head: Vec<u8>) {
+    fn reply(&mut self, head: impl Into<Head>) {
+        let head = head.into();
         if !head.is_empty() {
             self.waiting.push_back((head, None));
         }
@@ -140,6 +149,7 @@ impl Client {
         match opened {
             Ok(face) => {
                 tracing::debug!(export = export.name, "a block device is open");
+                self.place = None;
                 self.reply(handshake.opened());
                 let replies = Replies { structured };
                 self.phase = Phase::Requests(Open { face, size: export.size, replies, contexts });
@@ -256,20 +266,25 @@ impl Client {
         }
     }
 
-    /// Ends a step, and then answers `request`. Later requests wait for that.
+    /// Ends a step, and then answers `request`. Later requests of a learner wait for that.
     fn end_step(&mut self, open: Open, request: Request) {
         let inbox = Arc::clone(&self.inbox);
+        if let Some(disk) = open.face.disk() {
+            self.flushes += 1;
+            let (replies, cookie) = (open.replies, request.cookie);
+            disk.publish(Box::new(move |outcome| {
+                inbox.put(Event::Flushed(replies.outcome(cookie, outcome)))
+            }));
+            self.phase = Phase::Requests(open);
+            return self.settle();
+        }
         open.face.flush(Box::new(move |outcome| inbox.put(Event::Stepped(outcome))));
         self.phase = Phase::Step(open, request);
         self.settle();
     }
 
     fn answer(&mut self, open: Open, request: Request, outcome: CallResult<()>) {
-        let head = match outcome {
-            Ok(()) => open.replies.ok(request.cookie),
-            Err(error) => open.replies.error(request.cookie, errno_of(&error), &error.to_string()),
-        };
-        self.reply(head);
+        self.reply(open.replies.outcome(request.cookie, outcome));
         self.phase = Phase::Requests(open);
     }
 
@@ -277,6 +292,11 @@ impl Client {
     fn settle(&mut self) {
         let events = std::mem::take(&mut *self.inbox.events.lock());
         for event in events {
+            if let Event::Flushed(head) = event {
+                self.flushes -= 1;
+                self.reply(head);
+                continue;
+            }
             match (std::mem::replace(&mut self.phase, Phase::Over), event) {
                 (Phase::Writing(open, mut payload), Event::Wrote(outcome)) => {
                     payload.outcome = outcome;
@@ -290,6 +310,21 @@ impl Client {
                     self.inbox.events.lock().push(event);
                 }
             }
+        }
+    }
+}
+
+/// The replies to what was asked of a session.
+trait Outcome {
+    /// The reply to a request that has nothing else to tell.
+    fn outcome(self, cookie: u64, outcome: CallResult<()>) -> Head;
+}
+
+impl Outcome for Replies {
+    fn outcome(self, cookie: u64, outcome: CallResult<()>) -> Head {
+        match outcome {
+            Ok(()) => self.ok(cookie),
+            Err(error) => self.error(cookie, errno_of(&error), &error.to_string()),
         }
     }
 }
@@ -393,11 +428,14 @@ impl Payload {
 impl Exchange for Client {
     fn opened(&mut self, connection: &Connection) {
         *self.inbox.link.lock() = Some(connection.clone());
+        self.place = Some(self.lobby.enter(connection));
     }
 
     fn need(&self) -> usize {
         match &self.phase {
-            _ if self.waiting.len() >= MAX_WAITING => 0,
+            _ if self.waiting.len() + self.flushes >= MAX_WAITING => 0,
+            // The answer to an option may be long.
+            Phase::Handshake(_) if !self.waiting.is_empty() => 0,
             Phase::Handshake(handshake) => match handshake.need() {
                 Need::Bytes(bytes) => bytes,
                 Need::Nothing => 0,
@@ -470,7 +508,7 @@ impl Exchange for Client {
     }
 
     fn is_finished(&self) -> bool {
-        matches!(self.phase, Phase::Over) && self.waiting.is_empty()
+        matches!(self.phase, Phase::Over) && self.waiting.is_empty() && self.flushes == 0
     }
 
     fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
@@ -499,6 +537,11 @@ impl Exchange for Client {
     fn closed(&mut self, why: &Close) {
         if *why != Close::Ended && *why != Close::ShutDown {
             tracing::debug!(%why, "a client of block devices is gone");
+        }
+        self.place = None;
+        // A write to a disk is over before the disk is let go of, and published.
+        if let Phase::Payload(_, payload) = &mut self.phase {
+            payload.piece = None;
         }
         // The export goes, and drops the bytes that were not committed.
         self.phase = Phase::Over;

@@ -85,7 +85,7 @@ impl Face {
         }
     }
 
-    /// Ends a step, publishes what was written, or reads the newest version from now on; `done` hears of it.
+    /// Ends a step, or reads the newest version from now on; `done` hears of it.
     pub fn flush(&self, done: Done<()>) {
         match self {
             Face::Version(_) => return done(Ok(())),

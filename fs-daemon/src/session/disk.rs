@@ -13,6 +13,10 @@ use libmodelio::vocabulary::ids::Version;
 use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::model::Model;
+use super::own_thread::on_own_thread;
+
+/// If more preparations of a publication are needed, a thread of its own makes them.
+const PREPARED_HERE: usize = 4;
 
 /// A disk in use. When the last user goes, all that was written is published.
 pub struct OpenDisk {
@@ -90,19 +94,32 @@ impl OpenDisk {
             }
             done(outcome);
         };
-        self.disk.publish(self.model.timeout(), Box::new(published));
+        let (disk, timeout) = (Arc::clone(&self.disk), self.model.timeout());
+        if (0..PREPARED_HERE).any(|_| disk.prepare()) {
+            return disk.publish(timeout, Box::new(published));
+        }
+        let most = PREPARED_HERE + usize::try_from(self.model.layout.size() >> 20).unwrap_or(usize::MAX);
+        on_own_thread("disk-publishes", move || {
+            // It ends even if others publish all the time.
+            let _ = (0..most).any(|_| disk.prepare());
+            disk.publish(timeout, Box::new(published));
+        });
     }
 
-    /// Publishes all that was written, and logs if that fails: nobody waits for it.
+    /// Publishes all that was written, and logs if that fails: nobody waits for it. If the model is no disk any more and
+    /// nobody uses it as one, the bytes are dropped. Later they would undo what others have learned meanwhile.
     pub fn publish_unasked(&self) {
         if !self.disk.is_changed() {
             return;
         }
         let model = Arc::clone(&self.model);
         self.publish(Box::new(move |outcome| {
-            if let Err(error) = outcome {
-                tracing::warn!(model = model.name, %error, "what was written to the disk is in no version yet");
-            }
+            let Err(error) = outcome else { return };
+            let mut shared = model.disk.lock();
+            let dropped = if shared.users == 0 && !model.is_disk() { shared.disk.take() } else { None };
+            drop(shared);
+            let became = if dropped.is_some() { "is dropped" } else { "is in no version yet" };
+            tracing::warn!(model = model.name, %error, "what was written to the disk {became}");
         }));
     }
 }

@@ -68,12 +68,17 @@ impl Chunks {
     /// `newest` is the newest version now. Returns whether unwritten bytes are to be read from it from now on: somebody
     /// else has published it. While a publication is on its way, it may be that one's.
     pub fn see(&mut self, newest: Version) -> bool {
-        if self.leaving.is_some() || newest <= self.version {
+        if !self.would_see(newest) {
             return false;
         }
         self.version = newest;
         self.forget();
         true
+    }
+
+    /// Whether [`Self::see`] would say so.
+    pub fn would_see(&self, newest: Version) -> bool {
+        self.leaving.is_none() && newest > self.version
     }
 
     /// Forgets chunks that may differ from the version, but for what is written here.
@@ -155,10 +160,40 @@ impl Chunks {
         }
     }
 
+    /// Prepares a publication: fills blocks, of `block` bytes each, in which something changed, until that has taken
+    /// `most` bytes. Returns whether all are filled. [`Self::publish`] fills the rest at once.
+    pub fn prepare(&mut self, block: u64, most: u64, mut fill: impl FnMut(Range<u64>)) -> bool {
+        let (mut filled, mut end) = (0, 0);
+        for chunk in self.changed.ones() {
+            let start = self.bytes_of(chunk).start / block * block;
+            if start < end {
+                continue;
+            }
+            end = self.size.min(start + block);
+            for chunk in self.of(&(start..end)) {
+                if filled >= most {
+                    return false;
+                }
+                if !self.held.put(chunk) {
+                    let gap = self.bytes_of(chunk);
+                    filled += gap.end - gap.start;
+                    fill(gap);
+                }
+            }
+        }
+        true
+    }
+
     /// Begins a publication. Returns the blocks, of `block` bytes each, in which something changed; none if nothing
-    /// did, or a publication is on its way. `fill` gets the ranges of them that must be copied from the version into the
+    /// did, or a publication is on its way. They are at most `most` runs of adjacent blocks: if there are more, blocks
+    /// between them are published, too. `fill` gets the ranges of them that must be copied from the version into the
     /// memory first.
-    pub fn publish(&mut self, block: u64, mut fill: impl FnMut(Range<u64>)) -> Option<FixedBitSet> {
+    pub fn publish(
+        &mut self,
+        block: u64,
+        most: usize,
+        mut fill: impl FnMut(Range<u64>),
+    ) -> Option<FixedBitSet> {
         if self.leaving.is_some() || self.changed.is_clear() {
             return None;
         }
@@ -169,6 +204,16 @@ impl Chunks {
         for chunk in leaving.ones() {
             let bytes = self.bytes_of(chunk);
             blocks.insert_range((bytes.start / block) as usize..bytes.end.div_ceil(block) as usize);
+        }
+        let mut group = 1;
+        while runs(&blocks) > most {
+            group *= 2;
+            for first in (0..blocks.len()).step_by(group) {
+                let group = first..blocks.len().min(first + group);
+                if blocks.contains_any_in_range(group.clone()) {
+                    blocks.insert_range(group);
+                }
+            }
         }
         for index in blocks.ones() {
             let start = index as u64 * block;
@@ -202,6 +247,11 @@ impl Chunks {
         self.version = newest;
         true
     }
+}
+
+/// The number of runs of adjacent members.
+fn runs(of: &FixedBitSet) -> usize {
+    of.ones().filter(|&index| index == 0 || !of.contains(index - 1)).count()
 }
 
 #[cfg(test)]
@@ -288,12 +338,15 @@ mod tests {
             self.allowed.iter_mut().for_each(|allowed| allowed.push(value));
         }
 
-        fn publish(&mut self) {
+        fn publish(&mut self, prepares: bool) {
             self.chunks.see(self.newest());
             let base = &self.versions[self.chunks.version().0 as usize];
             let memory = &mut self.memory;
-            let fill = |gap: Range<u64>| memory[slots(&gap)].copy_from_slice(&base[slots(&gap)]);
-            if let Some(blocks) = self.chunks.publish(BLOCK, fill) {
+            let mut fill = |gap: Range<u64>| memory[slots(&gap)].copy_from_slice(&base[slots(&gap)]);
+            if prepares {
+                while !self.chunks.prepare(BLOCK, 1, &mut fill) {}
+            }
+            if let Some(blocks) = self.chunks.publish(BLOCK, 2, fill) {
                 self.coming = Some(blocks);
             }
         }
@@ -357,7 +410,7 @@ mod tests {
                     0 => model.begin(bytes, value),
                     1 => model.finish(),
                     2 => model.at_once(bytes, value),
-                    3 => model.publish(),
+                    3 => model.publish(value % 2 == 0),
                     4 => model.conclude(true),
                     5 => model.conclude(false),
                     _ => model.others(1000 + value),
@@ -368,7 +421,7 @@ mod tests {
                 model.finish();
             }
             model.conclude(true);
-            model.publish();
+            model.publish(false);
             model.conclude(true);
             prop_assert!(!model.chunks.is_changed());
             model.chunks.see(model.newest());
@@ -387,7 +440,7 @@ mod tests {
         // What is written stays, with the chunk that it is in.
         assert_eq!(model.read(0..6), [0, 7, 0, 0, 9, 9]);
         // Somebody else publishes while a publication is on its way.
-        model.publish();
+        model.publish(false);
         model.others(9);
         assert!(!model.chunks.see(model.newest()));
         model.conclude(true);
@@ -396,11 +449,25 @@ mod tests {
     }
 
     #[test]
+    fn scattered_blocks_are_published_with_those_between_them() {
+        let mut chunks = Chunks::new(64, 4, Version(0));
+        for start in [0, 20, 24, 60] {
+            let begun = chunks.write(&(start..start + 1), |_| {});
+            chunks.wrote(&begun);
+        }
+        let blocks = chunks.publish(4, 2, |_| {}).unwrap();
+        assert_eq!(blocks.ones().collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]);
+        chunks.refused();
+        let blocks = chunks.publish(4, 3, |_| {}).unwrap();
+        assert_eq!(blocks.ones().collect::<Vec<_>>(), [0, 5, 6, 15]);
+    }
+
+    #[test]
     fn a_version_that_cannot_be_read_yet_keeps_its_chunks() {
         let mut model = Model::new();
         model.begin(0..4, 7);
         model.finish();
-        model.publish();
+        model.publish(false);
         assert!(!model.chunks.published(Version(0)) && model.chunks.is_changed());
         assert_eq!(model.read(0..5), [7, 7, 7, 7, 0]);
     }

@@ -275,6 +275,9 @@ impl Handshake {
 }
 
 fn no_export(name: &str) -> String {
+    // The specification has 4096 bytes for a string, and a name may have as many.
+    let shown: String = name.chars().take(64).collect();
+    let name = if shown.len() < name.len() { shown + "..." } else { shown };
     format!("there is no export {name:?} (nbdinfo --list shows those that there are)")
 }
 

@@ -22,5 +22,5 @@ mod tests;
 pub use export::{Context, Export, Exports};
 pub use handshake::{Handshake, Need, Opening, Step};
 pub use numbers::Errno;
-pub use reply::Replies;
+pub use reply::{Head, Replies};
 pub use request::{Command, MAX_LEN, REQUEST_LEN, Request};

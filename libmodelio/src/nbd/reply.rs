@@ -1,7 +1,12 @@
 //! The heads of replies.
 
+use smallvec::SmallVec;
+
 use super::Context;
 use super::numbers::{self, Errno, chunk};
+
+/// The head of a reply. Most are short, and take no memory of their own.
+pub type Head = SmallVec<[u8; 32]>;
 
 /// The most bytes of a message to people, in a reply.
 const MAX_MESSAGE: usize = 4096;
@@ -15,7 +20,7 @@ pub struct Replies {
 
 impl Replies {
     /// Everything went well, and there is nothing to tell.
-    pub fn ok(self, cookie: u64) -> Vec<u8> {
+    pub fn ok(self, cookie: u64) -> Head {
         match self.structured {
             true => head(chunk::DONE, chunk::NONE, cookie, 0),
             false => simple(cookie, 0),
@@ -23,7 +28,7 @@ impl Replies {
     }
 
     /// Before the `len` bytes at `offset`, which are all that was to be read.
-    pub fn read(self, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
+    pub fn read(self, cookie: u64, offset: u64, len: u32) -> Head {
         if !self.structured {
             return simple(cookie, 0);
         }
@@ -33,7 +38,7 @@ impl Replies {
     }
 
     /// The request has failed. The message reaches clients that take structured replies.
-    pub fn error(self, cookie: u64, errno: Errno, message: &str) -> Vec<u8> {
+    pub fn error(self, cookie: u64, errno: Errno, message: &str) -> Head {
         if !self.structured {
             return simple(cookie, errno as u32);
         }
@@ -49,8 +54,8 @@ impl Replies {
     }
 
     /// The status of `len` bytes in each context, which is the same for all of them.
-    pub fn status(self, cookie: u64, len: u32, contexts: &[(Context, u32)]) -> Vec<u8> {
-        let mut reply = Vec::new();
+    pub fn status(self, cookie: u64, len: u32, contexts: &[(Context, u32)]) -> Head {
+        let mut reply = Head::new();
         for (index, (context, status)) in contexts.iter().enumerate() {
             let done = if index + 1 == contexts.len() { chunk::DONE } else { 0 };
             reply.extend(head(done, chunk::BLOCK_STATUS, cookie, 12));
@@ -62,17 +67,17 @@ impl Replies {
     }
 }
 
-fn simple(cookie: u64, error: u32) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(16);
+fn simple(cookie: u64, error: u32) -> Head {
+    let mut bytes = Head::new();
     bytes.extend_from_slice(&numbers::SIMPLE_REPLY_MAGIC.to_be_bytes());
     bytes.extend_from_slice(&error.to_be_bytes());
     bytes.extend_from_slice(&cookie.to_be_bytes());
     bytes
 }
 
-/// The head of a chunk, with room for what most chunks begin with.
-fn head(flags: u16, kind: u16, cookie: u64, len: u32) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(32);
+/// The head of a chunk.
+fn head(flags: u16, kind: u16, cookie: u64, len: u32) -> Head {
+    let mut bytes = Head::new();
     bytes.extend_from_slice(&numbers::STRUCTURED_REPLY_MAGIC.to_be_bytes());
     bytes.extend_from_slice(&flags.to_be_bytes());
     bytes.extend_from_slice(&kind.to_be_bytes());

@@ -82,7 +82,7 @@ impl Request {
         if self.command == Command::Write { self.len } else { 0 }
     }
 
-    /// Whether a range of bytes is asked for that an export of `size` bytes has, and not too much of it at once.
+    /// Whether a range of bytes is asked for that an export of `size` bytes has.
     pub fn fits(&self, size: u64) -> bool {
         self.len > 0 && self.offset.checked_add(self.len.into()).is_some_and(|end| end <= size)
     }

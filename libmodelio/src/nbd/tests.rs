@@ -217,7 +217,7 @@ fn requests_are_judged_by_the_export() {
 #[test]
 fn replies_are_simple_or_structured() {
     let (simple, structured) = (Replies { structured: false }, Replies { structured: true });
-    assert_eq!(simple.ok(0x0102), [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2]);
+    assert_eq!(simple.ok(0x0102).as_slice(), [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2]);
     assert_eq!(simple.error(1, Errno::Invalid, "why")[4..8], [0, 0, 0, 22]);
     let read = structured.read(9, 4096, 512);
     assert_eq!(read[..4], 0x668e_33ef_u32.to_be_bytes());

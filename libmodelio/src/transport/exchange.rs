@@ -3,10 +3,13 @@
 //!
 //! This module holds `unsafe`: it names that memory to the driver.
 
-use std::collections::VecDeque;
 use std::time::Instant;
 
-use super::stream::{Buffer, Close, Connection, Piece, Receive, ReceiveSlices, SendSlices, Stream, Target};
+use smallvec::SmallVec;
+
+use super::stream::{
+    Buffer, Close, Connection, Piece, Receive, ReceiveSlices, SLICES_MAX, SendSlices, Stream, Target,
+};
 
 /// The number of bytes that are handed to the kernel at once.
 const SEND_AT_ONCE: usize = 1 << 20;
@@ -14,7 +17,7 @@ const SEND_AT_ONCE: usize = 1 << 20;
 const FIRST_ROOM: usize = 16 << 10;
 
 /// A reply, or a part of one: its head, which may be empty, and payload that is sent from where it lies.
-pub type Reply = (Vec<u8>, Option<Piece>);
+pub type Reply = (SmallVec<[u8; 32]>, Option<Piece>);
 
 /// One end of a connection, as a state machine. One thread at a time makes all calls. None may block.
 pub trait Exchange: Send {
@@ -75,8 +78,8 @@ pub struct Exchanging<E> {
     end: usize,
     /// The driver fills the buffer behind `end`.
     is_receiving: bool,
-    /// What the driver may be reading.
-    sending: VecDeque<Reply>,
+    /// What the driver may be reading. It has room for all that is sent at once, so that a head stays where it is.
+    sending: Vec<Reply>,
     unsent: usize,
 }
 
@@ -93,7 +96,7 @@ impl<E: Exchange> Exchanging<E> {
             start: 0,
             end: 0,
             is_receiving: false,
-            sending: VecDeque::new(),
+            sending: Vec::with_capacity(SLICES_MAX / 2),
             unsent: 0,
         }
     }
@@ -196,9 +199,15 @@ impl<E: Exchange> Stream for Exchanging<E> {
 
     fn transmit(&mut self, out: &mut SendSlices) {
         self.sending.clear();
-        while out.room() >= 2 && out.bytes() < SEND_AT_ONCE {
+        let mut bytes = 0;
+        while self.sending.len() < self.sending.capacity().min(out.room() / 2) && bytes < SEND_AT_ONCE {
             let Some((head, piece)) = self.exchange.next() else { break };
-            // SAFETY: the reply is kept unchanged until all of it is transmitted. The piece's maker has promised the rest.
+            bytes += head.len() + piece.as_ref().map_or(0, Piece::len);
+            self.sending.push((head, piece));
+        }
+        for (head, piece) in &self.sending {
+            // SAFETY: the reply stays where it is, and unchanged, until all of it is transmitted. The piece's maker has
+            // promised the rest.
             unsafe {
                 if !head.is_empty() {
                     out.push(head.as_ptr(), head.len());
@@ -207,7 +216,6 @@ impl<E: Exchange> Stream for Exchanging<E> {
                     out.push(start, len);
                 }
             }
-            self.sending.push_back((head, piece));
         }
         self.unsent = out.bytes();
     }

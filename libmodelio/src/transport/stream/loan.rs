@@ -27,8 +27,8 @@ impl Target {
     /// `len` bytes at `start`, which stay there as long as `guard` lives.
     ///
     /// # Safety
-    /// The bytes are writable, and nobody else reads or writes them until the conversation has been told that the
-    /// payload is complete or that the connection is closed.
+    /// The bytes are writable. Until the conversation has been told that the payload is complete or that the connection
+    /// is closed, nobody else makes a reference to them, and nobody reads or writes them who cannot take a mixture.
     pub unsafe fn new(start: *mut u8, len: usize, guard: Guard) -> Target {
         Target { start, len, _guard: guard }
     }
@@ -107,7 +107,7 @@ impl Piece {
     /// `bytes`, which stay there as long as `guard` lives. `crc` is their CRC32C if it is known.
     ///
     /// # Safety
-    /// Nobody writes them until the piece is dropped. The connection drops the piece when the kernel has the bytes,
+    /// Nobody writes them until the piece is dropped, unless the peer can take a mixture. The connection drops the piece when the kernel has the bytes,
     /// or when the connection ends.
     pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
         let crc = crc.unwrap_or_else(|| crc32c(bytes));
