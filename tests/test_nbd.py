@@ -18,8 +18,8 @@ from filetools import BLOCK
 MIB = 1 << 20
 SIZE = 5 * MIB + 4
 CLIENTS = pytest.mark.skipif(
-    os.environ.get("CI") != "true" and not (shutil.which("nbdinfo") and shutil.which("qemu-img")),
-    reason="no nbdinfo or no qemu-img (scripts/setup test)",
+    os.environ.get("CI") != "true" and not all(map(shutil.which, ["nbdinfo", "nbdsh", "qemu-img", "fio"])),
+    reason="no nbdinfo, nbdsh, qemu-img or fio (scripts/setup test)",
 )
 READ, WRITE, DISC, FLUSH, TRIM, CACHE, ZEROES, STATUS = range(8)
 

@@ -3,8 +3,10 @@
 import json
 import random
 import re
+import select
 import subprocess
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -173,6 +175,46 @@ def test_a_flush_that_is_refused_keeps_what_was_written(start_mount, tmp_path):
     (mount.model / "control" / "reducer").write_text("assign")
     flush(disk)
     assert weights(mount)[:9] == b"keptmore\0"
+
+
+def test_a_disk_that_is_none_any_more_goes_with_its_last_connection(start_mount, tmp_path):
+    """Its old bytes do not undo what others have learned meanwhile."""
+    path = tmp_path / "nbd.sock"
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="assign", nonfinite="accept", learners=1, nbd=path)
+    reducer = mount.model / "control" / "reducer"
+    disk = opened(path)
+    write(disk, 0, b"old!")
+    reducer.write_text("sum")
+    disk.send(DISC)
+    eventually(lambda: "what was written to the disk is dropped" in mount.stderr())
+    ones = np.ones(SIZE // 4, "<f4")
+    for _ in range(3):
+        (mount.model / "gradients").write_bytes(ones.tobytes())
+    reducer.write_text("assign")
+    again = opened(path)
+    assert again.ask(READ, 0, SIZE) == (0, (3 * ones).tobytes())
+    write(again, 8, b"new!")
+    flush(again)
+    assert weights(mount) == (3 * ones).tobytes()[:8] + b"new!" + (3 * ones).tobytes()[12:]
+
+
+def test_many_zeros_on_a_disk_hold_up_nobody_else(start_mount, tmp_path):
+    path = tmp_path / "nbd.sock"
+    size = 1 << 30
+    start_mount(size=size, dtype="u8", reducer="assign", nbd=path)
+    disk, others = opened(path), [opened(path, name) for name in ("model", "model/weights") * 4]
+    disk.socket.settimeout(60)
+    disk.send(TRIM, 0, size, cookie=1)
+    disk.send(FLUSH, cookie=2)
+    begun, slowest = time.monotonic(), 0
+    while not select.select([disk.socket], [], [], 0)[0]:
+        for other in others:
+            asked = time.monotonic()
+            assert other.ask(READ, size // 2, 4096) == (0, bytes(4096))
+            slowest = max(slowest, time.monotonic() - asked)
+    took = time.monotonic() - begun
+    assert disk.answer(expected=1) == (0, b"") and disk.answer(expected=2) == (0, b"")
+    assert slowest < max(took / 2, 0.2), (slowest, took)
 
 
 def test_wrong_requests_to_a_disk_are_refused_and_change_nothing(served):

@@ -42,8 +42,8 @@ use lobby::Lobby;
 const MAX_CLIENTS: usize = 1024;
 /// SO_SNDBUF of Unix sockets, in bytes: with the kernel's own, a large reply needs twice as many wake-ups.
 const SEND_BUFFER: usize = 512 << 10;
-/// The most threads that serve clients.
-const MAX_THREADS: usize = 4;
+/// The threads that serve clients. On two cores, four take writes of four connections faster than two do.
+const THREADS: usize = 4;
 
 enum Listener {
     Unix(UnixListener, SocketFile),
@@ -153,13 +153,11 @@ impl Bound {
     /// # Errors
     /// When the system has no threads for it.
     pub fn serve(self, models: Vec<Arc<Model>>) -> Result<Serving, Error> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = cores.min(MAX_THREADS);
         let options = ReactorOptions {
             name: "nbd".to_owned(),
-            threads,
+            threads: THREADS,
             // The listener is one more.
-            connections_a_thread: MAX_CLIENTS / threads + 1,
+            connections_a_thread: MAX_CLIENTS / THREADS + 1,
             ..ReactorOptions::default()
         };
         let failed = || Error::new("cannot serve NBD");
