@@ -183,6 +183,8 @@ def test_a_disk_that_is_none_any_more_goes_with_its_last_connection(start_mount,
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="assign", nonfinite="accept", learners=1, nbd=path)
     reducer = mount.model / "control" / "reducer"
     disk = opened(path)
+    # Version 0 takes weights with any reducer.
+    write(disk, 0, bytes(4), flags=FUA)
     write(disk, 0, b"old!")
     reducer.write_text("sum")
     disk.send(DISC)
