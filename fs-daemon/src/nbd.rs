@@ -160,7 +160,6 @@ impl Bound {
             connections_a_thread: MAX_CLIENTS / THREADS + 1,
             // A reply to a single request leaves sooner by system calls than by io_uring, and many are as fast.
             choice: Choice::Poll,
-            ..ReactorOptions::default()
         };
         let failed = || Error::new("cannot serve NBD");
         let reactor = Reactor::start(&options).map_err(|error| failed().caused_by(error))?;
