@@ -21,8 +21,8 @@ use crate::bytes::block::{self, span};
 use crate::bytes::mmap::Mapping;
 use crate::client::{Done, Job};
 use crate::reader::Reader;
-use crate::transport::ShardError;
 use crate::transport::stream::{Guard, Piece, Target};
+use crate::transport::{ShardError, TransportKind};
 use crate::vocabulary::block_ranges::MAX_RANGES;
 use crate::vocabulary::ids::Version;
 
@@ -55,7 +55,12 @@ impl Disk {
     /// When there is no memory, or no version yet.
     pub fn new(job: Arc<Job>) -> Result<Disk, ShardError> {
         let size = job.layout().size();
-        let memory = Mapping::memfd("gradfs-disk", size as usize);
+        let memory = match job.kind() {
+            // Huge pages.
+            TransportKind::InProcess => Mapping::anonymous(size as usize),
+            // Shards on this host map it.
+            _ => Mapping::memfd("gradfs-disk", size as usize),
+        };
         let memory = memory.map_err(|error| ShardError::no_memory(&error))?;
         let base = Arc::new(Reader::newest(&job).ok_or(ShardError::Unreachable)?);
         let chunk = CHUNK.min(job.layout().block_size().into());

@@ -104,7 +104,8 @@ fn a_shard_without_a_socket_is_reached_over_tcp_and_the_status_says_so() {
     assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
     assert!(learner.pull().1.iter().all(|&w| w == 1.0));
     client.shut_down();
-    let error = world.connect(&shards, TransportChoice::SharedMemory).err().unwrap();
+    let impatient = Duration::from_secs(3);
+    let error = world.connect_within(&shards, TransportChoice::SharedMemory, impatient).err().unwrap();
     assert!(error.to_string().contains("shared memory: connecting to its socket"), "{error}");
 }
 

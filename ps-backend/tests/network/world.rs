@@ -160,7 +160,16 @@ impl World {
     }
 
     pub fn connect(&self, shards: &[ShardRecord], transport: TransportChoice) -> Result<Job, ClientError> {
-        let options = ClientOptions { transport, ..self.client_options() };
+        self.connect_within(shards, transport, 3 * LONG)
+    }
+
+    pub fn connect_within(
+        &self,
+        shards: &[ShardRecord],
+        transport: TransportChoice,
+        patience: Duration,
+    ) -> Result<Job, ClientError> {
+        let options = ClientOptions { transport, patience, ..self.client_options() };
         Job::connect(&self.record, shards, options)
     }
 
