@@ -7,7 +7,8 @@
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::epoll::{EpollEvent, EpollFlags};
@@ -22,17 +23,27 @@ use crate::transport::stream::Token;
 
 const EVENTS: usize = 256;
 
+/// How long a thread polls for the rest of a payload from this host before it sleeps: about the time in which its
+/// sender copies as much as a Unix socket holds. To be woken costs both of them more than that.
+const POLLING: Duration = Duration::from_micros(30);
+
+/// How many threads wait for the rest of a payload from this host. One alone polls. Where there are more, they and their
+/// senders have better uses for the CPUs.
+static AMID_PAYLOADS: AtomicUsize = AtomicUsize::new(0);
+
 pub(super) struct Poll {
     sleeper: Sleeper,
     /// Sends that have begun and were not tried yet. They take turns, so that no connection holds up another.
     fresh: VecDeque<Token>,
     events: Box<[EpollEvent]>,
+    /// A connection waits for the rest of a payload that a program on this host is sending.
+    is_amid_payload: bool,
 }
 
 impl Poll {
     pub fn new(thread: Arc<ThreadState>) -> Result<Poll, Errno> {
         let events = vec![EpollEvent::empty(); EVENTS].into_boxed_slice();
-        Ok(Poll { sleeper: Sleeper::new(thread)?, fresh: VecDeque::new(), events })
+        Ok(Poll { sleeper: Sleeper::new(thread)?, fresh: VecDeque::new(), events, is_amid_payload: false })
     }
 
     /// Registers the awaited events. With `exactly`, other events are withdrawn.
@@ -122,6 +133,7 @@ impl Driver for Poll {
         port.adjust_low_water();
         self.register(token, port, EpollFlags::EPOLLIN, false)?;
         port.receiving = Phase::Outstanding;
+        self.is_amid_payload |= port.is_amid_local_payload();
         Ok(())
     }
 
@@ -169,7 +181,10 @@ impl Driver for Poll {
         }
         let timeout = if done.is_empty() { timeout } else { Duration::ZERO };
         let mut events = std::mem::take(&mut self.events);
-        let outcome = self.sleeper.sleep(&mut events, timeout);
+        let outcome = match std::mem::take(&mut self.is_amid_payload) && !timeout.is_zero() {
+            true => self.poll_and_sleep(&mut events, timeout),
+            false => self.sleeper.sleep(&mut events, timeout),
+        };
         let outcome = outcome.and_then(|count| self.events(&events[..count], table, done));
         self.events = events;
         outcome
@@ -177,6 +192,21 @@ impl Driver for Poll {
 }
 
 impl Poll {
+    /// Sleeps, but polls before that if no other thread may poll.
+    fn poll_and_sleep(&self, events: &mut [EpollEvent], timeout: Duration) -> Result<usize, Errno> {
+        let until = Instant::now() + POLLING.min(timeout);
+        AMID_PAYLOADS.fetch_add(1, Ordering::Relaxed);
+        let mut outcome = Ok(0);
+        while outcome == Ok(0) && AMID_PAYLOADS.load(Ordering::Relaxed) == 1 && Instant::now() < until {
+            outcome = self.sleeper.sleep(events, Duration::ZERO);
+        }
+        if outcome == Ok(0) {
+            outcome = self.sleeper.sleep(events, timeout);
+        }
+        AMID_PAYLOADS.fetch_sub(1, Ordering::Relaxed);
+        outcome
+    }
+
     fn events(
         &self,
         events: &[EpollEvent],

@@ -1,9 +1,10 @@
 //! A descriptor of a serving thread, and the operations outstanding on it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname};
 
 use super::system_calls;
 use crate::transport::stream::{ReceiveSlices, SendSlices, Token};
@@ -66,7 +67,8 @@ pub(in crate::transport) struct Port {
     pub readiness: Option<Readiness>,
     /// The events that epoll is registered for.
     pub registered: Option<u32>,
-    /// The socket's SO_RCVLOWAT. `None` if it has none.
+    is_unix: bool,
+    /// The socket's SO_RCVLOWAT. `None` if it has none that counts.
     low_water: Option<usize>,
     /// When the bytes below it were last counted.
     checked: Option<Instant>,
@@ -74,6 +76,9 @@ pub(in crate::transport) struct Port {
 
 impl Port {
     pub fn new(fd: OwnedFd) -> Port {
+        // A Unix socket takes the option, but is readable at every byte.
+        let address = getsockname::<SockaddrStorage>(fd.as_raw_fd());
+        let is_unix = address.is_ok_and(|address| address.family() == Some(AddressFamily::Unix));
         Port {
             fd,
             receive: ReceiveSlices::new(),
@@ -84,7 +89,8 @@ impl Port {
             sending: Phase::Idle,
             readiness: None,
             registered: None,
-            low_water: Some(1),
+            is_unix,
+            low_water: (!is_unix).then_some(1),
             checked: None,
         }
     }
@@ -105,6 +111,11 @@ impl Port {
             self.low_water = set.ok().map(|()| wanted);
         }
         self.low_water.is_some_and(|bytes| bytes > 1)
+    }
+
+    /// Whether the receive waits for a long payload whose sender is on this host.
+    pub fn is_amid_local_payload(&self) -> bool {
+        self.is_unix && self.least - self.got >= LOW_WATER_MIN
     }
 
     /// How many bytes of the outstanding receive have come that the low-water mark hides. `None` if it hides none, or
@@ -128,6 +139,9 @@ fn low_water(current: usize, needed: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     #[test]
@@ -138,6 +152,24 @@ mod tests {
                 assert!(mark <= needed && (1..=LOW_WATER_MAX).contains(&mark), "{current} {needed} {mark}");
             }
         }
+    }
+
+    #[test]
+    fn only_sockets_that_heed_a_mark_get_one() {
+        let waiting = |fd: OwnedFd| {
+            let mut port = Port::new(fd);
+            port.least = 1 << 20;
+            port
+        };
+        let (unix, _other) = UnixStream::pair().expect("a pair of Unix sockets");
+        let mut unix = waiting(unix.into());
+        assert!(!unix.adjust_low_water() && unix.is_amid_local_payload());
+        unix.got = unix.least - 28;
+        assert!(!unix.is_amid_local_payload(), "a head may come in an hour");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a TCP socket");
+        let tcp = TcpStream::connect(listener.local_addr().expect("its address")).expect("a connection");
+        let mut tcp = waiting(tcp.into());
+        assert!(tcp.adjust_low_water() && !tcp.is_amid_local_payload());
     }
 
     #[test]
