@@ -28,6 +28,8 @@ BAD_VALUES = {
     "consistency": [b"maybe", b"quorum 2", b"ssp"],
     "aggregation": [b"max"],
     "nonfinite": [b"perhaps"],
+    "pull": [b"later", b"on demand", b"-1"],
+    "read_own_step": [b"2", b"maybe"],
 }
 
 

@@ -123,6 +123,23 @@ def test_a_disconnect_ends_a_step_and_a_lost_connection_drops_it(served):
     assert again.ask(FLUSH) == (0, b"") and read(again) == 4
 
 
+def test_a_disconnect_ends_a_step_and_a_lost_connection_drops_it__and_so_does_one_with_a_refused_write(served):
+    mount, path = served
+    cut = opened(path, "model/gradients")
+    write(cut, 100.0, end=2 * BLOCK)
+    assert cut.ask(WRITE, 2 * BLOCK, SIZE, payload=floats(100.0))[0] != 0, "it leaves the model"
+    cut.send(DISC)
+    whole = opened(path, "model/gradients")
+    eventually(lambda: whole.ask(WRITE, 0, SIZE, payload=floats(1.0))[0] == 0)
+    # One that was repeated is forgotten, and a FLUSH says all there is to say.
+    assert whole.ask(WRITE, 0, BLOCK, payload=floats(1.0, BLOCK // 4))[0] != 0, "it was sent"
+    assert whole.ask(FLUSH) == (0, b"")
+    write(whole, 1.0)
+    whole.send(DISC)
+    eventually(lambda: version(mount) == 2)
+    assert (weights(mount) == 2).all()
+
+
 def test_what_a_mount_refuses_a_block_device_refuses_with_the_reason(served):
     mount, path = served
     device, gradients = opened(path, "model"), opened(path, "model/gradients")

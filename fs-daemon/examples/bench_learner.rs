@@ -22,11 +22,12 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::{self, ClientOptions, Opening, Pulls, TransportChoice, wait_for};
+use libmodelio::client::{self, ClientOptions, Opening, TransportChoice, wait_for};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::rdma::{Notice, Placement, Polling, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::{CommitNotice, Region};
+use libmodelio::vocabulary::controls::PullPolicy;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
@@ -154,7 +155,7 @@ impl Job {
             window: options.window.unwrap_or(usual.window),
             io: options.io,
             transport: options.transport(),
-            pulls: Pulls::Awaited,
+            pulls: Some(PullPolicy::OnDemand),
             patience: DEADLINE,
             rdma: options.rdma(),
             registry: Some(registry),

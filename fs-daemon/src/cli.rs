@@ -292,6 +292,12 @@ struct JobArgs {
     /// Most version buffers at once: newest, next, retained and held open [default: 16]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_versions: Option<String>,
+    /// When mounts on a network pull versions: at once, just before they are opened, or when they are [default: auto]
+    #[arg(long, value_parser = ["auto", "eager", "adaptive", "on-demand"], ignore_case = true)]
+    pull: Option<String>,
+    /// Whether an open waits for the version with the learner's own step [default: auto]
+    #[arg(long, value_parser = ["auto", "true", "false"], ignore_case = true)]
+    read_own_step: Option<String>,
     /// What to do with a contribution that holds NaN or Inf [default: reject]
     #[arg(long, value_parser = ["reject", "accept"], ignore_case = true)]
     nonfinite: Option<String>,

@@ -237,6 +237,10 @@ impl<'a> Merged<'a> {
 
     /// How to mount; `usage` says how the directory is given.
     fn mounting(&self, usage: &str) -> Result<Mounting, Error> {
+        let (nbd, insecure) = (self.nbd()?, self.switch("insecure")?);
+        if insecure && nbd.is_none() {
+            return Err(Error::new("insecure opens the address of nbd to other hosts, and there is no nbd"));
+        }
         Ok(Mounting {
             mountpoint: self.mountpoint(usage)?,
             threads: self.threads(THREADS_OF_MOUNT)?,
@@ -244,8 +248,8 @@ impl<'a> Merged<'a> {
             permissions: self.permissions()?,
             passthrough: !self.switch("no_passthrough")?,
             metrics: self.metrics()?,
-            nbd: self.nbd()?,
-            insecure: self.switch("insecure")?,
+            nbd,
+            insecure,
         })
     }
 

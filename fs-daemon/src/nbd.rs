@@ -70,13 +70,18 @@ pub struct Bound(Listener);
 pub fn bind(at: &NbdAddress, insecure: bool) -> Result<Bound, Error> {
     Ok(Bound(match at {
         NbdAddress::Unix(path) => {
-            let listener = bind_unix(path)?;
-            Listener::Unix(listener, SocketFile(path.clone()))
+            // A daemon in the background leaves the directory that it was started in.
+            let path = std::path::absolute(path)
+                .map_err(|error| Error::new("cannot tell the present directory").caused_by(error))?;
+            let listener = bind_unix(&path)?;
+            Listener::Unix(listener, SocketFile(path))
         }
         NbdAddress::Tcp(endpoint) => {
             let failed = || Error::new(format!("cannot serve NBD on {endpoint}"));
-            let address = server::resolve(&endpoint.to_string())
-                .map_err(|why| Error::new(format!("cannot serve NBD: {why}")))?;
+            let address = server::resolve(&endpoint.to_string()).map_err(|why| {
+                let hint = "a path of a Unix socket has a / in it (./name), or unix: before it";
+                Error::new(format!("cannot serve NBD: {why}")).hint(hint)
+            })?;
             if !insecure && !address.ip().is_loopback() {
                 return Err(failed().hint(
                     "NBD knows no users: name a Unix socket or a loopback address, and have ssh forward it to other hosts (or give \
@@ -102,6 +107,9 @@ fn bind_unix(path: &Path) -> Result<UnixListener, Error> {
     }
     bind_private(path).map_err(|error| {
         let hint = match error.kind() {
+            _ if error.raw_os_error() == Some(libc::ENAMETOOLONG) => {
+                "name a shorter path: the kernel takes 107 bytes"
+            }
             ErrorKind::AddrInUse => "another program has it, or it is no socket: name another path",
             _ => "its directory must be there, and yours to write to",
         };

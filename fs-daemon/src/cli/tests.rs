@@ -60,6 +60,8 @@ fn every_option_reaches_the_configuration() {
         ("timeout", "7"),
         ("retain", "3"),
         ("max_versions", "9"),
+        ("pull", "on-demand"),
+        ("read_own_step", "false"),
         ("nonfinite", "accept"),
         ("learning_rate", "1e-3"),
         ("momentum", "0.5"),

@@ -127,7 +127,7 @@ impl Fs {
                 Attributes { size, modified: newest(), ..base }
             }
             File::VersionText | File::LearnerVersion(_) => {
-                Attributes { size: text_len(model.job.version()), modified: newest(), ..base }
+                Attributes { size: text_len(model.job.offered_version()), modified: newest(), ..base }
             }
             File::Status => {
                 let size = text::status(tree, &self.mount_status()).len() as u64;

@@ -50,7 +50,7 @@ impl ModelTree {
     /// The newest version that may be announced. A program that knows of a version expects it, or a newer
     /// one, below `tensors`.
     pub fn shown_version(&self) -> Version {
-        self.tensors_name.shown(self.model.job.version())
+        self.tensors_name.shown(self.model.job.offered_version())
     }
 
     /// Wraps `done`, so that it hears of a success only when all versions that exist by then may be

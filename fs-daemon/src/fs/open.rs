@@ -50,13 +50,13 @@ impl OpenRequest {
         }
     }
 
-    /// The learner whose last step must be in the version that it shows.
-    pub fn shows_step_of(&self) -> Option<LearnerId> {
+    /// If the file shows the newest version: the learner that it shows that to, if it is one.
+    pub fn shows_newest_to(&self) -> Option<Option<LearnerId>> {
         let (tree, file) = self.file().filter(|_| self.reads)?;
         match file {
-            File::LearnerWeights(learner, _) => Some(learner),
+            File::LearnerWeights(learner, _) => Some(Some(learner)),
             File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device => {
-                tree.model.learner_named(&tree.model.own_name).map(|learner| learner.id)
+                Some(tree.model.learner_named(&tree.model.own_name).map(|learner| learner.id))
             }
             _ => None,
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use libmodelio::client::core::PullReport;
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::norm::Norm;
@@ -169,6 +170,16 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         },
         "control": settings,
     });
+    if let Some((policy, PullReport { pulls, pull, interval, bubble })) = status.pull {
+        let seconds = |of: Option<Duration>| of.map(|of| (of.as_secs_f64() * 1e6).round() / 1e6);
+        value["pull"] = json!({
+            "policy": policy.to_string(),
+            "pulls": pulls,
+            "seconds": seconds(pull),
+            "open_interval_seconds": seconds(interval),
+            "bubble_seconds": seconds(bubble),
+        });
+    }
     if let Some(payload) = model.job.payload() {
         value["payload"] = json!(payload);
     }

@@ -1,4 +1,4 @@
-//! open(2): it waits for the learner's last step, and for the outcome of programs that are ending just now.
+//! open(2): it waits for the version that it must show, and for the outcome of programs that are ending just now.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,8 +25,8 @@ pub struct Opened {
 }
 
 impl Calls {
-    /// Opens an inode with open(2)'s `flags`, for thread `tid`. Waits, through `done`, for the version that holds the
-    /// learner's last step, at most `control/timeout`.
+    /// Opens an inode with open(2)'s `flags`, for thread `tid`. Waits, through `done`, for the version that it must show,
+    /// the one with the learner's last step for example, at most `control/timeout`.
     pub fn open(self: &Arc<Self>, ino: u64, flags: i32, tid: u32, done: Done<Opened>) {
         let request = match self.fs.open_request(ino, flags) {
             Ok(request) => request,
@@ -35,14 +35,14 @@ impl Calls {
         let Some((tree, file)) = request.file() else { return done(self.open_now(&request, tid)) };
         let (tree, named) = (Arc::clone(tree), file.version());
         let done = request.done_when_shown(done);
-        let is_second_lookup = |learner: &LearnerId| {
+        let is_second_lookup = |learner: &Option<LearnerId>| {
             let is_expected = |version| self.second_lookups.is_expected(tid, tree.index, *learner, version);
             named.is_some_and(is_expected)
         };
-        let Some(learner) = request.shows_step_of().filter(|learner| !is_second_lookup(learner)) else {
+        let Some(learner) = request.shows_newest_to().filter(|learner| !is_second_lookup(learner)) else {
             return self.open_when_settled(request, tid, done);
         };
-        match (tree.model.job.last_commit(learner), named) {
+        match (tree.model.job.freshness(learner), named) {
             (LastCommit::In(version), Some(named)) if named < version => {
                 // The version with its step came out between the lookup of the name and this.
                 let newest = tree.model.job.version();
@@ -51,7 +51,10 @@ impl Calls {
             }
             (LastCommit::In(_), _) => self.open_when_settled(request, tid, done),
             (LastCommit::Waits, _) if request.is_nonblocking => {
-                done(Err(CallError::new(libc::EAGAIN, "the version with your last step is not out yet")));
+                done(Err(CallError::new(
+                    libc::EAGAIN,
+                    "the version that this open must show is not here yet",
+                )));
             }
             (LastCommit::Waits, _) => {
                 let (this, done) = (Arc::clone(self), self.guard_open(tid, done));
@@ -64,7 +67,7 @@ impl Calls {
                     (Ok(_), None) => this.open_when_settled(request, tid, done),
                     (Err(error), _) => done(Err(error)),
                 };
-                model.await_step(learner, Box::new(answer));
+                model.await_fresh(learner, Box::new(answer));
             }
         }
     }
@@ -113,6 +116,9 @@ impl Calls {
             contribution.inspect(|(_, contribution)| contribution.closed());
             return Err(CallError::new(libc::ENFILE, "too many open files in this mount"));
         };
+        if let (Some((tree, _)), Some(learner)) = (request.file(), request.shows_newest_to()) {
+            tree.model.job.version_opened(learner);
+        }
         if let Some((tree, contribution)) = contribution {
             self.watches.opened(&tree.model, contribution.learner(), tid);
         }

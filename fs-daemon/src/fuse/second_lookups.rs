@@ -19,7 +19,7 @@ const MAX_LOOKS: usize = 4096;
 pub struct SecondLookups(Mutex<HashMap<(u32, u8), SecondLookup>>);
 
 struct SecondLookup {
-    learner: LearnerId,
+    learner: Option<LearnerId>,
     named: Version,
     newest: Version,
     at: Instant,
@@ -27,7 +27,7 @@ struct SecondLookup {
 
 impl SecondLookups {
     /// `tid` is sent away from `named`, and to look again for a version of `model` that is at least `newest`.
-    pub fn expect(&self, tid: u32, model: u8, learner: LearnerId, named: Version, newest: Version) {
+    pub fn expect(&self, tid: u32, model: u8, learner: Option<LearnerId>, named: Version, newest: Version) {
         if tid == 0 {
             return;
         }
@@ -42,7 +42,7 @@ impl SecondLookups {
 
     /// Whether `tid` comes back from that lookup with `version`: with a newer one, or with the same, since it
     /// looks from a directory of that version.
-    pub fn is_expected(&self, tid: u32, model: u8, learner: LearnerId, version: Version) -> bool {
+    pub fn is_expected(&self, tid: u32, model: u8, learner: Option<LearnerId>, version: Version) -> bool {
         let Some(lookup) = self.0.lock().remove(&(tid, model)) else { return false };
         let is_one = version >= lookup.newest || version == lookup.named;
         lookup.learner == learner && is_one && lookup.at.elapsed() < MAX_PAUSE
@@ -56,13 +56,13 @@ mod tests {
     #[test]
     fn a_second_lookup_is_expected_once_and_for_its_version() {
         let lookups = SecondLookups::default();
-        lookups.expect(7, 0, LearnerId(1), Version(3), Version(5));
-        assert!(!lookups.is_expected(8, 0, LearnerId(1), Version(5)));
-        assert!(lookups.is_expected(7, 0, LearnerId(1), Version(6)));
-        assert!(!lookups.is_expected(7, 0, LearnerId(1), Version(6)), "once");
-        lookups.expect(7, 0, LearnerId(1), Version(3), Version(5));
-        assert!(!lookups.is_expected(7, 0, LearnerId(1), Version(4)), "too old");
-        lookups.expect(7, 0, LearnerId(1), Version(3), Version(5));
-        assert!(lookups.is_expected(7, 0, LearnerId(1), Version(3)), "from a directory of its own");
+        lookups.expect(7, 0, Some(LearnerId(1)), Version(3), Version(5));
+        assert!(!lookups.is_expected(8, 0, Some(LearnerId(1)), Version(5)));
+        assert!(lookups.is_expected(7, 0, Some(LearnerId(1)), Version(6)));
+        assert!(!lookups.is_expected(7, 0, Some(LearnerId(1)), Version(6)), "once");
+        lookups.expect(7, 0, Some(LearnerId(1)), Version(3), Version(5));
+        assert!(!lookups.is_expected(7, 0, Some(LearnerId(1)), Version(4)), "too old");
+        lookups.expect(7, 0, Some(LearnerId(1)), Version(3), Version(5));
+        assert!(lookups.is_expected(7, 0, Some(LearnerId(1)), Version(3)), "from a directory of its own");
     }
 }

@@ -58,6 +58,22 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         "Blocks that were reduced before their commit; 0 on a network.",
         of_model,
     )?;
+    let pulls = page.counter("gradfs_pulls_total", "Versions that were pulled from shards.", of_model)?;
+    let pull = page.seconds(
+        "gradfs_pull_seconds",
+        "How long the pull of a version takes, as a moving average.",
+        of_model,
+    )?;
+    let interval = page.seconds(
+        "gradfs_open_interval_seconds",
+        "The time between two opens of weights, as a moving average, of the learner that opens most often.",
+        of_model,
+    )?;
+    let bubble = page.seconds(
+        "gradfs_bubble_seconds",
+        "The time from the end of a pull to the next open of weights, as a moving average.",
+        of_model,
+    )?;
     let payload = Payload::new(&page)?;
     for model in models {
         let name = model.name.as_str();
@@ -69,6 +85,13 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         written.total(&[name], model.traffic.written.load(Ordering::Relaxed))?;
         reduced.total(&[name], model.traffic.reduced_on_arrival.load(Ordering::Relaxed))?;
         staged.total(&[name], model.traffic.staged.load(Ordering::Relaxed))?;
+        if let Some((_, report)) = status.pull {
+            pulls.total(&[name], report.pulls)?;
+            for (of, value) in [(&pull, report.pull), (&interval, report.interval), (&bubble, report.bubble)]
+            {
+                of.set(&[name], value.unwrap_or_default())?;
+            }
+        }
         if let Some(payloads) = model.job.payload() {
             payload.total(name, &payloads)?;
         }

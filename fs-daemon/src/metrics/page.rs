@@ -1,8 +1,10 @@
 //! The page of a scrape: names, labels and values, in Prometheus' text format.
 
+use std::time::Duration;
+
 use libmodelio::transport::tally::Payloads;
 use prometheus::core::{AtomicU64, GenericGaugeVec};
-use prometheus::{IntCounterVec, Opts, Registry, TextEncoder};
+use prometheus::{GaugeVec, IntCounterVec, Opts, Registry, TextEncoder};
 
 /// One answer. It is filled for one scrape and then written, so a thing that is gone, such as a shard that
 /// models have left, has no line any more.
@@ -10,6 +12,9 @@ pub struct Page(Registry);
 
 /// Values of one name that go up and down, by labels.
 pub struct Gauge(GenericGaugeVec<AtomicU64>);
+
+/// Durations of one name, by labels.
+pub struct Seconds(GaugeVec);
 
 /// Totals of one name, by labels.
 pub struct Counter(IntCounterVec);
@@ -33,6 +38,12 @@ impl Page {
         Ok(Gauge(values))
     }
 
+    pub fn seconds(&self, name: &str, help: &str, labels: &[&str]) -> Result<Seconds, prometheus::Error> {
+        let values = GaugeVec::new(Opts::new(name, help), labels)?;
+        self.0.register(Box::new(values.clone()))?;
+        Ok(Seconds(values))
+    }
+
     pub fn counter(&self, name: &str, help: &str, labels: &[&str]) -> Result<Counter, prometheus::Error> {
         let totals = IntCounterVec::new(Opts::new(name, help), labels)?;
         self.0.register(Box::new(totals.clone()))?;
@@ -48,6 +59,13 @@ impl Page {
 impl Gauge {
     pub fn set(&self, labels: &[&str], value: u64) -> Result<(), prometheus::Error> {
         self.0.get_metric_with_label_values(labels)?.set(value);
+        Ok(())
+    }
+}
+
+impl Seconds {
+    pub fn set(&self, labels: &[&str], value: Duration) -> Result<(), prometheus::Error> {
+        self.0.get_metric_with_label_values(labels)?.set(value.as_secs_f64());
         Ok(())
     }
 }

@@ -260,6 +260,9 @@ impl Client {
             return;
         }
         let request = payload.request;
+        if let Some(learner) = open.face.learner() {
+            learner.write_ended(request.offset, payload.outcome.is_ok());
+        }
         match payload.outcome {
             Ok(()) if request.has(flag::FUA) => self.end_step(open, request),
             outcome => self.answer(open, request, outcome),

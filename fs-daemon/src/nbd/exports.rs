@@ -59,7 +59,11 @@ impl ModelExports {
 
     /// Whether opening an export may take long: a learner may have to join, or memory must be taken.
     pub fn takes_long(&self, name: &str) -> bool {
-        matches!(self.kind(name), Some((_, Kind::Device | Kind::Disk | Kind::Gradients | Kind::Learner(_))))
+        match self.kind(name) {
+            Some((_, Kind::Device | Kind::Disk | Kind::Gradients | Kind::Learner(_))) => true,
+            Some((model, Kind::Newest | Kind::Following)) => model.is_behind(),
+            Some((_, Kind::Numbered(_))) | None => false,
+        }
     }
 
     /// Opens an export. Waits for the job's answer if it [takes long](Self::takes_long).
@@ -69,11 +73,11 @@ impl ModelExports {
     pub fn open(&self, name: &str) -> Result<Face, CallError> {
         let gone = |why: &str| CallError::new(libc::ENOENT, why);
         let (model, kind) = self.kind(name).ok_or_else(|| gone("there is no such export any more"))?;
-        let newest = || Reader::newest(&model.job).ok_or_else(|| gone("no version is here yet: try again"));
+        let newest = || model.open_newest();
         let mut joined = false;
         let (learner, reader) = match kind {
             Kind::Newest => return Ok(Face::Version(Arc::new(newest()?))),
-            Kind::Following => return Ok(Face::Following(Following::new(model, newest()?))),
+            Kind::Following => return Ok(Face::Following(Following::new(model, newest()?).into())),
             Kind::Disk => return Ok(Face::Disk(OpenDisk::open(model)?.into())),
             Kind::Numbered(version) => {
                 let why = "this version is gone (control/retain keeps more of them)";

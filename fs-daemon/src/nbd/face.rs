@@ -1,5 +1,6 @@
 //! An export that is open: a version, a learner, or a disk.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -19,7 +20,7 @@ pub enum Face {
     /// A version.
     Version(Arc<Reader>),
     /// The newest version, as of the last FLUSH.
-    Following(Following),
+    Following(Arc<Following>),
     /// A learner, which writes and may read.
     Learner(Arc<LearnerFace>),
     /// A model as a disk.
@@ -38,10 +39,16 @@ impl Following {
         Following { model: Arc::clone(model), reader: Mutex::new(Arc::new(reader)) }
     }
 
-    fn follow(&self) {
-        if let Some(newest) = Reader::newest(&self.model.job) {
-            *self.reader.lock() = Arc::new(newest);
-        }
+    fn follow(self: &Arc<Self>, done: Done<()>) {
+        let this = Arc::clone(self);
+        let shown = move |outcome: CallResult<Version>| {
+            if let (Ok(_), Some(newest)) = (&outcome, Reader::newest(&this.model.job)) {
+                *this.reader.lock() = Arc::new(newest);
+                this.model.job.version_opened(None);
+            }
+            done(outcome.map(drop));
+        };
+        self.model.await_fresh(None, Box::new(shown));
     }
 }
 
@@ -51,6 +58,8 @@ pub struct LearnerFace {
     contribution: Arc<Contribution>,
     /// A step has ended since the version came that is read.
     is_behind: AtomicBool,
+    /// Writes of this step that were refused, by offset, and not repeated with success.
+    refused: Mutex<BTreeSet<u64>>,
 }
 
 impl Face {
@@ -88,12 +97,11 @@ impl Face {
     /// Ends a step, or reads the newest version from now on; `done` hears of it.
     pub fn flush(&self, done: Done<()>) {
         match self {
-            Face::Version(_) => return done(Ok(())),
-            Face::Following(following) => following.follow(),
-            Face::Learner(learner) => return learner.end_step(done),
-            Face::Disk(disk) => return disk.publish(done),
+            Face::Version(_) => done(Ok(())),
+            Face::Following(following) => following.follow(done),
+            Face::Learner(learner) => learner.end_step(done),
+            Face::Disk(disk) => disk.publish(done),
         }
-        done(Ok(()));
     }
 
     /// The client has gone, in good order: what it has written counts.
@@ -121,6 +129,7 @@ impl LearnerFace {
             model: Arc::clone(model),
             contribution: Arc::new(contribution),
             is_behind: AtomicBool::new(false),
+            refused: Mutex::default(),
         }
     }
 
@@ -139,8 +148,20 @@ impl LearnerFace {
         !self.contribution.wrote() && self.model.job.kind() != TransportKind::InProcess
     }
 
+    /// A write at `offset` was taken or refused. If the client goes with refused ones, the step does not count.
+    pub fn write_ended(&self, offset: u64, is_taken: bool) {
+        const MANY: usize = 1024;
+        let mut refused = self.refused.lock();
+        if is_taken {
+            refused.remove(&offset);
+        } else if refused.len() < MANY {
+            refused.insert(offset);
+        }
+    }
+
     /// Ends a step; `done` hears whether it counts.
     pub fn end_step(self: &Arc<Self>, done: Done<()>) {
+        self.refused.lock().clear();
         if !self.contribution.wrote() {
             return done(Ok(()));
         }
@@ -169,12 +190,12 @@ impl LearnerFace {
                 this.contribution.refresh();
             }));
         };
-        self.model.await_step(self.contribution.learner().id, Box::new(shown));
+        self.model.await_fresh(Some(self.contribution.learner().id), Box::new(shown));
     }
 
-    /// The client has gone, in good order: what it has written counts.
+    /// The client has gone, in good order: what it has written counts, unless a part of it was refused.
     pub fn end(self: Arc<Self>) {
-        if !self.contribution.wrote() {
+        if !self.contribution.wrote() || !self.refused.lock().is_empty() {
             return;
         }
         let contribution = Arc::clone(&self.contribution);

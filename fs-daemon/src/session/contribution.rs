@@ -219,6 +219,7 @@ impl Contribution {
     pub fn refresh(&self) {
         if let (Some(reader), Some(newest)) = (&self.reader, Reader::newest(&self.model.job)) {
             *reader.lock() = Arc::new(newest);
+            self.model.job.version_opened(Some(self.learner.id));
         }
     }
 
@@ -230,9 +231,10 @@ impl Contribution {
             // The commit counts, whether or not the new version can be shown.
             done(Ok(()));
         };
-        if self.reader.is_none() || !self.model.job.is_coming(self.learner.id) {
+        let (job, learner) = (&self.model.job, self.learner.id);
+        if self.reader.is_none() || !job.is_coming(learner) || !job.controls().reads_own_step() {
             return show();
         }
-        self.model.await_step(self.learner.id, Box::new(move |_| show()));
+        self.model.await_fresh(Some(learner), Box::new(move |_| show()));
     }
 }

@@ -24,7 +24,7 @@ pub mod wait_log;
 
 mod explained;
 mod file_headers;
-mod own_step;
+mod freshness;
 mod shared_disk;
 
 #[cfg(test)]

@@ -58,7 +58,7 @@ fn publish(publication: &Publication) -> CallResult<()> {
 
 fn await_step(model: &Arc<Model>, learner: &Learner) -> Result<Version, i32> {
     let (done, outcome) = done();
-    model.await_step(learner.id, done);
+    model.await_fresh(Some(learner.id), done);
     outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
 }
 

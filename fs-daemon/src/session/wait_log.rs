@@ -107,6 +107,7 @@ mod tests {
             blocks_on_arrival: 0,
             buffers: (0, 0),
             versions: Vec::new(),
+            pull: None,
             shards: (1..=3).map(shard).collect(),
         }
     }

@@ -144,6 +144,12 @@ impl Job {
         self.shared.inner.lock().core.version()
     }
 
+    /// The version that a program gets if it opens the newest one now. An open may have to wait for it
+    /// ([`Self::await_fresh`]).
+    pub fn offered_version(&self) -> Version {
+        self.shared.inner.lock().core.offered_version()
+    }
+
     /// The versions in this process's memory, in rising order. Pinned ones are included.
     pub fn versions(&self) -> Vec<Version> {
         self.shared.inner.lock().versions.numbers().collect()
@@ -210,6 +216,21 @@ impl Job {
     /// The state of the last commit of `learner`, one of this process's learners.
     pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
         self.shared.inner.lock().core.last_commit(learner)
+    }
+
+    /// Whether an open as `learner`, or as none, shows what it must ([`Self::await_fresh`]).
+    pub fn freshness(&self, learner: Option<LearnerId>) -> LastCommit {
+        self.shared.inner.lock().core.freshness(learner)
+    }
+
+    /// A program opens the newest version here, as `learner` or as none. Pulls are timed by that.
+    pub fn version_opened(&self, learner: Option<LearnerId>) {
+        if self.shared.local.is_some() {
+            return;
+        }
+        let mut inner = self.shared.inner.lock();
+        inner.core.version_opened(learner, self.shared.now());
+        self.shared.rouse_keeper(&inner);
     }
 
     /// Whether a version with the last commit of `learner` is complete elsewhere, and on its way here.

@@ -9,7 +9,7 @@ use crate::registry::Registry;
 use crate::transport::rdma::RdmaOptions;
 use crate::transport::reactor::{Choice, Reactor};
 use crate::transport::{Region, ShardError};
-use crate::vocabulary::controls::ControlError;
+use crate::vocabulary::controls::{ControlError, PullPolicy};
 use crate::vocabulary::ids::{LearnerId, Step, Version};
 use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::partly::PartlyWritten;
@@ -32,18 +32,6 @@ pub enum TransportChoice {
     Rdma,
 }
 
-/// When a client pulls versions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Pulls {
-    /// Every version, as soon as it is published. An open finds it here.
-    #[default]
-    Published,
-    /// The first version, and then those that a request waits for ([`Job::await_step`](super::Job::await_step),
-    /// [`Job::await_newest`](super::Job::await_newest)). This suits programs that contribute more often than they
-    /// read.
-    Awaited,
-}
-
 /// The options of a client.
 #[derive(Clone)]
 pub struct ClientOptions {
@@ -60,8 +48,10 @@ pub struct ClientOptions {
     /// The most bytes that may be asked for and on their way from one shard. They are received where they belong, so
     /// they cost no memory. With too few, a shard is without work while this end is not running.
     pub window: usize,
-    /// When versions are pulled.
-    pub pulls: Pulls,
+    /// When versions are pulled, whatever the job's settings say. On demand is at first, and then when a request waits
+    /// for a newer version ([`Job::await_step`](super::Job::await_step),
+    /// [`Job::await_newest`](super::Job::await_newest)).
+    pub pulls: Option<PullPolicy>,
     /// How RDMA is used, where it is.
     pub rdma: RdmaOptions,
     /// The longest wait for shards and for the first version, when connecting.
@@ -80,7 +70,7 @@ impl Default for ClientOptions {
             transport: TransportChoice::Auto,
             connections: 2,
             window: 64 << 20,
-            pulls: Pulls::Published,
+            pulls: None,
             rdma: RdmaOptions::default(),
             patience: Duration::from_secs(10),
             registry: None,
@@ -123,7 +113,7 @@ pub enum ClientError {
 /// An event in a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A version is complete; opens from now on see it.
+    /// A version is complete. Opens from now on see it, and may have to wait until it is here.
     Published(Version),
     /// A learner is no longer in the job.
     Left(LearnerId, LeaveReason),

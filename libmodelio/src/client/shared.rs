@@ -467,7 +467,10 @@ impl Shared {
                     after.gives_back = true;
                 }
                 inner.late.update(inner.core.state());
+                // A pull may be due before the keeper would look.
+                self.rouse_keeper(inner);
             }
+            Action::Offered(version) => after.events.push(Event::Published(version)),
             Action::Left(learner, reason) => after.events.push(Event::Left(learner, reason)),
             Action::Pulled(version) => {
                 // A thread waits for the first version. For pulled versions, the keeper takes a spare buffer.

@@ -9,6 +9,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use strum::EnumString;
 
 use crate::vocabulary::frozen::{Frozen, NoMatch};
 use crate::vocabulary::reducer::{Domain, Hyper, PARAMETERS, Reducer};
@@ -92,6 +93,8 @@ impl FromStr for Consistency {
     }
 }
 
+/// The value of a setting whose meaning depends on the consistency.
+const AUTO: &str = "auto";
 /// The greatest count that a setting takes.
 const MOST: u32 = 65_536;
 /// Most learners of a job at a time.
@@ -107,6 +110,18 @@ pub enum NonFinite {
     Reject,
     /// They are reduced like any number.
     Accept,
+}
+
+/// When clients pull versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, EnumString, strum::Display)]
+#[strum(serialize_all = "kebab-case")]
+pub enum PullPolicy {
+    /// When a program opens the newest version, which waits for it.
+    OnDemand,
+    /// Every version, as soon as it is out.
+    Eager,
+    /// So late that the pull ends just before a program opens the version, as the opens before predict it.
+    Adaptive,
 }
 
 /// All settings of a job.
@@ -135,6 +150,10 @@ pub struct Controls {
     pub retain: u32,
     /// Version buffers that may exist: newest, next, retained and held open.
     pub max_versions: u32,
+    /// When clients pull versions. `None`: see [`Self::pull_policy`].
+    pub pull: Option<PullPolicy>,
+    /// Whether an open waits for the version with the learner's own step. `None`: see [`Self::reads_own_step`].
+    pub read_own_step: Option<bool>,
     /// NaN and Inf.
     pub nonfinite: NonFinite,
     /// Tensors that are never reduced.
@@ -156,6 +175,8 @@ impl Default for Controls {
             timeout: Duration::from_secs(120),
             retain: 1,
             max_versions: 16,
+            pull: None,
+            read_own_step: None,
             nonfinite: NonFinite::Reject,
             frozen: Frozen::default(),
         }
@@ -225,6 +246,11 @@ const OTHERS: &[(&str, &str)] = &[
     ("timeout", "longest wait in seconds of an open, fsync or close"),
     ("retain", "older versions kept under versions/"),
     ("max_versions", "version buffers that may exist, the held ones included"),
+    (
+        "pull",
+        "versions are pulled eager (at once), adaptive (just before they are opened), or on-demand; or auto",
+    ),
+    ("read_own_step", "true: an open waits for the version with the learner's own step; false; or auto"),
     ("nonfinite", "NaN and Inf in a contribution: reject or accept"),
     ("frozen", "tensors that are never reduced: name patterns with * and ?, one a line"),
 ];
@@ -268,6 +294,8 @@ impl Controls {
             "timeout" => self.timeout.as_secs_f64().to_string(),
             "retain" => self.retain.to_string(),
             "max_versions" => self.max_versions.to_string(),
+            "pull" => self.pull.map_or_else(|| AUTO.to_owned(), |policy| policy.to_string()),
+            "read_own_step" => self.read_own_step.map_or_else(|| AUTO.to_owned(), |reads| reads.to_string()),
             "nonfinite" => match self.nonfinite {
                 NonFinite::Reject => "reject".into(),
                 NonFinite::Accept => "accept".into(),
@@ -313,6 +341,8 @@ impl Controls {
             "timeout" => new.timeout = field.seconds(0.001, "a number of seconds from 0.001 to a year")?,
             "retain" => new.retain = field.count(0, MOST)?,
             "max_versions" => new.max_versions = field.count(3, MOST)?,
+            "pull" => new.pull = field.word_or_auto("auto, eager, adaptive or on-demand")?,
+            "read_own_step" => new.read_own_step = field.word_or_auto("auto, true or false")?,
             "nonfinite" => {
                 new.nonfinite = match field.value.to_ascii_lowercase().as_str() {
                     "reject" => NonFinite::Reject,
@@ -332,6 +362,20 @@ impl Controls {
             _ => return Err(ControlError::Unknown((*name).to_owned())),
         }
         new.validated()
+    }
+
+    /// The policy of pulling in force: adaptive where learners do not wait for each other, else eager.
+    pub fn pull_policy(&self) -> PullPolicy {
+        self.pull.unwrap_or(match self.consistency {
+            Consistency::Async => PullPolicy::Adaptive,
+            _ => PullPolicy::Eager,
+        })
+    }
+
+    /// Whether an open waits for the version with the learner's own step: unless said otherwise, in all consistencies
+    /// but async.
+    pub fn reads_own_step(&self) -> bool {
+        self.read_own_step.unwrap_or(self.consistency != Consistency::Async)
     }
 
     fn validated(self) -> Result<Controls, ControlError> {
@@ -432,6 +476,11 @@ impl Field<'_> {
     /// One of some words, in any case: `AdamW` and Python's `True` are clear enough.
     fn word<T: FromStr>(&self, expected: &str) -> Result<T, ControlError> {
         self.value.to_ascii_lowercase().parse().map_err(|_| self.invalid(expected))
+    }
+
+    /// Like [`Self::word`]; `auto` is `None`.
+    fn word_or_auto<T: FromStr>(&self, expected: &str) -> Result<Option<T>, ControlError> {
+        if self.value.eq_ignore_ascii_case(AUTO) { Ok(None) } else { self.word(expected).map(Some) }
     }
 
     fn parse<T: FromStr>(&self, expected: &'static str) -> Result<T, ControlError> {
@@ -563,6 +612,10 @@ mod tests {
             ("deterministic", "True", "true"),
             ("aggregation", "Sum", "sum"),
             ("nonfinite", "ACCEPT", "accept"),
+            ("pull", "Adaptive", "adaptive"),
+            ("pull", "on-demand", "on-demand"),
+            ("pull", "AUTO", "auto"),
+            ("read_own_step", "False", "false"),
         ] {
             controls = controls.with(name, value).unwrap();
             assert_eq!(controls.get(name).as_deref(), Some(shown), "{name}={value}");

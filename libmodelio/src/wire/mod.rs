@@ -64,10 +64,8 @@ impl Limits {
     pub const MAX: Limits = Limits { body: MAX_BODY, payload: MAX_PAYLOAD };
 }
 
-/// Versions of the protocol. A variant says what it changed.
-///
 /// Versions of the protocol. All share the header, the place and `protocol` of `Hello` and `Welcome`, and
-/// `Refused` with `Refusal::Protocol`.
+/// `Refused` with `Refusal::Protocol`. A variant says what it changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u16)]
 pub enum Protocol {
@@ -85,12 +83,16 @@ pub enum Protocol {
     /// provisional: it is granted for one contribution that is still being written, `Commit` seals it and
     /// names the plan under which its blocks were sent. `WholeBlock` says that there is a block to begin such a plan with.
     /// `PullWhole` asks a shard on the same host for a whole version, which `VersionAt` names where it lies.
+    ///
+    /// This program does not speak it any more.
     V3 = 3,
+    /// Settings say when versions are pulled, and whether an open waits for the learner's own step.
+    V4 = 4,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V3;
+    pub const NEWEST: Protocol = Protocol::V4;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -103,7 +105,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            3 => Ok(Protocol::V3),
+            4 => Ok(Protocol::V4),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

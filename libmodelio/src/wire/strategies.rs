@@ -135,9 +135,16 @@ fn learner_state() -> impl Strategy<Value = LearnerState> {
 }
 
 fn controls() -> impl Strategy<Value = Controls> {
-    (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}").prop_map(|(rate, learners, frozen)| {
-        let texts =
-            [("learning_rate", rate.to_string()), ("learners", learners.to_string()), ("frozen", frozen)];
+    let pull = proptest::sample::select(vec!["auto", "eager", "adaptive", "on-demand"]);
+    let own = proptest::sample::select(vec!["auto", "true", "false"]);
+    (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}", pull, own).prop_map(|(rate, learners, frozen, pull, own)| {
+        let texts = [
+            ("learning_rate", rate.to_string()),
+            ("learners", learners.to_string()),
+            ("frozen", frozen),
+            ("pull", pull.to_owned()),
+            ("read_own_step", own.to_owned()),
+        ];
         Controls::default()
             .with_all(texts.iter().map(|(name, text)| (*name, text.as_str())))
             .expect("settings")

@@ -51,7 +51,12 @@ pub fn bad_settings_change_nothing(way: &Way) {
 }
 
 pub fn async_makes_a_version_of_each(way: &Way) {
-    let site = way.job(&[("reducer", "sum"), ("consistency", "async"), ("learners", "2")]);
+    let site = way.job(&[
+        ("reducer", "sum"),
+        ("consistency", "async"),
+        ("learners", "2"),
+        ("read_own_step", "true"),
+    ]);
     let [a, b] = site.two_ends();
     let (one, other) = (a.join("a"), b.join("b"));
     for step in 1..=3 {

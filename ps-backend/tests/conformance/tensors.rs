@@ -324,7 +324,8 @@ pub fn what_was_not_written_takes_no_part_in_assign(way: &Way) {
 }
 
 pub fn values_that_a_mount_has_not_seen_yet_stay(way: &Way) {
-    let settings = [("consistency", "async"), ("reducer", "assign"), ("learners", "2")];
+    let settings =
+        [("consistency", "async"), ("reducer", "assign"), ("learners", "2"), ("read_own_step", "true")];
     let (_site, writers) = job(way, 2, &settings);
     // Elements of one block in turn, as fast as they go.
     for i in 0..60 {

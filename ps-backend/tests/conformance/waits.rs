@@ -20,7 +20,8 @@ fn in_time(begun: Instant, timeout: Duration) {
 }
 
 /// A job in which a commit waits for a second learner to join, to be taken then.
-const WAITS: [(&str, &str); 3] = [("reducer", "sum"), ("consistency", "async"), ("learners", "2")];
+const WAITS: [(&str, &str); 4] =
+    [("reducer", "sum"), ("consistency", "async"), ("learners", "2"), ("read_own_step", "true")];
 
 pub fn a_commit_that_waits_for_others_ends_at_its_deadline(way: &Way) {
     let site = way.job(&WAITS);

@@ -44,7 +44,13 @@ fn stress(consistency: &str, steps: u64) {
     const LEARNERS: u64 = 4;
     let job = Job::with(
         floats_layout(70_001),
-        &[("reducer", "sum"), ("consistency", consistency), ("learners", "4"), ("max_versions", "5")],
+        &[
+            ("reducer", "sum"),
+            ("consistency", consistency),
+            ("learners", "4"),
+            ("max_versions", "5"),
+            ("read_own_step", "true"),
+        ],
     );
     let start = decode(&job.layout, &job.weights());
     let learners: Vec<Learner> = (0..LEARNERS).map(|i| job.join(&format!("l{i}"))).collect();

@@ -178,7 +178,8 @@ fn blocks_that_a_dead_client_sent_ahead_never_count() {
 /// One learner has written half of its contribution, which the shard has. Then another one contributes.
 fn a_slow_writer_holds_nobody_up(consistency: &str) {
     for (way, shared) in ways().into_iter().flat_map(|way| [(way, false), (way, true)]) {
-        let settings = [("reducer", "sum"), ("learners", "1"), ("consistency", consistency)];
+        let settings =
+            [("reducer", "sum"), ("learners", "1"), ("consistency", consistency), ("read_own_step", "true")];
         let world = World::new(1, BYTES, &settings, way);
         let (client, other) = (world.client(), world.client());
         let slow = contributor(&client, "slow");

@@ -3,8 +3,8 @@
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use libmodelio::client::Pulls;
 use libmodelio::transport::reactor::Choice;
+use libmodelio::vocabulary::controls::PullPolicy;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::Message;
 
@@ -105,7 +105,7 @@ fn a_late_learner_does_not_hold_up_anothers_answer() {
 #[test]
 fn a_client_may_pull_only_what_it_waits_for() {
     let world = World::new(2, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Tcp(Choice::Auto));
-    let (lazy, eager) = (world.client_that(Pulls::Awaited), world.client());
+    let (lazy, eager) = (world.client_that(Some(PullPolicy::OnDemand)), world.client());
     let learner = Learner::join(&lazy, "a");
     for step in 1..=2 {
         assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));

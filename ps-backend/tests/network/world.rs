@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::{ClientError, ClientOptions, Job, Pulls, TransportChoice};
+use libmodelio::client::{ClientError, ClientOptions, Job, TransportChoice};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::{CommitNotice, LeaveReason, Region, RegionKey, ShardError};
-use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::controls::{Controls, PullPolicy};
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
@@ -184,7 +184,7 @@ impl World {
         }
     }
 
-    pub fn client_that(&self, pulls: Pulls) -> Arc<Job> {
+    pub fn client_that(&self, pulls: Option<PullPolicy>) -> Arc<Job> {
         self.client_with(|options| options.pulls = pulls)
     }
 

@@ -7,7 +7,7 @@ use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, LearnerId, Step};
 use libmodelio::wire::{Message, Refusal};
 
-use crate::client::{ClientEvent, Payload};
+use crate::client::{Client, ClientEvent, Payload};
 use crate::history::Uid;
 use crate::settings::tensors_of;
 use crate::world::{Event, Node, Now, World};
@@ -61,6 +61,8 @@ pub struct Program {
     uid: Option<Uid>,
     /// Its contribution lies in memory that is its own again at the answer.
     mapped: bool,
+    /// It waits for a version with its own step in it.
+    reads_own: bool,
     /// Steps acknowledged since the network is well.
     pub since: u32,
     /// The coordinator may have carried out a join of which it does not know.
@@ -79,6 +81,7 @@ impl Program {
             slot: 0,
             uid: None,
             mapped: false,
+            reads_own: false,
             since: 0,
             join_unsure: false,
         }
@@ -273,10 +276,17 @@ impl World {
         at: usize,
         result: Result<libmodelio::vocabulary::ids::Version, String>,
     ) {
-        if let (Ok(version), Some(uid)) = (result, self.clients[index].programs[at].uid) {
-            self.history.holds(version, uid);
+        let now = self.clock(Node::Client(index));
+        let Client { core, programs, .. } = &mut self.clients[index];
+        let program = &mut programs[at];
+        program.doing = Doing::Idle;
+        let reads_own = program.reads_own && core.state().controls.reads_own_step();
+        if let Ok(version) = result {
+            core.version_opened(program.learner, now);
+            if let Some(uid) = program.uid.filter(|_| reads_own) {
+                self.history.holds(version, uid);
+            }
         }
-        self.clients[index].programs[at].doing = Doing::Idle;
         let about = self.settings.compute;
         self.program_pauses(index, at, about);
     }
@@ -368,7 +378,11 @@ impl World {
         client.next_token += 1;
         client.programs[at].doing = Doing::Waiting;
         client.tokens.insert(token, (at, Asked::Await(uid), deadline));
-        self.on_client(index, |core, now, actions| core.await_step(token, learner, deadline, now, actions));
+        let reads_own = client.core.state().controls.reads_own_step();
+        client.programs[at].reads_own = reads_own;
+        self.on_client(index, |core, now, actions| {
+            core.await_fresh(token, Some(learner), deadline, now, actions);
+        });
     }
 
     /// The first write of a contribution: from here on its staging region is written over.

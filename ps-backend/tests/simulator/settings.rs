@@ -129,6 +129,17 @@ impl Settings {
             changes.extend([("reducer", "assign"), ("reducer", "sgd"), ("min_learners", "1")]);
             changes.extend([("clip_norm", "1"), ("clip_norm", "0")]);
         }
+        // Runs with the same seed are as they were before there were these settings, but for them.
+        let mut of_pulls = rng.clone();
+        for (name, values) in [
+            ("pull", &["auto", "eager", "adaptive", "on-demand"][..]),
+            ("read_own_step", &["auto", "auto", "true", "false"]),
+        ] {
+            controls = controls.with(name, one_of(&mut of_pulls, values)).expect("a setting");
+        }
+        if of_pulls.bool() {
+            changes.extend([("pull", "adaptive"), ("pull", "on-demand"), ("read_own_step", "false")]);
+        }
         let rough = rng.u32(0..4);
         let mut settings = Settings {
             blocks: rng.u32(1..=12),

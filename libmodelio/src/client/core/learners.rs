@@ -186,11 +186,11 @@ impl ClientCore {
         known.is_some_and(|known| known.state.step >= known.committed && !known.state.unpublished)
     }
 
-    /// Where the last commit of `learner` is.
+    /// Where the last commit of `learner` is. If the job's settings are that learners do not wait for their own steps, it
+    /// is as if there was none.
     pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
-        let Some(Learner { state, .. }) = self.learners.get(&learner) else {
-            return LastCommit::In(Version(0));
-        };
+        let known = self.learners.get(&learner).filter(|_| self.state.controls.reads_own_step());
+        let Some(Learner { state, .. }) = known else { return LastCommit::In(Version(0)) };
         match self.is_published(learner) && state.published_in <= self.version() {
             true => LastCommit::In(state.published_in),
             false => LastCommit::Waits,
@@ -358,6 +358,7 @@ impl ClientCore {
         }
         self.drop_open(learner, actions);
         self.learners.remove(&learner);
+        self.pull_times.forget(learner);
         // Its committed payload stays until the coordinator has answered for it or, in one process, until it is part
         // of a version.
         let contributions = self.state.contributions;

@@ -12,11 +12,13 @@
 //! | `held` | payload that shards may still need |
 //! | `moving` | a change of the block map |
 //! | `pushing`, `pulling` | blocks to and from shards |
+//! | `pull_times` | when to pull |
 //! | `waits` | requests that wait for a version |
 
 mod held;
 mod learners;
 mod moving;
+mod pull_times;
 mod pulling;
 mod pushing;
 mod requests;
@@ -30,12 +32,15 @@ use fixedbitset::FixedBitSet;
 
 use crate::transport::{LeaveReason, ShardError};
 use crate::vocabulary::block_map::{BlockMap, PartitionIndex};
+use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::vocabulary::phase::JobPhase;
 use crate::wire::{JobState, MAX_NUMBER, Message, Refusal};
 use held::Held;
 pub use learners::LastCommit;
 use learners::Learner;
+pub use pull_times::PullReport;
+use pull_times::PullTimes;
 use pulling::Pull;
 pub use pulling::{PULL_BLOCKS, Whole};
 use pushing::Outgoing;
@@ -77,6 +82,8 @@ pub enum Action {
     EndLoans,
     /// The state of the job has changed.
     State,
+    /// Programs may open this version, which is pulled when one does.
+    Offered(Version),
     /// A learner of this client is no longer in the job.
     Left(LearnerId, LeaveReason),
     /// All blocks of this version are in the buffer: show it, then call [`ClientCore::shown`].
@@ -123,8 +130,9 @@ pub struct ClientCore {
     /// The number of blocks that connections are receiving.
     reserved: u32,
     waits: Vec<Wait>,
-    /// The client pulls a version only when a request waits for it.
-    on_demand: bool,
+    /// When to pull, if the job's settings do not say that.
+    pulls: Option<PullPolicy>,
+    pull_times: PullTimes,
     /// The block to begin sending at.
     first: usize,
     /// The shard is in this process. It reads contributions where they lie until they are part of a version, even
@@ -161,7 +169,8 @@ impl ClientCore {
             whole: false,
             reserved: 0,
             waits: Vec::new(),
-            on_demand: false,
+            pulls: None,
+            pull_times: PullTimes::default(),
             first: 0,
             in_process: false,
         }
@@ -180,9 +189,9 @@ impl ClientCore {
         ClientCore { first: ((mixed * self.blocks as u64) >> 32) as usize, ..self }
     }
 
-    /// Pulls only the first version and those that a request waits for.
-    pub fn on_demand(self) -> ClientCore {
-        ClientCore { on_demand: true, ..self }
+    /// Pulls by this policy, whatever the job's settings say.
+    pub fn pulls(self, policy: PullPolicy) -> ClientCore {
+        ClientCore { pulls: Some(policy), ..self }
     }
 
     /// The shards, by [`PartitionIndex`].
@@ -298,7 +307,7 @@ impl ClientCore {
         let pulling = self.pull.iter().flat_map(|pull| &pull.partitions);
         let pulling = pulling.filter(|partition| !partition.missing.is_clear());
         let pulling = pulling.map(|partition| partition.retry.unwrap_or(partition.moved + PATIENCE));
-        requests.chain(waits).chain(sending).chain(pulling).min()
+        requests.chain(waits).chain(sending).chain(pulling).chain(self.pull_due()).min()
     }
 
     /// Time passes. The client handles deadlines and repeats messages.
@@ -308,6 +317,7 @@ impl ClientCore {
             self.tick_partition(partition, now, actions);
         }
         self.answer_waits(now, actions);
+        self.start_pull(now, actions);
     }
 
     fn tick_partition(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {

@@ -4,10 +4,12 @@ use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 
+use super::pull_times::PullReport;
 use super::waits::{Awaits, Wait};
-use super::{Action, ClientCore, Now};
+use super::{Action, ClientCore, LastCommit, Now};
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::vocabulary::ids::{BlockId, Version};
+use crate::vocabulary::controls::PullPolicy;
+use crate::vocabulary::ids::{BlockId, LearnerId, Version};
 use crate::wire::Message;
 
 /// The number of blocks in one pull request.
@@ -50,16 +52,10 @@ pub(super) struct Receiving {
 impl ClientCore {
     /// Begins to pull the newest version, unless it is shown or being pulled.
     pub(super) fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
-        if self.pull.is_some()
-            || self.whole
-            || self.reserved > 0
-            || self.state.sequence == 0
-            || is_shown
-            || !self.is_wanted()
-        {
+        if !self.can_pull() || !self.is_wanted(now) {
             return;
         }
+        self.pull_times.began(now);
         let receiving = |owned: &FixedBitSet| Receiving {
             missing: owned.clone(),
             asked: FixedBitSet::with_capacity(owned.len()),
@@ -74,15 +70,77 @@ impl ClientCore {
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
-    /// Whether a request needs a newer version than the one that is shown.
-    pub(super) fn is_wanted(&self) -> bool {
+    /// Whether there is a newer version than the one that is shown, and nothing is being pulled.
+    fn can_pull(&self) -> bool {
+        let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
+        self.pull.is_none() && !self.whole && self.reserved == 0 && self.state.sequence != 0 && !is_shown
+    }
+
+    /// The policy in force.
+    fn pull_policy(&self) -> PullPolicy {
+        match self.in_process {
+            // Nothing is transferred.
+            true => PullPolicy::Eager,
+            false => self.pulls.unwrap_or_else(|| self.state.controls.pull_policy()),
+        }
+    }
+
+    /// When to pull the newest version, if that is not yet due.
+    pub(super) fn pull_due(&self) -> Option<Now> {
+        let waits = self.pull_policy() == PullPolicy::Adaptive && self.can_pull();
+        waits.then(|| self.pull_times.due())
+    }
+
+    /// The version that a program gets if it opens the newest one now. An open may have to wait for it.
+    pub fn offered_version(&self) -> Version {
+        match self.pull_policy() {
+            PullPolicy::OnDemand => self.state.version.max(self.version()),
+            PullPolicy::Eager | PullPolicy::Adaptive => self.version(),
+        }
+    }
+
+    /// Whether an open as `learner`, or as none, shows what it must: the learner's own step, and the newest version if
+    /// versions are pulled on demand.
+    pub fn freshness(&self, learner: Option<LearnerId>) -> LastCommit {
+        match learner.map_or(LastCommit::In(Version(0)), |learner| self.last_commit(learner)) {
+            LastCommit::In(_) if self.offered_version() > self.version() => LastCommit::Waits,
+            own => own,
+        }
+    }
+
+    /// A program opens the version that is shown, as this learner or as none.
+    pub fn version_opened(&mut self, learner: Option<LearnerId>, now: Now) {
+        let known = learner.and_then(|learner| self.learners.get(&learner));
+        match known {
+            Some(known) => self.pull_times.opened(learner, known.committed.0, now),
+            None => self.pull_times.opened(None, self.version().0, now),
+        }
+    }
+
+    /// How long pulls take, and how often versions are opened.
+    pub fn pull_report(&self) -> (PullPolicy, PullReport) {
+        (self.pull_policy(), self.pull_times.report())
+    }
+
+    /// Whether the policy, or a request that waits, needs a newer version than the one that is shown.
+    fn is_wanted(&mut self, now: Now) -> bool {
         let newer = |wait: &Wait| match wait.awaits {
             Awaits::Version(version) => version > self.version(),
             Awaits::Step(learner) => {
                 self.learners.get(&learner).is_some_and(|known| known.state.published_in > self.version())
             }
         };
-        !self.on_demand || self.shown.is_none() || self.waits.iter().any(newer)
+        if self.shown.is_none() || self.waits.iter().any(newer) {
+            return true;
+        }
+        match self.pull_policy() {
+            PullPolicy::Eager => true,
+            PullPolicy::OnDemand => false,
+            PullPolicy::Adaptive => {
+                self.pull_times.forget_gone(now);
+                self.pull_times.due() <= now
+            }
+        }
     }
 
     /// Whether all buffers for the version that is being pulled are held.
@@ -215,6 +273,7 @@ impl ClientCore {
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
         self.shown = self.shown.max(Some(version));
         self.whole = false;
+        self.pull_times.ended(now);
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
     }

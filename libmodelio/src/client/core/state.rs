@@ -73,12 +73,16 @@ impl ClientCore {
                 self.learners.insert(learner, Learner::new(None, named[&learner].clone(), state.sequence));
             }
         }
+        let offered = self.offered_version();
         self.failed_at = (state.phase == JobPhase::Failed).then(|| self.failed_at.unwrap_or(now));
         self.state = state;
         if self.in_process {
             self.release_left(actions);
         }
         actions.push(Action::State);
+        if self.offered_version() > offered {
+            actions.push(Action::Offered(self.offered_version()));
+        }
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
     }

@@ -42,6 +42,20 @@ impl ClientCore {
         self.wait(Wait { token, awaits: Awaits::Step(learner), deadline }, now, actions);
     }
 
+    /// Waits until an open as `learner`, or as none, shows what it must.
+    pub fn await_fresh(
+        &mut self,
+        token: Token,
+        learner: Option<LearnerId>,
+        deadline: Now,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let own = learner.filter(|learner| self.last_commit(*learner) == LastCommit::Waits);
+        let awaits = own.map_or(Awaits::Version(self.offered_version()), Awaits::Step);
+        self.wait(Wait { token, awaits, deadline }, now, actions);
+    }
+
     /// Waits until the client shows the newest version that the coordinator has announced, or a newer one.
     pub fn await_newest(&mut self, token: Token, deadline: Now, now: Now, actions: &mut Vec<Action>) {
         self.wait(Wait { token, awaits: Awaits::Version(self.state.version), deadline }, now, actions);

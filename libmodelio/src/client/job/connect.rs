@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::Job;
 use crate::client::core::{ClientCore, Now};
-use crate::client::options::{ClientError, ClientOptions, Pulls, TransportChoice};
+use crate::client::options::{ClientError, ClientOptions, TransportChoice};
 use crate::client::routes::Routes;
 use crate::client::shared::{Inner, Local, Shared};
 use crate::client::versions::{self, Versions};
@@ -38,8 +38,8 @@ impl Job {
         let id = random_id()?;
         let core = ClientCore::new(&map).apart(id);
         let core = match options.pulls {
-            Pulls::Published => core,
-            Pulls::Awaited => core.on_demand(),
+            None => core,
+            Some(policy) => core.pulls(policy),
         };
         let (transport, connections) = (options.transport, options.connections);
         if transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {

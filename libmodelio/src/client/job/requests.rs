@@ -268,6 +268,17 @@ impl Job {
         });
     }
 
+    /// Calls `done` when an open as `learner`, or as none, shows what it must, or `timeout` is over. That is the version
+    /// with the learner's own step, if the settings say so, and the newest one if versions are pulled on demand.
+    pub fn await_fresh(&self, learner: Option<LearnerId>, timeout: Duration, done: Done<Version>) {
+        if let Err(error) = self.shared.refuse_if_ending() {
+            return done(Err(error));
+        }
+        self.shared.wait(done, |core, token, now, actions| {
+            core.await_fresh(token, learner, now + timeout, now, actions);
+        });
+    }
+
     /// Calls `done` when the newest version that the coordinator has announced, or a newer one, is here, or `timeout`
     /// is over.
     pub fn await_newest(&self, timeout: Duration, done: Done<Version>) {

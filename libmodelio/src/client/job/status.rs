@@ -4,11 +4,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Job;
+use crate::client::core::PullReport;
 use crate::client::fallback::FastPath;
 use crate::client::options::TransportChoice;
 use crate::client::peer::Peer;
 use crate::client::routes::ShardRoute;
 use crate::transport::TransportKind;
+use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{ShardId, Version};
 use crate::vocabulary::members::{MemberView, WaitedFor};
 use crate::vocabulary::norm::Norm;
@@ -45,7 +47,7 @@ pub struct JobStatus {
     pub state: JobPhase,
     /// The learners that others have been waiting for, and for how long, if that is long.
     pub late: Option<(WaitedFor, Duration)>,
-    /// The newest version.
+    /// The newest version that can be opened here.
     pub version: Version,
     /// The learners in the job, on all mounts.
     pub members: Vec<MemberView>,
@@ -61,6 +63,8 @@ pub struct JobStatus {
     pub buffers: (usize, usize),
     /// The versions in this process's memory.
     pub versions: Vec<Version>,
+    /// When versions are pulled. `None` if the only shard is in this process.
+    pub pull: Option<(PullPolicy, PullReport)>,
     /// The model's shards, in the order of their numbers. There is at least one.
     pub shards: Vec<ShardView>,
 }
@@ -104,7 +108,7 @@ impl Job {
                 let late = WaitedFor { learners: state.late.clone(), more: state.late_more as usize };
                 (late, since.elapsed())
             }),
-            version: inner.core.version(),
+            version: inner.core.offered_version(),
             members: state.learners.iter().zip(silences).filter_map(member).collect(),
             committed: state.committed as usize,
             contributions: state.contributions,
@@ -112,6 +116,7 @@ impl Job {
             blocks_on_arrival: self.on_arrival.load(Ordering::Relaxed),
             buffers,
             versions: inner.versions.numbers().collect(),
+            pull: self.shared.local.is_none().then(|| inner.core.pull_report()),
             shards,
         }
     }

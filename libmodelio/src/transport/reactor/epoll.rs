@@ -6,8 +6,8 @@
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -30,6 +30,10 @@ const POLLING: Duration = Duration::from_micros(30);
 /// How many threads wait for the rest of a payload from this host. One alone polls. Where there are more, they and their
 /// senders have better uses for the CPUs.
 static AMID_PAYLOADS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether the sender can run while a thread polls.
+static HAS_TWO_CPUS: LazyLock<bool> =
+    LazyLock::new(|| std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1));
 
 pub(super) struct Poll {
     sleeper: Sleeper,
@@ -133,7 +137,7 @@ impl Driver for Poll {
         port.adjust_low_water();
         self.register(token, port, EpollFlags::EPOLLIN, false)?;
         port.receiving = Phase::Outstanding;
-        self.is_amid_payload |= port.is_amid_local_payload();
+        self.is_amid_payload |= port.is_amid_local_payload() && *HAS_TWO_CPUS;
         Ok(())
     }
 

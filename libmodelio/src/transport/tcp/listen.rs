@@ -3,7 +3,7 @@
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use socket2::SockRef;
@@ -16,6 +16,8 @@ use crate::transport::stream::{Close, Connection, Stream, errno};
 const AT_ONCE: usize = 16;
 /// The pause before the next try when descriptors or memory are used up.
 const PAUSE: Duration = Duration::from_millis(100);
+/// How long it is not said again that connections are refused.
+const SILENCE: Duration = Duration::from_secs(10);
 
 impl Handle {
     /// Accepts connections with `options`, and serves the stream that `factory` returns for each, on the thread that
@@ -55,7 +57,7 @@ impl Handle {
         options: Options,
         factory: Factory,
     ) -> Result<Connection, Refused> {
-        let accepting = Accepting { options, factory, reactor: self.clone() };
+        let accepting = Accepting { options, factory, reactor: self.clone(), said: None };
         self.place(listener, Kind::Waiting(Box::new(accepting)), Thread::Any)
     }
 }
@@ -77,6 +79,8 @@ struct Accepting {
     options: Options,
     factory: Factory,
     reactor: Handle,
+    /// When it was last said that a connection is refused.
+    said: Option<Instant>,
 }
 
 impl Waiting for Accepting {
@@ -134,7 +138,11 @@ impl Accepting {
         let Some(stream) = (self.factory)(peer) else { return };
         match self.reactor.place(socket, Kind::Stream(stream), Thread::Any) {
             Ok(_) | Err(Refused::ShutDown) => {}
-            Err(refused) => tracing::warn!(?peer, %refused, "a connection is not accepted"),
+            Err(refused) if self.said.is_none_or(|at| at.elapsed() > SILENCE) => {
+                self.said = Some(Instant::now());
+                tracing::warn!(?peer, %refused, "connections are not accepted");
+            }
+            Err(refused) => tracing::debug!(?peer, %refused, "a connection is not accepted"),
         }
     }
 }

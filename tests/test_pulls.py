@@ -1,0 +1,146 @@
+"""When mounts pull versions, and which version an open waits for, as docs/semantics.md promises."""
+
+import errno
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from filetools import BLOCK, Threads, array, eventually, filled, raises
+
+SIZE = 16 * BLOCK
+MIB = 1 << 20
+
+
+def opened_at_once(path):
+    """A file of weights by an open that does not wait."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        return np.frombuffer(file.readall(), "<f4")
+
+
+@pytest.mark.also_on_network
+def test_async_opens_wait_only_if_read_own_step_is_true__whatever_the_consistency_is(start_mount):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", timeout=20, learners=2)
+    a, ones, threads = mount.join("a"), filled(mount, 1), Threads()
+    mount.join("b")
+    assert mount.control("read_own_step") == "auto"
+    mount.contribute(ones, learner="a")
+    with raises(errno.EAGAIN):
+        opened_at_once(a / "weights")
+    assert mount.control("read_own_step", "false") == "false"
+    assert (array(a / "weights") == 0).all()
+    assert mount.control("read_own_step", "true") == "true"
+    waiting = threads.start(array, a / "weights")
+    time.sleep(0.05)
+    assert not waiting.done()
+    mount.contribute(ones, learner="b")
+    assert (waiting.result(10) == 2).all()
+
+
+def test_async_opens_wait_only_if_read_own_step_is_true(cluster):
+    """A step is in a version, whose blocks do not get to the mount."""
+    one = cluster(0)
+    proxy = one.proxy()
+    one.add_shard(proxy=proxy)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", consistency="async", timeout=20)
+    mount, threads = one.mount(), Threads()
+    a, ones = mount.join("a"), filled(mount, 1)
+    mount.join("b")
+    mount.contribute(ones, learner="a")
+    eventually(lambda: (array(a / "weights") == 1).all())
+    is_held = threading.Event()
+
+    def hold(connection, direction, data):
+        while is_held.is_set() and (connection.role, direction) == ("data", "down"):
+            time.sleep(0.01)
+        return data
+
+    proxy.rule = hold
+    is_held.set()
+    mount.contribute(ones, learner="a")
+    assert (array(a / "weights") == 1).all() and (opened_at_once(a / "weights") == 1).all()
+    mount.control("read_own_step", "true")
+    with raises(errno.EAGAIN):
+        opened_at_once(a / "weights")
+    waiting = threads.start(array, a / "weights")
+    time.sleep(0.05)
+    assert not waiting.done()
+    is_held.clear()
+    assert (waiting.result(10) == 2).all()
+
+
+def test_a_mount_that_pulls_on_demand_pulls_what_is_opened(cluster):
+    one = cluster(1)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", timeout=5, pull="on-demand")
+    trains, reads = one.mount(transport="tcp"), one.mount(transport="tcp")
+    ones = filled(trains, 1)
+    pulled = reads.status()["pull"]
+    assert pulled["policy"] == "on-demand"
+    for _ in range(5):
+        trains.contribute(ones)
+    # It knows of the version, and has not pulled it.
+    eventually(lambda: reads.seen() == 5)
+    assert reads.status()["version"] == 5
+    time.sleep(0.1)
+    assert reads.status()["pull"]["pulls"] == pulled["pulls"]
+    assert (array(reads.model / "weights") == 5).all()
+    assert (array(reads.model / "weights") == 5).all()
+    assert reads.status()["pull"]["pulls"] == pulled["pulls"] + 1
+    # An open waits no longer than for the timeout, and one that must not wait does not.
+    trains.contribute(ones)
+    eventually(lambda: reads.seen() == 6)
+    reads.control("timeout", "0.3")
+    one.shards[0].pause()
+    try:
+        with raises(errno.EAGAIN):
+            opened_at_once(reads.model / "weights")
+        with raises(errno.ETIMEDOUT):
+            os.open(reads.model / "weights", os.O_RDONLY)
+    finally:
+        one.shards[0].resume()
+    assert (array(reads.model / "weights") == 6).all()
+    # With another policy it catches up by itself.
+    reads.control("pull", "eager")
+    trains.contribute(ones)
+    eventually(lambda: reads.status()["pull"]["pulls"] == pulled["pulls"] + 3)
+    assert (opened_at_once(reads.model / "weights") == 7).all()
+
+
+def test_an_adaptive_mount_pulls_just_before_an_open(cluster):
+    """Versions come out many times as often as weights are opened."""
+    one = cluster(1)
+    one.create("m", size=8 * MIB, reducer="sum", consistency="async", timeout=20)
+    trains, reads, threads = one.mount(transport="tcp"), one.mount(transport="tcp"), Threads()
+    ones, is_over = filled(trains, 1), []
+
+    def train():
+        while not is_over:
+            trains.contribute(ones)
+            time.sleep(0.01)
+
+    def opens(count):
+        """Opens weights so often, in a steady rhythm; how many versions came out, and were pulled."""
+        before, newest = reads.status()["pull"]["pulls"], trains.status()["contributions"]
+        begin = time.monotonic()
+        for at in range(count):
+            time.sleep(max(0, begin + 0.4 * at - time.monotonic()))
+            array(reads.model / "weights")
+        return trains.status()["contributions"] - newest, reads.status()["pull"]["pulls"] - before
+
+    training = threads.start(train)
+    assert reads.status()["pull"]["policy"] == "adaptive"
+    opens(6)
+    came, pulled = opens(10)
+    status = reads.status()["pull"]
+    assert came > 40 and pulled <= 25, f"{came} versions, {pulled} pulled; {status}"
+    assert 0.2 < status["open_interval_seconds"] < 0.6 and status["seconds"] > 0, status
+    assert status["bubble_seconds"] < status["open_interval_seconds"], status
+    reads.control("pull", "eager")
+    came, eagerly = opens(4)
+    assert eagerly > 2 * pulled / 10 * 4, f"{came} versions, {eagerly} pulled, {pulled} in ten opens before"
+    # Without opens it does not fall behind for good.
+    reads.control("pull", "adaptive")
+    is_over.append(True)
+    training.result(10)
+    eventually(lambda: reads.seen() == trains.status()["contributions"], deadline=20)
