@@ -72,6 +72,12 @@ impl OpenRequest {
         }
     }
 
+    /// Whether the open is of a file that contributes.
+    pub fn contributes(&self) -> bool {
+        let file = self.file().filter(|_| self.writes).map(|(_, file)| file);
+        matches!(file, Some(File::Gradients | File::Device | File::LearnerGradients(_)))
+    }
+
     /// Whether the open takes long: it takes a region's pages first, or asks the job.
     pub fn takes_long(&self) -> bool {
         let Some((tree, file)) = self.file() else { return false };

@@ -105,6 +105,7 @@ impl Calls {
     }
 
     fn open_now(&self, request: &OpenRequest, tid: u32) -> CallResult<Opened> {
+        let _opening = request.contributes().then(|| self.watches.opening());
         let (file, way) = self.fs.open(request)?;
         let users = file.written_tree().map(|_| FileUsers::new(tid));
         let open = Arc::new(ProgramFile { file, opener: tid, users });

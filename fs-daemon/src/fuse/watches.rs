@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use libmodelio::transport::LeaveReason;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
 use super::process::{Exit, Process, Watcher};
 use crate::session::learner::Learner;
@@ -18,6 +18,9 @@ pub struct Watches {
     /// By the watcher's key.
     watched: Mutex<HashMap<u64, Watched>>,
     next_key: AtomicU64,
+    /// Held from before a program gets its learner until its process is watched, and while it is decided whether a learner
+    /// is alone. So a program that is just opening counts.
+    opening: RwLock<()>,
     watcher: OnceLock<Watcher>,
     /// Said once that some program's end cannot be seen.
     warned_of_strangers: AtomicBool,
@@ -49,6 +52,12 @@ impl Watches {
     /// How many processes are watched.
     pub fn len(&self) -> usize {
         self.watcher.get().map_or(0, Watcher::watched)
+    }
+
+    /// A program is about to open some learner's `gradients`. No learner is found to be alone until the guard goes.
+    pub fn opening(&self) -> RwLockReadGuard<'_, ()> {
+        // An open may wait for the job, and others do not wait behind it.
+        self.opening.read_recursive()
     }
 
     /// Thread `tid` has opened the learner's `gradients`: the violent end of its process is the learner's.
@@ -102,6 +111,7 @@ impl Watches {
     /// A watched process ended. A killed process takes its learner with it. A process that exits by itself
     /// may have been one of many (a shell's `dd`): `control/linger` and the lease decide.
     fn ended(&self, key: u64, exit: Exit) {
+        let _nobody_opens = self.opening.write();
         let Some((Watched { model, learner, .. }, alone)) = self.unwatch(key) else { return };
         // Others that share the learner go on. The contribution that the victim left open is settled with its
         // file.
