@@ -229,8 +229,8 @@ impl Job {
             return;
         }
         let mut inner = self.shared.inner.lock();
+        // A pull is due later than before, if anything changes.
         inner.core.version_opened(learner, self.shared.now());
-        self.shared.rouse_keeper(&inner);
     }
 
     /// Whether a version with the last commit of `learner` is complete elsewhere, and on its way here.

@@ -467,8 +467,10 @@ impl Shared {
                     after.gives_back = true;
                 }
                 inner.late.update(inner.core.state());
-                // A pull may be due before the keeper would look.
-                self.rouse_keeper(inner);
+                // A pull that is put off may be due before the keeper would look.
+                if inner.core.pull_due().is_some_and(|due| due < inner.checks_at) {
+                    self.rouse();
+                }
             }
             Action::Offered(version) => after.events.push(Event::Published(version)),
             Action::Left(learner, reason) => after.events.push(Event::Left(learner, reason)),

@@ -86,7 +86,7 @@ impl ClientCore {
     }
 
     /// When to pull the newest version, if that is not yet due.
-    pub(super) fn pull_due(&self) -> Option<Now> {
+    pub fn pull_due(&self) -> Option<Now> {
         let waits = self.pull_policy() == PullPolicy::Adaptive && self.can_pull();
         waits.then(|| self.pull_times.due())
     }
