@@ -33,6 +33,7 @@ BAD_USES = {
     "reducer": (["--size", "1MiB", "--reducer", "magic"], ["--reducer", "magic", "adamw"]),
     "consistency": (["--size", "1MiB", "--consistency", "sometimes"], ["--consistency", "sometimes", "async"]),
     "consistency_in_the_wrong_form": (["--size", "1MiB", "--consistency", "quorum 2"], ["--consistency", '"quorum 2"', "did you mean quorum(2)?"]),
+    "insecure_alone": (["--size", "1MiB", "--insecure"], ["insecure", "nbd"]),
     "nonfinite": (["--size", "1MiB", "--nonfinite", "maybe"], ["--nonfinite", "maybe", "reject"]),
     "learning_rate": (["--size", "1MiB", "--learning-rate", "fast"], ["--learning-rate", '"fast"', "number"]),
     "learning_rate_nan": (["--size", "1MiB", "--learning-rate", "nan"], ["--learning-rate", "finite"]),

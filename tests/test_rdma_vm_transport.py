@@ -76,8 +76,7 @@ def test_the_transport_over_a_device(vm, programs, provider, some, least):  # no
         {programs["rdma"]} --test-threads 1 || exit 3
         {programs["network"]} {some} --skip come_and_go || exit 4
     """
-    # It takes 160 s alone, and twice that beside other tests.
-    [transport, network], _ = passed(vm, provider, script, 450)
+    [transport, network], _ = passed(vm, provider, script, 300)
     assert transport >= 8 and network >= least
 
 

@@ -239,7 +239,9 @@ impl<'a> Merged<'a> {
     fn mounting(&self, usage: &str) -> Result<Mounting, Error> {
         let (nbd, insecure) = (self.nbd()?, self.switch("insecure")?);
         if insecure && nbd.is_none() {
-            return Err(Error::new("insecure opens the address of nbd to other hosts, and there is no nbd"));
+            return Err(Error::usage(
+                "insecure opens the address of nbd to other hosts, and there is no nbd",
+            ));
         }
         Ok(Mounting {
             mountpoint: self.mountpoint(usage)?,

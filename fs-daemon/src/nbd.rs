@@ -231,6 +231,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_relative_path_outlives_a_change_of_directory() {
+        let name = format!("gradfs-test-{}.sock", std::process::id());
+        let bound = bind(&NbdAddress::Unix(Path::new(".").join(&name)), false).expect("a socket");
+        let here = std::env::current_dir().expect("a directory").join(&name);
+        assert!(
+            matches!(&bound.0, Listener::Unix(_, file) if file.0 == here),
+            "the URI and the end name {here:?}"
+        );
+        drop(bound);
+        assert!(!here.exists());
+    }
+
+    #[test]
     fn paths_in_uris_are_escaped() {
         assert_eq!(escaped(Path::new("/run/a b/ä&?.sock")), "/run/a%20b/%C3%A4%26%3F.sock");
     }

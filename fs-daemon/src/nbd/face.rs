@@ -152,10 +152,11 @@ impl LearnerFace {
     pub fn write_ended(&self, offset: u64, is_taken: bool) {
         const MANY: usize = 1024;
         let mut refused = self.refused.lock();
-        if is_taken {
-            refused.remove(&offset);
-        } else if refused.len() < MANY {
-            refused.insert(offset);
+        // Beyond so many, none is forgotten before the step ends.
+        match is_taken {
+            _ if refused.len() >= MANY => {}
+            true => drop(refused.remove(&offset)),
+            false => drop(refused.insert(offset)),
         }
     }
 

@@ -59,7 +59,7 @@ impl Average {
 #[derive(Debug)]
 struct Opens {
     last: Now,
-    /// What the opener had done by then; see [`PullTimes::opened`].
+    /// The opener's progress at that open; see [`PullTimes::opened`].
     mark: u64,
     interval: Option<Average>,
 }
@@ -72,7 +72,7 @@ impl Opens {
     }
 }
 
-/// What is known of opens and pulls.
+/// The rhythm of opens and pulls.
 #[derive(Debug, Default)]
 pub(super) struct PullTimes {
     openers: BTreeMap<Opener, Opens>,
