@@ -70,7 +70,7 @@ impl Bench {
                 partly: Some(Default::default()),
                 timeout_ms,
                 lent,
-                under: None,
+                given_up: None,
             },
             seconds,
         );
@@ -283,7 +283,7 @@ fn a_request_is_sent_again_with_less_time_until_its_deadline() {
         partly: Some(Default::default()),
         timeout_ms: 1000,
         lent: false,
-        under: None,
+        given_up: None,
     };
     bench.ask(4, other, 1);
     assert!(matches!(bench.said[..], [Action::Answer(4, Err(Refusal::Shard(ShardError::NotAllowed(_))))]));

@@ -128,9 +128,9 @@ pub enum Message {
         /// It lies in memory of a program's, which has it back when this is answered: a refusal says that no plan that
         /// read it can count any more.
         lent: bool,
-        /// The provisional plan for which blocks of it were sent. No block of any other contribution to the step was
-        /// sent for that.
-        under: Option<PlanId>,
+        /// The newest provisional plan for which the client has sent blocks of a contribution that it has dropped
+        /// since. Neither that plan nor an earlier one can count.
+        given_up: Option<PlanId>,
     },
     /// The open contribution is dropped. Answered by `Done`.
     Abort {
@@ -694,12 +694,20 @@ pub enum Granted {
         of: Vec<(LearnerId, Step)>,
         /// The contributions are not added up: of each block, the last contribution that holds it counts.
         replaces: bool,
-        /// The plan is provisional: this learner is still writing the step that `of` names. Blocks that it has written
-        /// as a whole are sent. The grant is repeated without this when the step is committed, and then covers all of it.
-        open: Option<LearnerId>,
+        /// The plan is provisional: contributions to it are still being written, and those of these learners are
+        /// among them. A block is sent once each of these has committed, or has written it as a whole. The grant is
+        /// repeated without this when all contributions are committed, and then covers all blocks.
+        open: Option<Vec<LearnerId>>,
     },
     /// The new weights of this token.
     Weights(u64),
+}
+
+impl Granted {
+    /// Whether the plan is not sealed yet.
+    pub fn is_provisional(&self) -> bool {
+        matches!(self, Granted::Contributions { open: Some(_), .. })
+    }
 }
 
 /// Work for a shard: the blocks to gather and the computation.

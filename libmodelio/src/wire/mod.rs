@@ -87,12 +87,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V3 = 3,
     /// Settings say when versions are pulled, and whether an open waits for the learner's own step.
+    ///
+    /// This program does not speak it any more.
     V4 = 4,
+    /// Several contributions may be open in a provisional plan. `Commit` names the plan that its client has given up.
+    V5 = 5,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V4;
+    pub const NEWEST: Protocol = Protocol::V5;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -105,7 +109,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            4 => Ok(Protocol::V4),
+            5 => Ok(Protocol::V5),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

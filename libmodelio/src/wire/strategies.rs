@@ -259,11 +259,7 @@ fn kept() -> impl Strategy<Value = Kept> {
 
 fn granted() -> impl Strategy<Value = Granted> {
     prop_oneof![
-        (
-            vec((learner(), id64(Step)), 0..5),
-            any::<bool>(),
-            any::<Option<u32>>().prop_map(|of| of.map(LearnerId))
-        )
+        (vec((learner(), id64(Step)), 0..5), any::<bool>(), proptest::option::of(vec(learner(), 0..3)))
             .prop_map(|(of, replaces, open)| Granted::Contributions { of, replaces, open }),
         any::<u64>().prop_map(Granted::Weights)
     ]
@@ -369,8 +365,8 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             (proptest::option::of(partly()), any::<u32>(), any::<bool>()),
             proptest::option::of(id64(PlanId)),
         )
-            .prop_map(|((learner, step, blocks, tensors), (partly, timeout_ms, lent), under)| {
-                Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under }
+            .prop_map(|((learner, step, blocks, tensors), (partly, timeout_ms, lent), given_up)| {
+                Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, given_up }
             })
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),

@@ -305,7 +305,7 @@ impl CoordinatorCore {
                 core.withdraw(mine(learner)?, now, &mut wanted)?;
                 Some(Message::Done)
             }
-            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under } => {
+            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, given_up } => {
                 let learner = mine(learner)?;
                 // Clients open contributions by themselves and announce them separately. The announcement may still
                 // be under way.
@@ -328,8 +328,7 @@ impl CoordinatorCore {
                 let contribution = Contribution { learner, sent, tensors, partly, source, steady, lent };
                 let deadline = deadline(timeout_ms);
                 // Another contribution to the step was begun before this one, and its blocks were sent.
-                let is_stale = under.is_none() || under != self.provisional_plan();
-                if is_stale {
+                if self.provisional_plan().is_some_and(|plan| given_up >= Some(plan)) {
                     self.core.drop_early(learner, &mut wanted);
                 }
                 self.core.commit(ticket, step, contribution, deadline, now, &mut wanted);

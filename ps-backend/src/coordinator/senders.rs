@@ -1,6 +1,6 @@
 //! The senders of a plan: the client of each contribution, the blocks that it sends, and the bytes of them that count.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
@@ -26,33 +26,49 @@ pub(super) struct Sender {
 }
 
 impl Sender {
+    /// Whether contributions that it sends are still written.
     pub(super) fn is_provisional(&self) -> bool {
-        matches!(self.payload, Granted::Contributions { open: Some(_), .. })
+        matches!(&self.payload, Granted::Contributions { open: Some(open), .. } if !open.is_empty())
     }
 }
 
 impl CoordinatorCore {
-    /// Adds the sender of a learner that is still writing: its client, with its other contributions.
-    pub(super) fn add_open_sender(
+    /// Adds learners that have not committed yet: each to its client, with the client's other contributions. All senders
+    /// learn that the plan is provisional.
+    pub(super) fn add_open(
         &self,
-        learner: LearnerId,
+        learners: &BTreeSet<LearnerId>,
         senders: &mut Vec<Sender>,
         replaces: bool,
     ) -> Option<()> {
-        let client = *self.owners.get(&learner)?;
-        let step = self.core.member(learner, Now::ZERO)?.step.next();
-        let mut blocks = FixedBitSet::with_capacity(self.blocks as usize);
-        blocks.insert_range(..);
-        let before = senders.iter().position(|sender| sender.client == client).map(|at| senders.remove(at));
-        let mut of = match before.map(|sender| sender.payload) {
-            Some(Granted::Contributions { of, .. }) => of,
-            _ => Vec::new(),
-        };
-        of.push((learner, step));
-        of.sort_unstable();
-        let learners = of.iter().map(|(learner, _)| *learner).collect();
-        let payload = Granted::Contributions { of, replaces, open: Some(learner) };
-        senders.push(Sender { client, learners, payload, blocks, partly: PartlyWritten::default() });
+        let mut by_client: BTreeMap<ClientId, Vec<LearnerId>> = BTreeMap::new();
+        for learner in learners {
+            by_client.entry(*self.owners.get(learner)?).or_default().push(*learner);
+        }
+        for sender in senders.iter_mut() {
+            if let Granted::Contributions { open, .. } = &mut sender.payload {
+                *open = Some(Vec::new());
+            }
+        }
+        for (client, learners) in by_client {
+            let mut blocks = FixedBitSet::with_capacity(self.blocks as usize);
+            blocks.insert_range(..);
+            let before =
+                senders.iter().position(|sender| sender.client == client).map(|at| senders.remove(at));
+            let mut of = match before.map(|sender| sender.payload) {
+                Some(Granted::Contributions { of, .. }) => of,
+                _ => Vec::new(),
+            };
+            for &learner in &learners {
+                // If the plan has waited for the end of another one, some may have committed meanwhile.
+                let member = self.core.member(learner, Now::ZERO)?;
+                of.push((learner, if member.unpublished { member.step } else { member.step.next() }));
+            }
+            of.sort_unstable();
+            let all = of.iter().map(|(learner, _)| *learner).collect();
+            let payload = Granted::Contributions { of, replaces, open: Some(learners) };
+            senders.push(Sender { client, learners: all, payload, blocks, partly: PartlyWritten::default() });
+        }
         senders.sort_by_key(|sender| sender.learners.first().copied());
         Some(())
     }

@@ -46,8 +46,8 @@ impl CoordinatorCore {
                     let replaces = step.reducer.combine().replaces();
                     let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
                     let mut senders = senders(inputs, self.core.accumulated_contributions(), replaces);
-                    if let Some(learner) = plan.provisional {
-                        self.add_open_sender(learner, &mut senders, replaces)?;
+                    if let Some(open) = &plan.provisional {
+                        self.add_open(open, &mut senders, replaces)?;
                     }
                     (Kind::Reduce, senders, Work::Reduce { step, tensors, fresh_state })
                 }

@@ -82,7 +82,7 @@ impl Bench {
             partly: Some(Default::default()),
             timeout_ms: 10_000,
             lent,
-            under: None,
+            given_up: None,
         };
         self.client(client, from + 1, commit);
     }
@@ -106,7 +106,7 @@ impl Bench {
             partly: Some(Default::default()),
             timeout_ms: 10_000,
             lent: false,
-            under: None,
+            given_up: None,
         };
         self.client(client, request, commit);
     }
@@ -453,7 +453,7 @@ fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
         partly: Some(Default::default()),
         timeout_ms: 10_000,
         lent: false,
-        under: None,
+        given_up: None,
     };
     bench.client(A, 4, commit.clone());
     assert!(bench.sent_to(A).is_empty(), "it waits for the other one of the step");

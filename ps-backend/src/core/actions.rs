@@ -1,5 +1,6 @@
 //! The core's actions: requests to its edge.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -47,9 +48,9 @@ pub struct Contribution<S> {
 pub struct Plan<S> {
     /// The work.
     pub work: Work<S>,
-    /// The plan is provisional: this learner is still writing its contribution, which `inputs` does not have.
+    /// The plan is provisional: these learners have not committed their contributions, which `inputs` does not have.
     /// [`Action::Seal`] or [`Action::Drop`] follows.
-    pub provisional: Option<LearnerId>,
+    pub provisional: Option<BTreeSet<LearnerId>>,
 }
 
 /// The kinds of plan.
@@ -98,7 +99,7 @@ pub enum Action<S> {
     /// Compute a version, then call [`JobCore::reduced`]. If the plan is provisional, that must wait until it is
     /// sealed.
     Reduce(Arc<Plan<S>>),
-    /// Seal the provisional plan under way with this one. Its last contribution is committed.
+    /// Seal the provisional plan under way with this one. All its contributions are committed.
     Seal(Arc<Plan<S>>),
     /// Drop the provisional plan under way. Its results never count.
     Drop,

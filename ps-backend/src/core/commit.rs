@@ -156,6 +156,10 @@ impl<S: Clone> JobCore<S> {
         // Once the next contribution is open, the taken one is not the last.
         let is_last = matches!(member.phase, Phase::Idle);
         let dropped = self.drop_pending_commit(learner, ShardError::Interrupted, actions);
+        let is_read = |c: &Committed<S>| c.contribution.learner == learner && self.is_read_early(c);
+        if !dropped && is_last && self.committed.iter().any(is_read) && self.end_early() {
+            actions.push(Action::Drop);
+        }
         let waits =
             |c: &&mut Committed<S>| c.contribution.learner == learner && c.place == Place::ToAccumulate;
         if !dropped

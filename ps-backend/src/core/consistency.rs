@@ -45,7 +45,7 @@ impl<S: Clone> JobCore<S> {
     /// Whether a commit of `learner` can be taken now.
     pub(super) fn takes_commit(&self, learner: LearnerId) -> bool {
         // A provisional plan was computed without it.
-        self.early.is_none_or(|early| early == learner) && self.would_take_commit(learner)
+        self.early.as_ref().is_none_or(|early| early.takes(learner)) && self.would_take_commit(learner)
     }
 
     /// Whether it could be if no plan had begun early for another learner.
@@ -91,7 +91,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Learners who take part in the coming version and have not committed.
-    fn missing(&self) -> impl Iterator<Item = LearnerId> {
+    pub(super) fn missing(&self) -> impl Iterator<Item = LearnerId> {
         let missing = |member: &Member| self.takes_part(member) && !member.unpublished;
         self.members.iter().filter(move |(_, member)| missing(member)).map(|(&learner, _)| learner)
     }
@@ -132,7 +132,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Whether a waiting learner may be waiting for `learner`.
     pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
-        if self.early == Some(learner) {
+        if self.is_early(learner) {
             return true;
         }
         match self.consistency {

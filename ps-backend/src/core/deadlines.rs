@@ -52,6 +52,15 @@ impl<S: Clone> JobCore<S> {
 
     fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let over = |ticket: &mut (Ticket, Now)| ticket.1 <= now;
+        // Learners did not commit in time, so nothing that waits for them is read for now.
+        let is_late = |c: &Committed<S>| {
+            !c.contribution.lent
+                && self.is_read_early(c)
+                && c.ticket.is_some_and(|(_, deadline)| deadline <= now)
+        };
+        if self.waits_for_early() && self.committed.iter().any(is_late) && self.end_early() {
+            actions.push(Action::Drop);
+        }
         // An accumulated contribution is safe. Its answer waits for the version, but not beyond the deadline.
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulated) {
             let ticket = committed.ticket.take_if(over);

@@ -1,28 +1,110 @@
-//! Plans that begin early, while their last contribution is still written.
+//! Plans that begin early, while contributions to them are still written.
+//!
+//! On a network, a synchronous job has one such plan a version for all that take part in it. Elsewhere the plan is for
+//! one contribution, which is the last one that can change the result.
+//!
+//! A plan that is dropped was sent in vain. So a version has one plan of several learners at most, and if those of several
+//! versions in a row are dropped, more and more versions go without.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use libmodelio::vocabulary::ids::{LearnerId, Step};
+use libmodelio::vocabulary::controls::Consistency;
+use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
+use serde::{Deserialize, Serialize};
 
-use super::{Action, JobCore, Now, Pending, PendingKind, Phase};
+use super::{Action, Committed, JobCore, Now, Pending, PendingKind, Phase, Place};
 
-impl<S: Clone> JobCore<S> {
-    /// Begins the coming version's plan if the last learner that it waits for is writing.
-    pub(super) fn begin_early(&mut self, actions: &mut Vec<Action<S>>) {
-        let Some(learner) = self.may_begin_early() else { return };
-        self.params = Some(self.params());
-        self.early = Some(learner);
-        actions.push(Action::Reduce(Arc::new(self.reduce_plan(Some(learner)))));
+/// After how many failures in a row the pauses grow no more: 2^5 versions.
+const MOST_DOUBLINGS: u32 = 5;
+
+/// A learner that has committed waits at least this long for another one that is writing.
+const WRITERS_PATIENCE: Now = Now::from_secs(1);
+
+/// The provisional plan under way.
+#[derive(Debug)]
+pub(super) struct Early {
+    /// The learners whose contributions were still to be committed when it began.
+    open: BTreeSet<LearnerId>,
+    since: Now,
+}
+
+impl Early {
+    /// Whether it takes a commit of `learner`.
+    pub(super) fn takes(&self, learner: LearnerId) -> bool {
+        self.open.contains(&learner)
+    }
+}
+
+/// Whether plans may begin early, by what became of earlier ones.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Speculation {
+    /// The number of plans of several learners that were dropped since one counted.
+    failures: u32,
+    /// No such plan begins on top of an older version.
+    resumes_at: Version,
+    /// The contribution whose own plan failed. It is read after its commit.
+    failed_alone: Option<(LearnerId, Step)>,
+}
+
+impl Speculation {
+    fn is_on(&self, version: Version) -> bool {
+        version >= self.resumes_at
     }
 
-    /// The learner for whose contribution a plan may begin now. No other learner can change the sum that its blocks
-    /// are added to.
-    fn may_begin_early(&self) -> Option<LearnerId> {
-        let is_idle = self.running.is_none() && self.early.is_none() && !self.holds;
+    /// The plan of several learners for the version after this one was dropped.
+    pub(super) fn fails(&mut self, version: Version) {
+        let pause = 1 << self.failures.min(MOST_DOUBLINGS);
+        self.failures = self.failures.saturating_add(1);
+        self.resumes_at = Version(version.0.saturating_add(pause));
+    }
+
+    /// A plan that began early counts.
+    pub(super) fn succeeds(&mut self) {
+        self.failures = 0;
+    }
+}
+
+impl<S: Clone> JobCore<S> {
+    /// Begins the coming version's plan if contributions to it can be sent before all are committed.
+    pub(super) fn begin_early(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        let Some(open) = self.may_begin_early() else { return };
+        self.params = Some(self.params());
+        for committed in self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate) {
+            committed.place = Place::Kept;
+        }
+        actions.push(Action::Reduce(Arc::new(self.reduce_plan(Some(&open)))));
+        self.early = Some(Early { open, since: now });
+        self.be_patient(now);
+    }
+
+    /// Those that have committed to the plan which has begun early wait for the others as long again as it has lasted,
+    /// or longer. If that does not do, their contributions are accumulated.
+    pub(super) fn be_patient(&mut self, now: Now) {
+        let Some(early) = &self.early else { return };
+        let is_writing = early.open.iter().any(|learner| self.has_block(*learner));
+        let least = if is_writing { WRITERS_PATIENCE } else { self.accumulate_patience };
+        let patience = now.saturating_sub(early.since).max(least);
+        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
+            let left = committed.ticket.map_or(Now::ZERO, |(_, deadline)| deadline.saturating_sub(now));
+            committed.accumulate_at = now + patience.min(left / 2);
+        }
+    }
+
+    /// Whether `learner` is writing a contribution that has a whole block.
+    fn has_block(&self, learner: LearnerId) -> bool {
+        let phase = self.members.get(&learner).map(|member| &member.phase);
+        matches!(phase, Some(Phase::Open { has_block: true, .. }))
+    }
+
+    /// The learners for whose contributions a plan may begin now.
+    fn may_begin_early(&self) -> Option<BTreeSet<LearnerId>> {
+        let is_idle =
+            self.running.is_none() && self.early.is_none() && !self.is_accumulating() && !self.holds;
         if !self.provisional || !is_idle || !self.buffer_ready || !self.formed {
             return None;
         }
-        // New weights come first. Otherwise they would wait for as long as the contribution is written.
+        // New weights come first. Otherwise they would wait for as long as the contributions are written.
         if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
             return None;
         }
@@ -32,12 +114,37 @@ impl<S: Clone> JobCore<S> {
         }
         // Values of several learners replace each other byte by byte, so a later commit may change a block that is
         // computed already.
-        if reducer.combine().replaces() && !self.committed.is_empty() {
+        let replaces = reducer.combine().replaces();
+        if replaces && !self.committed.is_empty() {
             return None;
         }
-        let learner = self.last_outstanding()?;
-        let Phase::Open { step, has_block } = self.members.get(&learner)?.phase else { return None };
-        (has_block && self.failed_early != Some((learner, step))).then_some(learner)
+        let open: BTreeSet<LearnerId> = match self.takes_all_at_once() && !replaces {
+            true => self.missing().collect(),
+            false => self.last_outstanding().into_iter().collect(),
+        };
+        if self
+            .speculation
+            .failed_alone
+            .is_some_and(|failed| open.iter().eq([&failed.0]) && self.is_open(failed))
+        {
+            return None;
+        }
+        open.iter().any(|learner| self.has_block(*learner)).then_some(open)
+    }
+
+    /// Whether a plan that begins early takes the contributions of all learners. They can be sent again if it is dropped,
+    /// and the version needs all of them. (If a shard adds them up in the learners' order, a block would wait at the
+    /// shard for as long as an earlier learner computes.)
+    fn takes_all_at_once(&self) -> bool {
+        self.staged
+            && self.consistency == Consistency::Sync
+            && !self.controls.deterministic
+            && self.speculation.is_on(self.version)
+    }
+
+    fn is_open(&self, (learner, step): (LearnerId, Step)) -> bool {
+        let phase = self.members.get(&learner).map(|member| &member.phase);
+        matches!(phase, Some(Phase::Open { step: open, .. }) if *open == step)
     }
 
     /// The contribution that `learner` writes to `step` has a whole block. A plan may begin that takes its blocks as they
@@ -48,46 +155,79 @@ impl<S: Clone> JobCore<S> {
             && *open == step
             && !std::mem::replace(has_block, true)
         {
+            self.be_patient(now);
             self.advance(now, actions);
         }
     }
 
-    /// Drops the early blocks of `learner`, and the plan that has them. Committed contributions are read instead.
+    /// Whether `learner` still writes to the plan that has begun early.
+    pub(super) fn is_early(&self, learner: LearnerId) -> bool {
+        self.early.as_ref().is_some_and(|early| early.takes(learner)) && !self.has_committed(learner)
+    }
+
+    fn has_committed(&self, learner: LearnerId) -> bool {
+        self.committed.iter().any(|committed| committed.contribution.learner == learner)
+    }
+
+    /// Whether contributions to the plan that has begun early are still written.
+    pub(super) fn waits_for_early(&self) -> bool {
+        let waits = |early: &Early| early.open.iter().any(|learner| !self.has_committed(*learner));
+        self.early.as_ref().is_some_and(waits)
+    }
+
+    /// Drops the plan that has early blocks of `learner`, unless they are committed. The other contributions are sent
+    /// again.
     pub fn drop_early(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
-        if self.early.take_if(|early| *early == learner).is_some() {
-            self.release_params();
+        if self.is_early(learner) && self.end_early() {
+            // Another contribution takes its place.
+            self.speculation.failed_alone = None;
             actions.push(Action::Drop);
         }
     }
 
-    /// The provisional plan under way could not take its learner's blocks, so it is void. The contribution is read
-    /// after its commit.
+    /// The provisional plan under way could not take a block, so it is void. All contributions are read when they are
+    /// committed.
     pub fn early_failed(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         if self.end_early() {
             self.advance(now, actions);
         }
     }
 
-    /// No plan begins early any more for the contribution for which there is one. False if there is none.
-    fn end_early(&mut self) -> bool {
-        let Some(learner) = self.early.take() else { return false };
-        let open = self.members.get(&learner).map(|member| member.step.next());
-        self.failed_early = open.map(|step| (learner, step));
+    /// The provisional plan under way will not count. False if there is none.
+    pub(super) fn end_early(&mut self) -> bool {
+        let Some(Early { open, .. }) = self.early.take() else { return false };
+        match open.first() {
+            Some(&learner) if open.len() == 1 => {
+                let step = self.members.get(&learner).map(|member| member.step.next());
+                self.speculation.failed_alone = step.map(|step| (learner, step));
+            }
+            _ => self.speculation.fails(self.version),
+        }
+        self.put_back();
         self.release_params();
         true
     }
 
+    /// A committed contribution whose memory is read for the provisional plan: it can be taken out with that.
+    pub(super) fn is_read_early(&self, committed: &Committed<S>) -> bool {
+        self.early.is_some() && committed.place == Place::Kept && !committed.contribution.steady
+    }
+
     /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does another
-    /// consistency that may free who waits.
-    pub(super) fn give_way(&mut self, actions: &mut Vec<Action<S>>) {
-        let Some(learner) = self.early.filter(|_| self.staged) else { return };
+    /// consistency that may free who waits. A learner that has committed waits for the others, but only for so long.
+    pub(super) fn give_way(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        let Some(early) = self.early.as_ref().filter(|_| self.staged) else { return };
         let waits = |pending: &Pending<S>| match &pending.kind {
             PendingKind::Commit { contribution } => {
-                contribution.learner != learner && self.would_take_commit(contribution.learner)
+                !early.takes(contribution.learner) && self.would_take_commit(contribution.learner)
             }
             PendingKind::Assign { .. } => true,
         };
-        let is_in_the_way = self.holds || self.consistency != self.controls.consistency;
+        let is_due =
+            |committed: &Committed<S>| self.is_read_early(committed) && committed.accumulate_at <= now;
+        let is_in_the_way = self.holds
+            || self.consistency != self.controls.consistency
+            || self.waits_for_early() && self.committed.iter().any(is_due);
         if (is_in_the_way || self.pending.iter().any(waits)) && self.end_early() {
             actions.push(Action::Drop);
         }

@@ -91,6 +91,8 @@ impl<S: Clone> JobCore<S> {
         actions: &mut Vec<Action<S>>,
     ) -> Result<(), ShardError> {
         self.drop_open(learner, ShardError::UnknownLearner(learner), actions)?;
+        // The plan may wait for the learner though nothing of its contribution is written.
+        self.drop_early(learner, actions);
         if let Some(member) = self.members.remove(&learner) {
             self.remember(member.name);
         }

@@ -5,14 +5,15 @@
 //! Every learner has at most one open contribution, whose payload waits at its client. When the contributions to a
 //! version are committed, a plan adds them up and computes the version ([`Action::Reduce`]).
 //!
-//! A plan may begin *early*, when its last contribution has a whole block: blocks are then added as soon as they are
-//! whole. It may begin only when no other learner can change the result. If a version waits for several learners
-//! (`sync`, `quorum`), all others must have committed. If every contribution makes a version (`async`, `ssp`), the
-//! learner must be alone. Such a plan is provisional. The commit seals it ([`Action::Seal`]). If the learner dies or
-//! aborts, it is dropped ([`Action::Drop`]), and the version is computed again without that contribution. If the blocks
-//! that it has taken are staged, too, it gives way: a commit that would have to wait for it, new weights, another
-//! consistency and a hold drop it, and the contribution is read when it is committed. A learner's commits stay, whatever
-//! becomes of the learner.
+//! A plan may begin *early*, when a contribution has a whole block: blocks are then added as soon as they are whole. In
+//! `sync` on a network it takes the contributions of all learners, as they are written. Elsewhere it may begin only when
+//! no other learner can change the result: if a version waits for several learners, all others must have committed; if
+//! every contribution makes a version (`async`, `ssp`), the learner must be alone. Such a plan is provisional. The last
+//! commit seals it ([`Action::Seal`]). If a learner dies or aborts before its commit, it is dropped ([`Action::Drop`]),
+//! and the version is computed again without that contribution. If the blocks that it has taken are staged, too, it gives
+//! way: a commit that would have to wait for it, new weights, another consistency and a hold drop it, and contributions
+//! are read when they are committed. So does a commit that has waited for other learners about as long as it took to
+//! write it: it is accumulated instead. A learner's commits stay, whatever becomes of the learner.
 //!
 //! A step that must know the norm of its whole gradient (`clip_norm`) has two plans, and none begins early. The first one
 //! adds up all contributions and measures the sums ([`Action::Measure`]); the second one computes the version from them.
@@ -48,7 +49,7 @@ use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{Consistency, Controls};
-use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Version};
 pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
@@ -58,6 +59,7 @@ use serde::{Deserialize, Serialize};
 pub use actions::{Action, Contribution, Now, Opening, Plan, Ticket, Work};
 pub use commit::NOT_COMMITTED;
 pub use deadlines::ALL_BUFFERS_HELD;
+use early::{Early, Speculation};
 pub use record::{JobRecord, LearnerRecord};
 use state::{Committed, Member, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
 
@@ -89,19 +91,18 @@ pub struct JobCore<S> {
     formed: bool,
     committed: Vec<Committed<S>>,
     pending: VecDeque<Pending<S>>,
-    /// The learner whose contribution is still written to the provisional plan under way.
+    /// The provisional plan under way.
     #[serde(skip)]
-    early: Option<LearnerId>,
+    early: Option<Early>,
     #[serde(skip)]
     running: Option<Arc<Plan<S>>>,
     /// How long a contribution whose memory is needed back waits for the others of its step.
     accumulate_patience: Now,
-    /// Whether plans begin while their last contribution is still written.
+    /// Whether plans begin while contributions to them are still written.
     provisional: bool,
     /// Whether the blocks of such a plan lie elsewhere, too.
     staged: bool,
-    /// The learner and step whose early plan failed. The contribution is read after its commit.
-    failed_early: Option<(LearnerId, Step)>,
+    speculation: Speculation,
     /// The accumulator is being measured, for a step that must know the norm of its gradient.
     #[serde(skip)]
     measuring: bool,
@@ -159,7 +160,7 @@ impl<S: Clone> JobCore<S> {
             accumulate_patience: Now::ZERO,
             provisional: false,
             staged: false,
-            failed_early: None,
+            speculation: Speculation::default(),
             measuring: false,
             squares: None,
             norm: None,
@@ -183,7 +184,7 @@ impl<S: Clone> JobCore<S> {
         self
     }
 
-    /// Begins a plan when the last learner that it waits for has written a whole block: [`Self::is_whole`].
+    /// Begins plans when there are whole blocks of contributions that are still written: [`Self::is_whole`].
     #[must_use]
     pub fn with_provisional_plans(mut self) -> JobCore<S> {
         self.provisional = true;

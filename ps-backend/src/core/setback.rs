@@ -52,7 +52,7 @@ impl<S: Clone> JobCore<S> {
             self.stop_accumulation();
             void = true;
         }
-        if gone.iter().any(|committed| self.reads(&committed.contribution.learner)) {
+        if gone.iter().any(|committed| self.reads(committed)) {
             self.stop_plan();
             void = true;
         }
@@ -114,17 +114,27 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// Whether the running plan reads a contribution of `learner`.
-    fn reads(&self, learner: &LearnerId) -> bool {
-        self.running.as_ref().is_some_and(|plan| match &plan.work {
-            Work::Reduce { inputs, .. } => inputs.iter().any(|input| input.learner == *learner),
+    /// Whether the plan under way reads this contribution.
+    fn reads(&self, committed: &Committed<S>) -> bool {
+        let learner = committed.contribution.learner;
+        let is_running = self.running.as_ref().is_some_and(|plan| match &plan.work {
+            Work::Reduce { inputs, .. } => inputs.iter().any(|input| input.learner == learner),
             Work::Assign { .. } => false,
-        })
+        });
+        is_running || self.is_read_early(committed)
     }
 
     /// The version under way is not made.
     fn stop_plan(&mut self) {
         self.running = None;
+        // Another plan that begins early would be sent in vain just as well.
+        self.speculation.fails(self.version);
+        self.early = None;
+        self.put_back();
+    }
+
+    /// Contributions that a plan was to read wait again.
+    pub(super) fn put_back(&mut self) {
         for committed in
             self.committed.iter_mut().filter(|c| !c.contribution.steady && c.place == Place::Kept)
         {

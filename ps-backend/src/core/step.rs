@@ -1,6 +1,6 @@
 //! From commits to versions: taking commits, accumulating, reducing and publishing.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
@@ -92,7 +92,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Takes the commits that can be taken, and begins the work that can begin.
     pub(super) fn advance(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        self.give_way(actions);
+        self.give_way(now, actions);
         self.settle();
         if self.running.is_none() {
             self.take_pending(now, actions);
@@ -101,7 +101,7 @@ impl<S: Clone> JobCore<S> {
             self.start_accumulation(now, actions);
             self.start_step(actions);
         }
-        self.begin_early(actions);
+        self.begin_early(now, actions);
         self.note_stall(now);
     }
 
@@ -150,13 +150,15 @@ impl<S: Clone> JobCore<S> {
             member.unpublished = true;
             undo = Some(std::mem::replace(&mut member.phase, Phase::Idle)).filter(|_| !contribution.steady);
         }
+        let is_kept = contribution.steady || self.staged && self.early.is_some();
         self.committed.push(Committed {
-            place: if contribution.steady { Place::Kept } else { Place::ToAccumulate },
+            place: if is_kept { Place::Kept } else { Place::ToAccumulate },
             contribution: Arc::new(contribution),
             ticket: Some(ticket),
             accumulate_at: now + self.accumulate_patience.min(ticket.1.saturating_sub(now) / 4),
             undo,
         });
+        self.be_patient(now);
     }
 
     /// Begins the coming version if it is complete. Otherwise answers the commits whose payload is safe.
@@ -165,7 +167,9 @@ impl<S: Clone> JobCore<S> {
             return;
         }
         if !self.is_complete() || self.is_busy() || !self.buffer_ready || self.is_held() {
-            for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
+            for committed in
+                self.committed.iter_mut().filter(|c| c.contribution.steady && c.place == Place::Kept)
+            {
                 if let Some((ticket, _)) = committed.ticket.take() {
                     actions.push(Action::Reply(ticket, Ok(())));
                 }
@@ -187,9 +191,9 @@ impl<S: Clone> JobCore<S> {
         self.run(self.reduce_plan(None), actions);
     }
 
-    /// The plan for the coming version. It has the committed contributions. If it is provisional, it also has the one
-    /// that this learner still writes, which may hold any tensor.
-    pub(super) fn reduce_plan(&self, provisional: Option<LearnerId>) -> Plan<S> {
+    /// The plan for the coming version. It has the committed contributions. If it is provisional, it also has those of
+    /// these learners, which may hold any tensor.
+    pub(super) fn reduce_plan(&self, provisional: Option<&BTreeSet<LearnerId>>) -> Plan<S> {
         let kept = self.committed.iter().filter(|committed| committed.place == Place::Kept);
         let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
@@ -201,17 +205,16 @@ impl<S: Clone> JobCore<S> {
         self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
         written.difference_with(&frozen.0);
         let tensors = self.optimizer_steps.next(&written);
-        let contributions = self.committed.len() as u32 + u32::from(provisional.is_some());
+        let contributions = (self.committed.len() + provisional.map_or(0, BTreeSet::len)) as u32;
         let mut step = reducer::Step { reducer, hyper, contributions, t: tensors.highest(), norm: None };
         step.norm = self.squares.map(|squares| Norm::new(step.scale() * squares.sqrt()));
         let fresh_state = self.optimizer_steps.highest() == 0;
-        Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional }
+        Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional: provisional.cloned() }
     }
 
     /// Whether the memory that the coming version is made in or from is still in use.
     fn is_busy(&self) -> bool {
-        let committed = |learner| self.committed.iter().any(|c| c.contribution.learner == learner);
-        self.is_accumulating() || self.early.is_some_and(|early| !committed(early))
+        self.is_accumulating() || self.waits_for_early()
     }
 
     /// Adds up what is not accumulated, and measures all of it.
@@ -225,8 +228,12 @@ impl<S: Clone> JobCore<S> {
     fn run(&mut self, plan: Plan<S>, actions: &mut Vec<Action<S>>) {
         let plan = Arc::new(plan);
         self.running = Some(Arc::clone(&plan));
-        let seals = self.early.take().is_some();
-        actions.push(if seals { Action::Seal(plan) } else { Action::Reduce(plan) });
+        if self.early.take().is_some() {
+            self.speculation.succeeds();
+            actions.push(Action::Seal(plan));
+        } else {
+            actions.push(Action::Reduce(plan));
+        }
     }
 
     /// When the next contribution is accumulated.
@@ -237,7 +244,7 @@ impl<S: Clone> JobCore<S> {
         }
         self.committed
             .iter()
-            .filter(|c| c.place == Place::ToAccumulate)
+            .filter(|c| c.place == Place::ToAccumulate || self.is_read_early(c))
             .map(|committed| committed.accumulate_at)
             .min()
     }
@@ -246,7 +253,7 @@ impl<S: Clone> JobCore<S> {
     fn start_accumulation(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         // If the version is made now anyway, the memory is read in place.
         let now_anyway = self.is_complete() && self.buffer_ready && !self.is_busy();
-        if now_anyway || self.next_accumulation().is_none_or(|at| at > now) {
+        if now_anyway || self.early.is_some() || self.next_accumulation().is_none_or(|at| at > now) {
             return;
         }
         let params = self.params();

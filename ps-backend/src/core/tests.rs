@@ -13,3 +13,4 @@ mod records;
 mod sim;
 mod ssp_jobs;
 mod sync_jobs;
+mod together;

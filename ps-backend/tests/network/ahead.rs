@@ -14,10 +14,10 @@ use libmodelio::vocabulary::ids::Version;
 use crate::payload::of_shard;
 use crate::world::{BLOCK, LONG, Way, World, read};
 
-const BYTES: u64 = 8 << 20;
+pub const BYTES: u64 = 8 << 20;
 
 /// By RDMA where there is a device; all the others elsewhere.
-fn ways() -> Vec<Way> {
+pub fn ways() -> Vec<Way> {
     #[cfg(feature = "rdma")]
     if std::env::var_os("GRADFS_RDMA_ADDRESS").is_some() {
         let placed = Way::rdma_with(|options| options.placement = Placement::Static);
@@ -28,25 +28,25 @@ fn ways() -> Vec<Way> {
 }
 
 /// A program's way to contribute.
-fn contributor(client: &Arc<Job>, name: &str) -> Arc<Contributor> {
+pub fn contributor(client: &Arc<Job>, name: &str) -> Arc<Contributor> {
     let who = wait_for(LONG, |done| client.join(name.into(), LONG, done)).unwrap();
     Arc::new(Contributor::new(Arc::clone(client), who, Arc::default()).unwrap())
 }
 
 /// Writes a value into a part of the contribution.
-fn write(contributor: &Contributor, value: f32, part: std::ops::Range<u64>) {
+pub fn write(contributor: &Contributor, value: f32, part: std::ops::Range<u64>) {
     let bytes = value.to_le_bytes().repeat((part.end - part.start) as usize / 4);
     contributor.write(&mut Share::None, part.start, &bytes, LONG).unwrap();
 }
 
-fn commit(contributor: &Arc<Contributor>) -> Result<(), ContributeError> {
+pub fn commit(contributor: &Arc<Contributor>) -> Result<(), ContributeError> {
     let (sender, receiver) = channel();
     contributor.commit(Share::None, LONG, move |result| drop(sender.send(result)));
     receiver.recv_timeout(2 * LONG).unwrap()
 }
 
 /// The version with the last step of this contributor.
-fn pull(client: &Job, contributor: &Contributor) -> (Version, Vec<f32>) {
+pub fn pull(client: &Job, contributor: &Contributor) -> (Version, Vec<f32>) {
     let version = wait_for(LONG, |done| client.await_step(contributor.learner(), LONG, done)).unwrap();
     read(client, version)
 }
@@ -54,7 +54,7 @@ fn pull(client: &Job, contributor: &Contributor) -> (Version, Vec<f32>) {
 /// Waits until the shard has what is sent before the commit, if contributions of so many bytes are whole. A client sends
 /// four blocks together, so up to three are left for the commit.
 #[track_caller]
-fn wait_for_pushed(world: &World, bytes: u64) {
+pub fn wait_for_pushed(world: &World, bytes: u64) {
     let bytes = bytes - 3 * u64::from(BLOCK);
     let deadline = Instant::now() + LONG;
     loop {
@@ -68,7 +68,7 @@ fn wait_for_pushed(world: &World, bytes: u64) {
 }
 
 #[track_caller]
-fn is_all(weights: &[f32], value: f32) {
+pub fn is_all(weights: &[f32], value: f32) {
     let wrong = weights.iter().position(|&weight| weight != value);
     assert_eq!(wrong.map(|at| (at, weights[at])), None, "{value} is expected");
 }
@@ -149,7 +149,7 @@ fn dropped_blocks_that_were_sent_ahead_never_count() {
     }
 }
 
-fn set_lease(client: &Job, seconds: &str) {
+pub fn set_lease(client: &Job, seconds: &str) {
     let (sender, receiver) = channel();
     client.set_control("lease", seconds, LONG, Box::new(move |outcome| drop(sender.send(outcome))));
     assert_eq!(receiver.recv_timeout(2 * LONG).unwrap().map_err(|error| error.to_string()), Ok(()));

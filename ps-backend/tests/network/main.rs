@@ -19,4 +19,5 @@ mod shm;
 mod steps;
 #[cfg(feature = "rdma")]
 mod strangers;
+mod together;
 mod world;

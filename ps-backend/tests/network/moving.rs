@@ -84,7 +84,7 @@ fn lives_through(coordinator_moves: bool) {
         partly: Some(Default::default()),
         timeout_ms: 20_000,
         lent: false,
-        under: None,
+        given_up: None,
     };
     control.say(3, &commit);
     assert_eq!(

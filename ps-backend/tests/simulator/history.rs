@@ -90,8 +90,10 @@ impl Record {
 /// A plan as the coordinator has sent it to shards and clients.
 #[derive(Clone, Debug)]
 struct Planned {
-    /// Its last contribution is still written.
+    /// Contributions to it are still written.
     provisional: bool,
+    /// From so many clients.
+    open: usize,
     work: Work,
     ordered: bool,
     /// By client, in the order of the plan.
@@ -142,6 +144,8 @@ pub struct History {
     sealed: BTreeMap<PlanId, BTreeSet<usize>>,
     /// Plans that were begun while their last contribution was written, and sealed.
     pub sealed_plans: u64,
+    /// Of these, those that several clients were still writing to when they began.
+    pub sealed_together: u64,
     /// Versions whose steps had to know a norm.
     pub measured: u64,
     /// By plan: whose blocks were sent for it while they were written.
@@ -180,6 +184,7 @@ impl History {
             plans: BTreeMap::new(),
             sealed: BTreeMap::new(),
             sealed_plans: 0,
+            sealed_together: 0,
             measured: 0,
             ahead: BTreeMap::new(),
             in_vain: BTreeSet::new(),
@@ -271,9 +276,11 @@ impl History {
     // -- what the coordinator says
 
     pub fn started(&mut self, plan: &libmodelio::wire::Plan, missing: usize) {
-        let provisional = plan.sources.iter().any(|source| source.provisional);
+        let open = plan.sources.iter().filter(|source| source.provisional).count();
+        let provisional = open > 0;
         let planned = Planned {
             provisional,
+            open,
             work: plan.work.clone(),
             ordered: plan.ordered,
             sources: plan.sources.iter().map(|source| source.client).collect(),
@@ -284,8 +291,9 @@ impl History {
         let known = self.plans.entry(plan.plan).or_insert_with(|| planned.clone());
         if known.provisional && !provisional {
             assert_eq!(known.sources, planned.sources, "{plan:?} is sealed with other clients");
-            *known = planned;
             self.sealed_plans += 1;
+            self.sealed_together += u64::from(known.open > 1);
+            *known = planned;
         } else {
             assert_eq!(known.provisional, provisional, "{plan:?} was sealed before");
         }

@@ -46,6 +46,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("kills", |world| world.killed, 16),
     ("ended jobs", |world| u64::from(world.ended), 64),
     ("plans that were sealed", |world| world.history.sealed_plans, 2),
+    ("plans that several clients wrote to and that were sealed", |world| world.history.sealed_together, 4),
     ("measured norms", |world| world.history.measured, 1),
     ("blocks that came before", |world| world.early, 1),
     ("payloads that came before the seal", |world| world.before_the_seal, 50),

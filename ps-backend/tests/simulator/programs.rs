@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use libmodelio::client::core::Token;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, LearnerId, Step};
+use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::wire::{Message, Refusal};
 
 use crate::client::{Client, ClientEvent, Payload};
@@ -238,15 +239,19 @@ impl World {
                 _ => tensors.push(tensor..tensor + 1),
             }
         }
+        // It stays open what is written of a block that is not whole, as if there were too many pieces.
+        let record = &self.history.records[&uid];
+        let is_whole = record.blocks.iter().all(|&block| record.is_whole(block));
+        let partly = is_whole.then(PartlyWritten::default);
         let commit = |timeout_ms| Message::Commit {
             learner,
             step,
             blocks,
             tensors,
-            partly: Some(Default::default()),
+            partly,
             timeout_ms,
             lent,
-            under: None,
+            given_up: None,
         };
         let token = self.ask(index, at, Asked::Commit(uid), commit);
         if self.chance(self.settings.interrupts) {
@@ -412,8 +417,10 @@ impl World {
         let uid = self.history.begins(Some((learner, step)));
         client.programs[at].uid = Some(uid);
         let mut blocks = self.some_blocks();
+        // Contributions of values are refused if it is open what is written of them.
+        let are_values = self.clients[index].core.state().controls.reducer.combine().replaces();
         let mut tensors: BTreeSet<usize> = blocks.iter().flat_map(|&block| tensors_of(block)).collect();
-        if self.chance(self.settings.in_part) {
+        if self.chance(self.settings.in_part) && !are_values {
             // Whole tensors are written, so blocks at their ends are written in part.
             let all = tensors_of(self.settings.blocks - 1).end;
             tensors = (0..all).filter(|_| self.rng.bool()).collect();

@@ -398,7 +398,7 @@ impl World {
                     for block in blocks.ones() {
                         match shard.measures() {
                             true => shard.measure(block),
-                            false => shard.finish(block, shard.compute(block, false, None)),
+                            false => shard.finish(block, shard.compute(block, true, None)),
                         }
                     }
                 }

@@ -135,7 +135,7 @@ impl World {
                         tensors: Vec::new(),
                         timeout_ms: u32::MAX,
                         lent: self.rng.bool(),
-                        under: Some(PlanId(self.number())),
+                        given_up: Some(PlanId(self.number())),
                         partly: None,
                     },
                 ),
@@ -154,7 +154,7 @@ impl World {
                             timeout_ms,
                             lent,
                             partly: None,
-                            under: None,
+                            given_up: None,
                         },
                     )
                 }

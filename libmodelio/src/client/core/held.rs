@@ -14,6 +14,8 @@ use crate::wire::{Granted, Message};
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) blocks: FixedBitSet,
+    /// Those of the blocks that are known to be written as a whole.
+    pub(super) whole: FixedBitSet,
     /// The number of its newest commit. The answer to an earlier commit does not end the wait of this one.
     pub(super) request: u64,
     /// The newest provisional plan for which its blocks may have been sent.

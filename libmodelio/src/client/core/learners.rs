@@ -332,12 +332,14 @@ impl ClientCore {
     /// Drops the blocks that were sent before the commit. Their payload is not needed, and no more blocks go to the
     /// provisional plan they were sent for.
     pub(super) fn drop_ahead(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
-        let waits = self.outgoing.take_if(|outgoing| outgoing.open.is_some_and(|(of, _)| of == learner));
+        let Some(known) = self.learners.get_mut(&learner) else { return };
+        // Commits that were answered with success stay.
+        let from = known.open.as_ref().map_or(known.committed.next(), |open| open.step);
+        let ahead = known.open.as_mut().and_then(|open| Some((open.step, open.ahead.take()?)));
+        let waits = self.outgoing.take_if(|outgoing| outgoing.has_open_from(learner, from));
         let waits = waits.map(|outgoing| outgoing.plan);
-        let all = (learner, Step(0))..=(learner, Step(u64::MAX));
-        let held = self.held.range(all).filter_map(|(_, held)| held.sent_under);
-        let open = self.learners.get_mut(&learner).and_then(|known| known.open.as_mut());
-        let ahead = open.and_then(|open| Some((open.step, open.ahead.take()?)));
+        let held = self.held.range((learner, from)..=(learner, Step(u64::MAX)));
+        let held = held.filter_map(|(_, held)| held.sent_under);
         let sent = ahead.as_ref().and_then(|(_, ahead)| ahead.sent_under);
         self.given_up = self.given_up.into_iter().chain(waits).chain(held).chain(sent).max();
         if let Some((step, _)) = ahead {

@@ -236,7 +236,7 @@ impl ClientCore {
     /// One of several connections to a shard has ended. The client finds and repeats what was on it.
     pub fn check_partition(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
         if let Some(outgoing) = &mut self.outgoing
-            && outgoing.open.is_some()
+            && outgoing.is_provisional()
         {
             // A provisional plan is checked when the coordinator has sealed it.
             outgoing.partitions[partition].struggles = true;
@@ -265,7 +265,7 @@ impl ClientCore {
         match message {
             Message::Missing { plan, blocks } => {
                 let mut bits = self.bits(&blocks);
-                let of_plan = |outgoing: &&mut Outgoing| outgoing.plan == plan && outgoing.open.is_none();
+                let of_plan = |outgoing: &&mut Outgoing| outgoing.plan == plan && !outgoing.is_provisional();
                 let Some(outgoing) = self.outgoing.as_mut().filter(of_plan) else { return };
                 // Another coordinator may have begun a plan with that number there.
                 bits.intersect_with(&outgoing.blocks);

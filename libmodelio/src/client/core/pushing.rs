@@ -19,10 +19,49 @@ pub(super) struct Outgoing {
     pub(super) payload: Granted,
     pub(super) blocks: FixedBitSet,
     pub(super) partitions: Vec<Sending>,
-    /// For a provisional plan, the learner and step that are still being written. No partition is done before that ends.
-    pub(super) open: Option<(LearnerId, Step)>,
+    /// For a provisional plan, those of this client's contributions that were still being written when it was granted.
+    /// No partition is done before the plan is sealed.
+    pub(super) open: Option<Vec<(LearnerId, Step)>>,
     /// Blocks that were sent, perhaps in vain.
     pub(super) sent: FixedBitSet,
+}
+
+impl Outgoing {
+    pub(super) fn is_provisional(&self) -> bool {
+        self.open.is_some()
+    }
+
+    /// Whether the plan is provisional and has, or will have, this contribution, which was open when it was granted.
+    pub(super) fn has_open(&self, key: (LearnerId, Step)) -> bool {
+        self.open.as_ref().is_some_and(|open| open.contains(&key))
+    }
+
+    /// Whether it has no other contribution of this client's that was open.
+    fn has_open_alone(&self, key: (LearnerId, Step)) -> bool {
+        self.open.as_deref() == Some(&[key])
+    }
+
+    /// Whether a contribution of the learner to this step or a later one was open.
+    pub(super) fn has_open_from(&self, learner: LearnerId, step: Step) -> bool {
+        self.open.as_ref().is_some_and(|open| open.iter().any(|key| key.0 == learner && key.1 >= step))
+    }
+
+    fn contributions(&self) -> &[(LearnerId, Step)] {
+        match &self.payload {
+            Granted::Contributions { of, .. } => of,
+            Granted::Weights(_) => &[],
+        }
+    }
+
+    /// These blocks may be sent from now on, too.
+    fn add(&mut self, blocks: &FixedBitSet, owned: &[FixedBitSet]) {
+        self.blocks.union_with(blocks);
+        for (sending, owned) in self.partitions.iter_mut().zip(owned) {
+            sending.todo = blocks & owned;
+            sending.todo.difference_with(&self.sent);
+            (sending.at, sending.round) = (0, true);
+        }
+    }
 }
 
 /// What the client does with a block that a learner has just written.
@@ -82,27 +121,26 @@ impl ClientCore {
         }
         let known = self.outgoing.as_ref().map_or(self.over, |outgoing| outgoing.plan.max(self.over));
         if plan <= known {
-            let waits = |outgoing: &Outgoing| outgoing.plan == plan && outgoing.open.is_some();
-            let is_sealed = !matches!(payload, Granted::Contributions { open: Some(_), .. });
+            let waits = |outgoing: &Outgoing| outgoing.plan == plan && outgoing.is_provisional();
             return match self.outgoing.as_ref().is_some_and(waits) {
-                true if is_sealed => self.sealed(plan, payload, now, actions),
+                true if !payload.is_provisional() => self.sealed(plan, payload, now, actions),
                 true => {}
                 false => self.recheck(plan, now, actions),
             };
         }
         // The coordinator does not know yet that the contribution was dropped.
-        if self.given_up == Some(plan) && matches!(payload, Granted::Contributions { open: Some(_), .. }) {
+        if payload.is_provisional() && self.given_up.is_some_and(|given_up| given_up >= plan) {
             return;
         }
         // The coordinator runs one plan at a time.
         self.plan_over(PlanId(plan.0 - 1), actions);
         let open = match &payload {
-            Granted::Contributions { of, open: Some(learner), .. } => {
-                of.iter().find(|(of, _)| of == learner).copied()
+            Granted::Contributions { of, open: Some(open), .. } => {
+                Some(of.iter().filter(|(of, _)| open.contains(of)).copied().collect::<Vec<_>>())
             }
             _ => None,
         };
-        let blocks = match self.granted_blocks(plan, &payload, open) {
+        let blocks = match self.granted_blocks(plan, &payload, open.as_deref()) {
             Ok(blocks) => blocks,
             Err(learner) => return self.notify(Message::SourceGone { plan, learner }, actions),
         };
@@ -123,20 +161,90 @@ impl ClientCore {
             }
         });
         let (partitions, sent) = (partitions.collect(), FixedBitSet::with_capacity(self.blocks));
-        if let Some((learner, _)) = open
-            && let Some(known) = self.learners.get_mut(&learner)
-            && let Some(ahead) = known.open.as_mut().and_then(|open| open.ahead.as_mut())
-        {
-            ahead.sent_under = Some(plan);
-            if !ahead.whole.is_clear() {
-                known.sends_for(plan);
+        let outgoing = Outgoing { plan, payload, blocks, partitions, open, sent };
+        if outgoing.is_provisional() {
+            for &key in outgoing.contributions() {
+                self.sends_ahead(key, plan);
             }
         }
-        self.outgoing = Some(Outgoing { plan, payload, blocks, partitions, open, sent });
+        self.outgoing = Some(outgoing);
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
-    /// The blocks to send. Of an `open` contribution these are the blocks that are whole by now.
+    /// Blocks of a contribution may be sent for a provisional plan from now on.
+    fn sends_ahead(&mut self, (learner, step): (LearnerId, Step), plan: PlanId) {
+        let Some(known) = self.learners.get_mut(&learner) else { return };
+        let open = known.open.as_mut().filter(|open| open.step == step);
+        let has_some = match (self.held.get_mut(&(learner, step)), open.and_then(|open| open.ahead.as_mut()))
+        {
+            (Some(held), _) => {
+                held.sent_under = Some(plan);
+                !held.blocks.is_clear()
+            }
+            (None, Some(ahead)) => {
+                ahead.sent_under = Some(plan);
+                !ahead.whole.is_clear()
+            }
+            (None, None) => false,
+        };
+        if has_some {
+            known.sends_for(plan);
+        }
+    }
+
+    /// A contribution is committed while its plan is still provisional. Blocks of others may have waited for it, and its
+    /// own may be sent.
+    pub(super) fn commits_ahead(&mut self, key: (LearnerId, Step), actions: &mut Vec<Action>) {
+        // In one process the plan has no other contribution of which blocks could wait, and is about to be sealed.
+        if self.in_process {
+            return;
+        }
+        let Some(outgoing) = self.outgoing.take_if(|outgoing| outgoing.has_open(key)) else { return };
+        self.sends_ahead(key, outgoing.plan);
+        let ready = self.ready(outgoing.contributions());
+        let outgoing = self.outgoing.insert(outgoing);
+        outgoing.add(&ready, &self.owned);
+        let some_left = |(_, sending): &(usize, &Sending)| !sending.todo.is_clear();
+        let left = outgoing.partitions.iter().enumerate().filter(some_left);
+        actions.extend(left.map(|(partition, _)| Action::Wake(partition)));
+    }
+
+    /// The blocks that may be sent while the plan is provisional: those that each contribution has as a whole which is
+    /// not committed yet, and of which one contribution at least has a whole. (Before the plan is sealed, nobody knows
+    /// what is written of a block that is whole nowhere.)
+    fn ready(&self, of: &[(LearnerId, Step)]) -> FixedBitSet {
+        let mut some = FixedBitSet::with_capacity(self.blocks);
+        let mut all = FixedBitSet::with_capacity(self.blocks);
+        all.insert_range(..);
+        for key in of {
+            match (self.held.get(key), self.learners.get(&key.0).and_then(|known| known.ahead(key.1))) {
+                (Some(held), _) => some.union_with(&held.whole),
+                (None, Some(ahead)) => {
+                    some.union_with(&ahead.whole);
+                    all.intersect_with(&ahead.whole);
+                }
+                (None, None) => all.clear(),
+            }
+        }
+        some.intersect_with(&all);
+        some
+    }
+
+    /// Like [`Self::ready`], for one block.
+    fn is_ready(&self, of: &[(LearnerId, Step)], block: BlockId) -> bool {
+        let mut some = false;
+        for key in of {
+            some |= match (self.held.get(key), self.learners.get(&key.0).and_then(|known| known.ahead(key.1)))
+            {
+                (Some(held), _) => held.whole.contains(block.index()),
+                (None, Some(ahead)) if ahead.whole.contains(block.index()) => true,
+                (None, _) => return false,
+            };
+        }
+        some
+    }
+
+    /// The blocks to send, as far as they may be sent while these contributions are `open`.
     ///
     /// # Errors
     /// The learner whose payload is gone. `None` for new weights.
@@ -144,25 +252,21 @@ impl ClientCore {
         &self,
         plan: PlanId,
         payload: &Granted,
-        open: Option<(LearnerId, Step)>,
+        open: Option<&[(LearnerId, Step)]>,
     ) -> Result<FixedBitSet, Option<LearnerId>> {
         let mut blocks = FixedBitSet::with_capacity(self.blocks);
+        let open = open.unwrap_or_default();
         match payload {
             Granted::Contributions { of, .. } => {
-                for key in of.iter().filter(|key| Some(**key) != open) {
+                for key in of.iter().filter(|key| !open.contains(key)) {
                     let held = self.held.get(key).ok_or(Some(key.0))?;
                     if held.early.as_ref().is_some_and(|early| early.plan != Some(plan)) {
                         return Err(Some(key.0));
                     }
                     blocks.union_with(&held.blocks);
                 }
-                // If the coordinator does not know of a commit, another contribution may take its place.
-                if let Some(key) = open.filter(|key| !self.held.contains_key(key)) {
-                    let ahead = self.learners.get(&key.0).and_then(|known| known.ahead(key.1));
-                    let nothing = || FixedBitSet::with_capacity(self.blocks);
-                    blocks = ahead.map_or_else(nothing, |ahead| ahead.whole.clone());
-                } else if open.is_some() {
-                    blocks.clear();
+                if !open.is_empty() {
+                    blocks = self.ready(of);
                 }
             }
             Granted::Weights(token) => blocks.union_with(self.weights.get(token).ok_or(None)?),
@@ -195,11 +299,16 @@ impl ClientCore {
         let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
         ahead.whole.insert(block.index());
         let mut wakes = None;
-        if let Some(outgoing) = self.outgoing.as_mut().filter(|of| of.open == Some((learner, step))) {
-            ahead.sent_under = Some(outgoing.plan);
-            known.sends_for(outgoing.plan);
+        let is_part = |outgoing: &Outgoing| outgoing.has_open((learner, step));
+        if let Some(plan) = self.outgoing.as_ref().filter(|of| is_part(of)).map(|of| of.plan) {
+            ahead.sent_under = Some(plan);
+            known.sends_for(plan);
+            let is_ready = |of: &Outgoing| self.is_ready(of.contributions(), block);
+            let is_ready = self.outgoing.as_ref().is_some_and(is_ready);
             let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
-            if let Some(partition) = partition.filter(|_| !outgoing.sent.contains(block.index())) {
+            if let Some(outgoing) = self.outgoing.as_mut().filter(|_| is_ready)
+                && let Some(partition) = partition.filter(|_| !outgoing.sent.contains(block.index()))
+            {
                 outgoing.blocks.insert(block.index());
                 let sending = &mut outgoing.partitions[partition];
                 sending.todo.insert(block.index());
@@ -210,8 +319,9 @@ impl ClientCore {
                     wakes = Some(partition);
                 }
             }
-        } else if is_first && self.blocks > 1 {
-            // A contribution of one block is about to be committed.
+        }
+        // A contribution of one block is about to be committed.
+        if is_first && self.blocks > 1 {
             self.notify(Message::WholeBlock { learner, step }, actions);
         }
         Some(Offered { is_first, wakes })
@@ -224,7 +334,7 @@ impl ClientCore {
         let Some(open) = open.filter(|open| open.step == step && !is_held) else { return Own::Stage };
         let is_first = open.ahead.is_none();
         let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
-        match self.outgoing.as_mut().filter(|outgoing| outgoing.open == Some((learner, step))) {
+        match self.outgoing.as_mut().filter(|outgoing| outgoing.has_open_alone((learner, step))) {
             Some(outgoing) => {
                 if outgoing.sent.put(block.index()) {
                     return Own::Stage;
@@ -257,7 +367,7 @@ impl ClientCore {
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
         outgoing.sent.set(block.index(), false);
         // A block of an open contribution is sent after its commit.
-        if outgoing.open.is_none()
+        if !outgoing.is_provisional()
             && let Some(partition) = self.owned.iter().position(|owned| owned.contains(block.index()))
         {
             let sending = &mut outgoing.partitions[partition];
@@ -278,8 +388,8 @@ impl ClientCore {
             Err(learner) => return self.notify(Message::SourceGone { plan, learner }, actions),
         };
         let Some(outgoing) = &mut self.outgoing else { return };
-        if let Some(known) = outgoing.open.and_then(|(learner, _)| self.learners.get_mut(&learner)) {
-            known.sealed(plan);
+        for (learner, _) in outgoing.contributions() {
+            self.learners.get_mut(learner).into_iter().for_each(|known| known.sealed(plan));
         }
         for (partition, (owned, sending)) in self.owned.iter().zip(&mut outgoing.partitions).enumerate() {
             let mine = owned & &blocks;
@@ -354,7 +464,7 @@ impl ClientCore {
         outgoing.sent.insert(block);
         sending.at = block + 1;
         sending.moved = now;
-        Some(Push { plan: outgoing.plan, block: BlockId(block as u32), ahead: outgoing.open.is_some() })
+        Some(Push { plan: outgoing.plan, block: BlockId(block as u32), ahead: outgoing.is_provisional() })
     }
 
     /// A contribution of `learner` holds NaN or Inf, and the job refuses those. The coordinator must know.

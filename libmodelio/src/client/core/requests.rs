@@ -3,7 +3,6 @@
 
 use super::held::Held;
 use super::learners::{Early, Learner};
-use super::pushing::Outgoing;
 use super::{Action, ClientCore, Now, PATIENCE, Token};
 use crate::transport::{Attached, ShardError};
 use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
@@ -42,10 +41,11 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
+        let mut committed = None;
         match &mut message {
-            Message::Commit { learner, step, blocks, under, .. } => {
-                let of_open = |outgoing: &&Outgoing| outgoing.open == Some((*learner, *step));
-                *under = self.outgoing.as_ref().filter(of_open).map(|outgoing| outgoing.plan);
+            Message::Commit { learner, step, blocks, partly, given_up, .. } => {
+                *given_up = self.given_up;
+                committed = Some((*learner, *step));
                 let blocks = self.bits(blocks);
                 if self.held.get(&(*learner, *step)).is_some_and(|held| held.blocks != blocks) {
                     let why =
@@ -65,13 +65,21 @@ impl ClientCore {
                 }
                 // The blocks that were sent before the commit are now part of it.
                 let ahead = ahead.and_then(Option::take);
+                let mut whole = blocks.clone();
+                match (partly, &ahead) {
+                    (Some(partly), _) => {
+                        partly.blocks().for_each(|(block, _)| whole.set(block.index(), false))
+                    }
+                    (None, Some(ahead)) => whole.intersect_with(&ahead.whole),
+                    (None, None) => whole.clear(),
+                }
                 let (sent_under, early) = ahead.map_or((None, None), |ahead| (ahead.sent_under, ahead.early));
                 let before = self.held.remove(&(*learner, *step));
                 let (sent_before, early_before) =
                     before.map_or((None, None), |held| (held.sent_under, held.early));
                 let (sent_under, early) = (sent_under.max(sent_before), early.or(early_before));
                 let request = self.next_request;
-                let held = Held { blocks, request, sent_under, early, left_at: None };
+                let held = Held { blocks, whole, request, sent_under, early, left_at: None };
                 self.held.insert((*learner, *step), held);
             }
             Message::Abort { learner } => self.drop_open(*learner, actions),
@@ -80,6 +88,9 @@ impl ClientCore {
                 self.weights.insert(*token, self.bits(blocks));
             }
             _ => {}
+        }
+        if let Some(key) = committed {
+            self.commits_ahead(key, actions);
         }
         let id = self.next_request;
         self.next_request += 1;
@@ -119,7 +130,7 @@ impl ClientCore {
         for (learner, step) in self.held.keys().copied().collect::<Vec<_>>() {
             self.release(learner, step, actions);
         }
-        self.outgoing.take_if(|outgoing| outgoing.open.is_some());
+        self.outgoing.take_if(|outgoing| outgoing.is_provisional());
         self.answer_waits(now, actions);
         actions.push(Action::State);
     }

@@ -210,7 +210,7 @@ impl Job {
         let source = Staged { region: staging, steady: lendable, partly };
         let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
         let message =
-            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under: None };
+            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, given_up: None };
         shared.request(message, timeout, plain(done), |inner| {
             inner.sources.insert((learner, step), source);
         });

@@ -238,7 +238,7 @@ impl World {
                     partly: Some(Default::default()),
                     timeout_ms: seconds * 1000,
                     lent: false,
-                    under: None,
+                    given_up: None,
                 }
             }
         };

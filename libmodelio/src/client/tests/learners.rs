@@ -3,6 +3,7 @@
 use super::*;
 use crate::client::core::Own;
 use crate::transport::BlockSlot;
+use crate::vocabulary::partly::PartlyWritten;
 
 fn slot(step: u64, block: u32) -> BlockSlot {
     BlockSlot { learner: L, incarnation: Incarnation(1), step: Step(step), block: BlockId(block) }
@@ -43,7 +44,8 @@ impl Bench {
     }
 
     fn provisional(&mut self, plan: u64, step: u64) {
-        let payload = Granted::Contributions { of: vec![(L, Step(step))], replaces: false, open: Some(L) };
+        let payload =
+            Granted::Contributions { of: vec![(L, Step(step))], replaces: false, open: Some(vec![L]) };
         self.coordinator(0, Message::Grant { plan: PlanId(plan), payload });
     }
 
@@ -239,11 +241,11 @@ fn blocks_of_a_refused_commit_join_no_later_contribution_to_the_step() {
     );
     bench.said.clear();
     bench.commit(6, 10);
-    let under = bench.said.iter().find_map(|action| match action {
-        Action::ToCoordinator(_, Message::Commit { under, .. }) => Some(*under),
+    let given_up = bench.said.iter().find_map(|action| match action {
+        Action::ToCoordinator(_, Message::Commit { given_up, .. }) => Some(*given_up),
         _ => None,
     });
-    assert_eq!(under, Some(None), "{:?}", bench.said);
+    assert_eq!(given_up, Some(Some(PlanId(7))), "{:?}", bench.said);
 }
 
 /// A contribution of which a block was reduced for plan 7 where it came.
@@ -304,17 +306,100 @@ fn nothing_is_sent_for_a_plan_whose_contribution_was_dropped_after_its_commit() 
 }
 
 #[test]
-fn nothing_of_a_commit_is_sent_for_a_plan_that_waits_for_another_contribution() {
+fn a_commit_that_the_coordinator_does_not_know_yet_is_sent_for_the_provisional_plan() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
     bench.provisional(7, 1);
-    assert_eq!(bench.sends(), Some(7));
-    for partition in 0..bench.core.shards().len() {
-        assert!(bench.pushes(partition).is_empty(), "the coordinator does not know of the commit");
-    }
-    // It has come after all: the plan is sealed with it.
+    let sent = |bench: &mut Bench| (0..2).flat_map(|partition| bench.pushes(partition)).count();
+    assert_eq!((bench.sends(), sent(&mut bench)), (Some(7), 3));
     let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
     bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
-    let sent: usize = (0..bench.core.shards().len()).map(|partition| bench.pushes(partition).len()).sum();
-    assert_eq!(sent, 3);
+    assert_eq!(sent(&mut bench), 0);
+}
+
+/// The second learner of the client.
+const M: LearnerId = LearnerId(2);
+
+impl Bench {
+    /// Both learners write step 1, under plan 7.
+    fn two_write() -> Bench {
+        let mut bench = Bench::new();
+        bench.ask(20, Message::Join { name: "m".into() }, 10);
+        let request = bench.last_request();
+        bench.coordinator(request, Message::Joined { learner: M, incarnation: Incarnation(1), since: 1 });
+        bench.ask(21, Message::Open { learner: M }, 10);
+        let request = bench.last_request();
+        bench.opened(request, 1);
+        let of = vec![(L, Step(1)), (M, Step(1))];
+        let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L, M]) };
+        bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
+        bench
+    }
+
+    fn whole(&mut self, learner: LearnerId, block: u32) {
+        self.core.offered(learner, Step(1), BlockId(block), &mut self.said).expect("it is open");
+    }
+
+    fn sent(&mut self) -> Vec<u32> {
+        let mut sent: Vec<u32> = (0..2).flat_map(|partition| self.pushes(partition)).collect();
+        sent.sort_unstable();
+        sent
+    }
+
+    fn commits(&mut self, learner: LearnerId, blocks: std::ops::Range<u32>, partly: PartlyWritten) {
+        let message = Message::Commit {
+            learner,
+            step: Step(1),
+            blocks: vec![blocks],
+            tensors: vec![0..1],
+            partly: Some(partly),
+            timeout_ms: 10_000,
+            lent: false,
+            given_up: None,
+        };
+        self.ask(30 + u64::from(learner.0), message, 10);
+    }
+}
+
+#[test]
+fn a_block_is_sent_when_all_learners_of_its_client_have_written_it() {
+    let mut bench = Bench::two_write();
+    bench.whole(L, 0);
+    assert!(bench.sent().is_empty());
+    bench.whole(M, 1);
+    assert!(bench.sent().is_empty());
+    bench.whole(M, 0);
+    assert_eq!(bench.sent(), [0]);
+}
+
+#[test]
+fn a_commit_frees_the_blocks_that_waited_for_its_learner() {
+    let mut bench = Bench::two_write();
+    bench.whole(L, 0);
+    bench.whole(L, 1);
+    let mut partly = PartlyWritten::default();
+    partly.insert(BlockId(2), vec![0..4]);
+    bench.commits(M, 2..3, partly);
+    assert_eq!(bench.sent(), [0, 1], "block 2 is whole nowhere");
+    bench.whole(L, 2);
+    assert_eq!(bench.sent(), [2]);
+}
+
+#[test]
+fn a_contribution_that_is_dropped_stops_the_plan_for_all_learners_of_its_client() {
+    let mut bench = Bench::two_write();
+    bench.whole(L, 0);
+    bench.whole(M, 0);
+    assert_eq!(bench.sent(), [0]);
+    bench.ask(40, Message::Abort { learner: M }, 10);
+    bench.whole(L, 1);
+    assert_eq!((bench.sends(), bench.sent()), (None, vec![]));
+    bench.said.clear();
+    bench.commits(L, 0..2, PartlyWritten::default());
+    let given_up = bench.said.iter().find_map(|action| match action {
+        Action::ToCoordinator(_, Message::Commit { given_up, .. }) => *given_up,
+        _ => None,
+    });
+    assert_eq!(given_up, Some(PlanId(7)));
+    assert!(bench.core.take_strays(L), "the dropped plan may still read its block");
 }

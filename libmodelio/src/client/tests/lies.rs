@@ -140,7 +140,7 @@ fn blocks_that_are_not_of_the_plan_are_not_sent() {
             tensors: vec![0..1],
             timeout_ms: 10_000,
             lent: false,
-            under: None,
+            given_up: None,
             partly: Some(Default::default()),
         },
         10,

@@ -116,7 +116,7 @@ fn nobodys_lease_ends_because_the_job_is_held() {
         partly: Some(Default::default()),
         timeout_ms: 1 << 30,
         lent: false,
-        under: None,
+        given_up: None,
     };
     bench.client(A, 2, commit);
     // A living program that does nothing, as far as anybody knows.

@@ -319,11 +319,6 @@ fn only_the_client_of_a_learner_says_that_it_has_a_whole_block() {
     let Bench { coordinator, now, said } = Bench::new();
     let mut bench = Bench { coordinator: coordinator.with_provisional_plans(), now, said };
     let (learner, step) = (LearnerId(2), Step(1));
-    bench.commit(A, 1, 1, 2);
-    bench.pass(PATIENCE);
-    let accumulates = bench.started();
-    bench.partition(accumulates.plan.0, Message::Ready { plan: accumulates.plan });
-    bench.partition(accumulates.plan.0, Message::Done);
     bench.client(B, 2, Message::Open { learner });
     bench.said.clear();
     bench.client(A, 0, Message::WholeBlock { learner, step });
@@ -334,5 +329,6 @@ fn only_the_client_of_a_learner_says_that_it_has_a_whole_block() {
         bench.client(B, 0, Message::WholeBlock { learner, step });
     }
     let [Message::Start(plan)] = &bench.sent_to_partition()[..] else { panic!("{:?}", bench.said) };
-    assert!(plan.sources.iter().all(|source| source.client == B && source.provisional));
+    let sources: Vec<_> = plan.sources.iter().map(|source| (source.client, source.provisional)).collect();
+    assert_eq!(sources, [(A, true), (B, true)]);
 }

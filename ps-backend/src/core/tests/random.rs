@@ -234,8 +234,8 @@ impl World {
                 self.apply(&Op::Commit(who, 0, who % 2 == 0, 10_000));
                 self.sim.finish_work();
             }
-            // Past everybody's patience.
-            self.sim.tick(100);
+            // Past everybody's patience: a commit waits for others in a plan for half of its time.
+            self.sim.tick(5_100);
             self.sim.finish_work();
             self.look_around();
             prop_assert!(self.sim.core.version() > before, "{:#?}", self.sim.core);
