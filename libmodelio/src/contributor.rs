@@ -12,8 +12,8 @@
 mod commit;
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
@@ -160,7 +160,11 @@ pub struct Contributor {
     /// Signalled when no piece is in flight.
     idle: Condvar,
     traffic: Arc<Traffic>,
+    waits: OnceLock<WaitHook>,
 }
+
+/// Told when a write begins to wait for others (true), and when it no longer does (false).
+pub type WaitHook = Box<dyn Fn(bool) + Send + Sync>;
 
 /// The most pieces of a request that need no allocation: 1 MiB over blocks of 64 KiB, and two ends if it is not
 /// aligned.
@@ -195,7 +199,27 @@ impl Contributor {
             joined: Vec::new(),
         });
         let mapped = region(&job, "gradfs-gradients")?;
-        Ok(Contributor { learner, incarnation, layout, job, mapped, state, idle: Condvar::new(), traffic })
+        Ok(Contributor {
+            learner,
+            incarnation,
+            layout,
+            job,
+            mapped,
+            state,
+            idle: Condvar::new(),
+            traffic,
+            waits: OnceLock::new(),
+        })
+    }
+
+    /// Has `hook` told of the waits of [`Self::write`]. Only the first hook counts.
+    pub fn tell_waits(&self, hook: WaitHook) {
+        let _ = self.waits.set(hook);
+    }
+
+    /// The number of contributions that have ended here.
+    pub fn ended(&self) -> u64 {
+        self.state.lock().number - 1
     }
 
     /// The learner.
@@ -339,7 +363,12 @@ impl Contributor {
     fn open(&self, state: &mut State, timeout: Duration) -> Result<Step, ShardError> {
         let Opening { step, staging_lent } = match self.job.open_known(self.learner, timeout)? {
             Some(opening) => opening,
-            None => wait_for(timeout, |done| self.job.open(self.learner, timeout, done))?,
+            None => {
+                self.waits.get().inspect(|tell| tell(true));
+                let opened = wait_for(timeout, |done| self.job.open(self.learner, timeout, done));
+                self.waits.get().inspect(|tell| tell(false));
+                opened?
+            }
         };
         // Blocks that were sent for a dropped plan may still be on their way. Their memory is not written again.
         state.has_strays |= self.job.take_strays(self.learner);

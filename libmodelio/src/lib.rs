@@ -7,6 +7,7 @@ pub mod contributor;
 pub mod disk;
 pub mod formats;
 pub mod nbd;
+pub mod observe;
 pub mod publisher;
 pub mod reader;
 pub mod registry;

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use libmodelio::vocabulary::ids::Version;
+
 use super::filesystem::Fs;
 use super::model_tree::ModelTree;
 use super::text_file::TextFile;
@@ -136,6 +138,15 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { tree, .. } | OpenFile::Publication { tree, .. } => Some(tree),
             OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => None,
+        }
+    }
+
+    /// The version whose bytes it reads.
+    pub fn shown_version(&self) -> Option<Version> {
+        match self {
+            OpenFile::Version(file) => Some(file.reader.version()),
+            OpenFile::Contribution { contribution, .. } => contribution.reader().map(|of| of.version()),
+            OpenFile::Publication { .. } | OpenFile::Text(_) | OpenFile::Snapshot(_) => None,
         }
     }
 

@@ -82,6 +82,10 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         .members
         .iter()
         .map(|member| {
+            // Only the mount that a learner is of knows what it waits for.
+            let times = model.learner(member.learner).ok().map(|learner| Arc::clone(&learner.times));
+            let stall = times.as_ref().map(|times| times.stall());
+            let staleness = times.as_ref().and_then(|times| times.staleness());
             json!({
                 "id": member.name,
                 "incarnation": member.incarnation,
@@ -89,6 +93,12 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
                 "phase": member.phase,
                 "joined_at_version": member.joined_at,
                 "silent_seconds": round(member.silent.as_secs_f64()),
+                "stall_seconds": stall.map(|of| round(of.stall.as_secs_f64())),
+                "stall_share": stall.map(|of| round(of.share)),
+                "stall_share_since_join": stall.map(|of| round(of.share_since_join)),
+                "staleness": staleness.map(|of| {
+                    json!({ "versions": of.versions, "ms": of.behind.as_millis() as u64 })
+                }),
             })
         })
         .collect();
@@ -179,6 +189,10 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "open_interval_seconds": seconds(interval),
             "bubble_seconds": seconds(bubble),
         });
+    }
+    if let Some((push, pull)) = model.times.rates(&model.job) {
+        (value["push_gb_per_s"], value["pull_gb_per_s"]) =
+            (json!(round(push / 1e9)), json!(round(pull / 1e9)));
     }
     if let Some(payload) = model.job.payload() {
         value["payload"] = json!(payload);

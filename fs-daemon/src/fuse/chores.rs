@@ -46,6 +46,7 @@ impl Started {
                     calls.waits.release_signalled();
                     calls.pending_exits.tick(Instant::now());
                     calls.fs.drop_leftovers(&*kernel);
+                    calls.fs.trees().iter().for_each(|tree| tree.model.times.sample(&tree.model.job));
                     wait_log.check(calls.fs.trees().iter().map(|tree| &*tree.model));
                 }
             }

@@ -13,6 +13,7 @@ use crate::fs::filesystem::stale;
 use crate::fs::open::{OpenRequest, Way};
 use crate::fs::open_file::OpenFile;
 use crate::session::error::{CallError, CallResult, Done};
+use crate::session::learner_times::Waits;
 use crate::session::own_thread::on_own_thread;
 
 /// An opened file, and how the kernel should treat it.
@@ -57,6 +58,11 @@ impl Calls {
                 )));
             }
             (LastCommit::Waits, _) => {
+                let waits = learner.and_then(|learner| tree.model.learner(learner).ok());
+                let done = match waits {
+                    Some(learner) => learner.times.until(Waits::Open, done),
+                    None => done,
+                };
                 let (this, done) = (Arc::clone(self), self.guard_open(tid, done));
                 let model = Arc::clone(&tree.model);
                 let answer = move |outcome| match (outcome, named) {
@@ -118,6 +124,10 @@ impl Calls {
             return Err(CallError::new(libc::ENFILE, "too many open files in this mount"));
         };
         if let (Some((tree, _)), Some(learner)) = (request.file(), request.shows_newest_to()) {
+            let of = learner.and_then(|learner| tree.model.learner(learner).ok());
+            if let Some(version) = open.file.shown_version() {
+                tree.model.opened(version, of.as_deref());
+            }
             tree.model.job.version_opened(learner);
         }
         if let Some((tree, contribution)) = contribution {

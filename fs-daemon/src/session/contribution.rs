@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libmodelio::contributor::{ContributeError, Share};
 use libmodelio::transport::ShardError;
@@ -15,6 +15,7 @@ use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::learner::Learner;
+use super::learner_times::Waits;
 use super::model::Model;
 use libmodelio::reader::Reader;
 
@@ -117,10 +118,12 @@ impl Contribution {
             self.wrote.store(true, Ordering::Relaxed);
         }
         let mut share = self.share();
+        let began = Instant::now();
         let outcome = refuse_header(offset, data).and_then(|()| {
             let outcome = self.learner.contributor.write(&mut share, offset, data, self.model.timeout());
             outcome.map_err(|error| explained(&self.model, error))
         });
+        self.learner.times.wrote(began.elapsed());
         if let Share::Of(number) = share {
             self.share.store(number, Ordering::Relaxed);
         }
@@ -137,6 +140,10 @@ impl Contribution {
                 timeout.min(SECOND_WAIT)
             }
             timeout => timeout,
+        };
+        let done = match mapped || is_open {
+            true => self.waits_for(done),
+            false => done,
         };
         let this = Arc::clone(self);
         let finished = move |result| match result {
@@ -157,6 +164,20 @@ impl Contribution {
         } else {
             contributor.commit(self.share(), timeout, finished);
         }
+    }
+
+    /// Wraps `done`: until it is called, the learner's program waits. With its success, a step is over.
+    fn waits_for(&self, done: Done<()>) -> Done<()> {
+        let learner = Arc::clone(&self.learner);
+        learner.times.clone().until(
+            Waits::Commit,
+            Box::new(move |outcome: CallResult<()>| {
+                if outcome.is_ok() {
+                    learner.times.committed(learner.contributor.ended());
+                }
+                done(outcome);
+            }),
+        )
     }
 
     /// A commit has failed. Returns whether what was written can be committed again; else it is dropped.
@@ -218,6 +239,7 @@ impl Contribution {
     /// Reads the newest version from now on, if it reads.
     pub fn refresh(&self) {
         if let (Some(reader), Some(newest)) = (&self.reader, Reader::newest(&self.model.job)) {
+            self.model.opened(newest.version(), Some(&self.learner));
             *reader.lock() = Arc::new(newest);
             self.model.job.version_opened(Some(self.learner.id));
         }

@@ -14,6 +14,8 @@ use parking_lot::Mutex;
 
 use super::error::CallError;
 use super::last_refusal::LastRefusal;
+use super::learner_times::{LearnerTimes, Waits};
+use super::model_times::ModelTimes;
 
 /// Longest answer to wait for where a request has no deadline of its own.
 pub const PROMPT: Duration = Duration::from_secs(10);
@@ -45,6 +47,8 @@ pub struct Learner {
     pub owner: Option<(u32, u32)>,
     /// Why its last call failed.
     pub refusal: Arc<LastRefusal>,
+    /// What its program waits for.
+    pub times: Arc<LearnerTimes>,
     /// Its way to the shards.
     pub(super) contributor: Arc<Contributor>,
     job: Arc<Job>,
@@ -88,13 +92,21 @@ impl Learner {
         job: Arc<Job>,
         owner: Option<(u32, u32)>,
         refusal: Arc<LastRefusal>,
+        times: Arc<ModelTimes>,
     ) -> Learner {
+        let times = Arc::new(LearnerTimes::new(times));
+        let of_writes = Arc::clone(&times);
+        contributor.tell_waits(Box::new(move |waits| match waits {
+            true => of_writes.begins(Waits::Write),
+            false => of_writes.ends(Waits::Write),
+        }));
         Learner {
             id: contributor.learner(),
             name,
             joined: SystemTime::now(),
             owner,
             refusal,
+            times,
             contributor: Arc::new(contributor),
             job,
             mapped_ready: AtomicBool::new(false),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{Contributor, Traffic};
 use libmodelio::transport::LeaveReason;
-use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use parking_lot::Mutex;
 use ps_backend::server::local::LocalShard;
@@ -15,6 +15,7 @@ use ps_backend::server::local::LocalShard;
 use super::error::{CallError, CallResult};
 use super::last_refusal::LastRefusal;
 use super::learner::{Learner, PROMPT};
+use super::model_times::ModelTimes;
 use super::shared_disk::SharedDisk;
 
 /// Name of the own learner of a mount that has its job to itself.
@@ -41,6 +42,8 @@ pub struct Model {
     pub job: Arc<Job>,
     /// Bytes that went through this process.
     pub traffic: Arc<Traffic>,
+    /// What its learners in this process wait for.
+    pub times: Arc<ModelTimes>,
     /// `__metadata__` of the file it came from.
     pub metadata: BTreeMap<String, String>,
     /// Why the last call of the mount's own learner failed, whether it is in the job or not.
@@ -73,6 +76,7 @@ impl Model {
             layout: Arc::clone(job.layout()),
             job: Arc::new(job),
             traffic: Arc::default(),
+            times: Arc::default(),
             metadata,
             own_refusal: Arc::default(),
             own_name,
@@ -147,7 +151,8 @@ impl Model {
             .inspect_err(|_| self.send_leave(id, LeaveReason::Asked))?;
         let refusal = if name == self.own_name { Arc::clone(&self.own_refusal) } else { Arc::default() };
         let job = Arc::clone(&self.job);
-        let learner = Arc::new(Learner::new(name.to_owned(), contributor, job, owner, refusal));
+        let times = Arc::clone(&self.times);
+        let learner = Arc::new(Learner::new(name.to_owned(), contributor, job, owner, refusal, times));
         self.learners.lock().insert(id, Arc::clone(&learner));
         tracing::info!(model = self.name, learner = name, "joined");
         Ok(learner)
@@ -168,6 +173,15 @@ impl Model {
             self.learners.lock().remove(&gone.id);
         }
         self.join(&self.own_name, None)
+    }
+
+    /// A program opens this version as the newest one, as `learner` or as none.
+    pub fn opened(&self, version: Version, learner: Option<&Learner>) {
+        let staleness = self.job.staleness(version);
+        self.times.staleness.add(staleness.versions);
+        if let Some(learner) = learner {
+            learner.times.opened(staleness);
+        }
     }
 
     /// A learner leaves the job. Waits for the job's answer.

@@ -27,6 +27,7 @@ use super::options::Listener;
 use super::shared::Shared;
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
+use crate::observe::staleness::Staleness;
 use crate::transport::reactor::Reactor;
 use crate::transport::stream::{Guard, Piece};
 use crate::transport::tally::Payloads;
@@ -231,6 +232,12 @@ impl Job {
         let mut inner = self.shared.inner.lock();
         // A pull is due later than before, if anything changes.
         inner.core.version_opened(learner, self.shared.now());
+    }
+
+    /// How far `version`, which is opened now, is behind the newest one that this process knows of.
+    pub fn staleness(&self, version: Version) -> Staleness {
+        let now = self.shared.now();
+        self.shared.inner.lock().observed.staleness(version, now)
     }
 
     /// Whether a version with the last commit of `learner` is complete elsewhere, and on its way here.

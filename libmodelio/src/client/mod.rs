@@ -25,6 +25,7 @@ mod inquiry;
 mod job;
 mod keeper;
 mod late;
+mod observed;
 mod options;
 mod paths;
 mod peer;

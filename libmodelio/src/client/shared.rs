@@ -14,6 +14,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::core::{Action, ClientCore, Now, Token};
 use super::inquiry::{Inquiry, Unconfirmed};
 use super::late::Late;
+use super::observed::Observed;
 use super::options::{Answered, ClientOptions, Done, Event, Listener, Staged};
 use super::peer::Peer;
 use super::routes::Routes;
@@ -50,6 +51,7 @@ pub(super) struct Inner {
     pub(super) inquiry: Inquiry,
     pub(super) unconfirmed: Option<Unconfirmed>,
     pub(super) late: Late,
+    pub(super) observed: Observed,
     /// Memory of sums, which is used again.
     pub(super) spare: Vec<Vec<u8>>,
     /// The pushing threads, for a shard in this process.
@@ -148,6 +150,7 @@ impl Inner {
             inquiry: Inquiry::default(),
             unconfirmed: None,
             late: Late::default(),
+            observed: Observed::default(),
             spare: Vec::new(),
             pumps: Pumps::default(),
             checks_at: Now::ZERO,
@@ -379,6 +382,8 @@ impl Shared {
 
     /// Like [`Self::act`], but returns the completions.
     pub(super) fn act_unanswered(&self, mut inner: MutexGuard<'_, Inner>, actions: Vec<Action>) -> Answers {
+        let Inner { core, observed, .. } = &mut *inner;
+        observed.look(core, || self.now());
         let mut after = After::default();
         let mut queue = std::collections::VecDeque::from(actions);
         let mut more = Vec::new();
