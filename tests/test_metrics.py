@@ -49,7 +49,9 @@ class Metrics:
                 kinds[name] = kind
             else:
                 name, labels, value = LINE.fullmatch(line).groups()
-                assert kinds[name] == ("counter" if name.endswith("_total") else "gauge"), line
+                of_histogram = re.sub(r"_(bucket|sum|count)$", "", name)
+                if kinds.get(of_histogram) != "histogram":
+                    assert kinds[name] == ("counter" if name.endswith("_total") else "gauge"), line
                 key = (name, frozenset(re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', labels or "")))
                 assert key not in self.values, line
                 self.values[key] = float(value)

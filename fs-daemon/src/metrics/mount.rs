@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use libmodelio::client::ShardView;
 use libmodelio::transport::TransportKind;
 
-use super::page::{Page, Payload};
+use super::page::{Histograms, PHASES, PHASES_HELP, Page, Payload, Share, TotalSeconds};
 use crate::session::model::Model;
 
 /// The page, from what `status.json` is made of.
@@ -75,6 +75,7 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         of_model,
     )?;
     let payload = Payload::new(&page)?;
+    let waits = Waits::new(&page)?;
     for model in models {
         let name = model.name.as_str();
         let status = model.job.status();
@@ -95,6 +96,7 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         if let Some(payloads) = model.job.payload() {
             payload.total(name, &payloads)?;
         }
+        waits.tell(model)?;
         for view in &status.shards {
             let shard = view.shard.to_string();
             let address = view.address.as_deref().unwrap_or_default();
@@ -107,6 +109,80 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         }
     }
     page.text()
+}
+
+/// What learners wait for.
+struct Waits {
+    stall: Histograms,
+    staleness: Histograms,
+    phases: Histograms,
+    stalled: TotalSeconds,
+    share: Share,
+    rates: Share,
+}
+
+impl Waits {
+    fn new(page: &Page) -> Result<Waits, prometheus::Error> {
+        let of_learner = &["model", "learner"];
+        Ok(Waits {
+            stall: page.histograms(
+                "gradfs_stall_seconds",
+                "Of each step of a learner here, how long its program has waited inside calls.",
+                &["model"],
+            )?,
+            staleness: page.histograms(
+                "gradfs_staleness_versions",
+                "How many versions each one that was opened was behind the newest known one.",
+                &["model"],
+            )?,
+            phases: page.histograms(PHASES, PHASES_HELP, &["model", "phase"])?,
+            stalled: page.total_seconds(
+                "gradfs_learner_stall_seconds_total",
+                "How long the program of a learner has waited inside calls since it joined.",
+                of_learner,
+            )?,
+            share: page.share(
+                "gradfs_learner_stall_share",
+                "The share of its last steps that the program of a learner has waited, 0 to 1.",
+                of_learner,
+            )?,
+            rates: page.share(
+                "gradfs_payload_bytes_per_second",
+                "Payload that was pushed and pulled, over the last 10 seconds.",
+                &["model", "direction"],
+            )?,
+        })
+    }
+
+    fn tell(&self, model: &Model) -> Result<(), prometheus::Error> {
+        let (name, times) = (model.name.as_str(), &model.times);
+        self.stall.tell(&[name], &times.stall.read())?;
+        self.staleness.tell(&[name], &times.staleness.read())?;
+        let (phases, is_here) = model.job.phases();
+        let blocks = if is_here { "reduce" } else { "wire" };
+        for (phase, histogram) in [
+            ("staging", &times.staging),
+            ("others", &phases.others),
+            (blocks, &phases.wire),
+            ("conclude", &phases.conclude),
+            ("open", &times.open),
+        ] {
+            self.phases.tell(&[name, phase], &histogram.read())?;
+        }
+        if !is_here {
+            self.phases.tell(&[name, "pull"], &phases.pull.read())?;
+        }
+        for learner in model.learners() {
+            let stall = learner.times.stall();
+            self.stalled.total(&[name, &learner.name], stall.stall)?;
+            self.share.set(&[name, &learner.name], stall.share)?;
+        }
+        if let Some((push, pull)) = times.rates(&model.job) {
+            self.rates.set(&[name, "push"], push)?;
+            self.rates.set(&[name, "pull"], pull)?;
+        }
+        Ok(())
+    }
 }
 
 /// The transports that were tried before the one in use. A transport that is required is never replaced.

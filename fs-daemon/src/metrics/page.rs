@@ -1,10 +1,19 @@
 //! The page of a scrape: names, labels and values, in Prometheus' text format.
 
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
+use libmodelio::observe::histogram::Counts;
 use libmodelio::transport::tally::Payloads;
-use prometheus::core::{AtomicU64, GenericGaugeVec};
-use prometheus::{GaugeVec, IntCounterVec, Opts, Registry, TextEncoder};
+use parking_lot::Mutex;
+use prometheus::core::{AtomicU64, Collector, Desc, GenericGaugeVec};
+use prometheus::proto::{Bucket, Histogram, LabelPair, Metric, MetricFamily, MetricType};
+use prometheus::{CounterVec, GaugeVec, IntCounterVec, Opts, Registry, TextEncoder};
+
+/// The histograms of phases, of mounts and of shards.
+pub const PHASES: &str = "gradfs_phase_seconds";
+pub const PHASES_HELP: &str = "How long each phase of a step takes.";
 
 /// One answer. It is filled for one scrape and then written, so a thing that is gone, such as a shard that
 /// models have left, has no line any more.
@@ -18,6 +27,22 @@ pub struct Seconds(GaugeVec);
 
 /// Totals of one name, by labels.
 pub struct Counter(IntCounterVec);
+
+/// Durations of one name that only grow, by labels.
+pub struct TotalSeconds(CounterVec);
+
+/// Shares of one name, by labels.
+pub struct Share(GaugeVec);
+
+/// Histograms of one name, by labels. Their counts are kept elsewhere: the page only tells them.
+#[derive(Clone)]
+pub struct Histograms(Arc<Told>);
+
+struct Told {
+    desc: Desc,
+    labels: Vec<String>,
+    of: Mutex<Vec<Metric>>,
+}
 
 impl Page {
     /// With what every program of gradfs tells.
@@ -50,6 +75,36 @@ impl Page {
         Ok(Counter(totals))
     }
 
+    pub fn total_seconds(
+        &self,
+        name: &str,
+        help: &str,
+        labels: &[&str],
+    ) -> Result<TotalSeconds, prometheus::Error> {
+        let totals = CounterVec::new(Opts::new(name, help), labels)?;
+        self.0.register(Box::new(totals.clone()))?;
+        Ok(TotalSeconds(totals))
+    }
+
+    pub fn share(&self, name: &str, help: &str, labels: &[&str]) -> Result<Share, prometheus::Error> {
+        let values = GaugeVec::new(Opts::new(name, help), labels)?;
+        self.0.register(Box::new(values.clone()))?;
+        Ok(Share(values))
+    }
+
+    pub fn histograms(
+        &self,
+        name: &str,
+        help: &str,
+        labels: &[&str],
+    ) -> Result<Histograms, prometheus::Error> {
+        let labels: Vec<String> = labels.iter().map(|label| (*label).to_owned()).collect();
+        let desc = Desc::new(name.to_owned(), help.to_owned(), labels.clone(), HashMap::new())?;
+        let told = Histograms(Arc::new(Told { desc, labels, of: Mutex::default() }));
+        self.0.register(Box::new(told.clone()))?;
+        Ok(told)
+    }
+
     /// The text. Names without a value are not in it.
     pub fn text(&self) -> Result<String, prometheus::Error> {
         TextEncoder::new().encode_to_string(&self.0.gather())
@@ -75,6 +130,66 @@ impl Counter {
     pub fn total(&self, labels: &[&str], total: u64) -> Result<(), prometheus::Error> {
         self.0.get_metric_with_label_values(labels)?.inc_by(total);
         Ok(())
+    }
+}
+
+impl TotalSeconds {
+    /// The total so far. To be called once for the same labels.
+    pub fn total(&self, labels: &[&str], total: Duration) -> Result<(), prometheus::Error> {
+        self.0.get_metric_with_label_values(labels)?.inc_by(total.as_secs_f64());
+        Ok(())
+    }
+}
+
+impl Share {
+    pub fn set(&self, labels: &[&str], value: f64) -> Result<(), prometheus::Error> {
+        self.0.get_metric_with_label_values(labels)?.set(value);
+        Ok(())
+    }
+}
+
+impl Histograms {
+    /// The counts so far. To be called once for the same labels.
+    pub fn tell(&self, labels: &[&str], counts: &Counts) -> Result<(), prometheus::Error> {
+        if labels.len() != self.0.labels.len() {
+            let (expect, got) = (self.0.labels.len(), labels.len());
+            return Err(prometheus::Error::InconsistentCardinality { expect, got });
+        }
+        let mut histogram = Histogram::default();
+        histogram.set_sample_count(counts.count);
+        histogram.set_sample_sum(counts.sum);
+        let bucket = |&(bound, count): &(f64, u64)| {
+            let mut bucket = Bucket::default();
+            bucket.set_upper_bound(bound);
+            bucket.set_cumulative_count(count);
+            bucket
+        };
+        histogram.set_bucket(counts.up_to.iter().map(bucket).collect());
+        let label = |(name, value): (&String, &&str)| {
+            let mut pair = LabelPair::default();
+            pair.set_name(name.clone());
+            pair.set_value((*value).to_owned());
+            pair
+        };
+        let mut metric = Metric::from_label(self.0.labels.iter().zip(labels).map(label).collect());
+        metric.set_histogram(histogram);
+        self.0.of.lock().push(metric);
+        Ok(())
+    }
+}
+
+impl Collector for Histograms {
+    fn desc(&self) -> Vec<&Desc> {
+        vec![&self.0.desc]
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        let mut family = MetricFamily::default();
+        family.set_name(self.0.desc.fq_name.clone());
+        family.set_help(self.0.desc.help.clone());
+        family.set_field_type(MetricType::HISTOGRAM);
+        family.set_metric(self.0.of.lock().clone());
+        vec![family]
     }
 }
 
@@ -134,6 +249,23 @@ mod tests {
                  gradfs_x{{model=\"a\\\"b\\\\c\\nd\"}} 4503599627370495\n"
             )
         );
+    }
+
+    #[test]
+    fn a_histogram_tells_its_counts_and_the_values_above_all_bounds() {
+        let page = Page::new().unwrap();
+        let phases = page.histograms("gradfs_y_seconds", "Why.", &["model", "phase"]).unwrap();
+        let counts = Counts { up_to: vec![(0.001, 2), (1.0, 3)], count: 4, sum: 12.5 };
+        phases.tell(&["m", "wire"], &counts).unwrap();
+        assert!(phases.tell(&["m"], &counts).is_err());
+        let text = page.text().unwrap();
+        let told = "# TYPE gradfs_y_seconds histogram\n\
+                    gradfs_y_seconds_bucket{model=\"m\",phase=\"wire\",le=\"0.001\"} 2\n\
+                    gradfs_y_seconds_bucket{model=\"m\",phase=\"wire\",le=\"1\"} 3\n\
+                    gradfs_y_seconds_bucket{model=\"m\",phase=\"wire\",le=\"+Inf\"} 4\n\
+                    gradfs_y_seconds_sum{model=\"m\",phase=\"wire\"} 12.5\n\
+                    gradfs_y_seconds_count{model=\"m\",phase=\"wire\"} 4\n";
+        assert!(text.contains(told), "{text}");
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! The metrics of a shard.
 
+use libmodelio::observe::histogram::Counts;
 use libmodelio::transport::tally::Payloads;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::page::{Page, Payload};
+use super::page::{PHASES, PHASES_HELP, Page, Payload};
 
 /// The fields of a shard's status that metrics show.
 #[derive(Deserialize)]
@@ -33,6 +34,7 @@ struct Model {
     blocks: u64,
     memory_bytes: u64,
     payload: Payloads,
+    reduce_seconds: Counts,
     coordinator: Option<Coordinator>,
 }
 
@@ -93,6 +95,7 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
         &["model", "shard"],
     )?;
     let payload = Payload::new(&page)?;
+    let phases = page.histograms(PHASES, PHASES_HELP, &["model", "phase"])?;
     connections.set(&["tcp"], status.tcp.connections)?;
     connections.set(&["shm"], status.shared_memory.connections)?;
     connections.set(&["rdma"], status.rdma.connections)?;
@@ -103,6 +106,7 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
         blocks.set(&[name], model.blocks)?;
         memory.set(&[name], model.memory_bytes)?;
         payload.total(name, &model.payload)?;
+        phases.tell(&[name, "reduce"], &model.reduce_seconds)?;
         if let Some(coordinator) = &model.coordinator {
             learners.set(&[name], coordinator.learners.len() as u64)?;
             contributions.total(&[name], coordinator.contributions)?;

@@ -120,6 +120,7 @@ impl Shared {
         while inner.is_in_force(route)
             && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.partition, now)
         {
+            inner.observed.sent(plan, now);
             if let Some((wide, piece)) = self.push(inner, plan, block)? {
                 return Some((frame(Message::Push { plan, block, wide, ahead }, Some(piece)), 0));
             }
@@ -225,7 +226,9 @@ impl Shared {
     /// Whether a plan is still under way. It is checked after contributions were read for it: a lent contribution may
     /// have ended meanwhile, and then its memory may hold other data.
     pub(super) fn still_sends(&self, plan: PlanId) -> bool {
-        self.inner.lock().core.outgoing().is_some_and(|(of, _)| of == plan)
+        let mut inner = self.inner.lock();
+        inner.observed.sent(plan, self.now());
+        inner.core.outgoing().is_some_and(|(of, _)| of == plan)
     }
 
     /// The memory that the client pulls into.

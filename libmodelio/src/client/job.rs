@@ -23,6 +23,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 
 use super::core::LastCommit;
+use super::observed::Phases;
 use super::options::Listener;
 use super::shared::Shared;
 use crate::bytes::block;
@@ -121,6 +122,12 @@ impl Job {
     /// process.
     pub fn payload(&self) -> Option<Payloads> {
         self.shared.local.is_none().then(|| self.shared.tally.read())
+    }
+
+    /// How long the phases of steps take that only this client sees, and whether its shard is in this process.
+    pub fn phases(&self) -> (Arc<Phases>, bool) {
+        let inner = self.shared.inner.lock();
+        (Arc::clone(&inner.observed.phases), self.shared.local.is_some())
     }
 
     /// Makes `memory` addressable for shards. This takes a while: register at the start, and use the region again.

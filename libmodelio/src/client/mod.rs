@@ -40,6 +40,7 @@ mod versions;
 
 pub use self::core::LastCommit;
 pub use job::{Job, JobStatus, ShardView, VersionView, wait_for};
+pub use observed::Phases;
 pub use options::{
     Answered, ClientError, ClientOptions, Done, Event, Listener, Opening, SetDone, SetError, TransportChoice,
 };

@@ -1,21 +1,114 @@
 //! What the client notes of its own course, for the status and metrics. It is noted under the lock that is held anyway.
 
+use std::sync::Arc;
+
 use crate::client::core::{ClientCore, Now};
+use crate::observe::histogram::Histogram;
+use crate::observe::plans::{PlanPhases, PlanTimes};
 use crate::observe::staleness::{Staleness, VersionTimes};
-use crate::vocabulary::ids::Version;
+use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
+use crate::wire::Granted;
+
+/// How long the phases of steps take that only the client sees.
+#[derive(Debug)]
+pub struct Phases {
+    /// For each commit, the wait for those of others.
+    pub others: Histogram,
+    /// For each plan that has made a version, the sending of blocks. If the shard is in this process, their reduction.
+    pub wire: Histogram,
+    /// For each plan that has made a version, the rest until the client knows of it.
+    pub conclude: Histogram,
+    /// For each version that was pulled, the pull.
+    pub pull: Histogram,
+}
+
+impl Default for Phases {
+    fn default() -> Phases {
+        let new = Histogram::of_seconds;
+        Phases { others: new(), wire: new(), conclude: new(), pull: new() }
+    }
+}
 
 /// The notes of one client.
 #[derive(Default)]
 pub(super) struct Observed {
     versions: VersionTimes,
+    plans: PlanTimes,
+    /// The version that is being pulled, and since when.
+    pull: Option<(Version, Now)>,
+    pub(super) phases: Arc<Phases>,
 }
 
 impl Observed {
     /// The core may have changed. `now` is asked for only if it has.
-    pub(super) fn look(&mut self, core: &ClientCore, now: impl FnOnce() -> Now) {
+    pub(super) fn look(&mut self, core: &ClientCore, now: impl Fn() -> Now) {
         let newest = core.state().version;
         if self.versions.newest() != Some(newest) {
-            self.versions.known(newest, now());
+            let now = now();
+            self.versions.known(newest, now);
+            let is_published = |learner, step| {
+                let known = core.state().learners.iter().find(|known| known.learner == learner);
+                known.is_some_and(|known| known.step > step || known.step == step && !known.unpublished)
+            };
+            let phases = &self.phases;
+            let others = |_, from, to: Now| phases.others.took(to.saturating_sub(from));
+            if let Some(plan) = self.plans.version(newest, now, is_published, others) {
+                self.over(&plan);
+            }
+        }
+        self.look_at_plan(core, &now);
+        let pulled = core.pulling();
+        if let Some(version) = pulled.filter(|version| self.pull.is_none_or(|(of, _)| of != *version)) {
+            self.pull = Some((version, now()));
+        }
+    }
+
+    fn look_at_plan(&mut self, core: &ClientCore, now: impl Fn() -> Now) {
+        let Some((plan, granted)) = core.outgoing() else {
+            if self.plans.is_running() {
+                self.plans.plan(None, now());
+            }
+            return;
+        };
+        if !self.plans.is_running_as(plan)
+            && let Some(before) = self.plans.plan(Some(plan), now())
+        {
+            self.over(&before);
+        }
+        let is_open = matches!(granted, Granted::Contributions { open: Some(_), .. });
+        if !is_open && !self.plans.is_sealed() {
+            self.plans.sealed(now());
+        }
+    }
+
+    fn over(&self, plan: &PlanPhases) {
+        if plan.version.is_some() {
+            plan.wire().inspect(|took| self.phases.wire.took(*took));
+            plan.conclude().inspect(|took| self.phases.conclude.took(*took));
+        }
+    }
+
+    /// A learner commits a step.
+    pub(super) fn committed(&mut self, learner: LearnerId, step: Step, now: Now) {
+        self.plans.committed(learner, step, now);
+    }
+
+    /// A learner is no longer in the job.
+    pub(super) fn left(&mut self, learner: LearnerId) {
+        self.plans.forget(learner);
+    }
+
+    /// A block of the plan was taken to be sent, or has been read where it lies.
+    pub(super) fn sent(&mut self, plan: PlanId, now: Now) {
+        self.plans.sent(plan, now);
+    }
+
+    /// The client shows a version from now on.
+    pub(super) fn shown(&mut self, version: Version, is_pulled: bool, now: Now) {
+        if let Some((_, began)) = self.pull.take_if(|(of, _)| *of == version)
+            && is_pulled
+        {
+            self.phases.pull.took(now.saturating_sub(began));
         }
     }
 

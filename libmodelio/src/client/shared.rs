@@ -478,7 +478,10 @@ impl Shared {
                 }
             }
             Action::Offered(version) => after.events.push(Event::Published(version)),
-            Action::Left(learner, reason) => after.events.push(Event::Left(learner, reason)),
+            Action::Left(learner, reason) => {
+                inner.observed.left(learner);
+                after.events.push(Event::Left(learner, reason));
+            }
             Action::Pulled(version) => {
                 // A thread waits for the first version. For pulled versions, the keeper takes a spare buffer.
                 if self.local.is_none() || !inner.core.shows_any() {
@@ -488,7 +491,9 @@ impl Shared {
                 let (retain, max) = inner.bounds();
                 inner.versions.recycle(retain, max);
                 after.gives_back = true;
-                inner.core.shown(version, self.now(), more);
+                let now = self.now();
+                inner.observed.shown(version, self.local.is_none(), now);
+                inner.core.shown(version, now, more);
                 after.events.push(Event::Published(version));
             }
         }

@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// Bounds of durations, in nanoseconds: from 100 µs, below which nobody notices a wait, to 100 s.
 const SECONDS: &[u64] = &[
     100_000,
@@ -34,7 +36,7 @@ pub struct Histogram {
 }
 
 /// The counts of a histogram at one moment.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Counts {
     /// Each bound, and the number of values up to it.
     pub up_to: Vec<(f64, u64)>,

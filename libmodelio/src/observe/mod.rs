@@ -8,9 +8,11 @@
 //! | `stall` | how long the program of a learner waits |
 //! | `staleness` | how far a version is behind the newest known one |
 //! | `rate` | bytes a second, over the last seconds |
+//! | `plans` | how long the phases of plans take |
 //! | `histogram` | how often a value was in which range |
 
 pub mod histogram;
+pub mod plans;
 pub mod rate;
 pub mod staleness;
 pub mod stall;

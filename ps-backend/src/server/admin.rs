@@ -177,6 +177,7 @@ fn status_of(name: &str, model: &Model) -> Value {
         "bytes": model.partition.layout().size(),
         "memory_bytes": memory.total(),
         "payload": model.partition.store().tally().read(),
+        "reduce_seconds": model.partition.reduce().read(),
         "plan": plan.map(|(plan, left)| json!({ "id": plan.0, "payloads_to_come": left })),
         "coordinator": coordinator,
     })

@@ -31,6 +31,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use libmodelio::observe::histogram::Histogram;
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::local::{End, Mail, Mailbox};
 use libmodelio::transport::stream::Close;
@@ -74,6 +75,8 @@ struct State {
     /// The plan that was started last, until it has begun.
     starting: Option<(PlanId, Version, Work, bool)>,
     job: Option<(PlanId, Arc<PartitionJob>)>,
+    /// The plan that makes a version and is complete but for its blocks, and since when.
+    sealed: Option<(PlanId, Instant)>,
     /// The sources of that plan that send blocks in part.
     partly: Vec<PlanSource>,
     /// Connections that are woken when something has changed.
@@ -111,6 +114,8 @@ pub struct Partition {
     /// Whether spare version buffers are kept ready.
     is_warm: AtomicBool,
     store: PartitionStore,
+    /// For each plan that makes a version, the time from when it was sealed until all its blocks were computed here.
+    reduce: Histogram,
     state: Mutex<State>,
     executor: Arc<dyn Executor>,
     /// Connections of clients, for blocks.
@@ -209,6 +214,7 @@ impl Partition {
             core: PartitionCore::new(store.partition().blocks().len() as u32, Version(0)),
             starting: None,
             partly: Vec::new(),
+            sealed: None,
             job: None,
             waiting: Vec::new(),
             coming: Vec::new(),
@@ -225,6 +231,7 @@ impl Partition {
             has_client_here,
             is_warm: AtomicBool::new(false),
             store,
+            reduce: Histogram::of_seconds(),
             state: Mutex::new(state),
             executor: Arc::clone(executor),
             links: Mutex::default(),
@@ -262,6 +269,11 @@ impl Partition {
     /// Its memory.
     pub fn store(&self) -> &PartitionStore {
         &self.store
+    }
+
+    /// For each plan that makes a version, the time from when it was sealed until all its blocks were computed here.
+    pub fn reduce(&self) -> &Histogram {
+        &self.reduce
     }
 
     /// The newest version, and the plan under way with the number of payloads that it waits for.

@@ -211,7 +211,9 @@ impl Job {
         let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
         let message =
             Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, given_up: None };
+        let now = shared.now();
         shared.request(message, timeout, plain(done), |inner| {
+            inner.observed.committed(learner, step, now);
             inner.sources.insert((learner, step), source);
         });
     }

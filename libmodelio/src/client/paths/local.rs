@@ -117,10 +117,12 @@ impl Shared {
     fn push_all(&self, local: &Local) {
         loop {
             let mut inner = self.inner.lock();
-            let Some(Push { plan, block, .. }) = inner.core.next_push(ALL, self.now()) else {
+            let now = self.now();
+            let Some(Push { plan, block, .. }) = inner.core.next_push(ALL, now) else {
                 inner.pumps.at_work -= 1;
                 return;
             };
+            inner.observed.sent(plan, now);
             let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else { continue };
             let went_on = inner.pumps.went_on;
             drop(inner);
@@ -188,6 +190,7 @@ impl Shared {
         drop(inner);
         let pushed = self.push_own(local, plan, slot, payload, &others);
         let mut inner = self.inner.lock();
+        inner.observed.sent(plan, self.now());
         match pushed {
             Pushed::Taken if inner.core.sent_own(learner, step, plan, block) => Ok(Placement::Reduced),
             Pushed::Taken => Err(ShardError::UnknownLearner(learner)),

@@ -375,6 +375,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 return ready
                     .or_else(|| shared.next_pull_for(shared.inner.lock(), route, due, most as usize));
             };
+            inner.observed.sent(push.plan, now);
             match self.name(to, inner, push) {
                 Outcome::Ready => {
                     self.named += 1;

@@ -113,6 +113,10 @@ impl Partition {
         state.core.start(started, insists, actions)?;
         let seals = actions[before..].contains(&Action::Sealed(id));
         let begins = actions[before..].contains(&Action::Begin(id));
+        // Others still compute while a sum is made, so nobody waits for that.
+        if core::Kind::from(&work) != core::Kind::Add && (seals || begins && !state.core.is_provisional()) {
+            state.sealed = Some((id, Instant::now()));
+        }
         if begins || seals {
             let in_part = work.combine().is_some_and(Combine::replaces);
             state.partly = plan.sources.into_iter().filter(|of| in_part && !of.partly.is_empty()).collect();
@@ -176,6 +180,9 @@ impl Partition {
                         Some(squares) => Message::Measured { plan, squares },
                         None => Message::Ready { plan },
                     };
+                    if let Some((_, since)) = state.sealed.take_if(|(of, _)| *of == plan) {
+                        self.reduce.took(since.elapsed());
+                    }
                     state.send(self.epoch, 0, ready);
                 }
                 Action::NonFinite { plan, client, block } => {
