@@ -12,6 +12,7 @@ use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
 use clap::{Arg, Args, CommandFactory, Parser, Subcommand, ValueHint};
@@ -23,6 +24,7 @@ use self::parameters::ParameterArgs;
 use crate::config::{DTYPES, UpConfig, Vocabulary};
 use crate::error::Error;
 use crate::logging::LogArgs;
+use crate::trace;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -85,6 +87,18 @@ Examples:
   While programs still have files open there:
     gradfs unmount --lazy /mnt/job";
 
+const TRACE_EXAMPLES: &str = "\
+Examples:
+  What learners, plans, blocks and versions of all models do for ten seconds; then open the file in \
+https://ui.perfetto.dev or chrome://tracing:
+    gradfs trace /mnt/job --seconds 10 -o trace.json
+
+  Until Ctrl-C, for an hour at most:
+    gradfs trace /mnt/job --seconds 3600 -o long.json
+
+One trace of a mount runs at a time. While none runs, recording costs nothing. At most 262144 events are kept; the oldest \
+give way.";
+
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:
   For all users of bash, as root:
@@ -122,6 +136,19 @@ pub enum Command {
     /// Tell what this host has for RDMA
     #[command(subcommand)]
     Rdma(rdma::RdmaCommand),
+    /// Record a timeline of a mount, for Perfetto and chrome://tracing
+    #[command(after_help = TRACE_EXAMPLES)]
+    Trace {
+        /// The directory it is mounted on
+        #[arg(value_name = "MOUNT", value_hint = ValueHint::DirPath)]
+        mountpoint: PathBuf,
+        /// For how long, up to an hour; Ctrl-C ends it early
+        #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = trace::seconds, allow_negative_numbers = true)]
+        seconds: Duration,
+        /// The file to write; one that is there is replaced
+        #[arg(short, long, value_name = "FILE", default_value = "trace.json", value_hint = ValueHint::FilePath)]
+        output: PathBuf,
+    },
     /// Unmount a gradfs mount, whether its daemon lives or not
     #[command(after_help = UNMOUNT_EXAMPLES)]
     Unmount {

@@ -9,6 +9,7 @@ mod crash;
 mod error;
 mod fs;
 mod fuse;
+mod interrupt;
 mod logging;
 mod memory;
 mod metrics;
@@ -22,6 +23,7 @@ mod session;
 mod signals;
 mod source;
 mod sys;
+mod trace;
 mod up;
 
 use std::ffi::OsStr;
@@ -64,6 +66,7 @@ fn run(cli: Cli) -> Result<ExitCode, Error> {
         }
         Command::Cluster(command) => return run_cluster(command, log),
         Command::Rdma(RdmaCommand::Devices { json }) => rdma::devices(json),
+        Command::Trace { mountpoint, seconds, output } => trace::run(&mountpoint, seconds, &output),
         Command::Unmount { mountpoint, lazy } => mountpoint::unmount(&mountpoint, lazy),
         Command::Completions { shell } => cli::completions(shell),
     };

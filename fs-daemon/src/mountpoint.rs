@@ -143,6 +143,30 @@ fn unmount_with(path: &Path, lazy: bool, lock_directories: &[PathBuf]) -> Result
     Ok(())
 }
 
+/// The gradfs mount on `path`, whose daemon answers.
+pub fn serving(path: &Path) -> Result<PathBuf, Error> {
+    let path = resolve(path, |_| LIST_MOUNTS.into())?;
+    let shown = path.display();
+    match topmost(&path)? {
+        None => Err(Error::new(format!("nothing is mounted on {shown}")).hint(LIST_MOUNTS)),
+        Some(mount) if !mount.is_gradfs() => {
+            Err(Error::new(format!("{shown} is a mount of {mount}, not of gradfs")).hint(LIST_MOUNTS))
+        }
+        Some(mount) => match probe(&path) {
+            Probe::Alive => Ok(path),
+            Probe::Dead => Err(Error::new(format!("the daemon of the mount on {shown} is dead"))
+                .hint(format!("unmount it: {}", unmount_command(&mount)))),
+            Probe::Late => Err(Error::new(format!("the mount on {shown} does not answer"))),
+        },
+    }
+}
+
+/// Opens a file of a mount to read it, unless that takes too long.
+pub fn opened(path: &Path) -> io::Result<fs::File> {
+    let asked = path.to_owned();
+    bounded(PATIENCE, move || fs::File::open(asked))
+}
+
 /// `path` without symbolic links, found without trusting any mount on the way to answer. `missing`
 /// gives the hint for a path that does not exist.
 fn resolve(path: &Path, missing: impl Fn(Display<'_>) -> String) -> Result<PathBuf, Error> {

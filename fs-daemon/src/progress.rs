@@ -22,6 +22,16 @@ impl Progress {
         Progress::new(0, label, "{msg} {wide_bar} {pos}/{len}")
     }
 
+    /// Starts a bar for so many seconds.
+    pub fn seconds(total: u64, label: impl Into<String>) -> Progress {
+        Progress::new(total, label, "{msg} {wide_bar} {pos}/{len} s")
+    }
+
+    /// So much is done by now.
+    pub fn set_position(&self, done: u64) {
+        self.0.set_position(done);
+    }
+
     fn new(total: u64, label: impl Into<String>, template: &str) -> Progress {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         Progress(ProgressBar::new(total).with_style(style).with_message(label.into()))

@@ -1,7 +1,6 @@
 //! The commands of a cluster: a registry, shards, models on them, and mounts of those.
 
 pub mod drain;
-mod interrupt;
 mod jobs;
 pub mod mount;
 pub mod save;

@@ -9,11 +9,11 @@ use ps_backend::core::JobRecord;
 use ps_backend::snapshot::{Fetched, Head, Shards, SnapshotError, Source, Stream, StreamHead, Writer};
 use serde::Deserialize;
 
-use super::interrupt::Interrupt;
 use super::{deadline, explain_new_registry, registry, registry_error, request};
 use crate::config::cluster::{SaveConfig, SavedModel};
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
 use crate::error::{DAEMON_ENDED, Error};
+use crate::interrupt::Interrupt;
 use crate::progress::Progress;
 
 /// Longest wait for the copies on the shards, whose memory has to be found first.

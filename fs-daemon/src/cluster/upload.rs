@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::progress::Progress;
 use crate::source::Source;
 
-use super::interrupt::Interrupt;
+use crate::interrupt::Interrupt;
 
 use super::{deadline, explain_new_registry, registry, registry_error};
 

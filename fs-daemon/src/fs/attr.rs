@@ -88,6 +88,8 @@ impl Fs {
                 let size = text::readme(self.trees()).len() as u64;
                 Ok(Attributes { size, keep: Keep::Forever, ..base })
             }
+            // How long it is is known when it is over.
+            Node::Trace => Ok(base),
             Node::Model(index, file) => self.file_attributes(self.tree(index)?, file, base),
         }
     }
@@ -168,7 +170,7 @@ impl Fs {
                 let what = format!("the size is fixed at {whole} bytes by the model");
                 Err(CallError::new(libc::EINVAL, what))
             }
-            Node::Model(..) => Err(CallError::new(libc::EACCES, "read-only")),
+            Node::Model(..) | Node::Trace => Err(CallError::new(libc::EACCES, "read-only")),
             _ => Err(CallError::new(libc::EACCES, "README is read-only")),
         }
     }
@@ -209,7 +211,7 @@ fn use_of(node: Node) -> Use {
         Node::Model(_, File::Learners) => Use::Learners,
         Node::Model(_, File::Weights(_) | File::Control(_)) => Use::Shared,
         Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device) => Use::Contribute,
-        Node::Model(_, File::Snapshot) => Use::Owner,
+        Node::Model(_, File::Snapshot) | Node::Trace => Use::Owner,
         _ if node.is_dir() => Use::Dir,
         _ => Use::Read,
     }

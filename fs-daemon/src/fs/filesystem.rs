@@ -10,6 +10,7 @@ use super::node::{File, MAX_MODELS, Node};
 use super::text::MountStatus;
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
+use crate::session::trace::OneTrace;
 
 /// Tells what `status.json` shows of the mount.
 pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
@@ -22,6 +23,7 @@ pub struct Fs {
     pub(super) access: Access,
     pub(super) started: SystemTime,
     pub(super) looked_up: LookedUpNames,
+    pub(super) one_trace: OneTrace,
     status: StatusSource,
 }
 
@@ -39,6 +41,7 @@ impl Fs {
             access,
             started: SystemTime::now(),
             looked_up: LookedUpNames::default(),
+            one_trace: OneTrace::default(),
             status,
         }
     }

@@ -17,6 +17,7 @@ use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::{MAX_LEARNER_NAME, is_learner_name, wrong_learner_name};
 use crate::session::model::Model;
 use crate::session::own_thread::on_own_thread;
+use crate::session::trace::TRACE_FILE;
 
 /// A directory entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,11 +91,12 @@ impl Fs {
     fn named(&self, parent: u64, name: &str) -> CallResult<Node> {
         match self.node(parent)? {
             Node::Root if name == "README" => Ok(Node::Readme),
+            Node::Root if name == TRACE_FILE => Ok(Node::Trace),
             Node::Root => {
                 let tree = self.trees().iter().find(|tree| tree.model.name == name);
                 Ok(Node::Model(tree.ok_or_else(CallError::not_found)?.index, File::Dir))
             }
-            Node::Readme => Err(CallError::new(libc::ENOTDIR, "README is no directory")),
+            Node::Readme | Node::Trace => Err(CallError::new(libc::ENOTDIR, "no directory")),
             Node::Model(index, dir) => {
                 let tree = self.tree(index)?;
                 Ok(Node::Model(index, lookup_in(tree, dir, name).ok_or_else(CallError::not_found)?))
@@ -123,7 +125,7 @@ impl Fs {
                 let readme = std::iter::once(("README".to_owned(), Node::Readme));
                 (node, Box::new(readme.chain(models).skip(skip.saturating_sub(2))))
             }
-            Node::Readme => return Err(CallError::new(libc::ENOTDIR, "README is no directory")),
+            Node::Readme | Node::Trace => return Err(CallError::new(libc::ENOTDIR, "no directory")),
             Node::Model(index, dir) => {
                 let tree = self.tree(index)?;
                 let files = list_in(tree, dir, skip.saturating_sub(2))?;

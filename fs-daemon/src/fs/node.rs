@@ -87,11 +87,14 @@ pub enum Node {
     Root,
     /// `README` in the root.
     Readme,
+    /// The trace of the mount, in the root.
+    Trace,
     /// In the directory of the model with this index.
     Model(u8, File),
 }
 
 const README: u64 = 31;
+const TRACE: u64 = 30;
 
 impl File {
     fn parts(self) -> (u64, u32, Version) {
@@ -223,6 +226,7 @@ impl Node {
         match self {
             Node::Root => ROOT_INO,
             Node::Readme => README << (MODEL_BITS + INDEX_BITS + VERSION_BITS),
+            Node::Trace => TRACE << (MODEL_BITS + INDEX_BITS + VERSION_BITS),
             Node::Model(model, file) => {
                 let (kind, index, version) = file.parts();
                 debug_assert!(index < 1 << INDEX_BITS && version.0 < 1 << VERSION_BITS);
@@ -240,8 +244,10 @@ impl Node {
             return Some(Node::Root);
         }
         let kind = ino >> (MODEL_BITS + INDEX_BITS + VERSION_BITS);
-        if kind == README {
-            return Some(Node::Readme);
+        match kind {
+            README => return Some(Node::Readme),
+            TRACE => return Some(Node::Trace),
+            _ => {}
         }
         let model = (ino >> (INDEX_BITS + VERSION_BITS)) as u8;
         let index = (ino >> VERSION_BITS) as u32 & ((1 << INDEX_BITS) - 1);
@@ -253,7 +259,7 @@ impl Node {
     pub fn is_dir(self) -> bool {
         match self {
             Node::Root => true,
-            Node::Readme => false,
+            Node::Readme | Node::Trace => false,
             Node::Model(_, file) => file.is_dir(),
         }
     }
@@ -272,6 +278,7 @@ mod tests {
         };
         check(Node::Root);
         check(Node::Readme);
+        check(Node::Trace);
         for model in [0, 1, 255] {
             for kind in 1..=27 {
                 for index in [0, 1, (1 << 20) - 1] {

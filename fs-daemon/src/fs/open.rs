@@ -14,6 +14,7 @@ use crate::session::contribution::Contribution;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
 use crate::session::publication::Publication;
+use crate::session::trace::Trace;
 use libmodelio::reader::Reader;
 
 /// The way of an open file's bytes.
@@ -163,6 +164,11 @@ impl Fs {
     /// EACCES and EINVAL where the file cannot be opened so, ESTALE where the version of a name is gone, ENOENT, ENOMEM.
     pub fn open(&self, request: &OpenRequest) -> CallResult<(OpenFile, Way)> {
         let Some((tree, file)) = request.file() else {
+            if request.node == Node::Trace {
+                request.read_only("the trace")?;
+                let models = self.trees().iter().map(|tree| Arc::clone(&tree.model)).collect();
+                return Ok((OpenFile::Trace(Trace::begin(models, &self.one_trace)?), Way::Direct));
+            }
             request.read_only("README")?;
             return self.open_text_of(request);
         };

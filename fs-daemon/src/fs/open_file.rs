@@ -12,6 +12,7 @@ use crate::session::capture::Capture;
 use crate::session::contribution::{Contribution, Ending, Withdraw};
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::publication::Publication;
+use crate::session::trace::Trace;
 use libmodelio::reader::Reader;
 
 /// The function of an open file.
@@ -40,6 +41,8 @@ pub enum OpenFile {
     Text(TextFile),
     /// A snapshot of the job.
     Snapshot(Capture),
+    /// A trace of the mount.
+    Trace(Trace),
 }
 
 /// A part of a version, behind a header.
@@ -80,6 +83,7 @@ impl Fs {
                 Err(error) => with(Err(error)),
             },
             OpenFile::Snapshot(capture) => capture.read(offset, len, |bytes| with(Ok(bytes))),
+            OpenFile::Trace(trace) => trace.read(offset, len, |bytes| with(Ok(bytes))),
             OpenFile::Publication { .. } => with(Err(CallError::new(libc::EBADF, "not open for reading"))),
         }
     }
@@ -98,7 +102,7 @@ impl OpenFile {
             }
             OpenFile::Contribution { contribution, .. } => contribution.write(offset, data),
             OpenFile::Publication { publication, .. } => publication.write(offset, data),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => {
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
                 Err(CallError::new(libc::EBADF, "not open for writing"))
             }
         }
@@ -109,7 +113,9 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { contribution, .. } => contribution.commit(ending, done),
             OpenFile::Publication { publication, .. } => publication.commit(done),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => done(Ok(())),
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
+                done(Ok(()))
+            }
         }
     }
 
@@ -120,7 +126,7 @@ impl OpenFile {
                 contribution.wrote() && contribution.learner().is_open()
             }
             OpenFile::Publication { publication, .. } => publication.is_open(),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => false,
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => false,
         }
     }
 
@@ -129,7 +135,7 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { contribution, .. } => Some(contribution.withdrawal()),
             OpenFile::Publication { publication, .. } => publication.withdrawal(),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => None,
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => None,
         }
     }
 
@@ -137,7 +143,7 @@ impl OpenFile {
     pub fn written_tree(&self) -> Option<&Arc<ModelTree>> {
         match self {
             OpenFile::Contribution { tree, .. } | OpenFile::Publication { tree, .. } => Some(tree),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => None,
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => None,
         }
     }
 
@@ -146,7 +152,9 @@ impl OpenFile {
         match self {
             OpenFile::Version(file) => Some(file.reader.version()),
             OpenFile::Contribution { contribution, .. } => contribution.reader().map(|of| of.version()),
-            OpenFile::Publication { .. } | OpenFile::Text(_) | OpenFile::Snapshot(_) => None,
+            OpenFile::Publication { .. } | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
+                None
+            }
         }
     }
 
@@ -155,7 +163,10 @@ impl OpenFile {
         match self {
             OpenFile::Publication { ino, .. } => Some(*ino),
             OpenFile::Text(text) => Some(text.node.ino()),
-            OpenFile::Version(_) | OpenFile::Contribution { .. } | OpenFile::Snapshot(_) => None,
+            OpenFile::Version(_)
+            | OpenFile::Contribution { .. }
+            | OpenFile::Snapshot(_)
+            | OpenFile::Trace(_) => None,
         }
     }
 
@@ -165,7 +176,10 @@ impl OpenFile {
         match self {
             OpenFile::Publication { publication, .. } => publication.must_be_whole(),
             OpenFile::Text(text) => text.empty(),
-            OpenFile::Version(_) | OpenFile::Contribution { .. } | OpenFile::Snapshot(_) => {}
+            OpenFile::Version(_)
+            | OpenFile::Contribution { .. }
+            | OpenFile::Snapshot(_)
+            | OpenFile::Trace(_) => {}
         }
     }
 }

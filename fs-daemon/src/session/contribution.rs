@@ -123,7 +123,7 @@ impl Contribution {
             let outcome = self.learner.contributor.write(&mut share, offset, data, self.model.timeout());
             outcome.map_err(|error| explained(&self.model, error))
         });
-        self.learner.times.wrote(began.elapsed());
+        self.learner.times.wrote(began);
         if let Share::Of(number) = share {
             self.share.store(number, Ordering::Relaxed);
         }

@@ -94,7 +94,8 @@ impl Learner {
         refusal: Arc<LastRefusal>,
         times: Arc<ModelTimes>,
     ) -> Learner {
-        let times = Arc::new(LearnerTimes::new(times));
+        let trace = Arc::clone(job.trace());
+        let times = Arc::new(LearnerTimes::new(contributor.learner(), times, trace));
         let of_writes = Arc::clone(&times);
         contributor.tell_waits(Box::new(move |waits| match waits {
             true => of_writes.begins(Waits::Write),

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::observe::staleness::Staleness;
-use libmodelio::observe::stall::{StallAccount, StallReport};
+use libmodelio::observe::stall::{StallAccount, StallReport, StepStall};
+use libmodelio::observe::trace::{Call, Recorder, What};
+use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
 
 use super::error::Done;
@@ -26,53 +28,130 @@ pub enum Waits {
 
 /// The times of one learner.
 pub struct LearnerTimes {
+    learner: LearnerId,
     started: Instant,
     accounts: Mutex<Accounts>,
     /// Nanoseconds inside of write(2) since the last step ended, those of waits included.
     writing: AtomicU64,
     model: Arc<ModelTimes>,
+    trace: Arc<Recorder>,
 }
 
 struct Accounts {
     /// All waits.
-    stall: StallAccount,
-    /// Waits of opens.
-    open: StallAccount,
-    /// Waits of writes.
-    write: StallAccount,
+    stall: Waiting,
+    open: Waiting,
+    commit: Waiting,
+    write: Waiting,
     /// The number of contributions that had ended when the last step was counted.
     ended: u64,
     staleness: Option<Staleness>,
 }
 
+/// Calls of one kind that wait.
+struct Waiting {
+    account: StallAccount,
+    calls: u32,
+    /// Since when at least one of them waits.
+    since: Instant,
+}
+
+impl Waiting {
+    fn new(now: Instant) -> Waiting {
+        Waiting { account: StallAccount::new(Duration::ZERO), calls: 0, since: now }
+    }
+
+    fn begin(&mut self, now: Instant, passed: Duration) {
+        if self.calls == 0 {
+            self.since = now;
+        }
+        self.calls += 1;
+        self.account.begin(passed);
+    }
+
+    /// Returns since when calls have waited, if none does any more.
+    fn end(&mut self, passed: Duration) -> Option<Instant> {
+        self.account.end(passed);
+        self.calls = self.calls.saturating_sub(1);
+        (self.calls == 0).then_some(self.since)
+    }
+}
+
+impl Accounts {
+    fn of(&mut self, call: Waits) -> &mut Waiting {
+        match call {
+            Waits::Open => &mut self.open,
+            Waits::Commit => &mut self.commit,
+            Waits::Write => &mut self.write,
+        }
+    }
+}
+
 impl LearnerTimes {
     /// For a learner that joins now.
-    pub fn new(model: Arc<ModelTimes>) -> LearnerTimes {
-        let account = StallAccount::new(Duration::ZERO);
+    pub fn new(learner: LearnerId, model: Arc<ModelTimes>, trace: Arc<Recorder>) -> LearnerTimes {
+        let now = Instant::now();
         LearnerTimes {
-            started: Instant::now(),
+            learner,
+            started: now,
             accounts: Mutex::new(Accounts {
-                stall: account,
-                open: account,
-                write: account,
+                stall: Waiting::new(now),
+                open: Waiting::new(now),
+                commit: Waiting::new(now),
+                write: Waiting::new(now),
                 ended: 0,
                 staleness: None,
             }),
             writing: AtomicU64::new(0),
             model,
+            trace,
         }
     }
 
     /// A call begins to wait. [`Self::ends`] must follow.
     pub fn begins(&self, call: Waits) {
-        let (mut accounts, now) = (self.accounts.lock(), self.started.elapsed());
-        accounts.each(call, |account| account.begin(now));
+        let (mut accounts, now) = (self.accounts.lock(), Instant::now());
+        let passed = now.saturating_duration_since(self.started);
+        accounts.stall.begin(now, passed);
+        accounts.of(call).begin(now, passed);
     }
 
     /// The call no longer waits.
     pub fn ends(&self, call: Waits) {
-        let (mut accounts, now) = (self.accounts.lock(), self.started.elapsed());
-        accounts.each(call, |account| account.end(now));
+        let (mut accounts, now) = (self.accounts.lock(), Instant::now());
+        let passed = now.saturating_duration_since(self.started);
+        let (stall, calls) = (accounts.stall.end(passed), accounts.of(call).end(passed));
+        drop(accounts);
+        if let Some(since) = calls {
+            self.record(call, since, now);
+        }
+        if let Some(since) = stall {
+            self.trace.record(What::Call(self.learner, Call::Stall), since, now);
+        }
+    }
+
+    fn record(&self, call: Waits, since: Instant, now: Instant) {
+        let call = match call {
+            Waits::Open => Call::Open,
+            Waits::Commit => Call::Commit,
+            // The write around it is recorded.
+            Waits::Write => return,
+        };
+        self.trace.record(What::Call(self.learner, call), since, now);
+    }
+
+    /// A trace is about to end. Waits that go on are recorded as far as they have come.
+    pub fn trace_rest(&self) {
+        let (mut accounts, now) = (self.accounts.lock(), Instant::now());
+        for call in [Waits::Open, Waits::Commit] {
+            let Waiting { calls, since, .. } = *accounts.of(call);
+            if calls > 0 {
+                self.record(call, since, now);
+            }
+        }
+        if accounts.stall.calls > 0 {
+            self.trace.record(What::Call(self.learner, Call::Stall), accounts.stall.since, now);
+        }
     }
 
     /// Wraps `done`: the call waits until that is called.
@@ -92,18 +171,22 @@ impl LearnerTimes {
             return;
         }
         accounts.ended = ended;
-        let (stall, open) = (accounts.stall.step(now), accounts.open.step(now));
-        let waited = accounts.write.step(now);
+        let mut step = |call| -> StepStall { accounts.of(call).account.step(now) };
+        let (open, write) = (step(Waits::Open), step(Waits::Write));
+        let stall = accounts.stall.account.step(now);
         drop(accounts);
         let writing = Duration::from_nanos(self.writing.swap(0, Ordering::Relaxed));
         self.model.stall.took(stall.stall);
         self.model.open.took(open.stall);
-        self.model.staging.took(writing.saturating_sub(waited.stall));
+        self.model.staging.took(writing.saturating_sub(write.stall));
     }
 
-    /// A write has taken this long.
-    pub fn wrote(&self, took: Duration) {
+    /// A write that began then is over.
+    pub fn wrote(&self, began: Instant) {
+        let now = Instant::now();
+        let took = now.saturating_duration_since(began);
         self.writing.fetch_add(took.as_nanos() as u64, Ordering::Relaxed);
+        self.trace.record(What::Call(self.learner, Call::Write), began, now);
     }
 
     /// The learner has opened weights that are so old.
@@ -114,22 +197,11 @@ impl LearnerTimes {
     /// What the program has waited for so far.
     pub fn stall(&self) -> StallReport {
         let (accounts, now) = (self.accounts.lock(), self.started.elapsed());
-        accounts.stall.report(now)
+        accounts.stall.account.report(now)
     }
 
     /// How old the weights were that it has opened last. None before that.
     pub fn staleness(&self) -> Option<Staleness> {
         self.accounts.lock().staleness
-    }
-}
-
-impl Accounts {
-    fn each(&mut self, call: Waits, change: impl Fn(&mut StallAccount)) {
-        change(&mut self.stall);
-        match call {
-            Waits::Open => change(&mut self.open),
-            Waits::Write => change(&mut self.write),
-            Waits::Commit => {}
-        }
     }
 }

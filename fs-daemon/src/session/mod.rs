@@ -22,6 +22,7 @@ pub mod model;
 pub mod model_times;
 pub mod own_thread;
 pub mod publication;
+pub mod trace;
 pub mod wait_log;
 
 mod explained;

@@ -121,7 +121,9 @@ impl Shared {
             && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.partition, now)
         {
             inner.observed.sent(plan, now);
+            let (began, shard) = (self.trace_time(), inner.core.shards()[route.partition]);
             if let Some((wide, piece)) = self.push(inner, plan, block)? {
+                self.trace_sent(began, plan, block, shard);
                 return Some((frame(Message::Push { plan, block, wide, ahead }, Some(piece)), 0));
             }
             inner = self.inner.lock();
@@ -256,6 +258,8 @@ impl Shared {
             return None;
         };
         let memory = Arc::clone(back.memory());
+        let shard = inner.core.shards()[route.partition];
+        inner.observed.receives(block, shard, || self.now());
         // SAFETY: only connections write the back buffer, and the core reserves each of its blocks for one of them at
         // a time. The buffer is published when no block is reserved any more. The range is within the model.
         Some(unsafe {

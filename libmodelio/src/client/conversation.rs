@@ -164,9 +164,7 @@ impl<P: BlockPath> Data<P> {
 
     fn end_reservation(&mut self, whole: bool) {
         if let Some((version, block)) = self.reserved.take() {
-            self.greeting.to.shared.with_core(|core, now, actions| {
-                core.end_reservation(version, block, whole, now, actions);
-            });
+            self.greeting.to.shared.end_reservation(version, block, whole);
         }
     }
 }

@@ -29,6 +29,7 @@ use super::shared::Shared;
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
 use crate::observe::staleness::Staleness;
+use crate::observe::trace::{Recorder, Recording};
 use crate::transport::reactor::Reactor;
 use crate::transport::stream::{Guard, Piece};
 use crate::transport::tally::Payloads;
@@ -128,6 +129,18 @@ impl Job {
     pub fn phases(&self) -> (Arc<Phases>, bool) {
         let inner = self.shared.inner.lock();
         (Arc::clone(&inner.observed.phases), self.shared.local.is_some())
+    }
+
+    /// What this client, and the mount around it, record while a trace runs.
+    pub fn trace(&self) -> &Arc<Recorder> {
+        &self.shared.trace
+    }
+
+    /// Ends a trace. None if none runs.
+    pub fn end_trace(&self) -> Option<Recording> {
+        let mut inner = self.shared.inner.lock();
+        inner.observed.trace_rest(self.shared.now());
+        self.shared.trace.end()
     }
 
     /// Makes `memory` addressable for shards. This takes a while: register at the start, and use the region again.
@@ -233,10 +246,11 @@ impl Job {
 
     /// A program opens the newest version here, as `learner` or as none. Pulls are timed by that.
     pub fn version_opened(&self, learner: Option<LearnerId>) {
+        let mut inner = self.shared.inner.lock();
+        inner.observed.opened(self.shared.now());
         if self.shared.local.is_some() {
             return;
         }
-        let mut inner = self.shared.inner.lock();
         // A pull is due later than before, if anything changes.
         inner.core.version_opened(learner, self.shared.now());
     }

@@ -1,12 +1,15 @@
-//! What the client notes of its own course, for the status and metrics. It is noted under the lock that is held anyway.
+//! What the client notes of its own course, for the status, metrics and traces. It is noted under the lock that is held anyway.
 
+use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::client::core::{ClientCore, Now};
 use crate::observe::histogram::Histogram;
 use crate::observe::plans::{PlanPhases, PlanTimes};
 use crate::observe::staleness::{Staleness, VersionTimes};
-use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
+use crate::observe::trace::{Outcome, Recorder, What};
+use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, ShardId, Step, Version};
 use crate::wire::Granted;
 
 /// How long the phases of steps take that only the client sees.
@@ -30,16 +33,40 @@ impl Default for Phases {
 }
 
 /// The notes of one client.
-#[derive(Default)]
 pub(super) struct Observed {
+    /// When the client's time begins.
+    pub(super) started: Instant,
+    pub(super) trace: Arc<Recorder>,
     versions: VersionTimes,
     plans: PlanTimes,
     /// The version that is being pulled, and since when.
     pull: Option<(Version, Now)>,
+    /// The version that was shown last, and when, until a program opens it.
+    unopened: Option<(Version, Now)>,
+    /// The blocks that are being received, and since when. Only while a trace runs.
+    coming: HashMap<BlockId, (ShardId, Now)>,
     pub(super) phases: Arc<Phases>,
 }
 
 impl Observed {
+    /// For a client whose time begins now.
+    pub(super) fn new() -> Observed {
+        Observed {
+            started: Instant::now(),
+            trace: Arc::default(),
+            versions: VersionTimes::default(),
+            plans: PlanTimes::default(),
+            pull: None,
+            unopened: None,
+            coming: HashMap::new(),
+            phases: Arc::default(),
+        }
+    }
+
+    fn record(&self, what: What, from: Now, to: Now) {
+        self.trace.record(what, self.started + from, self.started + to);
+    }
+
     /// The core may have changed. `now` is asked for only if it has.
     pub(super) fn look(&mut self, core: &ClientCore, now: impl Fn() -> Now) {
         let newest = core.state().version;
@@ -77,7 +104,9 @@ impl Observed {
         }
         let is_open = matches!(granted, Granted::Contributions { open: Some(_), .. });
         if !is_open && !self.plans.is_sealed() {
-            self.plans.sealed(now());
+            let now = now();
+            self.plans.sealed(now);
+            self.record(What::Sealed(plan), now, now);
         }
     }
 
@@ -86,6 +115,33 @@ impl Observed {
             plan.wire().inspect(|took| self.phases.wire.took(*took));
             plan.conclude().inspect(|took| self.phases.conclude.took(*took));
         }
+        self.trace_plan(plan, plan.version.map_or(Outcome::None, Outcome::Made));
+    }
+
+    fn trace_plan(&self, of: &PlanPhases, outcome: Outcome) {
+        if !self.trace.is_on() {
+            return;
+        }
+        self.record(What::Plan(of.plan, outcome), of.granted, of.over);
+        if let Some((first, last)) = of.sent {
+            // The plan may be known to be over before the last pass over a block is.
+            let last = last.min(of.over);
+            self.record(What::Blocks(of.plan), first.min(last), last);
+            if let (Outcome::Made(_), Some(sealed)) = (outcome, of.sealed) {
+                self.record(What::Conclude(of.plan), last.max(sealed).min(of.over), of.over);
+            }
+        }
+    }
+
+    /// The trace is about to end. What is under way is recorded as far as it is.
+    pub(super) fn trace_rest(&mut self, now: Now) {
+        if let Some(plan) = self.plans.so_far(now) {
+            self.trace_plan(&plan, if self.plans.is_running() { Outcome::Runs } else { Outcome::None });
+        }
+        if let Some((version, began)) = self.pull {
+            self.record(What::Pull(version), began, now);
+        }
+        self.coming.clear();
     }
 
     /// A learner commits a step.
@@ -103,12 +159,38 @@ impl Observed {
         self.plans.sent(plan, now);
     }
 
+    /// A block begins to be received.
+    pub(super) fn receives(&mut self, block: BlockId, shard: ShardId, now: impl FnOnce() -> Now) {
+        if self.trace.is_on() {
+            self.coming.insert(block, (shard, now()));
+        }
+    }
+
+    /// A block of a version is here.
+    pub(super) fn received(&mut self, version: Version, block: BlockId, now: Now) {
+        if self.trace.is_on()
+            && let Some((shard, from)) = self.coming.remove(&block)
+        {
+            self.record(What::Pulled(version, block, shard), from, now);
+        }
+    }
+
     /// The client shows a version from now on.
     pub(super) fn shown(&mut self, version: Version, is_pulled: bool, now: Now) {
-        if let Some((_, began)) = self.pull.take_if(|(of, _)| *of == version)
+        if let Some((_, began)) = self.pull.take_if(|(of, _)| *of <= version)
             && is_pulled
         {
             self.phases.pull.took(now.saturating_sub(began));
+            self.record(What::Pull(version), began, now);
+        }
+        self.unopened = Some((version, now));
+        self.record(What::Shown(version), now, now);
+    }
+
+    /// A program opens the version that is shown.
+    pub(super) fn opened(&mut self, now: Now) {
+        if let Some((version, shown)) = self.unopened.take() {
+            self.record(What::Bubble(version), shown, now);
         }
     }
 

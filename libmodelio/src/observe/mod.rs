@@ -10,12 +10,14 @@
 //! | `rate` | bytes a second, over the last seconds |
 //! | `plans` | how long the phases of plans take |
 //! | `histogram` | how often a value was in which range |
+//! | `trace` | what happened when, while a trace runs |
 
 pub mod histogram;
 pub mod plans;
 pub mod rate;
 pub mod staleness;
 pub mod stall;
+pub mod trace;
 
 use std::time::Duration;
 

@@ -149,6 +149,11 @@ impl PlanTimes {
         plan
     }
 
+    /// The plan under way, as far as it is.
+    pub fn so_far(&self, now: Now) -> Option<PlanPhases> {
+        PlanTimes { running: self.running, ..PlanTimes::default() }.end(None, now)
+    }
+
     fn end(&mut self, version: Option<Version>, now: Now) -> Option<PlanPhases> {
         let Running { plan, granted, sealed, sent, over } = self.running.take()?;
         let over = if version.is_some() { now } else { over.unwrap_or(now) };

@@ -125,8 +125,14 @@ impl Shared {
             inner.observed.sent(plan, now);
             let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else { continue };
             let went_on = inner.pumps.went_on;
+            let shard = inner.core.shards()[ALL];
             drop(inner);
-            if self.push_here(local, &payload, block) == Pushed::Later {
+            let began = self.trace_time();
+            let pushed = self.push_here(local, &payload, block);
+            if pushed == Pushed::Taken {
+                self.trace_sent(began, plan, block, shard);
+            }
+            if pushed == Pushed::Later {
                 let mut inner = self.inner.lock();
                 inner.core.not_sent(plan, block);
                 // The partition may have announced room before the block was put back. Then this thread tries again.
@@ -186,11 +192,15 @@ impl Shared {
             own = inner.core.next_own(learner, step, block);
         }
         let Own::Send(plan) = own else { return Ok(Placement::Deferred) };
-        let others = inner.others(learner, block);
+        let (others, shard) = (inner.others(learner, block), inner.core.shards()[ALL]);
         drop(inner);
+        let began = self.trace_time();
         let pushed = self.push_own(local, plan, slot, payload, &others);
         let mut inner = self.inner.lock();
         inner.observed.sent(plan, self.now());
+        if pushed == Pushed::Taken {
+            self.trace_sent(began, plan, block, shard);
+        }
         match pushed {
             Pushed::Taken if inner.core.sent_own(learner, step, plan, block) => Ok(Placement::Reduced),
             Pushed::Taken => Err(ShardError::UnknownLearner(learner)),

@@ -376,8 +376,10 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                     .or_else(|| shared.next_pull_for(shared.inner.lock(), route, due, most as usize));
             };
             inner.observed.sent(push.plan, now);
+            let (began, shard) = (shared.trace_time(), inner.core.shards()[route.partition]);
             match self.name(to, inner, push) {
                 Outcome::Ready => {
+                    shared.trace_sent(began, push.plan, push.block, shard);
                     self.named += 1;
                     return self.ready.pop_front().map(|ready| (ready, 0));
                 }

@@ -148,7 +148,7 @@ fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::Piece) ->
         shared.tally.moved(Flow::Pull, len);
         shared.tally.copied(Flow::Pull, len);
     }
-    shared.with_core(|core, now, actions| core.end_reservation(version, block, whole, now, actions));
+    shared.end_reservation(version, block, whole);
     copied
 }
 

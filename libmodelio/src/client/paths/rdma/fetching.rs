@@ -271,7 +271,7 @@ impl Shared {
                 let extent = self.layout.block_bytes(block);
                 self.tally.moved(Flow::Pull, (extent.end - extent.start) as usize);
             }
-            self.with_core(|core, now, actions| core.end_reservation(version, block, whole, now, actions));
+            self.end_reservation(version, block, whole);
         }
     }
 

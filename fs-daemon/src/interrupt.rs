@@ -6,11 +6,11 @@ use crate::error::Error;
 use crate::signals;
 
 /// Whether a signal has come. A second signal ends the process at once.
-pub(in crate::cluster) struct Interrupt(Arc<OnceLock<String>>);
+pub struct Interrupt(Arc<OnceLock<String>>);
 
 impl Interrupt {
     /// To be called before there are threads.
-    pub(in crate::cluster) fn install() -> Result<Interrupt, Error> {
+    pub fn install() -> Result<Interrupt, Error> {
         let stops = signals::install()?;
         let why = Arc::new(OnceLock::new());
         let cause = Arc::clone(&why);
@@ -20,7 +20,7 @@ impl Interrupt {
         Ok(Interrupt(why))
     }
 
-    pub(in crate::cluster) fn why(&self) -> Option<&str> {
+    pub fn why(&self) -> Option<&str> {
         self.0.get().map(String::as_str)
     }
 }
