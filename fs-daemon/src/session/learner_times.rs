@@ -205,3 +205,65 @@ impl LearnerTimes {
         self.accounts.lock().staleness
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread::sleep;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn times() -> (Arc<LearnerTimes>, Arc<ModelTimes>, Arc<Recorder>) {
+        let (model, trace) = (Arc::<ModelTimes>::default(), Arc::<Recorder>::default());
+        let times = LearnerTimes::new(LearnerId(1), Arc::clone(&model), Arc::clone(&trace));
+        (Arc::new(times), model, trace)
+    }
+
+    #[test]
+    fn a_commit_that_several_programs_report_ends_one_step() {
+        let (times, model, _) = times();
+        let (first, second): (Done<()>, Done<()>) = (Box::new(drop), Box::new(drop));
+        let first = times.until(Waits::Commit, first);
+        let second = times.until(Waits::Commit, second);
+        sleep(5 * MS);
+        first(Ok(()));
+        times.committed(1);
+        second(Ok(()));
+        times.committed(1);
+        assert_eq!((model.stall.read().count, model.open.read().count), (1, 1));
+        assert!(model.stall.read().sum >= 0.005 && model.open.read().sum == 0.0);
+        times.committed(3);
+        assert_eq!(model.stall.read().count, 2);
+    }
+
+    #[test]
+    fn the_wait_of_a_write_is_stall_and_not_staging() {
+        let (times, model, _) = times();
+        let began = Instant::now();
+        times.begins(Waits::Write);
+        sleep(50 * MS);
+        times.ends(Waits::Write);
+        times.wrote(began);
+        times.committed(1);
+        assert!(model.stall.read().sum >= 0.05);
+        assert!(model.staging.read().sum < 0.05, "{:?}", model.staging.read());
+    }
+
+    #[test]
+    fn a_trace_has_each_kind_of_call_once_and_what_still_waits() {
+        let (times, _, trace) = times();
+        trace.begin(Instant::now(), 100);
+        times.begins(Waits::Open);
+        times.begins(Waits::Open);
+        times.ends(Waits::Open);
+        times.ends(Waits::Open);
+        times.begins(Waits::Commit);
+        times.trace_rest();
+        let calls: Vec<_> = trace.end().unwrap().events.iter().map(|event| event.what).collect();
+        let call = |call| What::Call(LearnerId(1), call);
+        assert_eq!(calls, [Call::Open, Call::Stall, Call::Commit, Call::Stall].map(call));
+        times.ends(Waits::Commit);
+        assert!(times.stall().stall > Duration::ZERO);
+    }
+}

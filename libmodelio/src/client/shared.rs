@@ -419,6 +419,9 @@ impl Shared {
             self.perform(&mut inner, action, &mut after, &mut more);
             queue.extend(more.drain(..));
         }
+        // A version that is shown may have the next pull begun.
+        let Inner { core, observed, .. } = &mut *inner;
+        observed.look(core, || self.now());
         drop(inner);
         let After { answers, events, mail_left, pushes, gives_back } = after;
         for event in events {
