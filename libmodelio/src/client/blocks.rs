@@ -4,6 +4,7 @@
 //! regions. Each place says why that is sound.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use parking_lot::MutexGuard;
 use smallvec::SmallVec;
@@ -14,11 +15,12 @@ use super::shared::{Inner, Shared};
 use crate::client::core::{PULL_BLOCKS, Push};
 use crate::client::sum::{self, Written};
 use crate::client::versions;
+use crate::observe::trace::What;
 use crate::transport::Region;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::stream::{Guard, Piece, Target};
 use crate::transport::tally::Flow;
-use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Version};
+use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, ShardId, Version};
 use crate::wire::{Granted, Message};
 
 /// The most blocks that one connection may have asked for. A shard takes this many requests, even if each asks for
@@ -240,6 +242,29 @@ impl Shared {
         let (retain, max) = inner.bounds();
         let back = inner.versions.back(retain, max).ok().flatten();
         back.map(|back| Arc::clone(back.memory()))
+    }
+
+    /// The moment of an event that a trace may record. None while no trace runs.
+    pub(super) fn trace_time(&self) -> Option<Instant> {
+        self.trace.is_on().then(Instant::now)
+    }
+
+    /// A block was sent to its shard, from this moment on.
+    pub(super) fn trace_sent(&self, from: Option<Instant>, plan: PlanId, block: BlockId, shard: ShardId) {
+        if let Some(from) = from {
+            self.trace.record(What::Sent(plan, block, shard), from, Instant::now());
+        }
+    }
+
+    /// Ends the reservation of a block that was being received.
+    pub(super) fn end_reservation(&self, version: Version, block: BlockId, whole: bool) {
+        let mut inner = self.inner.lock();
+        let (now, mut actions) = (self.now(), Vec::new());
+        if whole {
+            inner.observed.received(version, block, now);
+        }
+        inner.core.end_reservation(version, block, whole, now, &mut actions);
+        self.act(inner, actions);
     }
 
     /// The place to receive a block of a version into. `None` if the block is not wanted.

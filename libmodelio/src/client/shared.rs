@@ -19,7 +19,7 @@ use super::options::{Answered, ClientOptions, Done, Event, Listener, Staged};
 use super::peer::Peer;
 use super::routes::Routes;
 use super::versions::Versions;
-use crate::observe::trace::{Recorder, What};
+use crate::observe::trace::Recorder;
 use crate::timer::Alarm;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::local::{End, Mail, Shard};
@@ -29,7 +29,7 @@ use crate::transport::tally::Tally;
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::controls::NonFinite;
-use crate::vocabulary::ids::{BlockId, ClientId, Generation, LearnerId, PlanId, ShardId, Step, Version};
+use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::wire::{Message, ModelRecord, Refusal};
 
@@ -377,29 +377,6 @@ impl Shared {
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
         change(&mut inner.core, self.now(), &mut actions);
-        self.act(inner, actions);
-    }
-
-    /// The moment of an event that a trace may record. None while no trace runs.
-    pub(super) fn trace_time(&self) -> Option<Instant> {
-        self.trace.is_on().then(Instant::now)
-    }
-
-    /// A block was sent to its shard, from this moment on.
-    pub(super) fn trace_sent(&self, from: Option<Instant>, plan: PlanId, block: BlockId, shard: ShardId) {
-        if let Some(from) = from {
-            self.trace.record(What::Sent(plan, block, shard), from, Instant::now());
-        }
-    }
-
-    /// Ends the reservation of a block that was being received.
-    pub(super) fn end_reservation(&self, version: Version, block: BlockId, whole: bool) {
-        let mut inner = self.inner.lock();
-        let (now, mut actions) = (self.now(), Vec::new());
-        if whole {
-            inner.observed.received(version, block, now);
-        }
-        inner.core.end_reservation(version, block, whole, now, &mut actions);
         self.act(inner, actions);
     }
 

@@ -12,6 +12,8 @@ use serde_json::{Value, json};
 
 /// A pause of a program between two calls that is shorter is not shown as computing.
 const SHORTEST: Duration = Duration::from_micros(20);
+/// The same between two writes. One write(2) of a program comes as several, and the kernel copies between them.
+const SHORTEST_IN_WRITES: Duration = Duration::from_millis(1);
 
 /// What a trace has recorded of one model.
 pub struct Traced {
@@ -247,10 +249,14 @@ fn tracks(recording: Option<Recording>) -> BTreeMap<Track, Vec<Shown>> {
 fn pauses(calls: &[Shown]) -> Vec<Shown> {
     let mut pauses = Vec::new();
     let mut busy = calls.first().map_or(Duration::ZERO, |first| first.at);
-    for Shown { at, took, .. } in calls {
-        if *at >= busy + SHORTEST {
+    let mut wrote = false;
+    for Shown { at, took, kind } in calls {
+        let writes = matches!(kind, Kind::Event(What::Call(_, Call::Write)));
+        let shortest = if wrote && writes { SHORTEST_IN_WRITES } else { SHORTEST };
+        if *at >= busy + shortest {
             pauses.push(Shown { at: busy, took: *at - busy, kind: Kind::Compute });
         }
+        wrote = writes;
         busy = busy.max(*at + *took);
     }
     pauses
@@ -340,9 +346,10 @@ mod tests {
         let call = |at, took, call| event(at, took, What::Call(A, call));
         let events = parsed(vec![
             call(0, 100, Call::Write),
-            call(105, 100, Call::Write),
-            call(1205, 50, Call::Commit),
-            call(1205, 50, Call::Stall),
+            call(505, 100, Call::Write),
+            call(1605, 100, Call::Write),
+            call(1805, 50, Call::Commit),
+            call(1805, 50, Call::Stall),
         ]);
         let slices: Vec<_> = events
             .iter()
@@ -351,10 +358,12 @@ mod tests {
             .collect();
         let wanted = [
             ("write", 0.0, 100.0),
-            ("write", 105.0, 100.0),
-            ("compute", 205.0, 1000.0),
-            ("commit", 1205.0, 50.0),
-            ("stall", 1205.0, 50.0),
+            ("write", 505.0, 100.0),
+            ("compute", 605.0, 1000.0),
+            ("write", 1605.0, 100.0),
+            ("compute", 1705.0, 100.0),
+            ("commit", 1805.0, 50.0),
+            ("stall", 1805.0, 50.0),
         ];
         assert_eq!(slices, wanted);
         let names: Vec<_> = events.iter().filter(|of| of["name"] == "thread_name").collect();
