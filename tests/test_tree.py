@@ -57,8 +57,8 @@ def test_a_model_is_a_directory(start_mount):
     mount = start_mount(size=400_012, reducer="sum")
     assert sorted(os.listdir(mount.root)) == ["README", "model"]
     modes = {
-        "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "device": 0o600, "version": 0o444,
-        "status.json": 0o444, "error": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
+        "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "publish": 0o600, "device": 0o600,
+        "version": 0o444, "status.json": 0o444, "error": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
         "snapshot": 0o400,
     }  # fmt: skip
     assert sorted(os.listdir(mount.model)) == sorted(modes)
@@ -67,7 +67,7 @@ def test_a_model_is_a_directory(start_mount):
         assert stat.st_mode & 0o7777 == mode, name
         assert (stat.st_uid, stat.st_gid) == (os.getuid(), os.getgid())
         assert os.path.isdir(mount.model / name) == (mode == 0o755)
-    for name in ("weights", "gradients", "device"):
+    for name in ("weights", "gradients", "publish", "device"):
         assert os.stat(mount.model / name).st_size == 400_012
     for name in ("version", "weights.safetensors", "tensors/weights.npy", "control/learning_rate", "status.json"):
         path = mount.model / name

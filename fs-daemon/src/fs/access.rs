@@ -24,7 +24,7 @@ pub enum Use {
     Read,
     /// Everybody may read it. A program that may write it changes the job for all.
     Shared,
-    /// Contributions.
+    /// Contributions and publications.
     Contribute,
     /// Its owner reads it.
     Owner,

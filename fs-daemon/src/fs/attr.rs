@@ -125,7 +125,7 @@ impl Fs {
             File::RetainedText(v) => {
                 Attributes { size: text_len(v), modified: of(v)?, keep: Keep::Forever, ..base }
             }
-            File::Gradients | File::LearnerGradients(_) | File::Device => {
+            File::Gradients | File::LearnerGradients(_) | File::Device | File::Publish(_) => {
                 Attributes { size, modified: newest(), ..base }
             }
             File::VersionText | File::LearnerVersion(_) => {
@@ -162,7 +162,14 @@ impl Fs {
     pub fn check_truncation(&self, ino: u64, size: u64) -> CallResult<()> {
         match self.node(ino)? {
             Node::Model(_, File::Control(_)) => Ok(()),
-            Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device | File::Weights(_)) => {
+            Node::Model(
+                _,
+                File::Gradients
+                | File::LearnerGradients(_)
+                | File::Device
+                | File::Weights(_)
+                | File::Publish(_),
+            ) => {
                 let whole = self.attributes(ino)?.size;
                 if size == 0 || size == whole {
                     return Ok(());
@@ -210,7 +217,9 @@ fn use_of(node: Node) -> Use {
     match node {
         Node::Model(_, File::Learners) => Use::Learners,
         Node::Model(_, File::Weights(_) | File::Control(_)) => Use::Shared,
-        Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device) => Use::Contribute,
+        Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device | File::Publish(_)) => {
+            Use::Contribute
+        }
         Node::Model(_, File::Snapshot) | Node::Trace => Use::Owner,
         _ if node.is_dir() => Use::Dir,
         _ => Use::Read,

@@ -59,7 +59,7 @@ impl Fs {
     /// Whether the name in `parent` that led to this inode leads to it for good.
     pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
         match (Node::from_ino(parent), Node::from_ino(ino)) {
-            (_, Some(Node::Model(_, File::Learner(_))) | None) => false,
+            (_, Some(Node::Model(_, File::Learner(_) | File::Publish(_))) | None) => false,
             // The kernel is told to drop the name in time.
             (_, Some(Node::Model(_, File::Tensors(..)))) => true,
             // A version's own directory never changes.

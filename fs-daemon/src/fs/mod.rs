@@ -18,5 +18,6 @@ pub mod text_file;
 
 mod looked_up;
 mod paths;
+mod publications;
 mod tensors_name;
 mod xattr;

@@ -9,6 +9,7 @@ use libmodelio::vocabulary::layout::header;
 
 use super::node::File;
 use super::paths::TensorPaths;
+use super::publications::Publications;
 use super::tensors_name::TensorsName;
 use crate::session::error::Done;
 use crate::session::last_refusal::LastRefusal;
@@ -28,6 +29,8 @@ pub struct ModelTree {
     pub paths: TensorPaths,
     /// The name `tensors` in the kernel.
     pub tensors_name: TensorsName,
+    /// The name `publish`.
+    pub publications: Arc<Publications>,
     /// Length of the header of `weights.safetensors`, the same in all versions.
     pub safetensors_header_len: u64,
 }
@@ -42,6 +45,7 @@ impl ModelTree {
             npy_headers: tensors.iter().map(|tensor| npy::npy_header(tensor).into()).collect(),
             paths: TensorPaths::new(tensors),
             tensors_name: TensorsName::default(),
+            publications: Arc::default(),
             safetensors_header_len: safetensors_header(&model, Version(0)).len() as u64,
             model,
         }
@@ -76,9 +80,12 @@ impl ModelTree {
     /// own learner, and of others in the job.
     pub fn refusal_of(&self, file: File) -> Option<Arc<LastRefusal>> {
         match file {
-            File::Weights(_) | File::Gradients | File::Device | File::Error | File::Snapshot => {
-                Some(Arc::clone(&self.model.own_refusal))
-            }
+            File::Weights(_)
+            | File::Publish(_)
+            | File::Gradients
+            | File::Device
+            | File::Error
+            | File::Snapshot => Some(Arc::clone(&self.model.own_refusal)),
             file => Some(Arc::clone(&self.model.learner(file.learner()?).ok()?.refusal)),
         }
     }

@@ -242,11 +242,13 @@ fn retained(model: &Model, name: &str) -> Option<Version> {
 fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
     let newest = || model.job.version();
     match dir {
+        // The lookup of `publish` gives a number of its own.
         File::Dir => vec![
             ("weights", File::Weights(newest())),
             ("weights.safetensors", File::Safetensors(newest())),
             ("tensors", File::Tensors(newest(), 0)),
             ("gradients", File::Gradients),
+            ("publish", File::Publish(0)),
             ("device", File::Device),
             ("version", File::VersionText),
             ("versions", File::Versions),
@@ -298,6 +300,7 @@ fn lookup_in(tree: &ModelTree, dir: File, name: &str) -> Option<File> {
         File::Learner(id) => drop(model.learner(id).ok()?),
         // Before its version is looked up, which may then be this one or a later one.
         File::Dir if name == "tensors" => tree.tensors_name.keep(|| model.job.version()),
+        File::Dir if name == "publish" => return Some(File::Publish(tree.publications.number())),
         _ => {}
     }
     fixed_files(model, dir).into_iter().find(|(known, _)| *known == name).map(|(_, file)| file)

@@ -16,6 +16,9 @@ const MODEL_BITS: u32 = 8;
 const INDEX_BITS: u32 = 20;
 const VERSION_BITS: u32 = 31;
 
+/// One more than the highest number of a publication.
+pub const MAX_PUBLICATIONS: u64 = 1 << (INDEX_BITS + VERSION_BITS);
+
 const _: () = assert!(MAX_JOINS <= 1 << INDEX_BITS);
 
 /// The root of the mount, by FUSE's convention.
@@ -36,6 +39,8 @@ pub enum File {
     Tensor(Version, u32),
     /// `gradients` of the mount's own learner.
     Gradients,
+    /// `publish`, as looked up this time: one publication.
+    Publish(u64),
     /// `device`.
     Device,
     /// `version`.
@@ -127,6 +132,7 @@ impl File {
             File::Error => (25, 0, NONE),
             File::LearnerError(l) => (26, l.0, NONE),
             File::Snapshot => (27, 0, NONE),
+            File::Publish(n) => (28, (n >> VERSION_BITS) as u32, Version(n & ((1 << VERSION_BITS) - 1))),
         }
     }
 
@@ -160,6 +166,7 @@ impl File {
             25 => File::Error,
             26 => File::LearnerError(learner),
             27 => File::Snapshot,
+            28 => File::Publish(u64::from(index) << VERSION_BITS | version.0),
             _ => return None,
         })
     }
@@ -280,7 +287,7 @@ mod tests {
         check(Node::Readme);
         check(Node::Trace);
         for model in [0, 1, 255] {
-            for kind in 1..=27 {
+            for kind in 1..=28 {
                 for index in [0, 1, (1 << 20) - 1] {
                     for version in [0, 1, (1 << 31) - 1] {
                         let file = File::from_parts(kind, index, Version(version)).unwrap();
@@ -292,6 +299,6 @@ mod tests {
             }
         }
         assert_eq!(Node::from_ino(0), None);
-        assert_eq!(Node::from_ino(28 << (MODEL_BITS + INDEX_BITS + VERSION_BITS)), None);
+        assert_eq!(Node::from_ino(29 << (MODEL_BITS + INDEX_BITS + VERSION_BITS)), None);
     }
 }

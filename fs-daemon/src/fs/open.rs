@@ -205,6 +205,7 @@ impl Fs {
                 request.writable_contribution()?;
                 self.open_gradients(request, tree, model.learner(id)?)
             }
+            File::Publish(number) => open_publish(request, tree, number),
             File::Device if request.writes => {
                 request.no_append()?;
                 open_device(request, tree)
@@ -271,8 +272,20 @@ impl Fs {
         // name the same memory. Being write-only, this one cannot be mapped.
         let way = if self.passthrough { Way::MapBypass(shown.region().clone()) } else { Way::Direct };
         let (tree, ino) = (Arc::clone(tree), request.node.ino());
-        Ok((OpenFile::Publication { tree, ino, publication, _shown: shown }, way))
+        Ok((OpenFile::Publication { tree, ino, publication, _keeps: Box::new(shown) }, way))
     }
+}
+
+fn open_publish(request: &OpenRequest, tree: &Arc<ModelTree>, number: u64) -> CallResult<(OpenFile, Way)> {
+    if !request.writes || request.reads {
+        return Err(CallError::new(libc::EACCES, "publish is write-only (read weights instead)"));
+    }
+    request.no_append()?;
+    let what = "this publication is open already: open publish by its path for another one";
+    let inode = tree.publications.open(number).ok_or_else(|| CallError::new(libc::EBUSY, what))?;
+    let publication = Publication::open(&tree.model)?;
+    let (tree, ino) = (Arc::clone(tree), request.node.ino());
+    Ok((OpenFile::Publication { tree, ino, publication, _keeps: Box::new(inode) }, Way::Direct))
 }
 
 fn open_device(request: &OpenRequest, tree: &Arc<ModelTree>) -> CallResult<(OpenFile, Way)> {

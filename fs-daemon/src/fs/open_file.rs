@@ -1,5 +1,6 @@
 //! Open files: the parts of a version, contributions, new weights and small texts.
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ pub enum OpenFile {
         /// The contribution that it writes.
         contribution: Arc<Contribution>,
     },
-    /// Writes `weights`.
+    /// Writes new weights, through `weights` or `publish`.
     Publication {
         /// The file's model.
         tree: Arc<ModelTree>,
@@ -34,8 +35,8 @@ pub enum OpenFile {
         ino: u64,
         /// The publication that it writes.
         publication: Publication,
-        /// The version of its inode, which stays.
-        _shown: Reader,
+        /// Stays while the file is open: the version that `weights` shows, or the inode of `publish`.
+        _keeps: Box<dyn Any + Send + Sync>,
     },
     /// Reads (and for `control/*` writes) a small text.
     Text(TextFile),

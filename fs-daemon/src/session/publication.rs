@@ -97,7 +97,7 @@ impl Publication {
             return Err(CallError::new(
                 libc::EINVAL,
                 format!(
-                    "weights was truncated but not all of its {size} bytes were written; nothing has changed"
+                    "the file was truncated, but not all of its {size} bytes were written; nothing has changed"
                 ),
             ));
         }

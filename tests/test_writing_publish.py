@@ -1,0 +1,148 @@
+"""Publishing whole new weights through the file `publish`: what docs/semantics.md promises of it."""
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+from conftest import write_all
+from filetools import (
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell
+)
+
+pytestmark = pytest.mark.also_on_network
+mounted = mounts(reducer="assign")
+
+
+def publish(mount, data, offset=0, **options):
+    write_all(mount.model / "publish", data, offset, **options)
+
+
+def why(mount):
+    return (mount.model / "error").read_text()
+
+
+@pytest.mark.parametrize("end", [os.fsync, os.close])
+def test_what_is_written_to_publish_becomes_a_version(mounted, end):
+    mount = mounted()
+    fd = os.open(mount.model / "publish", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    new = filled(mount, 1).tobytes()
+    for at in range(0, SIZE, 100_001):
+        os.pwrite(fd, new[at : at + 100_001], at)
+    assert mount.version() == 0 and not any(mount.weights())
+    end(fd)
+    assert mount.version() == 1 and mount.weights() == new
+    if end is os.fsync:
+        os.pwrite(fd, f32(2).tobytes(), 8)
+        os.close(fd)
+        assert mount.version() == 2 and array(mount.model / "weights")[:4].tolist() == [1, 1, 2, 1]
+
+
+def test_what_is_written_to_publish_becomes_a_version__in_part(mounted):
+    mount = mounted()
+    publish(mount, filled(mount, 1))
+    expected = filled(mount, 1)
+    for offset, count in [(0, 1), (BLOCK - 8, 100), (SIZE - 4, 1)]:
+        publish(mount, np.full(count, 7, "<f4"), offset)
+        expected[offset // 4 : offset // 4 + count] = 7
+        assert mount.weights() == expected.tobytes(), "what was not written keeps its value"
+
+
+def test_what_is_written_to_publish_becomes_a_version__of_tools(mounted, tmp_path):
+    mount = mounted()
+    (tmp_path / "new").write_bytes(filled(mount, 3).tobytes())
+    for number, command in enumerate(['cp "$1" "$2"', 'cat "$1" > "$2"', 'dd if="$1" of="$2" bs=100k status=none'], 1):
+        shell(command, tmp_path / "new", mount.model / "publish")
+        assert mount.version() == number and (array(mount.model / "weights") == 3).all(), command
+    (tmp_path / "short").write_bytes(bytes(SIZE - 4))
+    shell('cp "$1" "$2"', tmp_path / "short", mount.model / "publish", status=1)
+    assert mount.version() == 3 and "not all of its" in why(mount)
+
+
+def test_what_is_written_to_publish_becomes_a_version__or_not_at_all(mounted):
+    """Refused bytes, and a writer that is killed, leave no trace."""
+    mount = mounted()
+    with raises(errno.EINVAL):
+        publish(mount, b"abc")
+    assert "in the middle of an element" in why(mount)
+    with raises(errno.EINVAL):
+        publish(mount, f32(np.nan))
+    with raises(errno.EFBIG):
+        publish(mount, f32(1, 2), SIZE - 4)
+    with raises(errno.EINVAL):
+        publish(mount, b"\x93NUMPY\x01\0v\0{'descr'")
+    with raises(errno.EINVAL):
+        os.truncate(mount.model / "publish", 4)
+    code = (
+        "fd = os.open(argv[0], os.O_WRONLY)\nos.pwrite(fd, bytes([0, 0, 128, 63]) * 70_000, 0)\n"
+        "say('written'); wait()\nos._exit(0)"
+    )
+    child = program(code, mount.model / "publish")
+    hear(child)
+    child.kill()
+    child.communicate(timeout=10)
+    child = program(code, mount.model / "publish")
+    hear(child)
+    assert mount.version() == 0 and not any(mount.weights())
+    go(child)
+    finish(child)
+    eventually(lambda: mount.version() == 1)
+    assert (array(mount.model / "weights")[:70_000] == 1).all(), "a program that exits has closed"
+
+
+def test_publish_opens_where_weights_can_be_written(mounted):
+    mount = mounted(reducer="sum")
+    publish(mount, filled(mount, 3))
+    assert mount.version() == 1, "version 0 is initialised with any reducer"
+    for flags in (os.O_WRONLY, os.O_WRONLY | os.O_TRUNC):
+        with raises(errno.EACCES):
+            os.open(mount.model / "publish", flags)
+    assert "weights is read-only at version 1 with reducer sum" in why(mount)
+    mount.control("reducer", "assign")
+    publish(mount, filled(mount, 9))
+    assert mount.version() == 2 and (array(mount.model / "weights") == 9).all()
+    with raises(errno.EACCES):
+        os.open(mount.model / "publish", os.O_RDONLY)
+    with raises(errno.EINVAL):
+        os.open(mount.model / "publish", os.O_WRONLY | os.O_APPEND)
+    for act in (os.unlink, lambda path: os.rename(path, mount.model / "other"), lambda path: os.chmod(path, 0o777)):
+        with raises(errno.EPERM):
+            act(mount.model / "publish")
+    with raises(errno.EEXIST):
+        os.open(mount.model / "publish", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
+def test_each_open_of_publish_is_a_publication_of_its_own(mounted):
+    mount = mounted()
+    fds = [os.open(mount.model / "publish", os.O_WRONLY) for _ in range(2)]
+    assert os.fstat(fds[0]).st_ino != os.fstat(fds[1]).st_ino
+    assert all(os.fstat(fd).st_size == SIZE for fd in fds)
+    os.pwrite(fds[0], filled(mount, 1), 0)
+    os.pwrite(fds[1], f32(5), 4)
+    os.close(fds[1])
+    assert mount.version() == 1 and array(mount.model / "weights")[:3].tolist() == [0, 5, 0]
+    os.close(fds[0])
+    assert mount.version() == 2 and (array(mount.model / "weights") == 1).all()
+    # The same one cannot be opened twice: the second program would not know whose bytes count.
+    fd = os.open(mount.model / "publish", os.O_WRONLY)
+    with raises(errno.EBUSY):
+        os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+    assert "open publish by its path" in why(mount)
+    os.close(fd)
+    assert mount.version() == 2, "without anything written"
+
+
+def test_each_open_of_publish_is_a_publication_of_its_own__however_many_come_at_once(mounted):
+    mount = mounted(max_versions=16)
+    start, threads = threading.Barrier(4), Threads()
+
+    def publishes(value):
+        start.wait(10)
+        for _ in range(10):
+            publish(mount, filled(mount, value))
+
+    for writer in [threads.start(publishes, value) for value in range(1, 5)]:
+        writer.result(30)
+    values = array(mount.model / "weights")
+    assert mount.version() == 40 and (values == values[0]).all()
