@@ -1,14 +1,17 @@
 """Publishing whole new weights through the file `publish`: what docs/semantics.md promises of it."""
 
 import errno
+import mmap
 import os
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 from conftest import write_all
 from filetools import (
-    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell, takes
 )
 
 pytestmark = pytest.mark.also_on_network
@@ -95,7 +98,7 @@ def test_publish_opens_where_weights_can_be_written(mounted):
     mount = mounted(reducer="sum")
     publish(mount, filled(mount, 3))
     assert mount.version() == 1, "version 0 is initialised with any reducer"
-    for flags in (os.O_WRONLY, os.O_WRONLY | os.O_TRUNC):
+    for flags in (os.O_WRONLY, os.O_WRONLY | os.O_TRUNC, os.O_RDWR):
         with raises(errno.EACCES):
             os.open(mount.model / "publish", flags)
     assert "weights is read-only at version 1 with reducer sum" in why(mount)
@@ -146,3 +149,168 @@ def test_each_open_of_publish_is_a_publication_of_its_own__however_many_come_at_
         writer.result(30)
     values = array(mount.model / "weights")
     assert mount.version() == 40 and (values == values[0]).all()
+
+
+def mapped(mount, flags=os.O_RDWR):
+    """A descriptor of `publish`, and what it is mapped to as float32 values."""
+    fd = os.open(mount.model / "publish", flags)
+    return fd, np.frombuffer(mmap.mmap(fd, SIZE), "<f4")
+
+
+def test_mapped_weights_are_published_at_fsync(mounted):
+    mount = mounted()
+    fd, view = mapped(mount)
+    assert not view.any(), "a fresh buffer"
+    view[:] = 1
+    assert mount.version() == 0
+    os.fsync(fd)
+    assert mount.version() == 1 and (array(mount.model / "weights") == 1).all()
+    view[3] = 5
+    assert os.pread(fd, 4, 12) == f32(5).tobytes()
+    os.fsync(fd)
+    assert mount.version() == 2 and array(mount.model / "weights")[2:5].tolist() == [1, 5, 1]
+    view[SIZE // 4 - 1] = np.nan
+    with raises(errno.EINVAL):
+        os.fsync(fd)
+    assert "NaN" in why(mount) and mount.version() == 2
+    view[:] = 7
+    os.fsync(fd)
+    assert why(mount) == "" and (array(mount.model / "weights") == 7).all()
+    view[:] = 8
+    os.close(fd)
+    time.sleep(0.1)
+    assert mount.version() == 3 and (array(mount.model / "weights") == 7).all(), "closing publishes no mapping"
+
+
+def test_mapped_weights_are_published_at_fsync__or_what_was_written(mounted):
+    mount = mounted()
+    publish(mount, filled(mount, 1))
+    fd, view = mapped(mount, os.O_RDWR | os.O_CREAT)
+    view[:] = 9
+    os.pwrite(fd, f32(2), 8)
+    os.fsync(fd)
+    assert array(mount.model / "weights")[:4].tolist() == [1, 1, 2, 1] and (view == 9).all()
+    os.pwrite(fd, f32(3), 4)
+    os.close(fd)
+    assert mount.version() == 3 and array(mount.model / "weights")[:4].tolist() == [1, 3, 2, 1]
+    fd, view = mapped(mount, os.O_RDWR | os.O_TRUNC)
+    with raises(errno.EINVAL):
+        os.close(fd)
+    assert "not all of its" in why(mount)
+    fd, view = mapped(mount, os.O_RDWR | os.O_TRUNC)
+    os.ftruncate(fd, SIZE)
+    view[:] = 4
+    os.fsync(fd)
+    os.close(fd)
+    assert mount.version() == 4 and (array(mount.model / "weights") == 4).all()
+
+
+def test_mapped_weights_are_published_at_fsync__and_several_maps_are_apart(mounted):
+    mount = mounted()
+    (one, ones), (two, twos) = mapped(mount), mapped(mount)
+    ones[:], twos[:] = 1, 2
+    assert (ones == 1).all()
+    os.fsync(two)
+    assert (array(mount.model / "weights") == 2).all()
+    os.fsync(one)
+    assert mount.version() == 2 and (array(mount.model / "weights") == 1).all()
+    os.close(one), os.close(two)
+
+
+def test_stores_after_fsync_change_no_version(mounted):
+    """What readers hold, and what they open later, is what was there at fsync: the mapping is the program's again."""
+    mount = mounted()
+    fd, view = mapped(mount)
+    held = []
+    for value in range(1, 4):
+        view[:] = value
+        os.fsync(fd)
+        reader = os.open(mount.model / "weights", os.O_RDONLY)
+        held.append((reader, np.frombuffer(mmap.mmap(reader, SIZE, prot=mmap.PROT_READ), "<f4")))
+        view[:] = 100 + value
+        assert mount.version() == value and (array(mount.model / "weights") == value).all()
+    os.close(fd)
+    view[:] = 200
+    for value, (reader, shown) in enumerate(held, 1):
+        assert (shown == value).all() and os.pread(reader, SIZE, 0) == filled(mount, value).tobytes()
+        os.close(reader)
+    assert (array(mount.model / "weights") == 3).all()
+
+
+def test_stores_after_fsync_change_no_version__nor_tear_one_while_they_go_on(mounted):
+    mount = mounted()
+    fd, view = mapped(mount)
+    stop, threads = threading.Event(), Threads()
+
+    def stores():
+        value = 0
+        while not stop.is_set():
+            value = (value + 1) % 1000
+            view[:] = value
+
+    storing = threads.start(stores)
+    for version in range(1, 11):
+        os.fsync(fd)
+        first = mount.weights()
+        time.sleep(0.02)
+        assert mount.version() == version and mount.weights() == first
+    stop.set()
+    storing.result(10)
+    os.close(fd)
+
+
+# Weights that cannot come: with `gradients` begun, in one process, a publication waits.
+WAITS = """
+import errno, mmap
+class Interrupted(Exception): pass
+def interrupt(*_): raise Interrupted
+signal.signal(signal.SIGTERM, interrupt)
+fd = os.open(argv[0], os.O_RDWR)
+memory = mmap.mmap(fd, os.stat(argv[0]).st_size)
+memory[:] = bytes([0, 0, 224, 64]) * (len(memory) // 4)  # 7.0
+say("waits")
+try:
+    os.fsync(fd)
+    say("done")
+except Interrupted:
+    say("interrupted")
+except OSError as error:
+    say(errno.errorcode[error.errno])
+wait()
+"""
+
+
+@pytest.mark.one_process
+def test_mapped_weights_are_published_at_fsync__or_never_once_a_signal_ends_it(mounted):
+    mount = mounted(lease=0)
+    fd = os.open(mount.join("a") / "gradients", os.O_WRONLY)
+    os.pwrite(fd, filled(mount, 3)[: BLOCK // 4], 0)
+    child = program(WAITS, mount.model / "publish")
+    assert hear(child) == "waits"
+    time.sleep(0.3)
+    with takes(0, 2):
+        child.send_signal(signal.SIGTERM)
+        assert hear(child) in ("interrupted", "EINTR")
+    os.close(fd)
+    assert mount.wait_for_version(1) == 1
+    time.sleep(0.2)
+    weights = array(mount.model / "weights")
+    assert mount.version() == 1 and (weights[: BLOCK // 4] == 3).all() and not weights[BLOCK // 4 :].any()
+    go(child)
+    finish(child)
+
+
+@pytest.mark.one_process
+def test_mapped_weights_are_published_at_fsync__or_not_at_all_after_the_timeout(mounted):
+    mount = mounted(timeout=0.4, lease=0)
+    gradients = os.open(mount.join("a") / "gradients", os.O_WRONLY)
+    os.pwrite(gradients, filled(mount, 3)[: BLOCK // 4], 0)
+    fd, view = mapped(mount)
+    view[:] = 7
+    with takes(0.35, 3), raises(errno.ETIMEDOUT):
+        os.fsync(fd)
+    os.close(gradients)
+    assert mount.wait_for_version(1) == 1
+    os.fsync(fd)
+    assert mount.wait_for_version(2) == 2 and (array(mount.model / "weights") == 7).all()
+    os.close(fd)

@@ -138,6 +138,11 @@ impl Binding {
         Ok(id)
     }
 
+    /// Has the kernel let go of memory that is not used any more, so that it goes back to the system.
+    fn forget_backings(&self) {
+        self.backings.lock().retain(|_, (_, memory)| memory.strong_count() > 0);
+    }
+
     fn opened(&self, reply: ReplyOpen, opened: &Opened) {
         let fh = FileHandle(opened.fh);
         let parallel = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;

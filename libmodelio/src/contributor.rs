@@ -21,6 +21,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::bytes::mmap::Mapping;
 use crate::client::{Job, Opening, wait_for};
+use crate::mapped::MappedMemory;
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
 use crate::transport::{BlockSlot, Placement, Region, RegionKey, ShardError};
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
@@ -155,7 +156,7 @@ pub struct Contributor {
     job: Arc<Job>,
     /// The region that programs map through `gradients`. A write(2) never uses it, so a mapping always holds what its
     /// program stored.
-    mapped: Region,
+    mapped: MappedMemory,
     state: Mutex<State>,
     /// Signalled when no piece is in flight.
     idle: Condvar,
@@ -198,7 +199,7 @@ impl Contributor {
             aborting: false,
             joined: Vec::new(),
         });
-        let mapped = region(&job, "gradfs-gradients")?;
+        let mapped = MappedMemory::new(&job, "gradfs-gradients")?;
         Ok(Contributor {
             learner,
             incarnation,
@@ -234,34 +235,20 @@ impl Contributor {
 
     /// The region that programs map through `gradients`.
     pub fn mapped(&self) -> &Region {
-        &self.mapped
+        self.mapped.region()
     }
 
-    /// Stores bytes that a program has put into its mapping of `gradients`. The kernel hands them over if it does not
-    /// map the region itself.
+    /// Stores bytes that a program has put into its mapping of `gradients`.
     ///
     /// # Errors
     /// [`WriteRefused::PastEnd`].
     pub fn store_mapped(&self, offset: u64, data: &[u8]) -> Result<(), WriteRefused> {
-        let (size, end) = (self.layout.size(), offset.saturating_add(data.len() as u64));
-        // The last page of a mapping reaches past the end. Those bytes belong to no tensor.
-        let len = size.saturating_sub(offset).min(data.len() as u64) as usize;
-        if len == 0 && !data.is_empty() {
-            return Err(WriteRefused::PastEnd { offset, end, size });
-        }
-        // SAFETY: this is the program's own store. The shard reads the region only during the program's fsync.
-        unsafe { self.mapped.memory().write(offset as usize, &data[..len]) };
-        Ok(())
+        self.mapped.store(offset, data)
     }
 
     /// Reads the mapped region. Bytes past its end are left as they are.
     pub fn load_mapped(&self, offset: u64, bytes: &mut [u8]) {
-        let len = self.layout.size().saturating_sub(offset).min(bytes.len() as u64) as usize;
-        if len > 0 {
-            let start = offset as usize;
-            // SAFETY: this is like read(2) of a file that others have mapped: each byte is old or new.
-            bytes[..len].copy_from_slice(unsafe { self.mapped.memory().bytes(start..start + len) });
-        }
+        self.mapped.load(offset, bytes);
     }
 
     /// Takes the staging memory now, and not page by page during the first contribution.

@@ -6,6 +6,7 @@ pub mod client;
 pub mod contributor;
 pub mod disk;
 pub mod formats;
+pub mod mapped;
 pub mod nbd;
 pub mod observe;
 pub mod publisher;

@@ -1,18 +1,29 @@
-//! Whole new weights: the client side of writing `weights` (reducer `assign`, or to initialise).
+//! Whole new weights: the client side of writing `weights` and `publish` (reducer `assign`, or to initialise).
 //!
-//! Bytes go straight into a buffer that becomes the version at commit: no copy besides that from the
-//! request. Holds `unsafe` for entering that buffer; see [`crate::bytes::mmap`] for the rule.
+//! Bytes go straight into a buffer that becomes the version at commit: no copy besides that from the request, or from
+//! memory that a program maps. That memory itself never becomes a version, because its program may go on storing into
+//! it. Holds `unsafe` for entering the buffer; see [`crate::bytes::mmap`] for the rule.
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::bytes::block;
+use crate::bytes::mmap::Mapping;
 use crate::client::Job;
+use crate::mapped::MappedMemory;
 use crate::tracker::WriteRefused;
 use crate::transport::{Region, ShardError};
+use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::ranges;
+
+/// The most threads that copy one mapping. More would not copy faster than memory can take it.
+const MAX_COPIERS: usize = 4;
+/// A thread is worth its start for this many bytes.
+const BYTES_A_COPIER: u64 = 4 << 20;
 
 #[derive(Debug, Default)]
 struct State {
@@ -75,6 +86,64 @@ impl Publisher {
             self.idle.notify_all();
         }
         Ok(())
+    }
+
+    /// Stores all of `memory`, and checks what it stores for NaN and Inf if the job refuses those. Several threads copy a
+    /// large model. What the program stores into `memory` meanwhile may count or not, byte by byte.
+    ///
+    /// # Errors
+    /// [`ShardError::NonFinite`]: this publisher must not be committed then. [`ShardError::NotAllowed`] after a commit,
+    /// and for memory of another model.
+    pub fn write_all(&self, memory: &MappedMemory) -> Result<(), ShardError> {
+        let memory = memory.region().memory();
+        if memory.len() as u64 != self.size {
+            return Err(ShardError::OutOfRange);
+        }
+        {
+            let mut state = self.state.lock();
+            if state.sealed {
+                return Err(ShardError::NotAllowed(WriteRefused::Sealed.to_string()));
+            }
+            state.in_flight += 1;
+        }
+        let bad = self.copy_all(memory);
+        let mut state = self.state.lock();
+        if bad.is_none() {
+            ranges::insert(&mut state.written, 0..self.size);
+        }
+        state.in_flight -= 1;
+        if state.in_flight == 0 {
+            self.idle.notify_all();
+        }
+        bad.map_or(Ok(()), |block| Err(ShardError::NonFinite(block)))
+    }
+
+    /// Copies all blocks. Returns one that holds NaN or Inf, if that matters.
+    fn copy_all(&self, memory: &Mapping) -> Option<BlockId> {
+        let (layout, check) = (self.job.layout(), self.job.rejects_nonfinite());
+        let (next, bad) = (AtomicU32::new(0), AtomicU32::new(u32::MAX));
+        let copy = || {
+            while let block @ BlockId(number) = BlockId(next.fetch_add(1, Ordering::Relaxed))
+                && number < layout.blocks()
+                && bad.load(Ordering::Relaxed) == u32::MAX
+            {
+                // SAFETY: a program's stores race with this as with read(2) of a file that is mapped.
+                let payload = unsafe { memory.bytes(block::span(&layout.block_bytes(block))) };
+                if !block::place(layout, block, payload, self.buffer.memory(), check) {
+                    bad.store(number, Ordering::Relaxed);
+                }
+            }
+        };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = cores.min(MAX_COPIERS).min((self.size / BYTES_A_COPIER) as usize).max(1);
+        std::thread::scope(|scope| {
+            for _ in 1..threads {
+                // This thread copies all that no other one does.
+                let _ = std::thread::Builder::new().name("publishes".into()).spawn_scoped(scope, copy);
+            }
+            copy();
+        });
+        Some(bad.into_inner()).filter(|&bad| bad != u32::MAX).map(BlockId)
     }
 
     /// Whether something was written.

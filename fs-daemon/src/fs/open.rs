@@ -85,6 +85,9 @@ impl OpenRequest {
         if file == File::Snapshot {
             return true;
         }
+        if matches!(file, File::Publish(_)) {
+            return self.reads;
+        }
         let is_own = matches!(file, File::Gradients | File::Device);
         let joins = is_own && self.writes && tree.model.own_learner().is_none();
         let is_gradients = matches!(file, File::Gradients | File::LearnerGradients(_));
@@ -205,7 +208,7 @@ impl Fs {
                 request.writable_contribution()?;
                 self.open_gradients(request, tree, model.learner(id)?)
             }
-            File::Publish(number) => open_publish(request, tree, number),
+            File::Publish(number) => open_publish(request, tree, number, self.passthrough),
             File::Device if request.writes => {
                 request.no_append()?;
                 open_device(request, tree)
@@ -276,16 +279,28 @@ impl Fs {
     }
 }
 
-fn open_publish(request: &OpenRequest, tree: &Arc<ModelTree>, number: u64) -> CallResult<(OpenFile, Way)> {
-    if !request.writes || request.reads {
+fn open_publish(
+    request: &OpenRequest,
+    tree: &Arc<ModelTree>,
+    number: u64,
+    passthrough: bool,
+) -> CallResult<(OpenFile, Way)> {
+    if !request.writes {
         return Err(CallError::new(libc::EACCES, "publish is write-only (read weights instead)"));
     }
     request.no_append()?;
     let what = "this publication is open already: open publish by its path for another one";
     let inode = tree.publications.open(number).ok_or_else(|| CallError::new(libc::EBUSY, what))?;
-    let publication = Publication::open(&tree.model)?;
+    let publication = match request.reads {
+        true => Publication::open_mapped(&tree.model)?,
+        false => Publication::open(&tree.model)?,
+    };
+    let way = match publication.mapped().filter(|_| passthrough) {
+        Some(memory) => Way::MapBypass(memory.region().clone()),
+        None => Way::Direct,
+    };
     let (tree, ino) = (Arc::clone(tree), request.node.ino());
-    Ok((OpenFile::Publication { tree, ino, publication, _keeps: Box::new(inode) }, Way::Direct))
+    Ok((OpenFile::Publication { tree, ino, publication, _keeps: Box::new(inode) }, way))
 }
 
 fn open_device(request: &OpenRequest, tree: &Arc<ModelTree>) -> CallResult<(OpenFile, Way)> {

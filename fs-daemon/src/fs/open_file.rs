@@ -85,7 +85,15 @@ impl Fs {
             },
             OpenFile::Snapshot(capture) => capture.read(offset, len, |bytes| with(Ok(bytes))),
             OpenFile::Trace(trace) => trace.read(offset, len, |bytes| with(Ok(bytes))),
-            OpenFile::Publication { .. } => with(Err(CallError::new(libc::EBADF, "not open for reading"))),
+            OpenFile::Publication { tree, publication, .. } => {
+                let Some(memory) = publication.mapped() else {
+                    return with(Err(CallError::new(libc::EBADF, "not open for reading")));
+                };
+                let end = offset.saturating_add(len as u64).min(tree.model.layout.size());
+                let mut bytes = vec![0; end.saturating_sub(offset) as usize];
+                memory.load(offset, &mut bytes);
+                with(Ok(&bytes))
+            }
         }
     }
 }
@@ -102,7 +110,12 @@ impl OpenFile {
                 contribution.store_mapped(offset, data)
             }
             OpenFile::Contribution { contribution, .. } => contribution.write(offset, data),
-            OpenFile::Publication { publication, .. } => publication.write(offset, data),
+            OpenFile::Publication { publication, .. } => {
+                match publication.mapped().filter(|_| from_mapping) {
+                    Some(memory) => Ok(memory.store(offset, data)?),
+                    None => publication.write(offset, data),
+                }
+            }
             OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
                 Err(CallError::new(libc::EBADF, "not open for writing"))
             }
@@ -113,10 +126,8 @@ impl OpenFile {
     pub fn end(&self, ending: Ending, done: Done<()>) {
         match self {
             OpenFile::Contribution { contribution, .. } => contribution.commit(ending, done),
-            OpenFile::Publication { publication, .. } => publication.commit(done),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
-                done(Ok(()))
-            }
+            OpenFile::Publication { publication, .. } => publication.commit(ending, done),
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => done(Ok(())),
         }
     }
 

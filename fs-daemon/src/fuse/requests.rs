@@ -245,6 +245,7 @@ impl Filesystem for Binding {
         reply: ReplyEmpty,
     ) {
         self.calls.release(fh.0);
+        self.forget_backings();
         reply.ok();
     }
 

@@ -1,16 +1,20 @@
-//! Whole new weights: written bytes become a version at the commit, all at once; the rest keeps its value.
+//! Whole new weights: written bytes become a version at the commit, all at once; the rest keeps its value. A program may
+//! map memory instead, all of which is published when a step ends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use libmodelio::mapped::MappedMemory;
 use libmodelio::publisher::Publisher;
+use libmodelio::transport::ShardError;
 use parking_lot::Mutex;
 
-use super::contribution::Withdraw;
+use super::contribution::{Ending, Withdraw};
 use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::model::Model;
+use super::own_thread::on_own_thread;
 
 /// Weights that are being written. After each commit the next write begins anew.
 pub struct Publication {
@@ -18,6 +22,15 @@ pub struct Publication {
     publisher: Mutex<Option<Arc<Publisher>>>,
     /// The next commit takes all bytes or nothing.
     whole: AtomicBool,
+    /// The memory that a program may map.
+    mapped: Option<Mapped>,
+}
+
+/// Memory that a program stores new weights into.
+struct Mapped {
+    memory: Arc<MappedMemory>,
+    /// The contents that are being published.
+    shipping: Arc<Mutex<Option<Arc<Publisher>>>>,
 }
 
 impl Publication {
@@ -26,8 +39,29 @@ impl Publication {
     /// # Errors
     /// EACCES where weights may not be written now, ENOMEM.
     pub fn open(model: &Arc<Model>) -> CallResult<Publication> {
-        let publisher = Mutex::new(Some(publisher(model)?));
-        Ok(Publication { model: Arc::clone(model), publisher, whole: AtomicBool::new(false) })
+        Ok(Publication::new(model, Some(publisher(model)?), None))
+    }
+
+    /// Begins one that may be mapped, too. Takes the memory for that.
+    ///
+    /// # Errors
+    /// EACCES where weights may not be written now, ENOMEM.
+    pub fn open_mapped(model: &Arc<Model>) -> CallResult<Publication> {
+        model.job.may_assign()?;
+        let memory = MappedMemory::new(&model.job, "gradfs-publish")?;
+        memory.prefault().map_err(|error| CallError::new(libc::ENOMEM, error.to_string()))?;
+        let mapped = Mapped { memory: Arc::new(memory), shipping: Arc::default() };
+        Ok(Publication::new(model, None, Some(mapped)))
+    }
+
+    fn new(model: &Arc<Model>, publisher: Option<Arc<Publisher>>, mapped: Option<Mapped>) -> Publication {
+        let (model, publisher) = (Arc::clone(model), Mutex::new(publisher));
+        Publication { model, publisher, whole: AtomicBool::new(false), mapped }
+    }
+
+    /// The memory to map, if it may be mapped.
+    pub fn mapped(&self) -> Option<&MappedMemory> {
+        self.mapped.as_ref().map(|mapped| &*mapped.memory)
     }
 
     /// Whether something was written since the last commit.
@@ -37,7 +71,7 @@ impl Publication {
 
     /// The coming commit is to take all bytes or nothing, if it has not begun to take some.
     pub fn must_be_whole(&self) {
-        if self.publisher.lock().as_ref().is_some_and(|publisher| !publisher.is_open()) {
+        if self.publisher.lock().as_ref().is_none_or(|publisher| !publisher.is_open()) {
             self.whole.store(true, Ordering::Relaxed);
         }
     }
@@ -56,8 +90,13 @@ impl Publication {
         written.inspect_err(|error| self.model.own_refusal.note(error, true))
     }
 
-    /// Publishes what was written; `done` hears of it once the version is out.
-    pub fn commit(&self, done: Done<()>) {
+    /// Publishes what was written, or if that is nothing and a step ends, the mapped memory. `done` hears of it once the
+    /// version is out.
+    pub fn commit(&self, ending: Ending, done: Done<()>) {
+        if let Some(mapped) = self.mapped.as_ref().filter(|_| ending == Ending::Step && !self.is_open()) {
+            self.whole.store(false, Ordering::Relaxed);
+            return mapped.publish(&self.model, done);
+        }
         let publisher = self.publisher.lock().take_if(|publisher| publisher.is_open());
         let must_be_whole = self.whole.swap(false, Ordering::Relaxed);
         let (takes, model) = (publisher.is_some(), Arc::clone(&self.model));
@@ -112,10 +151,56 @@ impl Publication {
         finite.map_err(|error| explained(&self.model, error))
     }
 
-    /// Ends the wait for a commit of the bytes written by now, if something can.
+    /// Ends the wait for a commit of the bytes written by now, or of the mapped memory, if something can.
     pub fn withdrawal(&self) -> Option<Withdraw> {
-        let publisher = self.publisher.lock().clone()?;
-        Some(Arc::new(move || publisher.withdraw()))
+        let written = self.publisher.lock().clone();
+        let shipping = self.mapped.as_ref().map(|mapped| Arc::clone(&mapped.shipping));
+        if written.is_none() && shipping.is_none() {
+            return None;
+        }
+        Some(Arc::new(move || {
+            // The lock is not held over a withdrawal, which may answer the commit.
+            let shipped = shipping.as_ref().and_then(|shipping| shipping.lock().clone());
+            written.iter().chain(&shipped).for_each(|publisher| publisher.withdraw());
+        }))
+    }
+}
+
+impl Mapped {
+    /// Publishes all of the memory, which stays the program's: readers get a copy. A thread of its own makes that.
+    fn publish(&self, model: &Arc<Model>, done: Done<()>) {
+        let (model, shipping) = (Arc::clone(model), Arc::clone(&self.shipping));
+        let begun = {
+            let mut shipping = shipping.lock();
+            match &*shipping {
+                Some(_) => Err(CallError::new(libc::EBUSY, "the mapped weights are still being published")),
+                None => publisher(&model).map(|publisher| Arc::clone(shipping.insert(publisher))),
+            }
+        };
+        let publisher = match begun {
+            Ok(publisher) => publisher,
+            Err(error) => {
+                model.own_refusal.note(&error, false);
+                return done(Err(error));
+            }
+        };
+        let memory = Arc::clone(&self.memory);
+        on_own_thread("gradfs-publish", move || {
+            let timeout = model.timeout();
+            let answer = move |result: Result<(), ShardError>| {
+                *shipping.lock() = None;
+                let outcome = result.map_err(|error| explained(&model, error));
+                match &outcome {
+                    Ok(()) => model.own_refusal.ended(true),
+                    Err(error) => model.own_refusal.note(error, false),
+                }
+                done(outcome);
+            };
+            match publisher.write_all(&memory) {
+                Ok(()) => publisher.commit(timeout, answer),
+                Err(error) => answer(Err(error)),
+            }
+        });
     }
 }
 

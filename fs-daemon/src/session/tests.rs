@@ -15,7 +15,10 @@ use super::error::{CallError, CallResult, Done};
 use super::learner::Learner;
 use super::model::{Model, Snapshots};
 use super::publication::Publication;
+use libmodelio::publisher::Publisher;
 use libmodelio::reader::Reader;
+use libmodelio::tracker::WriteRefused;
+use libmodelio::transport::ShardError;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const SIZE: u64 = 1 << 16;
@@ -52,7 +55,7 @@ fn commit(contribution: &Arc<Contribution>, ending: Ending) -> Result<(), i32> {
 
 fn publish(publication: &Publication) -> CallResult<()> {
     let (done, outcome) = done();
-    publication.commit(done);
+    publication.commit(Ending::Close, done);
     outcome.recv_timeout(PATIENCE).expect("an answer")
 }
 
@@ -224,4 +227,45 @@ fn a_learner_whose_users_have_ended_is_not_waited_for_beyond_linger() {
     assert_eq!(commit(&steps, Ending::Step), Ok(()));
     assert_eq!(await_step(&model, &stays), Ok(Version(1)));
     assert!(!model.job.has_learner(goes.id));
+}
+
+#[test]
+fn a_mapping_is_published_by_steps_and_stays_its_programs() {
+    let model = model(&[("reducer", "assign")]);
+    let publication = Publication::open_mapped(&model).unwrap();
+    let ends = |ending| {
+        let (done, outcome) = done();
+        publication.commit(ending, done);
+        outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
+    };
+    let memory = publication.mapped().unwrap();
+    assert_eq!(
+        memory.store(SIZE, &[0]).unwrap_err(),
+        WriteRefused::PastEnd { offset: SIZE, end: SIZE + 1, size: SIZE }
+    );
+    assert_eq!(
+        (ends(Ending::Close), model.job.version()),
+        (Ok(()), Version(0)),
+        "closing publishes no mapping"
+    );
+    memory.store(0, &all(2.0)).unwrap();
+    publication.must_be_whole();
+    assert_eq!(ends(Ending::Step), Ok(()));
+    let first = Reader::newest(&model.job).unwrap();
+    memory.store(0, &f32::INFINITY.to_le_bytes()).unwrap();
+    assert_eq!(ends(Ending::Step), Err(libc::EINVAL));
+    memory.store(0, &all(3.0)).unwrap();
+    assert!(shows(&first, 2.0));
+    publication.write(4, &1f32.to_le_bytes()).unwrap();
+    assert_eq!(ends(Ending::Step), Ok(()), "what was written");
+    assert_eq!(
+        Reader::newest(&model.job).unwrap().bytes(0..8),
+        [2f32.to_le_bytes(), 1f32.to_le_bytes()].concat()
+    );
+    assert_eq!(ends(Ending::Step), Ok(()));
+    assert!(shows(&Reader::newest(&model.job).unwrap(), 3.0) && model.job.version() == Version(3));
+    let other = Arc::new(ModelLayout::blank(2 * SIZE, DType::F32, 64 << 10).unwrap());
+    let other = local::start("o", &other, &Controls::default(), &Cpu::start(1).unwrap(), |_| Ok(())).unwrap();
+    let publisher = Publisher::new(Arc::new(other)).unwrap();
+    assert_eq!(publisher.write_all(memory), Err(ShardError::OutOfRange));
 }

@@ -151,11 +151,11 @@ impl Contributor {
             }
         };
         state.committing = true;
-        state.ship(step, self.mapped.key());
+        state.ship(step, self.mapped().key());
         drop(state);
         self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
         self.traffic.reduced_on_arrival.fetch_add(self.layout.size(), Ordering::Relaxed);
-        let notice = CommitNotice::whole(&self.layout, self.mapped.clone(), false);
+        let notice = CommitNotice::whole(&self.layout, self.mapped().clone(), false);
         // The program still has the values in its mapping. Nothing of this commit may stay for the next one.
         self.send_commit(step, notice, timeout, OnError::Aborts, done);
     }

@@ -54,13 +54,18 @@ impl Job {
         Ok(buffer)
     }
 
+    /// Whether the job refuses NaN and Inf.
+    pub fn rejects_nonfinite(&self) -> bool {
+        self.shared.inner.lock().rejects_nonfinite()
+    }
+
     /// Searches the `written` ranges of new weights for NaN and Inf, if the job refuses those. `buffer` is of the
     /// model's size. The ranges are sorted and disjoint.
     ///
     /// # Errors
     /// [`ShardError::NonFinite`].
     pub fn check_finite(&self, buffer: &Region, written: &[Range<u64>]) -> Result<(), ShardError> {
-        if !self.shared.inner.lock().rejects_nonfinite() {
+        if !self.rejects_nonfinite() {
             return Ok(());
         }
         match block::written_is_finite(self.layout(), buffer.memory(), written) {
