@@ -421,6 +421,17 @@ impl Shared {
         answers
     }
 
+    /// The newest version is shown from now on.
+    fn shown(&self, inner: &mut Inner, version: Version, after: &mut After, more: &mut Vec<Action>) {
+        let (retain, max) = inner.bounds();
+        inner.versions.recycle(retain, max);
+        after.gives_back = true;
+        let now = self.now();
+        inner.observed.shown(version, self.local.is_none(), now);
+        inner.core.shown(version, now, more);
+        after.events.push(Event::Published(version));
+    }
+
     pub(super) fn perform(
         &self,
         inner: &mut Inner,
@@ -496,13 +507,13 @@ impl Shared {
                     self.rouse();
                 }
                 inner.versions.publish(version);
-                let (retain, max) = inner.bounds();
-                inner.versions.recycle(retain, max);
-                after.gives_back = true;
-                let now = self.now();
-                inner.observed.shown(version, self.local.is_none(), now);
-                inner.core.shown(version, now, more);
-                after.events.push(Event::Published(version));
+                self.shown(inner, version, after, more);
+            }
+            Action::Own(version, token) => {
+                if let Some(buffer) = inner.weights.get(&token).cloned() {
+                    inner.versions.show_own(version, buffer);
+                }
+                self.shown(inner, version, after, more);
             }
         }
     }

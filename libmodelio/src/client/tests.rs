@@ -364,6 +364,49 @@ fn a_learner_is_part_of_the_job_s_state_as_soon_as_its_join_is_answered() {
     assert!(!known(&bench), "the coordinator says who is there");
 }
 
+/// The coordinator says that version 1 is the client's new weights of token 5, which are of these blocks.
+fn own_weights(blocks: std::ops::Range<u32>, can_show: bool, change: impl Fn(&mut JobState)) -> Bench {
+    let mut bench = Bench::new();
+    if can_show {
+        bench.core.can_show(5);
+    }
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![blocks], timeout_ms: 1000 }, 1);
+    bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    let mut state = bench.core.state().clone();
+    (state.sequence, state.version, state.over) = (state.sequence + 1, Version(1), PlanId(1));
+    state.own_weights = Some(5);
+    change(&mut state);
+    bench.coordinator(0, Message::State(Box::new(state)));
+    bench
+}
+
+#[test]
+fn a_version_that_is_the_clients_own_new_weights_is_not_pulled() {
+    let mut bench = own_weights(0..4, true, |_| {});
+    assert!(bench.said.contains(&Action::Own(Version(1), 5)));
+    assert_eq!(bench.core.pulling(), None);
+    let (core, now, said) = (&mut bench.core, bench.now, &mut bench.said);
+    core.shown(Version(1), now, said);
+    assert_eq!((core.version(), core.pull_report().1.pulls), (Version(1), 0));
+    bench.coordinator(3, Message::Done);
+    assert!(bench.said.contains(&Action::ReleaseWeights(5)));
+}
+
+#[test]
+fn a_version_is_pulled_if_the_clients_own_new_weights_are_not_all_of_it_or_cannot_be_shown() {
+    let accept = |state: &mut JobState| state.controls = state.controls.with("nonfinite", "accept").unwrap();
+    for bench in [
+        own_weights(0..3, true, |_| {}),
+        own_weights(0..4, false, |_| {}),
+        own_weights(0..4, true, |state| state.own_weights = None),
+        own_weights(0..4, true, |state| state.own_weights = Some(6)),
+        own_weights(0..4, true, accept),
+    ] {
+        assert!(!bench.said.iter().any(|said| matches!(said, Action::Own(..))));
+        assert_eq!(bench.core.pulling(), Some(Version(1)));
+    }
+}
+
 #[test]
 fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
     let mut bench = Bench::new();

@@ -25,13 +25,24 @@ pub struct Shown {
     pins: u64,
     /// Keeps the buffer, if it is the shard's own.
     hold: Option<Arc<dyn Any + Send + Sync>>,
+    /// The client has sent the buffer. Connections may read it for a while after that.
+    is_sent: bool,
+}
+
+impl Shown {
+    fn new(buffer: Region, at: SystemTime) -> Shown {
+        Shown { buffer, at, pins: 0, hold: None, is_sent: false }
+    }
 }
 
 impl fmt::Debug for Shown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shown { buffer, at, pins, hold } = self;
+        let Shown { buffer, at, pins, hold, is_sent } = self;
         let is_held = hold.is_some();
-        write!(f, "Shown {{ buffer: {buffer:?}, at: {at:?}, pins: {pins}, is_held: {is_held} }}")
+        write!(
+            f,
+            "Shown {{ buffer: {buffer:?}, at: {at:?}, pins: {pins}, is_held: {is_held}, is_sent: {is_sent} }}"
+        )
     }
 }
 
@@ -97,8 +108,10 @@ impl Versions {
     /// `retain` before it, and the next.
     pub fn wants_spare(&mut self, retain: usize, max: usize) -> bool {
         // If the shard's own buffers are shown, nothing is pulled into a buffer.
-        let pulls = self.newest().is_none_or(|(_, newest)| newest.hold.is_none());
-        let wants = pulls && !self.coming && self.free.is_empty() && self.total() < max.min(retain + 2);
+        let wants = !self.shows_shards_memory()
+            && !self.coming
+            && self.free.is_empty()
+            && self.total() < max.min(retain + 2);
         self.coming |= wants;
         wants
     }
@@ -161,7 +174,10 @@ impl Versions {
             .map(|(&version, _)| version)
             .collect();
         for version in idle {
-            if let Some(shown) = self.shown.remove(&version).filter(|shown| shown.hold.is_none()) {
+            let Some(shown) = self.shown.remove(&version) else { continue };
+            // A buffer that a connection may still read is not written again.
+            let is_read = shown.is_sent && Arc::strong_count(shown.buffer.memory()) > 1;
+            if shown.hold.is_none() && !is_read {
                 self.free.push(shown.buffer);
             }
         }
@@ -171,8 +187,20 @@ impl Versions {
     /// Makes the buffer that was pulled into `version`.
     pub fn publish(&mut self, version: Version) {
         if let Some(buffer) = self.back.take() {
-            self.shown.insert(version, Shown { buffer, at: SystemTime::now(), pins: 0, hold: None });
+            self.shown.insert(version, Shown::new(buffer, SystemTime::now()));
         }
+    }
+
+    /// Shows `version` from the buffer of new weights that it was made from. [`Self::take_buffer`] gave the buffer, and
+    /// nobody writes it any more.
+    pub fn show_own(&mut self, version: Version, buffer: Region) {
+        self.lent.retain(|(key, _)| *key != buffer.key());
+        self.shown.insert(version, Shown { is_sent: true, ..Shown::new(buffer, SystemTime::now()) });
+    }
+
+    /// Whether the newest version is shown from the shard's own memory.
+    pub fn shows_shards_memory(&self) -> bool {
+        self.newest().is_some_and(|(_, newest)| newest.hold.is_some())
     }
 
     /// Whether one more version may be shown from the shard's memory: fewer than `max` versions are needed.
@@ -192,7 +220,7 @@ impl Versions {
     ) {
         self.free.clear();
         self.back = None;
-        self.shown.insert(version, Shown { buffer, at, pins: 0, hold: Some(hold) });
+        self.shown.insert(version, Shown { hold: Some(hold), ..Shown::new(buffer, at) });
     }
 
     /// A buffer for new weights. It counts as existing until it is dropped.
@@ -306,6 +334,30 @@ mod tests {
         assert!(versions.wants_spare(0, 2));
         versions.add_spare(spare(4096).unwrap(), 2);
         assert_eq!(versions.buffers(), (2, 1));
+    }
+
+    #[test]
+    fn a_buffer_of_new_weights_that_is_shown_is_used_again_once_nobody_reads_it() {
+        let mut versions = Versions::new(4096);
+        let shows = |versions: &mut Versions, version| {
+            let buffer = versions.take_buffer(4).unwrap();
+            versions.show_own(Version(version), buffer.clone());
+            buffer
+        };
+        let sent = Arc::clone(shows(&mut versions, 1).memory());
+        assert_eq!(versions.buffers(), (1, 0));
+        assert!(versions.pin(Version(1)));
+        let second = shows(&mut versions, 2).key();
+        versions.recycle(0, 4);
+        assert_eq!(versions.buffers(), (2, 0), "pinned");
+        versions.unpin(Version(1), 1);
+        versions.recycle(0, 4);
+        assert_eq!(versions.buffers(), (1, 0), "a connection still reads it");
+        drop(sent);
+        shows(&mut versions, 3);
+        versions.recycle(0, 4);
+        assert_eq!(versions.buffers(), (2, 1));
+        assert_eq!(shows(&mut versions, 4).key(), second);
     }
 
     #[test]

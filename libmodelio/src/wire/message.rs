@@ -664,6 +664,8 @@ pub struct JobState {
     pub away: Vec<ShardId>,
     /// The norm of the gradient behind the newest version, if its step had to know it.
     pub norm: Option<Norm>,
+    /// The newest version was made from the client's own new weights, of this token.
+    pub own_weights: Option<u64>,
 }
 
 /// One learner of a client.

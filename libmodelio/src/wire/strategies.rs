@@ -188,7 +188,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         job_phase(),
         vec(learner_state(), 0..4),
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
-        norm(),
+        (norm(), any::<Option<u64>>()),
     )
         .prop_map(
             |(
@@ -198,7 +198,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 phase,
                 learners,
                 (late, late_more, away),
-                norm,
+                (norm, own_weights),
             )| JobState {
                 sequence,
                 version,
@@ -214,6 +214,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 late_more,
                 away,
                 norm,
+                own_weights,
             },
         )
 }

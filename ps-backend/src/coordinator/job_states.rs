@@ -37,6 +37,7 @@ impl CoordinatorCore {
             late_more: late.more as u32,
             away: self.away.clone(),
             norm: self.core.norm(),
+            own_weights: self.weights_of.filter(|(client, _)| *client == id).map(|(_, token)| token),
         }
     }
 

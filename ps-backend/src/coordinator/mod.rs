@@ -114,6 +114,9 @@ pub struct CoordinatorCore {
     /// The shard in this process has yet to say whether the next version has a buffer.
     #[serde(skip)]
     awaits_buffer: bool,
+    /// The newest version was made from these new weights: the client, and its token for them.
+    #[serde(skip)]
+    weights_of: Option<(ClientId, u64)>,
 }
 
 fn names(layout: &ModelLayout) -> Arc<[String]> {
@@ -158,6 +161,7 @@ impl CoordinatorCore {
             away: Vec::new(),
             in_process: false,
             awaits_buffer: false,
+            weights_of: None,
         })
     }
 
@@ -249,6 +253,7 @@ impl CoordinatorCore {
                 }
                 core::Action::Published(version) => {
                     self.changed = true;
+                    self.weights_of = self.run.as_ref().and_then(Run::new_weights);
                     actions.push(Action::Published(version));
                 }
                 core::Action::Left { learner, reason } => {

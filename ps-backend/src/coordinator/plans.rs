@@ -6,7 +6,7 @@ use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::ExactSum;
-use libmodelio::wire::{Message, PlanSource, Refusal};
+use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
 use super::senders::Sender;
 use super::starts::Kind;
@@ -47,6 +47,14 @@ impl Run {
 
     pub(super) fn clients(&self) -> impl Iterator<Item = ClientId> {
         self.senders.iter().map(|sender| sender.client)
+    }
+
+    /// The new weights that it publishes, if it does: the client, and its token for them.
+    pub(super) fn new_weights(&self) -> Option<(ClientId, u64)> {
+        self.senders.iter().find_map(|sender| match sender.payload {
+            Granted::Weights(token) => Some((sender.client, token)),
+            Granted::Contributions { .. } => None,
+        })
     }
 
     pub(super) fn waiting(&self) -> impl Iterator<Item = PartitionIndex> {

@@ -165,6 +165,13 @@ impl World {
                 }
             }
             Action::Left(learner, _) => self.program_left(index, learner),
+            Action::Own(version, token) => {
+                let uid = self.clients[index].weights.get(&token).copied();
+                let uid = uid.expect("own weights are shown while they are held");
+                self.clients[index].back = self.history.shows_own(id, version, uid);
+                let after = self.some_time(200);
+                self.after(after, Event::Client(index, ClientEvent::Flipped(version)));
+            }
             Action::Pulled(version) => {
                 self.history.shows(id, version, &self.clients[index].back);
                 let after = self.some_time(200);

@@ -162,6 +162,8 @@ pub struct History {
     optimizer: Optimizer,
     /// The newest version that each client has shown.
     shown: BTreeMap<ClientId, Version>,
+    /// Versions that clients have shown from their own new weights, perhaps before all partitions had them.
+    own: Vec<(ClientId, Version, Content)>,
 }
 
 impl History {
@@ -199,6 +201,7 @@ impl History {
                 set: reducer,
             },
             shown: BTreeMap::new(),
+            own: Vec::new(),
         }
     }
 
@@ -627,18 +630,43 @@ impl History {
 
     /// A client shows these blocks as a version. None that it has shown is taken back.
     pub fn shows(&mut self, client: ClientId, version: Version, blocks: &[Content]) {
-        let before = self.shown.insert(client, version).unwrap_or_default();
-        assert!(version >= before, "client {client} shows version {version}, and has shown {before}");
+        self.shows_after(client, version);
+        // A client may know its own new weights to be a version before the partitions do.
+        let is_own = self.own.iter().any(|(of, own, _)| (*of, *own) == (client, version));
         let made = self.versions.get(version.0 as usize);
+        if made.is_none() && is_own {
+            return;
+        }
         let made =
             made.unwrap_or_else(|| panic!("client {client} shows version {version}, which nobody has made"));
         for (block, (shown, made)) in blocks.iter().zip(&made.blocks).enumerate() {
+            if made.is_none() && is_own {
+                continue;
+            }
             assert_eq!(
                 Some(shown),
                 made.as_ref().map(|made| &made.weights),
                 "block {block} that client {client} shows as of version {version}"
             );
         }
+    }
+
+    fn shows_after(&mut self, client: ClientId, version: Version) {
+        let before = self.shown.insert(client, version).unwrap_or_default();
+        assert!(version >= before, "client {client} shows version {version}, and has shown {before}");
+    }
+
+    /// A client shows this version from its own new weights. Returns the blocks.
+    pub fn shows_own(&mut self, client: ClientId, version: Version, weights: Uid) -> Vec<Content> {
+        self.shows_after(client, version);
+        let content = Content::replaced(&[weights]);
+        self.own.push((client, version, content.clone()));
+        vec![content; self.blocks as usize]
+    }
+
+    /// How many versions were shown without being pulled.
+    pub fn shown_own(&self) -> u64 {
+        self.own.len() as u64
     }
 
     /// Whether this is the newest version, not all partitions have it, and values took the place of earlier ones in it.
@@ -675,6 +703,11 @@ impl History {
     /// Everything has come to rest.
     pub fn check_end(&self) {
         assert_eq!(self.complete, self.versions.len(), "the newest version is not complete");
+        for (client, version, shown) in &self.own {
+            let made = &self.versions[version.0 as usize].blocks;
+            let is_it = |block: &Option<Block>| block.as_ref().is_some_and(|block| block.weights == *shown);
+            assert!(made.iter().all(is_it), "client {client} has shown its own weights as version {version}");
+        }
         for (uid, record) in &self.records {
             let lost = record.outcome == Outcome::Acknowledged && record.version.is_none();
             assert!(!lost, "contribution {uid} was acknowledged and is in no version: {record:?}");

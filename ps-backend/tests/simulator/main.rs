@@ -57,6 +57,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("of them, reads of what had changed", |world| world.loans.changed, 32),
     ("lost pins", |world| world.loans.lost_pins, 1),
     ("copies of versions that were over", |world| world.loans.late_copies, 32),
+    ("versions that were not pulled", |world| world.history.shown_own(), 4),
     ("strangers", |world| world.strangers, 1),
     ("lies that were believed", |world| world.believed, 1),
     ("jumps of a shard's clock", |world| world.jumped, 4),

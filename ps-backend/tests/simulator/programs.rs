@@ -499,6 +499,9 @@ impl World {
         self.history.record(uid).blocks.extend(&blocks);
         let token = u64::from(uid);
         self.clients[index].weights.insert(token, uid);
+        if self.chance(0.7) {
+            self.clients[index].core.can_show(token);
+        }
         let blocks = blocks.into_iter().map(|block| block..block + 1).collect();
         self.ask(index, at, Asked::Assign(uid), |timeout_ms| Message::Assign { token, blocks, timeout_ms });
     }

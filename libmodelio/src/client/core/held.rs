@@ -108,6 +108,7 @@ impl ClientCore {
         let over: Vec<u64> = self.weights.keys().copied().filter(|&token| !is_needed(token)).collect();
         for token in over {
             self.weights.remove(&token);
+            self.showable.remove(&token);
             actions.push(Action::ReleaseWeights(token));
         }
     }

@@ -25,7 +25,7 @@ mod requests;
 mod state;
 mod waits;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
@@ -88,6 +88,8 @@ pub enum Action {
     Left(LearnerId, LeaveReason),
     /// All blocks of this version are in the buffer: show it, then call [`ClientCore::shown`].
     Pulled(Version),
+    /// This version is the new weights of this token: show their memory, then call [`ClientCore::shown`].
+    Own(Version, u64),
 }
 
 /// One client of one model.
@@ -127,6 +129,10 @@ pub struct ClientCore {
     pull: Option<Pull>,
     /// A version is whole in the buffer, and not shown yet.
     whole: bool,
+    /// That version was not pulled.
+    is_own: bool,
+    /// New weights whose memory can be shown.
+    showable: BTreeSet<u64>,
     /// The number of blocks that connections are receiving.
     reserved: u32,
     waits: Vec<Wait>,
@@ -167,6 +173,8 @@ impl ClientCore {
             shown: None,
             pull: None,
             whole: false,
+            is_own: false,
+            showable: BTreeSet::new(),
             reserved: 0,
             waits: Vec::new(),
             pulls: None,
@@ -281,7 +289,9 @@ impl ClientCore {
                 let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == wanted) else { return };
                 if newest > wanted && newest.0 <= MAX_NUMBER {
                     // A version that one shard shows is decided, even if the coordinator has not said so here yet.
-                    self.state.version = self.state.version.max(newest);
+                    if newest > self.state.version {
+                        (self.state.version, self.state.own_weights) = (newest, None);
+                    }
                     self.pull = None;
                     self.start_pull(now, actions);
                 } else {

@@ -8,7 +8,7 @@ use super::pull_times::PullReport;
 use super::waits::{Awaits, Wait};
 use super::{Action, ClientCore, LastCommit, Now};
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::vocabulary::controls::PullPolicy;
+use crate::vocabulary::controls::{NonFinite, PullPolicy};
 use crate::vocabulary::ids::{BlockId, LearnerId, Version};
 use crate::wire::Message;
 
@@ -50,9 +50,16 @@ pub(super) struct Receiving {
 }
 
 impl ClientCore {
-    /// Begins to pull the newest version, unless it is shown or being pulled.
+    /// Begins to pull the newest version, unless it is shown or being pulled, or is here already.
     pub(super) fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
-        if !self.can_pull() || !self.is_wanted(now) {
+        if !self.can_pull() {
+            return;
+        }
+        if let Some(token) = self.own_weights() {
+            (self.whole, self.is_own) = (true, true);
+            return actions.push(Action::Own(self.state.version, token));
+        }
+        if !self.is_wanted(now) {
             return;
         }
         self.pull_times.began(now);
@@ -68,6 +75,20 @@ impl ClientCore {
         self.pull =
             Some(Pull { version: self.state.version, partitions, left: self.blocks, no_buffer: false });
         actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    /// New weights of this token, which are about to be sent, stay unchanged in memory that can be shown. If they are
+    /// all of a version, that is not pulled.
+    pub fn can_show(&mut self, token: u64) {
+        self.showable.insert(token);
+    }
+
+    /// The new weights that the newest version consists of, byte for byte, if their memory is still here and can be shown.
+    fn own_weights(&self) -> Option<u64> {
+        let token = self.state.own_weights.filter(|token| self.showable.contains(token))?;
+        let is_whole = self.weights.get(&token)?.count_ones(..) == self.blocks;
+        // A NaN may have other bits in the version.
+        (is_whole && self.state.controls.nonfinite == NonFinite::Reject).then_some(token)
     }
 
     /// Whether there is a newer version than the one that is shown, and nothing is being pulled.
@@ -273,7 +294,9 @@ impl ClientCore {
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
         self.shown = self.shown.max(Some(version));
         self.whole = false;
-        self.pull_times.ended(now);
+        if !std::mem::take(&mut self.is_own) {
+            self.pull_times.ended(now);
+        }
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
     }

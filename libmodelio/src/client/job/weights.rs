@@ -106,7 +106,7 @@ impl Job {
             if let Err(error) = completed {
                 return done(Err(error));
             }
-            shared.assign(buffer, &blocks, deadline, done);
+            shared.assign(buffer, &blocks, true, deadline, done);
         };
         self.shared.await_newest(timeout, Box::new(newest_is_here));
     }
@@ -124,7 +124,7 @@ impl Job {
         if let Err(error) = self.shared.refuse_if_ending() {
             return done(Err(error));
         }
-        self.shared.assign(self.register(memory), blocks, Instant::now() + timeout, done);
+        self.shared.assign(self.register(memory), blocks, false, Instant::now() + timeout, done);
     }
 
     /// Takes back `buffer`. True if it was handed out for new weights and not returned yet.
@@ -141,8 +141,16 @@ impl Job {
 
 impl Shared {
     /// Publishes the whole blocks of `buffer` as the next version. A request that timed out may have been taken: its
-    /// payload stays here while a plan sends it. `done` is called when this client shows the version.
-    fn assign(&self, buffer: Region, blocks: &FixedBitSet, deadline: Instant, done: Done<()>) {
+    /// payload stays here while a plan sends it. `done` is called when this client shows the version. `can_show` says that
+    /// the buffer is a version's and is not written any more, so the client may show it instead of pulling the version.
+    fn assign(
+        &self,
+        buffer: Region,
+        blocks: &FixedBitSet,
+        can_show: bool,
+        deadline: Instant,
+        done: Done<()>,
+    ) {
         let Ok(blocks) = block_ranges::from_bits(blocks) else {
             return done(Err(ShardError::NotAllowed("the new weights are too scattered".into())));
         };
@@ -159,6 +167,10 @@ impl Shared {
         let message = Message::Assign { token, blocks, timeout_ms };
         self.request(message, left(), Box::new(answered), |inner| {
             inner.weights.insert(token, buffer);
+            // If the shard's own memory is shown, nothing is pulled, and this buffer is not needed.
+            if can_show && !inner.versions.shows_shards_memory() {
+                inner.core.can_show(token);
+            }
         });
     }
 

@@ -1,0 +1,82 @@
+"""Publishing over a network: what docs/semantics.md promises of mounts that publish."""
+
+import mmap
+import os
+import threading
+
+import numpy as np
+import pytest
+from filetools import BLOCK, SIZE, Threads, array, eventually, filled
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def mounts(cluster, request):
+    """Two mounts of a model on two shards."""
+    one = cluster(2)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="assign", timeout=20)
+    return [one.mount(transport=request.param) for _ in range(2)]
+
+
+def pulled(mount):
+    return mount.status()["payload"]["pulled_bytes"]
+
+
+def write(path, data, flags=os.O_WRONLY):
+    fd = os.open(path, flags)
+    assert os.write(fd, data) == len(data)
+    os.close(fd)
+
+
+def test_a_publisher_pulls_none_of_its_own_weights(mounts):
+    a, b = mounts
+    before, held = pulled(a), []
+    for version in range(1, 9):
+        name = "weights" if version % 2 else "publish"
+        write(a.model / name, filled(a, version).tobytes())
+        assert a.version() == version and (array(a.model / "weights") == version).all()
+        held.append(os.open(a.model / "weights", os.O_RDONLY))
+        if len(held) > 2:
+            assert os.pread(held[0], SIZE, 0) == filled(a, version - 2).tobytes(), "the buffer is used for another version"
+            os.close(held.pop(0))
+    fd = os.open(a.model / "publish", os.O_RDWR)
+    view = np.frombuffer(mmap.mmap(fd, SIZE), "<f4")
+    for version in range(9, 13):
+        view[:] = version
+        os.fsync(fd)
+        view[:] = 99
+        assert a.version() == version and (array(a.model / "weights") == version).all()
+    assert pulled(a) == before
+    eventually(lambda: b.version() == 12)
+    assert b.weights() == a.weights() and pulled(b) > before
+    # What others have published, and what is written in part, is pulled.
+    write(b.model / "weights", filled(b, 20).tobytes())
+    eventually(lambda: a.version() == 13)
+    write(a.model / "weights", filled(a, 21).tobytes()[:4])
+    assert a.version() == 14 and array(a.model / "weights")[:3].tolist() == [21, 20, 20]
+    assert pulled(a) > before
+    for fd in (fd, *held):
+        os.close(fd)
+
+
+def test_a_publisher_pulls_none_of_its_own_weights__and_several_publish_at_once(mounts):
+    """Whoever was last is what all show."""
+    stop, threads = threading.Event(), Threads()
+
+    def watch(mount):
+        while not stop.is_set():
+            values = array(mount.model / "weights")
+            assert (values == values[0]).all(), "torn"
+
+    def publish(mount, first):
+        for value in range(first, first + 15):
+            write(mount.model / "publish", filled(mount, value).tobytes())
+
+    watchers = [threads.start(watch, mount) for mount in mounts]
+    for writer in [threads.start(publish, mount, 100 * at) for at, mount in enumerate(mounts)]:
+        writer.result(60)
+    stop.set()
+    for watcher in watchers:
+        watcher.result(10)
+    a, b = mounts
+    eventually(lambda: a.version() == b.version() == 30)
+    assert a.weights() == b.weights()
