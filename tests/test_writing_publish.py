@@ -71,6 +71,13 @@ def test_what_is_written_to_publish_becomes_a_version__or_not_at_all(mounted):
     assert "in the middle of an element" in why(mount)
     with raises(errno.EINVAL):
         publish(mount, f32(np.nan))
+    fd = os.open(mount.model / "publish", os.O_WRONLY)
+    nan = f32(np.nan).tobytes()
+    os.pwrite(fd, nan[:2], BLOCK)
+    os.pwrite(fd, nan[2:], BLOCK + 2)
+    with raises(errno.EINVAL):
+        os.close(fd)
+    assert "NaN" in why(mount), "of an element that came in two parts"
     with raises(errno.EFBIG):
         publish(mount, f32(1, 2), SIZE - 4)
     with raises(errno.EINVAL):
@@ -92,6 +99,35 @@ def test_what_is_written_to_publish_becomes_a_version__or_not_at_all(mounted):
     finish(child)
     eventually(lambda: mount.version() == 1)
     assert (array(mount.model / "weights")[:70_000] == 1).all(), "a program that exits has closed"
+
+
+def test_what_is_written_to_publish_becomes_a_version__as_it_is_at_the_end(mounted):
+    """Bytes may be written again until then: NaN is no reason to refuse them before."""
+    mount = mounted()
+    fd = os.open(mount.model / "publish", os.O_WRONLY | os.O_TRUNC)
+    new = filled(mount, 1)
+    os.pwrite(fd, np.full(len(new), np.nan, "<f4"), 0)
+    threads = Threads()
+
+    def write(first):
+        for at in range(first, SIZE, 2 * 5000):
+            os.pwrite(fd, new.tobytes()[at : at + 5000], at)
+
+    threads.run(lambda: write(0), lambda: write(5000))
+    os.close(fd)
+    assert mount.version() == 1 and mount.weights() == new.tobytes()
+    mount.control("nonfinite", "accept")
+    new[5] = np.inf
+    publish(mount, new)
+    mount.control("nonfinite", "reject")
+    fd, view = mapped(mount)
+    view[:] = new
+    with raises(errno.EINVAL):
+        os.fsync(fd)
+    os.close(fd)
+    with raises(errno.EINVAL):
+        publish(mount, new)
+    assert mount.version() == 2 and mount.weights() == new.tobytes()
 
 
 def test_publish_opens_where_weights_can_be_written(mounted):

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex};
+use smallvec::SmallVec;
 
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
@@ -28,7 +30,10 @@ const BYTES_A_COPIER: u64 = 4 << 20;
 #[derive(Debug, Default)]
 struct State {
     written: Vec<Range<u64>>,
-    in_flight: u32,
+    /// What is being copied.
+    in_flight: Vec<Range<u64>>,
+    /// Blocks that may hold NaN or Inf.
+    suspects: FixedBitSet,
     sealed: bool,
     /// A write that was refused after others. The buffer lacks something that the program wanted to write.
     failed: Option<WriteRefused>,
@@ -51,7 +56,9 @@ impl Publisher {
     pub fn new(job: Arc<Job>) -> Result<Publisher, ShardError> {
         let buffer = job.allocate()?;
         let size = buffer.memory().len() as u64;
-        Ok(Publisher { job, buffer, size, state: Mutex::default(), idle: Condvar::new() })
+        let suspects = FixedBitSet::with_capacity(job.layout().blocks() as usize);
+        let state = Mutex::new(State { suspects, ..State::default() });
+        Ok(Publisher { job, buffer, size, state, idle: Condvar::new() })
     }
 
     /// Stores `data` at `offset`. Bytes may be written again until the commit.
@@ -69,23 +76,45 @@ impl Publisher {
             }
             return Err(refused);
         }
-        {
-            let mut state = self.state.lock();
-            if state.sealed {
-                return Err(WriteRefused::Sealed);
-            }
-            state.in_flight += 1;
-        }
-        // SAFETY: nobody reads the buffer before the commit, which waits for this copy. Two writers of the
-        // same bytes race as two write(2) calls on any file do.
-        unsafe { self.buffer.memory().write(offset as usize, data) };
+        let layout = self.job.layout();
+        self.begin(offset..end)?;
+        // NaN may still be overwritten, so it is not refused here.
+        let mut bad = SmallVec::<[BlockId; 2]>::new();
+        block::place_at(layout, offset, data, self.buffer.memory(), |block| bad.push(block));
+        self.end(offset..end, |state| {
+            bad.iter().for_each(|block| state.suspects.insert(block.index()));
+            ranges::insert(&mut state.written, offset..end);
+        });
+        Ok(())
+    }
+
+    /// Notes that a range is being copied, in this or another thread.
+    fn begin(&self, range: Range<u64>) -> Result<(), WriteRefused> {
         let mut state = self.state.lock();
-        ranges::insert(&mut state.written, offset..end);
-        state.in_flight -= 1;
-        if state.in_flight == 0 {
+        if state.sealed {
+            return Err(WriteRefused::Sealed);
+        }
+        // Of bytes that two writers copy at once, an element may be mixed.
+        let is_mixed = |other: &Range<u64>| other.start < range.end && range.start < other.end;
+        if state.in_flight.iter().any(is_mixed) {
+            let layout = self.job.layout();
+            let last = layout.block_of(range.end - 1).index();
+            state.suspects.insert_range(layout.block_of(range.start).index()..last + 1);
+        }
+        state.in_flight.push(range);
+        Ok(())
+    }
+
+    /// The range was copied.
+    fn end(&self, range: Range<u64>, note: impl FnOnce(&mut State)) {
+        let mut state = self.state.lock();
+        note(&mut state);
+        if let Some(at) = state.in_flight.iter().position(|other| *other == range) {
+            state.in_flight.swap_remove(at);
+        }
+        if state.in_flight.is_empty() {
             self.idle.notify_all();
         }
-        Ok(())
     }
 
     /// Stores all of `memory`, and checks what it stores for NaN and Inf if the job refuses those. Several threads copy a
@@ -99,28 +128,23 @@ impl Publisher {
         if memory.len() as u64 != self.size {
             return Err(ShardError::OutOfRange);
         }
-        {
-            let mut state = self.state.lock();
-            if state.sealed {
-                return Err(ShardError::NotAllowed(WriteRefused::Sealed.to_string()));
+        self.begin(0..self.size).map_err(|sealed| ShardError::NotAllowed(sealed.to_string()))?;
+        let check = self.job.rejects_nonfinite();
+        let bad = self.copy_all(memory, check);
+        self.end(0..self.size, |state| {
+            if !check {
+                state.suspects.insert_range(..);
             }
-            state.in_flight += 1;
-        }
-        let bad = self.copy_all(memory);
-        let mut state = self.state.lock();
-        if bad.is_none() {
-            ranges::insert(&mut state.written, 0..self.size);
-        }
-        state.in_flight -= 1;
-        if state.in_flight == 0 {
-            self.idle.notify_all();
-        }
+            if bad.is_none() {
+                ranges::insert(&mut state.written, 0..self.size);
+            }
+        });
         bad.map_or(Ok(()), |block| Err(ShardError::NonFinite(block)))
     }
 
     /// Copies all blocks. Returns one that holds NaN or Inf, if that matters.
-    fn copy_all(&self, memory: &Mapping) -> Option<BlockId> {
-        let (layout, check) = (self.job.layout(), self.job.rejects_nonfinite());
+    fn copy_all(&self, memory: &Mapping, check: bool) -> Option<BlockId> {
+        let layout = self.job.layout();
         let (next, bad) = (AtomicU32::new(0), AtomicU32::new(u32::MAX));
         let copy = || {
             while let block @ BlockId(number) = BlockId(next.fetch_add(1, Ordering::Relaxed))
@@ -167,6 +191,27 @@ impl Publisher {
         self.state.lock().written.clone()
     }
 
+    /// Searches what was written for NaN and Inf, if the job refuses those. Most of it was searched when it was copied.
+    ///
+    /// # Errors
+    /// [`ShardError::NonFinite`].
+    pub fn check_finite(&self) -> Result<(), ShardError> {
+        if !self.job.rejects_nonfinite() {
+            return Ok(());
+        }
+        let (suspects, ranges) = {
+            let mut state = self.state.lock();
+            let suspects = state.suspects.clone();
+            // What is written meanwhile adds others.
+            state.suspects.clear();
+            let blocks = suspects.ones().map(|block| self.job.layout().block_bytes(BlockId(block as u32)));
+            let ranges: Vec<Range<u64>> = blocks.flat_map(|block| within(&state.written, &block)).collect();
+            (suspects, ranges)
+        };
+        let checked = self.job.check_finite(&self.buffer, &ranges);
+        checked.inspect_err(|_| self.state.lock().suspects.union_with(&suspects))
+    }
+
     /// Whether every byte was written.
     pub fn is_complete(&self) -> bool {
         matches!(&self.state.lock().written[..], [all] if *all == (0..self.size))
@@ -175,23 +220,32 @@ impl Publisher {
     /// Publishes what was written as the next version; the rest keeps its value. `done` gets Ok once the
     /// version is out. Whatever the outcome, this publisher is done.
     pub fn commit(&self, timeout: Duration, done: impl FnOnce(Result<(), ShardError>) + Send + 'static) {
-        let written = {
+        let (written, checked) = {
             let mut state = self.state.lock();
             let deadline = Instant::now() + timeout;
-            while state.in_flight > 0 {
+            while !state.in_flight.is_empty() {
                 if self.idle.wait_until(&mut state, deadline).timed_out() {
                     drop(state);
                     return done(Err(ShardError::TimedOut("writes are still in flight".into())));
                 }
             }
             state.sealed = true;
-            std::mem::take(&mut state.written)
+            let is_whole = matches!(&state.written[..], [all] if *all == (0..self.size));
+            let checked = is_whole && state.suspects.is_clear();
+            (std::mem::take(&mut state.written), checked)
         };
-        self.job.assign(self.buffer.clone(), &written, timeout, Box::new(done));
+        self.job.publish(self.buffer.clone(), &written, checked, timeout, Box::new(done));
     }
 
     /// Ends the wait for a commit that is on its way: unless it has begun, it does not take place.
     pub fn withdraw(&self) {
         self.job.withdraw_assign(self.buffer.key());
     }
+}
+
+/// The parts of sorted, disjoint ranges in `block`.
+fn within(written: &[Range<u64>], block: &Range<u64>) -> Vec<Range<u64>> {
+    let first = written.partition_point(|range| range.end <= block.start);
+    let inside = written[first..].iter().take_while(|range| range.start < block.end);
+    inside.map(|range| range.start.max(block.start)..range.end.min(block.end)).collect()
 }

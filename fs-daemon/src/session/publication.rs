@@ -147,8 +147,7 @@ impl Publication {
             let message = format!("what was written ends at byte {half}, in the middle of an element");
             return Err(CallError::new(libc::EINVAL, message));
         }
-        let finite = self.model.job.check_finite(publisher.buffer(), &written);
-        finite.map_err(|error| explained(&self.model, error))
+        publisher.check_finite().map_err(|error| explained(&self.model, error))
     }
 
     /// Ends the wait for a commit of the bytes written by now, or of the mapped memory, if something can.

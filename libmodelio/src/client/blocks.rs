@@ -7,11 +7,11 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use parking_lot::MutexGuard;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::options::Staged;
 use super::routes::Route;
-use super::shared::{Inner, Shared};
+use super::shared::{Inner, NewWeights, Shared};
 use crate::client::core::{PULL_BLOCKS, Push};
 use crate::client::sum::{self, Written};
 use crate::client::versions;
@@ -34,7 +34,7 @@ pub(super) struct Payload {
     pub(super) sources: Vec<Region>,
     /// No program stores into the sources while they are read.
     pub(super) steady: bool,
-    /// For each source, whether its contribution has been searched for NaN and Inf. Empty for new weights.
+    /// For each source, whether its contribution has been searched for NaN and Inf.
     pub(super) checked: SmallVec<[bool; 16]>,
     pub(super) learners: Vec<LearnerId>,
     /// The last source counts, and not the sum.
@@ -49,12 +49,13 @@ impl Inner {
         let (plan, granted) = self.core.outgoing()?;
         match granted.clone() {
             Granted::Weights(token) => {
-                let sources = vec![self.weights.get(&token)?.clone()];
+                let NewWeights { buffer, checked, .. } = self.weights.get(&token)?;
+                let (sources, checked) = (vec![buffer.clone()], smallvec![*checked]);
                 Some(Payload {
                     plan,
                     sources,
                     steady: true,
-                    checked: SmallVec::new(),
+                    checked,
                     learners: Vec::new(),
                     replaces: false,
                     written: Vec::new(),

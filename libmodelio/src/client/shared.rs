@@ -46,7 +46,7 @@ pub(super) struct Inner {
     pub(super) waits: HashMap<Token, Done<Version>>,
     pub(super) next_token: Token,
     pub(super) sources: HashMap<(LearnerId, Step), Staged>,
-    pub(super) weights: HashMap<u64, Region>,
+    pub(super) weights: HashMap<u64, NewWeights>,
     pub(super) coordinator: Peer,
     pub(super) partitions: Vec<Peer>,
     pub(super) inquiry: Inquiry,
@@ -90,6 +90,16 @@ impl Answers {
         self.waits.into_iter().for_each(|(done, result)| done(result));
         self.answers.into_iter().for_each(|(done, result)| done(result));
     }
+}
+
+/// New weights, which shards may have to be sent.
+pub(super) struct NewWeights {
+    /// Their memory.
+    pub(super) buffer: Region,
+    /// They were searched for NaN and Inf, and hold none.
+    pub(super) checked: bool,
+    /// The buffer is a version's, and is not written any more: if the version is all of it, the client may show it.
+    pub(super) can_show: bool,
 }
 
 /// The work to do once the lock is released.
@@ -510,7 +520,7 @@ impl Shared {
                 self.shown(inner, version, after, more);
             }
             Action::Own(version, token) => {
-                if let Some(buffer) = inner.weights.get(&token).cloned() {
+                if let Some(buffer) = inner.weights.get(&token).map(|weights| weights.buffer.clone()) {
                     inner.versions.show_own(version, buffer);
                 }
                 self.shown(inner, version, after, more);

@@ -68,7 +68,8 @@ thread_local! {
 impl VersionBuilder {
     /// Puts `block` together, or carries it over if nothing changes it. `written` has for each of `terms` what it
     /// brings, or is empty if each brings all. Returns whether all `terms` were finite; the block is void if not,
-    /// unless it is [`Self::approve`]d. Others may be storing into payloads meanwhile.
+    /// unless it is [`Self::approve`]d. Others may be storing into payloads meanwhile. `checked` terms are known to be
+    /// finite, and need no search of their own.
     ///
     /// # Safety
     /// The block belongs to this thread alone in the next version. Nobody writes the memory of `terms`, and their
@@ -79,6 +80,7 @@ impl VersionBuilder {
         step: &reducer::Step,
         terms: &[Term<'_>],
         written: &[Written<'_>],
+        checked: bool,
     ) -> bool {
         // SAFETY: passed on to the caller.
         unsafe {
@@ -90,7 +92,7 @@ impl VersionBuilder {
             let finite = match terms {
                 [Term::Sent(payload)] if self.lies_here(block, *payload) => {
                     self.carry_state(block, |_| false);
-                    !self.check || payload.is_finite(&self.layout, block)
+                    checked || !self.check || payload.is_finite(&self.layout, block)
                 }
                 _ => self.compute(block, step, terms, written),
             };

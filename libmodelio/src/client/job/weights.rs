@@ -12,7 +12,7 @@ use super::requests::shard_error;
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
 use crate::client::options::Done;
-use crate::client::shared::Shared;
+use crate::client::shared::{NewWeights, Shared};
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::ids::{BlockId, Version};
@@ -78,6 +78,18 @@ impl Job {
     /// value. A buffer is assigned once, whatever the outcome. `done` is called when this client shows the version,
     /// so the writer can read it.
     pub fn assign(&self, buffer: Region, written: &[Range<u64>], timeout: Duration, done: Done<()>) {
+        self.publish(buffer, written, false, timeout, done);
+    }
+
+    /// Like [`Self::assign`]. `checked` buffers were searched for NaN and Inf, and hold none.
+    pub(crate) fn publish(
+        &self,
+        buffer: Region,
+        written: &[Range<u64>],
+        checked: bool,
+        timeout: Duration,
+        done: Done<()>,
+    ) {
         if let Err(error) = self.shared.refuse_if_ending() {
             return done(Err(error));
         }
@@ -106,7 +118,8 @@ impl Job {
             if let Err(error) = completed {
                 return done(Err(error));
             }
-            shared.assign(buffer, &blocks, true, deadline, done);
+            let weights = NewWeights { buffer, checked, can_show: true };
+            shared.assign(weights, &blocks, deadline, done);
         };
         self.shared.await_newest(timeout, Box::new(newest_is_here));
     }
@@ -124,7 +137,8 @@ impl Job {
         if let Err(error) = self.shared.refuse_if_ending() {
             return done(Err(error));
         }
-        self.shared.assign(self.register(memory), blocks, false, Instant::now() + timeout, done);
+        let weights = NewWeights { buffer: self.register(memory), checked: false, can_show: false };
+        self.shared.assign(weights, blocks, Instant::now() + timeout, done);
     }
 
     /// Takes back `buffer`. True if it was handed out for new weights and not returned yet.
@@ -140,22 +154,15 @@ impl Job {
 }
 
 impl Shared {
-    /// Publishes the whole blocks of `buffer` as the next version. A request that timed out may have been taken: its
-    /// payload stays here while a plan sends it. `done` is called when this client shows the version. `can_show` says that
-    /// the buffer is a version's and is not written any more, so the client may show it instead of pulling the version.
-    fn assign(
-        &self,
-        buffer: Region,
-        blocks: &FixedBitSet,
-        can_show: bool,
-        deadline: Instant,
-        done: Done<()>,
-    ) {
+    /// Publishes whole blocks of `weights` as the next version. A request that timed out may have been taken: its
+    /// payload stays here while a plan sends it. `done` is called when this client shows the version.
+    fn assign(&self, weights: NewWeights, blocks: &FixedBitSet, deadline: Instant, done: Done<()>) {
         let Ok(blocks) = block_ranges::from_bits(blocks) else {
             return done(Err(ShardError::NotAllowed("the new weights are too scattered".into())));
         };
         let left = move || deadline.saturating_duration_since(Instant::now());
-        let (this, token, timeout_ms) = (self.this.clone(), buffer.key().0, super::requests::millis(left()));
+        let (this, token, timeout_ms) =
+            (self.this.clone(), weights.buffer.key().0, super::requests::millis(left()));
         let answered = move |result: Result<Message, Refusal>| {
             match (result, this.upgrade()) {
                 (Err(refusal), _) => done(Err(shard_error(refusal))),
@@ -166,7 +173,8 @@ impl Shared {
         };
         let message = Message::Assign { token, blocks, timeout_ms };
         self.request(message, left(), Box::new(answered), |inner| {
-            inner.weights.insert(token, buffer);
+            let can_show = weights.can_show;
+            inner.weights.insert(token, weights);
             // If the shard's own memory is shown, nothing is pulled, and this buffer is not needed.
             if can_show && !inner.versions.shows_shards_memory() {
                 inner.core.can_show(token);

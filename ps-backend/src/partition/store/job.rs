@@ -303,8 +303,9 @@ impl PartitionJob {
         }
         let sent = inputs.iter().map(|input| Term::Sent(input.payload));
         let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
+        let checked = !inputs.iter().any(|input| input.check);
         // SAFETY: the block is claimed, and with it its sums. The payloads' lengths were checked.
-        if !unsafe { builder.block(block, step, &terms, &written) } {
+        if !unsafe { builder.block(block, step, &terms, &written, checked) } {
             if self.check && inputs.iter().any(|input| input.check) {
                 // Memory that others can write may change while it is read. So a copy is checked, and if it is
                 // finite, the copy counts.
@@ -323,7 +324,7 @@ impl PartitionJob {
                 let sent = (0..inputs.len()).map(|index| Term::Sent(copied(index)));
                 let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
                 // SAFETY: as above. The copies belong to this thread.
-                unsafe { builder.block(block, step, &terms, &written) };
+                unsafe { builder.block(block, step, &terms, &written, false) };
             }
             builder.approve(block);
         }
