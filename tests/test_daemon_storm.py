@@ -101,7 +101,7 @@ model = root + '/model'
 SIZE = 4 * 65536
 end = time.monotonic() + seconds
 fds, maps = [], []
-names = ['weights', 'weights.safetensors', 'gradients', 'device', 'version', 'status.json', 'tensors/weights.npy',
+names = ['weights', 'weights.safetensors', 'gradients', 'publish', 'device', 'version', 'status.json', 'tensors/weights.npy',
          'control/learning_rate', 'control/retain', 'control/momentum', 'versions', 'tensors', 'control', 'nothing',
          'learners', '../README', 'versions/0/weights', 'tensors/none.npy']
 flags = [os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_DIRECT,

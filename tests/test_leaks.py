@@ -1,6 +1,7 @@
 """Thousands of opens and closes, joins and leaves, reads and kills leave nothing behind."""
 
 import itertools
+import mmap
 import os
 import select
 import signal
@@ -116,6 +117,54 @@ def test_contributions_leak_nothing(start_mount, way):
         cycle(mount.model / "gradients", os.O_WRONLY, 5_000, ONE)
         cycle(mount.model / "gradients", os.O_WRONLY, 5_000, ONE * (BLOCK // 4))
     assert mount.version() == 10_201
+
+
+@pytest.mark.parametrize("way", ["passthrough", "no_passthrough"])
+def test_publications_leak_nothing(start_mount, way):
+    """Opened for nothing, written, mapped and published, and mapped while others still are; looked up, too."""
+    mount = small(start_mount, reducer="assign", no_passthrough=way == "no_passthrough")
+    path = mount.model / "publish"
+
+    def publish_mapped(count):
+        for _ in range(count):
+            fd = os.open(path, os.O_RDWR)
+            with mmap.mmap(fd, BLOCK) as mapping:
+                mapping[:] = ONE * (BLOCK // 4)
+                os.fsync(fd)
+            os.close(fd)
+
+    def all_ways(count):
+        for _ in range(count):
+            os.stat(path)
+        cycle(path, os.O_WRONLY, count)
+        cycle(path, os.O_RDWR, count)
+        cycle(path, os.O_WRONLY, count, ONE)
+        publish_mapped(count)
+
+    all_ways(100)
+    with Bounds(mount):
+        all_ways(1_500)
+
+
+def test_the_memory_of_a_mapped_publication_goes_with_its_file(start_mount):
+    mount = start_mount(size="64MiB", reducer="assign")
+
+    def maps():
+        return Path(f"/proc/{mount.pid}/maps").read_text().count("gradfs-publish")
+
+    assert maps() == 0
+    fds = [os.open(mount.model / "publish", os.O_RDWR) for _ in range(3)]
+    for fd in fds:
+        with mmap.mmap(fd, 64 << 20) as mapping:
+            mapping[:4] = ONE
+            os.fsync(fd)
+    assert maps() == 3
+    for fd in fds:
+        os.close(fd)
+    end = time.monotonic() + 5
+    while maps() > 0 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert maps() == 0
 
 
 def test_refused_contributions_leak_nothing(start_mount):
