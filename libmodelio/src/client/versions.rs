@@ -98,9 +98,19 @@ impl Versions {
     }
 
     fn region(&mut self, memory: Mapping) -> Region {
+        let key = self.key();
+        Region::new(Arc::new(memory), key)
+    }
+
+    fn named_anew(&mut self, region: &Region) -> Region {
+        let key = self.key();
+        Region::new(Arc::clone(region.memory()), key)
+    }
+
+    fn key(&mut self) -> RegionKey {
         let key = RegionKey(self.next_key);
         self.next_key += 1;
-        Region::new(Arc::new(memory), key)
+        key
     }
 
     /// Whether to take a spare buffer, which [`Self::add_spare`] or [`Self::no_spare`] must follow. It is worth its
@@ -229,7 +239,8 @@ impl Versions {
     /// When `max` exist already, or there is no memory.
     pub fn take_buffer(&mut self, max: usize) -> io::Result<Region> {
         let region = match self.free.pop() {
-            Some(region) => region,
+            // The key names these weights to the coordinator, which may still get messages about earlier ones.
+            Some(region) => self.named_anew(&region),
             None if self.total() >= max => {
                 return Err(io::Error::other(format!(
                     "all {max} version buffers (control/max_versions) are in use"
@@ -347,7 +358,8 @@ mod tests {
         let sent = Arc::clone(shows(&mut versions, 1).memory());
         assert_eq!(versions.buffers(), (1, 0));
         assert!(versions.pin(Version(1)));
-        let second = shows(&mut versions, 2).key();
+        let of = |buffer: Region| (Arc::as_ptr(buffer.memory()), buffer.key());
+        let second = of(shows(&mut versions, 2));
         versions.recycle(0, 4);
         assert_eq!(versions.buffers(), (2, 0), "pinned");
         versions.unpin(Version(1), 1);
@@ -357,7 +369,8 @@ mod tests {
         shows(&mut versions, 3);
         versions.recycle(0, 4);
         assert_eq!(versions.buffers(), (2, 1));
-        assert_eq!(shows(&mut versions, 4).key(), second);
+        let fourth = of(shows(&mut versions, 4));
+        assert!(fourth.0 == second.0 && fourth.1 != second.1, "it has another name");
     }
 
     #[test]
