@@ -63,6 +63,9 @@ fn memory(size: usize) -> io::Result<Mapping> {
     Ok(memory)
 }
 
+/// A buffer is kept for new weights until more versions than this were shown without any.
+const KEEP_FOR: u32 = 2;
+
 /// All versions in memory, and the free buffers.
 #[derive(Debug)]
 pub struct Versions {
@@ -71,6 +74,8 @@ pub struct Versions {
     free: Vec<Region>,
     /// Buffers that were handed out to be written, and not returned.
     lent: Vec<(RegionKey, Weak<Mapping>)>,
+    /// A buffer of new weights that was not shown, for the next ones, and how many versions were shown since.
+    kept: Option<(Region, u32)>,
     /// The buffer that is being pulled into.
     back: Option<Region>,
     /// A spare buffer is being taken.
@@ -86,6 +91,7 @@ impl Versions {
             shown: BTreeMap::new(),
             free: Vec::new(),
             lent: Vec::new(),
+            kept: None,
             back: None,
             coming: false,
             next_key: 1,
@@ -144,7 +150,8 @@ impl Versions {
     /// The number of buffers.
     fn total(&mut self) -> usize {
         self.lent.retain(|(_, memory)| memory.strong_count() > 0);
-        self.shown.len() + self.free.len() + self.lent.len() + usize::from(self.back.is_some())
+        let others = usize::from(self.back.is_some()) + usize::from(self.kept.is_some());
+        self.shown.len() + self.free.len() + self.lent.len() + others
     }
 
     /// The number of buffers, and of those that nobody needs.
@@ -159,6 +166,8 @@ impl Versions {
     /// When there is no memory.
     pub fn back(&mut self, retain: usize, max: usize) -> io::Result<Option<Region>> {
         if self.back.is_none() {
+            // Versions that are pulled have buffers that new weights can take in turn.
+            self.kept = None;
             self.recycle(retain, max);
             self.back = self.free.pop();
             if self.back.is_none() && self.total() < max {
@@ -191,7 +200,7 @@ impl Versions {
                 self.free.push(shown.buffer);
             }
         }
-        while self.total() > max && self.free.pop().is_some() {}
+        while self.total() > max && (self.free.pop().is_some() || self.kept.take().is_some()) {}
     }
 
     /// Makes the buffer that was pulled into `version`.
@@ -208,6 +217,15 @@ impl Versions {
         self.shown.insert(version, Shown { is_sent: true, ..Shown::new(buffer, SystemTime::now()) });
     }
 
+    /// The new weights in this buffer are a version, and the buffer is not needed any more. If the version is shown from
+    /// the shard's memory, the buffer is kept for the next new weights: their pages need not be taken anew.
+    pub fn keep(&mut self, buffer: Region) {
+        self.lent.retain(|(key, _)| *key != buffer.key());
+        if self.shows_shards_memory() {
+            self.kept = Some((buffer, 0));
+        }
+    }
+
     /// Whether the newest version is shown from the shard's own memory.
     pub fn shows_shards_memory(&self) -> bool {
         self.newest().is_some_and(|(_, newest)| newest.hold.is_some())
@@ -216,7 +234,8 @@ impl Versions {
     /// Whether one more version may be shown from the shard's memory: fewer than `max` versions are needed.
     pub fn has_room(&mut self, retain: usize, max: usize) -> bool {
         self.recycle(retain, max);
-        self.total() - self.free.len() - usize::from(self.back.is_some()) < max
+        let unneeded = usize::from(self.back.is_some()) + usize::from(self.kept.is_some());
+        self.total() - self.free.len() - unneeded < max
     }
 
     /// Shows `version` from the shard's own memory, which `hold` keeps unchanged. Buffers for pulling are not needed
@@ -230,6 +249,11 @@ impl Versions {
     ) {
         self.free.clear();
         self.back = None;
+        // Who publishes again and again takes it before the next version or so.
+        if let Some((_, versions)) = &mut self.kept {
+            *versions += 1;
+        }
+        self.kept.take_if(|(_, versions)| *versions > KEEP_FOR);
         self.shown.insert(version, Shown { hold: Some(hold), ..Shown::new(buffer, at) });
     }
 
@@ -238,7 +262,10 @@ impl Versions {
     /// # Errors
     /// When `max` exist already, or there is no memory.
     pub fn take_buffer(&mut self, max: usize) -> io::Result<Region> {
-        let region = match self.free.pop() {
+        // A connection may still read the memory of the last ones.
+        let kept = self.kept.take().map(|(region, _)| region);
+        let kept = kept.filter(|region| Arc::strong_count(region.memory()) == 1);
+        let region = match self.free.pop().or(kept) {
             // The key names these weights to the coordinator, which may still get messages about earlier ones.
             Some(region) => self.named_anew(&region),
             None if self.total() >= max => {
@@ -371,6 +398,39 @@ mod tests {
         assert_eq!(versions.buffers(), (2, 1));
         let fourth = of(shows(&mut versions, 4));
         assert!(fourth.0 == second.0 && fourth.1 != second.1, "it has another name");
+    }
+
+    #[test]
+    fn a_buffer_of_new_weights_is_kept_for_the_next_ones_where_the_shards_memory_is_shown() {
+        let mut versions = Versions::new(4096);
+        let mut shown = 0;
+        let mut shows = |versions: &mut Versions| {
+            shown += 1;
+            let hold: Arc<dyn Any + Send + Sync> = Arc::new(());
+            let buffer = Region::new(Arc::new(memory(4096).unwrap()), RegionKey(90 + shown));
+            versions.show(Version(shown), buffer, SystemTime::now(), hold);
+            versions.recycle(0, 4);
+        };
+        let of = |buffer: &Region| (Arc::as_ptr(buffer.memory()), buffer.key());
+        let first = versions.take_buffer(4).unwrap();
+        let known = of(&first);
+        shows(&mut versions);
+        versions.keep(first);
+        assert_eq!(versions.buffers().0, 2);
+        shows(&mut versions);
+        let second = versions.take_buffer(4).unwrap();
+        assert!(of(&second).0 == known.0 && of(&second).1 != known.1, "it has another name");
+        // While a connection reads it, another one is taken.
+        let read = Arc::clone(second.memory());
+        versions.keep(second);
+        let third = versions.take_buffer(4).unwrap();
+        assert_ne!(Arc::as_ptr(third.memory()), Arc::as_ptr(&read));
+        versions.keep(third);
+        assert!(versions.has_room(0, 2), "it is in nobody's way");
+        for kept in [2, 2, 1] {
+            shows(&mut versions);
+            assert_eq!(versions.buffers().0, kept);
+        }
     }
 
     #[test]

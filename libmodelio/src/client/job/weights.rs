@@ -163,12 +163,22 @@ impl Shared {
         let left = move || deadline.saturating_duration_since(Instant::now());
         let (this, token, timeout_ms) =
             (self.this.clone(), weights.buffer.key().0, super::requests::millis(left()));
+        let buffer = Some(weights.buffer.clone()).filter(|_| weights.can_show && self.local.is_none());
         let answered = move |result: Result<Message, Refusal>| {
             match (result, this.upgrade()) {
                 (Err(refusal), _) => done(Err(shard_error(refusal))),
                 (Ok(_), None) => done(Ok(())),
                 // The version counts, even if this client cannot show it in time.
-                (Ok(_), Some(shared)) => shared.await_newest(left(), Box::new(move |_| done(Ok(())))),
+                (Ok(_), Some(shared)) => {
+                    let this = shared.this.clone();
+                    let shown = move |_| {
+                        if let (Some(buffer), Some(shared)) = (buffer, this.upgrade()) {
+                            shared.inner.lock().versions.keep(buffer);
+                        }
+                        done(Ok(()));
+                    };
+                    shared.await_newest(left(), Box::new(shown));
+                }
             }
         };
         let message = Message::Assign { token, blocks, timeout_ms };
