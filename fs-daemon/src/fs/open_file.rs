@@ -127,7 +127,9 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { contribution, .. } => contribution.commit(ending, done),
             OpenFile::Publication { publication, .. } => publication.commit(ending, done),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => done(Ok(())),
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
+                done(Ok(()))
+            }
         }
     }
 

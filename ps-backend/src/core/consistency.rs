@@ -100,10 +100,7 @@ impl<S: Clone> JobCore<S> {
     /// writes.
     pub(super) fn last_outstanding(&self) -> Option<LearnerId> {
         if !self.gathers() {
-            return match self.members.len() {
-                1 if self.committed.is_empty() => self.members.keys().next().copied(),
-                _ => None,
-            };
+            return self.only_writer();
         }
         if !self.committed.iter().all(|c| matches!(c.place, Place::Kept | Place::Accumulated)) {
             return None;
@@ -114,6 +111,19 @@ impl<S: Clone> JobCore<S> {
         let mut left = self.members.iter().filter(|(_, member)| outstanding(member));
         match (left.next(), left.next()) {
             (Some((&learner, _)), None) => Some(learner),
+            _ => None,
+        }
+    }
+
+    /// The only learner who writes, if every contribution makes a version. Where its blocks lie nowhere else, it must also
+    /// be the only one who may commit: the plan cannot give way then.
+    fn only_writer(&self) -> Option<LearnerId> {
+        if !self.committed.is_empty() || !self.staged && self.members.len() > 1 {
+            return None;
+        }
+        let mut writers = self.members.keys().copied().filter(|learner| self.has_block(*learner));
+        match (writers.next(), writers.next()) {
+            (Some(learner), None) if !self.is_too_far_ahead(learner) => Some(learner),
             _ => None,
         }
     }

@@ -1,10 +1,11 @@
 //! Plans that begin early, while contributions to them are still written.
 //!
 //! On a network, a synchronous job has one such plan a version for all that take part in it. Elsewhere the plan is for
-//! one contribution, which is the last one that can change the result.
+//! one contribution: the last one that can change the result or, if every contribution makes a version, that of the only
+//! learner who writes.
 //!
-//! A plan that is dropped was sent in vain. So a version has one plan of several learners at most, and if those of several
-//! versions in a row are dropped, more and more versions go without.
+//! A plan that is dropped was sent in vain. If others than its learner can make it so, a version has one such plan at
+//! most, and if those of several versions in a row are dropped, more and more versions go without.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -39,7 +40,7 @@ impl Early {
 /// Whether plans may begin early, by what became of earlier ones.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Speculation {
-    /// The number of plans of several learners that were dropped since one counted.
+    /// The number of plans that were dropped since one counted, of those that others than their learner can drop.
     failures: u32,
     /// No such plan begins on top of an older version.
     resumes_at: Version,
@@ -52,7 +53,7 @@ impl Speculation {
         version >= self.resumes_at
     }
 
-    /// The plan of several learners for the version after this one was dropped.
+    /// The plan for the version after this one was dropped.
     pub(super) fn fails(&mut self, version: Version) {
         let pause = 1 << self.failures.min(MOST_DOUBLINGS);
         self.failures = self.failures.saturating_add(1);
@@ -92,7 +93,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Whether `learner` is writing a contribution that has a whole block.
-    fn has_block(&self, learner: LearnerId) -> bool {
+    pub(super) fn has_block(&self, learner: LearnerId) -> bool {
         let phase = self.members.get(&learner).map(|member| &member.phase);
         matches!(phase, Some(Phase::Open { has_block: true, .. }))
     }
@@ -115,6 +116,9 @@ impl<S: Clone> JobCore<S> {
         // Values of several learners replace each other byte by byte, so a later commit may change a block that is
         // computed already.
         let replaces = reducer.combine().replaces();
+        if !self.gathers() && self.members.len() > 1 && !self.speculation.is_on(self.version) {
+            return None;
+        }
         if replaces && !self.committed.is_empty() {
             return None;
         }
@@ -196,12 +200,12 @@ impl<S: Clone> JobCore<S> {
     /// The provisional plan under way will not count. False if there is none.
     pub(super) fn end_early(&mut self) -> bool {
         let Some(Early { open, .. }) = self.early.take() else { return false };
-        match open.first() {
-            Some(&learner) if open.len() == 1 => {
-                let step = self.members.get(&learner).map(|member| member.step.next());
-                self.speculation.failed_alone = step.map(|step| (learner, step));
-            }
-            _ => self.speculation.fails(self.version),
+        if let (Some(&learner), 1) = (open.first(), open.len()) {
+            let step = self.members.get(&learner).map(|member| member.step.next());
+            self.speculation.failed_alone = step.map(|step| (learner, step));
+        }
+        if open.len() > 1 || !self.gathers() && self.members.len() > 1 {
+            self.speculation.fails(self.version);
         }
         self.put_back();
         self.release_params();

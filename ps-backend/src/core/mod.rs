@@ -8,7 +8,7 @@
 //! A plan may begin *early*, when a contribution has a whole block: blocks are then added as soon as they are whole. In
 //! `sync` on a network it takes the contributions of all learners, as they are written. Elsewhere it may begin only when
 //! no other learner can change the result: if a version waits for several learners, all others must have committed; if
-//! every contribution makes a version (`async`, `ssp`), the learner must be alone. Such a plan is provisional. The last
+//! every contribution makes a version (`async`, `ssp`), no other learner may be writing. Such a plan is provisional. The last
 //! commit seals it ([`Action::Seal`]). If a learner dies or aborts before its commit, it is dropped ([`Action::Drop`]),
 //! and the version is computed again without that contribution. If the blocks that it has taken are staged, too, it gives
 //! way: a commit that would have to wait for it, new weights, another consistency and a hold drop it, and contributions

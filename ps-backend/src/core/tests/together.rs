@@ -146,6 +146,50 @@ fn a_commit_that_others_keep_past_its_deadline_is_taken_back() {
     assert_eq!(sim.versions_of(&[of_a.1, of_b.1]), [Some(Version(1)); 2]);
 }
 
+/// An asynchronous job in which the first learner has written a block, which may be part of a plan.
+fn asynchronous() -> (Sim, [Id; 2], Written) {
+    let mut sim = Sim::new(&[("consistency", "async"), ("lease", "0")]).on_a_network();
+    let ids = ["a", "b"].map(|name| sim.join(name).unwrap());
+    let written = open(&mut sim, ids[0]);
+    assert!(sim.comes(ids[0].0, written.1, 0), "nobody else writes");
+    (sim, ids, written)
+}
+
+#[test]
+fn the_only_learner_of_an_asynchronous_job_that_writes_has_a_plan() {
+    let (mut sim, [a, b], of_a) = asynchronous();
+    let (_, of_b) = open(&mut sim, b);
+    assert!(!sim.comes(b.0, of_b, 0), "the plan is a's");
+    let first = commit(&mut sim, a, of_a, 60_000);
+    sim.reduce_done(true);
+    assert!(ok(&sim, first));
+    assert!(sim.comes(b.0, of_b, 1) || sim.provisional.is_some(), "b is the only one that writes now");
+    assert_eq!(sim.versions_of(&[of_a.1]), [Some(Version(1))]);
+}
+
+#[test]
+fn where_others_commit_meanwhile_an_asynchronous_job_does_without_such_plans() {
+    let (mut sim, [a, b], of_a) = asynchronous();
+    let (_, committed) = everything(&mut sim, b, false);
+    assert!(sim.provisional.is_none() && sim.running.is_some());
+    sim.reduce_done(true);
+    assert!(ok(&sim, committed));
+    commit(&mut sim, a, of_a, 60_000);
+    sim.reduce_done(true);
+    let mut begins = Vec::new();
+    for _ in 0..40 {
+        let of_a = open(&mut sim, a);
+        begins.push(sim.comes(a.0, of_a.1, 0));
+        everything(&mut sim, b, false);
+        sim.reduce_done(true);
+        commit(&mut sim, a, of_a, 60_000);
+        sim.reduce_done(true);
+    }
+    let began = begins.iter().filter(|begins| **begins).count();
+    assert!((2..8).contains(&began), "{began} of 40 contributions were sent twice");
+    assert_eq!(sim.core.version(), Version(82));
+}
+
 #[test]
 fn after_failures_in_a_row_more_and_more_versions_are_made_without_such_a_plan() {
     let (mut sim, ids) = two();
