@@ -19,8 +19,8 @@ use super::{Action, Committed, JobCore, Now, Pending, PendingKind, Phase, Place}
 /// After how many failures in a row the pauses grow no more: 2^5 versions.
 const MOST_DOUBLINGS: u32 = 5;
 
-/// A learner that has committed waits at least this long for another one that is writing.
-const WRITERS_PATIENCE: Now = Now::from_secs(1);
+/// A learner that has committed waits at least this long for the others. A plan that is dropped costs as much as was sent.
+const PATIENCE: Now = Now::from_secs(1);
 
 /// The provisional plan under way.
 #[derive(Debug)]
@@ -83,9 +83,7 @@ impl<S: Clone> JobCore<S> {
     /// or longer. If that does not do, their contributions are accumulated.
     pub(super) fn be_patient(&mut self, now: Now) {
         let Some(early) = &self.early else { return };
-        let is_writing = early.open.iter().any(|learner| self.has_block(*learner));
-        let least = if is_writing { WRITERS_PATIENCE } else { self.accumulate_patience };
-        let patience = now.saturating_sub(early.since).max(least);
+        let patience = now.saturating_sub(early.since).max(PATIENCE);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
             let left = committed.ticket.map_or(Now::ZERO, |(_, deadline)| deadline.saturating_sub(now));
             committed.accumulate_at = now + patience.min(left / 2);
@@ -159,7 +157,6 @@ impl<S: Clone> JobCore<S> {
             && *open == step
             && !std::mem::replace(has_block, true)
         {
-            self.be_patient(now);
             self.advance(now, actions);
         }
     }

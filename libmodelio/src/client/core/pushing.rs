@@ -319,9 +319,8 @@ impl ClientCore {
                     wakes = Some(partition);
                 }
             }
-        }
-        // A contribution of one block is about to be committed.
-        if is_first && self.blocks > 1 {
+        } else if is_first && self.blocks > 1 {
+            // A contribution of one block is about to be committed.
             self.notify(Message::WholeBlock { learner, step }, actions);
         }
         Some(Offered { is_first, wakes })

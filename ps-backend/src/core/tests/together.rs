@@ -108,7 +108,7 @@ fn a_lost_payload_takes_the_plan_with_it() {
 fn a_commit_waits_about_as_long_as_the_plan_has_lasted() {
     // How long the plan has lasted, whether b is writing, and how long a waits.
     for (lasted, writes, patience) in
-        [(100, true, 1_000), (3_000, true, 3_000), (100, false, 100), (50_000, true, 30_000)]
+        [(100, true, 1_000), (3_000, true, 3_000), (100, false, 1_000), (50_000, true, 30_000)]
     {
         let (mut sim, [a, b]) = two();
         let (of_a, of_b) = (open(&mut sim, a), open(&mut sim, b));
