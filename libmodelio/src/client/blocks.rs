@@ -110,12 +110,16 @@ impl Shared {
         }
     }
 
-    /// The next block to push to a shard, or else the next request for blocks and how many it asks for. There is no
-    /// request if the connection already waits for `due` blocks and that is enough.
+    /// The next request for blocks and how many it asks for, or else the next block to push to a shard. There is no
+    /// request if the connection already waits for `due` blocks and that is enough. A request is short and its blocks come
+    /// the other way, so it does not wait for pushes.
     pub(super) fn next_sent(&self, route: &Route, link: &Link, due: usize) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
         if inner.is_in_force(route) && !inner.uses(route.partition, link, self.options.threads) {
             return None;
+        }
+        if let Some(request) = self.pull_request(&mut inner, route, due, DUE_MAX) {
+            return Some(request);
         }
         let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
@@ -131,14 +135,14 @@ impl Shared {
             }
             inner = self.inner.lock();
         }
-        self.next_pull_for(inner, route, due, DUE_MAX)
+        None
     }
 
     /// The next request for blocks of one shard, and how many blocks it asks for. The connection waits for `due`
     /// blocks already. It may wait for `most`, or for those of one request.
-    pub(super) fn next_pull_for(
+    pub(super) fn pull_request(
         &self,
-        mut inner: MutexGuard<'_, Inner>,
+        inner: &mut Inner,
         route: &Route,
         due: usize,
         most: usize,

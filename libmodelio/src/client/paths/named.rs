@@ -373,7 +373,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 }
                 let most = ASKED / shared.layout.block_size();
                 return ready
-                    .or_else(|| shared.next_pull_for(shared.inner.lock(), route, due, most as usize));
+                    .or_else(|| shared.pull_request(&mut shared.inner.lock(), route, due, most as usize));
             };
             inner.observed.sent(push.plan, now);
             let (began, shard) = (shared.trace_time(), inner.core.shards()[route.partition]);

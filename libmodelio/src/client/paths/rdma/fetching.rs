@@ -158,7 +158,8 @@ impl RdmaPath {
             return Some(block);
         }
         let due = self.pull.batches.iter().map(|batch| batch.blocks.len()).sum();
-        let (outgoing, _) = to.shared.next_pull_for(to.shared.inner.lock(), &to.route, due, usize::MAX)?;
+        let (outgoing, _) =
+            to.shared.pull_request(&mut to.shared.inner.lock(), &to.route, due, usize::MAX)?;
         let Message::Pull { version, blocks } = outgoing.message else { return None };
         if version != self.pull.version {
             to.shared.not_fetched(version, blocks.map(BlockId));
