@@ -37,6 +37,8 @@ pub(super) struct Payload {
     /// For each source, whether its contribution has been searched for NaN and Inf.
     pub(super) checked: SmallVec<[bool; 16]>,
     pub(super) learners: Vec<LearnerId>,
+    /// The shard searches what is sent for NaN and Inf. It does so if the client sends one contribution for the plan.
+    pub(super) shard_checks: bool,
     /// The last source counts, and not the sum.
     pub(super) replaces: bool,
     /// The written ranges of each source, if there are several sources and the last one counts.
@@ -57,11 +59,13 @@ impl Inner {
                     steady: true,
                     checked,
                     learners: Vec::new(),
+                    shard_checks: true,
                     replaces: false,
                     written: Vec::new(),
                 })
             }
             Granted::Contributions { mut of, replaces, .. } => {
+                let shard_checks = of.len() == 1;
                 of.retain(|&(learner, step)| self.core.holds(learner, step, block));
                 let staged: Option<Vec<&Staged>> = of.iter().map(|key| self.sources.get(key)).collect();
                 let staged = staged?;
@@ -74,7 +78,7 @@ impl Inner {
                 };
                 let sources = staged.into_iter().map(|staged| staged.region.clone()).collect();
                 let learners = of.iter().map(|(learner, _)| *learner).collect();
-                Some(Payload { plan, sources, steady, checked, learners, replaces, written })
+                Some(Payload { plan, sources, steady, checked, learners, shard_checks, replaces, written })
             }
         }
     }
@@ -204,7 +208,8 @@ impl Shared {
         let check = inner.rejects_nonfinite();
         let mut out = inner.spare.pop().unwrap_or_default();
         drop(inner);
-        // SAFETY: as above.
+        // SAFETY: as above. A program can store into memory that it has mapped: then each byte is old or new, and the
+        // copy is what is checked and sent. The control flow depends on lengths alone.
         let payloads: Vec<&[u8]> =
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
         let summed = sum::sum(&self.layout, block, &payloads, (replaces, &written), check, &mut out);

@@ -238,7 +238,11 @@ impl<M: PeerMemory> Named<M> {
         drop(inner);
         let extent = layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        if let [source] = &payload.sources[..] {
+        // What was searched for NaN, or the shard searches, is named where it lies.
+        let is_searched = payload.steady || payload.shard_checks || !check;
+        if let [source] = &payload.sources[..]
+            && is_searched
+        {
             let (request, push) = match self.memory.place(source.memory(), span.clone()) {
                 Placed::In(slot) => {
                     let push = Message::PushIn { plan, block, wide: false, ahead, slot };
@@ -260,7 +264,8 @@ impl<M: PeerMemory> Named<M> {
                 return Outcome::Ready;
             }
         }
-        // The block is a sum, or lies in memory that cannot be lent: private memory, or one region too many.
+        // The block is a sum, or was not searched, or lies in memory that cannot be lent: private memory, or one region too
+        // many.
         let count = payload.sources.len();
         let (wide, len) = sum::shape(layout, block, count, payload.replaces);
         let made = match self.slots.take() {
@@ -293,7 +298,7 @@ impl<M: PeerMemory> Named<M> {
         // SAFETY: the slot is free. Nothing in this process uses it, and the shard has said that it no longer reads
         // it. The shard cannot write it, because its mapping is read-only.
         let out = unsafe { slots.memory.bytes_mut(start..start + len) };
-        let check = check && count > 1;
+        let check = check && (count > 1 || !is_searched);
         let summed = sum::sum_to(layout, block, &payloads, (payload.replaces, &payload.written), check, out);
         let outcome = match summed {
             _ if !shared.still_sends(plan) => {
