@@ -10,15 +10,18 @@
 //! This module holds `unsafe` for entering the staging regions; see [`crate::bytes::mmap`] for the rule.
 
 mod commit;
+mod final_parts;
+mod mapping;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use self::final_parts::FinalParts;
 use crate::bytes::mmap::Mapping;
 use crate::client::{Job, Opening, wait_for};
 use crate::mapped::MappedMemory;
@@ -46,6 +49,11 @@ pub enum ContributeError {
     /// Another program has failed or died, and the caller's bytes were dropped with its contribution.
     #[error("the contribution that this was part of was dropped: another program that wrote into it failed")]
     Dropped,
+    /// The next commit ships what was written, and not the mapping.
+    #[error(
+        "write(2) was used since the last fsync: the next one ships what was written, and not the mapping"
+    )]
+    Writing,
 }
 
 /// The contribution of a learner that a program has written into. Programs that share a learner share the
@@ -100,10 +108,15 @@ struct State {
     aborting: bool,
     /// Others who wait for the commit that is under way.
     joined: Vec<Done>,
+    /// What is final of the mapping, while nothing was written.
+    finals: FinalParts,
 }
 
 /// The completion of a contribution's end.
 type Done = Box<dyn FnOnce(Result<(), ContributeError>) + Send>;
+
+/// The deadline for waits that end at once unless the machine is stuck.
+const STUCK: Duration = Duration::from_secs(10);
 
 /// The most dropped contributions that are remembered. All programs have long closed older ones.
 const MAX_DROPPED: usize = 1024;
@@ -143,6 +156,7 @@ impl State {
         self.unchecked.clear();
         self.partly.clear();
         self.tensors.clear();
+        self.finals.clear();
         self.step = None;
         self.failed = None;
     }
@@ -198,6 +212,7 @@ impl Contributor {
             dropped: BTreeSet::new(),
             aborting: false,
             joined: Vec::new(),
+            finals: FinalParts::new(layout.blocks()),
         });
         let mapped = MappedMemory::new(&job, "gradfs-gradients")?;
         Ok(Contributor {
@@ -233,24 +248,6 @@ impl Contributor {
         self.incarnation
     }
 
-    /// The region that programs map through `gradients`.
-    pub fn mapped(&self) -> &Region {
-        self.mapped.region()
-    }
-
-    /// Stores bytes that a program has put into its mapping of `gradients`.
-    ///
-    /// # Errors
-    /// [`WriteRefused::PastEnd`].
-    pub fn store_mapped(&self, offset: u64, data: &[u8]) -> Result<(), WriteRefused> {
-        self.mapped.store(offset, data)
-    }
-
-    /// Reads the mapped region. Bytes past its end are left as they are.
-    pub fn load_mapped(&self, offset: u64, bytes: &mut [u8]) {
-        self.mapped.load(offset, bytes);
-    }
-
     /// Takes the staging memory now, and not page by page during the first contribution.
     ///
     /// # Errors
@@ -283,7 +280,8 @@ impl Contributor {
     /// # Errors
     /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Dropped`] change nothing,
     /// except [`WriteRefused::PastEnd`] after earlier writes. That error, and a shard's refusal of a block, make the
-    /// contribution fail: later writes and the commit report it, and it counts nowhere.
+    /// contribution fail: later writes and the commit report it, and it counts nowhere. Blocks of the mapping that were
+    /// sent ahead are dropped in any case, which changes nothing of what the next commit ships.
     pub fn write(
         &self,
         share: &mut Share,
@@ -296,7 +294,7 @@ impl Contributor {
         }
         let mut pieces = PieceList::default();
         let (step, staging) = {
-            let mut guard = self.state.lock();
+            let mut guard = self.without_finals();
             let state = &mut *guard;
             if state.has_dropped(*share) {
                 return Err(ContributeError::Dropped);
@@ -440,6 +438,14 @@ impl Contributor {
         }
         self.wake_if_idle(&state);
         placed.map(drop)
+    }
+
+    /// Locks the state. An abort that is under way ends before that: it takes microseconds.
+    fn settled(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        let deadline = Instant::now() + STUCK;
+        while state.aborting && !self.idle.wait_until(&mut state, deadline).timed_out() {}
+        state
     }
 
     fn wake_if_idle(&self, state: &State) {

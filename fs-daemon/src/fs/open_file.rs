@@ -122,6 +122,26 @@ impl OpenFile {
         }
     }
 
+    /// fallocate(2). Of `gradients` it declares bytes of the mapping final: [`Contribution::declare_final`].
+    ///
+    /// # Errors
+    /// As that does, and EINVAL for other files. (For EOPNOTSUPP the C library would write zeros instead.)
+    pub fn declare_final(&self, offset: u64, len: u64, is_stored_here: bool) -> CallResult<()> {
+        match self {
+            OpenFile::Contribution { contribution, .. } => {
+                contribution.declare_final(offset, len, is_stored_here)
+            }
+            OpenFile::Version(_)
+            | OpenFile::Publication { .. }
+            | OpenFile::Text(_)
+            | OpenFile::Snapshot(_)
+            | OpenFile::Trace(_) => Err(CallError::new(
+                libc::EINVAL,
+                "only bytes of gradients can be declared final with fallocate",
+            )),
+        }
+    }
+
     /// Ends what was written.
     pub fn end(&self, ending: Ending, done: Done<()>) {
         match self {

@@ -23,7 +23,7 @@ use crate::fs::access::Access;
 use crate::fs::filesystem::Fs;
 use crate::fs::open_file::OpenFile;
 use crate::fs::text::MountStatus;
-use crate::session::error::{CallResult, Done};
+use crate::session::error::{CallError, CallResult, Done};
 use crate::session::model::Model;
 
 /// Somebody polls a file; called once when it is ready.
@@ -132,6 +132,19 @@ impl Calls {
             users.note_writer(tid);
         }
         done(open.file.write(offset, data, from_mapping));
+    }
+
+    /// fallocate(2), which takes no space here: mode 0 declares bytes of mapped gradients final. It waits for nothing.
+    ///
+    /// # Errors
+    /// EOPNOTSUPP for other modes, and as [`OpenFile::declare_final`]. It is never ENOSYS: the kernel would not ask again
+    /// as long as the mount lasts.
+    pub fn fallocate(&self, fh: u64, mode: i32, offset: u64, len: u64) -> CallResult<()> {
+        let open = self.files.get(fh)?;
+        if mode != 0 {
+            return Err(CallError::new(libc::EOPNOTSUPP, "sizes are fixed: only mode 0 means something"));
+        }
+        open.file.declare_final(offset, len, self.fs.is_passthrough())
     }
 
     /// truncate(2) and the truncation of open(2). The size is fixed; only a truncation to nothing is allowed.

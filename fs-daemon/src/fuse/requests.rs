@@ -438,12 +438,15 @@ impl Filesystem for Binding {
         &self,
         _request: &Request,
         _ino: INodeNo,
-        _fh: FileHandle,
-        _offset: u64,
-        _length: u64,
-        _mode: i32,
+        fh: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
         reply: ReplyEmpty,
     ) {
-        reply.error(Errno::EOPNOTSUPP);
+        match self.calls.fallocate(fh.0, mode, offset, length) {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(errno("fallocate", &error)),
+        }
     }
 }

@@ -50,6 +50,8 @@ pub struct Contribution {
     share: AtomicU64,
     /// A step has waited for that as long as it may.
     timed_out: AtomicBool,
+    /// Bytes of the mapping were declared final from here.
+    declared: AtomicBool,
 }
 
 impl Contribution {
@@ -69,11 +71,16 @@ impl Contribution {
             wrote: AtomicBool::new(false),
             share: AtomicU64::new(0),
             timed_out: AtomicBool::new(false),
+            declared: AtomicBool::new(false),
         }
     }
 
-    /// Nobody writes here any more. The data written so far may still be committed or aborted.
+    /// Nobody writes here any more. The data written so far may still be committed or aborted. Of the mapping, a close
+    /// ships nothing.
     pub fn closed(&self) {
+        if self.declared.swap(false, Ordering::Relaxed) {
+            self.learner.contributor.forget_final();
+        }
         self.learner.count_contribution(false);
     }
 
@@ -106,6 +113,30 @@ impl Contribution {
             return Err(CallError::new(libc::EIO, "device cannot be mapped to write: map gradients"));
         }
         Ok(self.learner.contributor.store_mapped(offset, data)?)
+    }
+
+    /// Takes the word of the program that these bytes of its mapping are final, and sends them at once where the path
+    /// allows. `is_stored_here`: what the program stores is in the learner's memory already, and not in the kernel's page
+    /// cache. There it stays until fsync.
+    ///
+    /// # Errors
+    /// With nothing changed: EINVAL where the mapping is not shipped, or when the next fsync ships what was written;
+    /// EFBIG past the end, EBUSY while a commit runs. If the learner cannot contribute, the errors are those of
+    /// [`Self::write`].
+    pub fn declare_final(&self, offset: u64, len: u64, is_stored_here: bool) -> CallResult<()> {
+        let contributor = &self.learner.contributor;
+        let outcome = match self.ships_mapping {
+            false => Err(CallError::new(
+                libc::EINVAL,
+                "no mapping is shipped from here: open gradients to read and write, and map it",
+            )),
+            true => {
+                self.declared.store(true, Ordering::Relaxed);
+                let outcome = contributor.declare_final(offset, len, is_stored_here);
+                outcome.map_err(|error| explained(&self.model, error))
+            }
+        };
+        outcome.inspect_err(|error| self.learner.refusal.note(error, true))
     }
 
     /// Writes. Blocks that become whole go off at once.

@@ -7,13 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{ContributeError, Contributor, Share};
+use super::{ContributeError, Contributor, STUCK, Share};
 use crate::transport::{CommitNotice, ShardError};
 use crate::vocabulary::ids::Step;
 use crate::vocabulary::partly::MAX_PIECES;
-
-/// The deadline for waits that end at once unless the machine is stuck.
-const STUCK: Duration = Duration::from_secs(10);
 
 /// What a failed commit does to its contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,9 +36,7 @@ impl Contributor {
     ) {
         let sealed = loop {
             if let Share::Of(number) = share {
-                let mut state = self.state.lock();
-                let deadline = Instant::now() + STUCK;
-                while state.aborting && !self.idle.wait_until(&mut state, deadline).timed_out() {}
+                let mut state = self.settled();
                 if state.has_dropped(share) {
                     drop(state);
                     return done(Err(ContributeError::Dropped));
@@ -71,7 +66,7 @@ impl Contributor {
     /// `committing`.
     fn seal(&self, timeout: Duration) -> Result<Option<(Step, CommitNotice)>, ContributeError> {
         let (step, gaps, staging) = {
-            let mut state = self.state.lock();
+            let mut state = self.settled();
             if state.committing {
                 return Err(ContributeError::Busy);
             }
@@ -138,12 +133,17 @@ impl Contributor {
         timeout: Duration,
         done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
     ) {
-        let mut state = self.state.lock();
+        let mut state = self.settled();
         if state.committing || state.step.is_some() {
             drop(state);
             return done(Err(ContributeError::Busy));
         }
-        let step = match self.open(&mut state, timeout) {
+        // Blocks that were sent ahead are part of the contribution that was opened for them.
+        let opened = match state.finals.clear() {
+            Some(step) => Ok(*state.step.insert(step)),
+            None => self.open(&mut state, timeout),
+        };
+        let step = match opened {
             Ok(step) => step,
             Err(error) => {
                 drop(state);
@@ -195,8 +195,8 @@ impl Contributor {
         let _ = self.job.withdraw(self.learner);
     }
 
-    /// Drops the open contribution, and the shard's part of it. Returns whether there was one. It does nothing while
-    /// a commit is under way.
+    /// Drops the open contribution, and the shard's part of it, and what is final of the mapping. Returns whether something
+    /// was written. It does nothing while a commit is under way.
     pub fn abort(&self) -> bool {
         let mut state = self.state.lock();
         // A running copy ends within microseconds. The deadline is for a stuck machine.
@@ -214,7 +214,7 @@ impl Contributor {
             return false;
         }
         let was_open = state.step.is_some();
-        if state.step.is_some() {
+        if was_open || state.finals.step().is_some() {
             (state.committing, state.aborting) = (true, true);
             drop(state);
             self.send_abort();
@@ -227,7 +227,7 @@ impl Contributor {
     }
 
     /// The lock is not held, but the state is `committing`, so no new contribution opens before the old one is gone.
-    fn send_abort(&self) {
+    pub(super) fn send_abort(&self) {
         if let Err(error) = self.job.abort(self.learner) {
             // A learner that is gone has no contribution open either.
             tracing::debug!(learner = %self.learner, %error, "dropping a contribution");

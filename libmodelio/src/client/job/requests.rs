@@ -21,6 +21,8 @@ use crate::wire::{Message, Refusal};
 
 /// The timeout of requests that nobody waits for.
 const BESIDE: Duration = Duration::from_secs(30);
+/// The most blocks that are offered under the lock at once.
+const OFFERED_AT_ONCE: usize = 256;
 
 impl Job {
     /// Sends a request to the coordinator. `done` is called once, before `timeout` is over.
@@ -147,23 +149,44 @@ impl Job {
 
     /// A staged block lies in this region. On a network it is sent from there at once, if a provisional plan waits for it.
     pub fn lies_in(&self, slot: BlockSlot, region: &Region) {
-        let BlockSlot { learner, step, block, .. } = slot;
-        if self.shared.local.is_some() {
+        self.send_ahead(slot.learner, slot.step, &[slot.block], region, true);
+    }
+
+    /// Blocks of a learner's open contribution lie in this region, as a staged one does. But its program has the region
+    /// mapped, and can change it: they were not searched for NaN and Inf, and are read as lent memory is.
+    pub fn are_final(&self, learner: LearnerId, step: Step, blocks: &[BlockId], region: &Region) {
+        self.send_ahead(learner, step, blocks, region, false);
+    }
+
+    fn send_ahead(&self, learner: LearnerId, step: Step, blocks: &[BlockId], region: &Region, steady: bool) {
+        if self.is_in_process() {
             return;
         }
-        let mut inner = self.shared.inner.lock();
-        let mut actions = Vec::new();
-        let Some(Offered { is_first, wakes }) = inner.core.offered(learner, step, block, &mut actions) else {
-            return;
-        };
-        if is_first {
-            let staged = Staged { region: region.clone(), steady: true, partly: None };
-            inner.sources.insert((learner, step), staged);
+        // Others take the lock in between.
+        for blocks in blocks.chunks(OFFERED_AT_ONCE) {
+            let mut inner = self.shared.inner.lock();
+            let mut actions = Vec::new();
+            for &block in blocks {
+                let Some(Offered { is_first, wakes }) =
+                    inner.core.offered(learner, step, block, &mut actions)
+                else {
+                    return self.shared.act(inner, actions);
+                };
+                if is_first {
+                    let staged = Staged { region: region.clone(), steady, partly: None };
+                    inner.sources.insert((learner, step), staged);
+                }
+                if let Some(partition) = wakes {
+                    inner.partitions[partition].links.iter().for_each(Link::wake);
+                }
+            }
+            self.shared.act(inner, actions);
         }
-        if let Some(partition) = wakes {
-            inner.partitions[partition].links.iter().for_each(Link::wake);
-        }
-        self.shared.act(inner, actions);
+    }
+
+    /// Whether the model is in this process, so that no block has to be sent.
+    pub fn is_in_process(&self) -> bool {
+        self.shared.local.is_some()
     }
 
     /// Whether staged blocks of the learner may still be read for a plan that was dropped. The caller stages in other memory
