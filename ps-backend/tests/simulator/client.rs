@@ -314,6 +314,11 @@ impl World {
                     assert!(!payload.overwritten, "client {index}: {key:?} is needed, but was written over");
                 }
                 if push.ahead {
+                    let is_declared = |key: &&(LearnerId, Step)| {
+                        let Payload { uid, lent, .. } = client.payloads[*key];
+                        lent && !self.history.records[&uid].offered
+                    };
+                    self.loans.declared += holders.iter().filter(is_declared).count() as u64;
                     holders.iter().for_each(|key| self.history.sent_ahead(plan, client.payloads[key].uid));
                 }
             }

@@ -23,6 +23,8 @@ pub type Buffer = Rc<RefCell<Vec<Content>>>;
 pub struct Loans {
     /// Commits of mapped memory that have timed out: their programs store into it from then on.
     pub timed_out: u64,
+    /// Blocks of mapped contributions that were sent before the commit.
+    pub declared: u64,
     /// Reads of a client's memory that were over after the loan was.
     pub late_reads: u64,
     /// Reads that have found other bytes than the committed ones.

@@ -438,19 +438,19 @@ impl World {
         self.program_pauses(index, at, compute);
     }
 
-    /// Some of what the program contributes is written. False if that was not possible, or not wanted.
+    /// Some of what the program contributes is written, or declared final in its mapping. False if that was not possible, or not wanted.
     fn writes_more(&mut self, index: usize, at: usize) -> bool {
         let program = &self.clients[index].programs[at];
         let (Some(learner), Some(uid), step) = (program.learner, program.uid, program.step) else {
             return false;
         };
-        if program.mapped || !self.settings.provisional {
+        if !self.settings.provisional {
             return false;
         }
-        let slot = program.slot;
+        let (slot, lent) = (program.slot, program.mapped);
         let record = &self.history.records[&uid];
-        // NaN is found when a block is staged.
-        let can_go = |&block: &u32| record.is_whole(block) && record.bad != Some(block);
+        // NaN is found when a block is staged. In a mapping it is found when a block is read.
+        let can_go = |&block: &u32| record.is_whole(block) && (lent || record.bad != Some(block));
         let blocks: Vec<u32> = record.blocks.iter().copied().filter(can_go).collect();
         let mut any = false;
         for block in blocks {
@@ -460,7 +460,7 @@ impl World {
             let block = BlockId(block);
             if self.on_client(index, |core, _, actions| core.offered(learner, step, block, actions)).is_some()
             {
-                let payload = Payload { uid, slot, lent: false, overwritten: false };
+                let payload = Payload { uid, slot, lent, overwritten: false };
                 self.clients[index].payloads.insert((learner, step), payload);
                 any = true;
             }
