@@ -13,19 +13,24 @@ from filetools import BLOCK, Threads, array, eventually, finish, go, hear, outco
 # More than sockets hold between a mount and a shard that is stopped.
 SIZES = {"shm": 8 << 20, "tcp": 64 << 20}
 
+# Whether half of the bytes are declared final before fsync.
+DECLARES = pytest.mark.parametrize("final", [0, 2], ids=["nothing is final", "half is final"])
+
 # Ships ones, stores thousands as soon as fsync says anything, and ships those.
 STORES = """
 import errno
 def ends(*_):
     raise InterruptedError(errno.EINTR, "asked to end")
 signal.signal(signal.SIGINT, ends)
-path, size = argv[0], int(argv[1])
+path, size, final = argv[0], int(argv[1]), int(argv[2])
 fd = os.open(path, os.O_RDWR)
 memory = memoryview(mmap.mmap(fd, size)).cast("f")
 one, thousand = memoryview(bytes([0, 0, 128, 63]) * (size // 4)), memoryview(bytes([0, 0, 122, 68]) * (size // 4))
 memory[:] = one.cast("f")
 say("ready")
 wait()
+if final:
+    os.posix_fallocate(fd, 0, size // final)
 try:
     os.fsync(fd)
     said = "done"
@@ -53,10 +58,11 @@ def only(mount, learner=None):
     return values[0]
 
 
+@DECLARES
 @pytest.mark.parametrize(
     "transport, stopped", [("shm", "other"), ("shm", "coordinator"), ("shm", "both"), ("tcp", "other"), ("tcp", "both")]
 )
-def test_mapped_memory_is_its_programs_again_after_a_timeout(cluster, transport, stopped):
+def test_mapped_memory_is_its_programs_again_after_a_timeout(cluster, transport, stopped, final):
     """What it stores then is not counted in the place of what it had stored: not by a shard that goes on later, whoever
     else was stopped."""
     size = SIZES[transport]
@@ -68,6 +74,8 @@ def test_mapped_memory_is_its_programs_again_after_a_timeout(cluster, transport,
     for shard in {"other": [other], "coordinator": [coordinator], "both": [other]}[stopped]:
         shard.pause()
     memory[:] = 1
+    if final:
+        os.posix_fallocate(fd, 0, size // final)
     fsync = Threads().start(outcome, os.fsync, fd)
     if stopped == "both":
         # Its plan is under way.
@@ -85,12 +93,13 @@ def test_mapped_memory_is_its_programs_again_after_a_timeout(cluster, transport,
     os.close(fd)
 
 
-def test_mapped_memory_is_its_programs_again_after_a_signal(cluster):
+@DECLARES
+def test_mapped_memory_is_its_programs_again_after_a_signal(cluster, final):
     """A signal ends the wait within a second, also while a shard does not answer."""
     size = SIZES["shm"]
     one = model(cluster(2), size, timeout=30)
     mount = one.mount(transport="shm")
-    learner = program(STORES, mount.join("a") / "gradients", size)
+    learner = program(STORES, mount.join("a") / "gradients", size, final)
     assert hear(learner) == "ready"
     coordinator, other = other_than_the_coordinator(one)
     other.pause()
@@ -108,12 +117,13 @@ def test_mapped_memory_is_its_programs_again_after_a_signal(cluster):
     finish(learner)
 
 
-def test_mapped_memory_is_its_programs_again_when_its_daemon_is_killed(cluster):
+@DECLARES
+def test_mapped_memory_is_its_programs_again_when_its_daemon_is_killed(cluster, final):
     """What a shard reads of it later does not count, though the memory is still there."""
     size = SIZES["shm"]
     one = model(cluster(2), size, lease=2, timeout=20)
     mount, reader = one.mount(transport="shm"), one.mount(transport="shm")
-    learner = program(STORES, mount.join("a") / "gradients", size)
+    learner = program(STORES, mount.join("a") / "gradients", size, final)
     assert hear(learner) == "ready"
     coordinator, other = other_than_the_coordinator(one)
     other.pause()
