@@ -41,16 +41,22 @@ impl CoordinatorCore {
         senders: &mut Vec<Sender>,
         replaces: bool,
     ) -> Option<()> {
-        let mut by_client: BTreeMap<ClientId, Vec<LearnerId>> = BTreeMap::new();
-        for learner in learners {
-            by_client.entry(*self.owners.get(learner)?).or_default().push(*learner);
+        let mut by_client: BTreeMap<ClientId, Vec<(LearnerId, Step)>> = BTreeMap::new();
+        for &learner in learners {
+            // If the plan has waited for the end of another one, some may have committed meanwhile, and left since.
+            let committed = self.core.unread().find(|(of, _)| *of == learner);
+            let (client, step) = match committed {
+                Some((_, source)) => (source.client, Step(source.name)),
+                None => (*self.owners.get(&learner)?, self.core.member(learner, Now::ZERO)?.step.next()),
+            };
+            by_client.entry(client).or_default().push((learner, step));
         }
         for sender in senders.iter_mut() {
             if let Granted::Contributions { open, .. } = &mut sender.payload {
                 *open = Some(Vec::new());
             }
         }
-        for (client, learners) in by_client {
+        for (client, added) in by_client {
             let mut blocks = FixedBitSet::with_capacity(self.blocks as usize);
             blocks.insert_range(..);
             let before =
@@ -59,14 +65,11 @@ impl CoordinatorCore {
                 Some(Granted::Contributions { of, .. }) => of,
                 _ => Vec::new(),
             };
-            for &learner in &learners {
-                // If the plan has waited for the end of another one, some may have committed meanwhile.
-                let member = self.core.member(learner, Now::ZERO)?;
-                of.push((learner, if member.unpublished { member.step } else { member.step.next() }));
-            }
+            let open = added.iter().map(|(learner, _)| *learner).collect();
+            of.extend(added);
             of.sort_unstable();
             let all = of.iter().map(|(learner, _)| *learner).collect();
-            let payload = Granted::Contributions { of, replaces, open: Some(learners) };
+            let payload = Granted::Contributions { of, replaces, open: Some(open) };
             senders.push(Sender { client, learners: all, payload, blocks, partly: PartlyWritten::default() });
         }
         senders.sort_by_key(|sender| sender.learners.first().copied());

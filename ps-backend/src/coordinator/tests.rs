@@ -5,6 +5,7 @@
 mod moving;
 mod remembering;
 mod strangers;
+mod together;
 
 use std::ops::Range;
 
