@@ -85,8 +85,7 @@ impl<S: Clone> JobCore<S> {
         let Some(early) = &self.early else { return };
         let patience = now.saturating_sub(early.since).max(PATIENCE);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
-            let left = committed.ticket.map_or(Now::ZERO, |(_, deadline)| deadline.saturating_sub(now));
-            committed.accumulate_at = now + patience.min(left / 2);
+            committed.accumulate_at = (now + patience).min(committed.patient_until);
         }
     }
 

@@ -68,6 +68,8 @@ pub(super) struct Committed<S> {
     pub(super) ticket: Option<(Ticket, Now)>,
     /// When it is accumulated, unless its version is made before.
     pub(super) accumulate_at: Now,
+    /// It waits no longer than this for others that write to the same plan.
+    pub(super) patient_until: Now,
     /// The learner's phase before the commit. The commit can be taken back until the payload has left its program's
     /// memory and was found to be finite.
     pub(super) undo: Option<Phase>,

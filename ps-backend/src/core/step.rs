@@ -151,11 +151,13 @@ impl<S: Clone> JobCore<S> {
             undo = Some(std::mem::replace(&mut member.phase, Phase::Idle)).filter(|_| !contribution.steady);
         }
         let is_kept = contribution.steady || self.staged && self.early.is_some();
+        let left = ticket.1.saturating_sub(now);
         self.committed.push(Committed {
             place: if is_kept { Place::Kept } else { Place::ToAccumulate },
             contribution: Arc::new(contribution),
             ticket: Some(ticket),
-            accumulate_at: now + self.accumulate_patience.min(ticket.1.saturating_sub(now) / 4),
+            accumulate_at: now + self.accumulate_patience.min(left / 4),
+            patient_until: now + left / 2,
             undo,
         });
         self.be_patient(now);

@@ -131,6 +131,26 @@ fn a_commit_waits_about_as_long_as_the_plan_has_lasted() {
 }
 
 #[test]
+fn a_commit_waits_for_half_of_its_deadline_at_most_however_many_commit_after_it() {
+    let mut sim = Sim::new(&[("learners", "5"), ("lease", "0")]).on_a_network();
+    let ids = ["a", "b", "c", "d", "e"].map(|name| sim.join(name).unwrap());
+    let written = ids.map(|id| open(&mut sim, id));
+    for (id, (_, uid)) in ids.iter().zip(written) {
+        assert!(sim.comes(id.0, uid, 0));
+    }
+    sim.tick(60_000);
+    let first = commit(&mut sim, ids[0], written[0], 60_000);
+    for at in 1..4 {
+        sim.tick(7_000);
+        commit(&mut sim, ids[at], written[at], 60_000);
+    }
+    sim.tick(9_000);
+    assert!(sim.provisional.is_none() && !sim.accumulations.is_empty(), "30 s have gone");
+    sim.accumulate_done(true);
+    assert!(ok(&sim, first));
+}
+
+#[test]
 fn a_commit_that_others_keep_past_its_deadline_is_taken_back() {
     let (mut sim, [a, b]) = two();
     let (of_a, of_b) = (open(&mut sim, a), open(&mut sim, b));
