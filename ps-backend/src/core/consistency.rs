@@ -142,7 +142,8 @@ impl<S: Clone> JobCore<S> {
 
     /// Whether a waiting learner may be waiting for `learner`.
     pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
-        if self.is_early(learner) {
+        // Where a plan that has begun early gives way, nobody waits for it.
+        if !self.staged && self.is_early(learner) {
             return true;
         }
         match self.consistency {

@@ -1,6 +1,6 @@
 //! On a network, the learners of a synchronous job write to one plan at the same time.
 
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Step, Version};
 
 use super::super::*;
@@ -208,6 +208,31 @@ fn where_others_commit_meanwhile_an_asynchronous_job_does_without_such_plans() {
     let began = begins.iter().filter(|begins| **begins).count();
     assert!((2..8).contains(&began), "{began} of 40 contributions were sent twice");
     assert_eq!(sim.core.version(), Version(82));
+}
+
+#[test]
+fn nobody_leaves_because_of_a_plan_that_others_do_not_wait_for() {
+    let mut sim = Sim::new(&[("consistency", "ssp(1)"), ("learners", "3"), ("lease", "60")]).on_a_network();
+    let [a, b, c] = ["a", "b", "c"].map(|name| sim.join(name).unwrap());
+    for id in [a, b, c] {
+        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
+    }
+    for id in [a, b, b] {
+        everything(&mut sim, id, false);
+        sim.finish_work();
+    }
+    let of_a = open(&mut sim, a);
+    assert!(sim.comes(a.0, of_a.1, 0));
+    let of_b = open(&mut sim, b);
+    let ahead = commit(&mut sim, b, of_b, 120_000);
+    assert!(sim.is_waiting(ahead), "b is two steps ahead of c");
+    sim.tick(40_000);
+    open(&mut sim, c);
+    sim.tick(40_000);
+    assert_eq!(sim.left, [], "b waits for c, which was heard of 40 s ago");
+    commit(&mut sim, a, of_a, 60_000);
+    sim.finish_work();
+    assert_eq!(sim.versions_of(&[of_a.1]), [Some(Version(4))]);
 }
 
 #[test]
