@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::client::Job;
 use libmodelio::contributor::{ContributeError, Contributor, Share};
+use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
 
 use crate::ahead::{BYTES, commit, contributor, is_all, pull, set_lease, wait_for_pushed, ways, write};
@@ -150,6 +151,41 @@ fn a_learner_that_only_commits_takes_part_in_the_plan_of_the_others() {
             let (_, weights) = pull(&clients[0], &learners[0]);
             assert_eq!(weights[1], 2.0 * step as f32);
             is_all(&weights[2..], step as f32);
+        }
+        drop(world);
+        shut_down(clients);
+    }
+}
+
+#[test]
+fn nan_that_one_learner_of_a_client_has_mapped_is_refused_also_where_the_other_has_written_nothing() {
+    for way in ways() {
+        let (world, clients, learners) = learners(way, &[2]);
+        let [writes, maps] = &learners[..] else { panic!("two learners") };
+        let mapped = || {
+            let (sender, receiver) = channel();
+            maps.commit_mapped(LONG, move |result| drop(sender.send(result)));
+            receiver
+        };
+        let store = |value: f32| maps.store_mapped(BYTES - 4, &value.to_le_bytes()).unwrap();
+        for step in 1..=3u64 {
+            store(f32::NAN);
+            write(writes, 1.0, 0..BYTES / 2);
+            let (written, refused) = (begin_commit(writes), mapped());
+            let refused = refused.recv_timeout(2 * LONG).unwrap();
+            assert!(
+                matches!(refused, Err(ContributeError::Shard(ShardError::NonFinite(_)))),
+                "{way:?}: {refused:?}"
+            );
+            store(1.0);
+            let counts = mapped();
+            assert_eq!(written.recv_timeout(2 * LONG).unwrap(), Ok(()), "{way:?}");
+            assert_eq!(counts.recv_timeout(2 * LONG).unwrap(), Ok(()), "{way:?}");
+            let (version, weights) = pull(&clients[0], maps);
+            assert_eq!(
+                (version, weights[0], *weights.last().unwrap()),
+                (Version(step), step as f32, step as f32)
+            );
         }
         drop(world);
         shut_down(clients);
