@@ -40,7 +40,8 @@ impl Early {
 /// Whether plans may begin early, by what became of earlier ones.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Speculation {
-    /// The number of plans that were dropped since one counted, of those that others than their learner can drop.
+    /// The number of plans that were dropped since one counted, of those that others than their learner can drop. (Others
+    /// succeed where these fail: when the others have committed, the last one has a plan of its own.)
     failures: u32,
     /// No such plan begins on top of an older version.
     resumes_at: Version,
@@ -60,7 +61,7 @@ impl Speculation {
         self.resumes_at = Version(version.0.saturating_add(pause));
     }
 
-    /// A plan that began early counts.
+    /// A plan counts that others than its learner could have dropped.
     pub(super) fn succeeds(&mut self) {
         self.failures = 0;
     }
@@ -200,12 +201,29 @@ impl<S: Clone> JobCore<S> {
             let step = self.members.get(&learner).map(|member| member.step.next());
             self.speculation.failed_alone = step.map(|step| (learner, step));
         }
-        if open.len() > 1 || !self.gathers() && self.members.len() > 1 {
+        if self.is_of_others(&open) {
             self.speculation.fails(self.version);
         }
         self.put_back();
         self.release_params();
         true
+    }
+
+    /// The provisional plan under way, if there is one, is sealed.
+    pub(super) fn seal_early(&mut self) -> bool {
+        let Some(Early { open, .. }) = self.early.take() else { return false };
+        if self.is_of_others(&open) {
+            self.speculation.succeeds();
+        }
+        true
+    }
+
+    /// Whether others than its learner can have a plan for these dropped, or have to send again then.
+    fn is_of_others(&self, open: &BTreeSet<LearnerId>) -> bool {
+        let is_other = |c: &Committed<S>| {
+            c.place == Place::Kept && !c.contribution.steady && !open.contains(&c.contribution.learner)
+        };
+        open.len() > 1 || self.committed.iter().any(is_other) || !self.gathers() && self.members.len() > 1
     }
 
     /// A committed contribution whose memory is read for the provisional plan: it can be taken out with that.

@@ -230,8 +230,7 @@ impl<S: Clone> JobCore<S> {
     fn run(&mut self, plan: Plan<S>, actions: &mut Vec<Action<S>>) {
         let plan = Arc::new(plan);
         self.running = Some(Arc::clone(&plan));
-        if self.early.take().is_some() {
-            self.speculation.succeeds();
+        if self.seal_early() {
             actions.push(Action::Seal(plan));
         } else {
             actions.push(Action::Reduce(plan));

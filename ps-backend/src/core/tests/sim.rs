@@ -331,6 +331,12 @@ impl Sim {
         self.call(|core, now, actions| core.tick(now, actions));
         let late = self.requests.values().filter(|request| request.deadline <= self.now).count();
         assert_eq!(late, 0, "requests past their deadline");
+        let next = self.core.next_deadline();
+        assert!(
+            next.is_none_or(|at| at > self.now),
+            "another tick would do nothing: {next:?} at {:?}",
+            self.now
+        );
     }
 
     fn sum(&self, plan: &Plan<Uid>, block: u32) -> Content {

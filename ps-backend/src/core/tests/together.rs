@@ -211,6 +211,50 @@ fn where_others_commit_meanwhile_an_asynchronous_job_does_without_such_plans() {
 }
 
 #[test]
+fn where_one_commits_long_before_the_other_its_contribution_is_seldom_sent_in_vain() {
+    let mut sim = Sim::patient(&[("learners", "2"), ("lease", "0")], 50).on_a_network();
+    let [a, b] = ["a", "b"].map(|name| sim.join(name).unwrap());
+    let mut begins = Vec::new();
+    for _ in 0..40 {
+        let (of_a, of_b) = (open(&mut sim, a), open(&mut sim, b));
+        let first = commit(&mut sim, a, of_a, 60_000);
+        sim.tick(40);
+        begins.push(sim.comes(b.0, of_b.1, 0));
+        sim.tick(10_000);
+        sim.finish_work();
+        assert!(ok(&sim, first), "it does not wait for b");
+        commit(&mut sim, b, of_b, 60_000);
+        sim.finish_work();
+    }
+    let began = begins.iter().filter(|begins| **begins).count();
+    assert!((2..8).contains(&began), "{began} of 40 contributions were sent twice");
+    assert_eq!(sim.core.version(), Version(40));
+}
+
+#[test]
+fn where_one_is_always_slow_plans_of_all_are_seldom_tried_and_the_slow_one_has_its_own() {
+    let (mut sim, [a, b]) = two();
+    let mut begins = Vec::new();
+    for _ in 0..40 {
+        let (of_a, of_b) = (open(&mut sim, a), open(&mut sim, b));
+        sim.comes(b.0, of_b.1, 0);
+        begins.push(sim.comes(a.0, of_a.1, 0));
+        sim.tick(100);
+        let first = commit(&mut sim, a, of_a, 60_000);
+        sim.tick(5_000);
+        sim.finish_work();
+        assert!(ok(&sim, first), "it does not wait for b");
+        let open = sim.provisional.as_ref().and_then(|plan| plan.provisional.clone());
+        assert_eq!(open, Some([b.0].into()));
+        commit(&mut sim, b, of_b, 60_000);
+        sim.finish_work();
+    }
+    let began = begins.iter().filter(|begins| **begins).count();
+    assert!((2..8).contains(&began), "{began} of 40 contributions were sent twice");
+    assert_eq!(sim.core.version(), Version(40));
+}
+
+#[test]
 fn nobody_leaves_because_of_a_plan_that_others_do_not_wait_for() {
     let mut sim = Sim::new(&[("consistency", "ssp(1)"), ("learners", "3"), ("lease", "60")]).on_a_network();
     let [a, b, c] = ["a", "b", "c"].map(|name| sim.join(name).unwrap());
