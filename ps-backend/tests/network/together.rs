@@ -187,7 +187,49 @@ fn nan_that_one_learner_of_a_client_has_mapped_is_refused_also_where_the_other_h
                 (Version(step), step as f32, step as f32)
             );
         }
-        drop(world);
         shut_down(clients);
+        drop(world);
+    }
+}
+
+#[test]
+fn mapped_memory_whose_commit_is_withdrawn_in_mid_plan_is_its_programs_again() {
+    for way in ways() {
+        let (world, clients, learners) = learners(way, &[1, 1]);
+        let [writes, maps] = &learners[..] else { panic!("two learners") };
+        let commits = |value: f32| {
+            maps.store_mapped(0, &value.to_le_bytes().repeat(BYTES as usize / 4)).unwrap();
+            let (sender, receiver) = channel();
+            maps.commit_mapped(LONG, move |result| drop(sender.send(result)));
+            receiver
+        };
+        let (mut sum, mut withdrawn) = (0.0, 0);
+        for step in 1..=4u64 {
+            write(writes, 1.0, 0..BYTES / 2);
+            let first = commits(1000.0);
+            std::thread::sleep(Duration::from_millis(10 * step));
+            maps.withdraw();
+            // Where no plan takes both, it may be added up already.
+            sum += match first.recv_timeout(2 * LONG).unwrap() {
+                Ok(()) => 1001.0,
+                Err(_) => 2.0,
+            };
+            let again = (sum < 1000.0).then(|| commits(1.0));
+            withdrawn += usize::from(again.is_some());
+            write(writes, 1.0, BYTES / 2..BYTES);
+            all_commit(&learners[..1]);
+            if let Some(again) = again {
+                assert_eq!(again.recv_timeout(2 * LONG).unwrap(), Ok(()), "{way:?}");
+            }
+            let (version, weights) = pull(&clients[0], writes);
+            assert_eq!(version, Version(step));
+            is_all(&weights, sum);
+            if sum > 1000.0 {
+                break;
+            }
+        }
+        assert!(withdrawn > 0, "{way:?}");
+        shut_down(clients);
+        drop(world);
     }
 }

@@ -49,7 +49,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("plans that several clients wrote to and that were sealed", |world| world.history.sealed_together, 4),
     ("measured norms", |world| world.history.measured, 1),
     ("blocks that came before", |world| world.early, 1),
-    ("payloads that came before the seal", |world| world.before_the_seal, 50),
+    ("payloads that came before the seal", |world| world.before_the_seal, 200),
     ("contributions of which blocks were sent in vain before", |world| world.history.sent_again(), 100),
     ("blocks of several clients in one pass", |world| world.together, 1),
     ("mapped commits that timed out", |world| world.loans.timed_out, 1),
