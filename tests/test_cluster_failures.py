@@ -638,8 +638,8 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__for_other_mount
     finish(child)
     give(b, 1, "b")
     assert array(b.place("b") / "weights")[0] == 65, "what it left open counts"
-    give(b, 1, "b")
     with takes(0.5, 6):
+        give(b, 1, "b")
         assert array(b.place("b") / "weights")[0] == 66
     eventually(lambda: not a.place("a").exists())
 
