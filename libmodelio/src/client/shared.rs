@@ -455,7 +455,7 @@ impl Shared {
                     local.shard.mailbox().put(End::Client, End::Coordinator, Mail::Message(request, message));
                     after.mail_left = true;
                 } else if let Some(link) = inner.coordinator.links.first() {
-                    link.send(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(request, message) });
+                    link.send_now(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(request, message) });
                 }
             }
             // Nothing is lost on the way to a shard in this process.

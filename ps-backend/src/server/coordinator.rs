@@ -29,6 +29,9 @@ use moves::Moves;
 pub(super) use moves::Moving;
 use remote::RemoteShard;
 
+/// So few clients get their messages from the thread that has decided, under the coordinator's lock.
+const FEW_CLIENTS: usize = 2;
+
 /// Finds a shard's address.
 pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
 
@@ -338,6 +341,7 @@ impl Coordinator {
                 return frozen(&mut state);
             }
             change(&mut state, self.now(), &mut actions);
+            let is_few = state.clients.len() <= FEW_CLIENTS;
             for action in actions {
                 match action {
                     Action::ToClient(client, request, message) => {
@@ -346,7 +350,8 @@ impl Coordinator {
                             self.mailbox.put(End::Coordinator, End::Client, mail);
                             drains = true;
                         } else if let Some(link) = state.clients.get(&client) {
-                            link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
+                            let outgoing = Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) };
+                            if is_few { link.send_now(outgoing) } else { link.send(outgoing) }
                         }
                     }
                     Action::Close(client, why) => {

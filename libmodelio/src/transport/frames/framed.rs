@@ -121,7 +121,12 @@ impl<C: Conversation> Stream for Framed<C> {
             let said = link.pop();
             said.or_else(|| if farewell.is_none() { conversation.next() } else { None })
         };
-        self.sending.fill(out, next);
+        let rest = link.begin();
+        self.sending.fill(out, rest, next);
+        // Without bytes the driver has nothing to do. What was handed out before has gone by now.
+        if out.bytes() == 0 && farewell.is_none() {
+            link.rests();
+        }
     }
 
     fn transmitted(&mut self, bytes: usize) -> Result<(), Close> {

@@ -1,14 +1,17 @@
 //! A connection's queue of messages, which any thread may fill.
 
 use std::collections::VecDeque;
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, send};
 use parking_lot::Mutex;
 
 use crate::transport::stream::{Close, Connection, Piece};
 use crate::vocabulary::ids::Epoch;
-use crate::wire::Message;
+use crate::wire::{self, Message, Payload};
 
 /// The most messages that may wait. With more, the peer counts as too slow, and the connection ends.
 const MAX_QUEUED: usize = 1 << 16;
@@ -38,9 +41,19 @@ impl Outgoing {
 #[derive(Clone, Default)]
 pub struct Link(Arc<LinkState>);
 
+/// The messages that wait, and whose turn it is to send.
+#[derive(Default)]
+struct Queue {
+    messages: VecDeque<Outgoing>,
+    /// The serving thread has found nothing to send, and the kernel has all that it sent before. Others may send then.
+    is_idle: bool,
+    /// The end of a frame of which the kernel took the beginning from another thread. It goes before all messages.
+    rest: Vec<u8>,
+}
+
 #[derive(Default)]
 struct LinkState {
-    queue: Mutex<VecDeque<Outgoing>>,
+    queue: Mutex<Queue>,
     /// Bytes of payload in the queue.
     queued_bytes: AtomicUsize,
     connection: OnceLock<Connection>,
@@ -55,6 +68,67 @@ impl Link {
         self.wake();
     }
 
+    /// Sends a message without a payload. If the serving thread sleeps and has nothing to send, this thread hands the
+    /// message to the kernel: to wake the other one for that takes as long, and what it does comes on top.
+    ///
+    /// For messages to one peer or to a few, because the caller may hold a lock. A thread that serves many peers sends
+    /// with fewer system calls.
+    pub fn send_now(&self, outgoing: Outgoing) {
+        if !self.is_sent_here(&outgoing) {
+            self.send(outgoing);
+        }
+    }
+
+    /// Whether this thread has sent the message.
+    ///
+    /// Frames do not mix, and keep their order: the lock is held from the look at the queue until the kernel has the
+    /// bytes. Before the serving thread names bytes to the kernel, it notes under the same lock that it is not idle. No
+    /// wake-up is lost: what this thread leaves over is in `rest` before the serving thread is woken for it.
+    fn is_sent_here(&self, outgoing: &Outgoing) -> bool {
+        if outgoing.payload.is_some() || self.0.ending.load(Ordering::Relaxed) {
+            return false;
+        }
+        let Some(socket) = self.0.connection.get().and_then(Connection::resting_socket) else { return false };
+        let mut queue = self.0.queue.lock();
+        if !queue.is_idle || !queue.rest.is_empty() || !queue.messages.is_empty() {
+            return false;
+        }
+        let mut frame = Vec::new();
+        let Outgoing { message, request, epoch, .. } = outgoing;
+        if wire::append_frame(&mut frame, message, *request, *epoch, Payload::NONE).is_err() {
+            // The serving thread reports it.
+            return false;
+        }
+        let sent = loop {
+            match send(socket.as_raw_fd(), &frame, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL) {
+                Err(Errno::EINTR) => {}
+                // Of a full socket or a broken connection, the serving thread learns by itself.
+                Err(_) | Ok(0) => return false,
+                Ok(sent) => break sent,
+            }
+        };
+        frame.drain(..sent);
+        let is_left = !frame.is_empty();
+        queue.rest = frame;
+        drop(queue);
+        if is_left {
+            self.wake();
+        }
+        true
+    }
+
+    /// The serving thread looks for something to send. Returns what goes before all messages.
+    pub(super) fn begin(&self) -> Vec<u8> {
+        let mut queue = self.0.queue.lock();
+        queue.is_idle = false;
+        std::mem::take(&mut queue.rest)
+    }
+
+    /// The serving thread has found nothing to send. A message that has come meanwhile wakes it.
+    pub(super) fn rests(&self) {
+        self.0.queue.lock().is_idle = true;
+    }
+
     fn queue(&self, outgoing: Outgoing) {
         if self.0.ending.load(Ordering::Relaxed) {
             return;
@@ -62,7 +136,7 @@ impl Link {
         let bytes = outgoing.payload.as_ref().map_or(0, Piece::len);
         let mut queue = self.0.queue.lock();
         self.0.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
-        queue.push_back(outgoing);
+        queue.messages.push_back(outgoing);
     }
 
     /// Whether the queue is so full that the peer is not read before it takes some messages.
@@ -72,7 +146,7 @@ impl Link {
 
     pub(super) fn pop(&self) -> Option<Outgoing> {
         let mut queue = self.0.queue.lock();
-        let outgoing = queue.pop_front()?;
+        let outgoing = queue.messages.pop_front()?;
         let bytes = outgoing.payload.as_ref().map_or(0, Piece::len);
         self.0.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
         Some(outgoing)
@@ -90,17 +164,18 @@ impl Link {
 
     /// Whether the queue is empty.
     pub(super) fn is_said(&self) -> bool {
-        self.0.queue.lock().is_empty()
+        let queue = self.0.queue.lock();
+        queue.messages.is_empty() && queue.rest.is_empty()
     }
 
     /// Whether the queue is so long that the peer counts as too slow.
     pub(super) fn is_stuffed(&self) -> bool {
-        self.0.queue.lock().len() > MAX_QUEUED
+        self.0.queue.lock().messages.len() > MAX_QUEUED
     }
 
     /// Drops the queued messages.
     pub(super) fn clear(&self) {
-        self.0.queue.lock().clear();
+        *self.0.queue.lock() = Queue::default();
     }
 
     /// Sends a message without a payload.
@@ -146,3 +221,6 @@ impl Link {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
+
+#[cfg(test)]
+mod tests;

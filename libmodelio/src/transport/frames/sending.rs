@@ -42,15 +42,18 @@ impl Sending {
         }
     }
 
-    /// Hands out the messages of `next`, up to [`SEND_AT_ONCE`] bytes. The kernel has everything that was handed out
-    /// before.
-    pub fn fill(&mut self, out: &mut SendSlices, mut next: impl FnMut() -> Option<Outgoing>) {
+    /// Hands out `rest`, if it is not empty, and the messages of `next`, up to [`SEND_AT_ONCE`] bytes. The kernel has
+    /// everything that was handed out before.
+    pub fn fill(&mut self, out: &mut SendSlices, rest: Vec<u8>, mut next: impl FnMut() -> Option<Outgoing>) {
         self.frames.clear();
         self.long.clear();
         if self.used > FIRST_HEADS / 2 && self.heads.len() < HEADS {
             self.heads = Buffer::zeroed(HEADS);
         }
         self.used = 0;
+        if !rest.is_empty() {
+            self.push_long(rest, out);
+        }
         while out.room() >= 2 && out.bytes() < SEND_AT_ONCE && self.heads.len() - self.used >= 256 {
             let Some(outgoing) = next() else { break };
             self.push(outgoing, out);
@@ -79,9 +82,7 @@ impl Sending {
             self.used += len;
         } else {
             let long = std::mem::take(&mut self.encoded);
-            // SAFETY: the vector is kept unchanged until all of this is transmitted.
-            unsafe { out.push(long.as_ptr(), len) };
-            self.long.push(long);
+            self.push_long(long, out);
         }
         if let Some(piece) = &outgoing.payload {
             let (start, len) = piece.raw();
@@ -89,6 +90,12 @@ impl Sending {
             unsafe { out.push(start, len) };
         }
         self.frames.push(outgoing);
+    }
+
+    fn push_long(&mut self, long: Vec<u8>, out: &mut SendSlices) {
+        // SAFETY: the vector is kept unchanged until all of this is transmitted.
+        unsafe { out.push(long.as_ptr(), long.len()) };
+        self.long.push(long);
     }
 
     /// The kernel has taken `bytes`.

@@ -10,6 +10,9 @@ use crate::transport::stream::Token;
 
 /// Moves bytes for one thread. [`wait`](Driver::wait) reports each begun operation once.
 pub(in crate::transport) trait Driver {
+    /// Whether the bytes of a stream go through its descriptor, which is a socket.
+    const IS_BY_SOCKET: bool = false;
+
     /// Begins to fill `port.receive`, up to all of it; `port.receiving` is outstanding until it is reported.
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
 

@@ -133,6 +133,8 @@ impl Poll {
 }
 
 impl Driver for Poll {
+    const IS_BY_SOCKET: bool = true;
+
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         port.adjust_low_water();
         self.register(token, port, EpollFlags::EPOLLIN, false)?;

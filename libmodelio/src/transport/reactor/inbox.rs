@@ -188,6 +188,10 @@ impl ServingThread for ThreadState {
         self.post(|inbox| inbox.woken.push(Arc::clone(connection)));
     }
 
+    fn sleeps(&self) -> bool {
+        self.sleep.load(Ordering::Relaxed) == ASLEEP
+    }
+
     fn becomes_busy(&self) {
         self.busy.fetch_add(1, Ordering::Relaxed);
     }

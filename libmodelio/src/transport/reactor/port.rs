@@ -1,6 +1,7 @@
 //! A descriptor of a serving thread, and the operations outstanding on it.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -55,7 +56,8 @@ pub(in crate::transport) enum Phase {
 
 /// A descriptor and its outstanding operations.
 pub(in crate::transport) struct Port {
-    pub fd: OwnedFd,
+    /// Another thread that is sending a message holds it, too, until the system call is over.
+    pub fd: Arc<OwnedFd>,
     pub receive: ReceiveSlices,
     pub send: SendSlices,
     /// The number of bytes that the outstanding receive must still bring.
@@ -80,7 +82,7 @@ impl Port {
         let address = getsockname::<SockaddrStorage>(fd.as_raw_fd());
         let is_unix = address.is_ok_and(|address| address.family() == Some(AddressFamily::Unix));
         Port {
-            fd,
+            fd: Arc::new(fd),
             receive: ReceiveSlices::new(),
             send: SendSlices::new(),
             least: 0,

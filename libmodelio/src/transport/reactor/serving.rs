@@ -79,6 +79,9 @@ impl<D: Driver> Serving<D> {
     fn open(&mut self, token: Token) {
         self.ask(token, |entry, _| {
             let Kind::Stream(stream) = &mut entry.kind else { return Ok(()) };
+            if D::IS_BY_SOCKET {
+                entry.connection.state().goes_through(&entry.port.fd);
+            }
             // Sockets other than TCP have no such settings.
             if let Ok(in_use) = in_use(&SockRef::from(&entry.port.fd)) {
                 entry.connection.state().describe(in_use);

@@ -147,6 +147,8 @@ impl Uring {
 }
 
 impl Driver for Uring {
+    const IS_BY_SOCKET: bool = true;
+
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         let much = port.adjust_low_water();
         let how = if much { RECVSEND_POLL_FIRST } else { 0 };

@@ -4,8 +4,9 @@
 //! bytes. A connection has at most one queued wake-up.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
@@ -16,6 +17,9 @@ use super::in_use::InUse;
 pub(in crate::transport) trait ServingThread: Send + Sync {
     /// Has the thread handle the connection soon.
     fn wake(&self, connection: &Arc<ConnectionState>);
+
+    /// Whether the thread sleeps at the moment.
+    fn sleeps(&self) -> bool;
 
     /// A connection of the thread has become busy.
     fn becomes_busy(&self);
@@ -44,6 +48,8 @@ pub(in crate::transport) struct ConnectionState {
     /// The connection is known to be busy.
     busy: AtomicBool,
     in_use: OnceLock<InUse>,
+    /// The socket, if the bytes of the stream go through one. The serving thread closes it.
+    socket: OnceLock<Weak<OwnedFd>>,
     /// Requests of other threads to the serving thread.
     asked: Mutex<Asked>,
 }
@@ -68,6 +74,7 @@ impl Connection {
             over: AtomicBool::new(false),
             busy: AtomicBool::new(false),
             in_use: OnceLock::new(),
+            socket: OnceLock::new(),
             asked: Mutex::default(),
         }))
     }
@@ -114,6 +121,12 @@ impl Connection {
         self.0.in_use.get()
     }
 
+    /// The socket that the stream's bytes go through, if the serving thread sleeps. That may end at any moment.
+    pub(in crate::transport) fn resting_socket(&self) -> Option<Arc<OwnedFd>> {
+        let socket = self.0.socket.get()?;
+        if self.0.thread.sleeps() { socket.upgrade() } else { None }
+    }
+
     /// Whether its stream has been closed.
     pub fn is_closed(&self) -> bool {
         self.0.over.load(Ordering::Acquire)
@@ -132,6 +145,11 @@ impl ConnectionState {
     /// The socket is connected, with these settings.
     pub fn describe(&self, in_use: InUse) {
         self.in_use.get_or_init(|| in_use);
+    }
+
+    /// The stream's bytes go through this socket.
+    pub fn goes_through(&self, socket: &Arc<OwnedFd>) {
+        self.socket.get_or_init(|| Arc::downgrade(socket));
     }
 
     /// The serving thread has it in its table.
