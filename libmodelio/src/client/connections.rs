@@ -149,15 +149,19 @@ impl Shared {
                     None => {}
                 }
             };
-            let coordinator = inner.routes.coordinator;
+            let routes = Arc::clone(&inner.routes);
+            let coordinator = routes.coordinator;
             check(&mut inner.coordinator, 1, (Role::Control, coordinator));
             for (partition, peer) in inner.partitions.iter_mut().enumerate() {
                 // Connections are opened one after the other. The shard then knows the purpose of each, and puts the
                 // next one on another thread.
                 let greeted = peer.links.len();
-                check(peer, connections.min(greeted + 1), (Role::Data, partition));
+                // A shard with fewer blocks needs no more connections than that. The first one is on the thread of the
+                // requests to the coordinator, so a small model's messages need one thread here.
+                let blocks = routes.partitions[partition].blocks.max(1) as usize;
+                check(peer, connections.min(blocks).min(greeted + 1), (Role::Data, partition));
             }
-            Arc::clone(&inner.routes)
+            routes
         };
         for (role, partition, number) in missing {
             let route = Route { routes: Arc::clone(&routes), role, partition, number };

@@ -270,12 +270,13 @@ impl Shared {
             inner.versions.recycle(retain, max);
         }
         match &self.local {
-            None => inner.wake_all(),
+            // A pull that has found no buffer has noted so under this lock, so it is still under way.
+            None if inner.core.pulling().is_some() => inner.wake_all(),
             Some(local) if is_old => {
                 drop(inner);
                 local.shard.find_buffer();
             }
-            Some(_) => {}
+            _ => {}
         }
     }
 
@@ -512,12 +513,17 @@ impl Shared {
                 after.events.push(Event::Left(learner, reason));
             }
             Action::Pulled(version) => {
-                // A thread waits for the first version. For pulled versions, the keeper takes a spare buffer.
-                if self.local.is_none() || !inner.core.shows_any() {
-                    self.rouse();
-                }
+                let is_first = !inner.core.shows_any();
                 inner.versions.publish(version);
                 self.shown(inner, version, after, more);
+                // A thread waits for the first version. The keeper takes a spare buffer for those that are pulled: if one
+                // is lacking only later, its next check by itself finds that. The next pull may be put off, and due soon.
+                let (retain, max) = inner.bounds();
+                if is_first || self.local.is_none() && inner.versions.lacks_spare(retain, max) {
+                    self.rouse();
+                } else {
+                    self.rouse_keeper(inner);
+                }
             }
             Action::Own(version, token) => {
                 if let Some(buffer) = inner.weights.get(&token).map(|weights| weights.buffer.clone()) {

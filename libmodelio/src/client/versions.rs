@@ -123,13 +123,18 @@ impl Versions {
     /// memory while none is free or being taken, and fewer exist than are used in turn: the newest version, the
     /// `retain` before it, and the next.
     pub fn wants_spare(&mut self, retain: usize, max: usize) -> bool {
-        // If the shard's own buffers are shown, nothing is pulled into a buffer.
-        let wants = !self.shows_shards_memory()
-            && !self.coming
-            && self.free.is_empty()
-            && self.total() < max.min(retain + 2);
+        let wants = self.lacks_spare(retain, max);
         self.coming |= wants;
         wants
+    }
+
+    /// Whether [`Self::wants_spare`] would say so.
+    pub fn lacks_spare(&mut self, retain: usize, max: usize) -> bool {
+        // If the shard's own buffers are shown, nothing is pulled into a buffer.
+        !self.shows_shards_memory()
+            && !self.coming
+            && self.free.is_empty()
+            && self.total() < max.min(retain + 2)
     }
 
     /// The spare buffer does not come.
