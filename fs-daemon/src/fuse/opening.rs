@@ -113,7 +113,8 @@ impl Calls {
     fn open_now(&self, request: &OpenRequest, tid: u32) -> CallResult<Opened> {
         let _opening = request.contributes().then(|| self.watches.opening());
         let (file, way) = self.fs.open(request)?;
-        let users = file.written_tree().map(|_| FileUsers::new(tid));
+        let process = file.written_tree().and_then(|_| self.watches.process_of(tid));
+        let users = file.written_tree().map(|_| FileUsers::new(tid, process.clone()));
         let open = Arc::new(ProgramFile { file, opener: tid, users });
         let contribution = match &open.file {
             OpenFile::Contribution { tree, contribution } => Some((tree, contribution)),
@@ -131,7 +132,7 @@ impl Calls {
             tree.model.job.version_opened(learner);
         }
         if let Some((tree, contribution)) = contribution {
-            self.watches.opened(&tree.model, contribution.learner(), tid);
+            self.watches.opened(&tree.model, contribution.learner(), tid, process.as_ref());
         }
         Ok(Opened { fh, way })
     }

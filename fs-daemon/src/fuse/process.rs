@@ -130,14 +130,19 @@ impl AsFd for Process {
 /// the dying thread or from a worker of its own.
 ///
 /// A thread in execve(2) closes files, too, and waits for the answer under a lock that `/proc/<tid>/stat` takes on newer
-/// kernels. Unlike a dying or a kernel's thread, it has memory, which `/proc/<tid>/status` shows without that lock.
+/// kernels. Unlike a dying or a kernel's thread, it has memory, which `/proc/<tid>/statm` shows without that lock, and in
+/// much less time than `/proc/<tid>/status`.
 pub fn is_killed_or_kernel(tid: u32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
-    if line_of_status(&status, "VmSize").is_some() {
+    if has_memory(&fs::read_to_string(format!("/proc/{tid}/statm")).unwrap_or_default()) {
         return false;
     }
     let stat = fs::read_to_string(format!("/proc/{tid}/stat")).unwrap_or_default();
     closes_by_death(&stat, || status_is_hidden(tid))
+}
+
+/// Whether `/proc/<tid>/statm` names pages of memory.
+fn has_memory(statm: &str) -> bool {
+    statm.split_ascii_whitespace().next().is_some_and(|pages| pages != "0")
 }
 
 /// Does [`is_killed_or_kernel`] on the text of `/proc/<tid>/stat`. `hidden` says whether the last field but
@@ -235,7 +240,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Watched {
     /// By the token that epoll returns: never reused, so that an event can not be taken for another's.
-    processes: HashMap<u64, (Process, u64)>,
+    processes: HashMap<u64, (Arc<Process>, u64)>,
     last_token: u64,
 }
 
@@ -268,7 +273,7 @@ impl Watcher {
 
     /// Watches `process` until it ends; one that has ended already is reported like the others. A key
     /// may stand for several processes. Fails when [`MAX_WATCHED`] are watched.
-    pub fn watch(&self, process: Process, key: u64) -> io::Result<()> {
+    pub fn watch(&self, process: Arc<Process>, key: u64) -> io::Result<()> {
         let mut watched = self.shared.watched.lock();
         if watched.processes.len() >= MAX_WATCHED {
             return Err(io::Error::other(format!("{MAX_WATCHED} processes are watched already")));
@@ -276,7 +281,7 @@ impl Watcher {
         watched.last_token += 1;
         let token = watched.last_token;
         // Under the lock: the thread finds the entry even if the event comes at once.
-        self.shared.epoll.add(&process, EpollEvent::new(EpollFlags::EPOLLIN, token))?;
+        self.shared.epoll.add(&*process, EpollEvent::new(EpollFlags::EPOLLIN, token))?;
         watched.processes.insert(token, (process, key));
         Ok(())
     }

@@ -48,10 +48,12 @@ impl Seen {
 }
 
 impl FileUsers {
-    /// Thread `tid` has opened the file.
-    pub fn new(tid: u32) -> FileUsers {
-        let mut seen = Seen::default();
-        FileUsers { opener: seen.note(tid), last_writer: AtomicU32::new(tid), seen: Mutex::new(seen) }
+    /// Thread `tid` of `process`, if that can be seen, has opened the file.
+    pub fn new(tid: u32, process: Option<Arc<Process>>) -> FileUsers {
+        let opener = process.as_ref().map(|process| process.tgid());
+        let threads = opener.map(|opener| (tid, opener)).into_iter().collect();
+        let seen = Seen { threads, processes: process.into_iter().collect() };
+        FileUsers { opener, last_writer: AtomicU32::new(tid), seen: Mutex::new(seen) }
     }
 
     /// Notes who writes; nearly free when it is the one who wrote last.

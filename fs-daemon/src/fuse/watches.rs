@@ -29,7 +29,7 @@ pub struct Watches {
 struct Watched {
     model: Arc<Model>,
     learner: Arc<Learner>,
-    tgid: u32,
+    process: Arc<Process>,
 }
 
 impl Watches {
@@ -60,10 +60,28 @@ impl Watches {
         self.opening.read_recursive()
     }
 
-    /// Thread `tid` has opened the learner's `gradients`: the violent end of its process is the learner's.
-    pub fn opened(&self, model: &Arc<Model>, learner: &Arc<Learner>, tid: u32) {
-        if let (Some(watcher), Some(process)) = (self.watcher.get(), Process::of_thread(tid)) {
-            self.watch(watcher, model, learner, process);
+    /// Thread `tid` of `process`, if that can be seen, has opened the learner's `gradients`: the violent end of its process
+    /// is the learner's.
+    pub fn opened(
+        &self,
+        model: &Arc<Model>,
+        learner: &Arc<Learner>,
+        tid: u32,
+        process: Option<&Arc<Process>>,
+    ) {
+        if let (Some(watcher), Some(process)) = (self.watcher.get(), process) {
+            let (is_known, is_users) = {
+                let watched = self.watched.lock();
+                let same = |one: &&Watched| one.process.tgid() == process.tgid();
+                let is_users = watched.values().filter(same).any(|one| Arc::ptr_eq(&one.learner, learner));
+                (watched.values().any(|one| Arc::ptr_eq(&one.process, process)), is_users)
+            };
+            // For another learner of the process, the watcher needs another pidfd.
+            let another = || Process::of_thread(tid).map(Arc::new);
+            let process = if is_known { another() } else { Some(Arc::clone(process)) };
+            if let Some(process) = process.filter(|_| !is_users) {
+                self.watch(watcher, model, learner, process);
+            }
         }
         if tid != 0 {
             return;
@@ -77,16 +95,32 @@ impl Watches {
         }
     }
 
-    fn watch(&self, watcher: &Watcher, model: &Arc<Model>, learner: &Arc<Learner>, process: Process) {
+    /// The process of thread `tid`, as [`Process::of_thread`] has it, but for a process that is watched without a look at
+    /// `/proc`, if `tid` is its first thread.
+    ///
+    /// The number of a first thread is the process's own, and nobody else gets it before the process is reaped. So as
+    /// long as the pidfd says that the process has not ended, a request of that number is the process's. The number of
+    /// another thread may go to another process meanwhile, so other threads are looked up each time.
+    pub fn process_of(&self, tid: u32) -> Option<Arc<Process>> {
+        let known = {
+            let watched = self.watched.lock();
+            watched.values().find(|one| one.process.tgid() == tid).map(|one| Arc::clone(&one.process))
+        };
+        let lives = known.filter(|process| process.exited().is_none());
+        lives.or_else(|| Process::of_thread(tid).map(Arc::new))
+    }
+
+    fn watch(&self, watcher: &Watcher, model: &Arc<Model>, learner: &Arc<Learner>, process: Arc<Process>) {
         let tgid = process.tgid();
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
         {
             let mut watched = self.watched.lock();
-            if watched.values().any(|other| other.tgid == tgid && Arc::ptr_eq(&other.learner, learner)) {
+            let is_same = |one: &Watched| one.process.tgid() == tgid && Arc::ptr_eq(&one.learner, learner);
+            if watched.values().any(is_same) {
                 return;
             }
-            let (model, learner) = (Arc::clone(model), Arc::clone(learner));
-            watched.insert(key, Watched { model, learner, tgid });
+            let (model, learner, process) = (Arc::clone(model), Arc::clone(learner), Arc::clone(&process));
+            watched.insert(key, Watched { model, learner, process });
         }
         learner.user_came();
         if let Err(error) = watcher.watch(process, key) {

@@ -142,7 +142,7 @@ fn the_watcher_reports_every_end_once_and_closes_its_descriptors() {
         let child = held(&format!("exit {key}"));
         let process = of(&child);
         pidfds.push(process.as_fd().as_raw_fd());
-        watcher.watch(process, key).unwrap();
+        watcher.watch(Arc::new(process), key).unwrap();
         children.push(child);
     }
     assert_eq!(watcher.watched(), 20);
@@ -168,14 +168,14 @@ fn ended_before_it_is_watched_and_forgotten_before_it_ends() {
     let watcher = Watcher::start(move |key, exit| sender.send((key, exit)).unwrap()).unwrap();
     let (mut early, mut forgotten) = (held("exit 2"), held("exit 4"));
     let process = of(&early);
-    watcher.watch(of(&forgotten), 4).unwrap();
+    watcher.watch(Arc::new(of(&forgotten)), 4).unwrap();
     watcher.forget(4);
     assert_eq!(watcher.watched(), 0);
     release(&mut forgotten);
     forgotten.wait().unwrap();
     release(&mut early);
     early.wait().unwrap();
-    watcher.watch(process, 2).unwrap();
+    watcher.watch(Arc::new(process), 2).unwrap();
     assert_eq!(reports.recv_timeout(LONG).unwrap().0, 2);
     drop(watcher);
     assert!(reports.recv().is_err(), "nothing else was reported");
@@ -194,7 +194,7 @@ fn shutdown_from_a_report_does_not_wait_for_itself() {
     let mut child = held("exit 5");
     let process = of(&child);
     *slot.lock() = Some(watcher);
-    slot.lock().as_ref().unwrap().watch(process, 1).unwrap();
+    slot.lock().as_ref().unwrap().watch(Arc::new(process), 1).unwrap();
     release(&mut child);
     assert_eq!(reports.recv_timeout(LONG).unwrap(), Exit::Code(5));
     child.wait().unwrap();
@@ -270,4 +270,12 @@ fn threads_of_an_exiting_program_are_distinguished_from_those_of_a_killed_one() 
     assert!(closes_by_death(&stat(signaled, 0), || true), "not for us to see");
     assert!(closes_by_death(&stat(kernel, 0), || false));
     assert!(!closes_by_death("", || true), "gone");
+}
+
+#[test]
+fn a_thread_with_memory_is_told_from_those_without() {
+    assert!(has_memory("2190 1040 900 5 0 300 0\n"));
+    // A zombie and a thread of the kernel; a thread that is gone.
+    assert!(!has_memory("0 0 0 0 0 0 0\n") && !has_memory(""));
+    assert!(!is_killed_or_kernel(std::process::id()));
 }
