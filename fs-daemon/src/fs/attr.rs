@@ -125,9 +125,11 @@ impl Fs {
             File::RetainedText(v) => {
                 Attributes { size: text_len(v), modified: of(v)?, keep: Keep::Forever, ..base }
             }
-            File::Gradients | File::LearnerGradients(_) | File::Device | File::Publish(_) => {
-                Attributes { size, modified: newest(), ..base }
+            // Opened for each step, and only the time changes.
+            File::Gradients | File::LearnerGradients(_) => {
+                Attributes { size, modified: newest(), keep: Keep::Briefly, ..base }
             }
+            File::Device | File::Publish(_) => Attributes { size, modified: newest(), ..base },
             File::VersionText | File::LearnerVersion(_) => {
                 Attributes { size: text_len(model.job.offered_version()), modified: newest(), ..base }
             }

@@ -88,6 +88,11 @@ impl TensorsName {
         late.into_iter().for_each(|waiting| (waiting.answer)());
     }
 
+    /// Whether the name may lead to an older version than the newest one.
+    pub fn is_known(&self) -> bool {
+        self.0.lock().oldest().is_some()
+    }
+
     /// The newest version that may be announced, when `newest` exists.
     pub fn shown(&self, newest: Version) -> Version {
         self.0.lock().oldest().map_or(newest, |oldest| oldest.min(newest))

@@ -21,6 +21,7 @@ use super::waits::Waits;
 use super::watches::Watches;
 use crate::fs::access::Access;
 use crate::fs::filesystem::Fs;
+use crate::fs::model_tree::ModelTree;
 use crate::fs::open_file::OpenFile;
 use crate::fs::text::MountStatus;
 use crate::session::error::{CallError, CallResult, Done};
@@ -28,6 +29,9 @@ use crate::session::model::Model;
 
 /// Somebody polls a file; called once when it is ready.
 pub type Wake = Box<dyn FnOnce() + Send>;
+
+/// By open file: the index of the model whose next version wakes the poller.
+type Pollers = Arc<Mutex<HashMap<u64, (u8, Wake)>>>;
 
 /// Work for the thread that may talk to the kernel on its own accord.
 pub(super) enum Chore {
@@ -48,8 +52,8 @@ pub struct Calls {
     pub(super) pending_exits: Arc<PendingExits>,
     pub(super) waits: Arc<Waits>,
     pub(super) second_lookups: SecondLookups,
-    /// By open file: the index of the model whose next version wakes the poller.
-    pub(super) pollers: Mutex<HashMap<u64, (u8, Wake)>>,
+    /// Who polls.
+    pub(super) pollers: Pollers,
     pub(super) chores: mpsc::Sender<Chore>,
 }
 
@@ -58,6 +62,19 @@ pub struct Started {
     /// The calls.
     pub calls: Arc<Calls>,
     pub(super) inbox: mpsc::Receiver<Chore>,
+}
+
+/// Whether it is enough that the kernel is told of a new version at the next look at leftovers
+/// ([`Fs::drop_leftovers`]). A small model's program most often looks the name up before that, and the old inode goes by
+/// itself.
+///
+/// Nobody misses the version. It is shown by now, and who begins to poll, or has the kernel keep `tensors`, notes that
+/// first and looks at the newest version then.
+fn can_wait(tree: &ModelTree, pollers: &Pollers) -> bool {
+    tree.model.is_small()
+        && !tree.model.job.keeps_old_versions()
+        && !tree.tensors_name.is_known()
+        && !pollers.lock().values().any(|(of, _)| *of == tree.index)
 }
 
 impl Calls {
@@ -73,15 +90,22 @@ impl Calls {
             move || MountStatus { passthrough, open_files: files.len(), watched_processes: watches.len() }
         };
         let fs = Arc::new(Fs::new(models, passthrough, access, Box::new(status)));
+        let pollers = Pollers::default();
         for tree in fs.trees() {
-            let (index, chores) = (tree.index, chores.clone());
-            tree.model.job.subscribe(Box::new(move |event| {
-                // The receiver only goes when the mount does.
-                let _ = chores.send(match event {
+            let (index, chores, pollers) = (tree.index, chores.clone(), Arc::clone(&pollers));
+            let tree = Arc::downgrade(tree);
+            let listener = move |event| {
+                let chore = match event {
+                    Event::Published(_) if tree.upgrade().is_some_and(|tree| can_wait(&tree, &pollers)) => {
+                        return;
+                    }
                     Event::Published(_) => Chore::Published(index),
                     Event::Left(learner, reason) => Chore::Left(index, learner, reason),
-                });
-            }));
+                };
+                // The receiver only goes when the mount does.
+                let _ = chores.send(chore);
+            };
+            fs.trees()[usize::from(index)].model.job.subscribe(Box::new(listener));
         }
         let calls = Arc::new(Calls {
             fs,
@@ -90,7 +114,7 @@ impl Calls {
             pending_exits: Arc::default(),
             waits: Arc::default(),
             second_lookups: SecondLookups::default(),
-            pollers: Mutex::default(),
+            pollers,
             chores,
         });
         Ok(Started { calls, inbox })

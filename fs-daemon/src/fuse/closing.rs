@@ -53,7 +53,7 @@ impl Calls {
     /// Ends the contribution of a file, once the fate of a program that shared it and is ending just now is
     /// settled.
     fn end_when_settled(&self, fh: u64, open: Arc<ProgramFile>, ending: Ending, tid: u32, done: Done<()>) {
-        let Some(tree) = open.file.written_tree() else { return done(Ok(())) };
+        let Some(tree) = open.file.written_tree().cloned() else { return done(Ok(())) };
         let done = self.guard_end(&open.file, tid, done);
         let OpenFile::Contribution { contribution, .. } = &open.file else {
             return open.file.end(ending, done);
@@ -62,7 +62,7 @@ impl Calls {
         let deadline = Instant::now() + tree.model.timeout();
         let refusal = Arc::clone(&contribution.learner().refusal);
         let then = move |outcome: CallResult<()>| match outcome {
-            Ok(()) => open.file.end(ending, done),
+            Ok(()) => open.file.end(ending, tree.model.done_with_version(learner.1, done)),
             Err(error) => {
                 refusal.note(&error, true);
                 done(Err(error));

@@ -1,6 +1,7 @@
 //! The wait for a version that an open must show.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use libmodelio::client::{LastCommit, wait_for};
 use libmodelio::reader::Reader;
@@ -11,7 +12,24 @@ use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::model::Model;
 
+/// The longest wait of a small contribution's answer for the version that it is part of. The keeper of the job looks
+/// at its deadlines more often than this, so it need not be woken for one.
+const SHOWN_SOON: Duration = Duration::from_millis(250);
+
 impl Model {
+    /// Wraps the answer to a commit of `learner`. If its version is on its way here already, and small, a success is told
+    /// when that is shown. Otherwise the program's next open would have to be sent back for it, which takes longer.
+    pub fn done_with_version(self: &Arc<Self>, learner: LearnerId, done: Done<()>) -> Done<()> {
+        let model = Arc::clone(self);
+        Box::new(move |outcome| match outcome {
+            Ok(()) if model.is_small() && model.job.is_pulled_for(learner) => {
+                // The contribution counts, whatever becomes of this wait.
+                model.job.await_step(learner, SHOWN_SOON, Box::new(move |_| done(Ok(()))));
+            }
+            outcome => done(outcome),
+        })
+    }
+
     /// Waits for a version that an open as `learner`, or as none, must show, at most [`Self::timeout`]. `done` gets that
     /// version, or a newer one.
     pub fn await_fresh(self: &Arc<Self>, learner: Option<LearnerId>, done: Done<Version>) {

@@ -61,6 +61,9 @@ pub struct Model {
     joining: Mutex<()>,
 }
 
+/// The bytes of a model whose steps consist of messages and threads that wake each other, more than of bytes.
+const SMALL: u64 = 256 << 10;
+
 impl Model {
     /// A model over its job. `own_name` names the mount's own learner: mounts that share a job need different
     /// names.
@@ -86,6 +89,11 @@ impl Model {
             learners: Mutex::default(),
             joining: Mutex::default(),
         }
+    }
+
+    /// Whether the time of a step lies in messages and threads that wake each other, more than in bytes.
+    pub fn is_small(&self) -> bool {
+        self.layout.size() <= SMALL
     }
 
     /// Longest wait for a version, or for a commit.

@@ -176,6 +176,13 @@ impl Job {
         self.shared.inner.lock().versions.numbers().collect()
     }
 
+    /// Whether programs keep versions in memory that are not retained, and so many that it matters soon.
+    pub fn keeps_old_versions(&self) -> bool {
+        let inner = self.shared.inner.lock();
+        // There is room for the newest version, the retained ones, one more, and the next (`max_versions`).
+        inner.versions.numbers().count() > inner.controls().retain as usize + 2
+    }
+
     /// The versions under `versions/`, the newest first.
     pub fn retained(&self) -> Vec<Version> {
         let inner = self.shared.inner.lock();
@@ -267,6 +274,16 @@ impl Job {
         let shown = inner.core.version();
         let is_coming = |known: &LearnerState| !known.unpublished && known.published_in > shown;
         inner.core.state().learners.iter().find(|known| known.learner == learner).is_some_and(is_coming)
+    }
+
+    /// Whether an open as `learner` would wait for its last commit, and a version with that is being pulled already.
+    pub fn is_pulled_for(&self, learner: LearnerId) -> bool {
+        let inner = self.shared.inner.lock();
+        let pulled = inner.core.pulling();
+        let is_in = |known: &&LearnerState| !known.unpublished && pulled >= Some(known.published_in);
+        pulled.is_some()
+            && inner.core.freshness(Some(learner)) == LastCommit::Waits
+            && inner.core.state().learners.iter().filter(is_in).any(|known| known.learner == learner)
     }
 
     /// How long a learner has been silent, if that is known.
