@@ -111,7 +111,7 @@ fn copy(trace: &mut File, target: &mut Target, mountpoint: &Path) -> Result<(u64
     }
 }
 
-/// What the head of the document says of lost events.
+/// The number of lost events in the head of the document.
 fn lost_events(head: &[u8]) -> u64 {
     const KEY: &str = "\"lost_events\":";
     let head = String::from_utf8_lossy(&head[..head.len().min(512)]);

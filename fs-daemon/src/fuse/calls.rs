@@ -52,7 +52,7 @@ pub struct Calls {
     pub(super) pending_exits: Arc<PendingExits>,
     pub(super) waits: Arc<Waits>,
     pub(super) second_lookups: SecondLookups,
-    /// Who polls.
+    /// The programs that poll.
     pub(super) pollers: Pollers,
     pub(super) chores: mpsc::Sender<Chore>,
 }

@@ -194,7 +194,7 @@ impl LearnerTimes {
         self.accounts.lock().staleness = Some(staleness);
     }
 
-    /// What the program has waited for so far.
+    /// The waits of the program so far.
     pub fn stall(&self) -> StallReport {
         let (accounts, now) = (self.accounts.lock(), self.started.elapsed());
         accounts.stall.account.report(now)

@@ -15,7 +15,7 @@ use crate::vocabulary::ranges;
 /// The most ranges that are remembered of blocks that are covered in part. Blocks beyond that wait for fsync.
 const MAX_RANGES: usize = 1 << 16;
 
-/// What is final of one contribution.
+/// The final parts of one contribution.
 #[derive(Debug)]
 pub(super) struct FinalParts {
     /// The step of the contribution that was opened for blocks that are sent now. `None` while nothing is sent.

@@ -25,7 +25,7 @@ pub enum Call {
     Stall,
 }
 
-/// What becomes of a plan.
+/// The end of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It has made this version.
@@ -36,7 +36,7 @@ pub enum Outcome {
     Runs,
 }
 
-/// What took place.
+/// The kinds of events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// A call of a learner's program.

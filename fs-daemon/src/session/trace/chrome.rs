@@ -15,7 +15,7 @@ const SHORTEST: Duration = Duration::from_micros(20);
 /// The same between two writes. One write(2) of a program comes as several, and the kernel copies between them.
 const SHORTEST_IN_WRITES: Duration = Duration::from_millis(1);
 
-/// What a trace has recorded of one model.
+/// The record of one model in a trace.
 pub struct Traced {
     /// Its name.
     pub model: String,

@@ -129,7 +129,7 @@ pub struct ClientCore {
     pull: Option<Pull>,
     /// A version is whole in the buffer, and not shown yet.
     whole: bool,
-    /// That version was not pulled.
+    /// The version in `whole` was not pulled.
     is_own: bool,
     /// New weights whose memory can be shown.
     showable: BTreeSet<u64>,

@@ -162,7 +162,7 @@ impl Job {
         if self.is_in_process() {
             return;
         }
-        // Others take the lock in between.
+        // Other threads take the lock in between.
         for blocks in blocks.chunks(OFFERED_AT_ONCE) {
             let mut inner = self.shared.inner.lock();
             let mut actions = Vec::new();
