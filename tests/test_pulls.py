@@ -144,3 +144,33 @@ def test_an_adaptive_mount_pulls_just_before_an_open(cluster):
     is_over.append(True)
     training.result(10)
     eventually(lambda: reads.seen() == trains.status()["contributions"], deadline=20)
+
+
+def test_blocks_come_back_while_others_are_still_written(cluster):
+    one = cluster(2)
+    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=20)
+    mount = one.mount(transport="tcp")
+    ones, pulled = filled(mount, 1).tobytes(), lambda: mount.status()["payload"]["pulled_bytes"]
+
+    def write_some(gradients, values, before):
+        gradients.write(values[: 40 * BLOCK])
+        # A mount sends four blocks of a shard together, so it may keep three.
+        eventually(lambda: pulled() >= before + 34 * BLOCK)
+
+    for step in range(1, 4):
+        before = pulled()
+        with open(mount.model / "gradients", "wb", buffering=0) as gradients:
+            write_some(gradients, ones, before)
+            # What is here already is of no version yet.
+            assert mount.seen() == step - 1
+            assert (array(mount.model / "weights") == step - 1).all()
+            gradients.write(ones[40 * BLOCK :])
+        assert (array(mount.model / "weights") == step).all()
+        assert pulled() == before + 64 * BLOCK, "no block comes twice"
+    # A contribution that is refused counts nowhere, and what has come for it is not shown.
+    with raises(errno.EINVAL):
+        with open(mount.model / "gradients", "wb", buffering=0) as gradients:
+            write_some(gradients, filled(mount, 7).tobytes(), pulled())
+            gradients.write(filled(mount, np.nan).tobytes()[: 24 * BLOCK])
+    mount.contribute(np.frombuffer(ones, "<f4"))
+    assert (array(mount.model / "weights") == 4).all()

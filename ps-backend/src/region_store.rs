@@ -29,8 +29,8 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::ByteSteps;
 
-pub(crate) use buffers::Loading;
 pub use buffers::VersionBuffer;
+pub(crate) use buffers::{EarlyReader, Loading};
 use buffers::{StateBuffer, VOID};
 pub(crate) use builder::{Term, VersionBuilder, Written};
 pub(crate) use keeping::Keeping;
@@ -225,7 +225,10 @@ impl RegionStore {
     /// none. If all are in use, it takes one in place of the oldest version that is only shown by other processes. It
     /// waits for a spare that is being made. Returns whether the next version has a buffer now.
     pub fn recycle(&mut self, retain: usize, max: usize) -> bool {
-        for version in self.versions.idle(retain) {
+        let is_read = |version: &Version| self.versions[version].buffer.is_read_early();
+        let mut idle = self.versions.idle(retain);
+        idle.retain(|version| !is_read(version));
+        for version in idle {
             match self.versions.remove(version) {
                 Some(Left::GivenUp) => self.live -= 1,
                 Some(Left::Free(buffer)) => self.free.push(buffer),
@@ -261,6 +264,14 @@ impl RegionStore {
             self.live -= 1;
         }
         self.back.is_some()
+    }
+
+    /// The plan that used the next version's buffer was dropped. If somebody still reads blocks there, the buffer is left to
+    /// the readers, and the next version gets another one.
+    pub(crate) fn leave_to_readers(&mut self) {
+        if self.back.take_if(|back| back.is_read_early()).is_some() {
+            self.live -= 1;
+        }
     }
 
     /// A buffer for new weights. It counts as existing until it is published or dropped.

@@ -1,7 +1,8 @@
 """What runs on the hosts of scripts/bench-stall for synchronous jobs: a learner that computes (it sleeps), contributes and
 opens the new weights.
 
-It prints one line of JSON: the seconds of each step, of which so many were spent in fsync or close and so many in open.
+It prints one line of JSON: the seconds of each step, of which so many were spent computing, in write(2), in fsync or
+close, and in open.
 """
 
 import json
@@ -14,18 +15,23 @@ WARM = 2
 
 
 def step(learner, data, chunks, compute):
-    """One step in equal chunks, each after its share of `compute`: seconds in the end of the contribution and in open."""
+    """One step in equal chunks, each after its share of `compute`: the seconds of each of its parts."""
+    began = time.monotonic()
     file = os.open(f"{learner}/gradients", os.O_WRONLY)
-    size = len(data) // chunks
+    size, computed, written = len(data) // chunks, 0.0, 0.0
     for chunk in range(chunks):
+        begin = time.monotonic()
         time.sleep(compute / chunks)
+        slept = time.monotonic()
         os.pwrite(file, data[chunk * size : (chunk + 1) * size], chunk * size)
+        computed, written = computed + slept - begin, written + time.monotonic() - slept
     begin = time.monotonic()
     os.fsync(file)
     os.close(file)
     ended = time.monotonic()
     os.close(os.open(f"{learner}/weights", os.O_RDONLY))
-    return ended - begin, time.monotonic() - ended
+    over = time.monotonic()
+    return {"step": over - began, "compute": computed, "write": written, "end": ended - begin, "open": over - ended}
 
 
 def learn(learner, size, chunks, compute, steps):
@@ -33,10 +39,9 @@ def learn(learner, size, chunks, compute, steps):
     data, found = memoryview(b"\0" * size), []
     print("ready", flush=True)
     for number in range(WARM + steps):
-        begin = time.monotonic()
-        ends, opens = step(learner, data, chunks, compute)
+        parts = step(learner, data, chunks, compute)
         if number >= WARM:
-            found.append({"step": time.monotonic() - begin, "end": ends, "open": opens})
+            found.append(parts)
     print(json.dumps(found))
 
 

@@ -116,11 +116,20 @@ impl Shared {
 
     /// The next request for blocks and how many it asks for, or else the next block to push to a shard. There is no
     /// request if the connection already waits for `due` blocks and that is enough. A request is short and its blocks come
-    /// the other way, so it does not wait for pushes.
-    pub(super) fn next_sent(&self, route: &Route, link: &Link, due: usize) -> Option<(Outgoing, usize)> {
+    /// the other way, so it does not wait for pushes. `followed` is the plan that was last followed over the connection.
+    pub(super) fn next_sent(
+        &self,
+        route: &Route,
+        link: &Link,
+        due: usize,
+        followed: &mut PlanId,
+    ) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
         if inner.is_in_force(route) && !inner.uses(route.partition, link, self.options.threads) {
             return None;
+        }
+        if let Some(follow) = self.follow(&mut inner, route, followed) {
+            return Some((follow, 0));
         }
         if let Some(request) = self.pull_request(&mut inner, route, due, DUE_MAX) {
             return Some(request);
@@ -140,6 +149,21 @@ impl Shared {
             inner = self.inner.lock();
         }
         None
+    }
+
+    /// The request to follow the plan that makes the next version, if that is pulled while it is made.
+    fn follow(&self, inner: &mut Inner, route: &Route, followed: &mut PlanId) -> Option<Outgoing> {
+        if !inner.is_in_force(route) || !inner.core.follows(*followed) {
+            return None;
+        }
+        let (retain, max) = inner.bounds();
+        // Without a buffer, the version is pulled once it exists.
+        inner.versions.back(retain, max).ok().flatten()?;
+        let message = inner.core.next_follow(route.partition, *followed)?;
+        if let &Message::Follow { plan } = &message {
+            *followed = plan;
+        }
+        Some(Outgoing { epoch: route.epoch(), ..Outgoing::new(0, message) })
     }
 
     /// The next request for blocks of one shard, and how many blocks it asks for. The connection waits for `due`
@@ -279,7 +303,28 @@ impl Shared {
 
     /// The place to receive a block of a version into. `None` if the block is not wanted.
     pub(super) fn reserve(&self, route: &Route, version: Version, block: BlockId) -> Option<Target> {
-        let mut inner = self.inner.lock();
+        self.reserve_in(self.inner.lock(), route, version, block)
+    }
+
+    /// The place to receive a block into that a shard sends for a plan which the client follows.
+    pub(super) fn reserve_ahead(
+        &self,
+        route: &Route,
+        plan: PlanId,
+        block: BlockId,
+    ) -> Option<(Version, Target)> {
+        let inner = self.inner.lock();
+        let version = inner.core.followed(plan)?;
+        Some((version, self.reserve_in(inner, route, version, block)?))
+    }
+
+    fn reserve_in(
+        &self,
+        mut inner: MutexGuard<'_, Inner>,
+        route: &Route,
+        version: Version,
+        block: BlockId,
+    ) -> Option<Target> {
         let (retain, max) = inner.bounds();
         if !inner.is_in_force(route) || !inner.core.reserve(version, block) {
             return None;

@@ -8,7 +8,7 @@ use super::paths::{BlockPath, Connection};
 use super::routes::Route;
 use super::shared::Shared;
 use crate::transport::frames::{Conversation, Link, Outgoing, Take};
-use crate::transport::stream::Close;
+use crate::transport::stream::{Close, Target};
 use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, WireError};
@@ -162,6 +162,13 @@ impl<P: BlockPath> Data<P> {
         Data { greeting, path, reserved: None, due: 0, came: Instant::now(), refused: None }
     }
 
+    /// The payload that follows is this block of a version, if it is wanted.
+    fn takes(&mut self, block: BlockId, target: Option<(Version, Target)>) -> Take {
+        let Some((version, target)) = target else { return Take::Nothing };
+        self.reserved = Some((version, block));
+        Take::Into(target)
+    }
+
     fn end_reservation(&mut self, whole: bool) {
         if let Some((version, block)) = self.reserved.take() {
             self.greeting.to.shared.end_reservation(version, block, whole);
@@ -178,7 +185,7 @@ impl<P: BlockPath> Conversation for Data<P> {
         match &received.message {
             Message::Moved => return Ok(Take::Buffered),
             // Its length is checked below.
-            Message::Block { .. } => {}
+            Message::Block { .. } | Message::BlockAhead { .. } => {}
             _ => received.expect_payload(0).map_err(malformed)?,
         }
         if let Message::Refused(Refusal::NoRdma(why)) = &received.message
@@ -204,19 +211,14 @@ impl<P: BlockPath> Conversation for Data<P> {
         }
         match &received.message {
             &Message::Block { version, block } => {
-                if block.0 >= shared.layout.blocks() {
-                    return Err(Close::Asked(format!("block {block} is outside of the model").into()));
-                }
-                let extent = shared.layout.block_bytes(block);
-                let expected = (extent.end - extent.start) as u32;
-                received.expect_payload(expected).map_err(malformed)?;
-                return Ok(match shared.reserve(route, version, block) {
-                    Some(target) => {
-                        self.reserved = Some((version, block));
-                        Take::Into(target)
-                    }
-                    None => Take::Nothing,
-                });
+                to.expect_block(received, block)?;
+                let target = shared.reserve(route, version, block).map(|target| (version, target));
+                return Ok(self.takes(block, target));
+            }
+            &Message::BlockAhead { plan, block } => {
+                to.expect_block(received, block)?;
+                let target = shared.reserve_ahead(route, plan, block);
+                return Ok(self.takes(block, target));
             }
             Message::Refused(Refusal::NoVersion { .. }) => self.due = 0,
             // All other refusals end the connection.
@@ -293,6 +295,18 @@ impl<P: BlockPath> Conversation for Data<P> {
             Some(why) => shared.without(FastPath::Rdma, route.clone(), &why),
             None => shared.ended(route, link, &why.to_string()),
         }
+    }
+}
+
+impl Connection {
+    /// Checks that a payload is as long as a block of the model.
+    fn expect_block(&self, received: &Received, block: BlockId) -> Result<(), Close> {
+        let layout = &self.shared.layout;
+        if block.0 >= layout.blocks() {
+            return Err(Close::Asked(format!("block {block} is outside of the model").into()));
+        }
+        let extent = layout.block_bytes(block);
+        received.expect_payload((extent.end - extent.start) as u32).map_err(malformed)
     }
 }
 

@@ -26,7 +26,9 @@ impl Message {
         match self {
             // Half-precision elements take twice their room as fp32.
             Message::Push { wide: true, .. } => 1..=2 * MAX_BLOCK_SIZE,
-            Message::Push { wide: false, .. } | Message::Block { .. } => 1..=MAX_BLOCK_SIZE,
+            Message::Push { wide: false, .. } | Message::Block { .. } | Message::BlockAhead { .. } => {
+                1..=MAX_BLOCK_SIZE
+            }
             Message::Load { what: Kept::Weights, .. } => 1..=MAX_BLOCK_SIZE,
             Message::Create
             | Message::Registry(RegistryRequest::Put { .. } | RegistryRequest::Restore { .. })

@@ -630,6 +630,21 @@ pub enum Message {
         /// The squares of all elements that count, added up.
         squares: ExactSum,
     },
+
+    // -- a client and a shard, again
+    /// Send each block of the version that this plan makes as soon as it is computed. Answered by a `BlockAhead` for each
+    /// block, over any of the client's connections that ask for the same plan. Nothing more comes if the plan is dropped.
+    Follow {
+        /// The plan.
+        plan: PlanId,
+    },
+    /// A block of the version that this plan makes, as the payload. It counts if the plan makes a version.
+    BlockAhead {
+        /// The plan.
+        plan: PlanId,
+        /// The block.
+        block: BlockId,
+    },
 }
 
 /// The state of a job that a client needs.
@@ -666,6 +681,8 @@ pub struct JobState {
     pub norm: Option<Norm>,
     /// The newest version was made from the client's own new weights, of this token.
     pub own_weights: Option<u64>,
+    /// The plan that has made the newest version. 0 if that is not known.
+    pub made_by: PlanId,
 }
 
 /// One learner of a client.

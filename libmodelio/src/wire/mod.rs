@@ -91,12 +91,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V4 = 4,
     /// Several contributions may be open in a provisional plan. `Commit` names the plan that its client has given up.
+    ///
+    /// This program does not speak it any more.
     V5 = 5,
+    /// A shard sends blocks before their version counts. `State` names the plan that has made the newest version.
+    V6 = 6,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V5;
+    pub const NEWEST: Protocol = Protocol::V6;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -109,7 +113,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            5 => Ok(Protocol::V5),
+            6 => Ok(Protocol::V6),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -188,7 +188,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         job_phase(),
         vec(learner_state(), 0..4),
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
-        (norm(), any::<Option<u64>>()),
+        (norm(), any::<Option<u64>>(), id64(PlanId)),
     )
         .prop_map(
             |(
@@ -198,7 +198,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 phase,
                 learners,
                 (late, late_more, away),
-                (norm, own_weights),
+                (norm, own_weights, made_by),
             )| JobState {
                 sequence,
                 version,
@@ -215,6 +215,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 away,
                 norm,
                 own_weights,
+                made_by,
             },
         )
 }
@@ -537,6 +538,8 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         (learner(), id64(Step)).prop_map(|(learner, step)| Message::WholeBlock { learner, step }).boxed(),
         (id64(PlanId), exact_sum()).prop_map(|(plan, squares)| Message::Measured { plan, squares }).boxed(),
+        id64(PlanId).prop_map(|plan| Message::Follow { plan }).boxed(),
+        (id64(PlanId), block()).prop_map(|(plan, block)| Message::BlockAhead { plan, block }).boxed(),
     ]
 }
 

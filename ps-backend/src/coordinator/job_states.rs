@@ -38,6 +38,7 @@ impl CoordinatorCore {
             away: self.away.clone(),
             norm: self.core.norm(),
             own_weights: self.weights_of.filter(|(client, _)| *client == id).map(|(_, token)| token),
+            made_by: self.made_by,
         }
     }
 

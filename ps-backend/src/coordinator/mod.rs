@@ -117,6 +117,9 @@ pub struct CoordinatorCore {
     /// The newest version was made from these new weights: the client, and its token for them.
     #[serde(skip)]
     weights_of: Option<(ClientId, u64)>,
+    /// The plan that has made the newest version. 0 if another coordinator has run it.
+    #[serde(skip)]
+    made_by: PlanId,
 }
 
 fn names(layout: &ModelLayout) -> Arc<[String]> {
@@ -162,6 +165,7 @@ impl CoordinatorCore {
             in_process: false,
             awaits_buffer: false,
             weights_of: None,
+            made_by: PlanId(0),
         })
     }
 
@@ -254,6 +258,7 @@ impl CoordinatorCore {
                 core::Action::Published(version) => {
                     self.changed = true;
                     self.weights_of = self.run.as_ref().and_then(Run::new_weights);
+                    self.made_by = self.run.as_ref().map_or(PlanId(0), Run::id);
                     actions.push(Action::Published(version));
                 }
                 core::Action::Left { learner, reason } => {

@@ -13,6 +13,7 @@
 
 mod kept;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
@@ -20,6 +21,9 @@ pub use kept::Taken;
 use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
 use libmodelio::vocabulary::reducer;
 use libmodelio::wire::Work;
+
+/// The most numbers that are known of plans that were given up for another process's.
+const MAX_LOST: usize = 16;
 
 /// Whether a plan adds up or makes a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,6 +159,19 @@ pub enum Placement {
     /// The payload must wait: the block is reserved for another payload, this one's turn has not come, or the plan
     /// has not begun here or is not sealed. Ask again when a reservation has ended, or a plan has begun or is sealed.
     Later,
+}
+
+/// The decision about a reader that wants the blocks of the version that a plan makes, before that is the newest one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ahead {
+    /// This block is computed. It counts if the plan is concluded.
+    Computed(u32),
+    /// The plan is concluded, and made this version.
+    Newest(Version),
+    /// Nothing yet. Ask again when a reservation or a computation has ended, or a plan has begun or is over.
+    Wait,
+    /// The plan is over. It makes no version, or made an older one.
+    Over,
 }
 
 /// How a reservation ends.
@@ -295,12 +312,24 @@ pub struct PartitionCore {
     newest: PlanId,
     /// The newest plan that was concluded here.
     concluded: Option<PlanId>,
+    /// The plan that made the newest version here.
+    made_by: Option<PlanId>,
+    /// Plans that were given up because another process had started one in their place.
+    lost: BTreeSet<PlanId>,
 }
 
 impl PartitionCore {
     /// A partition of `blocks` blocks at `version`.
     pub fn new(blocks: u32, version: Version) -> PartitionCore {
-        PartitionCore { blocks, version, running: None, newest: PlanId(0), concluded: None }
+        PartitionCore {
+            blocks,
+            version,
+            running: None,
+            newest: PlanId(0),
+            concluded: None,
+            made_by: None,
+            lost: BTreeSet::new(),
+        }
     }
 
     /// The newest version.
@@ -339,7 +368,8 @@ impl PartitionCore {
 
     /// Starts a plan. A repeated start is answered again. If another connection has started a plan that is ready
     /// here, it is replaced only if the coordinator `insists`. A coordinator that has been asking for so long cannot
-    /// know of the ready plan.
+    /// know of the ready plan. A plan that another one has replaced is not started a second time: its coordinator must
+    /// drop it.
     ///
     /// # Errors
     /// [`PartitionError`]. Then nothing has changed.
@@ -389,6 +419,11 @@ impl PartitionCore {
                 _ => {}
             }
             running.stage = Stage::Disowned;
+            self.lost.insert(running.plan.id);
+            // A number that is not of this job is higher than the coordinator's own.
+            if self.lost.len() > MAX_LOST {
+                self.lost.pop_last();
+            }
             if running.in_flight > 0 {
                 actions.push(Action::Abandon(running.plan.id));
             }
@@ -402,9 +437,16 @@ impl PartitionCore {
         let wanted = wanted(&plan, blocks);
         let payloads: u64 = wanted.iter().map(|&count| u64::from(count)).sum();
         self.newest = plan.id;
-        actions.push(Action::Begin(plan.id));
+        // Readers may have blocks that were computed under this number. A second pass may add up in another order.
+        let (stage, in_flight) = match self.lost.contains(&plan.id) && plan.kind() == Kind::Reduce {
+            true => (Stage::Torn, 0),
+            // The edge is working on the plan's memory.
+            false => (Stage::Beginning, 1),
+        };
+        let begins = if in_flight == 0 { Action::Torn(plan.id) } else { Action::Begin(plan.id) };
+        actions.push(begins);
         self.running = Some(Running {
-            stage: Stage::Beginning,
+            stage,
             vouched: true,
             got: vec![FixedBitSet::with_capacity(blocks); plan.sources.len()],
             kept: vec![FixedBitSet::with_capacity(blocks); plan.sources.len()],
@@ -413,8 +455,7 @@ impl PartitionCore {
             busy: FixedBitSet::with_capacity(blocks),
             last: FixedBitSet::with_capacity(blocks),
             computing: FixedBitSet::with_capacity(blocks),
-            // The edge is working on the plan's memory.
-            in_flight: 1,
+            in_flight,
             left: payloads,
             plan,
         });
@@ -644,6 +685,27 @@ impl PartitionCore {
         Some(missing)
     }
 
+    /// The next block for a reader of the version that `plan` makes. It has these blocks already.
+    pub fn ahead(&self, plan: PlanId, has: &FixedBitSet) -> Ahead {
+        let Some(running) = self.running.as_ref().filter(|running| running.plan.id == plan) else {
+            return match self.made_by {
+                Some(made_by) if made_by == plan => Ahead::Newest(self.version),
+                _ if plan > self.newest => Ahead::Wait,
+                _ => Ahead::Over,
+            };
+        };
+        match running.stage {
+            Stage::Beginning => Ahead::Wait,
+            _ if running.plan.kind() == Kind::Add => Ahead::Wait,
+            Stage::Gathering | Stage::Ready => {
+                let computed = |block: &usize| !running.busy.contains(*block);
+                let next = running.last.difference(has).find(computed);
+                next.map_or(Ahead::Wait, |block| Ahead::Computed(block as u32))
+            }
+            Stage::NonFinite { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => Ahead::Over,
+        }
+    }
+
     /// Concludes the plan: its result counts. A repeated order is answered again.
     ///
     /// # Errors
@@ -655,8 +717,10 @@ impl PartitionCore {
         let is_ready = |running: &mut Running| running.plan.id == plan && running.stage == Stage::Ready;
         if let Some(running) = self.running.take_if(is_ready) {
             let kind = running.plan.kind();
+            self.lost.retain(|lost| *lost > plan);
             if kind != Kind::Add {
                 self.version = self.version.next();
+                self.made_by = Some(plan);
             }
             self.concluded = Some(plan);
             actions.push(Action::Conclude(plan, kind));

@@ -37,7 +37,7 @@ pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
 use crate::region_store::{Loading, RegionStore};
 use job::{Alive, Measure};
-pub use job::{BlockInput, PartitionJob, Target};
+pub use job::{BlockInput, EarlyBlock, PartitionJob, Target};
 pub use kept::KeptState;
 pub use merge::Merge;
 pub use pinned::{PinnedVersion, ShownVersion};
@@ -338,6 +338,7 @@ impl PartitionStore {
         if base != newest {
             return Err(PartitionError::Base { expected: newest, got: base });
         }
+        inner.store.leave_to_readers();
         let (retain, max) = (inner.limits.retain, inner.limits.max());
         if !matches!(work, Work::Add { .. } | Work::Measure { .. }) && !inner.store.recycle(retain, max) {
             return Err(PartitionError::NoBuffer { max });

@@ -5,7 +5,7 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::kernels::{self, Wire};
@@ -27,6 +27,8 @@ pub struct VersionBuffer {
     pub(super) stamps: Vec<AtomicU64>,
     /// The checksum of each block's bytes, or `UNKNOWN`.
     checksums: Vec<AtomicU64>,
+    /// The number of readers of blocks of a version that may not count yet.
+    early_readers: AtomicUsize,
 }
 
 /// A checksum that was not computed: more than 32 bits.
@@ -51,7 +53,12 @@ impl VersionBuffer {
 
     pub(super) fn new(region: Region, blocks: u32, stamp: u64) -> VersionBuffer {
         let each = |value| (0..blocks).map(|_| AtomicU64::new(value)).collect();
-        VersionBuffer { region, stamps: each(stamp), checksums: each(UNKNOWN) }
+        VersionBuffer {
+            region,
+            stamps: each(stamp),
+            checksums: each(UNKNOWN),
+            early_readers: AtomicUsize::new(0),
+        }
     }
 
     /// Sets the version whose value `block` holds. Its bytes have changed, or are about to.
@@ -60,8 +67,14 @@ impl VersionBuffer {
         self.stamps[block.index()].store(stamp, Ordering::Relaxed);
     }
 
-    /// The checksum of a block of a *published* version. `compute` makes it from the bytes at `range`, once as long
-    /// as the bytes stay the same, also across versions. The caller holds a pin.
+    /// Whether somebody reads blocks that were computed here, without a pin on a version.
+    pub(super) fn is_read_early(&self) -> bool {
+        // What the readers have read was read before they ended.
+        self.early_readers.load(Ordering::Acquire) > 0
+    }
+
+    /// The checksum of a block of a *published* version, or of one with an [`EarlyReader`]. `compute` makes it from the
+    /// bytes at `range`, once as long as the bytes stay the same, also across versions. The caller holds a pin.
     pub(crate) fn checksum(
         &self,
         block: BlockId,
@@ -83,10 +96,36 @@ impl VersionBuffer {
         &self.region
     }
 
-    /// Bytes of a *published* version. The caller holds a pin on it.
+    /// Bytes of a *published* version, on which the caller holds a pin, or of a block with an [`EarlyReader`].
     pub fn bytes(&self, range: Range<u64>) -> &[u8] {
-        // SAFETY: a published version is immutable, and a pinned one is not recycled.
+        // SAFETY: a published version is immutable, and a pinned one is not recycled. Neither is a buffer with an early
+        // reader, whose block is computed.
         unsafe { self.region.memory().bytes(range.start as usize..range.end as usize) }
+    }
+}
+
+/// A reader of computed blocks of a version that may not count yet. Nobody writes those blocks while this lives: the
+/// buffer is neither recycled nor used for another version, also if the plan that has computed them is dropped.
+#[derive(Debug)]
+pub(crate) struct EarlyReader(Arc<VersionBuffer>);
+
+impl EarlyReader {
+    /// A reader of the next version. The caller holds its [`super::VersionBuilder`].
+    pub(super) fn new(buffer: &Arc<VersionBuffer>) -> EarlyReader {
+        // The builder is dropped after this, which the store sees before it uses the buffer for anything else.
+        buffer.early_readers.fetch_add(1, Ordering::Relaxed);
+        EarlyReader(Arc::clone(buffer))
+    }
+
+    /// The buffer.
+    pub(crate) fn buffer(&self) -> &VersionBuffer {
+        &self.0
+    }
+}
+
+impl Drop for EarlyReader {
+    fn drop(&mut self) {
+        self.0.early_readers.fetch_sub(1, Ordering::Release);
     }
 }
 

@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, INLINE, Payload, within};
 use super::elements::element_span;
-use super::{StateBuffer, VOID, VersionBuffer};
+use super::{EarlyReader, StateBuffer, VOID, VersionBuffer};
 use crate::reducers;
 
 /// A term that a block is made from.
@@ -143,6 +143,11 @@ impl VersionBuilder {
             kernels::stream_copy(kernels::bytes(old), kernels::bytes_mut(master));
             kernels::widen_changed(wire, self.front.bytes(segment.bytes.clone()), weights, master);
         }
+    }
+
+    /// A reader of blocks that are computed.
+    pub(crate) fn early_reader(&self) -> EarlyReader {
+        EarlyReader::new(&self.back)
     }
 
     /// The block counts as it was built, finite or not.

@@ -15,7 +15,7 @@ use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal
 
 use super::coordinator::Coordinator;
 use super::moving;
-use super::partition::{Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
+use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
 #[cfg(feature = "rdma")]
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
@@ -48,6 +48,8 @@ struct Data {
     rouse_at: Option<Instant>,
     /// The requested blocks, or versions as a whole.
     pulls: VecDeque<(Version, Option<Range<u32>>)>,
+    /// The plan whose blocks are sent as they are computed.
+    follows: Option<PlanId>,
     /// The version that is being sent.
     pinned: Option<Arc<PinnedVersion>>,
     /// The shared memory, if the client is on this host.
@@ -187,6 +189,7 @@ impl Peer {
                     reservation: None,
                     rouse_at: None,
                     pulls: VecDeque::new(),
+                    follows: None,
                     pinned: None,
                     memory,
                     #[cfg(feature = "rdma")]
@@ -197,7 +200,7 @@ impl Peer {
                 return Err(Refusal::other("this shard coordinates the model itself").into());
             }
             Role::Coordinator => {
-                partition.follow(ToCoordinator::There(self.link.clone()), PlanId(client.0));
+                partition.coordinated_by(ToCoordinator::There(self.link.clone()), PlanId(client.0));
                 Kind::Coordinator(partition)
             }
             Role::Admin => Kind::Admin,
@@ -339,10 +342,13 @@ impl Data {
         }
         loop {
             let Some((version, blocks)) = self.pulls.front_mut() else {
-                // An idle connection must not keep its version's buffer. If several did, each with another version,
-                // no buffer would be left for the next one.
-                self.pinned = None;
-                return None;
+                let followed = self.next_followed(link);
+                if followed.is_none() {
+                    // An idle connection must not keep its version's buffer. If several did, each with another version,
+                    // no buffer would be left for the next one.
+                    self.pinned = None;
+                }
+                return followed;
             };
             let version = *version;
             if self.pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
@@ -382,6 +388,18 @@ impl Data {
             }
             if outgoing.is_some() {
                 return outgoing;
+            }
+        }
+    }
+
+    /// The next block of the plan that the client follows.
+    fn next_followed(&mut self, link: &Link) -> Option<Outgoing> {
+        match self.partition.follow(self.sender.client, self.follows?, &mut self.pinned, link) {
+            Followed::Block(block) => Some(block),
+            Followed::Wait => None,
+            Followed::Over => {
+                self.follows = None;
+                None
             }
         }
     }
@@ -449,6 +467,7 @@ impl Data {
                 return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
             }
             Message::Pull { version, blocks } => self.pulls.push_back((*version, Some(blocks.clone()))),
+            Message::Follow { plan } if !self.goes_through_rings() => self.follows = Some(*plan),
             // Its region is the model's bytes.
             Message::PullWhole { version }
                 if self.memory.is_some()

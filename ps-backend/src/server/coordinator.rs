@@ -195,7 +195,7 @@ impl Coordinator {
             moves: Arc::default(),
             this: this.clone(),
         });
-        here.follow(ToCoordinator::Here(Arc::clone(&coordinator.mailbox)), coordinator.over());
+        here.coordinated_by(ToCoordinator::Here(Arc::clone(&coordinator.mailbox)), coordinator.over());
         let timed = Arc::downgrade(&coordinator);
         let alarm = timer::watch(timed as Weak<dyn Timed>).map_err(|error| error.to_string())?;
         let _ = coordinator.alarm.set(alarm);

@@ -26,6 +26,7 @@ mod shown;
 #[cfg(feature = "rdma")]
 mod sum_memory;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -46,6 +47,8 @@ use crate::partition::core::PartitionCore;
 use crate::partition::executor::Executor;
 use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore};
 use crate::snapshot::Piece;
+pub(super) use blocks::Followed;
+use blocks::Follower;
 use here::Here;
 use parking::Connected;
 use reservation::{AllKept, Coming};
@@ -85,6 +88,8 @@ struct State {
     coming: Vec<Coming>,
     /// Payloads that stay where they lie until the others of their blocks have come.
     kept: AllKept,
+    /// The clients that get blocks as they are computed.
+    followers: BTreeMap<ClientId, Follower>,
     coordinator: Option<ToCoordinator>,
     /// When that coordinator connected.
     coordinated_since: Instant,
@@ -219,6 +224,7 @@ impl Partition {
             waiting: Vec::new(),
             coming: Vec::new(),
             kept: AllKept::new(),
+            followers: BTreeMap::new(),
             coordinator: None,
             coordinated_since: Instant::now(),
             here: Here { waits: false, has_buffer: true },

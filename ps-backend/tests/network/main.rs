@@ -2,6 +2,7 @@
 
 mod ahead;
 mod declared;
+mod following;
 mod lent;
 #[cfg(feature = "rdma")]
 mod liars;

@@ -489,3 +489,47 @@ fn sums_may_be_prefaulted_while_a_plan_runs() {
     twin.published(&sources);
     twin.check("prefaulted beside");
 }
+
+#[test]
+fn a_computed_block_that_somebody_reads_is_not_written_by_the_plans_after_it() {
+    let model = ModelLayout::blank(2 * u64::from(BLOCK), DType::F32, BLOCK).unwrap();
+    let limits = Limits { retain: 0, buffers: 3 };
+    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, limits).unwrap();
+    let block_of = |value: f32| value.to_le_bytes().repeat(BLOCK as usize / 4);
+    for block in [0, 1].map(BlockId) {
+        store.load(block, &block_of(0.0)).unwrap();
+    }
+    store.finish_loading().unwrap();
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+    let begin =
+        |base| store.begin(Version(base), reduces_all(&store, step.clone(), true), true).expect("a buffer");
+    let adds = |job: &ps_backend::partition::store::PartitionJob, block, value| {
+        assert!(job.finish(BlockId(block), Some(Payload::Plain(&block_of(value)))).unwrap());
+    };
+    let is_all = |bytes: &[u8], value: f32| bytes == block_of(value);
+    let job = begin(0);
+    assert!(job.early(BlockId(0)).is_none(), "it is not computed");
+    adds(&job, 0, 1.0);
+    let early = job.early(BlockId(0)).expect("it is computed");
+    assert_eq!(early.checksum(), libmodelio::bytes::crc32c::crc32c(early.bytes()));
+    // The plan is dropped, and another one makes the version.
+    job.give_up();
+    drop(job);
+    let job = begin(0);
+    adds(&job, 0, 2.0);
+    assert!(is_all(early.bytes(), 1.0));
+    let second = job.early(BlockId(0)).expect("it is computed");
+    adds(&job, 1, 2.0);
+    store.conclude(&job).unwrap();
+    drop(job);
+    // The version is over, and is read for longer than it lasts.
+    for version in 1..4 {
+        let job = begin(version);
+        [0, 1].into_iter().for_each(|block| adds(&job, block, 1.0));
+        store.conclude(&job).unwrap();
+        assert!(is_all(early.bytes(), 1.0) && is_all(second.bytes(), 2.0), "at version {version}");
+    }
+    drop((early, second));
+    assert!(is_all(store.newest().unwrap().block(BlockId(1)), 5.0));
+    assert!(store.buffer_counts().0 <= 3, "{:?}", store.buffer_counts());
+}

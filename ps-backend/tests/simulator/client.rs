@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use libmodelio::client::core::{Action, ClientCore, Push, Token};
 use libmodelio::transport::Attached;
 use libmodelio::vocabulary::block_map::PartitionIndex;
-use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, Step, Version};
+use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, Message};
 
 use crate::history::{Content, GARBAGE, Uid};
@@ -62,6 +62,10 @@ pub struct Client {
     pub payloads: BTreeMap<(LearnerId, Step), Payload>,
     pub weights: BTreeMap<u64, Uid>,
     pub sending: Vec<usize>,
+    /// For each partition, the connection and the plan that was last followed over it.
+    pub followed: Vec<(u64, PlanId)>,
+    /// The plan that it follows, and how many blocks have come for that before the version counted.
+    pub early: Option<(PlanId, u64)>,
     front: Vec<Content>,
     back: Vec<Content>,
     pub programs: Vec<Program>,
@@ -80,6 +84,8 @@ impl Client {
             payloads: BTreeMap::new(),
             weights: BTreeMap::new(),
             sending: vec![0; partitions],
+            followed: vec![(0, PlanId(0)); partitions],
+            early: None,
             front: first.clone(),
             back: first,
             programs: Vec::new(),
@@ -119,6 +125,10 @@ impl World {
         for action in actions {
             self.client_acts(index, action);
         }
+        let client = &mut self.clients[index];
+        let Client { core, early, .. } = client;
+        let void = early.take_if(|(plan, _)| core.followed(*plan).is_none());
+        self.ahead.void += void.map_or(0, |(_, blocks)| blocks);
         result
     }
 
@@ -173,6 +183,7 @@ impl World {
                 self.after(after, Event::Client(index, ClientEvent::Flipped(version)));
             }
             Action::Pulled(version) => {
+                self.clients[index].early = None;
                 self.history.shows(id, version, &self.clients[index].back);
                 let after = self.some_time(200);
                 self.after(after, Event::Client(index, ClientEvent::Flipped(version)));
@@ -244,6 +255,9 @@ impl World {
 
     /// A message of a shard.
     pub fn client_from_shard(&mut self, index: usize, partition: usize, message: Message, body: Body) {
+        if let Message::BlockAhead { plan, block } = message {
+            return self.gets_block_ahead(index, plan, block, body);
+        }
         let Message::Block { version, block } = message else {
             return self
                 .on_client(index, |core, now, actions| core.from_shard(partition, message, now, actions));
@@ -274,6 +288,7 @@ impl World {
                 continue;
             }
             let epoch = connection.epoch;
+            self.follows(index, partition, to, epoch);
             while self.clients[index].sending[partition] < WINDOW {
                 let Some(push) = self.clients[index].core.next_push(partition, now) else { break };
                 self.push(index, (partition, to), epoch, push);

@@ -164,6 +164,12 @@ pub struct History {
     shown: BTreeMap<ClientId, Version>,
     /// Versions that clients have shown from their own new weights, perhaps before all partitions had them.
     own: Vec<(ClientId, Version, Content)>,
+    /// The newest version that the coordinator has announced.
+    announced: Version,
+    /// Blocks of announced versions that clients have shown before all partitions had the version.
+    shown_ahead: Vec<(ClientId, Version, usize, Content)>,
+    /// Contributions that learners have found in such versions.
+    held_ahead: Vec<(Version, Uid)>,
 }
 
 impl History {
@@ -202,6 +208,9 @@ impl History {
             },
             shown: BTreeMap::new(),
             own: Vec::new(),
+            announced: Version(0),
+            shown_ahead: Vec::new(),
+            held_ahead: Vec::new(),
         }
     }
 
@@ -419,6 +428,29 @@ impl History {
         if made.partitions.len() == self.partitions {
             self.complete += 1;
             self.check_version(version);
+            self.check_shown_ahead(version);
+        }
+    }
+
+    /// The coordinator announces a version: it counts, whatever the partitions know of that.
+    pub fn announced(&mut self, version: Version) {
+        self.announced = self.announced.max(version);
+    }
+
+    /// All partitions have a version that clients may have shown before.
+    fn check_shown_ahead(&mut self, version: Version) {
+        let of_version: Vec<_> = self.shown_ahead.extract_if(.., |(_, of, ..)| *of == version).collect();
+        for (client, _, block, shown) in of_version {
+            let made = self.versions[version.0 as usize].blocks[block].as_ref().map(|made| &made.weights);
+            assert_eq!(
+                Some(&shown),
+                made,
+                "block {block} that client {client} has shown as of version {version} before that was made"
+            );
+        }
+        let held: Vec<_> = self.held_ahead.extract_if(.., |(of, _)| *of == version).collect();
+        for (_, uid) in held {
+            self.holds(version, uid);
         }
     }
 
@@ -633,21 +665,20 @@ impl History {
         self.shows_after(client, version);
         // A client may know its own new weights to be a version before the partitions do.
         let is_own = self.own.iter().any(|(of, own, _)| (*of, *own) == (client, version));
-        let made = self.versions.get(version.0 as usize);
-        if made.is_none() && is_own {
-            return;
-        }
-        let made =
-            made.unwrap_or_else(|| panic!("client {client} shows version {version}, which nobody has made"));
-        for (block, (shown, made)) in blocks.iter().zip(&made.blocks).enumerate() {
-            if made.is_none() && is_own {
-                continue;
+        assert!(
+            version <= self.announced,
+            "client {client} shows version {version}, which nobody has announced"
+        );
+        for (block, shown) in blocks.iter().enumerate() {
+            let made = self.versions.get(version.0 as usize).and_then(|made| made.blocks[block].as_ref());
+            match made {
+                Some(made) => assert_eq!(
+                    shown, &made.weights,
+                    "block {block} that client {client} shows as of version {version}"
+                ),
+                None if is_own => {}
+                None => self.shown_ahead.push((client, version, block, shown.clone())),
             }
-            assert_eq!(
-                Some(shown),
-                made.as_ref().map(|made| &made.weights),
-                "block {block} that client {client} shows as of version {version}"
-            );
         }
     }
 
@@ -687,7 +718,10 @@ impl History {
     }
 
     /// A client that has committed `uid` learns that this version holds it.
-    pub fn holds(&self, version: Version, uid: Uid) {
+    pub fn holds(&mut self, version: Version, uid: Uid) {
+        if version.0 as usize >= self.complete {
+            return self.held_ahead.push((version, uid));
+        }
         let within = self.records[&uid].version;
         assert!(
             within.is_some_and(|v| v <= version),
@@ -708,6 +742,7 @@ impl History {
             let is_it = |block: &Option<Block>| block.as_ref().is_some_and(|block| block.weights == *shown);
             assert!(made.iter().all(is_it), "client {client} has shown its own weights as version {version}");
         }
+        assert_eq!((self.shown_ahead.len(), self.held_ahead.len()), (0, 0), "versions that nobody has made");
         for (uid, record) in &self.records {
             let lost = record.outcome == Outcome::Acknowledged && record.version.is_none();
             assert!(!lost, "contribution {uid} was acknowledged and is in no version: {record:?}");

@@ -10,6 +10,7 @@ mod client;
 mod clock;
 mod connections;
 mod ended;
+mod following;
 mod history;
 mod memory;
 mod moving;
@@ -58,6 +59,9 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("of them, reads of what had changed", |world| world.loans.changed, 32),
     ("lost pins", |world| world.loans.lost_pins, 1),
     ("copies of versions that were over", |world| world.loans.late_copies, 32),
+    ("blocks that were received before their version counted", |world| world.ahead.received, 1),
+    ("of them, blocks of plans that made no version", |world| world.ahead.void, 4),
+    ("blocks that followers were sent when their version counted", |world| world.ahead.late, 4),
     ("versions that were not pulled", |world| world.history.shown_own(), 4),
     ("strangers", |world| world.strangers, 1),
     ("lies that were believed", |world| world.believed, 1),

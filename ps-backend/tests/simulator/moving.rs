@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use libmodelio::vocabulary::block_map::BlockMap;
-use libmodelio::vocabulary::ids::{ShardId, Version};
+use libmodelio::vocabulary::ids::{PlanId, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, ModelRecord, RegistryRequest, ShardRecord};
 use ps_backend::moving::{MovePlan, Order, PutError};
@@ -419,6 +419,7 @@ impl World {
             let client = &mut self.clients[index];
             client.course = course;
             client.sending = vec![0; map.shares().len()];
+            client.followed = vec![(0, PlanId(0)); map.shares().len()];
         }
         let taken = self.on_client(index, |core, now, actions| core.moved(&map, now, actions));
         assert_eq!(taken, is_newer, "client {index} is told of course {course}");

@@ -171,7 +171,7 @@ impl Settings {
             in_part: one_of(rng, &[0.0, 0.5, 1.0]),
             mapped: one_of(rng, &[0.0, 0.5, 1.0]),
             shared: rng.bool(),
-            freezes: one_of(rng, &[0.0, 0.0, 0.012]),
+            freezes: one_of(rng, &[0.0, 0.0, 0.015]),
             silence: millis(one_of(rng, &[50, 300, 3000])),
             operators: rng.bool(),
             changes,

@@ -11,6 +11,7 @@ use libmodelio::wire::{Message, Plan, Refusal, Work};
 use ps_backend::partition::core::{self, Action, Kind, Outcome, PartitionCore, Place, Placement, Sent};
 
 use crate::client::Keys;
+use crate::following::Follower;
 use crate::history::{Content, GARBAGE, Uid};
 use crate::memory::Memory;
 use crate::moving::Life;
@@ -87,6 +88,8 @@ pub struct Shard {
     /// Payloads that are kept where they lie, by block and client.
     kept: BTreeMap<(u32, ClientId), (PlanId, Body)>,
     parked: VecDeque<(ClientId, PlanId, u32, bool, Body)>,
+    /// Clients that get blocks as they are computed.
+    pub followers: Vec<Follower>,
 }
 
 impl Shard {
@@ -116,12 +119,23 @@ impl Shard {
             next_reservation: 0,
             kept: BTreeMap::new(),
             parked: VecDeque::new(),
+            followers: Vec::new(),
         }
     }
 
     /// Whether nothing is going on here.
     pub fn is_quiet(&self) -> bool {
         self.core.running().is_none() && self.reservations.is_empty()
+    }
+
+    /// Its blocks.
+    pub fn mine(&self) -> &[BlockId] {
+        &self.mine
+    }
+
+    /// A computed block of the next version.
+    pub fn computed(&self, block: usize) -> Content {
+        self.back[block].as_ref().expect("a computed block").weights.clone()
     }
 
     /// Its process has ended: nothing of it is left.
@@ -411,6 +425,7 @@ impl World {
                 self.reservation_ends(partition, id, whole);
             }
         }
+        self.serves_followers(partition);
     }
 
     fn on_shard(&mut self, partition: usize, f: impl FnOnce(&mut PartitionCore, &mut Vec<Action>)) {
@@ -621,6 +636,7 @@ impl World {
             self.say_to_coordinator(partition, request, Message::Refused(error.into()));
         }
         self.shard_acts(partition, actions);
+        self.serves_followers(partition);
     }
 
     /// A message of a client.
@@ -649,8 +665,10 @@ impl World {
                 let asked: Vec<_> = asked.filter(|(_, block)| blocks.contains(&block.0)).collect();
                 self.lends(partition, index, version, &asked);
             }
+            Message::Follow { plan } => self.is_followed(partition, index, plan),
             other => panic!("a client sends {} to a shard", other.name()),
         }
+        self.serves_followers(partition);
     }
 
     fn say_to_coordinator(&mut self, partition: usize, request: u64, message: Message) {
@@ -669,7 +687,7 @@ impl World {
         self.say_to_client(partition, index, Message::Block { version, block }, body);
     }
 
-    fn say_to_client(&mut self, partition: usize, index: usize, message: Message, body: Body) {
+    pub fn say_to_client(&mut self, partition: usize, index: usize, message: Message, body: Body) {
         self.send(Node::Partition(partition), Node::Client(index), 0, message, body);
     }
 

@@ -17,6 +17,7 @@ use ps_backend::registry::RegistryCore;
 use crate::chaos::Fault;
 use crate::client::{Client, ClientEvent, Keys};
 use crate::clock::Clock;
+use crate::following::Early;
 use crate::history::{Content, History};
 use crate::memory::{Lent, Loans};
 use crate::moving::{Course, Life, Moves, Moving};
@@ -122,6 +123,7 @@ pub struct World {
     pub registry: RegistryCore,
     pub moves: Moves,
     pub loans: Loans,
+    pub ahead: Early,
     /// Blocks of plans that were not sealed yet.
     pub early: u64,
     /// Payloads that came before the plan was sealed, and had to wait for that.
@@ -191,6 +193,7 @@ impl World {
             registry: RegistryCore::new(),
             moves: Moves::default(),
             loans: Loans::default(),
+            ahead: Early::default(),
             early: 0,
             before_the_seal: 0,
             together: 0,
@@ -578,6 +581,7 @@ impl World {
             coordinator::Action::Published(version) => {
                 self.trace(|| format!("version {version} is published"));
                 let (plan, _) = self.coordinator.running().expect("the shards have to hear of it");
+                self.history.announced(version);
                 self.history.decided(version, plan, &self.members());
             }
         }

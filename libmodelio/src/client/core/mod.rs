@@ -12,9 +12,11 @@
 //! | `held` | payload that shards may still need |
 //! | `moving` | a change of the block map |
 //! | `pushing`, `pulling` | blocks to and from shards |
+//! | `following` | blocks of a version that is still being made |
 //! | `pull_times` | when to pull |
 //! | `waits` | requests that wait for a version |
 
+mod following;
 mod held;
 mod learners;
 mod moving;
@@ -257,7 +259,8 @@ impl ClientCore {
         }
         if let Some(pull) = &mut self.pull {
             pull.partitions[partition].asked.clear();
-            pull.partitions[partition].struggles = true;
+            pull.partitions[partition].struggles = pull.decided;
+            pull.partitions[partition].loses_ahead();
             actions.push(Action::Wake(partition));
         }
     }
@@ -286,11 +289,13 @@ impl ClientCore {
                 actions.push(Action::Wake(partition));
             }
             Message::Refused(Refusal::NoVersion { wanted, newest }) => {
-                let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == wanted) else { return };
+                let of_version = |pull: &&mut Pull| pull.version == wanted && pull.decided;
+                let Some(pull) = self.pull.as_mut().filter(of_version) else { return };
                 if newest > wanted && newest.0 <= MAX_NUMBER {
                     // A version that one shard shows is decided, even if the coordinator has not said so here yet.
                     if newest > self.state.version {
                         (self.state.version, self.state.own_weights) = (newest, None);
+                        self.state.made_by = PlanId(0);
                     }
                     self.pull = None;
                     self.start_pull(now, actions);
@@ -314,7 +319,7 @@ impl ClientCore {
         let waits = self.waits.iter().map(|wait| wait.deadline);
         let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.partitions);
         let sending = sending.filter(|partition| !partition.done).map(|partition| partition.moved + PATIENCE);
-        let pulling = self.pull.iter().flat_map(|pull| &pull.partitions);
+        let pulling = self.pull.iter().filter(|pull| pull.decided).flat_map(|pull| &pull.partitions);
         let pulling = pulling.filter(|partition| !partition.missing.is_clear());
         let pulling = pulling.map(|partition| partition.retry.unwrap_or(partition.moved + PATIENCE));
         requests.chain(waits).chain(sending).chain(pulling).chain(self.pull_due()).min()
@@ -344,7 +349,7 @@ impl ClientCore {
                 }
             }
         }
-        if let Some(pull) = &mut self.pull {
+        if let Some(pull) = self.pull.as_mut().filter(|pull| pull.decided) {
             let receiving = &mut pull.partitions[partition];
             if receiving.retry.take_if(|at| *at <= now).is_some() {
                 actions.push(Action::Wake(partition));
@@ -352,6 +357,7 @@ impl ClientCore {
             if !receiving.missing.is_clear() && receiving.moved + PATIENCE <= now {
                 receiving.moved = now;
                 receiving.struggles = true;
+                receiving.loses_ahead();
                 receiving.asked.clear();
                 actions.push(Action::Wake(partition));
             }

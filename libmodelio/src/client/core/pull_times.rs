@@ -79,6 +79,8 @@ pub(super) struct PullTimes {
     took: Option<Average>,
     /// When the newest pull began.
     began: Option<Now>,
+    /// The version did not exist when that pull began, so the pull also waits for the version.
+    waits_for_version: bool,
     /// When the newest pull ended, until a program opens what it brought.
     ended: Option<Now>,
     bubble: Option<Average>,
@@ -125,13 +127,20 @@ impl PullTimes {
 
     /// A pull begins.
     pub(super) fn began(&mut self, now: Now) {
-        self.began = Some(now);
+        (self.began, self.waits_for_version) = (Some(now), false);
+    }
+
+    /// A pull begins whose version is still being made.
+    pub(super) fn began_ahead(&mut self, now: Now) {
+        (self.began, self.waits_for_version) = (Some(now), true);
     }
 
     /// The pull that has begun is over: its version can be opened.
     pub(super) fn ended(&mut self, now: Now) {
         let Some(began) = self.began else { return };
-        Average::add(&mut self.took, now.saturating_sub(began));
+        if !self.waits_for_version {
+            Average::add(&mut self.took, now.saturating_sub(began));
+        }
         self.ended = Some(now);
         self.pulls += 1;
     }
@@ -271,6 +280,20 @@ mod tests {
     }
 
     #[test]
+    fn a_pull_that_waits_for_its_version_says_nothing_about_the_time_of_a_pull() {
+        let (mut times, last) = known();
+        let (due, pull) = (times.due(), times.report().pull);
+        times.began_ahead(due);
+        times.ended(last + SECOND);
+        assert_eq!(times.report().pull, pull);
+        times.opened(LEARNER, 1000, last + SECOND);
+        assert!(
+            times.due().abs_diff(due + SECOND) < SECOND / 1000,
+            "the next one begins as long before its open"
+        );
+    }
+
+    #[test]
     fn a_pause_does_not_spoil_the_average() {
         let (mut times, last) = known();
         times.opened(LEARNER, 1000, last + 3 * SECOND);
@@ -335,6 +358,7 @@ mod tests {
                     0 | 1 => times.opened(opener, now.as_micros() as u64, now),
                     2 => times.began(now),
                     3 => times.ended(now),
+                    4 if who == 0 => times.began_ahead(now),
                     _ => times.forget_gone(now),
                 }
                 let whole = now + Duration::from_secs(1);

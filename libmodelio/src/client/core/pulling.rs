@@ -9,7 +9,7 @@ use super::waits::{Awaits, Wait};
 use super::{Action, ClientCore, LastCommit, Now};
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::controls::{NonFinite, PullPolicy};
-use crate::vocabulary::ids::{BlockId, LearnerId, Version};
+use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Version};
 use crate::wire::Message;
 
 /// The number of blocks in one pull request.
@@ -33,6 +33,28 @@ pub(super) struct Pull {
     pub(super) left: usize,
     /// There is no buffer for the version: all of them are held.
     pub(super) no_buffer: bool,
+    /// The plan that makes the version, if the client follows it: shards send the blocks as they are computed.
+    pub(super) follows: Option<PlanId>,
+    /// The version exists. Otherwise it may come to nothing, and nothing of it is asked for by its number.
+    pub(super) decided: bool,
+}
+
+impl Pull {
+    pub(super) fn new(version: Version, owned: &[FixedBitSet], follows: Option<PlanId>, now: Now) -> Pull {
+        let receiving = |owned: &FixedBitSet| Receiving {
+            missing: owned.clone(),
+            asked: FixedBitSet::with_capacity(owned.len()),
+            reserved: FixedBitSet::with_capacity(owned.len()),
+            moved: now,
+            retry: None,
+            struggles: false,
+            sends_ahead: false,
+            has_lost: false,
+        };
+        let partitions: Vec<Receiving> = owned.iter().map(receiving).collect();
+        let left = partitions.iter().map(|of| of.missing.count_ones(..)).sum();
+        Pull { version, partitions, left, no_buffer: false, follows, decided: follows.is_none() }
+    }
 }
 
 #[derive(Debug)]
@@ -47,11 +69,26 @@ pub(super) struct Receiving {
     pub(super) retry: Option<Now>,
     /// A block was lost, or the pull does not progress.
     pub(super) struggles: bool,
+    /// The shard sends all its blocks of the version by itself. They need not be asked for.
+    pub(super) sends_ahead: bool,
+    /// A block that the shard has sent by itself may be lost. It sends no block twice.
+    pub(super) has_lost: bool,
+}
+
+impl Receiving {
+    /// Blocks that the shard has sent by itself may be lost.
+    pub(super) fn loses_ahead(&mut self) {
+        (self.sends_ahead, self.has_lost) = (false, true);
+    }
 }
 
 impl ClientCore {
-    /// Begins to pull the newest version, unless it is shown or being pulled, or is here already.
+    /// Begins to pull the newest version, unless it is shown or being pulled, or is here already. If it is shown, and a plan
+    /// of this client's makes the next one, begins to pull that.
     pub(super) fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
+        if self.can_follow() && self.is_wanted_ahead(now) {
+            self.follow(now, actions);
+        }
         if !self.can_pull() {
             return;
         }
@@ -63,18 +100,18 @@ impl ClientCore {
             return;
         }
         self.pull_times.began(now);
-        let receiving = |owned: &FixedBitSet| Receiving {
-            missing: owned.clone(),
-            asked: FixedBitSet::with_capacity(owned.len()),
-            reserved: FixedBitSet::with_capacity(owned.len()),
-            moved: now,
-            retry: None,
-            struggles: false,
-        };
-        let partitions = self.owned.iter().map(receiving).collect();
-        self.pull =
-            Some(Pull { version: self.state.version, partitions, left: self.blocks, no_buffer: false });
+        self.pull = Some(Pull::new(self.state.version, &self.owned, None, now));
         actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    /// If the version exists and all its blocks are here, it is to be shown.
+    pub(super) fn is_complete(&mut self, actions: &mut Vec<Action>) -> bool {
+        let all = |pull: &mut Pull| pull.left == 0 && pull.decided;
+        let complete = if self.reserved == 0 { self.pull.take_if(all) } else { None };
+        let Some(Pull { version, .. }) = complete else { return false };
+        self.whole = true;
+        actions.push(Action::Pulled(version));
+        true
     }
 
     /// New weights of this token, which are about to be sent, stay unchanged in memory that can be shown. If they are
@@ -98,7 +135,7 @@ impl ClientCore {
     }
 
     /// The policy in force.
-    fn pull_policy(&self) -> PullPolicy {
+    pub(super) fn pull_policy(&self) -> PullPolicy {
         match self.in_process {
             // Nothing is transferred.
             true => PullPolicy::Eager,
@@ -108,7 +145,7 @@ impl ClientCore {
 
     /// When to pull the newest version, if that is not yet due.
     pub fn pull_due(&self) -> Option<Now> {
-        let waits = self.pull_policy() == PullPolicy::Adaptive && self.can_pull();
+        let waits = self.pull_policy() == PullPolicy::Adaptive && (self.can_pull() || self.can_follow());
         waits.then(|| self.pull_times.due())
     }
 
@@ -144,7 +181,7 @@ impl ClientCore {
     }
 
     /// Whether the policy, or a request that waits, needs a newer version than the one that is shown.
-    fn is_wanted(&mut self, now: Now) -> bool {
+    pub(super) fn is_wanted(&mut self, now: Now) -> bool {
         let newer = |wait: &Wait| match wait.awaits {
             Awaits::Version(version) => version > self.version(),
             Awaits::Step(learner) => {
@@ -171,17 +208,17 @@ impl ClientCore {
         }
     }
 
-    /// The version that is being pulled.
+    /// The version that is being pulled. None if it does not exist yet.
     pub fn pulling(&self) -> Option<Version> {
-        self.pull.as_ref().map(|pull| pull.version)
+        self.pull.as_ref().filter(|pull| pull.decided).map(|pull| pull.version)
     }
 
     /// The next request for blocks of a shard, while fewer than `window` blocks are on their way from it.
     pub fn next_pull(&mut self, partition: PartitionIndex, window: usize, now: Now) -> Option<Message> {
-        let pull = self.pull.as_mut()?;
+        let pull = self.pull.as_mut().filter(|pull| pull.decided)?;
         let receiving = &mut pull.partitions[partition];
         let under_way = receiving.asked.count_ones(..);
-        if under_way >= window || receiving.retry.is_some() {
+        if under_way >= window || receiving.retry.is_some() || receiving.sends_ahead {
             return None;
         }
         let count = PULL_BLOCKS.min(window - under_way);
@@ -201,7 +238,8 @@ impl ClientCore {
     /// Whether the pulled version comes as a whole, from a shard that has all blocks of the model. A caller that
     /// `asks` must send the request if the answer is [`Whole::Ask`].
     pub fn pull_whole(&mut self, asks: bool, now: Now) -> Whole {
-        let (1, Some(pull), 0) = (self.owned.len(), &mut self.pull, self.reserved) else { return Whole::Not };
+        let pull = self.pull.as_mut().filter(|pull| pull.decided);
+        let (1, Some(pull), 0) = (self.owned.len(), pull, self.reserved) else { return Whole::Not };
         let receiving = &mut pull.partitions[0];
         if pull.left < self.blocks || !(receiving.asked.is_clear() || receiving.asked == receiving.missing) {
             return Whole::Not;
@@ -266,15 +304,15 @@ impl ClientCore {
                 receiving.missing.set(block.index(), false);
                 pull.left -= 1;
             }
-            if pull.left == 0 && self.reserved == 0 {
-                self.pull = None;
-                self.whole = true;
-                actions.push(Action::Pulled(version));
-                return;
+            if !whole && receiving.sends_ahead {
+                receiving.loses_ahead();
             }
             // The connection that brought the block asks for more by itself.
-            if receiving.asked.is_clear() {
+            if receiving.asked.is_clear() && pull.decided && !receiving.sends_ahead {
                 actions.push(Action::Wake(partition));
+            }
+            if self.is_complete(actions) {
+                return;
             }
         }
         self.start_pull(now, actions);

@@ -169,6 +169,7 @@ impl ClientCore {
         }
         self.outgoing = Some(outgoing);
         actions.extend((0..self.shards.len()).map(Action::Wake));
+        self.start_pull(now, actions);
     }
 
     /// Blocks of a contribution may be sent for a provisional plan from now on.
@@ -402,6 +403,7 @@ impl ClientCore {
             actions.push(Action::Wake(partition));
         }
         (outgoing.payload, outgoing.blocks, outgoing.open) = (payload, blocks, None);
+        self.start_pull(now, actions);
     }
 
     /// The coordinator still waits for the plan under way. A shard that had all of it may have begun it again.

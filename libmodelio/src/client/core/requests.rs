@@ -246,8 +246,10 @@ impl ClientCore {
                 if !staging_lent {
                     self.release_older(*learner, *step, actions);
                 }
-                // An earlier commit of this step was in vain.
-                self.release_refused(id, (*learner, *step), actions);
+                // Earlier commits of this step and of later ones were in vain.
+                let later = self.held.range((*learner, *step)..=(*learner, Step(u64::MAX)));
+                let later: Vec<_> = later.map(|(key, _)| *key).collect();
+                later.into_iter().for_each(|key| self.release_refused(id, key, actions));
             }
             (Message::Commit { learner, step, lent, .. }, Ok(_)) => {
                 self.has_committed(*learner, *step, id);

@@ -24,7 +24,7 @@ impl ClientCore {
             return;
         }
         if is_anew {
-            self.pull.take_if(|pull| pull.version > state.version);
+            self.pull.take_if(|pull| pull.version > state.version && pull.decided);
         }
         self.plan_over(state.over, actions);
         if state.acked_through != Some(self.acked_through) && self.coordinator_up {
@@ -83,6 +83,7 @@ impl ClientCore {
         if self.offered_version() > offered {
             actions.push(Action::Offered(self.offered_version()));
         }
+        self.decide_followed(is_anew, now, actions);
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
     }

@@ -10,14 +10,19 @@ use crate::client::shared::Shared;
 use crate::transport::frames::{Framed, Link, Outgoing};
 use crate::transport::reactor::Thread;
 use crate::transport::tcp::SocketOptions;
+use crate::vocabulary::ids::PlanId;
 use crate::wire::Role;
 
 /// Blocks go as the payload of messages.
-struct Sent;
+#[derive(Default)]
+struct Sent {
+    /// The plan that the client last followed over this connection.
+    followed: PlanId,
+}
 
 impl BlockPath for Sent {
     fn next(&mut self, to: &Connection, due: usize) -> Option<(Outgoing, usize)> {
-        to.shared.next_sent(&to.route, &to.link, due)
+        to.shared.next_sent(&to.route, &to.link, due, &mut self.followed)
     }
 }
 
@@ -53,7 +58,7 @@ impl Shared {
             let stream = Framed::new(Control::new(this, route.clone()), link.clone(), 16 << 10);
             net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
         } else {
-            let stream = Framed::new(Data::new(this, route.clone(), Sent), link.clone(), 128);
+            let stream = Framed::new(Data::new(this, route.clone(), Sent::default()), link.clone(), 128);
             // The connections to one shard are on different threads, so that all threads have work until the last
             // shard is done.
             let thread = Thread::Number(route.partition + route.number);

@@ -621,3 +621,74 @@ fn kept_payloads_do_not_hold_up_a_dropped_plan() {
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
 }
+
+#[test]
+fn a_reader_gets_blocks_as_they_are_computed_and_all_of_them_once_the_version_counts() {
+    let mut bench = Bench::new();
+    let mut has = blocks([]);
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait, "it may begin");
+    let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
+    for client in [A, B] {
+        assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait);
+        bench.core.reserve(client, ONE, 1, AHEAD);
+        assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait, "it is being added");
+        bench.completes(client, ONE, 1);
+    }
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(1));
+    has.insert(1);
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait);
+    let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [1, 2]), source(B, [1])]);
+    let compute = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
+    assert_eq!(compute, [Action::Sealed(ONE), Action::Compute(ONE, blocks([0]))]);
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait);
+    bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(0));
+    bench.core.reserve(A, ONE, 2, SENT);
+    assert_eq!(bench.completes(A, ONE, 2), [Action::Ready(ONE)]);
+    bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Newest(Version(5)));
+    bench.begin(Plan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Newest(Version(5)));
+}
+
+#[test]
+fn a_reader_gets_nothing_of_a_plan_that_is_refused_dropped_or_makes_no_version() {
+    let mut bench = Bench::new();
+    let has = blocks([]);
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]));
+    bench.core.reserve(A, ONE, 0, SENT);
+    bench.completes(A, ONE, 0);
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(0));
+    bench.core.reserve(A, ONE, 1, SENT);
+    bench.acts(|core, actions| core.end(A, ONE, 1, Outcome::NonFinite, actions));
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Over);
+    bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Over);
+    bench.begin(Bench::plan(TWO, Kind::Add, vec![source(A, [0])]));
+    bench.core.reserve(A, TWO, 0, SENT);
+    bench.completes(A, TWO, 0);
+    assert_eq!(bench.core.ahead(TWO, &has), Ahead::Wait);
+    bench.acts(|core, actions| core.conclude(TWO, actions).unwrap());
+    assert_eq!(bench.core.ahead(TWO, &has), Ahead::Over);
+}
+
+#[test]
+fn a_plan_that_another_process_has_replaced_is_not_computed_a_second_time() {
+    let mut bench = Bench::new();
+    let plan = || Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
+    bench.begin(plan());
+    // Somebody else connects as the coordinator, and starts a plan in its place.
+    bench.core.coordinated_anew(PlanId(7));
+    let other = Bench::plan(PlanId(8), Kind::Reduce, vec![source(B, [0, 1, 2])]);
+    let void = bench.acts(|core, actions| core.start(other, false, actions).unwrap());
+    assert_eq!(void, [Action::Void(ONE), Action::Begin(PlanId(8))]);
+    bench.acts(|core, actions| core.begun(PlanId(8), actions));
+    bench.core.coordinated_anew(PlanId(0));
+    let torn = bench.acts(|core, actions| core.start(plan(), false, actions).unwrap());
+    assert_eq!(torn, [Action::Void(PlanId(8)), Action::Torn(ONE)]);
+    assert_eq!(bench.acts(|core, actions| core.start(plan(), false, actions).unwrap()), [Action::Torn(ONE)]);
+    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+    bench.begin(Bench::plan(TWO, Kind::Reduce, vec![source(A, [0, 1, 2])]));
+}

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::tally::{Flow, Tally};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
@@ -18,7 +19,7 @@ use smallvec::SmallVec;
 use super::sums::Sums;
 use super::{PartitionError, Payload, check_payload};
 use crate::region_store::accumulator::{Accumulator, is_direct};
-use crate::region_store::{Term, VersionBuilder, Written};
+use crate::region_store::{EarlyReader, Term, VersionBuilder, Written};
 
 /// A thread is working on the block.
 const CLAIMED: u8 = 1;
@@ -362,6 +363,17 @@ impl PartitionJob {
         self.blocks.get(block.index()).is_some_and(|mark| mark.load(Ordering::Relaxed) & HELD != 0)
     }
 
+    /// A block of the next version, if it is computed. It counts once the job is concluded.
+    pub fn early(&self, block: BlockId) -> Option<EarlyBlock> {
+        let builder = self.builder.as_ref()?;
+        // The computing thread has released the mark. A computed block is never claimed again.
+        let mark = self.blocks.get(block.index())?.load(Ordering::Acquire);
+        if mark & FINISHED == 0 || mark & CLAIMED != 0 {
+            return None;
+        }
+        Some(EarlyBlock { reader: builder.early_reader(), layout: Arc::clone(&self.layout), block })
+    }
+
     /// The builder of the next version, if the job makes one.
     pub(super) fn builder(&self) -> Option<&VersionBuilder> {
         self.builder.as_ref()
@@ -417,6 +429,26 @@ impl PartitionJob {
         }
         self.give_up();
         Ok(both)
+    }
+}
+
+/// A computed block of a version that may not count yet. Its bytes do not change while this lives.
+#[derive(Debug)]
+pub struct EarlyBlock {
+    reader: EarlyReader,
+    layout: Arc<ModelLayout>,
+    block: BlockId,
+}
+
+impl EarlyBlock {
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.reader.buffer().bytes(self.layout.block_bytes(self.block))
+    }
+
+    /// The CRC32C of [`Self::bytes`], computed once for all readers.
+    pub fn checksum(&self) -> u32 {
+        self.reader.buffer().checksum(self.block, self.layout.block_bytes(self.block), crc32c)
     }
 }
 

@@ -1,9 +1,11 @@
-//! Sending versions block by block, and reporting to a client which of its blocks are missing.
+//! Sending versions block by block, as a whole version or as they are computed, and reporting to a client which of its
+//! blocks are missing.
 //!
 //! This module holds `unsafe`: it lends memory of versions to connections.
 
 use std::sync::Arc;
 
+use fixedbitset::FixedBitSet;
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::stream::{Guard, Piece};
 use libmodelio::transport::tally::Flow;
@@ -11,10 +13,92 @@ use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::wire::{Message, Refusal};
 
-use super::Partition;
-use crate::partition::store::PinnedVersion;
+use super::{Partition, State};
+use crate::partition::core::Ahead;
+use crate::partition::store::{EarlyBlock, PinnedVersion};
+
+/// A client that gets the blocks of a version as they are computed, over any of its connections.
+pub(super) struct Follower {
+    plan: PlanId,
+    /// The blocks that were sent.
+    sent: FixedBitSet,
+}
+
+/// What a connection sends to a client that follows a plan.
+pub(in crate::server) enum Followed {
+    /// A block.
+    Block(Outgoing),
+    /// Nothing yet. The connection is woken when there may be something.
+    Wait,
+    /// Nothing any more.
+    Over,
+}
 
 impl Partition {
+    /// The next block of the version that `plan` makes, for a client that follows the plan. `pinned` keeps the version
+    /// between two calls, once it is the newest one.
+    pub(in crate::server) fn follow(
+        &self,
+        client: ClientId,
+        plan: PlanId,
+        pinned: &mut Option<Arc<PinnedVersion>>,
+        link: &Link,
+    ) -> Followed {
+        let mut state = self.state.lock();
+        let State { core, followers, job, .. } = &mut *state;
+        let none =
+            || Follower { plan, sent: FixedBitSet::with_capacity(self.store.partition().blocks().len()) };
+        let follower = followers.entry(client).or_insert_with(none);
+        if follower.plan != plan {
+            *follower = none();
+        }
+        let local = match core.ahead(plan, &follower.sent) {
+            Ahead::Computed(block) => {
+                let job = job.as_ref().filter(|(of, _)| *of == plan);
+                let Some(early) = job.and_then(|(_, job)| job.early(BlockId(block))) else {
+                    state.wait(link);
+                    return Followed::Wait;
+                };
+                follower.sent.insert(block as usize);
+                drop(state);
+                return self.block_ahead(plan, BlockId(block), early);
+            }
+            Ahead::Newest(version) => {
+                let Some(block) = follower.sent.zeroes().next() else {
+                    return Followed::Over;
+                };
+                follower.sent.insert(block);
+                drop(state);
+                if pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
+                    *pinned = self.store.version(version).map(Arc::new);
+                }
+                BlockId(block as u32)
+            }
+            Ahead::Wait => {
+                state.wait(link);
+                return Followed::Wait;
+            }
+            Ahead::Over => return Followed::Over,
+        };
+        // A version that is gone by now is not the newest one any more. The client asks for that.
+        let block = self.store.partition().global(local);
+        let block = block.zip(pinned.as_ref()).and_then(|(block, pinned)| self.block(pinned, block));
+        block.map_or(Followed::Over, |block| {
+            let Message::Block { block: of, .. } = block.message else { return Followed::Over };
+            Followed::Block(Outgoing { message: Message::BlockAhead { plan, block: of }, ..block })
+        })
+    }
+
+    fn block_ahead(&self, plan: PlanId, local: BlockId, early: EarlyBlock) -> Followed {
+        let Some(block) = self.store.partition().global(local) else { return Followed::Over };
+        let (crc, guard) = (early.checksum(), Arc::new(early));
+        // SAFETY: the bytes of an early block do not change while it lives, and the guard keeps it.
+        let piece = unsafe { Piece::new(guard.bytes(), Some(crc), Arc::clone(&guard) as Guard) };
+        self.store.tally().moved(Flow::Pull, guard.bytes().len());
+        let message = Message::BlockAhead { plan, block };
+        Followed::Block(Outgoing { message, request: 0, epoch: self.epoch, payload: Some(piece) })
+    }
+
     /// The blocks that `client` has not sent yet. None if that is not known yet.
     pub(in crate::server) fn missing(&self, client: ClientId, plan: PlanId) -> Option<Message> {
         let missing = self.state.lock().core.missing(client, plan)?;

@@ -61,7 +61,11 @@ impl Partition {
     pub(in crate::server) fn client_down(self: &Arc<Partition>, link: &Link) {
         self.forget_kept(link);
         let mut links = self.links.lock();
+        let of = links.iter().find(|known| known.link.is(link)).map(|known| known.client);
         links.retain(|known| !known.link.is(link));
+        if let Some(client) = of.filter(|client| links.iter().all(|known| known.client != *client)) {
+            self.state.lock().followers.remove(&client);
+        }
         self.share_out(&mut links);
     }
 

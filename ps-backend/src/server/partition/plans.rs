@@ -47,7 +47,7 @@ impl Recipient for Partition {
 impl Partition {
     /// Sets the coordinator, whose plans up to `over` are over. Closes an earlier connection: if that was the true
     /// coordinator's, the coordinator connects again and takes its place back.
-    pub(in crate::server) fn follow(&self, coordinator: ToCoordinator, over: PlanId) {
+    pub(in crate::server) fn coordinated_by(&self, coordinator: ToCoordinator, over: PlanId) {
         let mut state = self.state.lock();
         if self.moved.get().is_some() {
             // The coordinator has not changed.

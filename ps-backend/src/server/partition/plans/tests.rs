@@ -91,7 +91,7 @@ impl Bench {
         let notes = Arc::new(Notes(Mutex::new(sender)));
         let own = Arc::downgrade(&partition) as Weak<dyn Recipient>;
         let mailbox = Mailbox::new(Arc::downgrade(&notes) as Weak<dyn Recipient>, own);
-        partition.follow(ToCoordinator::Here(Arc::new(mailbox)), PlanId(0));
+        partition.coordinated_by(ToCoordinator::Here(Arc::new(mailbox)), PlanId(0));
         Bench { partition, executor, said, _notes: notes, plans: 0 }
     }
 

@@ -59,7 +59,7 @@ fn begun() -> Arc<Partition> {
     partition.store().finish_loading().unwrap();
     let own = Arc::downgrade(&partition) as Weak<dyn Recipient>;
     let mailbox = Mailbox::new(Arc::downgrade(&REFUSES_NOTHING) as Weak<dyn Recipient>, own);
-    partition.follow(ToCoordinator::Here(Arc::new(mailbox)), PlanId(0));
+    partition.coordinated_by(ToCoordinator::Here(Arc::new(mailbox)), PlanId(0));
     let source = |client| PlanSource {
         client,
         blocks: std::iter::once(0..BLOCKS).collect(),

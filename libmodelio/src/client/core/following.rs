@@ -1,0 +1,79 @@
+//! The blocks of a version that is still being made. Shards send them as they are computed (iRDMA, section IV-B: pushes
+//! and pulls overlap).
+//!
+//! The client follows the plan that it sends blocks for. What comes counts once the state names that plan as the one that
+//! has made the version. If the plan makes none, what has come is void, and the version is pulled as any other.
+
+use super::pulling::Pull;
+use super::{Action, ClientCore, Now};
+use crate::vocabulary::block_map::PartitionIndex;
+use crate::vocabulary::controls::{Consistency, PullPolicy};
+use crate::vocabulary::ids::{PlanId, Version};
+use crate::wire::{Granted, Message};
+
+impl ClientCore {
+    /// Begins to pull the version that the plan under way makes, before it is certain that the plan makes one.
+    pub(super) fn follow(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let Some(plan) = self.outgoing.as_ref().map(|outgoing| outgoing.plan) else { return };
+        self.pull_times.began_ahead(now);
+        self.pull = Some(Pull::new(self.state.version.next(), &self.owned, Some(plan), now));
+        actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    /// Whether the policy, or a request that waits, wants what is followed now.
+    pub(super) fn is_wanted_ahead(&mut self, now: Now) -> bool {
+        // Where learners wait for each other, no newer version can come meanwhile.
+        let is_last = self.state.controls.consistency == Consistency::Sync
+            && self.pull_policy() == PullPolicy::Adaptive
+            && self.outgoing.as_ref().is_some_and(|outgoing| !outgoing.is_provisional());
+        is_last || self.is_wanted(now)
+    }
+
+    /// Whether the newest version is shown, and the next one may be pulled while it is made of contributions of this
+    /// client.
+    pub(super) fn can_follow(&self) -> bool {
+        let is_idle = self.pull.is_none() && !self.whole && self.reserved == 0;
+        let is_newest = self.state.sequence != 0 && self.shown == Some(self.state.version);
+        let of_contributions = |(_, payload): (PlanId, &Granted)| !matches!(payload, Granted::Weights(_));
+        !self.in_process && is_idle && is_newest && self.outgoing().is_some_and(of_contributions)
+    }
+
+    /// The state says whether the plan that the client follows has made a version. If it has not, what has come is void.
+    pub(super) fn decide_followed(&mut self, is_anew: bool, now: Now, actions: &mut Vec<Action>) {
+        let Some(pull) = self.pull.as_mut().filter(|pull| !pull.decided) else { return };
+        let Some(plan) = pull.follows else { return };
+        if !is_anew && self.state.version == pull.version && self.state.made_by == plan {
+            pull.decided = true;
+            pull.partitions.iter_mut().for_each(|receiving| receiving.moved = now);
+            if !self.is_complete(actions) {
+                actions.extend((0..self.shards.len()).map(Action::Wake));
+            }
+        } else if is_anew || self.state.version >= pull.version || self.state.over >= plan {
+            self.pull = None;
+        }
+    }
+
+    /// Whether the client follows another plan than `asked`.
+    pub fn follows(&self, asked: PlanId) -> bool {
+        let pull = self.pull.as_ref().filter(|pull| !pull.decided);
+        pull.and_then(|pull| pull.follows).is_some_and(|plan| plan != asked)
+    }
+
+    /// The request to follow the plan that makes the pulled version, for a connection that has last asked for the plan
+    /// `asked`.
+    pub fn next_follow(&mut self, partition: PartitionIndex, asked: PlanId) -> Option<Message> {
+        let pull = self.pull.as_mut().filter(|pull| !pull.decided)?;
+        let plan = pull.follows.filter(|plan| *plan != asked)?;
+        let receiving = &mut pull.partitions[partition];
+        if receiving.has_lost {
+            return None;
+        }
+        receiving.sends_ahead = true;
+        Some(Message::Follow { plan })
+    }
+
+    /// The version that this plan makes, if it is being pulled.
+    pub fn followed(&self, plan: PlanId) -> Option<Version> {
+        self.pull.as_ref().filter(|pull| pull.follows == Some(plan)).map(|pull| pull.version)
+    }
+}

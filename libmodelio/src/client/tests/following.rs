@@ -1,0 +1,220 @@
+//! Blocks of a version that is still being made.
+
+use super::*;
+use crate::client::core::Whole;
+
+const PLAN: PlanId = PlanId(1);
+
+impl Bench {
+    fn follow(&mut self, partition: usize) -> bool {
+        match self.core.next_follow(partition, PlanId(0)) {
+            Some(Message::Follow { plan }) => plan == PLAN,
+            other => {
+                assert_eq!(other, None);
+                false
+            }
+        }
+    }
+
+    /// A block comes for the plan; whether it was wanted.
+    fn comes(&mut self, plan: PlanId, block: u32, whole: bool) -> bool {
+        let block = BlockId(block);
+        let Some(version) = self.core.followed(plan) else { return false };
+        let wanted = self.core.reserve(version, block);
+        if wanted {
+            self.core.end_reservation(version, block, whole, self.now, &mut self.said);
+        }
+        wanted
+    }
+
+    /// The newest version was made by this plan, and so many plans are over.
+    fn made(&mut self, sequence: u64, version: u64, by: u64, over: u64) {
+        let mut state = self.core.state().clone();
+        (state.sequence, state.version) = (sequence, Version(version));
+        (state.made_by, state.over) = (PlanId(by), PlanId(over));
+        self.coordinator(0, Message::State(Box::new(state)));
+    }
+
+    fn is_pulled(&self) -> bool {
+        self.said.contains(&Action::Pulled(Version(1)))
+    }
+}
+
+/// A client that follows the plan which makes version 1.
+fn following() -> Bench {
+    let mut bench = Bench::new();
+    bench.state(2, 0, 0, false);
+    bench.commit(3, 10);
+    bench.grant(1);
+    assert!(bench.follow(0) && bench.follow(1));
+    bench
+}
+
+#[test]
+fn blocks_that_come_ahead_are_shown_when_their_plan_has_made_the_version() {
+    let mut bench = following();
+    for block in 0..4 {
+        assert!(bench.comes(PLAN, block, true));
+        assert!(!bench.comes(PLAN, block, true), "it is here");
+    }
+    assert!(!bench.is_pulled(), "it is not certain that there will be a version");
+    assert_eq!((bench.core.pulling(), bench.core.next_deadline().is_some()), (None, true));
+    bench.made(3, 1, 1, 1);
+    assert!(bench.is_pulled());
+}
+
+#[test]
+fn blocks_of_a_plan_that_has_made_no_version_are_not_shown() {
+    for (version, by, over) in [(0, 0, 1), (1, 2, 2), (1, 0, 2), (2, 1, 2)] {
+        let mut bench = following();
+        (0..4).for_each(|block| assert!(bench.comes(PLAN, block, true)));
+        bench.made(3, version, by, over);
+        assert!(!bench.is_pulled(), "version {version} by plan {by}");
+        assert!(!bench.comes(PLAN, 0, true), "nothing of it is wanted");
+        let pulls = (version > 0).then_some(Version(version));
+        assert_eq!(bench.core.pulling(), pulls);
+    }
+}
+
+#[test]
+fn a_coordinator_that_connects_again_is_asked_for_the_version_as_if_nothing_had_come() {
+    let mut bench = following();
+    (0..4).for_each(|block| assert!(bench.comes(PLAN, block, true)));
+    bench.core.coordinator_down(bench.now, &mut bench.said);
+    bench.core.coordinator_up(bench.now, &mut bench.said);
+    bench.made(9, 1, 1, 1);
+    assert!(!bench.is_pulled());
+    assert_eq!(bench.core.pulling(), Some(Version(1)));
+}
+
+#[test]
+fn what_a_shard_does_not_send_ahead_is_asked_for_once_the_version_exists() {
+    let mut bench = following();
+    assert!(bench.comes(PLAN, 0, true) && bench.comes(PLAN, 1, true));
+    assert_eq!(bench.core.next_pull(0, 8, bench.now), None);
+    bench.pass(5000);
+    bench.made(3, 1, 1, 1);
+    assert_eq!(bench.core.pulling(), Some(Version(1)));
+    assert_eq!(bench.core.pull_whole(true, bench.now), Whole::Not);
+    assert_eq!(bench.core.next_pull(0, 8, bench.now), None, "the shard sends the rest by itself");
+    assert!(bench.comes(PLAN, 2, true));
+    bench.pass(1000);
+    let pull = |bench: &mut Bench, partition| bench.core.next_pull(partition, 8, bench.now);
+    assert_eq!(pull(&mut bench, 0), None, "it is complete");
+    assert_eq!(pull(&mut bench, 1), Some(Message::Pull { version: Version(1), blocks: 3..4 }));
+    assert!(bench.core.reserve(Version(1), BlockId(3)));
+    bench.core.end_reservation(Version(1), BlockId(3), true, bench.now, &mut bench.said);
+    assert!(bench.is_pulled());
+}
+
+#[test]
+fn blocks_that_were_lost_on_their_way_are_asked_for_at_once() {
+    for closes in [false, true] {
+        let mut bench = following();
+        assert!(bench.comes(PLAN, 0, true));
+        if closes {
+            bench.core.check_partition(0, bench.now, &mut bench.said);
+        } else {
+            assert!(bench.comes(PLAN, 2, false));
+        }
+        assert!(!bench.follow(0), "the shard sends no block twice");
+        assert_eq!(bench.core.next_pull(0, 8, bench.now), None, "there is no version");
+        bench.made(3, 1, 1, 1);
+        let missing = Message::Pull { version: Version(1), blocks: 2..3 };
+        assert_eq!(bench.core.next_pull(0, 8, bench.now), Some(missing));
+    }
+}
+
+#[test]
+fn no_plan_is_followed_while_a_connection_receives_for_another_one() {
+    let mut bench = following();
+    assert!(bench.core.reserve(Version(1), BlockId(0)));
+    bench.made(3, 0, 0, 1);
+    bench.grant(2);
+    assert_eq!(bench.core.next_follow(0, PlanId(0)), None);
+    bench.core.end_reservation(Version(1), BlockId(0), true, bench.now, &mut bench.said);
+    assert_eq!(bench.core.next_follow(0, PLAN), Some(Message::Follow { plan: PlanId(2) }));
+    assert_eq!(bench.core.next_follow(0, PlanId(2)), None, "it was asked over this connection");
+    assert!((0..4).all(|block| bench.comes(PlanId(2), block, true)), "nothing was there");
+    bench.made(4, 1, 2, 2);
+    assert!(bench.is_pulled());
+}
+
+#[test]
+fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed() {
+    let mut bench = Bench::new();
+    let mut state = bench.core.state().clone();
+    (state.sequence, state.controls) = (2, state.controls.with("pull", "on-demand").unwrap());
+    bench.coordinator(0, Message::State(Box::new(state)));
+    bench.commit(3, 10);
+    bench.grant(1);
+    assert!(!bench.follow(0));
+    let mut bench = Bench::new();
+    bench.state(2, 0, 0, false);
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
+    bench.coordinator(0, Message::Grant { plan: PLAN, payload: Granted::Weights(5) });
+    assert!(!bench.follow(0));
+}
+
+#[test]
+fn payload_of_a_step_that_is_not_the_open_one_is_released() {
+    let mut bench = following();
+    bench.coordinator(3, Message::Done);
+    bench.state(3, 1, 1, false);
+    let commit = |step, token| {
+        let (tensors, partly) = (vec![0..1], Some(Default::default()));
+        (
+            token,
+            Message::Commit {
+                learner: L,
+                step: Step(step),
+                blocks: vec![0..4],
+                tensors,
+                partly,
+                timeout_ms: 1000,
+                lent: false,
+                given_up: None,
+            },
+        )
+    };
+    let (token, message) = commit(3, 4);
+    bench.ask(token, message, 1);
+    bench.coordinator(4, Message::Refused(ShardError::TimedOut("others".into()).into()));
+    bench.said.clear();
+    bench.ask(5, Message::Open { learner: L }, 10);
+    bench.coordinator(5, Message::Opened { step: Step(2), staging_lent: false });
+    assert!(bench.said.contains(&Action::Release(L, Step(3))), "{:?}", bench.said);
+}
+
+#[test]
+fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
+    for consistency in ["sync", "async"] {
+        let mut bench = Bench::new();
+        let mut state = bench.core.state().clone();
+        let controls = state.controls.with("pull", "adaptive").unwrap();
+        (state.sequence, state.controls) = (2, controls.with("consistency", consistency).unwrap());
+        bench.coordinator(0, Message::State(Box::new(state)));
+        // A program opens once a second, and a pull takes 0.2 s.
+        for version in 1..20 {
+            bench.core.version_opened(None, bench.now);
+            bench.made(2 + version, version, 0, 0);
+            bench.pass(700);
+            assert_eq!(bench.core.pulling(), Some(Version(version)));
+            bench.pass(200);
+            for block in 0..4 {
+                assert!(bench.core.reserve(Version(version), BlockId(block)));
+                let (core, now, said) = (&mut bench.core, bench.now, &mut bench.said);
+                core.end_reservation(Version(version), BlockId(block), true, now, said);
+            }
+            bench.core.shown(Version(version), bench.now, &mut bench.said);
+            bench.pass(100);
+        }
+        bench.core.version_opened(None, bench.now);
+        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };
+        bench.coordinator(0, Message::Grant { plan: PLAN, payload });
+        assert!(!bench.follow(0), "it is not due");
+        bench.commit(3, 10);
+        bench.grant(1);
+        assert_eq!(bench.follow(0), consistency == "sync");
+    }
+}

@@ -1,0 +1,96 @@
+//! Blocks of a version come to its learners while others are still being written.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libmodelio::client::Job;
+use libmodelio::contributor::Contributor;
+use libmodelio::transport::reactor::Choice;
+use libmodelio::vocabulary::ids::Version;
+
+use crate::ahead::{BYTES, commit, contributor, is_all, pull, write};
+use crate::payload::of_shard;
+use crate::world::{BLOCK, LONG, Way, World, read};
+
+/// Over TCP, where blocks are sent. (Elsewhere they are read where they lie.)
+const WAYS: [Way; 2] = [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll)];
+
+/// Learners on clients of their own, which show the first version.
+fn learners(way: Way, shards: usize, count: usize) -> (World, Vec<Arc<Job>>, Vec<Arc<Contributor>>) {
+    let settings = [("reducer", "sum"), ("learners", &*count.to_string())];
+    let world = World::new(shards, BYTES, &settings, way);
+    let clients: Vec<Arc<Job>> = (0..count).map(|_| world.client()).collect();
+    let learners = clients.iter().enumerate().map(|(at, client)| contributor(client, &format!("l{at}")));
+    let learners = learners.collect();
+    (world, clients, learners)
+}
+
+fn pulled(world: &World) -> u64 {
+    of_shard(world).pulled_bytes
+}
+
+#[track_caller]
+fn wait_for_pulled(world: &World, bytes: u64) {
+    let deadline = Instant::now() + LONG;
+    while pulled(world) < bytes {
+        assert!(Instant::now() < deadline, "{} bytes of {bytes} have come", pulled(world));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A client sends four blocks together, so it may keep three until the commit.
+const KEPT: u64 = 3 * BLOCK as u64;
+
+#[test]
+fn blocks_come_back_before_the_version_counts() {
+    for way in WAYS {
+        for count in [1, 2] {
+            let (world, clients, learners) = learners(way, 1, count);
+            for step in 1..=3u64 {
+                let before = pulled(&world);
+                // What one learner has not written is not computed.
+                learners[1..].iter().for_each(|learner| write(learner, 1.0, 0..BYTES));
+                write(&learners[0], 1.0, 0..BYTES / 2);
+                wait_for_pulled(&world, before + count as u64 * (BYTES / 2 - count as u64 * KEPT));
+                let shown: Vec<Version> = clients.iter().map(|client| client.version()).collect();
+                assert_eq!(shown, vec![Version(step - 1); count], "{way:?}: nothing is committed");
+                is_all(&read(&clients[0], Version(step - 1)).1, (step - 1) as f32 * count as f32);
+                write(&learners[0], 1.0, BYTES / 2..BYTES);
+                std::thread::scope(|scope| {
+                    let commits: Vec<_> =
+                        learners.iter().map(|learner| scope.spawn(|| commit(learner))).collect();
+                    commits.into_iter().for_each(|commit| assert_eq!(commit.join().unwrap(), Ok(())));
+                });
+                for (client, learner) in clients.iter().zip(&learners) {
+                    let (version, weights) = pull(client, learner);
+                    assert_eq!(version, Version(step));
+                    is_all(&weights, step as f32 * count as f32);
+                }
+                assert_eq!(pulled(&world), before + count as u64 * BYTES, "{way:?}: no block comes twice");
+            }
+            clients.iter().for_each(|client| client.shut_down());
+        }
+    }
+}
+
+#[test]
+fn blocks_of_a_dropped_contribution_are_never_shown() {
+    for way in WAYS {
+        let (world, clients, learners) = learners(way, 2, 1);
+        for step in 1..=6u64 {
+            // Plans that were dropped make the next ones wait for commits, so not all of these send something.
+            let before = pulled(&world);
+            write(&learners[0], 1000.0, 0..BYTES);
+            if step == 1 {
+                wait_for_pulled(&world, before + BYTES / 4);
+            }
+            assert!(learners[0].abort());
+            write(&learners[0], 1.0, 0..BYTES);
+            assert_eq!(commit(&learners[0]), Ok(()));
+            let (version, weights) = pull(&clients[0], &learners[0]);
+            assert_eq!(version, Version(step));
+            is_all(&weights, step as f32);
+        }
+        clients[0].shut_down();
+    }
+}

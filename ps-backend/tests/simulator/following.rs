@@ -1,0 +1,103 @@
+//! Blocks that shards send as they are computed, to clients that follow a plan.
+
+use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::ids::{BlockId, PlanId};
+use libmodelio::wire::Message;
+use ps_backend::partition::core::Ahead;
+
+use crate::moving::Life;
+use crate::world::{Body, Node, World};
+
+/// How often each of these has happened.
+#[derive(Debug, Default)]
+pub struct Early {
+    /// Blocks that clients have received before their version counted.
+    pub received: u64,
+    /// Such blocks of plans that made no version.
+    pub void: u64,
+    /// Blocks that followers were sent when their version counted.
+    pub late: u64,
+}
+
+/// A client that follows a plan.
+pub struct Follower {
+    client: usize,
+    epoch: u64,
+    plan: PlanId,
+    sent: FixedBitSet,
+}
+
+impl World {
+    /// A client asks for the blocks of a plan.
+    pub fn is_followed(&mut self, partition: usize, client: usize, plan: PlanId) {
+        let epoch = self.network.connection(Node::Client(client), Node::Partition(partition)).epoch;
+        let shard = &mut self.shards[partition];
+        let before = shard.followers.iter().position(|of| of.client == client);
+        let before = before.map(|at| shard.followers.swap_remove(at)).filter(|of| of.plan == plan);
+        let sent = before.map_or_else(|| FixedBitSet::with_capacity(shard.mine().len()), |of| of.sent);
+        shard.followers.push(Follower { client, epoch, plan, sent });
+    }
+
+    /// Something has happened at a shard: sends blocks to those who follow. A slow connection has no room for some.
+    pub fn serves_followers(&mut self, partition: usize) {
+        for at in 0..self.shards[partition].followers.len() {
+            loop {
+                let shard = &self.shards[partition];
+                let Follower { client, epoch, plan, ref sent } = shard.followers[at];
+                let (ahead, live) = (shard.core.ahead(plan, sent), shard.life == Life::Live);
+                let connection = self.network.connection(Node::Client(client), Node::Partition(partition));
+                let goes = live && connection.epoch == epoch && connection.acceptor_up;
+                if !goes || self.chance(self.settings.broken) {
+                    break;
+                }
+                let shard = &mut self.shards[partition];
+                let (block, content) = match ahead {
+                    Ahead::Computed(block) => (block as usize, shard.computed(block as usize)),
+                    Ahead::Newest(version) => {
+                        let Some(block) = shard.followers[at].sent.zeroes().next() else { break };
+                        let memory = shard.memory.version(version).expect("the newest version");
+                        self.ahead.late += 1;
+                        (block, memory.borrow()[block].clone())
+                    }
+                    Ahead::Wait | Ahead::Over => break,
+                };
+                shard.followers[at].sent.insert(block);
+                let block = shard.mine()[block];
+                let message = Message::BlockAhead { plan, block };
+                self.say_to_client(partition, client, message, Body::Content(content));
+            }
+        }
+    }
+
+    /// A client gets a block of a plan that it may follow.
+    pub fn gets_block_ahead(&mut self, index: usize, plan: PlanId, block: BlockId, body: Body) {
+        let core = &mut self.clients[index].core;
+        let Some(version) = core.followed(plan) else { return };
+        let is_early = core.pulling().is_none();
+        if core.reserve(version, block) {
+            if is_early {
+                self.ahead.received += 1;
+                let before = self.clients[index].early.filter(|(of, _)| *of == plan);
+                self.clients[index].early = Some((plan, before.map_or(0, |(_, blocks)| blocks) + 1));
+            }
+            self.begins_to_copy(index, version, block, body);
+        }
+    }
+
+    /// A client follows the plan that makes the next version, if its core wants that.
+    pub fn follows(&mut self, index: usize, partition: usize, to: Node, epoch: u64) {
+        let client = &mut self.clients[index];
+        let (of, plan) = client.followed[partition];
+        let asked = if of == epoch { plan } else { PlanId(0) };
+        // Where memory is shared, versions are shown where they lie.
+        if self.settings.shared || !client.core.follows(asked) {
+            return;
+        }
+        if let Some(message) = client.core.next_follow(partition, asked) {
+            if let Message::Follow { plan } = message {
+                client.followed[partition] = (epoch, plan);
+            }
+            self.send(Node::Client(index), to, 0, message, Body::None);
+        }
+    }
+}
