@@ -399,6 +399,21 @@ impl RegionStore {
         self.slots_used |= reducer.state_slots() > 0;
     }
 
+    /// The bytes of masters and slots that are taken from the system.
+    pub(crate) fn state_taken(&self) -> u64 {
+        self.state
+            .iter()
+            .flat_map(|state| state.slots.iter().chain([&state.master]))
+            .flatten()
+            .map(Mapping::taken)
+            .sum()
+    }
+
+    /// The buffers that were handed out for new weights.
+    pub(crate) fn lent_memory(&self) -> impl Iterator<Item = Arc<Mapping>> {
+        self.lent.iter().filter_map(|(_, lent)| lent.upgrade())
+    }
+
     /// Bytes of fp32 masters, and of the optimizer's slots.
     pub(crate) fn state_bytes(&self) -> (u64, u64) {
         let len = |mapping: &Option<Mapping>| mapping.as_ref().map_or(0, |mapping| mapping.len() as u64);

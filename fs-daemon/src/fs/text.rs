@@ -150,6 +150,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         model.job.get(version).or_else(|| model.job.get(status.version)).map(|view| view.published);
     let published =
         published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
+    let memory = model.job.memory();
     let mut value = json!({
         "model": model.name,
         "state": status.state.name(),
@@ -172,6 +173,13 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "contributions": status.contributions,
         "gradient_norm": status.norm.map(Norm::get),
         "versions_in_memory": status.versions,
+        "memory": {
+            "versions": memory.versions,
+            "state": memory.state,
+            "sums": memory.sums,
+            "staging": memory.staging,
+            "connections": memory.connections,
+        },
         "version_buffers": { "existing": status.buffers.0, "free": status.buffers.1 },
         "traffic": {
             "written_bytes": model.traffic.written.load(Ordering::Relaxed),

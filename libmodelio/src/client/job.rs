@@ -23,6 +23,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 
 use super::core::LastCommit;
+use super::memory::JobMemory;
 use super::observed::Phases;
 use super::options::Listener;
 use super::shared::Shared;
@@ -30,6 +31,8 @@ use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
 use crate::observe::staleness::Staleness;
 use crate::observe::trace::{Recorder, Recording};
+use crate::transport::frames::CONNECTION_BYTES;
+use crate::transport::local::ShardMemory;
 use crate::transport::reactor::Reactor;
 use crate::transport::stream::{Guard, Piece};
 use crate::transport::tally::Payloads;
@@ -145,6 +148,7 @@ impl Job {
 
     /// Makes `memory` addressable for shards. This takes a while: register at the start, and use the region again.
     pub fn register(&self, memory: Arc<Mapping>) -> Region {
+        self.shared.staging.add(&memory);
         Region::new(memory, RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed)))
     }
 
@@ -230,6 +234,27 @@ impl Job {
         match &self.shared.local {
             Some(local) => local.shard.buffers(),
             None => self.shared.inner.lock().versions.buffers(),
+        }
+    }
+
+    /// The memory that the model takes in this process.
+    pub fn memory(&self) -> JobMemory {
+        let staging = self.shared.staging.taken();
+        if let Some(local) = &self.shared.local {
+            let ShardMemory { versions, state, sums } = local.shard.memory();
+            return JobMemory { versions, state, sums, staging, connections: 0 };
+        }
+        let inner = self.shared.inner.lock();
+        let peers = std::iter::once(&inner.coordinator).chain(&inner.partitions);
+        let links: usize = peers.map(|peer| peer.links.len()).sum();
+        let (own, sums) = (inner.versions.own(), inner.spare.iter().map(|sum| sum.capacity() as u64).sum());
+        drop(inner);
+        JobMemory {
+            versions: own.iter().map(|memory| memory.taken()).sum(),
+            state: 0,
+            sums,
+            staging,
+            connections: links as u64 * CONNECTION_BYTES + self.shared.of_connections.taken(),
         }
     }
 

@@ -6,6 +6,7 @@
 //! | `job` | [`Job`], the interface |
 //! | `options` | options, events, errors |
 //! | `late` | learners and shards that the job waits for |
+//! | `memory` | accounts of memory |
 //! | `keeper` | deadlines, missing connections |
 //! | `shared` | lock, clock and memory around the core |
 //! | `routes`, `redirect`, `inquiry` | the block map in force with its shards, and its replacement |
@@ -25,6 +26,7 @@ mod inquiry;
 mod job;
 mod keeper;
 mod late;
+mod memory;
 mod observed;
 mod options;
 mod paths;
@@ -40,6 +42,7 @@ mod versions;
 
 pub use self::core::LastCommit;
 pub use job::{Job, JobStatus, ShardView, VersionView, wait_for};
+pub use memory::JobMemory;
 pub use observed::Phases;
 pub use options::{
     Answered, ClientError, ClientOptions, Done, Event, Listener, Opening, SetDone, SetError, TransportChoice,

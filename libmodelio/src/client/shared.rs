@@ -14,6 +14,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::core::{Action, ClientCore, Now, Token};
 use super::inquiry::{Inquiry, Unconfirmed};
 use super::late::Late;
+use super::memory::Counted;
 use super::observed::Observed;
 use super::options::{Answered, ClientOptions, Done, Event, Listener, Staged};
 use super::peer::Peer;
@@ -143,6 +144,9 @@ pub(super) struct Shared {
     /// Everything stops.
     pub(super) stopping: AtomicBool,
     pub(super) tally: Tally,
+    /// Memory that programs write into, and that connections have.
+    pub(super) staging: Counted,
+    pub(super) of_connections: Counted,
     /// The RDMA device, once it was needed.
     #[cfg(feature = "rdma")]
     pub(super) rdma_endpoint: Mutex<Option<Opened>>,
@@ -232,6 +236,8 @@ impl Shared {
             ends: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             tally: Tally::default(),
+            staging: Counted::default(),
+            of_connections: Counted::default(),
             #[cfg(feature = "rdma")]
             rdma_endpoint: Mutex::new(None),
             this: this.clone(),

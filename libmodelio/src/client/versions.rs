@@ -152,6 +152,14 @@ impl Versions {
         self.free.push(region);
     }
 
+    /// The memory of all buffers, without that of a shard.
+    pub fn own(&self) -> Vec<Arc<Mapping>> {
+        let shown = self.shown.values().filter(|shown| shown.hold.is_none()).map(|shown| &shown.buffer);
+        let others = self.free.iter().chain(self.kept.iter().map(|(kept, _)| kept)).chain(&self.back);
+        let here = shown.chain(others).map(|region| Arc::clone(region.memory()));
+        here.chain(self.lent.iter().filter_map(|(_, lent)| lent.upgrade())).collect()
+    }
+
     /// The number of buffers.
     fn total(&mut self) -> usize {
         self.lent.retain(|(_, memory)| memory.strong_count() > 0);

@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU8, Ordering, fence};
 use std::sync::{Arc, Weak};
 
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::transport::local::ShardMemory;
 use libmodelio::transport::tally::Tally;
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::{BlockId, Version};
@@ -525,6 +526,20 @@ impl PartitionStore {
     /// is being loaded.
     pub fn watch(&self, watch: Arc<dyn VersionWatch>) {
         self.shared.inner.lock().store.watch(watch);
+    }
+
+    /// The memory that is taken from the system.
+    pub fn taken(&self) -> ShardMemory {
+        let inner = self.shared.inner.lock();
+        let versions: Vec<_> =
+            inner.store.memory().map(Arc::clone).chain(inner.store.lent_memory()).collect();
+        let state = inner.store.state_taken();
+        drop(inner);
+        ShardMemory {
+            versions: versions.iter().map(|memory| memory.taken()).sum(),
+            state,
+            sums: self.shared.sums.taken(),
+        }
     }
 
     /// The memory in use.

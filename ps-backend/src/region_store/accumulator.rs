@@ -355,6 +355,11 @@ impl Accumulator {
         }
     }
 
+    /// The bytes that are taken from the system.
+    pub(crate) fn taken(&self) -> u64 {
+        self.sum.taken() + self.raw.as_ref().map_or(0, |raw| raw.taken())
+    }
+
     /// Its size when all of it is used: the sums, and with `raw` the bytes that are not reduced.
     pub(crate) fn bytes(&self, layout: &ModelLayout, raw: bool) -> u64 {
         let segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));

@@ -121,7 +121,7 @@ fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
 
 fn status_of(name: &str, model: &Model) -> Value {
     let (version, plan) = model.partition.progress();
-    let memory = model.partition.store().bytes();
+    let (memory, taken) = (model.partition.store().bytes(), model.partition.store().taken());
     let coordinator = model.coordinator.as_ref().map(|coordinator| {
         let status = coordinator.status();
         let setting = |name| status.controls.get(name).unwrap_or_default();
@@ -176,6 +176,7 @@ fn status_of(name: &str, model: &Model) -> Value {
         "blocks": model.partition.layout().blocks(),
         "bytes": model.partition.layout().size(),
         "memory_bytes": memory.total(),
+        "memory": { "versions": taken.versions, "state": taken.state, "sums": taken.sums },
         "payload": model.partition.store().tally().read(),
         "reduce_seconds": model.partition.reduce().read(),
         "plan": plan.map(|(plan, left)| json!({ "id": plan.0, "payloads_to_come": left })),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{ClientError, Job};
-use libmodelio::transport::local::{HeldVersion, Mailbox, Pushed, Shard, SharedBlock};
+use libmodelio::transport::local::{HeldVersion, Mailbox, Pushed, Shard, ShardMemory, SharedBlock};
 use libmodelio::transport::{Region, ShardError};
 use libmodelio::vocabulary::block_map::{BlockMap, MapError};
 use libmodelio::vocabulary::controls::Controls;
@@ -202,6 +202,10 @@ impl Shard for LocalShard {
         let found = self.partition.find_buffer();
         self.partition.keep_spare();
         found
+    }
+
+    fn memory(&self) -> ShardMemory {
+        self.partition.store().taken()
     }
 
     fn buffers(&self) -> (usize, usize) {

@@ -27,3 +27,6 @@ mod watch;
 pub use conversation::{Conversation, Take};
 pub use framed::Framed;
 pub use link::{Link, Outgoing};
+
+/// Memory of a connection that sends much, in bytes.
+pub const CONNECTION_BYTES: u64 = sending::HEADS as u64;

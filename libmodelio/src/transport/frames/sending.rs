@@ -11,7 +11,7 @@ use crate::wire::{self, Payload};
 /// be in the core's cache when the kernel copies them, and the peer should not have to wait.
 const SEND_AT_ONCE: usize = 512 << 10;
 /// Memory for the heads that are sent at once, on a connection that sends much. A longer head gets memory of its own.
-const HEADS: usize = 32 << 10;
+pub(super) const HEADS: usize = 32 << 10;
 /// The same at first. Most strangers that connect send and receive little.
 const FIRST_HEADS: usize = 1 << 10;
 

@@ -9,4 +9,4 @@ mod mailbox;
 mod shard;
 
 pub use mailbox::{End, Mail, Mailbox, Recipient};
-pub use shard::{HeldVersion, Pushed, Shard, SharedBlock, SharedPayload};
+pub use shard::{HeldVersion, Pushed, Shard, ShardMemory, SharedBlock, SharedPayload};

@@ -62,6 +62,17 @@ pub struct HeldVersion {
     pub hold: Arc<dyn Any + Send + Sync>,
 }
 
+/// Bytes of memory that a shard has taken from the system, by what they are for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ShardMemory {
+    /// Versions: shown, being made, and free.
+    pub versions: u64,
+    /// Optimizer state and fp32 masters.
+    pub state: u64,
+    /// Sums of contributions.
+    pub sums: u64,
+}
+
 /// A shard in this process that holds all blocks of a model, and coordinates it.
 pub trait Shard: Send + Sync {
     /// The mailbox for the client's messages.
@@ -92,6 +103,9 @@ pub trait Shard: Send + Sync {
     /// Checks whether the next version has a buffer, after one may have been given back. The coordinator is told if
     /// that has changed. Returns whether it has one. No lock may be held.
     fn find_buffer(&self) -> bool;
+
+    /// The memory that it has taken.
+    fn memory(&self) -> ShardMemory;
 
     /// The number of version buffers, and of those that nobody needs.
     fn buffers(&self) -> (usize, usize);

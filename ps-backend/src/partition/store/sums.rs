@@ -170,6 +170,11 @@ impl Sums {
         Ok(())
     }
 
+    /// The bytes that are taken from the system.
+    pub(super) fn taken(&self) -> u64 {
+        self.accumulators.iter().map(Accumulator::taken).sum()
+    }
+
     /// The size of the accumulators that were ever used.
     pub(super) fn bytes(&self) -> u64 {
         let used = self.accumulators.iter().zip(&self.used).filter(|(_, used)| used.load(Ordering::Relaxed));
