@@ -19,7 +19,7 @@ BAD_VALUES = {
     "beta1": [b"1", b"2"],
     "learners": [b"0", b"-1", b"1.5", b"4097", b"70000", b"18446744073709551617"],
     "min_learners": [b"0", b"2"],
-    "max_versions": [b"0", b"3", b"x"],
+    "max_versions": [b"0", b"2", b"x"],
     "retain": [b"-1", b"70000", b"14"],
     "timeout": [b"0", b"-1", b"never", b"1e300", b"nan", b"inf"],
     "lease": [b"-1", b"x"],

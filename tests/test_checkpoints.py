@@ -155,7 +155,7 @@ def check_tree(top, expected):
 
 @pytest.mark.also_on_network
 def test_tensor_names_with_slashes_are_directories(nested):
-    mount, tensors, offsets = nested()
+    mount, tensors, offsets = nested(retain=1)
     top = mount.model / "tensors"
     at_start = check_tree(top, tensors)
     check_tree(mount.model / "versions/0/tensors", tensors)

@@ -1,11 +1,15 @@
 """What models take of memory: the accounts in `status.json`, and what is given back."""
 
+import mmap
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import REPOSITORY, gradfs_binary
+from filetools import BLOCK, eventually
 
 # At the end: what the tests call by the same name is theirs.
 sys.path.append(str(REPOSITORY / "scripts/lib"))
@@ -102,3 +106,76 @@ def test_the_accounts_of_memory_add_up_to_what_the_kernel_says(group, start_moun
     # What a daemon has besides is of no model: tables, and stacks and heaps of its threads.
     assert sum(accounts.values()) == pytest.approx(taken, rel=0.05), (accounts, taken / MIB)
     assert (accounts["state"] > 0) == (reducer == "adam")
+
+
+def contribute(directory, size):
+    fd = os.open(directory / "gradients", os.O_WRONLY)
+    try:
+        assert os.write(fd, bytes(size)) == size
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("where", ["up", "tcp", "shm"])
+def test_a_buffer_that_a_reader_made_necessary_goes_when_versions_do_without_it(start_mount, cluster, where):
+    size = MIB
+    options = {"size": size, "block_size": BLOCK, "reducer": "sum"}
+    if where == "up":
+        mount = start_mount(**options)
+        versions = lambda: mount.status()["memory"]["versions"]  # noqa: E731
+    else:
+        one = cluster(1)
+        one.create("m", **options)
+        mount = one.mount(transport=where)
+        versions = lambda: one.partition(one.shards[0], "m")["memory"]["versions"]  # noqa: E731
+    directory = mount.model / "learners" / "a"
+    directory.mkdir()
+    held = [os.open(mount.model / "weights", os.O_RDONLY)]
+    for version in range(1, 4):
+        contribute(directory, size)
+        assert mount.wait_for_version(version) == version
+        held.append(os.open(mount.model / "weights", os.O_RDONLY))
+    if where != "tcp":  # The mount shows what the shard has, and its readers hold that.
+        assert versions() >= 4 * size
+    for fd in held:
+        os.close(fd)
+    for version in range(4, 14):
+        contribute(directory, size)
+        assert mount.wait_for_version(version) == version
+    eventually(lambda: versions() <= 3 * size)
+    assert mount.status()["memory"]["versions"] <= 3 * size
+
+
+def test_a_learners_staging_goes_with_it_and_when_it_maps(start_mount):
+    size = MIB
+    mount = start_mount(size=size, block_size=BLOCK, reducer="sum", learners=2)
+    one, other = (mount.model / "learners" / name for name in "ab")
+    one.mkdir(), other.mkdir()
+    staging = lambda: mount.status()["memory"]["staging"]  # noqa: E731
+
+    def both(of_one, of_other):
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(of_one, one), pool.submit(of_other, other)]:
+                done.result()
+
+    def writes(directory):
+        contribute(directory, size)
+
+    def maps(directory):
+        fd = os.open(directory / "gradients", os.O_RDWR)
+        with mmap.mmap(fd, size) as memory:
+            memory[:] = bytes(size)
+            os.fsync(fd)
+        os.close(fd)
+
+    assert staging() == 0, "nobody has contributed"
+    both(writes, writes)
+    eventually(lambda: staging() == 2 * size)
+    both(maps, writes)
+    assert staging() == 3 * size, "it may go on writing"
+    both(maps, writes)
+    eventually(lambda: staging() == 2 * size)
+    other.rmdir()
+    eventually(lambda: staging() == size)
+    one.rmdir()
+    eventually(lambda: staging() == 0)

@@ -54,7 +54,7 @@ def mixed_tensors():
 
 def test_a_model_is_a_directory(start_mount):
     before = time.time()
-    mount = start_mount(size=400_012, reducer="sum")
+    mount = start_mount(size=400_012, reducer="sum", retain=1)
     assert sorted(os.listdir(mount.root)) == ["README", "model"]
     modes = {
         "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "publish": 0o600, "device": 0o600,
@@ -255,7 +255,7 @@ def test_version_wakes_pollers(start_mount, file):
 
 
 def test_xattrs_describe_the_data(start_mount, tmp_path):
-    mount = start_mount(model=write_safetensors(tmp_path / "mixed.safetensors", mixed_tensors()), reducer="sum")
+    mount = start_mount(model=write_safetensors(tmp_path / "mixed.safetensors", mixed_tensors()), reducer="sum", retain=1)
 
     def xattrs(name):
         path = mount.model / name

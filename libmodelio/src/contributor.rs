@@ -14,7 +14,7 @@ mod final_parts;
 mod mapping;
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::final_parts::FinalParts;
 use crate::bytes::mmap::Mapping;
+use crate::bytes::surplus::UNUSED_FOR;
 use crate::client::{Job, Opening, wait_for};
 use crate::mapped::MappedMemory;
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
@@ -90,6 +91,10 @@ struct State {
     staging: Region,
     /// A second region, for a learner that writes while the shard still reads the first.
     spare: Option<Region>,
+    /// The number of contributions since the second region was last used.
+    spare_unused: u32,
+    /// The number of mapped contributions since something was last written.
+    mapped_in_turn: u32,
     /// Both may still be read for a dropped plan.
     has_strays: bool,
     /// The last two steps whose commit was sent, and the regions of their payload.
@@ -114,6 +119,9 @@ struct State {
 
 /// The completion of a contribution's end.
 type Done = Box<dyn FnOnce(Result<(), ContributeError>) + Send>;
+
+/// Staging memory goes when so many contributions in turn were mapped.
+const MAPPED_IN_TURN: u32 = 2;
 
 /// The deadline for waits that end at once unless the machine is stuck.
 const STUCK: Duration = Duration::from_secs(10);
@@ -172,6 +180,8 @@ pub struct Contributor {
     /// program stored.
     mapped: MappedMemory,
     state: Mutex<State>,
+    /// The staging region has its pages, or gets them.
+    has_pages: AtomicBool,
     /// Signalled when no piece is in flight.
     idle: Condvar,
     traffic: Arc<Traffic>,
@@ -203,6 +213,8 @@ impl Contributor {
             failed: None,
             staging: region(&job, "gradfs-staging")?,
             spare: None,
+            spare_unused: 0,
+            mapped_in_turn: 0,
             has_strays: false,
             shipped: [None; 2],
             unchecked: FixedBitSet::with_capacity(layout.blocks() as usize),
@@ -222,6 +234,7 @@ impl Contributor {
             job,
             mapped,
             state,
+            has_pages: AtomicBool::new(false),
             idle: Condvar::new(),
             traffic,
             waits: OnceLock::new(),
@@ -248,11 +261,19 @@ impl Contributor {
         self.incarnation
     }
 
-    /// Takes the staging memory now, and not page by page during the first contribution.
+    /// Whether [`Self::prefault`] should be called: it was not called since the staging memory was given back.
+    pub fn wants_pages(&self) -> bool {
+        !self.has_pages.load(Ordering::Relaxed)
+    }
+
+    /// Takes the staging memory now, and not page by page during the first contribution. A second call does nothing.
     ///
     /// # Errors
     /// When there is no memory.
     pub fn prefault(&self) -> std::io::Result<()> {
+        if self.has_pages.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
         let staging = Arc::clone(self.state.lock().staging.memory());
         staging.prefault()
     }
@@ -318,7 +339,10 @@ impl Contributor {
             let step = match state.step {
                 Some(step) => step,
                 None => match self.open(state, timeout) {
-                    Ok(step) => step,
+                    Ok(step) => {
+                        state.mapped_in_turn = 0;
+                        step
+                    }
                     Err(error) => {
                         state.tracker.reset();
                         // The commit must not report success.
@@ -369,6 +393,10 @@ impl Contributor {
                 None => region(&self.job, "gradfs-staging")?,
             };
             state.spare = Some(std::mem::replace(&mut state.staging, spare));
+            state.spare_unused = 0;
+        } else {
+            state.spare_unused += 1;
+            state.spare.take_if(|_| state.spare_unused >= UNUSED_FOR);
         }
         state.step = Some(step);
         Ok(step)
@@ -452,6 +480,22 @@ impl Contributor {
         if !state.tracker.is_busy() {
             self.idle.notify_all();
         }
+    }
+}
+
+impl State {
+    /// A mapped contribution is taken. A program that goes on so has no use for staging memory.
+    fn mapped_one(&mut self, job: &Job) -> bool {
+        self.mapped_in_turn += 1;
+        if self.mapped_in_turn != MAPPED_IN_TURN || self.staging.memory().taken() == 0 && self.spare.is_none()
+        {
+            return false;
+        }
+        // Whoever still reads the old memory keeps it until then.
+        let Ok(staging) = region(job, "gradfs-staging") else { return false };
+        (self.staging, self.spare) = (staging, None);
+        job.tell_gone();
+        true
     }
 }
 

@@ -9,19 +9,17 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use libmodelio::vocabulary::controls::Controls;
 
-/// Versions besides the retained ones: the newest, the next, and a spare buffer.
-const VERSIONS: u64 = 3;
-/// A shard keeps one version more than the newest, whatever `control/retain` says.
-const RETAINED_BY_SHARD: u64 = 1;
+/// Versions besides the retained ones: the newest, and the next. Readers that hold older ones take more.
+const VERSIONS: u64 = 2;
 /// Two of each: the newest version's, and the next one's.
 const STATES: u64 = 2;
-/// Of a shard: what concluded plans have added up, and what the running one has.
-const SUMS: u64 = 2;
+/// Of a shard: what the running plan has added up. While contributions of concluded plans wait, there is a second one.
+const SUMS: u64 = 1;
 
 /// Bytes of memory, by what they are for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// Versions, the one that is made, and spare buffers.
+    /// Versions, and the one that is made.
     pub versions: u64,
     /// fp32 masters of half-precision weights.
     pub masters: u64,
@@ -47,11 +45,11 @@ impl MemoryUse {
     /// Of the blocks of a model that one shard owns.
     pub fn of_partition(layout: &ModelLayout, controls: &Controls) -> MemoryUse {
         let sums = layout.elements().saturating_mul(4 * SUMS);
-        MemoryUse { sums, ..MemoryUse::kept(layout, controls, RETAINED_BY_SHARD) }
+        MemoryUse { sums, ..MemoryUse::kept(layout, controls, 0) }
     }
 
-    /// Of a mount that shows a model of `bytes`, held by shards: the version that is shown, the one that comes and one that
-    /// is read, and a learner's staging.
+    /// Of a mount that shows a model of `bytes`, held by shards: the version that is shown, the one that comes, and a
+    /// learner's staging.
     pub fn of_mount(bytes: u64) -> MemoryUse {
         MemoryUse { versions: bytes.saturating_mul(VERSIONS), staging: bytes, ..MemoryUse::default() }
     }

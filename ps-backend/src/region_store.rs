@@ -23,6 +23,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::SystemTime;
 
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::surplus::Surplus;
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
@@ -48,6 +49,7 @@ pub struct RegionStore {
     versions: Versions,
     back: Option<Arc<VersionBuffer>>,
     free: Vec<Arc<VersionBuffer>>,
+    surplus: Surplus,
     /// The number of buffers, without those in `lent`.
     live: usize,
     /// Buffers that were handed out for new weights.
@@ -83,6 +85,7 @@ impl RegionStore {
             versions: Versions::loading(front),
             back: None,
             free: Vec::new(),
+            surplus: Surplus::default(),
             live: 1,
             lent: Vec::new(),
             coming: 0,
@@ -222,9 +225,25 @@ impl RegionStore {
     }
 
     /// Recycles versions that are neither retained nor needed, and finds a buffer for the next version if it has
-    /// none. If all are in use, it takes one in place of the oldest version that is only shown by other processes. It
-    /// waits for a spare that is being made. Returns whether the next version has a buffer now.
+    /// none and one is free. Returns whether the next version has a buffer now.
+    pub fn reuse(&mut self, retain: usize, max: usize) -> bool {
+        self.find_free(retain);
+        self.drop_above(max);
+        self.back.is_some()
+    }
+
+    /// Like [`Self::reuse`]. If no buffer is free, it takes a new one. If as many as may be are in use, it takes one in
+    /// place of the oldest version that is only shown by other processes. It waits for a spare that is being made.
     pub fn recycle(&mut self, retain: usize, max: usize) -> bool {
+        self.find_free(retain);
+        if self.back.is_none() {
+            self.take_next(retain, max);
+        }
+        self.drop_above(max);
+        self.back.is_some()
+    }
+
+    fn find_free(&mut self, retain: usize) {
         let is_read = |version: &Version| self.versions[version].buffer.is_read_early();
         let mut idle = self.versions.idle(retain);
         idle.retain(|version| !is_read(version));
@@ -237,16 +256,22 @@ impl RegionStore {
         }
         if self.back.is_none() {
             self.back = self.free.pop();
+            if self.back.is_some() {
+                self.surplus.taken(self.free.len());
+            }
         }
-        if self.back.is_none()
-            && self.total() >= max
+    }
+
+    /// Takes a buffer for the next version.
+    fn take_next(&mut self, retain: usize, max: usize) {
+        if self.total() >= max
             && let Some(version) = self.versions.oldest_shown(retain)
         {
             tracing::debug!(%version, "is shown by a client on this host, which keeps its buffer");
             self.versions.remove(version);
             self.live -= 1;
         }
-        if self.back.is_none() && self.coming == 0 && self.total() < max {
+        if self.coming == 0 && self.total() < max {
             match self.allocate() {
                 Ok(buffer) => {
                     self.back = Some(buffer);
@@ -259,11 +284,18 @@ impl RegionStore {
                 Err(_) => {}
             }
         }
-        // Buffers above the present limit go back to the system.
+    }
+
+    /// Gives free buffers above the present limit back to the system.
+    fn drop_above(&mut self, max: usize) {
         while self.total() > max && self.free.pop().is_some() {
             self.live -= 1;
         }
-        self.back.is_some()
+    }
+
+    /// Whether there is, or may be, a buffer for the next version, after [`Self::reuse`].
+    pub fn may_go_on(&mut self, max: usize) -> bool {
+        self.back.is_some() || self.total() < max
     }
 
     /// The plan that used the next version's buffer was dropped. If somebody still reads blocks there, the buffer is left to
@@ -280,7 +312,10 @@ impl RegionStore {
     /// When `max` buffers exist already, or there is no memory.
     pub fn take_buffer(&mut self, max: usize) -> io::Result<Region> {
         let buffer = match self.free.pop() {
-            Some(buffer) => buffer,
+            Some(buffer) => {
+                self.surplus.taken(self.free.len());
+                buffer
+            }
             None if self.total() >= max => {
                 return Err(io::Error::other(format!(
                     "all {max} version buffers (control/max_versions) are in use"
@@ -317,10 +352,11 @@ impl RegionStore {
         self.has_buffer() && !takes_new && self.state.iter().all(is_there)
     }
 
-    /// Whether to make one more spare buffer: fewer than `count` are free, and none is being made. Spares save later
-    /// versions from first touches.
+    /// Whether to make one more buffer ahead: fewer than `count` are there for the next version and later ones, and none
+    /// is being made.
     pub fn wants_spares(&mut self, count: usize, max: usize) -> bool {
-        self.free.len() < count && self.coming == 0 && self.total() < max
+        let there = usize::from(self.back.is_some()) + self.free.len();
+        there < count && self.coming == 0 && self.total() < max
     }
 
     /// A new buffer, which the caller pre-faults and hands to [`Self::add_spare`].
@@ -392,6 +428,9 @@ impl RegionStore {
         }
         self.state.swap(0, 1);
         self.versions.insert(version, Arc::clone(&builder.back));
+        for _ in 0..self.surplus.made(self.free.len()) {
+            self.live -= usize::from(self.free.pop().is_some());
+        }
     }
 
     /// A version by this reducer was published: its state is not zero any more.

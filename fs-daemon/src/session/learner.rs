@@ -54,8 +54,6 @@ pub struct Learner {
     job: Arc<Job>,
     /// The mapped region has its pages.
     mapped_ready: AtomicBool,
-    /// The staging region has its pages, or gets them.
-    staging_ready: AtomicBool,
     /// The learner leaves when its last user ends.
     is_guest: AtomicBool,
     users: Mutex<Users>,
@@ -111,7 +109,6 @@ impl Learner {
             contributor: Arc::new(contributor),
             job,
             mapped_ready: AtomicBool::new(false),
-            staging_ready: AtomicBool::new(false),
             is_guest: AtomicBool::new(false),
             users: Mutex::default(),
         }
@@ -151,7 +148,7 @@ impl Learner {
     /// The learner is about to write. With others about, blocks will wait in staging: its pages are taken now, beside
     /// the call, for it takes a second a few gigabytes. A shortage shows when they are written.
     pub fn make_staging_ready(&self) {
-        if self.job.controls().learners < 2 || self.staging_ready.swap(true, Ordering::Relaxed) {
+        if self.job.controls().learners < 2 || !self.contributor.wants_pages() {
             return;
         }
         let (contributor, learner) = (Arc::clone(&self.contributor), self.name.clone());

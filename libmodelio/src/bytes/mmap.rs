@@ -213,6 +213,19 @@ impl Mapping {
         }
     }
 
+    /// Gives the pages of anonymous memory back to the system, which gives zeros when they are touched again.
+    ///
+    /// # Errors
+    /// The kernel's error; `InvalidInput` for a memfd, whose pages others may have mapped.
+    pub fn give_back(&self) -> io::Result<()> {
+        if self.fd.is_some() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: the pages are the mapping's own, and stay mapped. Whoever reads them gets zeros.
+        unsafe { madvise(self.address.cast(), self.len, MmapAdvise::MADV_DONTNEED)? };
+        Ok(())
+    }
+
     /// The bytes that are taken from the system: the pages that somebody has touched, and nobody has given back. This
     /// asks the kernel, which looks at each page of anonymous memory.
     pub fn taken(&self) -> u64 {

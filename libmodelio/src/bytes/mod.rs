@@ -4,3 +4,4 @@ pub mod block;
 pub mod crc32c;
 pub mod kernels;
 pub mod mmap;
+pub mod surplus;

@@ -12,6 +12,7 @@ use smallvec::{SmallVec, smallvec};
 use super::options::Staged;
 use super::routes::Route;
 use super::shared::{Inner, NewWeights, Shared};
+use crate::bytes::mmap::Mapping;
 use crate::client::core::{PULL_BLOCKS, Push};
 use crate::client::sum::{self, Written};
 use crate::client::versions;
@@ -114,6 +115,18 @@ impl Shared {
         }
     }
 
+    /// Takes the pages of a buffer that is pulled into already, beside the pull. Readers held all that have pages.
+    fn touch(&self, memory: Arc<Mapping>) {
+        let take = move || {
+            if let Err(error) = memory.prefault() {
+                tracing::warn!(%error, "no memory for all of a version");
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("client-memory".into()).spawn(take) {
+            tracing::warn!(%error, "no thread to take memory for a version");
+        }
+    }
+
     /// The next request for blocks and how many it asks for, or else the next block to push to a shard. There is no
     /// request if the connection already waits for `due` blocks and that is enough. A request is short and its blocks come
     /// the other way, so it does not wait for pushes. `followed` is the plan that was last followed over the connection.
@@ -188,7 +201,12 @@ impl Shared {
         }
         let (retain, max) = inner.bounds();
         match inner.versions.back(retain, max) {
-            Ok(Some(_)) => inner.core.set_no_buffer(false),
+            Ok(Some(_)) => {
+                inner.core.set_no_buffer(false);
+                if let Some(memory) = inner.versions.take_untouched() {
+                    self.touch(memory);
+                }
+            }
             // All buffers are held. The request comes when one is given back.
             Ok(None) => {
                 inner.core.set_no_buffer(true);

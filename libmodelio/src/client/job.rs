@@ -152,6 +152,12 @@ impl Job {
         Region::new(memory, RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed)))
     }
 
+    /// Registered memory was let go of. Shards on this host that have it mapped are told at once, for the kernel keeps it
+    /// until they let go of it, too.
+    pub fn tell_gone(&self) {
+        self.shared.inner.lock().wake_all();
+    }
+
     /// Sets the listener for events. It replaces the earlier one.
     pub fn subscribe(&self, listener: Listener) {
         *self.shared.listener.lock() = Some(Arc::new(listener));

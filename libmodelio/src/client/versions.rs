@@ -12,6 +12,7 @@ use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
 use crate::bytes::mmap::Mapping;
+use crate::bytes::surplus::Surplus;
 use crate::transport::{Region, RegionKey};
 use crate::vocabulary::ids::Version;
 
@@ -72,6 +73,9 @@ pub struct Versions {
     size: usize,
     shown: BTreeMap<Version, Shown>,
     free: Vec<Region>,
+    surplus: Surplus,
+    /// A buffer of which no page was touched, until another thread takes its pages.
+    untouched: Option<Arc<Mapping>>,
     /// Buffers that were handed out to be written, and not returned.
     lent: Vec<(RegionKey, Weak<Mapping>)>,
     /// A buffer of new weights that was not shown, for the next ones, and how many versions were shown since.
@@ -90,6 +94,8 @@ impl Versions {
             size,
             shown: BTreeMap::new(),
             free: Vec::new(),
+            surplus: Surplus::default(),
+            untouched: None,
             lent: Vec::new(),
             kept: None,
             back: None,
@@ -183,11 +189,20 @@ impl Versions {
             self.kept = None;
             self.recycle(retain, max);
             self.back = self.free.pop();
-            if self.back.is_none() && self.total() < max {
-                self.back = Some(self.allocate()?);
+            if self.back.is_some() {
+                self.surplus.taken(self.free.len());
+            } else if self.total() < max {
+                let region = self.allocate()?;
+                self.untouched = Some(Arc::clone(region.memory()));
+                self.back = Some(region);
             }
         }
         Ok(self.back.clone())
+    }
+
+    /// The buffer that [`Self::back`] has taken last, if it has no pages yet. It is given once.
+    pub fn take_untouched(&mut self) -> Option<Arc<Mapping>> {
+        self.untouched.take()
     }
 
     /// The memory that the next version is pulled into, as far as it exists.
@@ -220,6 +235,8 @@ impl Versions {
     pub fn publish(&mut self, version: Version) {
         if let Some(buffer) = self.back.take() {
             self.shown.insert(version, Shown::new(buffer, SystemTime::now()));
+            let gone = self.surplus.made(self.free.len());
+            self.free.truncate(self.free.len() - gone);
         }
     }
 
@@ -278,7 +295,8 @@ impl Versions {
         // A connection may still read the memory of the last ones.
         let kept = self.kept.take().map(|(region, _)| region);
         let kept = kept.filter(|region| Arc::strong_count(region.memory()) == 1);
-        let region = match self.free.pop().or(kept) {
+        let free = self.free.pop().inspect(|_| self.surplus.taken(self.free.len()));
+        let region = match free.or(kept) {
             // The key names these weights to the coordinator, which may still get messages about earlier ones.
             Some(region) => self.named_anew(&region),
             None if self.total() >= max => {

@@ -177,6 +177,10 @@ impl Contributor {
             if result.is_ok() || on_error == OnError::Aborts {
                 state.reset(result.is_ok());
             }
+            // Only a commit of the mapping leaves nothing open after an error.
+            if result.is_ok() && on_error == OnError::Aborts && state.mapped_one(&this.job) {
+                this.has_pages.store(false, Ordering::Relaxed);
+            }
             state.committing = false;
             let joined = std::mem::take(&mut state.joined);
             this.idle.notify_all();

@@ -173,7 +173,7 @@ impl Default for Controls {
             linger: Duration::from_secs(2),
             // It is longer than the lease, so that waiting learners outlast one that is gone.
             timeout: Duration::from_secs(120),
-            retain: 1,
+            retain: 0,
             max_versions: 16,
             pull: None,
             read_own_step: None,

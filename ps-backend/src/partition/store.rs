@@ -141,7 +141,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { retain: 1, buffers: 6 }
+        Limits { retain: 0, buffers: 6 }
     }
 }
 
@@ -384,12 +384,13 @@ impl PartitionStore {
         }
     }
 
-    /// Whether the next version has a buffer. Buffers that nobody needs any more are found first.
+    /// Whether there is a buffer for the next version, or may be one more. Buffers that nobody needs any more are found
+    /// first.
     pub fn find_buffer(&self) -> bool {
         let mut inner = self.shared.inner.lock();
         let max = inner.limits.max();
-        let retain = inner.limits.retain;
-        inner.store.recycle(retain, max)
+        inner.reuse();
+        inner.store.may_go_on(max)
     }
 
     /// The number of version buffers, and of those that nobody needs.
@@ -409,7 +410,8 @@ impl PartitionStore {
 
     /// Whether [`Self::begin`] would find all the memory that it needs, and so take no time.
     pub fn is_prepared(&self, work: &Work) -> bool {
-        let inner = self.shared.inner.lock();
+        let mut inner = self.shared.inner.lock();
+        inner.reuse();
         match work {
             Work::Add { .. } | Work::Measure { .. } => true,
             Work::Reduce { step, fresh_state, .. } => inner.store.is_prepared(step.reducer, *fresh_state),
@@ -439,7 +441,7 @@ impl PartitionStore {
             self.shared.sums.clear();
         }
         job.give_up();
-        inner.recycle();
+        inner.reuse();
         Ok(None)
     }
 
@@ -458,7 +460,7 @@ impl PartitionStore {
     pub fn set_limits(&self, limits: Limits) {
         let mut inner = self.shared.inner.lock();
         inner.limits = limits;
-        inner.recycle();
+        inner.reuse();
     }
 
     /// Takes the pages of as many sums (at most 2) as plans are going to need: one if several clients send the same
@@ -470,14 +472,13 @@ impl PartitionStore {
         self.shared.sums.prefault(count)
     }
 
-    /// Whether [`Self::add_spare`] has something to do.
-    pub fn wants_spare(&self) -> bool {
+    /// From now on, so many versions before the newest are kept, whether they are pinned or not.
+    pub fn retain(&self, count: usize) {
         let mut inner = self.shared.inner.lock();
-        let max = inner.limits.max();
-        inner.store.wants_spares(1, max)
+        inner.limits.retain = inner.limits.retain.max(count);
     }
 
-    /// Makes a buffer for a version after the next one, with its pages, if fewer than `count` are free. False if none
+    /// Makes a buffer with its pages, if fewer than `count` are there for the next version and later ones. False if none
     /// was needed.
     ///
     /// # Errors
@@ -486,6 +487,7 @@ impl PartitionStore {
         let buffer = {
             let mut inner = self.shared.inner.lock();
             let max = inner.limits.max();
+            inner.reuse();
             if !inner.store.wants_spares(count, max) {
                 return Ok(false);
             }
@@ -566,9 +568,10 @@ impl Inner {
         self.store.versions().next_back().ok_or(PartitionError::Busy)
     }
 
-    fn recycle(&mut self) {
+    /// Finds buffers that nobody needs any more.
+    fn reuse(&mut self) {
         let max = self.limits.max();
-        self.store.recycle(self.limits.retain, max);
+        self.store.reuse(self.limits.retain, max);
     }
 }
 

@@ -355,6 +355,14 @@ impl Accumulator {
         }
     }
 
+    /// Gives its pages back to the system. False if others know the memory: a device may have it registered. Nobody may
+    /// use the sums meanwhile, and their contents are gone.
+    pub(crate) fn give_back(&self) -> bool {
+        let is_alone =
+            std::iter::once(&self.sum).chain(&self.raw).all(|memory| Arc::strong_count(memory) == 1);
+        is_alone && std::iter::once(&self.sum).chain(&self.raw).all(|memory| memory.give_back().is_ok())
+    }
+
     /// The bytes that are taken from the system.
     pub(crate) fn taken(&self) -> u64 {
         self.sum.taken() + self.raw.as_ref().map_or(0, |raw| raw.taken())

@@ -473,8 +473,6 @@ impl Data {
                 if self.memory.is_some()
                     && self.partition.layout().size() == self.partition.model_bytes() =>
             {
-                // The client shows one version while the next one is made, and its readers may hold another one.
-                self.partition.warm_up(|| 1);
                 self.pulls.push_back((*version, None));
             }
             other => return Err(Refusal::Role { what: other.name().to_owned() }),

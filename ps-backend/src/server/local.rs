@@ -57,9 +57,6 @@ impl From<Refusal> for LocalError {
     }
 }
 
-/// From this size on, the memory of versions is taken at the start, because that takes longer than a step.
-const WARM_UP_AT_ONCE: u64 = 16 << 20;
-
 /// The coordinator and the partition of a model whose client is in this process.
 pub struct LocalShard {
     coordinator: Arc<Coordinator>,
@@ -124,9 +121,6 @@ pub fn start_from(
     let coordinator = Coordinator::new(&record, &partition, SHARD, None, job, &[]);
     let coordinator = coordinator.map_err(LocalError::Coordinator)?;
     let shard = Arc::new(LocalShard { coordinator, partition, executor: Arc::clone(executor) });
-    if layout.size() >= WARM_UP_AT_ONCE {
-        shard.warm_up();
-    }
     let coordinator = Arc::clone(&shard.coordinator);
     let captured = Arc::downgrade(&shard);
     let mut met = Ok(());
@@ -190,18 +184,12 @@ impl Shard for LocalShard {
         self.executor.threads()
     }
 
-    fn warm_up(&self) {
-        self.partition.warm_up(|| self.coordinator.status().controls.retain as usize);
-    }
-
     fn set_buffers(&self, most: usize) {
         self.partition.set_buffers(most);
     }
 
     fn find_buffer(&self) -> bool {
-        let found = self.partition.find_buffer();
-        self.partition.keep_spare();
-        found
+        self.partition.find_buffer()
     }
 
     fn memory(&self) -> ShardMemory {

@@ -28,7 +28,6 @@ mod sum_memory;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -66,9 +65,6 @@ pub(super) enum ToCoordinator {
     /// A coordinator in another process, over this connection.
     There(Link),
 }
-
-/// The most sums of a block, for any number of learners: one of concluded plans, and one of the running plan.
-const SUMS: usize = 2;
 
 /// The most version buffers for clients that retain many. Each takes a region of their connections.
 const MOST_BUFFERS: usize = 32;
@@ -116,8 +112,6 @@ pub struct Partition {
     model_bytes: u64,
     /// Whether its only client is in this process.
     has_client_here: bool,
-    /// Whether spare version buffers are kept ready.
-    is_warm: AtomicBool,
     store: PartitionStore,
     /// For each plan that makes a version, the time from when it was sealed until all its blocks were computed here.
     reduce: Histogram,
@@ -186,9 +180,6 @@ impl Partition {
         let limits = Limits::default();
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
         let store = PartitionStore::new(partition, controls.reducer, Limits { buffers, ..limits })?;
-        // All memory that the partition can ever need is taken now, so that a job that begins with one learner has room
-        // for others.
-        store.prefault_sums(SUMS).map_err(PartitionError::from)?;
         Ok(Partition::of(record, (layout.size(), false), store, executor))
     }
 
@@ -235,7 +226,6 @@ impl Partition {
             epoch: record.epoch,
             model_bytes,
             has_client_here,
-            is_warm: AtomicBool::new(false),
             store,
             reduce: Histogram::of_seconds(),
             state: Mutex::new(state),
@@ -267,6 +257,8 @@ impl Partition {
         if let Some(shown) = &*shown {
             return Ok(Arc::clone(shown));
         }
+        // What such a client reads, it does not pin. A version that it reads while the next one comes stays whole.
+        self.store.retain(1);
         let made = Shown::of(&self.model, &self.store, device)?;
         *shown = Some(Arc::clone(&made));
         Ok(made)

@@ -73,7 +73,7 @@ proptest! {
         rounds in prop::collection::vec(round(), 1..5),
     ) {
         let partition = partition_of(&model(), |block| mine >> (block % 10) & 1 == 1 || block == 0);
-        let mut twin = Twin::new(partition, rounds[0].reducer, hyper, Limits::default());
+        let mut twin = Twin::new(partition, rounds[0].reducer, hyper, Limits { retain: 1, ..Limits::default() });
         let mut before = twin.check("loaded");
         let mut seed = 0;
         for (i, round) in rounds.iter().enumerate() {

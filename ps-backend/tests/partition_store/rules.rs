@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::{BLOCK, encode, floats_layout};
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::surplus::UNUSED_FOR;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
@@ -425,7 +426,37 @@ fn held_versions_stay_and_buffers_are_bounded() {
         twin.check("steady");
         assert_eq!(twin.store.versions().len(), 2, "the newest and the retained");
     }
-    assert_eq!(twin.store.bytes().versions, 4 * twin.layout.size());
+    assert_eq!(twin.store.bytes().versions, 3 * twin.layout.size(), "what nobody needs any more has gone");
+}
+
+#[test]
+fn a_sum_that_no_plan_needs_any_more_gives_its_memory_back() {
+    let mut twin = twin(Reducer::Sgd);
+    let sums = twin.layout.elements() * 4;
+    let two = [1, 2].map(|seed| all(&twin, seed, Way::Plain)).to_vec();
+    twin.add(&two);
+    twin.add(&two);
+    twin.reduce(&two);
+    twin.check("with earlier plans");
+    assert_eq!(twin.store.bytes().sums, 2 * sums);
+    for (versions, left) in [(UNUSED_FOR - 1, 2), (1, 1)] {
+        for _ in 0..versions {
+            twin.reduce(&two);
+            twin.check("one sum");
+        }
+        assert_eq!(twin.store.bytes().sums, left * sums);
+    }
+    for _ in 0..=UNUSED_FOR {
+        twin.reduce(&two[..1]);
+        twin.check("no sum");
+    }
+    assert_eq!((twin.store.bytes().sums, twin.store.taken().sums), (0, 0));
+    // Either comes again.
+    twin.add(&two);
+    twin.add(&two);
+    twin.reduce(&two);
+    twin.check("with earlier plans again");
+    assert_eq!(twin.store.bytes().sums, 2 * sums);
 }
 
 #[test]
@@ -433,8 +464,8 @@ fn only_used_memory_is_taken() {
     let mut twin = twin(Reducer::Sgd);
     let (size, sums) = (twin.layout.size(), twin.layout.elements() * 4);
     let start = twin.store.bytes();
-    assert_eq!((start.versions, start.masters, start.state, start.sums), (3 * size, 2 * sums, 0, 0));
-    assert_eq!(start.total(), 3 * size + 2 * sums);
+    assert_eq!((start.versions, start.masters, start.state, start.sums), (2 * size, 2 * sums, 0, 0));
+    assert_eq!(start.total(), 2 * size + 2 * sums);
     let one = vec![all(&twin, 1, Way::Plain)];
     twin.reduce(&one);
     assert_eq!(twin.store.bytes(), start, "a lone sender needs no sum");
@@ -459,7 +490,9 @@ fn only_used_memory_is_taken() {
     twin.change(Reducer::Adam);
     twin.store.prepare(Reducer::Adam, true).unwrap();
     assert_eq!(twin.store.bytes().state, 4 * sums);
-    assert!(!twin.store.add_spare(1).unwrap() || twin.store.bytes().versions == 4 * size);
+    assert!(!twin.store.add_spare(1).unwrap(), "the next version has a buffer");
+    assert!(twin.store.add_spare(2).unwrap());
+    assert_eq!(twin.store.bytes().versions, 3 * size);
 }
 
 #[test]

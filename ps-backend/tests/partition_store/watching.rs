@@ -236,7 +236,7 @@ impl Play {
             Move::Keep => self.kept.push(self.store.keep().unwrap()),
             Move::Forget => self.kept.clear(),
             Move::Limits { retain, buffers } => self.store.set_limits(Limits { retain, buffers }),
-            Move::Spare => drop(self.store.add_spare(1).unwrap()),
+            Move::Spare => drop(self.store.add_spare(2).unwrap()),
             Move::Watch => watchers.push(Watcher::of(&self.store)),
         }
     }

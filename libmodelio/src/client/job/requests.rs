@@ -312,9 +312,6 @@ impl Job {
 
     /// A sign of life of `learner`. `attached` says whether a process uses it, if that has changed.
     pub fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
-        if let (Some(Attached::Yes), Some(local)) = (attached, &self.shared.local) {
-            local.shard.warm_up();
-        }
         let mut inner = self.shared.inner.lock();
         let mut actions = Vec::new();
         inner.core.touch(vec![learner], attached, &mut actions);

@@ -94,9 +94,6 @@ pub trait Shard: Send + Sync {
     /// The number of threads for such work.
     fn threads(&self) -> usize;
 
-    /// Takes the memory of the versions after the next one, on another thread. A contribution is about to come.
-    fn warm_up(&self);
-
     /// Sets the most version buffers that may exist from now on.
     fn set_buffers(&self, most: usize);
 

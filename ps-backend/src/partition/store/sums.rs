@@ -9,9 +9,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::surplus::UNUSED_FOR;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::ranges;
@@ -29,8 +30,10 @@ const SEALED: u8 = 2;
 pub(super) struct Sums {
     layout: Arc<ModelLayout>,
     accumulators: [Accumulator; 2],
-    /// Whether each accumulator was ever used.
+    /// Whether each accumulator has memory.
     used: [AtomicBool; 2],
+    /// The number of versions that were made since each accumulator was last used.
+    idle: [AtomicU32; 2],
     /// Whether bytes that are not reduced were ever kept.
     raw: AtomicBool,
     blocks: Box<[AtomicU8]>,
@@ -48,8 +51,8 @@ impl Sums {
         let accumulators = [Accumulator::new(&layout, raw)?, Accumulator::new(&layout, raw)?];
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
         let (keeps_raw, any_partly) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (used, partly) = Default::default();
-        Ok(Sums { layout, accumulators, used, raw: keeps_raw, blocks, partly, any_partly })
+        let (used, idle, partly) = Default::default();
+        Ok(Sums { layout, accumulators, used, idle, raw: keeps_raw, blocks, partly, any_partly })
     }
 
     fn note(&self, block: BlockId) -> u8 {
@@ -106,6 +109,9 @@ impl Sums {
         if !self.used[at].load(Ordering::Relaxed) {
             self.used[at].store(true, Ordering::Relaxed);
         }
+        if self.idle[at].load(Ordering::Relaxed) != 0 {
+            self.idle[at].store(0, Ordering::Relaxed);
+        }
         &self.accumulators[at]
     }
 
@@ -151,13 +157,23 @@ impl Sums {
     }
 
     /// Drops all sums. Every version begins with the first accumulator, so the second one is not touched unless it is
-    /// needed.
+    /// needed. The memory of an accumulator that no plan has needed for some versions goes back to the system.
     pub(super) fn clear(&self) {
         if self.any_partly.swap(false, Ordering::Relaxed) {
             self.partly.iter().for_each(|partly| partly.lock().clear());
         }
         for note in &self.blocks {
             note.store(0, Ordering::Relaxed);
+        }
+        for (at, idle) in self.idle.iter().enumerate() {
+            let versions = idle.load(Ordering::Relaxed) + 1;
+            idle.store(versions.min(UNUSED_FOR + 1), Ordering::Relaxed);
+            if versions > UNUSED_FOR
+                && self.used[at].load(Ordering::Relaxed)
+                && self.accumulators[at].give_back()
+            {
+                self.used[at].store(false, Ordering::Relaxed);
+            }
         }
     }
 

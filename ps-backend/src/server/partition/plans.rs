@@ -1,6 +1,5 @@
 //! Orders of the coordinator: beginning a plan, computing blocks that nobody sends, and concluding it.
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
@@ -193,7 +192,7 @@ impl Partition {
                 Action::Done(plan) => state.send(self.epoch, plan.0, Message::Done),
                 Action::Conclude(plan, kind) => {
                     state.kept.clear();
-                    if let Err(error) = self.conclude(&mut state, plan, &mut batches, &mut jobs) {
+                    if let Err(error) = self.conclude(&mut state, plan, &mut batches) {
                         tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
                         state.send(self.epoch, plan.0, Message::Refused(lost.into()));
@@ -281,6 +280,9 @@ impl Partition {
         if let Some((_, base, work, check)) = state.starting.clone().filter(|(of, ..)| wanted && *of == plan)
         {
             drop(state);
+            if !matches!(work, Work::Add { .. } | Work::Measure { .. }) {
+                self.add_buffer();
+            }
             let job = self.store.begin(base, work, check)?;
             state = self.state.lock();
             // The plan may have been sealed meanwhile.
@@ -317,61 +319,19 @@ impl Partition {
         state: &mut State,
         plan: PlanId,
         batches: &mut Vec<Batch>,
-        jobs: &mut Vec<Box<dyn FnOnce() + Send>>,
     ) -> Result<(), PartitionError> {
         let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) else { return Ok(()) };
         if let Some(merge) = self.store.conclude(&job)? {
             batches.push(Batch { plan, pass: Pass::Merge(merge), done: Box::new(drop) });
         }
-        // A client in this process first gives back the versions that it no longer shows.
-        if !self.has_client_here && self.store.wants_spare() {
-            let partition = Arc::clone(self);
-            jobs.push(Box::new(move || partition.add_spares(1)));
-        }
         Ok(())
     }
 
-    /// Has another thread take a version buffer if none is free and [`Self::warm_up`] was called.
-    pub(in crate::server) fn keep_spare(self: &Arc<Partition>) {
-        if self.is_warm.load(Ordering::Relaxed) && self.store.wants_spare() {
-            let partition = Arc::clone(self);
-            self.executor.spawn(Box::new(move || partition.add_spares(1)));
+    /// Takes a buffer with its pages if readers hold all that the next version could have.
+    fn add_buffer(&self) {
+        if let Err(error) = self.store.add_spare(1) {
+            tracing::warn!(model = %self.model, %error, "no memory for another version buffer");
         }
-    }
-
-    /// A client on this host connects. If it can show versions from this memory, it keeps a buffer for longer: another
-    /// one is made, by another thread, before the first plans need it.
-    pub(in crate::server) fn expect_shown(self: &Arc<Partition>) {
-        if self.layout().size() < self.model_bytes {
-            return;
-        }
-        let partition = Arc::clone(self);
-        self.executor.spawn(Box::new(move || partition.add_spares(2)));
-    }
-
-    /// Takes version buffers until `count` are free.
-    fn add_spares(&self, count: usize) {
-        while match self.store.add_spare(count) {
-            Ok(added) => added,
-            Err(error) => {
-                tracing::warn!(model = %self.model, %error, "no memory for a spare version buffer");
-                false
-            }
-        } {}
-        // The next version may have waited for a buffer.
-        if self.has_client_here {
-            self.find_buffer();
-        }
-    }
-
-    /// Has another thread take the memory of the first versions: as many as are retained, and one for readers that hold
-    /// a version. A second call does nothing.
-    pub(in crate::server) fn warm_up(self: &Arc<Partition>, retain: impl FnOnce() -> usize) {
-        if self.is_warm.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let (partition, count) = (Arc::clone(self), retain() + 1);
-        self.executor.spawn(Box::new(move || partition.add_spares(count)));
     }
 }
 
