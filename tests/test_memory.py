@@ -45,7 +45,7 @@ class Learners:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self.processes.append(process)
             group.add(process.pid)
-        self.answers()
+        self.step("begin")
 
     def answers(self):
         assert all(process.stdout.readline() for process in self.processes)

@@ -1,6 +1,7 @@
 """A learner of scripts/bench-memory, as a process: `memory_work.py DIRECTORY`.
 
-DIRECTORY has its `gradients` and `weights`. It does a step for each line of its input, `written` or `mapped`, and answers with
+DIRECTORY has its `gradients` and `weights`. It takes memory from the first line of its input on, so that whoever starts it
+can put it into a group before. Then it does a step for each line of its input, `written` or `mapped`, and answers with
 a line. In a written step open, write and close contribute ones; in a mapped step the ones are stored into the mapped file,
 and fsync contributes them. Then it reads the weights. The mapping stays until the process ends.
 """
@@ -17,6 +18,7 @@ PIECE = 8 << 20
 def main():
     """Does steps until it is asked for no more."""
     directory = Path(sys.argv[1])
+    sys.stdin.readline()
     size = (directory / "weights").stat().st_size
     ones = memoryview(array.array("f", [1.0]) * (size // 4)).cast("B")
     values = memoryview(bytearray(size))
