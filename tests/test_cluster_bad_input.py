@@ -404,13 +404,13 @@ def test_a_learner_of_a_stray_client_commits_out_of_order(world):
 
 
 OVERSIZED = {
-    "control": [(2 << 20, 0), (1, 1)],
+    "control": [(2 << 20, 0), (1, (256 << 10) + 1)],
     "data": [(2 << 20, 0), (4, 2 * BLOCK + 1), (4, 16 << 20), (4, (1 << 32) - 1)],
     "admin": [(2 << 20, 0), (1, (16 << 20) + 1), ((1 << 32) - 1, (1 << 32) - 1)],
 }
 
 # Of body and payload.
-LIMITS = {"control": (1 << 20, 0), "data": (1 << 20, 2 * BLOCK), "admin": (1 << 20, 16 << 20)}
+LIMITS = {"control": (1 << 20, 256 << 10), "data": (1 << 20, 2 * BLOCK), "admin": (1 << 20, 16 << 20)}
 
 
 @pytest.mark.parametrize("role", OVERSIZED)

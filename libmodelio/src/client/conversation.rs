@@ -95,6 +95,12 @@ impl Conversation for Control {
         if matches!(received.message, Message::Moved) {
             return Ok(Take::Buffered);
         }
+        if matches!(received.message, Message::State(_)) && received.header.payload_len() > 0 {
+            return match self.0.silence {
+                Some(_) => Ok(Take::Buffered),
+                None => Err(Close::Asked("expected Welcome, got State".into())),
+            };
+        }
         received.expect_payload(0).map_err(malformed)?;
         if let Message::Refused(
             refusal @ (Refusal::NoModel(_) | Refusal::Generation { .. } | Refusal::Deleted(_)),
@@ -122,6 +128,10 @@ impl Conversation for Control {
     }
 
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
+        if let Message::State(state) = &received.message {
+            let Connection { shared, route, .. } = &self.0.to;
+            return shared.state_with_version(route, (**state).clone(), bytes);
+        }
         self.0.payload(received, bytes).map(drop)
     }
 

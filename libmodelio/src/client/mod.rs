@@ -14,6 +14,7 @@
 //! | `conversation` | the messages on each kind of connection |
 //! | `paths` | the ways of blocks: TCP, shared memory, RDMA, or in this process |
 //! | `blocks` | payload on its way, by any path (`unsafe`) |
+//! | `small` | contributions and versions that go with messages to and from the coordinator (`unsafe`) |
 //! | `versions` | the versions that the client shows |
 //! | `sum` | sums of contributions, before they cross the network |
 
@@ -34,6 +35,7 @@ mod peer;
 mod redirect;
 mod routes;
 mod shared;
+mod small;
 mod sum;
 #[cfg(test)]
 mod tests;

@@ -462,7 +462,8 @@ impl Shared {
                     local.shard.mailbox().put(End::Client, End::Coordinator, Mail::Message(request, message));
                     after.mail_left = true;
                 } else if let Some(link) = inner.coordinator.links.first() {
-                    link.send_now(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(request, message) });
+                    let payload = self.blocks_with(inner, &message);
+                    link.send_now(Outgoing { message, request, epoch: inner.routes.epoch, payload });
                 }
             }
             // Nothing is lost on the way to a shard in this process.

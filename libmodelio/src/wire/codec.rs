@@ -4,7 +4,8 @@ use std::ops::RangeInclusive;
 
 use super::header::{HEADER, Header, Payload};
 use super::{
-    Kept, Limits, MAX_PAYLOAD, Message, Protocol, Refusal, RegistryAnswer, RegistryRequest, WireError,
+    Kept, Limits, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Refusal, RegistryAnswer, RegistryRequest,
+    WireError,
 };
 use crate::vocabulary::block_ranges::{self, BlockRanges, RangesError};
 use crate::vocabulary::ids::Epoch;
@@ -42,6 +43,7 @@ impl Message {
             // Half-precision elements have masters and optimizer state of twice their room.
             Message::Fetched | Message::Load { .. } => 0..=2 * MAX_BLOCK_SIZE,
             Message::Text => 0..=MAX_PAYLOAD,
+            Message::Commit { .. } | Message::State(_) => 0..=MAX_SMALL_MODEL,
             _ => 0..=0,
         }
     }

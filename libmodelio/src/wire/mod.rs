@@ -32,6 +32,10 @@ pub use registry::{
     ShardRecord,
 };
 
+/// The most bytes of a model that is small: a contribution goes with its commit, and a version with the state that
+/// announces it.
+pub const MAX_SMALL_MODEL: u32 = 256 << 10;
+
 /// Longest body, in bytes.
 pub const MAX_BODY: u32 = 1 << 20;
 /// Longest body of a hello, a welcome or a refusal, in bytes.

@@ -478,6 +478,13 @@ impl PartitionCore {
         self.running.as_ref().is_some_and(live)
     }
 
+    /// Whether the plan has begun, and does not have its memory yet.
+    pub fn begins(&self, plan: PlanId) -> bool {
+        self.running
+            .as_ref()
+            .is_some_and(|running| running.plan.id == plan && running.stage == Stage::Beginning)
+    }
+
     /// The plan has its memory, or is no longer wanted.
     pub fn begun(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
         let Some(running) = self.running_if(plan) else { return };

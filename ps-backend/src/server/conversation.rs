@@ -11,7 +11,7 @@ use libmodelio::transport::stream::{Close, Piece};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
-use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};
+use libmodelio::wire::{Limits, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Received, Refusal, Role};
 
 use super::coordinator::Coordinator;
 use super::moving;
@@ -506,8 +506,9 @@ impl Conversation for Peer {
         }
         let outcome = match &mut self.kind {
             Kind::Strange => Ok(Take::Nothing),
+            Kind::Control { .. } if received.header.payload_len() > 0 => Ok(Take::Buffered),
             Kind::Control { client, coordinator } => {
-                coordinator.client_message(*client, &self.link, request, received.message.clone());
+                coordinator.client_message(*client, &self.link, request, received.message.clone(), &[]);
                 Ok(Take::Nothing)
             }
             Kind::Data(data) => data.message(received, &self.link),
@@ -534,6 +535,11 @@ impl Conversation for Peer {
                 None => Ok(()),
             },
             Kind::Admin => self.administer(received.header.request(), received.message.clone(), bytes),
+            Kind::Control { client, coordinator } => {
+                let (request, message) = (received.header.request(), received.message.clone());
+                coordinator.client_message(*client, &self.link, request, message, bytes);
+                Ok(())
+            }
             _ => Ok(()),
         };
         outcome.map_err(|refusal| self.refuse(received.header.request(), refusal))
@@ -555,7 +561,8 @@ impl Conversation for Peer {
     fn limits(&self) -> Limits {
         match &self.kind {
             Kind::Strange => Limits::GREETING,
-            Kind::Control { .. } | Kind::Coordinator(_) => Limits { payload: 0, ..Limits::MAX },
+            Kind::Control { .. } => Limits { payload: MAX_SMALL_MODEL, ..Limits::MAX },
+            Kind::Coordinator(_) => Limits { payload: 0, ..Limits::MAX },
             Kind::Data(data) => {
                 let block = data.partition.layout().block_size();
                 Limits { payload: 2 * block.min(MAX_BLOCK_SIZE), ..Limits::MAX }

@@ -4,6 +4,7 @@
 mod moves;
 mod moving;
 mod remote;
+mod small;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +29,7 @@ use crate::moving::Progress;
 use moves::Moves;
 pub(super) use moves::Moving;
 use remote::RemoteShard;
+use small::Small;
 
 /// So few clients get their messages from the thread that has decided, under the coordinator's lock.
 const FEW_CLIENTS: usize = 2;
@@ -50,6 +52,8 @@ struct State {
     missed: BTreeSet<ClientId>,
     /// The wait for learners that was logged last.
     late: Option<Duration>,
+    /// What comes with commits, and goes with states.
+    small: Small,
 }
 
 /// The network, for reaching other shards.
@@ -84,6 +88,8 @@ pub struct Coordinator {
     ways: Vec<Way>,
     /// The mailbox to its own partition.
     mailbox: Arc<Mailbox>,
+    /// Its own partition.
+    here: Weak<Partition>,
     state: Mutex<State>,
     network: Option<Network>,
     /// The core's time at the start.
@@ -177,6 +183,7 @@ impl Coordinator {
             frozen: false,
             missed: BTreeSet::new(),
             late: None,
+            small: Small::default(),
         };
         let own: Weak<dyn Recipient> = Arc::downgrade(here) as Weak<dyn Recipient>;
         let coordinator = Arc::new_cyclic(|this: &Weak<Coordinator>| Coordinator {
@@ -185,6 +192,7 @@ impl Coordinator {
             epoch: map.epoch(),
             ways,
             mailbox: Arc::new(Mailbox::new(this.clone() as Weak<dyn Recipient>, own)),
+            here: Arc::downgrade(here),
             state: Mutex::new(state),
             network,
             began_at,
@@ -349,8 +357,15 @@ impl Coordinator {
                             let mail = Mail::Message(request, message);
                             self.mailbox.put(End::Coordinator, End::Client, mail);
                             drains = true;
-                        } else if let Some(link) = state.clients.get(&client) {
-                            let outgoing = Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) };
+                        } else if self.grants_here(&mut state, client, &message) {
+                            drains = true;
+                        } else if state.clients.contains_key(&client) {
+                            let payload = match &message {
+                                Message::State(sent) => self.version_with(&mut state, client, sent),
+                                _ => None,
+                            };
+                            let outgoing = Outgoing { message, request, epoch: self.epoch, payload };
+                            let Some(link) = state.clients.get(&client) else { continue };
                             if is_few { link.send_now(outgoing) } else { link.send(outgoing) }
                         }
                     }
@@ -452,7 +467,11 @@ impl Coordinator {
     pub(super) fn client_down(&self, client: ClientId, link: &Link) {
         let known = |state: &mut State| {
             let known = state.clients.get(&client).is_some_and(|known| known.is(link));
-            known && state.clients.remove(&client).is_some()
+            let is_over = known && state.clients.remove(&client).is_some();
+            if is_over {
+                state.small.leaves(client);
+            }
+            is_over
         };
         self.with_core_or(
             |state, now, actions| {
@@ -468,10 +487,19 @@ impl Coordinator {
         );
     }
 
-    /// Takes a message of a client.
-    pub(super) fn client_message(&self, client: ClientId, link: &Link, request: u64, message: Message) {
+    /// Takes a message of a client. With a commit, blocks may have come.
+    pub(super) fn client_message(
+        &self,
+        client: ClientId,
+        link: &Link,
+        request: u64,
+        message: Message,
+        bytes: &[u8],
+    ) {
+        let bytes = if self.is_small() { bytes } else { &[] };
         self.with_core(|state, now, actions| {
             if state.clients.get(&client).is_some_and(|known| known.is(link)) {
+                state.small.commits(client, &message, bytes);
                 state.core.from_client(client, request, message, now, actions);
             }
         });
@@ -534,6 +562,7 @@ impl Recipient for Coordinator {
                     self.partition_message(own, request, message);
                 }
             }
+            (End::Partition, Mail::Granted(granted)) => self.not_taken(granted),
             (End::Partition, Mail::Buffer(ready)) => {
                 self.with_core(|state, now, actions| state.core.buffer(ready, now, actions));
             }

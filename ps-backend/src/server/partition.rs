@@ -33,7 +33,7 @@ use std::time::Instant;
 
 use libmodelio::observe::histogram::Histogram;
 use libmodelio::transport::frames::{Link, Outgoing};
-use libmodelio::transport::local::{End, Mail, Mailbox};
+use libmodelio::transport::local::{End, Granted, Mail, Mailbox};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
@@ -84,6 +84,8 @@ struct State {
     coming: Vec<Coming>,
     /// Payloads that stay where they lie until the others of their blocks have come.
     kept: AllKept,
+    /// Blocks that came with commits, for a plan that does not have its memory yet.
+    granted: Vec<Granted>,
     /// The clients that get blocks as they are computed.
     followers: BTreeMap<ClientId, Follower>,
     coordinator: Option<ToCoordinator>,
@@ -215,6 +217,7 @@ impl Partition {
             waiting: Vec::new(),
             coming: Vec::new(),
             kept: AllKept::new(),
+            granted: Vec::new(),
             followers: BTreeMap::new(),
             coordinator: None,
             coordinated_since: Instant::now(),

@@ -18,6 +18,7 @@ mod raw;
 mod rdma;
 mod scripted_shard;
 mod shm;
+mod small;
 mod steps;
 #[cfg(feature = "rdma")]
 mod strangers;

@@ -35,8 +35,12 @@ impl Raw {
     }
 
     pub fn say(&mut self, request: u64, message: &Message) {
-        let bytes = frame(message, request, self.epoch, &[]).unwrap();
-        self.stream.write_all(&bytes).unwrap();
+        self.say_with(request, message, &[]);
+    }
+
+    pub fn say_with(&mut self, request: u64, message: &Message, payload: &[u8]) {
+        let head = frame(message, request, self.epoch, payload).unwrap();
+        self.stream.write_all(&[&head, payload].concat()).unwrap();
     }
 
     pub fn receive(&mut self) -> (Received, Vec<u8>) {

@@ -131,6 +131,8 @@ pub struct ClientCore {
     pull: Option<Pull>,
     /// A version is whole in the buffer, and not shown yet.
     whole: bool,
+    /// The version that has come with the state which announces it.
+    brought: Option<Version>,
     /// The version in `whole` was not pulled.
     is_own: bool,
     /// New weights whose memory can be shown.
@@ -146,6 +148,8 @@ pub struct ClientCore {
     /// The shard is in this process. It reads contributions where they lie until they are part of a version, even
     /// after their commits are answered.
     in_process: bool,
+    /// Contributions go with their commits.
+    sends_with_commits: bool,
 }
 
 impl ClientCore {
@@ -175,6 +179,7 @@ impl ClientCore {
             shown: None,
             pull: None,
             whole: false,
+            brought: None,
             is_own: false,
             showable: BTreeSet::new(),
             reserved: 0,
@@ -183,6 +188,7 @@ impl ClientCore {
             pull_times: PullTimes::default(),
             first: 0,
             in_process: false,
+            sends_with_commits: false,
         }
     }
 
@@ -197,6 +203,11 @@ impl ClientCore {
         // Consecutive client numbers must begin far apart.
         let mixed = client.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         ClientCore { first: ((mixed * self.blocks as u64) >> 32) as usize, ..self }
+    }
+
+    /// Contributions go with their commits, so none of their blocks goes before.
+    pub fn sends_with_commits(self) -> ClientCore {
+        ClientCore { sends_with_commits: true, ..self }
     }
 
     /// Pulls by this policy, whatever the job's settings say.

@@ -92,6 +92,11 @@ impl ClientCore {
         if !self.can_pull() {
             return;
         }
+        if self.brought == Some(self.state.version) {
+            self.whole = true;
+            self.pull_times.began(now);
+            return actions.push(Action::Pulled(self.state.version));
+        }
         if let Some(token) = self.own_weights() {
             (self.whole, self.is_own) = (true, true);
             return actions.push(Action::Own(self.state.version, token));
@@ -112,6 +117,22 @@ impl ClientCore {
         self.whole = true;
         actions.push(Action::Pulled(version));
         true
+    }
+
+    /// Whether the back buffer can be filled at once with this version, which the client has not asked for.
+    pub fn takes_version(&self, version: Version) -> bool {
+        let is_idle = self.pull.is_none() && !self.whole && self.reserved == 0;
+        is_idle && self.shown.is_none_or(|shown| version > shown) && self.state.sequence != 0
+    }
+
+    /// The back buffer has all of this version, which the next state announces. [`Self::brings_nothing`] must follow.
+    pub fn brings(&mut self, version: Version) {
+        self.brought = Some(version);
+    }
+
+    /// Nothing has come with the states after this.
+    pub fn brings_nothing(&mut self) {
+        self.brought = None;
     }
 
     /// New weights of this token, which are about to be sent, stay unchanged in memory that can be shown. If they are

@@ -320,7 +320,7 @@ impl ClientCore {
                     wakes = Some(partition);
                 }
             }
-        } else if is_first && self.blocks > 1 {
+        } else if is_first && self.blocks > 1 && !self.sends_with_commits {
             // A contribution of one block is about to be committed.
             self.notify(Message::WholeBlock { learner, step }, actions);
         }

@@ -18,7 +18,7 @@ use crate::transport::local::{Recipient, Shard};
 use crate::transport::reactor::{Reactor, ReactorOptions};
 use crate::vocabulary::ids::ClientId;
 use crate::vocabulary::layout::ModelLayout;
-use crate::wire::{ModelRecord, ShardRecord};
+use crate::wire::{MAX_SMALL_MODEL, ModelRecord, ShardRecord};
 
 impl Job {
     /// Connects to the shards of a model and waits until a first version is here.
@@ -37,6 +37,8 @@ impl Job {
         let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
         let id = random_id()?;
         let core = ClientCore::new(&map).apart(id);
+        let is_small = layout.size() <= u64::from(MAX_SMALL_MODEL) && map.shares().len() == 1;
+        let core = if is_small { core.sends_with_commits() } else { core };
         let core = match options.pulls {
             None => core,
             Some(policy) => core.pulls(policy),

@@ -17,6 +17,8 @@ use crate::wire::{self, Message, Payload};
 const MAX_QUEUED: usize = 1 << 16;
 /// The most bytes of payload that may wait before the peer's next frame is read.
 const MAX_QUEUED_BYTES: usize = 32 << 20;
+/// A payload of at most so many bytes may be sent by the thread that has it: copying takes less than waking another one.
+const MAX_SENT_HERE: usize = 256 << 10;
 
 /// An outgoing message.
 pub struct Outgoing {
@@ -68,7 +70,7 @@ impl Link {
         self.wake();
     }
 
-    /// Sends a message without a payload. If the serving thread sleeps and has nothing to send, this thread hands the
+    /// Sends a message without a payload, or with a short one. If the serving thread sleeps and has nothing to send, this thread hands the
     /// message to the kernel: to wake the other one for that takes as long, and what it does comes on top.
     ///
     /// For messages to one peer or to a few, because the caller may hold a lock. A thread that serves many peers sends
@@ -85,7 +87,8 @@ impl Link {
     /// bytes. Before the serving thread names bytes to the kernel, it notes under the same lock that it is not idle. No
     /// wake-up is lost: what this thread leaves over is in `rest` before the serving thread is woken for it.
     fn is_sent_here(&self, outgoing: &Outgoing) -> bool {
-        if outgoing.payload.is_some() || self.0.ending.load(Ordering::Relaxed) {
+        let payload = outgoing.payload.as_ref();
+        if payload.is_some_and(|piece| piece.len() > MAX_SENT_HERE) || self.0.ending.load(Ordering::Relaxed) {
             return false;
         }
         let Some(socket) = self.0.connection.get().and_then(Connection::resting_socket) else { return false };
@@ -95,10 +98,13 @@ impl Link {
         }
         let mut frame = Vec::new();
         let Outgoing { message, request, epoch, .. } = outgoing;
-        if wire::append_frame(&mut frame, message, *request, *epoch, Payload::NONE).is_err() {
+        let described =
+            payload.map_or(Payload::NONE, |piece| Payload { len: piece.len() as u32, crc: piece.crc() });
+        if wire::append_frame(&mut frame, message, *request, *epoch, described).is_err() {
             // The serving thread reports it.
             return false;
         }
+        payload.into_iter().for_each(|piece| piece.append_to(&mut frame));
         let sent = loop {
             match send(socket.as_raw_fd(), &frame, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL) {
                 Err(Errno::EINTR) => {}

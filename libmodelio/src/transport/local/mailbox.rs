@@ -11,6 +11,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
+use crate::vocabulary::block_ranges::BlockRanges;
+use crate::vocabulary::ids::{ClientId, PlanId};
 use crate::wire::Message;
 
 /// An end that takes messages.
@@ -46,6 +48,23 @@ pub enum Mail {
     Buffer(bool),
     /// The partition tells the client that a block which had to wait may be offered again.
     Retry,
+    /// The coordinator hands blocks to the partition that came with a commit, or the partition hands them back.
+    Granted(Granted),
+}
+
+/// Blocks that came with a commit, and are granted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Granted {
+    /// The client.
+    pub client: ClientId,
+    /// The plan.
+    pub plan: PlanId,
+    /// The blocks.
+    pub blocks: BlockRanges,
+    /// Their bytes, one block behind the other.
+    pub bytes: Arc<[u8]>,
+    /// The grant, which the client gets if they are not taken.
+    pub grant: Box<Message>,
 }
 
 /// The mailbox between the ends of one model. It keeps no end alive.

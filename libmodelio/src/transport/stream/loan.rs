@@ -143,6 +143,12 @@ impl Piece {
         self.len
     }
 
+    /// Appends the bytes.
+    pub(in crate::transport) fn append_to(&self, to: &mut Vec<u8>) {
+        // SAFETY: they may be read until the piece is dropped, as `new`'s caller has promised.
+        to.extend_from_slice(unsafe { std::slice::from_raw_parts(self.start, self.len) });
+    }
+
     /// Their CRC32C.
     pub(in crate::transport) fn crc(&self) -> u32 {
         self.crc

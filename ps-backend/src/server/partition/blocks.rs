@@ -89,6 +89,26 @@ impl Partition {
         })
     }
 
+    /// All bytes of a version that is here, or is complete but for its conclusion.
+    pub(in crate::server) fn whole(&self, version: Version) -> Option<Vec<u8>> {
+        let blocks = || (0..self.layout().blocks()).map(BlockId);
+        let mut bytes = Vec::with_capacity(self.layout().size() as usize);
+        if let Some(pinned) = self.store.version(version) {
+            blocks().for_each(|block| bytes.extend_from_slice(pinned.block(block)));
+        } else {
+            let state = self.state.lock();
+            let (plan, job) = state.job.as_ref().filter(|_| state.core.version().next() == version)?;
+            let (job, is_ready) = (Arc::clone(job), state.core.running() == Some((*plan, 0)));
+            drop(state);
+            for block in blocks().filter(|_| is_ready) {
+                bytes.extend_from_slice(job.early(block)?.bytes());
+            }
+        }
+        self.store.tally().moved(Flow::Pull, bytes.len());
+        self.store.tally().copied(Flow::Pull, bytes.len());
+        (bytes.len() as u64 == self.layout().size()).then_some(bytes)
+    }
+
     fn block_ahead(&self, plan: PlanId, local: BlockId, early: EarlyBlock) -> Followed {
         let Some(block) = self.store.partition().global(local) else { return Followed::Over };
         let (crc, guard) = (early.checksum(), Arc::new(early));

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::ShardError;
 use libmodelio::transport::frames::Link;
-use libmodelio::transport::local::{End, Mail, Recipient};
+use libmodelio::transport::local::{End, Granted, Mail, Recipient};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Combine;
@@ -37,8 +37,12 @@ impl From<core::PartitionError> for Refusal {
 /// Orders of the coordinator in this process.
 impl Recipient for Partition {
     fn receive(self: Arc<Partition>, from: End, mail: Mail) {
-        if let (End::Coordinator, Mail::Message(request, message)) = (from, mail) {
-            self.from_coordinator(request, message, None);
+        match (from, mail) {
+            (End::Coordinator, Mail::Message(request, message)) => {
+                self.from_coordinator(request, message, None);
+            }
+            (End::Coordinator, Mail::Granted(granted)) => self.is_granted(granted),
+            _ => {}
         }
     }
 }
@@ -299,8 +303,30 @@ impl Partition {
             state.starting = None;
         }
         state.core.begun(plan, &mut actions);
+        let granted = std::mem::take(&mut state.granted);
         self.act(state, actions);
+        granted.into_iter().for_each(|granted| self.is_granted(granted));
         Ok(())
+    }
+
+    /// Blocks that came with a commit are granted. They go to their places when the plan has its memory. If they cannot,
+    /// the client sends them.
+    fn is_granted(self: &Arc<Partition>, granted: Granted) {
+        {
+            let mut state = self.state.lock();
+            if state.core.begins(granted.plan) {
+                state.granted.push(granted);
+                return;
+            }
+        }
+        if self.granted(&granted) {
+            return;
+        }
+        let mailbox = self.state.lock().mailbox();
+        if let Some(mailbox) = mailbox {
+            mailbox.put(End::Partition, End::Coordinator, Mail::Granted(granted));
+            mailbox.drain();
+        }
     }
 
     /// The executor has computed the blocks that nobody sends.

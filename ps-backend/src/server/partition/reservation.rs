@@ -239,6 +239,26 @@ impl Partition {
         Ok(Reserved::Ready(reservation))
     }
 
+    /// Takes a block that came with a commit from the front of `bytes`. False if it does not go to its place at once.
+    ///
+    /// # Errors
+    /// If it is no block of the model.
+    pub(in crate::server) fn push_with_commit(
+        self: &Arc<Partition>,
+        client: ClientId,
+        plan: PlanId,
+        block: BlockId,
+        bytes: &mut &[u8],
+    ) -> Result<bool, Refusal> {
+        let push = self.push_of(plan, block, false, false)?;
+        let Some((payload, rest)) = bytes.split_at_checked(push.len) else { return Ok(false) };
+        *bytes = rest;
+        match self.reserve(&mut Sender::here(client), push, Room::None)? {
+            Reserved::Ready(reservation) => reservation.complete(payload, || true).map(|()| true),
+            Reserved::Kept | Reserved::Later | Reserved::Skip => Ok(false),
+        }
+    }
+
     /// The ranges of a client's block that count, if values are replaced and not all of it was written.
     fn counts(&self, state: &State, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
         state.written(client, self.store.partition().global(block).unwrap_or_default())

@@ -1,0 +1,85 @@
+//! Small models: a contribution goes with its commit, and a version comes with the state that announces it. So a step is
+//! one message each way.
+//!
+//! This module holds `unsafe`: it reads staged blocks, and writes the back buffer.
+
+use super::routes::{Route, overtaken};
+use super::shared::{Inner, Shared};
+use crate::transport::stream::{Close, Piece};
+use crate::transport::tally::Flow;
+use crate::vocabulary::block_ranges::BlockRanges;
+use crate::vocabulary::ids::BlockId;
+use crate::wire::{JobState, MAX_SMALL_MODEL, Message};
+
+impl Shared {
+    /// Whether contributions go with their commits: the model is small, and its only shard coordinates it.
+    fn is_small(&self, inner: &Inner) -> bool {
+        self.local.is_none()
+            && self.layout.size() <= u64::from(MAX_SMALL_MODEL)
+            && inner.routes.partitions.len() == 1
+    }
+
+    /// The blocks that go with a commit, one behind the other, if all of them are whole.
+    pub(super) fn blocks_with(&self, inner: &Inner, message: &Message) -> Option<Piece> {
+        let Message::Commit { learner, step, blocks, partly: Some(partly), .. } = message else {
+            return None;
+        };
+        if !self.is_small(inner) || blocks.is_empty() || partly.pieces() > 0 {
+            return None;
+        }
+        let memory = inner.sources.get(&(*learner, *step))?.region.memory();
+        let mut bytes = Vec::new();
+        for range in extents(blocks, |block| self.layout.block_bytes(block)) {
+            // SAFETY: blocks of a commit are whole, and nobody writes staged ones meanwhile. A program can store into
+            // memory that it has mapped: then each byte is old or new, and the copy is what is checked and sent.
+            bytes.extend_from_slice(unsafe { memory.bytes(range) });
+        }
+        self.tally.moved(Flow::Push, bytes.len());
+        self.tally.copied(Flow::Push, bytes.len());
+        Some(Piece::owned(bytes))
+    }
+
+    /// The coordinator announces a version, and all bytes of it come along.
+    ///
+    /// # Errors
+    /// If the connection was opened under a map that is no longer in force.
+    pub(super) fn state_with_version(
+        &self,
+        route: &Route,
+        state: JobState,
+        bytes: &[u8],
+    ) -> Result<(), Close> {
+        let mut inner = self.inner.lock();
+        if !inner.is_in_force(route) {
+            return Err(overtaken());
+        }
+        let (retain, max) = inner.bounds();
+        let (now, mut actions) = (self.now(), Vec::new());
+        if bytes.len() as u64 == self.layout.size()
+            && inner.core.takes_version(state.version)
+            && let Ok(Some(back)) = inner.versions.back(retain, max)
+        {
+            // SAFETY: no connection is receiving, so the back buffer is this thread's as long as it has the lock.
+            unsafe { back.memory().bytes_mut(0..bytes.len()) }.copy_from_slice(bytes);
+            self.tally.moved(Flow::Pull, bytes.len());
+            self.tally.copied(Flow::Pull, bytes.len());
+            inner.core.brings(state.version);
+        }
+        inner.core.from_coordinator(0, Message::State(Box::new(state)), now, &mut actions);
+        inner.core.brings_nothing();
+        self.act(inner, actions);
+        Ok(())
+    }
+}
+
+/// The places of blocks.
+fn extents(
+    blocks: &BlockRanges,
+    place: impl Fn(BlockId) -> std::ops::Range<u64>,
+) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let blocks = blocks.iter().filter(|range| !range.is_empty());
+    blocks.map(move |range| {
+        let (first, last) = (place(BlockId(range.start)), place(BlockId(range.end - 1)));
+        first.start as usize..last.end as usize
+    })
+}
