@@ -1,4 +1,4 @@
-//! Blocks of a version that is still being made.
+//! Blocks of a version that is still being made, and versions that come with their states.
 
 use super::*;
 use crate::client::core::Whole;
@@ -217,4 +217,25 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
         bench.grant(1);
         assert_eq!(bench.follow(0), consistency == "sync");
     }
+}
+
+#[test]
+fn a_version_that_comes_with_its_state_is_not_pulled() {
+    let mut bench = Bench::new();
+    bench.state(2, 0, 0, false);
+    assert!(bench.core.takes_version(Version(1)) && !bench.core.takes_version(Version(0)));
+    bench.core.brings(Version(1));
+    bench.made(3, 1, 1, 1);
+    bench.core.brings_nothing();
+    assert!(bench.is_pulled());
+    assert!(!bench.core.takes_version(Version(2)), "the buffer is not free before the version is shown");
+    bench.core.shown(Version(1), bench.now, &mut bench.said);
+    // A state that is older than the newest one changes nothing.
+    bench.core.brings(Version(2));
+    bench.made(3, 2, 2, 2);
+    bench.core.brings_nothing();
+    assert_eq!((bench.core.version(), bench.core.pulling()), (Version(1), None));
+    bench.made(4, 2, 2, 2);
+    assert_eq!(bench.core.pulling(), Some(Version(2)));
+    assert!(!bench.core.takes_version(Version(3)), "it is pulled into the buffer");
 }
