@@ -4,9 +4,10 @@
 //! It obeys lines on standard input, and answers each with a line of JSON:
 //!
 //! - `round WHAT`: `push` commits a contribution of the whole model and waits until it is at the shards for good;
-//!   `pull` has the version with it in memory; `step` is both; `newest` has the newest version in memory, whoever made
-//!   it, which a process without learners (`--here 0`) can be asked for, too. Answers with `what`, `bytes` (moved for the learners
-//!   of this process), `start`, `end`, `seconds` (of CLOCK_MONOTONIC) and `cpu_seconds` (of this process, meanwhile).
+//!   `pull` has the version with it in memory; `step` is both; `read_step` also copies the weights to a buffer of the
+//!   program's own; `newest` has the newest version in memory, whoever made it, which a process without learners (`--here 0`)
+//!   can be asked for, too. Answers with `what`, `bytes` (moved for the learners of this process), `start`, `end`,
+//!   `seconds` (of CLOCK_MONOTONIC) and `cpu_seconds` (of this process, meanwhile).
 //! - `payload`: answers with `what` and what this process has pushed, pulled and copied of payload, all in all.
 //! - `check PUSHES`: the weights must be the sum of so many pushes of all learners; answers with `what`.
 //!
@@ -110,6 +111,8 @@ struct Job {
     learners: Vec<Learner>,
     all: usize,
     size: usize,
+    /// A buffer of the program's own, where a version is copied to.
+    copy: Vec<f32>,
 }
 
 fn gradient(index: usize, rank: usize) -> f32 {
@@ -162,7 +165,7 @@ impl Job {
         };
         let client = client::Job::connect(&record, &shards, client)?;
         let size = layout.size() as usize;
-        let mut job = Job { client, learners: Vec::new(), all: options.learners, size };
+        let mut job = Job { client, learners: Vec::new(), all: options.learners, size, copy: Vec::new() };
         for rank in options.rank..options.rank + options.here {
             let learner = job.learner(rank)?;
             job.learners.push(learner);
@@ -236,12 +239,28 @@ impl Job {
         Ok(())
     }
 
-    fn round(&self, what: &str) -> Outcome<usize> {
+    /// Copies the newest version that is here.
+    fn read(&mut self) -> Outcome<()> {
+        let version = self.client.version();
+        if !self.client.pin(version) {
+            return Err("no version is here".into());
+        }
+        let weights = self.client.get(version).ok_or("the version is gone")?.region;
+        // SAFETY: it is pinned.
+        let values = unsafe { weights.memory().floats(0..self.size / 4) };
+        self.copy.resize(values.len(), 0.0);
+        self.copy.copy_from_slice(values);
+        self.client.unpin(version, 1);
+        Ok(())
+    }
+
+    fn round(&mut self, what: &str) -> Outcome<usize> {
         let moved = self.size * self.learners.len();
         match what {
             "push" => self.push().map(|()| moved),
             "pull" => self.pull().map(|()| moved),
             "step" => self.push().and_then(|()| self.pull()).map(|()| 2 * moved),
+            "read_step" => self.push().and_then(|()| self.pull()).and_then(|()| self.read()).map(|()| 2 * moved),
             "newest" => self.newest().map(|()| self.size),
             other => Err(format!("unknown round {other:?}").into()),
         }
@@ -284,7 +303,7 @@ fn tell(line: &serde_json::Value) -> Outcome<()> {
 }
 
 fn main() -> Outcome<()> {
-    let job = Job::join(&Options::parse())?;
+    let mut job = Job::join(&Options::parse())?;
     tell(&json!({"what": "ready", "io": job.client.backend()}))?;
     for line in std::io::stdin().lock().lines() {
         let line = line?;

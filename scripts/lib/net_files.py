@@ -2,7 +2,7 @@
 
 It obeys the lines that the baselines' learners obey (scripts/baselines/src/rounds.rs). `push` contributes the whole
 model, by write(2) and close or, for `mapped`, by fsync of gradients that are in the mapping already; `pull` reads the
-version that contains it into a buffer of its own; `step` is both.
+version that contains it into a buffer of its own; `step` is both, and so is `read_step`.
 """
 
 import argparse
@@ -55,9 +55,10 @@ class Learner:
 
     def round(self, what):
         """Gives the bytes that were moved."""
-        for part in ("push", "pull") if what == "step" else (what,):
+        whole = what in ("step", "read_step")
+        for part in ("push", "pull") if whole else (what,):
             getattr(self, part)()
-        return self.size * (2 if what == "step" else 1)
+        return self.size * (2 if whole else 1)
 
     def check(self, pushes):
         """The weights hold every contribution exactly once."""

@@ -177,7 +177,7 @@ class Gradfs:
         for learner in self.learners:
             learner.tell(f"round {what}")
         answers = [learner.answer(what, give_up) for learner in self.learners]
-        self.pushes += what in ("push", "step")
+        self.pushes += what in ("push", "step", "read_step")
         return Measurement(
             sum(answer["bytes"] for answer in answers),
             max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers),
@@ -211,11 +211,11 @@ def library(stack, binaries, size, learners, shards=1, block_size=None, processe
     return stack.enter_context(Gradfs(cluster, commands))
 
 
-def mount(stack, gradfs, size, learners, shards, way):
+def mount(stack, gradfs, size, learners, shards, way, options=()):
     """Learners by files of one mount, each a process; `way` is `written` or `mapped`."""
     cluster = stack.enter_context(Cluster(gradfs, size, learners, shards))
     mountpoint = cluster.directory / "mount"
-    daemon = stack.enter_context(daemons.network_mount(gradfs, mountpoint, cluster.registry, MODEL))
+    daemon = stack.enter_context(daemons.network_mount(gradfs, mountpoint, cluster.registry, MODEL, *options))
     common = ["--model", mountpoint / MODEL, "--learners", learners, "--way", way]
     commands = [[sys.executable, FILES, "--rank", rank, *common] for rank in range(learners)]
     return stack.enter_context(Gradfs(cluster, commands, [daemon.pid]))
