@@ -8,6 +8,7 @@
 //!   program's own; `newest` has the newest version in memory, whoever made it, which a process without learners (`--here 0`)
 //!   can be asked for, too. Answers with `what`, `bytes` (moved for the learners of this process), `start`, `end`,
 //!   `seconds` (of CLOCK_MONOTONIC) and `cpu_seconds` (of this process, meanwhile).
+//! - `repeat COUNT WHAT`: does it so many times; answers with `what` and a list of `seconds`.
 //! - `payload`: answers with `what` and what this process has pushed, pulled and copied of payload, all in all.
 //! - `check PUSHES`: the weights must be the sum of so many pushes of all learners; answers with `what`.
 //!
@@ -96,6 +97,9 @@ struct Options {
     /// Connections to each shard [default: the library's]
     #[arg(long)]
     connections: Option<usize>,
+    /// When versions are pulled: on-demand, eager or adaptive
+    #[arg(long, default_value_t = PullPolicy::OnDemand)]
+    pulls: PullPolicy,
     /// Bytes that may be on their way from one shard [default: the library's]
     #[arg(long)]
     window: Option<usize>,
@@ -158,7 +162,7 @@ impl Job {
             window: options.window.unwrap_or(usual.window),
             io: options.io,
             transport: options.transport(),
-            pulls: Some(PullPolicy::OnDemand),
+            pulls: Some(options.pulls),
             patience: DEADLINE,
             rdma: options.rdma(),
             registry: Some(registry),
@@ -260,7 +264,9 @@ impl Job {
             "push" => self.push().map(|()| moved),
             "pull" => self.pull().map(|()| moved),
             "step" => self.push().and_then(|()| self.pull()).map(|()| 2 * moved),
-            "read_step" => self.push().and_then(|()| self.pull()).and_then(|()| self.read()).map(|()| 2 * moved),
+            "read_step" => {
+                self.push().and_then(|()| self.pull()).and_then(|()| self.read()).map(|()| 2 * moved)
+            }
             "newest" => self.newest().map(|()| self.size),
             other => Err(format!("unknown round {other:?}").into()),
         }
@@ -316,6 +322,16 @@ fn main() -> Outcome<()> {
                     "what": what, "bytes": bytes, "start": start, "end": end, "seconds": end - start,
                     "cpu_seconds": cpu,
                 }))?;
+            }
+            ("repeat", rest) => {
+                let (count, what) = rest.split_once(' ').ok_or("repeat what?")?;
+                let mut seconds = Vec::new();
+                for _ in 0..count.parse()? {
+                    let start = now()?;
+                    job.round(what)?;
+                    seconds.push(now()? - start);
+                }
+                tell(&json!({"what": what, "seconds": seconds}))?;
             }
             ("payload", "") => {
                 let mut counts = json!(job.client.payload().unwrap_or_default());

@@ -241,9 +241,9 @@ def _rival(program, size, learners, shards, options, environment=None):
 # The numbers of connections and calls and the sizes below were the fastest of those tried on two cores.
 
 
-def sockets(binaries, size, learners, shards=1):
-    """Bare blocking sockets with send(2)."""
-    options = ["--connections", max(1, 2 // shards), "--socket-buffer", 1 << 20]
+def sockets(binaries, size, learners, shards=1, connections=2):
+    """Bare blocking sockets with send(2), and so many connections of each learner."""
+    options = ["--connections", max(1, connections // shards), "--socket-buffer", 1 << 20]
     return _rival(binaries / "sockets", size, learners, shards, options)
 
 

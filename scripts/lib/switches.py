@@ -59,56 +59,73 @@ class Steps:
         return statistics.median(self.seconds)
 
 
-class Job:
-    """A job under way: a shard, a mount, and a learner for each way to contribute, one at a time."""
+class Learner:
+    """A process that does steps on files of a mount. Use as a context manager."""
 
-    def __init__(self, gradfs, mountpoint, pids):
-        self.gradfs, self.model, self.pids = gradfs, mountpoint / MODEL, pids
-
-    def measure(self, way, steps):
-        """Has a learner do steps, some more before that; gives Steps."""
-        command = [sys.executable, "-S", LEARNER, self.model / "gradients", self.model / "weights", way]
-        with subprocess.Popen(
+    def __init__(self, model, way):
+        command = [sys.executable, "-S", LEARNER, model / "gradients", model / "weights", way]
+        self._process = subprocess.Popen(
             list(map(str, command)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=daemons.end_with_parent,
-        ) as learner:
-            try:
-                self._answer(learner)
-                self._steps(learner, WARM_UP)
-                pids = {"learner": learner.pid, **self.pids}
-                before = switches_of(pids)
-                seconds = self._steps(learner, steps)
-                after = switches_of(pids)
-            finally:
-                learner.stdin.close()
-                try:
-                    learner.wait(DEADLINE)
-                except subprocess.TimeoutExpired:
-                    learner.kill()
-        after.subtract(before)
-        return Steps(steps, after, seconds)
+        )
 
-    def _steps(self, learner, steps):
-        learner.stdin.write(f"{steps}\n")
-        learner.stdin.flush()
-        return self._answer(learner)
+    def __enter__(self):
+        self._answer()
+        return self
 
-    @staticmethod
-    def _answer(learner):
-        line = learner.stdout.readline()
+    def __exit__(self, *_):
+        self._process.stdin.close()
+        try:
+            self._process.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    @property
+    def pid(self):
+        """Of the process."""
+        return self._process.pid
+
+    def steps(self, count):
+        """Does so many; gives the seconds of each."""
+        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self):
+        line = self._process.stdout.readline()
         if not line:
             raise Failed("the learner has ended; what it said is above")
         return json.loads(line)
 
 
+class Job:
+    """A job under way: a shard, a mount, and a learner for each way to contribute, one at a time."""
+
+    def __init__(self, model, pids):
+        self.model, self.pids = model, pids
+
+    def measure(self, way, steps):
+        """Has a learner do steps, some more before that; gives Steps."""
+        with Learner(self.model, way) as learner:
+            learner.steps(WARM_UP)
+            pids = {"learner": learner.pid, **self.pids}
+            before = switches_of(pids)
+            seconds = learner.steps(steps)
+            after = switches_of(pids)
+        after.subtract(before)
+        return Steps(steps, after, seconds)
+
+
 @contextmanager
-def job(gradfs, transport):
+def job(gradfs, transport, size=SIZE):
     """A Job over a transport."""
-    with Cluster(gradfs, SIZE, learners=1) as cluster:
+    with Cluster(gradfs, size, learners=1) as cluster:
         mountpoint = cluster.directory / "mount"
         options = ["--transport", transport]
         with daemons.network_mount(gradfs, mountpoint, cluster.registry, MODEL, *options) as daemon:
-            yield Job(gradfs, mountpoint, {"mount": daemon.pid, "shard": cluster.shard_pids()[0]})
+            yield Job(mountpoint / MODEL, {"mount": daemon.pid, "shard": cluster.shard_pids()[0]})

@@ -2,6 +2,7 @@
 //!
 //! - `round WHAT`: does it; answers with `what`, `bytes` (moved for this process), `start`, `end`, `seconds` (of
 //!   CLOCK_MONOTONIC) and `cpu_seconds` (of this process, meanwhile).
+//! - `repeat COUNT WHAT`: does it so many times; answers with `what` and a list of `seconds`.
 //! - `check PUSHES`: compares what the last pull brought; answers with `what`.
 //! - `usage`: answers with `cpu_seconds` so far.
 //!
@@ -43,6 +44,16 @@ pub fn learn(learner: &mut dyn Learner) -> Result<()> {
                     "what": what, "bytes": bytes, "start": start, "end": end, "seconds": end - start,
                     "cpu_seconds": cpu,
                 }))?;
+            }
+            ("repeat", rest) => {
+                let (count, what) = rest.split_once(' ').context("repeat what?")?;
+                let mut seconds = Vec::new();
+                for _ in 0..count.parse().with_context(|| format!("repeat {count:?} times"))? {
+                    let start = now();
+                    learner.round(what).with_context(|| format!("in a {what}"))?;
+                    seconds.push(now() - start);
+                }
+                tell(&json!({"what": what, "seconds": seconds}))?;
             }
             ("check", pushes) => {
                 learner.check(pushes.parse().with_context(|| format!("pushes: {pushes:?}"))?)?;
