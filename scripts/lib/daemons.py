@@ -50,8 +50,8 @@ def _stop(process):
 
 
 @contextmanager
-def _process(command, log, is_ready):
-    """Runs `command` for as long as the block lasts; enters it once `is_ready()`."""
+def _process(command, log, is_ready, environment=None, prepare=end_with_parent):
+    """Runs `command` for as long as the block lasts; enters it once `is_ready()`. `prepare` runs in the child before it."""
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command,
@@ -59,7 +59,8 @@ def _process(command, log, is_ready):
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=prepare,
+            env=environment,
         )
     try:
         give_up = time.monotonic() + MOUNT_DEADLINE
@@ -127,6 +128,27 @@ def nbdkit(directory, size, allocator, threads):
     command += ["memory", str(size), f"allocator={allocator}"]
     with _process(command, directory / "log", ready.exists):
         yield f"nbd+unix:///?socket={socket}"
+
+
+@contextmanager
+def redis(directory, port, move):
+    """A Redis server that keeps nothing on disk; gives its process and the path of its Unix socket.
+
+    It begins with `move()`. The allocator keeps memory that was freed, on huge pages: values of 64 MiB are set three times
+    as fast with that.
+    """
+    directory.mkdir(parents=True)
+    path = directory / "socket"
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", path, "--dir", directory]
+    command += ["--save", "", "--appendonly", "no", "--disable-thp", "no"]
+    keep = "dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,metadata_thp:auto"
+
+    def prepare():
+        end_with_parent()
+        move()
+
+    with _process(command, directory / "log", path.exists, {**os.environ, "MALLOC_CONF": keep}, prepare) as process:
+        yield process, path
 
 
 @contextmanager

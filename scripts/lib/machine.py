@@ -22,9 +22,10 @@ PACKAGES = {
     "nbdkit": "nbdkit",
     "nbdcopy": "libnbd-bin",
     "nbd": "python3-libnbd",
+    "redis-server": "redis-server",
 }
 # Those of them that are run.
-PROGRAMS = ("fio", "nbdkit", "nbdcopy")
+PROGRAMS = ("fio", "nbdkit", "nbdcopy", "redis-server")
 
 # What fs-daemon has for benchmarks besides its binary.
 EXAMPLES = ("bench_sink", "bench_learner")

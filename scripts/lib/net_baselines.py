@@ -62,17 +62,21 @@ def require_grpc():
         raise Failed(f"needs gRPC: apt-get install {' '.join(packages)}")
 
 
+def target():
+    """Where rivals are built."""
+    return ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target/baselines")
+
+
 def build(grpc=True, only_look=False):
     """Builds the rivals, or takes those there are; gives the directory of their binaries."""
-    target = ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target/baselines")
-    release = target / "release"
+    release = target() / "release"
     if only_look:
         names = ("sockets", "stream_add", "grpc") if grpc else ("sockets", "stream_add")
         if missing := [name for name in names if not (release / name).exists()]:
             raise Failed(f"not built in {release}: {', '.join(missing)}")
         return release
     say("building the baselines")
-    _compile("cargo", "build", "--release", "--locked", "--bins", "--target-dir", target)
+    _compile("cargo", "build", "--release", "--locked", "--bins", "--target-dir", target())
     source, binary = BASELINES / "grpc" / "main.cc", release / "grpc"
     if grpc and (not binary.exists() or binary.stat().st_mtime < source.stat().st_mtime):
         flags = subprocess.run(
@@ -206,7 +210,7 @@ class Rival:
         for learner in self.learners:
             learner.tell(f"round {what}")
         answers = [learner.answer(what, give_up) for learner in self.learners]
-        self.pushes += what in ("push", "step")
+        self.pushes += what != "pull"
         return Measurement(
             sum(answer["bytes"] for answer in answers),
             max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers),

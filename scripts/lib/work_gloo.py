@@ -1,46 +1,22 @@
 """Learners that use torch.distributed with gloo instead, made as fast as it can be on one machine.
 
-The congestion control that a machine uses by default may cost loopback TCP half its speed (BBR does), so
-the workers move to a network namespace of their own with Reno where they may. There, one or two
+The workers move to a network namespace of their own with Reno where they may (own_network.py). There, one or two
 interfaces and tensors in one or several pieces are tried, and the fastest way is the one that counts.
 """
 
-import ctypes
-import fcntl
 import os
-import socket
-import struct
 from datetime import timedelta
 
 import numpy
 
+import own_network
 from work_race import race
 from work_step import gradients, mounts, total
 
-CLONE_NEWNET = 0x4000_0000
-SIOCSIFFLAGS = 0x8914
-IFF_UP_RUNNING = 0x1 | 0x40
 DEADLINE = timedelta(seconds=120)
 # Interfaces that gloo spreads its connections over, and pieces that a tensor is reduced in at a time.
 INTERFACES = ("lo", "lo,lo")
 PIECES = (1, 2)
-
-
-def _own_network():
-    """Moves to a new network namespace with loopback up; False where that is not permitted."""
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
-        return False
-    with socket.socket() as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
-    with open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as setting:
-        setting.write("reno")
-    return True
-
-
-def _join_network(pid):
-    with open(f"/proc/{pid}/ns/net") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
 
 
 def set_up(member, directory, counts):
@@ -73,14 +49,14 @@ def set_up(member, directory, counts):
 def _move(member, meeting):
     """Takes all members to one namespace of their own, by the file `meeting`, if that is permitted."""
     if member.rank == 0:
-        own = _own_network()
+        own = own_network.move()
         with open(meeting, "w") as file:
             file.write(str(os.getpid()) if own else "")
     member.meet()
     with open(meeting) as file:
         pid = file.read()
     if pid and member.rank:
-        _join_network(pid)
+        own_network.join(pid)
     member.meet()
     return bool(pid)
 
