@@ -85,8 +85,9 @@ class Cluster:
     """Shards with one blank fp32 model. Use as a context manager."""
 
     def __init__(
-        self, gradfs, size, learners, shards=1, block_size=None, listen="127.0.0.1", shard_options=(), lease=None
-    ):
+        self, gradfs, size, learners, shards=1, block_size=None, listen="127.0.0.1", shard_options=(), lease=None,
+        reducer="sum",
+    ):  # fmt: skip
         self._gradfs = gradfs
         self._stack = ExitStack()
         try:
@@ -100,7 +101,7 @@ class Cluster:
                 self.shards.append(shard)
             self.registry = self.shards[0].address
             command = [gradfs, "create", MODEL, "--size", size, "--dtype", "f32", "--registry", self.registry]
-            command += ["--shards", shards, "--reducer", "sum", "--learners", learners]
+            command += ["--shards", shards, "--reducer", reducer, "--learners", learners]
             command += ["--block-size", block_size] if block_size else []
             command += ["--lease", lease] if lease is not None else []
             done = subprocess.run(
