@@ -1,4 +1,4 @@
-//! A learner of `scripts/bench-net` and `scripts/bench-rdma`: contributes to a model on shards through [`libmodelio::client::Job`], as a
+//! A learner of `scripts/bench-net` and other benchmarks: contributes to a model on shards through [`libmodelio::client::Job`], as a
 //! program with the library does, with a staging region to push from and a version's buffer to pull into.
 //!
 //! It obeys lines on standard input, and answers each with a line of JSON:
@@ -11,6 +11,9 @@
 //! - `repeat COUNT WHAT`: does it so many times; answers with `what` and a list of `seconds`.
 //! - `payload`: answers with `what` and what this process has pushed, pulled and copied of payload, all in all.
 //! - `check PUSHES`: the weights must be the sum of so many pushes of all learners; answers with `what`.
+//!
+//! With `--overlap` it does steps at once instead, and answers with one line: a list of the parts of each in seconds, as
+//! scripts/lib/overlap_work.py does.
 //!
 //! The end of the input is the end of the process. Several learners of one process are added up before they cross
 //! the network. This file holds `unsafe`: staging regions as numbers.
@@ -28,9 +31,9 @@ use libmodelio::client::{self, ClientOptions, Opening, TransportChoice, wait_for
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::rdma::{Notice, Placement, Polling, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{CommitNotice, Region};
+use libmodelio::transport::{BlockSlot, CommitNotice, Region};
 use libmodelio::vocabulary::controls::PullPolicy;
-use libmodelio::vocabulary::ids::{LearnerId, Step};
+use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
 use nix::time::{ClockId, clock_gettime};
@@ -42,6 +45,8 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Gradients repeat after so many elements: small whole numbers, whose sums are exact in whatever order.
 const PERIOD: usize = 97;
+/// Steps with `--overlap` that fill buffers, and are not counted.
+const WARM: usize = 2;
 
 #[derive(Parser)]
 #[command(about = "A learner of scripts/bench-net")]
@@ -100,6 +105,9 @@ struct Options {
     /// When versions are pulled: on-demand, eager or adaptive
     #[arg(long, default_value_t = PullPolicy::OnDemand)]
     pulls: PullPolicy,
+    /// Does so many steps, with blocks offered in chunks, each after its share of computing (it sleeps), and ends
+    #[arg(long, num_args = 3, value_names = ["STEPS", "CHUNKS", "SECONDS"])]
+    overlap: Option<Vec<f64>>,
     /// Bytes that may be on their way from one shard [default: the library's]
     #[arg(long)]
     window: Option<usize>,
@@ -107,6 +115,7 @@ struct Options {
 
 struct Learner {
     id: LearnerId,
+    incarnation: Incarnation,
     staging: Region,
 }
 
@@ -185,15 +194,20 @@ impl Job {
         values.iter_mut().enumerate().for_each(|(index, value)| *value = gradient(index, rank));
         let staging = self.client.register(Arc::new(memory));
         let join = |done| self.client.join(format!("bench{rank}"), DEADLINE, done);
-        let (id, _) = wait_for(DEADLINE, join)?;
-        Ok(Learner { id, staging })
+        let (id, incarnation) = wait_for(DEADLINE, join)?;
+        Ok(Learner { id, incarnation, staging })
     }
 
     /// Every learner contributes its whole staging region.
     fn push(&self) -> Outcome<()> {
+        let steps = self.learners.iter().map(|learner| self.open(learner)).collect::<Outcome<Vec<_>>>()?;
+        self.commit(&steps)
+    }
+
+    /// Ends every learner's contribution to its step. Blocks that were offered are on their way.
+    fn commit(&self, steps: &[Step]) -> Outcome<()> {
         let mut answers = Vec::new();
-        for learner in &self.learners {
-            let step = self.open(learner)?;
+        for (learner, &step) in self.learners.iter().zip(steps) {
             let (sender, receiver) = channel();
             let done = Box::new(move |result| drop(sender.send(result)));
             let layout = self.client.layout();
@@ -206,6 +220,46 @@ impl Job {
         for answer in answers {
             answer.recv_timeout(2 * DEADLINE)??;
         }
+        Ok(())
+    }
+
+    /// A step whose blocks travel while it computes: the seconds of its parts.
+    fn overlapped(&self, chunks: u32, compute: f64) -> Outcome<serde_json::Value> {
+        let begin = Instant::now();
+        let steps = self.learners.iter().map(|learner| self.open(learner)).collect::<Outcome<Vec<_>>>()?;
+        let blocks = self.client.layout().blocks();
+        let (mut computed, mut offered) = (Duration::ZERO, Duration::ZERO);
+        for chunk in 0..chunks {
+            let computing = Instant::now();
+            std::thread::sleep(Duration::from_secs_f64(compute / f64::from(chunks)));
+            let slept = Instant::now();
+            computed += slept - computing;
+            for (learner, &step) in self.learners.iter().zip(&steps) {
+                for block in blocks * chunk / chunks..blocks * (chunk + 1) / chunks {
+                    self.offer(learner, step, BlockId(block))?;
+                }
+            }
+            offered += slept.elapsed();
+        }
+        let all_out = Instant::now();
+        self.commit(&steps)?;
+        let ended = Instant::now();
+        self.pull()?;
+        Ok(json!({
+            "step": begin.elapsed().as_secs_f64(), "compute": computed.as_secs_f64(),
+            "write": offered.as_secs_f64(), "end": (ended - all_out).as_secs_f64(),
+            "open": ended.elapsed().as_secs_f64(),
+        }))
+    }
+
+    /// One block of a learner's staging region is what it is to be.
+    fn offer(&self, learner: &Learner, step: Step, block: BlockId) -> Outcome<()> {
+        let slot = BlockSlot { learner: learner.id, incarnation: learner.incarnation, step, block };
+        let extent = self.client.layout().block_bytes(block);
+        // SAFETY: nobody writes to the region.
+        let payload = unsafe { learner.staging.memory().bytes(extent.start as usize..extent.end as usize) };
+        self.client.write(payload, slot, None)?;
+        self.client.lies_in(slot, &learner.staging);
         Ok(())
     }
 
@@ -309,7 +363,19 @@ fn tell(line: &serde_json::Value) -> Outcome<()> {
 }
 
 fn main() -> Outcome<()> {
-    let mut job = Job::join(&Options::parse())?;
+    let options = Options::parse();
+    let mut job = Job::join(&options)?;
+    if let Some([steps, chunks, compute]) = options.overlap.as_deref() {
+        let mut found = Vec::new();
+        for number in 0..WARM + *steps as usize {
+            let parts = job.overlapped(*chunks as u32, *compute)?;
+            if number >= WARM {
+                found.push(parts);
+            }
+        }
+        job.client.shut_down();
+        return tell(&json!(found));
+    }
     tell(&json!({"what": "ready", "io": job.client.backend()}))?;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
