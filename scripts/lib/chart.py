@@ -1,4 +1,4 @@
-"""Draws throughput against block size."""
+"""Draws throughput against block size, and timelines."""
 
 import matplotlib
 
@@ -33,6 +33,7 @@ NOTE = (
     "CPU's cache. write(2), on a scale of its own: all 256 MiB until fsync says that they count;\nwith AIO, 16 writes "
     "in flight (libaio); sync, one (psync); the model's blocks are 256 KiB."
 )
+LANES = {"compute": "#999999", "push": "#d55e00", "pull": "#0072b2", "bubble": "#a6d8f5", "stall": "#cc3377"}
 # The least distance of two labels, as a share of the height.
 LABELS_APART = 0.055
 
@@ -74,6 +75,28 @@ def draw_network(series, path, note=NOTE, unit="GB/s"):
         axes.set_xticks(sizes, [_words(size).replace(" ", "").removesuffix("iB") for size in sizes])
         axes.set_ylim(0, tops[what])
         _label(axes, {key: values[max(values)] / tops[what] for key, values in lines.items()})
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
+    return _save(figure, path)
+
+
+def draw_timelines(panels, path, length, note):
+    """Writes `path`.svg and .png for {title: {lane: [(begin, end)]}}, in ms up to `length`; gives the paths."""
+    figure, all_axes = pyplot.subplots(len(panels), 1, figsize=(11, 2.1 * len(panels)), layout="constrained", sharex=True)
+    for axes, (title, lanes) in zip(all_axes, panels.items()):
+        for row, (lane, colour) in enumerate(LANES.items()):
+            bars = [(begin, end - begin) for begin, end in lanes[lane]]
+            # Edges tell bars that touch.
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6)
+        stalled = sum(end - begin for begin, end in lanes["stall"]) / length
+        axes.set_title(f"{title}: the learner waits for {stalled:.0%} of the time", loc="left", fontsize=11)
+        axes.set_yticks(range(len(LANES)), list(LANES))
+        axes.set_ylim(len(LANES) - 0.5, -0.5)
+        axes.set_xlim(0, length)
+        axes.grid(axis="x", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    all_axes[-1].set_xlabel("time (ms)")
     figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
     return _save(figure, path)
 
