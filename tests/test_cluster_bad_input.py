@@ -269,7 +269,7 @@ def test_a_message_of_another_role_is_refused_by_name__of_a_client(world, name, 
     with world.peer("control") as peer:
         if name == "Create":
             peer.say(name, payload=b"x", request=3, epoch=world.epoch)
-            no_frame(peer, "payload", "at most 0", "1")
+            no_frame(peer, "payload of Create", "0 bytes", "1")
             return
         answer = peer.request(name, *fields, request=3, epoch=world.epoch)
         assert answer.name == "Refused" and answer.fields == ("Role", name)

@@ -245,7 +245,7 @@ def test_a_block_of_which_the_rest_never_comes_is_sent_again(cluster, way, crumb
 
 def test_a_slow_connection_lives(cluster):
     """A block takes longer than a peer may be silent, both ways: nobody takes it for lost as long as it moves on."""
-    size, rate, piece = 4 * BLOCK, 20_000, 1_000
+    size, rate, piece = 8 * BLOCK, 40_000, 2_000
     one = cluster(0)
     proxy = one.proxy()
     one.add_shard(proxy=proxy)

@@ -21,7 +21,7 @@ pub struct Phases {
     pub wire: Histogram,
     /// For each plan that has made a version, the rest until the client knows of it.
     pub conclude: Histogram,
-    /// For each version that was pulled, the pull.
+    /// For each version that was pulled, the pull from when the version counted.
     pub pull: Histogram,
 }
 
@@ -177,9 +177,10 @@ impl Observed {
 
     /// The client shows a version from now on.
     pub(super) fn shown(&mut self, version: Version, is_pulled: bool, now: Now) {
-        if let Some((_, began)) = self.pull.take_if(|(of, _)| *of <= version)
-            && is_pulled
-        {
+        let began = self.pull.take_if(|(of, _)| *of <= version);
+        if is_pulled {
+            // If it came before it counted, nothing was left to pull.
+            let began = began.map_or(now, |(_, began)| began);
             self.phases.pull.took(now.saturating_sub(began));
             self.record(What::Pull(version), began, now);
         }

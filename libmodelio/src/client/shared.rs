@@ -438,13 +438,20 @@ impl Shared {
         answers
     }
 
-    /// The newest version is shown from now on.
-    fn shown(&self, inner: &mut Inner, version: Version, after: &mut After, more: &mut Vec<Action>) {
+    /// The newest version, which has or has not been pulled, is shown from now on.
+    fn shown(
+        &self,
+        inner: &mut Inner,
+        version: Version,
+        is_pulled: bool,
+        after: &mut After,
+        more: &mut Vec<Action>,
+    ) {
         let (retain, max) = inner.bounds();
         inner.versions.recycle(retain, max);
         after.gives_back = true;
         let now = self.now();
-        inner.observed.shown(version, self.local.is_none(), now);
+        inner.observed.shown(version, is_pulled, now);
         inner.core.shown(version, now, more);
         after.events.push(Event::Published(version));
     }
@@ -522,7 +529,7 @@ impl Shared {
             Action::Pulled(version) => {
                 let is_first = !inner.core.shows_any();
                 inner.versions.publish(version);
-                self.shown(inner, version, after, more);
+                self.shown(inner, version, self.local.is_none(), after, more);
                 // A thread waits for the first version. The keeper takes a spare buffer for those that are pulled: if one
                 // is lacking only later, its next check by itself finds that. The next pull may be put off, and due soon.
                 let (retain, max) = inner.bounds();
@@ -536,7 +543,7 @@ impl Shared {
                 if let Some(buffer) = inner.weights.get(&token).map(|weights| weights.buffer.clone()) {
                     inner.versions.show_own(version, buffer);
                 }
-                self.shown(inner, version, after, more);
+                self.shown(inner, version, false, after, more);
             }
         }
     }

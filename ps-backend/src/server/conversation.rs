@@ -506,7 +506,10 @@ impl Conversation for Peer {
         }
         let outcome = match &mut self.kind {
             Kind::Strange => Ok(Take::Nothing),
-            Kind::Control { .. } if received.header.payload_len() > 0 => Ok(Take::Buffered),
+            Kind::Control { .. } if received.header.payload_len() > 0 => match &received.message {
+                Message::Commit { .. } => Ok(Take::Buffered),
+                _ => received.expect_payload(0).map(|()| Take::Nothing).map_err(|error| error.to_refusal()),
+            },
             Kind::Control { client, coordinator } => {
                 coordinator.client_message(*client, &self.link, request, received.message.clone(), &[]);
                 Ok(Take::Nothing)
