@@ -467,7 +467,10 @@ impl Data {
                 return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
             }
             Message::Pull { version, blocks } => self.pulls.push_back((*version, Some(blocks.clone()))),
-            Message::Follow { plan } if !self.goes_through_rings() => self.follows = Some(*plan),
+            Message::Follow { plan } if !self.goes_through_rings() => {
+                self.partition.begin_following(self.sender.client, *plan);
+                self.follows = Some(*plan);
+            }
             // Its region is the model's bytes.
             Message::PullWhole { version }
                 if self.memory.is_some()

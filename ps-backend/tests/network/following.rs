@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::transport::reactor::Choice;
-use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
+use libmodelio::wire::{Message, Role};
 
 use crate::ahead::{BYTES, commit, contributor, is_all, pull, write};
 use crate::payload::of_shard;
-use crate::world::{BLOCK, LONG, Way, World, read};
+use crate::raw::Raw;
+use crate::world::{BLOCK, LONG, Learner, Way, World, read};
 
 /// Over TCP, where blocks are sent. (Elsewhere they are read where they lie.)
 const WAYS: [Way; 2] = [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll)];
@@ -93,4 +95,43 @@ fn blocks_of_a_dropped_contribution_are_never_shown() {
         }
         clients[0].shut_down();
     }
+}
+
+#[test]
+fn a_client_that_follows_another_plan_gets_no_block_of_the_one_before_again() {
+    // More than the sockets of a connection hold.
+    const BLOCKS: usize = 768;
+    let settings = [("reducer", "sum"), ("learners", "1")];
+    let world = World::new(1, (BLOCKS * BLOCK as usize) as u64, &settings, WAYS[0]);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let address = world.address_of(world.record.coordinator);
+    let mut connections = [(); 2].map(|()| {
+        let mut raw = Raw::greet(&address, Role::Data, &world.record, ClientId(77));
+        assert!(matches!(raw.receive().0.message, Message::Welcome { .. }));
+        raw
+    });
+    let [one, other] = &mut connections;
+    let (made, next) = (PlanId(1), PlanId(2));
+    let mut came = vec![0; BLOCKS];
+    let mut comes = |raw: &mut Raw| match raw.receive().0.message {
+        Message::BlockAhead { plan, block } if plan == made => {
+            came[block.index()] += 1;
+            assert_eq!(came[block.index()], 1, "block {block} comes again");
+        }
+        Message::Park { .. } | Message::Ping => {}
+        other => panic!("{other:?}"),
+    };
+    one.say(0, &Message::Follow { plan: made });
+    (0..10).for_each(|_| comes(one));
+    other.say(0, &Message::Follow { plan: next });
+    // The shard answers in order.
+    other.say(0, &Message::Probe { plan: made });
+    while !matches!(other.receive().0.message, Message::Missing { .. }) {}
+    one.stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    while one.stream.peek(&mut [0]).is_ok_and(|bytes| bytes > 0) {
+        comes(one);
+    }
+    client.shut_down();
 }

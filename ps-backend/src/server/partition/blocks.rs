@@ -35,6 +35,16 @@ pub(in crate::server) enum Followed {
 }
 
 impl Partition {
+    /// A client follows `plan` from now on, and no other plan. If it follows the plan already, it gets no block twice.
+    pub(in crate::server) fn begin_following(&self, client: ClientId, plan: PlanId) {
+        let blocks = self.store.partition().blocks().len();
+        let mut state = self.state.lock();
+        if state.followers.get(&client).is_none_or(|follower| follower.plan != plan) {
+            let sent = FixedBitSet::with_capacity(blocks);
+            state.followers.insert(client, Follower { plan, sent });
+        }
+    }
+
     /// The next block of the version that `plan` makes, for a client that follows the plan. `pinned` keeps the version
     /// between two calls, once it is the newest one.
     pub(in crate::server) fn follow(
@@ -46,12 +56,10 @@ impl Partition {
     ) -> Followed {
         let mut state = self.state.lock();
         let State { core, followers, job, .. } = &mut *state;
-        let none =
-            || Follower { plan, sent: FixedBitSet::with_capacity(self.store.partition().blocks().len()) };
-        let follower = followers.entry(client).or_insert_with(none);
-        if follower.plan != plan {
-            *follower = none();
-        }
+        // The client may follow another plan by now, over another connection.
+        let Some(follower) = followers.get_mut(&client).filter(|follower| follower.plan == plan) else {
+            return Followed::Over;
+        };
         let local = match core.ahead(plan, &follower.sent) {
             Ahead::Computed(block) => {
                 let job = job.as_ref().filter(|(of, _)| *of == plan);
