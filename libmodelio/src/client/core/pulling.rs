@@ -183,6 +183,8 @@ impl ClientCore {
     pub fn freshness(&self, learner: Option<LearnerId>) -> LastCommit {
         match learner.map_or(LastCommit::In(Version(0)), |learner| self.last_commit(learner)) {
             LastCommit::In(_) if self.offered_version() > self.version() => LastCommit::Waits,
+            // The version that was newest when its name was looked up may be an older one.
+            LastCommit::In(_) if self.pull_policy() == PullPolicy::OnDemand => LastCommit::In(self.version()),
             own => own,
         }
     }

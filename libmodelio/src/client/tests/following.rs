@@ -157,6 +157,22 @@ fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed(
 }
 
 #[test]
+fn an_open_on_demand_must_show_the_version_that_is_shown_when_it_comes() {
+    for (pull, must_show) in [("on-demand", Version(1)), ("eager", Version(0))] {
+        let mut bench = Bench::new();
+        let mut state = bench.core.state().clone();
+        (state.sequence, state.controls) = (2, state.controls.with("pull", pull).unwrap());
+        bench.coordinator(0, Message::State(Box::new(state)));
+        bench.made(3, 1, 0, 0);
+        let expected = if pull == "on-demand" { LastCommit::Waits } else { LastCommit::In(Version(0)) };
+        assert_eq!(bench.core.freshness(None), expected);
+        // The name was looked up before this, and so names the version before.
+        bench.core.shown(Version(1), bench.now, &mut bench.said);
+        assert_eq!(bench.core.freshness(None), LastCommit::In(must_show));
+    }
+}
+
+#[test]
 fn payload_of_a_step_that_is_not_the_open_one_is_released() {
     let mut bench = following();
     bench.coordinator(3, Message::Done);
