@@ -22,7 +22,7 @@ use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
 use libmodelio::vocabulary::reducer;
 use libmodelio::wire::Work;
 
-/// The most numbers that are known of plans that were given up for another process's.
+/// The most numbers that are known of plans that were given up or dropped.
 const MAX_LOST: usize = 16;
 
 /// Whether a plan adds up or makes a version.
@@ -168,7 +168,7 @@ pub enum Ahead {
     Computed(u32),
     /// The plan is concluded, and made this version.
     Newest(Version),
-    /// Nothing yet. Ask again when a reservation or a computation has ended, or a plan has begun or is over.
+    /// Nothing yet. Ask again when [`PartitionCore::has_news_for_readers`].
     Wait,
     /// The plan is over. It makes no version, or made an older one.
     Over,
@@ -314,8 +314,11 @@ pub struct PartitionCore {
     concluded: Option<PlanId>,
     /// The plan that made the newest version here.
     made_by: Option<PlanId>,
-    /// Plans that were given up because another process had started one in their place.
+    /// Plans that were dropped, or given up because another process had started one in their place. Another process may
+    /// have dropped a plan, too, so its coordinator may start it again.
     lost: BTreeSet<PlanId>,
+    /// [`PartitionCore::ahead`] may answer something else than before.
+    has_news: bool,
 }
 
 impl PartitionCore {
@@ -329,6 +332,7 @@ impl PartitionCore {
             concluded: None,
             made_by: None,
             lost: BTreeSet::new(),
+            has_news: false,
         }
     }
 
@@ -368,8 +372,8 @@ impl PartitionCore {
 
     /// Starts a plan. A repeated start is answered again. If another connection has started a plan that is ready
     /// here, it is replaced only if the coordinator `insists`. A coordinator that has been asking for so long cannot
-    /// know of the ready plan. A plan that another one has replaced is not started a second time: its coordinator must
-    /// drop it.
+    /// know of the ready plan. A plan that was dropped, or that another one has replaced, is not started a second time: its
+    /// coordinator must drop it.
     ///
     /// # Errors
     /// [`PartitionError`]. Then nothing has changed.
@@ -419,14 +423,11 @@ impl PartitionCore {
                 _ => {}
             }
             running.stage = Stage::Disowned;
-            self.lost.insert(running.plan.id);
-            // A number that is not of this job is higher than the coordinator's own.
-            if self.lost.len() > MAX_LOST {
-                self.lost.pop_last();
-            }
+            let id = running.plan.id;
             if running.in_flight > 0 {
-                actions.push(Action::Abandon(running.plan.id));
+                actions.push(Action::Abandon(id));
             }
+            self.loses(id);
             self.newest = PlanId(plan.id.0.saturating_sub(1));
             self.settle(actions);
             if self.running.is_some() {
@@ -529,6 +530,7 @@ impl PartitionCore {
             Stage::Torn => actions.push(Action::Torn(id)),
             Stage::Beginning | Stage::Ready | Stage::Dropped | Stage::Disowned => {}
         }
+        self.has_news |= strays;
         self.check_ready(actions);
     }
 
@@ -540,6 +542,7 @@ impl PartitionCore {
         running.busy.difference_with(&computed);
         running.left = running.left.saturating_sub(computed.count_ones(..) as u64);
         running.compute_rest(actions);
+        self.has_news = true;
         self.check_ready(actions);
         self.settle(actions);
     }
@@ -654,11 +657,13 @@ impl PartitionCore {
         {
             running.compute_rest(actions);
         }
+        let has_news = running.stage != Stage::Gathering || running.last.contains(b);
         if running.stage == Stage::Gathering && running.is_gathered(b) {
             let mut one = FixedBitSet::with_capacity(running.wanted.len());
             one.insert(b);
             actions.push(Action::Gather(plan, one));
         }
+        self.has_news |= has_news;
         self.check_ready(actions);
         self.settle(actions);
     }
@@ -713,6 +718,11 @@ impl PartitionCore {
         }
     }
 
+    /// Whether [`Self::ahead`] may answer something else than at the last call of this.
+    pub fn has_news_for_readers(&mut self) -> bool {
+        std::mem::take(&mut self.has_news)
+    }
+
     /// Concludes the plan: its result counts. A repeated order is answered again.
     ///
     /// # Errors
@@ -730,6 +740,7 @@ impl PartitionCore {
                 self.made_by = Some(plan);
             }
             self.concluded = Some(plan);
+            self.has_news = true;
             actions.push(Action::Conclude(plan, kind));
         } else if self.concluded != Some(plan) {
             return Err(PartitionError::NotReady(plan));
@@ -761,8 +772,19 @@ impl PartitionCore {
             actions.push(Action::Abandon(plan));
         }
         self.newest = newest.max(plan);
+        self.loses(plan);
         self.settle(actions);
         Ok(())
+    }
+
+    /// Nothing of this plan counts.
+    fn loses(&mut self, plan: PlanId) {
+        self.has_news = true;
+        self.lost.insert(plan);
+        // A number that is not of this job is higher than the coordinator's own.
+        if self.lost.len() > MAX_LOST {
+            self.lost.pop_last();
+        }
     }
 
     fn running_if(&mut self, plan: PlanId) -> Option<&mut Running> {

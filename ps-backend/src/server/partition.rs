@@ -80,6 +80,8 @@ struct State {
     partly: Vec<PlanSource>,
     /// Connections that are woken when something has changed.
     waiting: Vec<Link>,
+    /// Connections of clients that follow a plan. They are woken when there may be a block to send.
+    following: Vec<Link>,
     /// Payloads that are being received into their place.
     coming: Vec<Coming>,
     /// Payloads that stay where they lie until the others of their blocks have come.
@@ -215,6 +217,7 @@ impl Partition {
             sealed: None,
             job: None,
             waiting: Vec::new(),
+            following: Vec::new(),
             coming: Vec::new(),
             kept: AllKept::new(),
             granted: Vec::new(),
@@ -326,8 +329,19 @@ impl State {
         }
     }
 
+    /// Like [`Self::wait`], for blocks of the plan that the client follows. With many clients, most payloads that come
+    /// are no news for those.
+    fn wait_for_blocks(&mut self, link: &Link) {
+        if !self.following.iter().any(|following| following.is(link)) {
+            self.following.push(link.clone());
+        }
+    }
+
     fn wake(&mut self) {
         self.waiting.drain(..).for_each(|link| link.wake());
+        if self.core.has_news_for_readers() {
+            self.following.drain(..).for_each(|link| link.wake());
+        }
         self.wake_here();
     }
 }

@@ -25,6 +25,8 @@ pub struct Follower {
     epoch: u64,
     plan: PlanId,
     sent: FixedBitSet,
+    /// There may be a block for it. Otherwise it waits until its shard has news.
+    is_awake: bool,
 }
 
 impl World {
@@ -35,15 +37,19 @@ impl World {
         let before = shard.followers.iter().position(|of| of.client == client);
         let before = before.map(|at| shard.followers.swap_remove(at)).filter(|of| of.plan == plan);
         let sent = before.map_or_else(|| FixedBitSet::with_capacity(shard.mine().len()), |of| of.sent);
-        shard.followers.push(Follower { client, epoch, plan, sent });
+        shard.followers.push(Follower { client, epoch, plan, sent, is_awake: true });
     }
 
     /// Something has happened at a shard: sends blocks to those who follow. A slow connection has no room for some.
     pub fn serves_followers(&mut self, partition: usize) {
+        let shard = &mut self.shards[partition];
+        if shard.core.has_news_for_readers() {
+            shard.followers.iter_mut().for_each(|follower| follower.is_awake = true);
+        }
         for at in 0..self.shards[partition].followers.len() {
-            loop {
+            while self.shards[partition].followers[at].is_awake {
                 let shard = &self.shards[partition];
-                let Follower { client, epoch, plan, ref sent } = shard.followers[at];
+                let Follower { client, epoch, plan, ref sent, .. } = shard.followers[at];
                 let (ahead, live) = (shard.core.ahead(plan, sent), shard.life == Life::Live);
                 let connection = self.network.connection(Node::Client(client), Node::Partition(partition));
                 let goes = live && connection.epoch == epoch && connection.acceptor_up;
@@ -59,7 +65,10 @@ impl World {
                         self.ahead.late += 1;
                         (block, memory.borrow()[block].clone())
                     }
-                    Ahead::Wait | Ahead::Over => break,
+                    Ahead::Wait | Ahead::Over => {
+                        shard.followers[at].is_awake = false;
+                        break;
+                    }
                 };
                 shard.followers[at].sent.insert(block);
                 let block = shard.mine()[block];

@@ -674,6 +674,57 @@ fn a_reader_gets_nothing_of_a_plan_that_is_refused_dropped_or_makes_no_version()
 }
 
 #[test]
+fn readers_are_told_when_a_block_is_computed_and_not_whenever_payload_comes() {
+    let mut bench = Bench::new();
+    let has = blocks([]);
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
+    bench.core.has_news_for_readers();
+    bench.core.reserve(A, ONE, 0, SENT);
+    bench.completes(A, ONE, 0);
+    assert!(!bench.core.has_news_for_readers(), "the block is not computed");
+    bench.core.reserve(B, ONE, 0, SENT);
+    bench.acts(|core, actions| core.end(B, ONE, 0, Outcome::Released, actions));
+    assert!(!bench.core.has_news_for_readers(), "it has not come");
+    bench.core.reserve(B, ONE, 0, SENT);
+    assert!(!bench.core.has_news_for_readers());
+    bench.completes(B, ONE, 0);
+    assert!(bench.core.has_news_for_readers() && !bench.core.has_news_for_readers());
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Computed(0));
+    bench.acts(|core, actions| core.computed(ONE, actions));
+    assert!(bench.core.has_news_for_readers());
+    bench.core.reserve(A, ONE, 1, SENT);
+    bench.completes(A, ONE, 1);
+    assert!(bench.core.has_news_for_readers());
+    bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert!(bench.core.has_news_for_readers());
+    bench.begin(Plan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
+    assert!(!bench.core.has_news_for_readers());
+    bench.acts(|core, actions| core.drop_plan(TWO, actions).unwrap());
+    assert!(bench.core.has_news_for_readers());
+}
+
+#[test]
+fn a_plan_that_another_process_has_dropped_is_not_computed_a_second_time() {
+    for starts in [false, true] {
+        let mut bench = Bench::new();
+        let plan = || Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
+        bench.begin(plan());
+        bench.core.reserve(A, ONE, 0, SENT);
+        bench.completes(A, ONE, 0);
+        assert_eq!(bench.core.ahead(ONE, &blocks([])), Ahead::Computed(0));
+        // Somebody else connects as the coordinator.
+        bench.core.coordinated_anew(PlanId(0));
+        if starts {
+            bench.acts(|core, actions| core.start(plan(), false, actions).unwrap());
+        }
+        bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+        bench.core.coordinated_anew(PlanId(0));
+        let torn = bench.acts(|core, actions| core.start(plan(), false, actions).unwrap());
+        assert_eq!(torn, [Action::Torn(ONE)]);
+    }
+}
+
+#[test]
 fn a_plan_that_another_process_has_replaced_is_not_computed_a_second_time() {
     let mut bench = Bench::new();
     let plan = || Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);

@@ -64,7 +64,7 @@ impl Partition {
             Ahead::Computed(block) => {
                 let job = job.as_ref().filter(|(of, _)| *of == plan);
                 let Some(early) = job.and_then(|(_, job)| job.early(BlockId(block))) else {
-                    state.wait(link);
+                    state.wait_for_blocks(link);
                     return Followed::Wait;
                 };
                 follower.sent.insert(block as usize);
@@ -83,7 +83,7 @@ impl Partition {
                 BlockId(block as u32)
             }
             Ahead::Wait => {
-                state.wait(link);
+                state.wait_for_blocks(link);
                 return Followed::Wait;
             }
             Ahead::Over => return Followed::Over,

@@ -52,6 +52,7 @@ impl Partition {
         let mut state = self.state.lock();
         state.leave_coordinator(Close::Asked("the model has moved".into()));
         state.wake();
+        state.following.clear();
         drop(state);
         self.links.lock().iter().for_each(|known| known.link.wake());
     }
