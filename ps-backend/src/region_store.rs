@@ -50,8 +50,10 @@ pub struct RegionStore {
     back: Option<Arc<VersionBuffer>>,
     free: Vec<Arc<VersionBuffer>>,
     surplus: Surplus,
-    /// The number of buffers, without those in `lent`.
+    /// The number of buffers, without those in `left` and `lent`.
     live: usize,
+    /// Buffers that were left to readers of blocks of dropped plans.
+    left: Vec<Weak<VersionBuffer>>,
     /// Buffers that were handed out for new weights.
     lent: Vec<(RegionKey, Weak<Mapping>)>,
     /// The number of spares that are being pre-faulted outside.
@@ -87,6 +89,7 @@ impl RegionStore {
             free: Vec::new(),
             surplus: Surplus::default(),
             live: 1,
+            left: Vec::new(),
             lent: Vec::new(),
             coming: 0,
             next_key: 2,
@@ -299,11 +302,18 @@ impl RegionStore {
     }
 
     /// The plan that used the next version's buffer was dropped. If somebody still reads blocks there, the buffer is left to
-    /// the readers, and the next version gets another one.
-    pub(crate) fn leave_to_readers(&mut self) {
-        if self.back.take_if(|back| back.is_read_early()).is_some() {
-            self.live -= 1;
+    /// the readers, and the next version gets another one. False if `max` buffers are left to readers already: then the
+    /// next plan waits for them.
+    pub(crate) fn leave_to_readers(&mut self, max: usize) -> bool {
+        let Some(back) = self.back.as_ref().filter(|back| back.is_read_early()) else { return true };
+        self.left.retain(|left| left.strong_count() > 0);
+        if self.left.len() >= max {
+            return false;
         }
+        self.left.push(Arc::downgrade(back));
+        self.back = None;
+        self.live -= 1;
+        true
     }
 
     /// A buffer for new weights. It counts as existing until it is published or dropped.

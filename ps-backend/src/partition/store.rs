@@ -330,8 +330,8 @@ impl PartitionStore {
     /// Begins a plan from version `base`. `check` asks to search for NaN and Inf.
     ///
     /// # Errors
-    /// [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it) or
-    /// somebody reads what is kept, and [`PartitionError::NoBuffer`], pass. [`PartitionError::Base`],
+    /// [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it), somebody
+    /// reads what is kept, or too many slow readers read blocks of dropped plans, and [`PartitionError::NoBuffer`], pass. [`PartitionError::Base`],
     /// [`PartitionError::Loading`], [`PartitionError::Memory`].
     pub fn begin(&self, base: Version, work: Work, check: bool) -> Result<Arc<PartitionJob>, PartitionError> {
         let mut inner = self.shared.inner.lock();
@@ -339,8 +339,10 @@ impl PartitionStore {
         if base != newest {
             return Err(PartitionError::Base { expected: newest, got: base });
         }
-        inner.store.leave_to_readers();
         let (retain, max) = (inner.limits.retain, inner.limits.max());
+        if !inner.store.leave_to_readers(max) {
+            return Err(PartitionError::Busy);
+        }
         if !matches!(work, Work::Add { .. } | Work::Measure { .. }) && !inner.store.recycle(retain, max) {
             return Err(PartitionError::NoBuffer { max });
         }

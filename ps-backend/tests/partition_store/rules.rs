@@ -565,4 +565,19 @@ fn a_computed_block_that_somebody_reads_is_not_written_by_the_plans_after_it() {
     drop((early, second));
     assert!(is_all(store.newest().unwrap().block(BlockId(1)), 5.0));
     assert!(store.buffer_counts().0 <= 3, "{:?}", store.buffer_counts());
+    // Slow readers do not take more and more memory.
+    let mut read = Vec::new();
+    for _ in 0..3 {
+        let job = begin(4);
+        adds(&job, 0, 1.0);
+        read.push(job.early(BlockId(0)).expect("it is computed"));
+    }
+    let job = begin(4);
+    adds(&job, 0, 1.0);
+    read.push(job.early(BlockId(0)).expect("it is computed"));
+    drop(job);
+    let again = || store.begin(Version(4), reduces_all(&store, step.clone(), true), true);
+    assert!(matches!(again(), Err(PartitionError::Busy)));
+    read.pop();
+    assert!(again().is_ok(), "the buffer is not read");
 }
