@@ -45,6 +45,10 @@ impl ClientCore {
         if !is_anew && self.state.version == pull.version && self.state.made_by == plan {
             pull.decided = true;
             pull.partitions.iter_mut().for_each(|receiving| receiving.moved = now);
+            // No shard sends blocks by itself where this client reads them from memory: the pull begins now.
+            if pull.left == self.blocks && pull.partitions.iter().all(|receiving| !receiving.sends_ahead) {
+                self.pull_times.began(now);
+            }
             if !self.is_complete(actions) {
                 actions.extend((0..self.shards.len()).map(Action::Wake));
             }

@@ -203,6 +203,27 @@ fn payload_of_a_step_that_is_not_the_open_one_is_released() {
 }
 
 #[test]
+fn the_time_of_a_pull_is_known_where_no_shard_sends_blocks_by_itself() {
+    for sends in [false, true] {
+        let mut bench = Bench::new();
+        bench.state(2, 0, 0, false);
+        bench.commit(3, 10);
+        bench.grant(1);
+        if sends {
+            assert!(bench.follow(0) && bench.follow(1));
+        }
+        bench.pass(500);
+        bench.made(3, 1, 1, 1);
+        bench.pass(200);
+        (0..4).for_each(|block| assert!(bench.comes(PLAN, block, true)));
+        assert!(bench.is_pulled());
+        bench.core.shown(Version(1), bench.now, &mut bench.said);
+        let pull = bench.core.pull_report().1.pull;
+        assert_eq!(pull, (!sends).then_some(Duration::from_millis(200)));
+    }
+}
+
+#[test]
 fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
     for consistency in ["sync", "async"] {
         let mut bench = Bench::new();
