@@ -13,7 +13,7 @@
 
 mod kept;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
@@ -24,6 +24,8 @@ use libmodelio::wire::Work;
 
 /// The most numbers that are known of plans that were given up or dropped.
 const MAX_LOST: usize = 16;
+/// The most plans of which it is known which version they have made. Memory does not hold more versions.
+const MAX_MADE: usize = 64;
 
 /// Whether a plan adds up or makes a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,11 +168,11 @@ pub enum Placement {
 pub enum Ahead {
     /// This block is computed. It counts if the plan is concluded.
     Computed(u32),
-    /// The plan is concluded, and made this version.
-    Newest(Version),
+    /// The plan is concluded, and made this version. There may be newer ones.
+    Made(Version),
     /// Nothing yet. Ask again when [`PartitionCore::has_news_for_readers`].
     Wait,
-    /// The plan is over. It makes no version, or made an older one.
+    /// The plan is over. It makes no version, or made one that is long over.
     Over,
 }
 
@@ -312,8 +314,8 @@ pub struct PartitionCore {
     newest: PlanId,
     /// The newest plan that was concluded here.
     concluded: Option<PlanId>,
-    /// The plan that made the newest version here.
-    made_by: Option<PlanId>,
+    /// Plans that made a version here, and the version, in their order.
+    made: VecDeque<(PlanId, Version)>,
     /// Plans that were dropped, or given up because another process had started one in their place. Another process may
     /// have dropped a plan, too, so its coordinator may start it again.
     lost: BTreeSet<PlanId>,
@@ -330,7 +332,7 @@ impl PartitionCore {
             running: None,
             newest: PlanId(0),
             concluded: None,
-            made_by: None,
+            made: VecDeque::new(),
             lost: BTreeSet::new(),
             has_news: false,
         }
@@ -368,6 +370,9 @@ impl PartitionCore {
             }
         }
         self.newest = newest;
+        // The coordinator may give later numbers to other plans. It may also conclude the last one again.
+        let concluded = self.concluded;
+        self.made.retain(|(made_by, _)| *made_by <= over || Some(*made_by) == concluded);
     }
 
     /// Starts a plan. A repeated start is answered again. If another connection has started a plan that is ready
@@ -700,8 +705,8 @@ impl PartitionCore {
     /// The next block for a reader of the version that `plan` makes. It has these blocks already.
     pub fn ahead(&self, plan: PlanId, has: &FixedBitSet) -> Ahead {
         let Some(running) = self.running.as_ref().filter(|running| running.plan.id == plan) else {
-            return match self.made_by {
-                Some(made_by) if made_by == plan => Ahead::Newest(self.version),
+            return match self.made.iter().find(|(made_by, _)| *made_by == plan) {
+                Some(&(_, version)) => Ahead::Made(version),
                 _ if plan > self.newest => Ahead::Wait,
                 _ => Ahead::Over,
             };
@@ -737,7 +742,10 @@ impl PartitionCore {
             self.lost.retain(|lost| *lost > plan);
             if kind != Kind::Add {
                 self.version = self.version.next();
-                self.made_by = Some(plan);
+                self.made.push_back((plan, self.version));
+                if self.made.len() > MAX_MADE {
+                    self.made.pop_front();
+                }
             }
             self.concluded = Some(plan);
             self.has_news = true;

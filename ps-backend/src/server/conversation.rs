@@ -397,6 +397,11 @@ impl Data {
         match self.partition.follow(self.sender.client, self.follows?, &mut self.pinned, link) {
             Followed::Block(block) => Some(block),
             Followed::Wait => None,
+            Followed::Gone(refusal) => {
+                self.follows = None;
+                let message = Message::Refused(refusal);
+                Some(Outgoing { epoch: self.partition.epoch, ..Outgoing::new(0, message) })
+            }
             Followed::Over => {
                 self.follows = None;
                 None
@@ -466,7 +471,11 @@ impl Data {
             Message::Pull { .. } | Message::PullWhole { .. } if self.pulls.len() >= MAX_PULLS => {
                 return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
             }
-            Message::Pull { version, blocks } => self.pulls.push_back((*version, Some(blocks.clone()))),
+            Message::Pull { version, blocks } => {
+                // The client waits no longer for what it has followed.
+                self.follows = None;
+                self.pulls.push_back((*version, Some(blocks.clone())));
+            }
             Message::Follow { plan } if !self.goes_through_rings() => {
                 self.partition.begin_following(self.sender.client, *plan);
                 self.follows = Some(*plan);

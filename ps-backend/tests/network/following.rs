@@ -7,7 +7,7 @@ use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
-use libmodelio::wire::{Message, Role};
+use libmodelio::wire::{Message, Refusal, Role};
 
 use crate::ahead::{BYTES, commit, contributor, is_all, pull, write};
 use crate::payload::of_shard;
@@ -97,41 +97,107 @@ fn blocks_of_a_dropped_contribution_are_never_shown() {
     }
 }
 
-#[test]
-fn a_client_that_follows_another_plan_gets_no_block_of_the_one_before_again() {
-    // More than the sockets of a connection hold.
-    const BLOCKS: usize = 768;
+/// More than the sockets of a connection hold.
+const MANY: usize = 768;
+
+fn is_quiet(raw: &Raw) -> bool {
+    raw.stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    let is_quiet = raw.stream.peek(&mut [0]).is_err();
+    raw.stream.set_read_timeout(Some(LONG)).unwrap();
+    is_quiet
+}
+
+/// A learner's version 1 of many blocks, which a plan has made, and two connections of a client that shows nothing.
+fn followable() -> (World, Arc<Job>, Learner, [Raw; 2]) {
     let settings = [("reducer", "sum"), ("learners", "1")];
-    let world = World::new(1, (BLOCKS * BLOCK as usize) as u64, &settings, WAYS[0]);
+    let world = World::new(1, (MANY * BLOCK as usize) as u64, &settings, WAYS[0]);
     let client = world.client();
     let learner = Learner::join(&client, "l");
     assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
     let address = world.address_of(world.record.coordinator);
-    let mut connections = [(); 2].map(|()| {
+    let connections = [(); 2].map(|()| {
         let mut raw = Raw::greet(&address, Role::Data, &world.record, ClientId(77));
         assert!(matches!(raw.receive().0.message, Message::Welcome { .. }));
         raw
     });
-    let [one, other] = &mut connections;
-    let (made, next) = (PlanId(1), PlanId(2));
-    let mut came = vec![0; BLOCKS];
-    let mut comes = |raw: &mut Raw| match raw.receive().0.message {
-        Message::BlockAhead { plan, block } if plan == made => {
-            came[block.index()] += 1;
-            assert_eq!(came[block.index()], 1, "block {block} comes again");
+    (world, client, learner, connections)
+}
+
+/// The blocks of a plan that have come, each once.
+struct Came {
+    plan: PlanId,
+    blocks: Vec<bool>,
+}
+
+impl Came {
+    fn new(plan: PlanId) -> Came {
+        Came { plan, blocks: vec![false; MANY] }
+    }
+
+    /// The next message; returns what is not about blocks of the plan.
+    fn next(&mut self, raw: &mut Raw) -> Option<Message> {
+        let (received, payload) = raw.receive();
+        match received.message {
+            Message::BlockAhead { plan, block } if plan == self.plan => {
+                assert!(
+                    !std::mem::replace(&mut self.blocks[block.index()], true),
+                    "block {block} comes again"
+                );
+                let values =
+                    payload.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
+                assert!({ values }.all(|value| value == plan.0 as f32));
+                None
+            }
+            Message::Park { .. } | Message::Ping => None,
+            other => Some(other),
         }
-        Message::Park { .. } | Message::Ping => {}
-        other => panic!("{other:?}"),
-    };
-    one.say(0, &Message::Follow { plan: made });
-    (0..10).for_each(|_| comes(one));
+    }
+}
+
+#[test]
+fn a_client_that_follows_another_plan_gets_no_block_of_the_one_before_again() {
+    let (_world, client, _learner, [mut one, mut other]) = followable();
+    let (mut came, next) = (Came::new(PlanId(1)), PlanId(2));
+    one.say(0, &Message::Follow { plan: came.plan });
+    (0..10).for_each(|_| assert_eq!(came.next(&mut one), None));
     other.say(0, &Message::Follow { plan: next });
     // The shard answers in order.
-    other.say(0, &Message::Probe { plan: made });
+    other.say(0, &Message::Probe { plan: came.plan });
     while !matches!(other.receive().0.message, Message::Missing { .. }) {}
-    one.stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
-    while one.stream.peek(&mut [0]).is_ok_and(|bytes| bytes > 0) {
-        comes(one);
+    while !is_quiet(&one) {
+        assert_eq!(came.next(&mut one), None);
     }
+    client.shut_down();
+}
+
+#[test]
+fn a_slow_client_gets_all_blocks_of_a_version_that_is_no_longer_the_newest() {
+    let (_world, client, learner, [mut one, _other]) = followable();
+    let mut came = Came::new(PlanId(1));
+    one.say(0, &Message::Follow { plan: came.plan });
+    (0..10).for_each(|_| assert_eq!(came.next(&mut one), None));
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    while !came.blocks.iter().all(|came| *came) {
+        assert!(!is_quiet(&one), "{} blocks have come", came.blocks.iter().filter(|came| **came).count());
+        assert_eq!(came.next(&mut one), None);
+    }
+    // Versions that are gone are named.
+    for _ in 0..4 {
+        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    }
+    let gone = PlanId(2);
+    one.say(0, &Message::Follow { plan: gone });
+    let refusal = Refusal::NoVersion { wanted: Version(2), newest: Version(6) };
+    assert_eq!(Came::new(gone).next(&mut one), Some(Message::Refused(refusal)));
+    // A client that pulls does not wait for what it follows any more.
+    let newest = PlanId(6);
+    one.say(0, &Message::Follow { plan: newest });
+    (0..10).for_each(|_| assert_eq!(Came::new(newest).next(&mut one), None));
+    one.say(0, &Message::Pull { version: Version(6), blocks: 0..1 });
+    let mut ahead = 10;
+    while !is_quiet(&one) {
+        ahead += u32::from(matches!(one.receive().0.message, Message::BlockAhead { .. }));
+    }
+    assert!(ahead < MANY as u32);
     client.shut_down();
 }

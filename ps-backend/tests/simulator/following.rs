@@ -59,9 +59,12 @@ impl World {
                 let shard = &mut self.shards[partition];
                 let (block, content) = match ahead {
                     Ahead::Computed(block) => (block as usize, shard.computed(block as usize)),
-                    Ahead::Newest(version) => {
-                        let Some(block) = shard.followers[at].sent.zeroes().next() else { break };
-                        let memory = shard.memory.version(version).expect("the newest version");
+                    Ahead::Made(version) => {
+                        let block = shard.followers[at].sent.zeroes().next();
+                        let Some((block, memory)) = block.zip(shard.memory.version(version)) else {
+                            shard.followers[at].is_awake = false;
+                            break;
+                        };
                         self.ahead.late += 1;
                         (block, memory.borrow()[block].clone())
                     }

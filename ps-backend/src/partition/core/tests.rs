@@ -647,9 +647,19 @@ fn a_reader_gets_blocks_as_they_are_computed_and_all_of_them_once_the_version_co
     bench.core.reserve(A, ONE, 2, SENT);
     assert_eq!(bench.completes(A, ONE, 2), [Action::Ready(ONE)]);
     bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Newest(Version(5)));
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)));
     bench.begin(Plan { base: Version(5), ..Bench::plan(TWO, Kind::Reduce, vec![source(A, [0])]) });
-    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Newest(Version(5)));
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)));
+    bench.acts(|core, actions| core.computed(TWO, actions));
+    bench.core.reserve(A, TWO, 0, SENT);
+    bench.completes(A, TWO, 0);
+    bench.acts(|core, actions| core.conclude(TWO, actions).unwrap());
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Made(Version(5)), "also when it is no longer the newest");
+    assert_eq!(bench.core.ahead(TWO, &has), Ahead::Made(Version(6)));
+    // A coordinator may connect that knows nothing of these plans.
+    bench.core.coordinated_anew(PlanId(0));
+    assert_eq!(bench.core.ahead(ONE, &has), Ahead::Wait);
+    assert_eq!(bench.core.ahead(TWO, &has), Ahead::Made(Version(6)), "the coordinator may conclude it again");
 }
 
 #[test]

@@ -30,6 +30,8 @@ pub(in crate::server) enum Followed {
     Block(Outgoing),
     /// Nothing yet. The connection is woken when there may be something.
     Wait,
+    /// The version is gone, and some of its blocks were not sent.
+    Gone(Refusal),
     /// Nothing any more.
     Over,
 }
@@ -46,7 +48,7 @@ impl Partition {
     }
 
     /// The next block of the version that `plan` makes, for a client that follows the plan. `pinned` keeps the version
-    /// between two calls, once it is the newest one.
+    /// between two calls, once it is published.
     pub(in crate::server) fn follow(
         &self,
         client: ClientId,
@@ -71,14 +73,18 @@ impl Partition {
                 drop(state);
                 return self.block_ahead(plan, BlockId(block), early);
             }
-            Ahead::Newest(version) => {
+            Ahead::Made(version) => {
                 let Some(block) = follower.sent.zeroes().next() else {
                     return Followed::Over;
                 };
                 follower.sent.insert(block);
+                let newest = core.version();
                 drop(state);
                 if pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
                     *pinned = self.store.version(version).map(Arc::new);
+                    if pinned.is_none() {
+                        return Followed::Gone(Refusal::NoVersion { wanted: version, newest });
+                    }
                 }
                 BlockId(block as u32)
             }
@@ -88,7 +94,6 @@ impl Partition {
             }
             Ahead::Over => return Followed::Over,
         };
-        // A version that is gone by now is not the newest one any more. The client asks for that.
         let block = self.store.partition().global(local);
         let block = block.zip(pinned.as_ref()).and_then(|(block, pinned)| self.block(pinned, block));
         block.map_or(Followed::Over, |block| {

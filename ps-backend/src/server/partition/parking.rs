@@ -60,6 +60,7 @@ impl Partition {
     /// A client's connection has ended.
     pub(in crate::server) fn client_down(self: &Arc<Partition>, link: &Link) {
         self.forget_kept(link);
+        self.state.lock().following.retain(|following| !following.is(link));
         let mut links = self.links.lock();
         let of = links.iter().find(|known| known.link.is(link)).map(|known| known.client);
         links.retain(|known| !known.link.is(link));
