@@ -31,7 +31,7 @@ pub struct Follower {
 
 impl World {
     /// A client asks for the blocks of a plan.
-    pub fn is_followed(&mut self, partition: usize, client: usize, plan: PlanId) {
+    pub fn begins_to_be_followed(&mut self, partition: usize, client: usize, plan: PlanId) {
         let epoch = self.network.connection(Node::Client(client), Node::Partition(partition)).epoch;
         let shard = &mut self.shards[partition];
         let before = shard.followers.iter().position(|of| of.client == client);

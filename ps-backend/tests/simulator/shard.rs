@@ -665,7 +665,7 @@ impl World {
                 let asked: Vec<_> = asked.filter(|(_, block)| blocks.contains(&block.0)).collect();
                 self.lends(partition, index, version, &asked);
             }
-            Message::Follow { plan } => self.is_followed(partition, index, plan),
+            Message::Follow { plan } => self.begins_to_be_followed(partition, index, plan),
             other => panic!("a client sends {} to a shard", other.name()),
         }
         self.serves_followers(partition);

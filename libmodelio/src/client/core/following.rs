@@ -49,7 +49,7 @@ impl ClientCore {
             if pull.left == self.blocks && pull.partitions.iter().all(|receiving| !receiving.sends_ahead) {
                 self.pull_times.began(now);
             }
-            if !self.is_complete(actions) {
+            if !self.show_if_complete(actions) {
                 actions.extend((0..self.shards.len()).map(Action::Wake));
             }
         } else if is_anew || self.state.version >= pull.version || self.state.over >= plan {

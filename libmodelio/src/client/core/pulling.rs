@@ -110,7 +110,7 @@ impl ClientCore {
     }
 
     /// If the version exists and all its blocks are here, it is to be shown.
-    pub(super) fn is_complete(&mut self, actions: &mut Vec<Action>) -> bool {
+    pub(super) fn show_if_complete(&mut self, actions: &mut Vec<Action>) -> bool {
         let all = |pull: &mut Pull| pull.left == 0 && pull.decided;
         let complete = if self.reserved == 0 { self.pull.take_if(all) } else { None };
         let Some(Pull { version, .. }) = complete else { return false };
@@ -334,7 +334,7 @@ impl ClientCore {
             if receiving.asked.is_clear() && pull.decided && !receiving.sends_ahead {
                 actions.push(Action::Wake(partition));
             }
-            if self.is_complete(actions) {
+            if self.show_if_complete(actions) {
                 return;
             }
         }
