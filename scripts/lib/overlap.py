@@ -15,6 +15,9 @@ There are three ways to contribute a chunk, and each has its own `short` and `lo
   fallocate  stores into the mapped file, fallocate(2) of what was stored, and fsync at the end
   library    no mount: the learners of a host are in one process, which offers blocks of their staging regions. It has a
              `serial` of its own
+
+Without --quick, bare sockets send as many bytes as the model has, take as many, and do both at once: that is what the
+link allows.
 """
 
 import json
@@ -25,6 +28,8 @@ from pathlib import Path
 from machine import say
 
 WORK = Path(__file__).resolve().parent / "overlap_work.py"
+SOCKETS = WORK.with_name("both_ways.py")
+SOCKETS_PORT = 7000
 RATE = 400e6
 BLOCK, BLOCKS, QUICK_BLOCKS = 64 << 10, 256, 128
 SHORT, LONG = 0.3, 1.3
@@ -130,6 +135,18 @@ def _by_mounts(job, quick, steps):
     return {run: found | {"longer": longer, "serial": serial["end"] + serial["open"]} for run, found in runs.items()}
 
 
+def _by_sockets(hosts, blocks, rounds):
+    """{(way, run): seconds of bare sockets between the shard's host and another one}."""
+    size, (shard, host) = blocks * BLOCK, hosts.names[:2]
+    server = hosts.start(shard, [sys.executable, SOCKETS, "serve", SOCKETS_PORT, size], name="bare sockets")
+    server.wait_for("ready")
+    words = ["ask", hosts.address(shard), SOCKETS_PORT, size, rounds]
+    asked = hosts.start(host, [sys.executable, SOCKETS, *words], name=f"bare sockets on {host}").finish(DEADLINE)
+    server.finish(DEADLINE)
+    found = json.loads(asked.splitlines()[-1])
+    return {("sockets", "both"): found | {"longer": max(found["push"], found["pull"])}}
+
+
 def measure(binary, learner, quiet, quick):
     """{(learners, hosts): {(way, run): medians}}; `learner` is the program of the library's learners, if there is one."""
     from netns import Cluster, Hosts, Link
@@ -147,6 +164,8 @@ def measure(binary, learner, quiet, quick):
                 runs |= _by_library(library, quick, steps)
                 library.remove()
             runs |= _by_mounts(Job(cluster, hosts, blocks, learners), quick, steps)
+            if not quick and not found:
+                runs |= _by_sockets(hosts, blocks, steps)
             hosts.check()
             found[learners, on] = runs
             say(f"learners: {learners}, hosts: {on}")
@@ -175,6 +194,9 @@ def figures(found):
         ratio("overlap_step_vs_serial", run["step"] / serial, None, row.ours, milliseconds(serial)),
         *rows,
     ]
+    for _, run in runs_of("sockets", "both"):
+        both, alone = milliseconds(run["both"]), milliseconds(run["longer"])
+        rows.append(ratio("both_ways_vs_alone_sockets", run["both"] / run["longer"], None, both, alone))
     for name, (way, run), target in (
         ("stall_share_eager", ("written", "long"), 0.01),
         ("stall_share_adaptive", ("written", "long-adaptive"), 0.01),

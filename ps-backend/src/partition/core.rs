@@ -12,8 +12,8 @@
 //! In this module, blocks are numbered within the partition.
 
 mod kept;
+mod readers;
 
-use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
@@ -21,11 +21,8 @@ pub use kept::Taken;
 use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
 use libmodelio::vocabulary::reducer;
 use libmodelio::wire::Work;
-
-/// The most numbers that are known of plans that were given up or dropped.
-const MAX_LOST: usize = 16;
-/// The most plans of which it is known which version they have made. Memory does not hold more versions.
-const MAX_MADE: usize = 64;
+pub use readers::Ahead;
+use readers::Readers;
 
 /// Whether a plan adds up or makes a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -161,19 +158,6 @@ pub enum Placement {
     /// The payload must wait: the block is reserved for another payload, this one's turn has not come, or the plan
     /// has not begun here or is not sealed. Ask again when a reservation has ended, or a plan has begun or is sealed.
     Later,
-}
-
-/// The decision about a reader that wants the blocks of the version that a plan makes, before that is the newest one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ahead {
-    /// This block is computed. It counts if the plan is concluded.
-    Computed(u32),
-    /// The plan is concluded, and made this version. There may be newer ones.
-    Made(Version),
-    /// Nothing yet. Ask again when [`PartitionCore::has_news_for_readers`].
-    Wait,
-    /// The plan is over. It makes no version, or made one that is long over.
-    Over,
 }
 
 /// How a reservation ends.
@@ -314,13 +298,7 @@ pub struct PartitionCore {
     newest: PlanId,
     /// The newest plan that was concluded here.
     concluded: Option<PlanId>,
-    /// Plans that made a version here, and the version, in their order.
-    made: VecDeque<(PlanId, Version)>,
-    /// Plans that were dropped, or given up because another process had started one in their place. Another process may
-    /// have dropped a plan, too, so its coordinator may start it again.
-    lost: BTreeSet<PlanId>,
-    /// [`PartitionCore::ahead`] may answer something else than before.
-    has_news: bool,
+    readers: Readers,
 }
 
 impl PartitionCore {
@@ -332,9 +310,7 @@ impl PartitionCore {
             running: None,
             newest: PlanId(0),
             concluded: None,
-            made: VecDeque::new(),
-            lost: BTreeSet::new(),
-            has_news: false,
+            readers: Readers::default(),
         }
     }
 
@@ -370,9 +346,7 @@ impl PartitionCore {
             }
         }
         self.newest = newest;
-        // The coordinator may give later numbers to other plans. It may also conclude the last one again.
-        let concluded = self.concluded;
-        self.made.retain(|(made_by, _)| *made_by <= over || Some(*made_by) == concluded);
+        self.readers.coordinated_anew(over, self.concluded);
     }
 
     /// Starts a plan. A repeated start is answered again. If another connection has started a plan that is ready
@@ -432,7 +406,7 @@ impl PartitionCore {
             if running.in_flight > 0 {
                 actions.push(Action::Abandon(id));
             }
-            self.loses(id);
+            self.readers.lost(id);
             self.newest = PlanId(plan.id.0.saturating_sub(1));
             self.settle(actions);
             if self.running.is_some() {
@@ -443,8 +417,7 @@ impl PartitionCore {
         let wanted = wanted(&plan, blocks);
         let payloads: u64 = wanted.iter().map(|&count| u64::from(count)).sum();
         self.newest = plan.id;
-        // Readers may have blocks that were computed under this number. A second pass may add up in another order.
-        let (stage, in_flight) = match self.lost.contains(&plan.id) && plan.kind() == Kind::Reduce {
+        let (stage, in_flight) = match self.readers.is_lost(plan.id) && plan.kind() == Kind::Reduce {
             true => (Stage::Torn, 0),
             // The edge is working on the plan's memory.
             false => (Stage::Beginning, 1),
@@ -535,7 +508,9 @@ impl PartitionCore {
             Stage::Torn => actions.push(Action::Torn(id)),
             Stage::Beginning | Stage::Ready | Stage::Dropped | Stage::Disowned => {}
         }
-        self.has_news |= strays;
+        if strays {
+            self.readers.notify();
+        }
         self.check_ready(actions);
     }
 
@@ -547,7 +522,7 @@ impl PartitionCore {
         running.busy.difference_with(&computed);
         running.left = running.left.saturating_sub(computed.count_ones(..) as u64);
         running.compute_rest(actions);
-        self.has_news = true;
+        self.readers.notify();
         self.check_ready(actions);
         self.settle(actions);
     }
@@ -668,7 +643,9 @@ impl PartitionCore {
             one.insert(b);
             actions.push(Action::Gather(plan, one));
         }
-        self.has_news |= has_news;
+        if has_news {
+            self.readers.notify();
+        }
         self.check_ready(actions);
         self.settle(actions);
     }
@@ -702,32 +679,6 @@ impl PartitionCore {
         Some(missing)
     }
 
-    /// The next block for a reader of the version that `plan` makes. It has these blocks already.
-    pub fn ahead(&self, plan: PlanId, has: &FixedBitSet) -> Ahead {
-        let Some(running) = self.running.as_ref().filter(|running| running.plan.id == plan) else {
-            return match self.made.iter().find(|(made_by, _)| *made_by == plan) {
-                Some(&(_, version)) => Ahead::Made(version),
-                _ if plan > self.newest => Ahead::Wait,
-                _ => Ahead::Over,
-            };
-        };
-        match running.stage {
-            Stage::Beginning => Ahead::Wait,
-            _ if running.plan.kind() == Kind::Add => Ahead::Wait,
-            Stage::Gathering | Stage::Ready => {
-                let computed = |block: &usize| !running.busy.contains(*block);
-                let next = running.last.difference(has).find(computed);
-                next.map_or(Ahead::Wait, |block| Ahead::Computed(block as u32))
-            }
-            Stage::NonFinite { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => Ahead::Over,
-        }
-    }
-
-    /// Whether [`Self::ahead`] may answer something else than at the last call of this.
-    pub fn has_news_for_readers(&mut self) -> bool {
-        std::mem::take(&mut self.has_news)
-    }
-
     /// Concludes the plan: its result counts. A repeated order is answered again.
     ///
     /// # Errors
@@ -739,16 +690,12 @@ impl PartitionCore {
         let is_ready = |running: &mut Running| running.plan.id == plan && running.stage == Stage::Ready;
         if let Some(running) = self.running.take_if(is_ready) {
             let kind = running.plan.kind();
-            self.lost.retain(|lost| *lost > plan);
             if kind != Kind::Add {
                 self.version = self.version.next();
-                self.made.push_back((plan, self.version));
-                if self.made.len() > MAX_MADE {
-                    self.made.pop_front();
-                }
+                self.readers.made(plan, self.version);
             }
             self.concluded = Some(plan);
-            self.has_news = true;
+            self.readers.concluded(plan);
             actions.push(Action::Conclude(plan, kind));
         } else if self.concluded != Some(plan) {
             return Err(PartitionError::NotReady(plan));
@@ -780,19 +727,9 @@ impl PartitionCore {
             actions.push(Action::Abandon(plan));
         }
         self.newest = newest.max(plan);
-        self.loses(plan);
+        self.readers.lost(plan);
         self.settle(actions);
         Ok(())
-    }
-
-    /// Nothing of this plan counts.
-    fn loses(&mut self, plan: PlanId) {
-        self.has_news = true;
-        self.lost.insert(plan);
-        // A number that is not of this job is higher than the coordinator's own.
-        if self.lost.len() > MAX_LOST {
-            self.lost.pop_last();
-        }
     }
 
     fn running_if(&mut self, plan: PlanId) -> Option<&mut Running> {

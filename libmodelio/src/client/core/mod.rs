@@ -242,10 +242,11 @@ impl ClientCore {
 
     // -- what comes from shards
 
-    /// A connection to a shard is open. Whatever was on its way before may be lost.
+    /// A connection to a shard is open. If there was no other one, whatever was on its way before may be lost.
     pub fn shard_up(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
-        self.shard_up[partition] = true;
-        self.check_partition(partition, now, actions);
+        if !std::mem::replace(&mut self.shard_up[partition], true) {
+            self.check_partition(partition, now, actions);
+        }
         actions.push(Action::Wake(partition));
     }
 
