@@ -9,6 +9,7 @@ use libmodelio::contributor::{Contributor, Traffic};
 use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::wire::MAX_SMALL_MODEL;
 use parking_lot::Mutex;
 use ps_backend::server::local::LocalShard;
 
@@ -61,9 +62,6 @@ pub struct Model {
     joining: Mutex<()>,
 }
 
-/// The bytes of a model whose steps consist of messages and threads that wake each other, more than of bytes.
-const SMALL: u64 = 256 << 10;
-
 impl Model {
     /// A model over its job. `own_name` names the mount's own learner: mounts that share a job need different
     /// names.
@@ -93,7 +91,7 @@ impl Model {
 
     /// Whether the time of a step lies in messages and threads that wake each other, more than in bytes.
     pub fn is_small(&self) -> bool {
-        self.layout.size() <= SMALL
+        self.layout.size() <= u64::from(MAX_SMALL_MODEL)
     }
 
     /// Longest wait for a version, or for a commit.

@@ -164,14 +164,32 @@ impl Shared {
         None
     }
 
+    /// Whether there is a buffer to pull into. Another thread takes the pages of a new one.
+    fn finds_back(&self, inner: &mut Inner) -> bool {
+        let (retain, max) = inner.bounds();
+        let is_there = match inner.versions.back(retain, max) {
+            Ok(back) => back.is_some(),
+            Err(error) => {
+                tracing::error!(%error, "no memory for a version");
+                return false;
+            }
+        };
+        inner.core.set_no_buffer(!is_there);
+        if let Some(memory) = inner.versions.take_untouched() {
+            self.touch(memory);
+        }
+        is_there
+    }
+
     /// The request to follow the plan that makes the next version, if that is pulled while it is made.
     fn follow(&self, inner: &mut Inner, route: &Route, followed: &mut PlanId) -> Option<Outgoing> {
         if !inner.is_in_force(route) || !inner.core.follows(*followed) {
             return None;
         }
-        let (retain, max) = inner.bounds();
         // Without a buffer, the version is pulled once it exists.
-        inner.versions.back(retain, max).ok().flatten()?;
+        if !self.finds_back(inner) {
+            return None;
+        }
         let message = inner.core.next_follow(route.partition, *followed)?;
         if let &Message::Follow { plan } = &message {
             *followed = plan;
@@ -199,23 +217,9 @@ impl Shared {
         if due > 0 && due + PULL_BLOCKS > share {
             return None;
         }
-        let (retain, max) = inner.bounds();
-        match inner.versions.back(retain, max) {
-            Ok(Some(_)) => {
-                inner.core.set_no_buffer(false);
-                if let Some(memory) = inner.versions.take_untouched() {
-                    self.touch(memory);
-                }
-            }
-            // All buffers are held. The request comes when one is given back.
-            Ok(None) => {
-                inner.core.set_no_buffer(true);
-                return None;
-            }
-            Err(error) => {
-                tracing::error!(%error, "no memory for a version");
-                return None;
-            }
+        // If all buffers are held, the request comes when one is given back.
+        if !self.finds_back(inner) {
+            return None;
         }
         let message = inner.core.next_pull(route.partition, window, self.now())?;
         let asked = match &message {

@@ -15,7 +15,7 @@ pub struct JobMemory {
     pub state: u64,
     /// Sums of contributions.
     pub sums: u64,
-    /// What learners have written or mapped, and new weights that are mapped.
+    /// Memory that learners write or map, and new weights that are mapped.
     pub staging: u64,
     /// Buffers of connections.
     pub connections: u64,

@@ -69,7 +69,7 @@ impl VersionBuffer {
 
     /// Whether somebody reads blocks that were computed here, without a pin on a version.
     pub(super) fn is_read_early(&self) -> bool {
-        // What the readers have read was read before they ended.
+        // A reader ends after it has read.
         self.early_readers.load(Ordering::Acquire) > 0
     }
 

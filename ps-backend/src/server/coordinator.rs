@@ -88,7 +88,7 @@ pub struct Coordinator {
     ways: Vec<Way>,
     /// The mailbox to its own partition.
     mailbox: Arc<Mailbox>,
-    /// Its own partition.
+    /// The coordinator's own partition.
     here: Weak<Partition>,
     state: Mutex<State>,
     network: Option<Network>,
@@ -496,7 +496,7 @@ impl Coordinator {
         message: Message,
         bytes: &[u8],
     ) {
-        let bytes = if self.is_small() { bytes } else { &[] };
+        let bytes = if bytes.is_empty() || self.is_small() { bytes } else { &[] };
         self.with_core(|state, now, actions| {
             if state.clients.get(&client).is_some_and(|known| known.is(link)) {
                 state.small.commits(client, &message, bytes);

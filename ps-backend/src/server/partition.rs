@@ -263,7 +263,7 @@ impl Partition {
         if let Some(shown) = &*shown {
             return Ok(Arc::clone(shown));
         }
-        // What such a client reads, it does not pin. A version that it reads while the next one comes stays whole.
+        // Such a client pins nothing. A version that it reads while the next one comes stays whole.
         self.store.retain(1);
         let made = Shown::of(&self.model, &self.store, device)?;
         *shown = Some(Arc::clone(&made));

@@ -18,7 +18,7 @@ const MAX_QUEUED: usize = 1 << 16;
 /// The most bytes of payload that may wait before the peer's next frame is read.
 const MAX_QUEUED_BYTES: usize = 32 << 20;
 /// A payload of at most so many bytes may be sent by the thread that has it: copying takes less than waking another one.
-const MAX_SENT_HERE: usize = 256 << 10;
+const MAX_SENT_HERE: usize = wire::MAX_SMALL_MODEL as usize;
 
 /// An outgoing message.
 pub struct Outgoing {

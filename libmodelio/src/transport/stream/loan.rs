@@ -125,6 +125,12 @@ impl Piece {
         Piece::owned_with(bytes, ())
     }
 
+    /// Bytes that several pieces share, whose CRC32C is known.
+    pub fn shared(bytes: &Arc<Vec<u8>>, crc: u32) -> Piece {
+        // SAFETY: nobody writes the vector while it is shared, and the guard keeps it.
+        unsafe { Piece::new(bytes, Some(crc), Arc::clone(bytes) as Guard) }
+    }
+
     /// Like [`Self::owned`], with a value that is dropped when the kernel has the bytes, or will never have them.
     pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
         let both = Arc::new((bytes, with));

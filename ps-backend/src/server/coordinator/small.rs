@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::frames::Outgoing;
 use libmodelio::transport::local::{End, Granted, Mail};
 use libmodelio::transport::stream::Piece;
@@ -27,6 +28,8 @@ pub(super) struct Small {
     bytes: usize,
     /// Clients that send blocks with commits, and the newest version that went with a state.
     clients: BTreeMap<ClientId, Version>,
+    /// The newest version that went with a state: its bytes and their CRC32C, for all clients.
+    newest: Option<(Version, Arc<Vec<u8>>, u32)>,
 }
 
 struct Came {
@@ -91,10 +94,15 @@ impl Coordinator {
 
     /// The version that goes with this state, if the client does not have it.
     pub(super) fn version_with(&self, state: &mut State, client: ClientId, sent: &JobState) -> Option<Piece> {
-        let before = state.small.clients.get_mut(&client).filter(|before| **before < sent.version)?;
-        let bytes = self.here.upgrade()?.whole(sent.version)?;
+        let Small { clients, newest, .. } = &mut state.small;
+        let before = clients.get_mut(&client).filter(|before| **before < sent.version)?;
+        if newest.as_ref().is_none_or(|(version, ..)| *version != sent.version) {
+            let bytes = self.here.upgrade()?.whole(sent.version)?;
+            let crc = crc32c(&bytes);
+            *newest = Some((sent.version, Arc::new(bytes), crc));
+        }
         *before = sent.version;
-        Some(Piece::owned(bytes))
+        newest.as_ref().map(|(_, bytes, crc)| Piece::shared(bytes, *crc))
     }
 
     /// The partition has not taken blocks that came with a commit: the client sends them.
