@@ -282,7 +282,7 @@ fn false_claims_are_refused_by_name_and_hurt_nobody_else() {
         memory.fix_size().unwrap();
         memory
     };
-    let lies: [(&str, Option<Mapping>, Vec<Message>); 9] = [
+    let lies: [(&str, Option<Mapping>, Vec<Message>); 10] = [
         ("there is no region 1", None, vec![push(1, 0)]),
         ("cannot be received", None, vec![share(4096)]),
         ("not sealed", Some(Mapping::memfd("lies", 4096).unwrap()), vec![share(4096)]),
@@ -291,6 +291,8 @@ fn false_claims_are_refused_by_name_and_hurt_nobody_else() {
         ("leave region 1", Some(sealed(4096)), vec![share(4096), push(1, 0)]),
         ("leave region 1", Some(sealed(1 << 20)), vec![share(1 << 20), push(1, u64::MAX - 100)]),
         ("is not the next", None, vec![Message::Done]),
+        // Versions are shown where they lie, so nothing is sent ahead.
+        ("Follow", None, vec![Message::Follow { plan: PlanId(1) }]),
         (
             "there is no region 1",
             Some(sealed(4096)),
