@@ -17,6 +17,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
 use clap::{Arg, Args, CommandFactory, Parser, Subcommand, ValueHint};
 use libmodelio::vocabulary::reducer::Reducer;
+use ps_backend::state_copies::StateCopies;
 
 pub use self::given::Given;
 use self::given::{Variables, options_of};
@@ -220,6 +221,8 @@ pub struct UpArgs {
     job: JobArgs,
 
     #[command(flatten, next_help_heading = "Daemon")]
+    state: StateArgs,
+    #[command(flatten, next_help_heading = "Daemon")]
     pub background: BackgroundArgs,
     /// Show what the models take of this machine's memory, and mount nothing; fails if it is not there
     #[arg(long, conflicts_with = "background")]
@@ -240,6 +243,15 @@ struct BlankArgs {
     /// Unit of transfer, locking and versioning: a power of two, 64KiB to 4MiB [default: 256KiB]
     #[arg(long, value_name = "SIZE")]
     block_size: Option<String>,
+}
+
+/// The memory of optimizers.
+#[derive(Args, Debug)]
+struct StateArgs {
+    /// Copies of optimizer state and fp32 masters: single takes less memory; double computes a block as soon as its last
+    /// contribution has come [default: single]
+    #[arg(long, value_parser = PossibleValuesParser::new(StateCopies::VARIANTS))]
+    state: Option<String>,
 }
 
 /// The snapshot that a model goes on from.

@@ -16,6 +16,7 @@ use std::str::FromStr;
 
 use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
 use libmodelio::vocabulary::layout::{DType, MAX_BLOCKS};
+use ps_backend::state_copies::StateCopies;
 
 use self::endpoint::{Endpoint, METRICS_PORT, NBD_PORT};
 pub use self::layer::{CONFIG_VARIABLE, Layer, Vocabulary};
@@ -77,6 +78,8 @@ pub struct UpConfig {
     pub block_size: u32,
     /// The settings of the jobs.
     pub controls: Controls,
+    /// Copies of optimizer state.
+    pub state: StateCopies,
 }
 
 /// Owner and mode of a mount's files, if they differ from those of a mount that only the daemon's user writes
@@ -132,6 +135,7 @@ impl UpConfig {
             models: merged.models(block_size)?,
             block_size,
             controls,
+            state: merged.word("state", StateCopies::VARIANTS, StateCopies::default())?,
         })
     }
 }

@@ -5,6 +5,7 @@ use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::layout::ModelLayout;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use ps_backend::memory::{MemoryUse, available, gib};
+use ps_backend::state_copies::StateCopies;
 
 use crate::error::Error;
 
@@ -12,8 +13,13 @@ use crate::error::Error;
 ///
 /// # Errors
 /// The error names the needed and the available memory.
-pub fn check(name: &str, layout: &ModelLayout, controls: &Controls) -> Result<(), Error> {
-    refuse_above_available(name, MemoryUse::of_one_process(layout, controls))
+pub fn check(
+    name: &str,
+    layout: &ModelLayout,
+    controls: &Controls,
+    copies: StateCopies,
+) -> Result<(), Error> {
+    refuse_above_available(name, MemoryUse::of_one_process(layout, controls, copies))
 }
 
 /// Refuses models that the machine has no memory for together.
@@ -54,8 +60,8 @@ fn refuse_above_available(name: &str, needed: MemoryUse) -> Result<(), Error> {
 }
 
 /// A table for people of the memory that the model takes.
-pub fn table(name: &str, layout: &ModelLayout, controls: &Controls) -> String {
-    let needed = MemoryUse::of_one_process(layout, controls);
+pub fn table(name: &str, layout: &ModelLayout, controls: &Controls, copies: StateCopies) -> String {
+    let needed = MemoryUse::of_one_process(layout, controls, copies);
     let blocks = layout.blocks();
     let mut text = format!(
         "{name}: {} bytes in {blocks} block(s), reducer {}, {} learner(s)\n",

@@ -7,6 +7,7 @@ use libmodelio::vocabulary::controls::Controls;
 use ps_backend::memory::MemoryUse;
 use ps_backend::partition::executor::{Cpu, Executor};
 use ps_backend::server::local::{self, Beginning, LocalError};
+use ps_backend::state_copies::StateCopies;
 
 use crate::background::Ready;
 use crate::config::{ModelSource, ModelSpec, UpConfig};
@@ -31,7 +32,7 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         let mut needed = MemoryUse::default();
         for spec in &config.models {
             let source = open(spec, &config, &controls)?;
-            needed = needed.with(MemoryUse::of_one_process(&source.layout, &controls));
+            needed = needed.with(MemoryUse::of_one_process(&source.layout, &controls, config.state));
             sources.push((&spec.name, source));
         }
         memory::check_together(needed)?;
@@ -39,7 +40,7 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
             .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
         let mut models = Vec::new();
         for (name, source) in sources {
-            models.push(Arc::new(load(name, source, &executor, &controls)?));
+            models.push(Arc::new(load(name, source, (&executor, config.state), &controls)?));
         }
         Ok(models)
     })
@@ -66,8 +67,8 @@ pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
         let source = Source::open(name, source, config.block_size)?;
         source.check_types(name, &controls)?;
         let layout = source.layout;
-        print!("{}", memory::table(name, &layout, &controls));
-        needed = needed.saturating_add(MemoryUse::of_one_process(&layout, &controls).total());
+        print!("{}", memory::table(name, &layout, &controls, config.state));
+        needed = needed.saturating_add(MemoryUse::of_one_process(&layout, &controls, config.state).total());
     }
     memory::compare(needed)
 }
@@ -80,14 +81,14 @@ fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Sour
     }
     let source = Source::open(name, &spec.source, config.block_size)?;
     source.check_types(name, controls)?;
-    memory::check(name, &source.layout, controls)?;
+    memory::check(name, &source.layout, controls, config.state)?;
     Ok(source)
 }
 
 fn load(
     name: &str,
     mut source: Source,
-    executor: &Arc<dyn Executor>,
+    executor: (&Arc<dyn Executor>, StateCopies),
     controls: &Controls,
 ) -> Result<Model, Error> {
     let mut snapshot = source.verified_snapshot(&|| Ok(()))?;

@@ -41,6 +41,7 @@ impl Bench {
             registry: None,
             holds_blocks: true,
             threads: 2,
+            state: Default::default(),
             io: Choice::Auto,
             rdma: RdmaUse::Off,
             rdma_port: None,

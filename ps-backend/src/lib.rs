@@ -11,3 +11,4 @@ pub mod region_store;
 pub mod registry;
 pub mod server;
 pub mod snapshot;
+pub mod state_copies;

@@ -7,12 +7,12 @@ use std::path::Path;
 
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
-use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::controls::{Consistency, Controls};
+
+use crate::state_copies::StateCopies;
 
 /// Versions besides the retained ones: the newest, and the next. Readers that hold older ones take more.
 const VERSIONS: u64 = 2;
-/// Two of each: the newest version's, and the next one's.
-const STATES: u64 = 2;
 /// Of a shard: what the running plan has added up. While contributions of concluded plans wait, there is a second one.
 const SUMS: u64 = 1;
 
@@ -35,17 +35,19 @@ impl MemoryUse {
     /// Of a model in this process (`gradfs up`) with `control/learners` learners, once all of them have contributed. A
     /// learner that maps `gradients` takes as much as one whose contribution is staged, but what is mapped by several is
     /// added up before the last of them has come. So is everything that is measured.
-    pub fn of_one_process(layout: &ModelLayout, controls: &Controls) -> MemoryUse {
+    pub fn of_one_process(layout: &ModelLayout, controls: &Controls, copies: StateCopies) -> MemoryUse {
         let staging = layout.size().saturating_mul(controls.learners.max(1).into());
-        let adds_up = controls.learners > 1 || controls.reducer.measures(&controls.hyper);
+        let adds_up = (controls.learners > 1 || controls.reducer.measures(&controls.hyper))
+            && !sums_lie_in_versions(layout, controls, copies);
         let sums = if adds_up { layout.elements().saturating_mul(4) } else { 0 };
-        MemoryUse { sums, staging, ..MemoryUse::kept(layout, controls, controls.retain.into()) }
+        MemoryUse { sums, staging, ..MemoryUse::kept(layout, controls, controls.retain.into(), copies) }
     }
 
     /// Of the blocks of a model that one shard owns.
-    pub fn of_partition(layout: &ModelLayout, controls: &Controls) -> MemoryUse {
-        let sums = layout.elements().saturating_mul(4 * SUMS);
-        MemoryUse { sums, ..MemoryUse::kept(layout, controls, 0) }
+    pub fn of_partition(layout: &ModelLayout, controls: &Controls, copies: StateCopies) -> MemoryUse {
+        let adds_up = !sums_lie_in_versions(layout, controls, copies);
+        let sums = if adds_up { layout.elements().saturating_mul(4 * SUMS) } else { 0 };
+        MemoryUse { sums, ..MemoryUse::kept(layout, controls, 0, copies) }
     }
 
     /// Of a mount that shows a model of `bytes`, held by shards: the version that is shown, the one that comes, and a
@@ -60,10 +62,10 @@ impl MemoryUse {
         MemoryUse { versions, ..MemoryUse::default() }
     }
 
-    fn kept(layout: &ModelLayout, controls: &Controls, retained: u64) -> MemoryUse {
+    fn kept(layout: &ModelLayout, controls: &Controls, retained: u64, copies: StateCopies) -> MemoryUse {
         let halves = layout.tensors().iter().any(|tensor| matches!(tensor.dtype, DType::F16 | DType::BF16));
         // fp32, of all elements.
-        let arrays = |count: usize| layout.elements().saturating_mul(4 * STATES * count as u64);
+        let arrays = |count: usize| layout.elements().saturating_mul(4 * (copies.count() * count) as u64);
         MemoryUse {
             versions: layout.size().saturating_mul(VERSIONS + retained),
             masters: arrays(usize::from(halves)),
@@ -94,6 +96,16 @@ impl MemoryUse {
         let MemoryUse { versions, masters, state, sums, staging } = *self;
         [("versions", versions), ("masters", masters), ("state", state), ("sums", sums), ("staging", staging)]
     }
+}
+
+/// Whether contributions are added up where the next version will be, as long as all learners are waited for.
+fn sums_lie_in_versions(layout: &ModelLayout, controls: &Controls, copies: StateCopies) -> bool {
+    let mut types = layout.tensors().iter().map(|tensor| tensor.dtype);
+    copies == StateCopies::Single
+        && controls.reducer.state_slots() > 0
+        && !controls.reducer.measures(&controls.hyper)
+        && controls.consistency == Consistency::Sync
+        && types.all(|dtype| matches!(dtype, DType::F32 | DType::F64))
 }
 
 /// A line: what is not nothing, by its name, in GiB.

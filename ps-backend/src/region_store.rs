@@ -1,9 +1,13 @@
 //! The shard's memory: version buffers and optimizer state.
 //!
-//! Version buffers, optimizer state and fp32 masters are double. A version is computed from the newest ones into the
-//! next ones, and publishing it swaps them. Until then the old ones are whole, so a contribution that is dropped in
-//! the middle leaves nothing behind that counts. Stamps identify what it left in the next buffer: each block of a
-//! buffer has the number of the version whose value it holds.
+//! Version buffers are double. A version is computed from the newest buffer into the next one, and publishing it swaps
+//! them. Until then the old one is whole, so a contribution that is dropped in the middle leaves nothing behind that
+//! counts. Stamps identify what it left in the next buffer: each block of a buffer has the number of the version whose
+//! value it holds.
+//!
+//! Optimizer state and fp32 masters are double, too, or there is one copy of them ([`StateCopies`]). One copy is changed
+//! in place, which cannot be undone: a version that changes it is computed once it counts. Until then its contributions
+//! are added up.
 //!
 //! This module and those below it may hold `unsafe`: they turn shared mappings into slices. That is sound because
 //! blocks have owners. A published version is never written before it is recycled, which waits for its pins. The
@@ -29,16 +33,20 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::ByteSteps;
+use smallvec::SmallVec;
 
+use accumulator::Accumulator;
 pub use buffers::VersionBuffer;
 pub(crate) use buffers::{EarlyReader, Loading};
 use buffers::{StateBuffer, VOID};
-pub(crate) use builder::{Term, VersionBuilder, Written};
+pub(crate) use builder::{How, Term, VersionBuilder, Written};
 pub(crate) use keeping::Keeping;
 pub use keeping::kept_range;
 use table::Left;
 pub use versions::VersionWatch;
 use versions::Versions;
+
+use crate::state_copies::StateCopies;
 
 /// The memory of one model's shard. Its owner's lock guards it. A [`VersionBuilder`] has the part that is needed for
 /// computing blocks without that lock.
@@ -46,6 +54,7 @@ use versions::Versions;
 pub struct RegionStore {
     layout: Arc<ModelLayout>,
     has_halves: bool,
+    versions_hold_sums: bool,
     versions: Versions,
     back: Option<Arc<VersionBuffer>>,
     free: Vec<Arc<VersionBuffer>>,
@@ -59,8 +68,8 @@ pub struct RegionStore {
     /// The number of spares that are being pre-faulted outside.
     coming: usize,
     next_key: u64,
-    /// The state of the newest version, and of the next one.
-    state: [Arc<StateBuffer>; 2],
+    /// The state of the newest version, and of the next one unless there is one copy.
+    state: SmallVec<[Arc<StateBuffer>; 2]>,
     /// The version in which each block last changed.
     changed: Arc<[AtomicU64]>,
     /// Whether the optimizer's slots are no longer zero.
@@ -75,7 +84,7 @@ impl RegionStore {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(layout: Arc<ModelLayout>) -> io::Result<RegionStore> {
+    pub fn new(layout: Arc<ModelLayout>, copies: StateCopies) -> io::Result<RegionStore> {
         let blocks = layout.blocks();
         let has_halves = (0..blocks)
             .flat_map(|block| layout.segments(BlockId(block)))
@@ -84,6 +93,7 @@ impl RegionStore {
         front.region.memory().prefault()?;
         let mut store = RegionStore {
             has_halves,
+            versions_hold_sums: lies_like_sums(&layout),
             versions: Versions::loading(front),
             back: None,
             free: Vec::new(),
@@ -93,7 +103,7 @@ impl RegionStore {
             lent: Vec::new(),
             coming: 0,
             next_key: 2,
-            state: [Arc::default(), Arc::default()],
+            state: (0..copies.count()).map(|_| Arc::default()).collect(),
             changed: (0..blocks).map(|_| AtomicU64::new(0)).collect(),
             slots_used: false,
             said_full: false,
@@ -121,7 +131,17 @@ impl RegionStore {
         Some(Loading { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]) })
     }
 
-    /// Makes sure that both state buffers have exactly what `reducer` needs, pre-faulted. `fresh` starts its slots
+    /// Whether a version by this reducer changes state that cannot be restored. Then it is computed once it counts.
+    pub(crate) fn changes_in_place(&self, reducer: Reducer) -> bool {
+        self.state.len() == 1 && (self.has_halves || reducer.state_slots() > 0)
+    }
+
+    /// Whether sums of contributions have the type and the place of the elements of a version.
+    pub(crate) fn versions_hold_sums(&self) -> bool {
+        self.versions_hold_sums
+    }
+
+    /// Makes sure that all copies of state have exactly what `reducer` needs, pre-faulted. `fresh` starts its slots
     /// from zero. No [`VersionBuilder`] may exist.
     ///
     /// # Errors
@@ -395,7 +415,7 @@ impl RegionStore {
         version: Version,
         written: Option<Arc<VersionBuffer>>,
         steps: ByteSteps,
-        check: bool,
+        how: How,
     ) -> io::Result<VersionBuilder> {
         let back = written.or_else(|| self.back.clone()).ok_or_else(no_buffer)?;
         let front = self.newest().ok_or_else(no_buffer)?;
@@ -405,21 +425,25 @@ impl RegionStore {
         // version's number, also for an assignment.
         let newest = version.0 - 1;
         let next = self.back.iter().flat_map(|next| &next.stamps);
-        for stamp in back.stamps.iter().chain(next).chain(&self.state[1].stamps) {
+        let state = self.state.iter().skip(1).flat_map(|state| &state.stamps);
+        for stamp in back.stamps.iter().chain(next).chain(state) {
             if stamp.load(Ordering::Relaxed) > newest {
                 stamp.store(VOID, Ordering::Relaxed);
             }
         }
+        let copies = || self.state.iter().map(Arc::clone);
         Ok(VersionBuilder {
             layout: Arc::clone(&self.layout),
             version,
             steps,
             sealed: OnceLock::new(),
+            sum: how.adds_there.then(|| Accumulator::over(back.region.memory())),
             front,
             back,
-            state: self.state.clone(),
+            old_state: copies().next().unwrap_or_default(),
+            new_state: copies().next_back().unwrap_or_default(),
             changed: Arc::clone(&self.changed),
-            check,
+            how,
         })
     }
 
@@ -436,7 +460,7 @@ impl RegionStore {
                 changed.store(version.0, Ordering::Relaxed);
             }
         }
-        self.state.swap(0, 1);
+        self.state.reverse();
         self.versions.insert(version, Arc::clone(&builder.back));
         for _ in 0..self.surplus.made(self.free.len()) {
             self.live -= usize::from(self.free.pop().is_some());
@@ -470,6 +494,14 @@ impl RegionStore {
         let slots = self.state.iter().flat_map(|state| &state.slots).map(len).sum();
         (masters, slots)
     }
+}
+
+/// Whether all elements of a version have the type and the place of their sums.
+fn lies_like_sums(layout: &ModelLayout) -> bool {
+    let mut segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
+    segments.all(|segment| {
+        matches!(segment.dtype, DType::F32 | DType::F64) && segment.element * 4 == segment.bytes.start
+    })
 }
 
 fn no_buffer() -> io::Error {

@@ -14,7 +14,7 @@ use strum::VariantNames as _;
 
 use super::given::{Given, Variables, options_of};
 use super::rdma::{RdmaArgs, RdmaListenArgs};
-use super::{BackgroundArgs, BlankArgs, FromArgs, JobArgs, MountingArgs};
+use super::{BackgroundArgs, BlankArgs, FromArgs, JobArgs, MountingArgs, StateArgs};
 use crate::config::Vocabulary;
 use crate::config::cluster::{
     CreateConfig, DeleteConfig, DrainConfig, MountConfig, RegistryConfig, SaveConfig, ShardConfig,
@@ -209,6 +209,8 @@ pub struct ShardArgs {
     /// Threads that add contributions up [default: 2]
     #[arg(long, value_name = "N")]
     threads: Option<String>,
+    #[command(flatten)]
+    state: StateArgs,
     /// How bytes go through sockets [default: auto]
     #[arg(long, value_parser = PossibleValuesParser::new(Choice::VARIANTS))]
     io: Option<String>,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
+use ps_backend::state_copies::StateCopies;
 
 use crate::background::Ready;
 use crate::config::cluster::{RegistryConfig, ShardConfig};
@@ -34,6 +35,7 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
         registry: config.registry.as_ref().map(Endpoint::to_string),
         holds_blocks: true,
         threads: config.threads,
+        state: config.state,
         io: config.io,
         rdma: config.rdma,
         rdma_port: config.rdma_port,
@@ -60,6 +62,7 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
         registry: None,
         holds_blocks: false,
         threads: 1,
+        state: StateCopies::default(),
         io: Choice::Auto,
         rdma: RdmaUse::Off,
         rdma_port: None,

@@ -15,6 +15,7 @@ use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::controls::Controls;
 use ps_backend::server::RdmaUse;
+use ps_backend::state_copies::StateCopies;
 use strum::VariantNames;
 
 use super::endpoint::{DEFAULT_PORT, Endpoint};
@@ -57,6 +58,8 @@ pub struct ShardConfig {
     pub metrics: Option<Endpoint>,
     /// Threads that add contributions up, at least one.
     pub threads: usize,
+    /// Copies of optimizer state.
+    pub state: StateCopies,
     /// How bytes are moved.
     pub io: Choice,
     /// Whether the shard takes connections by RDMA.
@@ -214,6 +217,7 @@ impl ShardConfig {
             registry,
             metrics: merged.metrics()?,
             threads: merged.threads(THREADS_OF_SHARD)?,
+            state: merged.word("state", StateCopies::VARIANTS, StateCopies::default())?,
             io: merged.word("io", Choice::VARIANTS, Choice::default())?,
             rdma: merged.rdma_use()?,
             rdma_port: merged.rdma_port()?,

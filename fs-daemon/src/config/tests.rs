@@ -60,8 +60,11 @@ fn defaults() {
             }],
             block_size: 256 << 10,
             controls: Controls::default(),
+            state: StateCopies::Single,
         }
     );
+    assert_eq!(blank(&[("state", "double")]).unwrap().state, StateCopies::Double);
+    assert!(refused(&[("state", "triple")]).contains("single, double"));
     assert_eq!(setting(&config, "reducer"), "sgd");
     assert_eq!(setting(&config, "consistency"), "sync");
 }

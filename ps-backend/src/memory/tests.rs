@@ -3,6 +3,7 @@
 use std::fs;
 
 use super::*;
+use crate::state_copies::StateCopies::{Double, Single};
 
 fn layout(dtype: DType) -> ModelLayout {
     ModelLayout::blank(1 << 20, dtype, 256 << 10).unwrap()
@@ -15,18 +16,26 @@ fn with(settings: &[(&str, &str)]) -> Controls {
 #[test]
 fn one_formula_counts_versions_masters_state_sums_and_staging() {
     let mib = |use_: MemoryUse| use_.items().map(|(_, bytes)| bytes >> 20);
+    let process =
+        |dtype, controls: &Controls, copies| mib(MemoryUse::of_one_process(&layout(dtype), controls, copies));
     let plain = Controls::default();
     let adam = with(&[("reducer", "adam"), ("learners", "2"), ("retain", "3")]);
-    assert_eq!(mib(MemoryUse::of_one_process(&layout(DType::F32), &plain)), [2, 0, 0, 0, 1]);
-    assert_eq!(mib(MemoryUse::of_one_process(&layout(DType::F32), &adam)), [5, 0, 4, 1, 2]);
+    assert_eq!(process(DType::F32, &plain, Single), [2, 0, 0, 0, 1]);
+    assert_eq!(process(DType::F32, &adam, Double), [5, 0, 4, 1, 2]);
+    assert_eq!(process(DType::F32, &adam, Single), [5, 0, 2, 0, 2], "sums lie where the version will be");
     let clips = with(&[("clip_norm", "1")]);
-    assert_eq!(mib(MemoryUse::of_one_process(&layout(DType::F32), &clips)), [2, 0, 0, 1, 1]);
+    assert_eq!(process(DType::F32, &clips, Single), [2, 0, 0, 1, 1]);
     // Half as many bytes an element: masters, moments and sums weigh double.
-    assert_eq!(mib(MemoryUse::of_one_process(&layout(DType::BF16), &adam)), [5, 4, 8, 2, 2]);
-    assert_eq!(mib(MemoryUse::of_partition(&layout(DType::F32), &adam)), [2, 0, 4, 1, 0]);
+    assert_eq!(process(DType::BF16, &adam, Double), [5, 4, 8, 2, 2]);
+    assert_eq!(process(DType::BF16, &adam, Single), [5, 2, 4, 2, 2]);
+    let shard = |controls, copies| mib(MemoryUse::of_partition(&layout(DType::F32), controls, copies));
+    assert_eq!(shard(&adam, Double), [2, 0, 4, 1, 0]);
+    assert_eq!(shard(&adam, Single), [2, 0, 2, 0, 0]);
+    let asynchronous = with(&[("reducer", "adam"), ("consistency", "async")]);
+    assert_eq!(shard(&asynchronous, Single), [2, 0, 2, 1, 0], "sums wait for the version after the next");
     assert_eq!(mib(MemoryUse::of_mount(1 << 20)), [2, 0, 0, 0, 1]);
     assert_eq!(MemoryUse::of_mount(1 << 20).total(), 3 << 20);
-    let whole = MemoryUse::of_one_process(&layout(DType::F32), &adam);
+    let whole = MemoryUse::of_one_process(&layout(DType::F32), &adam, Single);
     assert!(MemoryUse::at_least(1 << 20, &adam).total() <= whole.total());
     assert_eq!(MemoryUse::at_least(u64::MAX, &adam).total(), u64::MAX, "no overflow");
 }

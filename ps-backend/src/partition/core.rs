@@ -71,6 +71,8 @@ pub struct Plan {
     pub sources: Vec<Source>,
     /// Whether payloads are added in the order of the sources.
     pub ordered: bool,
+    /// Whether the version changes optimizer state in place. It is made once the plan is concluded.
+    pub in_place: bool,
 }
 
 impl Plan {
@@ -78,9 +80,13 @@ impl Plan {
         Kind::from(&self.work)
     }
 
-    /// Whether a block is finished when all of it has come: computed, or measured.
+    /// Whether a block is finished when all of it has come: computed, or measured. If not, it is only added up.
     fn finishes(&self) -> bool {
-        !matches!(self.work, Work::Add { .. })
+        match self.work {
+            Work::Add { .. } => false,
+            Work::Reduce { .. } => !self.in_place,
+            Work::Measure { .. } | Work::Assign { .. } => true,
+        }
     }
 
     /// The index of the source that sends this block for `client`.
@@ -182,6 +188,9 @@ pub enum Action {
     Sealed(PlanId),
     /// Compute these blocks, for which no more payload comes. Then call [`PartitionCore::computed`].
     Compute(PlanId, FixedBitSet),
+    /// The plan counts. Compute these blocks, or what is left to do of them, and change their state in place. Then call
+    /// [`PartitionCore::computed`].
+    Make(PlanId, FixedBitSet),
     /// All payloads of these blocks have come or are kept. Reserve the kept ones by [`PartitionCore::reserve_kept`].
     Gather(PlanId, FixedBitSet),
     /// Tell the coordinator that all blocks have come and are computed.
@@ -251,6 +260,8 @@ enum Stage {
     Beginning,
     Gathering,
     Ready,
+    /// The plan is concluded, and its version is being made in place. This stage always ends with the version.
+    Making,
     /// A payload was refused. The coordinator must drop the plan.
     NonFinite {
         client: ClientId,
@@ -263,6 +274,9 @@ enum Stage {
     /// The coordinator does not know the plan: another process has started it. Blocks are reserved.
     Disowned,
 }
+
+/// The most blocks that are made at once in place, if there may be readers who wait for the first ones.
+const MADE_AT_ONCE: usize = 64;
 
 #[derive(Debug)]
 struct Running {
@@ -298,6 +312,8 @@ pub struct PartitionCore {
     newest: PlanId,
     /// The newest plan that was concluded here.
     concluded: Option<PlanId>,
+    /// The most blocks that are made at once in place.
+    made_at_once: usize,
     readers: Readers,
 }
 
@@ -310,8 +326,14 @@ impl PartitionCore {
             running: None,
             newest: PlanId(0),
             concluded: None,
+            made_at_once: MADE_AT_ONCE,
             readers: Readers::default(),
         }
+    }
+
+    /// Nobody reads blocks before all are computed, so that all are made at once.
+    pub fn without_early_readers(self) -> PartitionCore {
+        PartitionCore { made_at_once: self.blocks as usize, ..self }
     }
 
     /// The newest version.
@@ -370,7 +392,7 @@ impl PartitionCore {
                     actions.push(Action::NonFinite { plan: plan.id, client, block });
                 }
                 Stage::Torn => actions.push(Action::Torn(plan.id)),
-                Stage::Beginning | Stage::Gathering | Stage::Dropped | Stage::Disowned => {}
+                Stage::Beginning | Stage::Gathering | Stage::Making | Stage::Dropped | Stage::Disowned => {}
             }
             return Ok(());
         }
@@ -396,6 +418,7 @@ impl PartitionCore {
                 _ if running.vouched => {
                     return Err(PartitionError::Overlap { new: plan.id, running: running.plan.id });
                 }
+                Stage::Making => return Ok(()),
                 Stage::Ready if !insists => {
                     return Err(PartitionError::Order { plan: plan.id, newest: self.newest });
                 }
@@ -506,7 +529,7 @@ impl PartitionCore {
             }
             Stage::NonFinite { client, block } => actions.push(Action::NonFinite { plan: id, client, block }),
             Stage::Torn => actions.push(Action::Torn(id)),
-            Stage::Beginning | Stage::Ready | Stage::Dropped | Stage::Disowned => {}
+            Stage::Beginning | Stage::Ready | Stage::Making | Stage::Dropped | Stage::Disowned => {}
         }
         if strays {
             self.readers.notify();
@@ -514,15 +537,23 @@ impl PartitionCore {
         self.check_ready(actions);
     }
 
-    /// The blocks of [`Action::Compute`] are computed.
+    /// The blocks of [`Action::Compute`] are computed, or those of [`Action::Make`] are made.
     pub fn computed(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
+        let at_once = self.made_at_once;
         let Some(running) = self.running_if(plan) else { return };
         running.in_flight -= 1;
         let computed = std::mem::take(&mut running.computing);
         running.busy.difference_with(&computed);
         running.left = running.left.saturating_sub(computed.count_ones(..) as u64);
-        running.compute_rest(actions);
+        let is_made = running.stage == Stage::Making && running.left == 0;
+        match running.stage {
+            Stage::Making => running.make_more(at_once, actions),
+            _ => running.compute_rest(actions),
+        }
         self.readers.notify();
+        if is_made && let Some(made) = self.running.take() {
+            return self.is_concluded(&made.plan, actions);
+        }
         self.check_ready(actions);
         self.settle(actions);
     }
@@ -561,7 +592,7 @@ impl PartitionCore {
         match running.stage {
             Stage::Beginning => return Placement::Later,
             Stage::Gathering => {}
-            Stage::Ready => return Placement::Duplicate,
+            Stage::Ready | Stage::Making => return Placement::Duplicate,
             Stage::NonFinite { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
                 return Placement::Unwanted;
             }
@@ -665,9 +696,12 @@ impl PartitionCore {
             // The sources are not known before the plan is sealed.
             Stage::Gathering if running.plan.is_provisional() => return None,
             Stage::Gathering => {}
-            Stage::Ready | Stage::NonFinite { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
-                return Some(missing);
-            }
+            Stage::Ready
+            | Stage::Making
+            | Stage::NonFinite { .. }
+            | Stage::Torn
+            | Stage::Dropped
+            | Stage::Disowned => return Some(missing),
         }
         for (at, source) in running.plan.sources.iter().enumerate() {
             if source.client == client {
@@ -687,21 +721,38 @@ impl PartitionCore {
         if self.running.as_ref().is_some_and(|running| running.plan.id == plan && !running.vouched) {
             return Err(PartitionError::Order { plan, newest: self.newest });
         }
+        let at_once = self.made_at_once;
+        match self.running_if(plan) {
+            Some(Running { stage: Stage::Making, .. }) => return Ok(()),
+            Some(running) if running.stage == Stage::Ready && running.plan.in_place => {
+                running.stage = Stage::Making;
+                running.left = running.wanted.len() as u64;
+                running.make_more(at_once, actions);
+                return Ok(());
+            }
+            _ => {}
+        }
         let is_ready = |running: &mut Running| running.plan.id == plan && running.stage == Stage::Ready;
         if let Some(running) = self.running.take_if(is_ready) {
-            let kind = running.plan.kind();
-            if kind != Kind::Add {
-                self.version = self.version.next();
-                self.readers.made(plan, self.version);
-            }
-            self.concluded = Some(plan);
-            self.readers.concluded(plan);
-            actions.push(Action::Conclude(plan, kind));
-        } else if self.concluded != Some(plan) {
+            self.is_concluded(&running.plan, actions);
+        } else if self.concluded == Some(plan) {
+            actions.push(Action::Done(plan));
+        } else {
             return Err(PartitionError::NotReady(plan));
         }
-        actions.push(Action::Done(plan));
         Ok(())
+    }
+
+    /// Nothing is left to do for a plan that counts.
+    fn is_concluded(&mut self, plan: &Plan, actions: &mut Vec<Action>) {
+        let (id, kind) = (plan.id, plan.kind());
+        if kind != Kind::Add {
+            self.version = self.version.next();
+            self.readers.made(id, self.version);
+        }
+        self.concluded = Some(id);
+        self.readers.concluded(id);
+        actions.extend([Action::Conclude(id, kind), Action::Done(id)]);
     }
 
     /// Drops the plan. If it has not begun here, it never will. A repeated order is answered again.
@@ -719,7 +770,8 @@ impl PartitionCore {
             actions.push(Action::Done(plan));
             return Ok(());
         };
-        if running.stage == Stage::Ready && !running.vouched {
+        // A plan that is being made counts already.
+        if running.stage == Stage::Making || running.stage == Stage::Ready && !running.vouched {
             return Err(PartitionError::Order { plan, newest });
         }
         running.stage = Stage::Dropped;
@@ -778,6 +830,24 @@ impl Running {
         self.computing.clone_from(&alone);
         self.in_flight += 1;
         actions.push(Action::Compute(self.plan.id, alone));
+    }
+
+    /// Makes the next blocks of a version that counts. Readers want them in this order.
+    fn make_more(&mut self, at_once: usize, actions: &mut Vec<Action>) {
+        let blocks = self.wanted.len();
+        let next = blocks - self.left as usize;
+        let mut some = FixedBitSet::with_capacity(blocks);
+        some.insert_range(next..blocks.min(next + at_once));
+        if some.is_clear() {
+            return;
+        }
+        if !self.plan.finishes() {
+            self.last.union_with(&some);
+            self.busy.union_with(&some);
+        }
+        self.computing.clone_from(&some);
+        self.in_flight += 1;
+        actions.push(Action::Make(self.plan.id, some));
     }
 
     /// Whether nothing of this plan can count any more.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use rayon::prelude::*;
 
-use super::store::{Merge, PartitionError, PartitionJob};
+use super::store::{Making, Merge, PartitionError, PartitionJob};
 
 /// The same pass over some blocks of a plan. No block is in two batches at once.
 pub struct Batch {
@@ -29,6 +29,8 @@ pub type Done = Box<dyn FnOnce(Result<(), (BlockId, PartitionError)>) + Send>;
 pub enum Pass {
     /// Computes blocks for which no more payload comes, from their sums in the store, or measures those sums.
     Compute(Arc<PartitionJob>, Vec<BlockId>),
+    /// Makes blocks of a version that counts, and changes their state in place.
+    Make(Making, Vec<BlockId>),
     /// Reduces payloads that lie in memory of this machine. The closure knows where they lie.
     Gather(Box<dyn Fn(BlockId) + Send + Sync>, Vec<BlockId>),
     /// Adds the sums of a concluded plan to those of earlier plans.
@@ -93,6 +95,9 @@ impl Pass {
             Pass::Compute(job, blocks) => blocks
                 .into_par_iter()
                 .try_for_each(|block| job.finish(block, None).map(drop).map_err(|error| (block, error))),
+            Pass::Make(making, blocks) => blocks
+                .into_par_iter()
+                .try_for_each(|block| making.block(block).map_err(|error| (block, error))),
             Pass::Gather(gather, blocks) => {
                 blocks.into_par_iter().for_each(gather);
                 Ok(())

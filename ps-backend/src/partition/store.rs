@@ -5,6 +5,9 @@
 //! [`PartitionStore::conclude`]: until then the newest version and the sums of earlier plans are unchanged, and a
 //! dropped plan leaves nothing behind.
 //!
+//! With one copy of optimizer state, a version that changes it is made in two steps. Under its job, contributions are
+//! added up. Once the coordinator has concluded the plan, [`Making`] computes the blocks, which cannot be undone.
+//!
 //! A partition has at most two sums of a block, for any number of senders: the *sealed* one, of concluded plans, and
 //! the *open* one, of the running plan. Their pages are taken when they are first needed.
 //!
@@ -15,6 +18,7 @@
 
 mod job;
 mod kept;
+mod making;
 mod merge;
 mod pinned;
 mod sums;
@@ -36,10 +40,12 @@ use parking_lot::Mutex;
 use crate::memory::MemoryUse;
 pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
-use crate::region_store::{Loading, RegionStore};
+use crate::region_store::{How, Loading, RegionStore};
+use crate::state_copies::StateCopies;
 use job::{Alive, Measure};
 pub use job::{BlockInput, EarlyBlock, PartitionJob, Target};
 pub use kept::KeptState;
+pub use making::Making;
 pub use merge::Merge;
 pub use pinned::{PinnedVersion, ShownVersion};
 use sums::Sums;
@@ -103,7 +109,7 @@ pub enum PartitionError {
         /// The plan's.
         got: Version,
     },
-    /// The plan before is still worked on, or its state is being read. This passes.
+    /// The plan before is still worked on, or the newest version's state is being read. This passes.
     #[error("the plan before this one is still worked on")]
     Busy,
     /// All buffers hold versions that are being read. This passes.
@@ -181,6 +187,12 @@ struct Inner {
     running: Weak<Alive>,
     /// The number of readers of the newest version's state.
     readers: usize,
+    /// The number of threads that are about to be readers.
+    coming_readers: usize,
+    /// The state of the newest version is about to be changed in place. It gets no more readers.
+    making: bool,
+    /// Sums of contributions may lie where the version will be. A device has not registered their own memory.
+    adds_there: bool,
 }
 
 const COMING: u8 = 1;
@@ -207,8 +219,21 @@ impl PartitionStore {
         reducer: Reducer,
         limits: Limits,
     ) -> Result<PartitionStore, PartitionError> {
+        PartitionStore::with_state(partition, reducer, limits, StateCopies::default())
+    }
+
+    /// Like [`Self::new`], with so many copies of optimizer state.
+    ///
+    /// # Errors
+    /// [`PartitionError::Memory`].
+    pub fn with_state(
+        partition: PartitionLayout,
+        reducer: Reducer,
+        limits: Limits,
+        copies: StateCopies,
+    ) -> Result<PartitionStore, PartitionError> {
         let layout = partition.layout();
-        let mut store = RegionStore::new(Arc::clone(layout))?;
+        let mut store = RegionStore::new(Arc::clone(layout), copies)?;
         store.prepare(reducer, false)?;
         let loading = store.loading().map(Arc::new);
         // Together with the retained ones, every version has a buffer then, unless a reader holds an old one.
@@ -226,6 +251,9 @@ impl PartitionStore {
             loads_state: false,
             running: Weak::new(),
             readers: 0,
+            coming_readers: 0,
+            making: false,
+            adds_there: true,
         });
         let tally = Arc::default();
         Ok(PartitionStore { shared: Arc::new(Shared { partition, inner, sums, tally, loaded }) })
@@ -347,19 +375,23 @@ impl PartitionStore {
             return Err(PartitionError::NoBuffer { max });
         }
         let (partition, next) = (&self.shared.partition, newest.next());
+        let in_place = inner.changes_in_place(&work);
         let builder = match &work {
             Work::Add { .. } | Work::Measure { .. } => None,
             Work::Reduce { step, tensors, fresh_state } => {
                 inner.store.prepare(step.reducer, *fresh_state)?;
                 let steps = ByteSteps::of_partition(partition, tensors);
-                Some(inner.store.next_version(next, None, steps, check)?)
+                let adds_there = in_place && inner.adds_there && inner.store.versions_hold_sums();
+                let how = How { check, adds_there, leaves_masters: false };
+                Some(inner.store.next_version(next, None, steps, how)?)
             }
             // New weights that lie in a buffer of this store stay where they are.
             Work::Assign { token } => {
                 let written = inner.store.lent(RegionKey(*token));
                 let all = TensorSteps::uniform(partition.tensor_ends().len(), 1);
                 let steps = ByteSteps::of_partition(partition, &all);
-                Some(inner.store.next_version(next, written, steps, check)?)
+                let how = How { check, adds_there: false, leaves_masters: in_place };
+                Some(inner.store.next_version(next, written, steps, how)?)
             }
         };
         if work.combine().is_some_and(Combine::replaces) {
@@ -373,7 +405,8 @@ impl PartitionStore {
         };
         let Shared { sums, tally, .. } = &*self.shared;
         let shared = (Arc::clone(sums), Arc::clone(tally));
-        let job = PartitionJob::new(Arc::clone(self.layout()), shared, work, builder, measure, check);
+        let job =
+            PartitionJob::new(Arc::clone(self.layout()), shared, work, builder, measure, (check, in_place));
         inner.running = Arc::downgrade(job.alive());
         Ok(Arc::new(job))
     }
@@ -410,6 +443,11 @@ impl PartitionStore {
         inner.store.take_buffer(max)
     }
 
+    /// Whether a plan of this work changes state in place. Its version is made by [`Self::make`], once it counts.
+    pub fn changes_in_place(&self, work: &Work) -> bool {
+        self.shared.inner.lock().changes_in_place(work)
+    }
+
     /// Whether [`Self::begin`] would find all the memory that it needs, and so take no time.
     pub fn is_prepared(&self, work: &Work) -> bool {
         let mut inner = self.shared.inner.lock();
@@ -443,6 +481,7 @@ impl PartitionStore {
             self.shared.sums.clear();
         }
         job.give_up();
+        inner.making = false;
         inner.reuse();
         Ok(None)
     }
@@ -521,8 +560,10 @@ impl PartitionStore {
         self.shared.inner.lock().store.memory().map(Arc::clone).collect()
     }
 
-    /// The memory of sums, into which payloads can come (see [`PartitionJob::destination`]).
+    /// The memory of sums, into which payloads can come (see [`PartitionJob::destination`]). From the next plan on, they
+    /// come nowhere else.
     pub fn sum_memory(&self) -> [Arc<Mapping>; 2] {
+        self.shared.inner.lock().adds_there = false;
         self.shared.sums.memory().map(Arc::clone)
     }
 
@@ -561,13 +602,22 @@ impl Inner {
         if self.loading.is_some() {
             return Err(PartitionError::Loading);
         }
-        if self.running.strong_count() > 0 || self.readers > 0 {
+        if self.running.strong_count() > 0 || self.readers > 0 || self.coming_readers > 0 {
             return Err(PartitionError::Busy);
         }
         // The last holder has dropped the job with release, so everything that the holders have written is visible
         // from here on.
         fence(Ordering::Acquire);
         self.store.versions().next_back().ok_or(PartitionError::Busy)
+    }
+
+    /// Whether work of a plan changes state that cannot be restored.
+    fn changes_in_place(&self, work: &Work) -> bool {
+        match work {
+            Work::Reduce { step, .. } => self.store.changes_in_place(step.reducer),
+            Work::Assign { .. } => self.store.changes_in_place(Reducer::Assign),
+            Work::Add { .. } | Work::Measure { .. } => false,
+        }
     }
 
     /// Finds buffers that nobody needs any more.

@@ -153,6 +153,11 @@ impl Accumulator {
         Ok(Accumulator { sum: Arc::new(Mapping::anonymous(bytes)?), raw })
     }
 
+    /// An accumulator in other memory, which has room for all elements.
+    pub(super) fn over(memory: &Arc<Mapping>) -> Accumulator {
+        Accumulator { sum: Arc::clone(memory), raw: None }
+    }
+
     /// Takes the pages of the sums.
     ///
     /// # Errors

@@ -13,6 +13,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::reducer::Step;
 
 use super::elements::element_span;
 
@@ -136,6 +137,13 @@ pub struct StateBuffer {
     pub(super) slots: [Option<Mapping>; 2],
     /// The stamps, as in [`VersionBuffer`].
     pub(super) stamps: Vec<AtomicU64>,
+}
+
+impl StateBuffer {
+    /// A slot, if the reducer of `step` has it.
+    pub(super) fn slot(&self, slot: usize, step: &Step) -> Option<&Mapping> {
+        self.slots[slot].as_ref().filter(|_| slot < step.reducer.state_slots())
+    }
 }
 
 /// Version 0 while it is loaded.

@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, Segment};
 use libmodelio::vocabulary::reducer;
@@ -53,17 +54,36 @@ pub(crate) struct VersionBuilder {
     pub(super) sealed: OnceLock<ByteSteps>,
     pub(super) front: Arc<VersionBuffer>,
     pub(super) back: Arc<VersionBuffer>,
-    /// The state of the newest version, and of the next one.
-    pub(super) state: [Arc<StateBuffer>; 2],
+    /// The state of the newest version.
+    pub(super) old_state: Arc<StateBuffer>,
+    /// The state of the next version. It is the same if there is one copy.
+    pub(super) new_state: Arc<StateBuffer>,
+    /// The sum of contributions to the version, if it lies where the version will be.
+    pub(super) sum: Option<Accumulator>,
     pub(super) changed: Arc<[AtomicU64]>,
+    pub(super) how: How,
+}
+
+/// How a version is built.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct How {
     /// Whether to check for NaN and Inf.
-    pub(super) check: bool,
+    pub(crate) check: bool,
+    /// Whether contributions are added up where the version will be.
+    pub(crate) adds_there: bool,
+    /// Whether masters stay as they are until [`VersionBuilder::keep_masters`].
+    pub(crate) leaves_masters: bool,
 }
 
 thread_local! {
     /// The buffer for wide payloads that are not aligned to four bytes.
     static ALIGNED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    /// The buffer for what is about to be changed in place: a piece of the sum, of the master and of each slot.
+    static BEFORE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
+
+/// The most values of an array that are changed in place at once. What they were before stays in the cache meanwhile.
+const IN_PLACE: usize = 2 << 10;
 
 impl VersionBuilder {
     /// Puts `block` together, or carries it over if nothing changes it. `written` has for each of `terms` what it
@@ -92,7 +112,7 @@ impl VersionBuilder {
             let finite = match terms {
                 [Term::Sent(payload)] if self.lies_here(block, *payload) => {
                     self.carry_state(block, |_| false);
-                    checked || !self.check || payload.is_finite(&self.layout, block)
+                    checked || !self.how.check || payload.is_finite(&self.layout, block)
                 }
                 _ => self.compute(block, step, terms, written),
             };
@@ -125,22 +145,45 @@ impl VersionBuilder {
         self.steps().pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
     }
 
+    /// Whether there is one copy of the state.
+    fn has_one_copy(&self) -> bool {
+        Arc::ptr_eq(&self.old_state, &self.new_state)
+    }
+
+    /// Whether `step` changes state of such elements in place.
+    fn changes_in_place(&self, step: &reducer::Step, wire: Wire) -> bool {
+        self.has_one_copy() && (step.reducer.state_slots() > 0 || wire.is_half() && !self.how.leaves_masters)
+    }
+
+    /// The sum of contributions to `block`, if it lies where the version will be. From now on, the block holds no
+    /// version.
+    pub(crate) fn sum(&self, block: BlockId) -> Option<&Accumulator> {
+        let sum = self.sum.as_ref()?;
+        self.back.stamp(block, VOID);
+        Some(sum)
+    }
+
     /// After [`Self::block`]: where the weight is still that of the newest version, so is the master, with the precision
     /// that the weight does not show.
     ///
     /// # Safety
-    /// The block is this thread's alone in the next version.
+    /// The block is this thread's alone in the next version. With one copy of the state, the version counts.
     pub(crate) unsafe fn keep_masters(&self, block: BlockId) {
-        let [Some(old), Some(new)] = self.state.each_ref().map(|state| state.master.as_ref()) else { return };
+        let (Some(old), Some(new)) = (&self.old_state.master, &self.new_state.master) else { return };
         for segment in self.layout.segments(block) {
             let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { continue };
             let elements = element_span(segment, wire);
             // SAFETY: passed on to the caller; the old state is immutable while its version is the newest.
-            let (old, weights, master) = unsafe {
-                let weights = self.back.region.memory().bytes(span(&segment.bytes));
-                (old.floats(elements.clone()), weights, new.floats_mut(elements))
+            let (weights, master) = unsafe {
+                if !self.has_one_copy() {
+                    let new = new.floats_mut(elements.clone());
+                    kernels::stream_copy(
+                        kernels::bytes(old.floats(elements.clone())),
+                        kernels::bytes_mut(new),
+                    );
+                }
+                (self.back.region.memory().bytes(span(&segment.bytes)), new.floats_mut(elements))
             };
-            kernels::stream_copy(kernels::bytes(old), kernels::bytes_mut(master));
             kernels::widen_changed(wire, self.front.bytes(segment.bytes.clone()), weights, master);
         }
     }
@@ -172,10 +215,11 @@ impl VersionBuilder {
         let mut make = |piece: &Segment, t: u64, brings: Brings| {
             let range = span(&piece.bytes);
             let local = (piece.bytes.start - start) as usize..(piece.bytes.end - start) as usize;
-            // SAFETY: the block of the next version belongs to this thread alone.
-            let output = unsafe { self.back.region.memory().bytes_mut(range.clone()) };
             let weights = self.front.bytes(piece.bytes.clone());
+            let memory = self.back.region.memory();
             let Some(wire) = Wire::of(piece.dtype) else {
+                // SAFETY: the block of the next version belongs to this thread alone.
+                let output = unsafe { memory.bytes_mut(range.clone()) };
                 let wide = wide_at..wide_at + range.len();
                 wide_at = wide.end;
                 // Bytes that cannot be reduced stay, or with `assign` become the last contribution's.
@@ -204,9 +248,21 @@ impl VersionBuilder {
                 _ => None,
             });
             let sent = sent.map(|bytes| floats(bytes, &mut aligned));
+            let mut before = BEFORE.take();
+            before.resize(if self.changes_in_place(step, wire) { 4 * IN_PLACE } else { 0 }, 0.0);
+            let at = before.len() / 4;
+            let (sum_before, state_before) = before.split_at_mut(at);
+            if let Some(sum) = &self.sum {
+                // SAFETY: the block belongs to this thread alone, and the version is written only after this.
+                sum_before[..elements.len()].copy_from_slice(unsafe { sum.sums(elements.clone()) });
+            }
+            let lies_here = |sum: &Accumulator| self.sum.as_ref().is_some_and(|here| std::ptr::eq(here, sum));
+            // SAFETY: the block of the next version belongs to this thread alone, and nobody has its sum.
+            let output = unsafe { memory.bytes_mut(range.clone()) };
             let sources: SmallVec<[Source<'_>; INLINE]> = terms
                 .iter()
                 .map(|term| match (term, sent) {
+                    (Term::Sum(sum), _) if lies_here(sum) => Source::Acc(&sum_before[..elements.len()]),
                     // SAFETY: nobody writes the terms' memory.
                     (Term::Sum(sum), _) => Source::Acc(unsafe { sum.sums(elements.clone()) }),
                     (Term::Sent(Payload::Plain(bytes)), _) => Source::Wire(&bytes[local.clone()]),
@@ -219,7 +275,7 @@ impl VersionBuilder {
                 Brings::Only(term) => &sources[term..=term],
                 Brings::Nobody => &[],
             };
-            if brings != Brings::All && self.check {
+            if brings != Brings::All && self.how.check {
                 // Sums that bring nothing here have meaningless contents. The payload was not checked before, so it
                 // is.
                 let sent = terms.iter().zip(&sources).filter(|(term, _)| matches!(term, Term::Sent(_)));
@@ -230,16 +286,30 @@ impl VersionBuilder {
             if t > 0 && brings != Brings::Nobody {
                 let step = reducer::Step { t, ..step.clone() };
                 // SAFETY: states and masters are owned by block, like the buffers they belong to.
-                finite &= unsafe { self.reduce(wire, &step, counts, elements, weights, output) };
+                finite &=
+                    unsafe { self.reduce(wire, &step, counts, elements, (weights, output), state_before) };
             } else {
                 // Elements that are not reduced are checked all the same, as on every path.
-                finite &= !self.check || kernels::sources_are_finite(wire, counts);
+                finite &= !self.how.check || kernels::sources_are_finite(wire, counts);
                 kernels::stream_copy(weights, output);
                 // SAFETY: as above.
                 unsafe { self.copy_state(elements) };
             }
             drop(sources);
             ALIGNED.set(aligned);
+            BEFORE.set(before);
+        };
+        let mut make = |piece: &Segment, t: u64, brings: Brings| {
+            let step = match Wire::of(piece.dtype) {
+                Some(wire) if self.changes_in_place(step, wire) => {
+                    (IN_PLACE / wire.words() * wire.size()) as u64
+                }
+                _ => return make(piece, t, brings),
+            };
+            let Range { start, end } = piece.bytes;
+            (start..end).step_by(step as usize).for_each(|at| {
+                make(&piece.cut(at..end.min(at + step)), t, brings);
+            });
         };
         let in_part = written.iter().any(Option::is_some);
         for (piece, t) in self.pieces(block) {
@@ -260,6 +330,8 @@ impl VersionBuilder {
         })
     }
 
+    /// Computes elements. With one copy of the state, `before` has room for what it was: a master and two slots.
+    ///
     /// # Safety
     /// The elements' block belongs to this thread alone in the next version.
     unsafe fn reduce(
@@ -268,36 +340,36 @@ impl VersionBuilder {
         step: &reducer::Step,
         sources: &[Source<'_>],
         elements: Range<usize>,
-        weights: &[u8],
-        output: &mut [u8],
+        (weights, output): (&[u8], &mut [u8]),
+        before: &mut [f32],
     ) -> bool {
-        let [old, new] = &self.state;
-        let halves = wire.is_half();
+        let (old, new) = (&self.old_state, &self.new_state);
+        let wants_master = wire.is_half() && !self.how.leaves_masters;
         let none = || -> &mut [f32] { &mut [] };
-        // SAFETY: the old state is immutable while its version is the newest. The new elements belong to this thread.
+        let at = before.len().max(3) / 3;
+        let mut before = before.chunks_mut(at);
+        // SAFETY: the old state is immutable while its version is the newest, and is copied before if it is the new one.
+        // The new elements belong to this thread.
         unsafe {
-            let slot = |state: &StateBuffer, i: usize| -> Option<&[f32]> {
-                let wanted = i < step.reducer.state_slots();
-                state.slots[i]
-                    .as_ref()
-                    .filter(|_| wanted)
-                    .map(|m| &*(m.floats(elements.clone()) as *const [f32]))
-            };
-            let slot_mut = |i: usize| {
-                let wanted = i < step.reducer.state_slots();
-                new.slots[i].as_ref().filter(|_| wanted).map_or_else(none, |m| m.floats_mut(elements.clone()))
-            };
             let input = Input {
                 weights,
-                master: old.master.as_ref().filter(|_| halves).map(|m| m.floats(elements.clone())),
-                slots: [slot(old, 0).unwrap_or_default(), slot(old, 1).unwrap_or_default()],
+                master: old
+                    .master
+                    .as_ref()
+                    .filter(|_| wants_master)
+                    .map(|m| read(m, elements.clone(), before.next())),
+                slots: [0, 1].map(|i| {
+                    let slot = old.slot(i, step).map(|m| read(m, elements.clone(), before.next()));
+                    slot.unwrap_or_default()
+                }),
             };
             let output = Output {
                 weights: output,
-                master: new.master.as_ref().filter(|_| halves).map(|m| m.floats_mut(elements.clone())),
-                slots: [slot_mut(0), slot_mut(1)],
+                master: new.master.as_ref().filter(|_| wants_master).map(|m| m.floats_mut(elements.clone())),
+                slots: [0, 1]
+                    .map(|i| new.slot(i, step).map_or_else(none, |m| m.floats_mut(elements.clone()))),
             };
-            let finite = reducers::apply(step, Operands { wire, sources, input, output }, self.check);
+            let finite = reducers::apply(step, Operands { wire, sources, input, output }, self.how.check);
             self.copy_slots(step.reducer.state_slots().., elements);
             finite
         }
@@ -330,8 +402,8 @@ impl VersionBuilder {
     /// # Safety
     /// The conditions of [`Self::carry`].
     pub(super) unsafe fn carry_state(&self, block: BlockId, fresh: impl Fn(&AtomicU64) -> bool) {
-        let stamp = self.state[1].stamps.get(block.index());
-        let Some(stamp) = stamp.filter(|stamp| !fresh(stamp)) else { return };
+        let stamp = self.new_state.stamps.get(block.index());
+        let Some(stamp) = stamp.filter(|stamp| !self.has_one_copy() && !fresh(stamp)) else { return };
         for segment in self.layout.segments(block) {
             let Some(wire) = Wire::of(segment.dtype) else { continue };
             // SAFETY: passed on to the caller.
@@ -345,7 +417,10 @@ impl VersionBuilder {
     /// # Safety
     /// The conditions of [`Self::carry`], for the elements' block.
     unsafe fn copy_state(&self, elements: Range<usize>) {
-        let [old, new] = &self.state;
+        if self.has_one_copy() {
+            return;
+        }
+        let (old, new) = (&self.old_state, &self.new_state);
         let bytes = elements.start * 4..elements.end * 4;
         if let (Some(from), Some(to)) = (&old.master, &new.master) {
             // SAFETY: as in `reduce`.
@@ -360,7 +435,10 @@ impl VersionBuilder {
     /// # Safety
     /// The conditions of [`Self::carry`], for the elements' block.
     unsafe fn copy_slots(&self, slots: RangeFrom<usize>, elements: Range<usize>) {
-        let [old, new] = &self.state;
+        if self.has_one_copy() {
+            return;
+        }
+        let (old, new) = (&self.old_state, &self.new_state);
         let bytes = elements.start * 4..elements.end * 4;
         for (from, to) in old.slots.iter().zip(&new.slots).skip(slots.start) {
             if let (Some(from), Some(to)) = (from, to) {
@@ -373,9 +451,26 @@ impl VersionBuilder {
     /// Sets the version whose value the next buffers hold of `block`.
     pub(super) fn mark(&self, block: BlockId, stamp: u64) {
         self.back.stamp(block, stamp);
-        if let Some(state) = self.state[1].stamps.get(block.index()) {
+        if let Some(state) = self.new_state.stamps.get(block.index()).filter(|_| !self.has_one_copy()) {
             state.store(stamp, Ordering::Relaxed);
         }
+    }
+}
+
+/// The elements of `from`, or a copy of them in `room`, if there is some.
+///
+/// # Safety
+/// Nobody writes the elements while the slice lives, unless they are copied.
+unsafe fn read<'a>(from: &'a Mapping, elements: Range<usize>, room: Option<&'a mut [f32]>) -> &'a [f32] {
+    // SAFETY: passed on to the caller.
+    let floats = unsafe { from.floats(elements) };
+    match room {
+        Some(room) => {
+            let room = &mut room[..floats.len()];
+            room.copy_from_slice(floats);
+            room
+        }
+        None => floats,
     }
 }
 

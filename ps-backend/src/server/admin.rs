@@ -34,8 +34,8 @@ impl Shared {
             creations.insert(generation, Creation { name: name.clone(), deleted: false });
         }
         let shard = *self.shard.lock();
-        let partition =
-            has_room(&record, shard).and_then(|()| Partition::new(&record, shard, &self.executor));
+        let partition = has_room(&record, shard)
+            .and_then(|()| Partition::new(&record, shard, &self.executor, self.state));
         let mut models = self.models.lock();
         let deleted = self.creations.lock().remove(&generation).is_none_or(|creation| creation.deleted);
         let partition = partition.map_err(Refusal::other)?;

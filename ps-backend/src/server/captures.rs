@@ -95,9 +95,7 @@ impl Captures {
             }
             Stage::Busy => return Err(unknown()),
         };
-        let kept = store.keep().map_err(Refusal::other);
-        // The pin before it has held until now.
-        drop(before);
+        let kept = store.keep_instead_of(before).map_err(Refusal::other);
         self.put(name, PINNED, kept.map(|kept| (kept.version(), Stage::Pinned(copied, kept))))
     }
 

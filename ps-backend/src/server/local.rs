@@ -21,6 +21,7 @@ use crate::core::JobRecord;
 use crate::partition::executor::Executor;
 use crate::partition::store::PartitionError;
 use crate::snapshot::{self, Copied, Load, SnapshotError, Source};
+use crate::state_copies::StateCopies;
 
 /// Longest wait for a moment at which the coordinator and the partition are at the same version.
 const CAPTURING: Duration = Duration::from_secs(10);
@@ -86,10 +87,12 @@ pub fn start(
     executor: &Arc<dyn Executor>,
     load: impl FnOnce(&Mapping) -> io::Result<()>,
 ) -> Result<Job, LocalError> {
-    start_from(name, layout, controls, executor, Beginning::Weights(Box::new(load))).map(|(job, _)| job)
+    let beginning = Beginning::Weights(Box::new(load));
+    start_from(name, layout, controls, (executor, StateCopies::default()), beginning).map(|(job, _)| job)
 }
 
-/// Makes a model in this process that begins with `beginning`. Snapshots can be taken of the returned shard.
+/// Makes a model in this process that begins with `beginning`, with so many copies of optimizer state. Snapshots can be
+/// taken of the returned shard.
 ///
 /// # Errors
 /// [`LocalError`].
@@ -97,14 +100,14 @@ pub fn start_from(
     name: &str,
     layout: &Arc<ModelLayout>,
     controls: &Controls,
-    executor: &Arc<dyn Executor>,
+    (executor, copies): (&Arc<dyn Executor>, StateCopies),
     beginning: Beginning<'_>,
 ) -> Result<(Job, Weak<LocalShard>), LocalError> {
     const SHARD: ShardId = ShardId(0);
     let map = BlockMap::striped(layout.blocks(), &[SHARD])?;
     let controls = controls.clone();
     let record = ModelRecord::new(name, Generation(1), layout, BTreeMap::new(), &map, SHARD, controls)?;
-    let partition = Partition::of_process(&record, layout, executor)?;
+    let partition = Partition::of_process(&record, layout, executor, copies)?;
     let job = match beginning {
         Beginning::Weights(load) => {
             partition.store().load_whole(load)?;

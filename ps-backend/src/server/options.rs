@@ -8,6 +8,8 @@ use libmodelio::registry::RegistryError;
 use libmodelio::transport::rdma::{DeviceMemory, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
 
+use crate::state_copies::StateCopies;
+
 /// The options of a server process.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
@@ -21,6 +23,8 @@ pub struct ServerOptions {
     pub holds_blocks: bool,
     /// The number of threads that move bytes, and also of those that compute.
     pub threads: usize,
+    /// How many copies of optimizer state it has.
+    pub state: StateCopies,
     /// The system calls that move bytes.
     pub io: Choice,
     /// Whether to accept RDMA connections.

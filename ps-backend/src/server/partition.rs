@@ -46,6 +46,7 @@ use crate::partition::core::PartitionCore;
 use crate::partition::executor::Executor;
 use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore};
 use crate::snapshot::Piece;
+use crate::state_copies::StateCopies;
 pub(super) use blocks::Followed;
 use blocks::Follower;
 use here::Here;
@@ -165,6 +166,7 @@ impl Partition {
         record: &ModelRecord,
         shard: ShardId,
         executor: &Arc<dyn Executor>,
+        copies: StateCopies,
     ) -> Result<Arc<Partition>, MakeError> {
         let bad = |error: &dyn std::fmt::Display| MakeError::Record(error.to_string());
         let layout = record.layout().map_err(|error| bad(&error))?;
@@ -175,7 +177,7 @@ impl Partition {
         }
         let partition = layout.partition(&blocks).map_err(|error| bad(&error))?;
         let controls = &record.controls;
-        let needed = MemoryUse::of_partition(partition.layout(), controls).total();
+        let needed = MemoryUse::of_partition(partition.layout(), controls, copies).total();
         let available = memory::available();
         if let Some(available) = available.filter(|&available| available < needed) {
             return Err(MakeError::Room { needed, available });
@@ -183,7 +185,8 @@ impl Partition {
         // Mounts on this host may show as many versions as they retain, from this shard's memory.
         let limits = Limits::default();
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
-        let store = PartitionStore::new(partition, controls.reducer, Limits { buffers, ..limits })?;
+        let limits = Limits { buffers, ..limits };
+        let store = PartitionStore::with_state(partition, controls.reducer, limits, copies)?;
         Ok(Partition::of(record, (layout.size(), false), store, executor))
     }
 
@@ -196,11 +199,12 @@ impl Partition {
         record: &ModelRecord,
         layout: &ModelLayout,
         executor: &Arc<dyn Executor>,
+        copies: StateCopies,
     ) -> Result<Arc<Partition>, MakeError> {
         let all: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
         let partition = layout.partition(&all).map_err(|error| MakeError::Record(error.to_string()))?;
         let limits = Limits { retain: 0, buffers: record.controls.max_versions as usize };
-        let store = PartitionStore::new(partition, record.controls.reducer, limits)?;
+        let store = PartitionStore::with_state(partition, record.controls.reducer, limits, copies)?;
         Ok(Partition::of(record, (layout.size(), true), store, executor))
     }
 
@@ -211,7 +215,7 @@ impl Partition {
         executor: &Arc<dyn Executor>,
     ) -> Arc<Partition> {
         let state = State {
-            core: PartitionCore::new(store.partition().blocks().len() as u32, Version(0)),
+            core: core_at(Version(0), &store, has_client_here),
             starting: None,
             partly: Vec::new(),
             sealed: None,
@@ -241,6 +245,11 @@ impl Partition {
             #[cfg(feature = "rdma")]
             shown: Mutex::default(),
         })
+    }
+
+    /// A core that begins at `version`.
+    fn core_at(&self, version: Version) -> PartitionCore {
+        core_at(version, &self.store, self.has_client_here)
     }
 
     /// The partition's own layout.
@@ -291,6 +300,11 @@ impl Partition {
         let local = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
         self.store.load_piece(local, what, bytes).map(drop).map_err(Refusal::other)
     }
+}
+
+fn core_at(version: Version, store: &PartitionStore, has_client_here: bool) -> PartitionCore {
+    let core = PartitionCore::new(store.partition().layout().blocks(), version);
+    if has_client_here { core.without_early_readers() } else { core }
 }
 
 impl State {

@@ -26,6 +26,7 @@ use super::standing::{Standing, life};
 use super::table::{Local, Table};
 use crate::core::JobRecord;
 use crate::partition::executor::Executor;
+use crate::state_copies::StateCopies;
 
 /// The longest wait for the registry.
 const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
@@ -57,6 +58,8 @@ pub(super) struct Shared {
     pub shard: Mutex<ShardId>,
     pub net: Handle,
     pub executor: Arc<dyn Executor>,
+    /// How many copies of optimizer state its partitions have.
+    pub state: StateCopies,
     /// Connections through shared memory.
     pub memory: Arc<Threads>,
     /// Connections by RDMA.

@@ -76,6 +76,27 @@ fn blocks_come_back_before_the_version_counts() {
 }
 
 #[test]
+fn blocks_of_a_version_that_is_made_once_it_counts_come_to_those_who_follow_it() {
+    for way in WAYS {
+        // The blocks are more than are made at once.
+        let bytes = 200 * u64::from(BLOCK);
+        let settings =
+            [("reducer", "momentum"), ("momentum", "0"), ("learning_rate", "1"), ("learners", "1")];
+        let world = World::new(2, bytes, &settings, way);
+        let client = world.client();
+        let learner = contributor(&client, "l");
+        for step in 1..=3u64 {
+            write(&learner, -1.0, 0..bytes);
+            assert_eq!(commit(&learner), Ok(()));
+            let (version, weights) = pull(&client, &learner);
+            assert_eq!(version, Version(step));
+            is_all(&weights, step as f32);
+        }
+        client.shut_down();
+    }
+}
+
+#[test]
 fn blocks_of_a_dropped_contribution_are_never_shown() {
     for way in WAYS {
         let (world, clients, learners) = learners(way, 2, 1);

@@ -94,6 +94,7 @@ pub fn options() -> ServerOptions {
         registry: None,
         holds_blocks: true,
         threads: 2,
+        state: Default::default(),
         io: Choice::Auto,
         rdma: RdmaUse::Off,
         rdma_port: None,

@@ -9,7 +9,7 @@ use libmodelio::wire::Work;
 use ps_backend::partition::store::{Limits, PartitionError, PartitionStore, Payload};
 
 use crate::common::BLOCK;
-use crate::driver::partition_of;
+use crate::driver::{conclude, partition_of};
 
 /// Tensors of all types, the second of which is frozen, with one that is no number.
 fn model() -> ModelLayout {
@@ -81,7 +81,7 @@ fn measured(store: &PartitionStore, model: &ModelLayout, step: &Step, skips: &[u
     for (local, block) in locals().filter(|(_, block)| is_sent(block)) {
         assert!(job.add(local, payload(0, *block)).unwrap());
     }
-    assert!(store.conclude(&job).unwrap().is_none());
+    assert!(conclude(store, &job).unwrap().is_none());
     drop(job);
     let tensors = TensorSteps::from(vec![(1, 4), (1, 0), (3, 4)]);
     let job = store.begin(Version(0), Work::Measure { step: step.clone(), tensors }, true).unwrap();
@@ -95,7 +95,7 @@ fn measured(store: &PartitionStore, model: &ModelLayout, step: &Step, skips: &[u
         assert!(matches!(job.finish(local, None), Err(PartitionError::Complete(_))), "it is measured once");
     }
     let squares = job.squares().unwrap();
-    drop(store.conclude(&job).unwrap());
+    drop(conclude(store, &job).unwrap());
     squares
 }
 
@@ -147,7 +147,7 @@ fn a_clipped_step_is_that_of_f64_and_the_same_on_any_partitions() {
             let job = store.begin(Version(0), work, false).unwrap();
             (0..store.partition().layout().blocks())
                 .for_each(|block| assert!(job.finish(BlockId(block), None).unwrap()));
-            store.conclude(&job).unwrap();
+            conclude(store, &job).unwrap();
             let newest = store.newest().unwrap();
             for (local, block) in (0..).map(BlockId).zip(store.partition().blocks()) {
                 let range = model.block_bytes(*block);

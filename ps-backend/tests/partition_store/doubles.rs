@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use ps_backend::partition::store::{Limits, PartitionStore, Payload};
 use ps_backend::reducers::apply;
 
-use crate::driver::reduces_all;
+use crate::driver::{conclude, reduces_all};
 
 const OPTIMIZERS: [Reducer; 7] = [
     Reducer::Sum,
@@ -188,7 +188,7 @@ proptest! {
                 None if ways[2 * t - 2] => prop_assert!(job.add(block, Payload::Wide(&first)).unwrap()),
                 None => prop_assert!(job.add(block, Payload::Plain(&first)).unwrap()),
             }
-            prop_assert!(store.conclude(&job).unwrap().is_none());
+            prop_assert!(conclude(&store, &job).unwrap().is_none());
             drop(job);
             let step = Step { reducer, hyper: hyper(), contributions: 2, t: t as u64, norm: None };
             let job = store.begin(base, reduces_all(&store, step, false), true).unwrap();
@@ -196,7 +196,7 @@ proptest! {
             let second = payload(10 * t + 2, wide);
             let second = if wide { Payload::Wide(&second) } else { Payload::Plain(&second) };
             prop_assert!(job.finish(block, Some(second)).unwrap());
-            store.conclude(&job).unwrap();
+            conclude(&store, &job).unwrap();
         }
         let newest = store.version(Version(3)).unwrap();
         let mut rest = newest.block(block);

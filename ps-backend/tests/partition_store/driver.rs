@@ -8,7 +8,8 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
-use ps_backend::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, Payload};
+use ps_backend::partition::store::{Limits, Merge, PartitionError, PartitionJob, PartitionStore, Payload};
+use ps_backend::state_copies::StateCopies;
 
 use crate::common;
 use crate::watching::Watcher;
@@ -110,6 +111,15 @@ impl Source {
     }
 }
 
+/// Concludes the job, after its version was made if that changes state in place.
+pub fn conclude(store: &PartitionStore, job: &Arc<PartitionJob>) -> Result<Option<Merge>, PartitionError> {
+    if job.is_in_place() {
+        let making = store.make(job)?;
+        (0..store.partition().layout().blocks()).try_for_each(|block| making.block(BlockId(block)))?;
+    }
+    store.conclude(job)
+}
+
 pub fn bytes_of(layout: &ModelLayout, block: BlockId) -> std::ops::Range<usize> {
     let range = layout.block_bytes(block);
     range.start as usize..range.end as usize
@@ -139,8 +149,18 @@ pub fn reduces_all(store: &PartitionStore, step: Step, fresh_state: bool) -> Wor
 
 impl Twin {
     pub fn new(partition: PartitionLayout, reducer: Reducer, hyper: Hyper, limits: Limits) -> Twin {
+        Twin::with_state(partition, reducer, hyper, limits, StateCopies::Double)
+    }
+
+    pub fn with_state(
+        partition: PartitionLayout,
+        reducer: Reducer,
+        hyper: Hyper,
+        limits: Limits,
+        copies: StateCopies,
+    ) -> Twin {
         let layout = Arc::clone(partition.layout());
-        let store = PartitionStore::new(partition, reducer, limits).unwrap();
+        let store = PartitionStore::with_state(partition, reducer, limits, copies).unwrap();
         let watcher = Watcher::of(&store);
         let weights = initial_weights(&layout);
         for block in (0..layout.blocks()).map(BlockId) {
@@ -199,7 +219,7 @@ impl Twin {
         for source in sources {
             source.blocks.iter().for_each(|&block| source.add(&job, &self.layout, block));
         }
-        let merge = self.store.conclude(&job).unwrap();
+        let merge = conclude(&self.store, &job).unwrap();
         drop(job);
         if let Some(merge) = merge {
             assert!(matches!(self.begin_add(), Err(PartitionError::Busy)));
@@ -217,7 +237,7 @@ impl Twin {
             self.finish_block(&job, block, sources);
         }
         assert_eq!(self.store.newest().unwrap().version(), self.version, "nothing is shown yet");
-        assert!(self.store.conclude(&job).unwrap().is_none());
+        assert!(conclude(&self.store, &job).unwrap().is_none());
         self.published(sources);
     }
 

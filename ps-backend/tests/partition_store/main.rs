@@ -6,6 +6,7 @@ mod clipping;
 mod common;
 mod doubles;
 mod driver;
+mod in_place;
 mod moving;
 mod partly;
 mod random;

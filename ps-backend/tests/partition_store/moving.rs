@@ -7,7 +7,7 @@ use libmodelio::wire::Kept;
 use ps_backend::partition::store::{Limits, PartitionError, PartitionStore};
 
 use crate::common;
-use crate::driver::{Source, Twin, Way, bytes_of, model, partition_of};
+use crate::driver::{Source, Twin, Way, bytes_of, conclude, model, partition_of};
 
 const KEPT: [Kept; 4] = [Kept::Weights, Kept::Masters, Kept::Slot(0), Kept::Slot(1)];
 
@@ -111,7 +111,7 @@ fn no_plan_begins_while_kept_state_is_read() {
     let before: Vec<Vec<u8>> =
         KEPT.iter().map(|&what| kept.bytes(BlockId(4), what).unwrap().to_vec()).collect();
     twin.blocks().for_each(|block| twin.finish_block(&job, block, &sources));
-    twin.store.conclude(&job).unwrap();
+    conclude(&twin.store, &job).unwrap();
     drop(job);
     twin.published(&sources);
     assert!(matches!(twin.begin_reduce(1), Err(PartitionError::Busy)));

@@ -15,7 +15,7 @@ use proptest::test_runner::TestCaseResult;
 use ps_backend::partition::store::{BlockInput, Limits, PartitionJob, PartitionStore, Payload};
 
 use crate::common;
-use crate::driver::{bytes_of, model, partition_of, reduces_all};
+use crate::driver::{bytes_of, conclude, model, partition_of, reduces_all};
 
 /// Which blocks, by bit; how much of a block is written, in words of four bytes, from where, and how often; all of it
 /// if nothing is said.
@@ -125,7 +125,7 @@ impl Bench {
             job.give_up();
             return None;
         }
-        drop(self.store.conclude(&job).unwrap());
+        drop(conclude(&self.store, &job).unwrap());
         Some(sent)
     }
 
@@ -138,7 +138,7 @@ impl Bench {
             let new = sent.iter().flatten().find(|sent| sent.block == block);
             assert!(job.finish(block, new.map(|sent| Payload::Plain(&sent.bytes))).unwrap());
         }
-        self.store.conclude(&job).unwrap();
+        conclude(&self.store, &job).unwrap();
         self.version = self.version.next();
         self.is_expected(&sent);
     }
@@ -166,7 +166,7 @@ impl Bench {
                 }
             }
         }
-        self.store.conclude(&job).unwrap();
+        conclude(&self.store, &job).unwrap();
         self.version = self.version.next();
         kept.iter().for_each(|sent| self.is_expected(sent));
         self.is_expected(&sent);
@@ -232,7 +232,7 @@ fn masters_stay(publishes: bool) {
             .unwrap()
             .is_none()
         );
-        store.conclude(&job).unwrap();
+        conclude(&store, &job).unwrap();
     };
     // bfloat16 has no 1 + 2^-10, nor 1 + 3 * 2^-10. It has 1 + 2^-7, which is what 8 of them make.
     (0..4).for_each(|base| make(base, Reducer::Sum, &small, None));
@@ -241,7 +241,7 @@ fn masters_stay(publishes: bool) {
         let job = store.begin(Version(4), Work::Assign { token: 0 }, true).unwrap();
         let values = encode(&layout, 0, |i| if is_new(i) { 5.0 } else { 1.0 });
         assert!(job.finish(BlockId(0), Some(Payload::Plain(&values))).unwrap());
-        store.conclude(&job).unwrap();
+        conclude(&store, &job).unwrap();
     } else {
         make(4, Reducer::Assign, &encode(&layout, 0, |_| 5.0), Some(&[8..16]));
     }

@@ -15,7 +15,7 @@ use libmodelio::wire::Work;
 use ps_backend::partition::store::{BlockInput, Limits, PartitionError, PartitionStore, Payload};
 
 use crate::common;
-use crate::driver::{Source, Twin, WAYS, Way, model, partition_of, reduces_all};
+use crate::driver::{Source, Twin, WAYS, Way, conclude, model, partition_of, reduces_all};
 
 fn twin(reducer: Reducer) -> Twin {
     Twin::new(partition_of(&model(), |_| true), reducer, Hyper::default(), Limits::default())
@@ -37,7 +37,7 @@ fn wide_sums_lose_nothing() {
     let one = (1.0f32 + 1.0 / 1024.0).to_le_bytes().repeat(BLOCK as usize / 2);
     assert!(job.add(BlockId(0), Payload::Wide(&one)).unwrap());
     assert!(job.finish(BlockId(0), Some(Payload::Wide(&one))).unwrap());
-    store.conclude(&job).unwrap();
+    conclude(&store, &job).unwrap();
     let newest = store.newest().unwrap();
     assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == 1.0 / 512.0));
 }
@@ -53,7 +53,7 @@ fn an_inf_in_a_checked_sum_is_nobodys_fault() {
     let infinite = encode(&model, 0, |_| f32::INFINITY);
     // One learner's would be refused; a sum of two counts.
     assert!(!job.finish(BlockId(0), Some(Payload::Plain(&infinite))).unwrap());
-    assert!(matches!(store.conclude(&job), Err(PartitionError::Unfinished(_))));
+    assert!(matches!(conclude(&store, &job), Err(PartitionError::Unfinished(_))));
     assert!(
         job.finish_all(
             BlockId(0),
@@ -62,7 +62,7 @@ fn an_inf_in_a_checked_sum_is_nobodys_fault() {
         .unwrap()
         .is_none()
     );
-    store.conclude(&job).unwrap();
+    conclude(&store, &job).unwrap();
     let newest = store.newest().unwrap();
     assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == f32::INFINITY));
 }
@@ -110,7 +110,7 @@ fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
         }
     }
     for (store, job) in [(&together, &one_pass), (&alone, &one_by_one)] {
-        store.conclude(job).unwrap();
+        conclude(store, job).unwrap();
     }
     let [together, alone] = [&together, &alone].map(|store| store.newest().unwrap());
     for block in (0..layout.blocks()).map(BlockId) {
@@ -204,7 +204,7 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
                 };
                 let job = store.begin(base, work, true).unwrap();
                 if job.finish(BlockId(0), Some(Payload::Plain(churn.bytes()))).unwrap() {
-                    store.conclude(&job).unwrap();
+                    conclude(&store, &job).unwrap();
                     let newest = store.newest().unwrap();
                     let values = common::decode(&model, newest.block(BlockId(0)));
                     assert!(
@@ -242,7 +242,7 @@ fn whatever_does_not_fit_is_refused_and_changes_nothing() {
         assert!(matches!(error, PartitionError::Length { .. }), "{error}");
     }
     assert!(!job.holds(BlockId(6)));
-    assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Unfinished(BlockId(0)))));
+    assert!(matches!(conclude(&twin.store, &job), Err(PartitionError::Unfinished(BlockId(0)))));
     drop(job);
     let base = Version(7);
     let error =
@@ -290,7 +290,7 @@ fn only_what_an_accumulator_holds_is_received_in_place() {
     let source = all(&twin, 1, Way::Plain);
     let payload = source.plain(&twin.layout, block);
     assert!(matches!(job.add(block, Payload::Plain(&payload)), Err(PartitionError::Claimed(_))));
-    assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Claimed(_))));
+    assert!(matches!(conclude(&twin.store, &job), Err(PartitionError::Claimed(_))));
     drop(target);
     assert!(job.add(block, Payload::Plain(&payload)).unwrap());
     assert!(job.destination(block, false).unwrap().is_none(), "not the first");
@@ -352,7 +352,7 @@ fn non_finite_values_may_be_accepted() {
         assert!(job.finish(block, None).unwrap());
     }
     assert!(job.finish(last, Some(Payload::Plain(&plain))).unwrap());
-    twin.store.conclude(&job).unwrap();
+    conclude(&twin.store, &job).unwrap();
     let newest = twin.store.newest().unwrap();
     assert!(newest.block(last).ends_with(&0x7c00u16.to_le_bytes()));
 }
@@ -369,7 +369,7 @@ fn an_overflowing_sum_is_nobodys_fault() {
     assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
     assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
     assert!(job.finish(BlockId(0), Some(Payload::Plain(&large))).unwrap());
-    store.conclude(&job).unwrap();
+    conclude(&store, &job).unwrap();
     let newest = store.newest().unwrap();
     assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|value| *value == f32::INFINITY));
 }
@@ -378,8 +378,8 @@ fn an_overflowing_sum_is_nobodys_fault() {
 fn a_job_is_concluded_once() {
     let mut twin = twin(Reducer::Sum);
     let job = twin.begin_add().unwrap();
-    assert!(twin.store.conclude(&job).unwrap().is_none());
-    assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Over)));
+    assert!(conclude(&twin.store, &job).unwrap().is_none());
+    assert!(matches!(conclude(&twin.store, &job), Err(PartitionError::Over)));
     assert!(matches!(job.finish(BlockId(0), None), Err(PartitionError::AddsOnly)));
     let payload = all(&twin, 1, Way::Plain).plain(&twin.layout, BlockId(0));
     assert!(matches!(job.add(BlockId(0), Payload::Plain(&payload)), Err(PartitionError::Complete(_))));
@@ -388,7 +388,7 @@ fn a_job_is_concluded_once() {
     twin.blocks().for_each(|block| assert!(job.finish(block, None).unwrap()));
     assert!(matches!(job.finish(BlockId(0), None), Err(PartitionError::Complete(_))));
     job.give_up();
-    assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Over)));
+    assert!(matches!(conclude(&twin.store, &job), Err(PartitionError::Over)));
     drop(job);
     twin.reduce(&[]);
     twin.check("given up once, concluded once");
@@ -517,7 +517,7 @@ fn sums_may_be_prefaulted_while_a_plan_runs() {
         scope.spawn(|| twin.store.prefault_sums(2).unwrap());
         twin.blocks().for_each(|block| twin.finish_block(&job, block, &sources));
     });
-    twin.store.conclude(&job).unwrap();
+    conclude(&twin.store, &job).unwrap();
     drop(job);
     twin.published(&sources);
     twin.check("prefaulted beside");
@@ -553,13 +553,13 @@ fn a_computed_block_that_somebody_reads_is_not_written_by_the_plans_after_it() {
     assert!(is_all(early.bytes(), 1.0));
     let second = job.early(BlockId(0)).expect("it is computed");
     adds(&job, 1, 2.0);
-    store.conclude(&job).unwrap();
+    conclude(&store, &job).unwrap();
     drop(job);
     // The version is over, and is read for longer than it lasts.
     for version in 1..4 {
         let job = begin(version);
         [0, 1].into_iter().for_each(|block| adds(&job, block, 1.0));
-        store.conclude(&job).unwrap();
+        conclude(&store, &job).unwrap();
         assert!(is_all(early.bytes(), 1.0) && is_all(second.bytes(), 2.0), "at version {version}");
     }
     drop((early, second));

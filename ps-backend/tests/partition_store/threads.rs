@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use ps_backend::partition::store::{Limits, PartitionError, PartitionStore};
 
-use crate::driver::{Source, Twin, WAYS, model, partition_of};
+use crate::driver::{Source, Twin, WAYS, conclude, model, partition_of};
 
 /// What `begin` gives once the last job is gone, which other threads may hold a little longer.
 fn soon<T>(mut begin: impl FnMut() -> Result<T, PartitionError>) -> T {
@@ -46,7 +46,7 @@ fn threads_finish_different_blocks() {
                     all.iter().for_each(|&block| _ = newest.checksum(block));
                 });
             });
-            assert!(twin.store.conclude(&job).unwrap().is_none());
+            assert!(conclude(&twin.store, &job).unwrap().is_none());
             drop(job);
             twin.published(&sources);
             twin.check(&format!("{reducer}, round {round}"));

@@ -19,7 +19,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, ModelRecord, RegistryRequest, ShardRecord};
 use ps_backend::moving::{MovePlan, Order, PutError};
 
-use crate::shard::Shard;
+use crate::shard::{InPlace, Shard};
 use crate::state::Block;
 use crate::world::{Body, Event, Node, Now, World};
 use mover::{Mover, Woken};
@@ -210,7 +210,9 @@ impl World {
         let course = self.courses.len();
         let mut partitions = Vec::new();
         for shard in map.shares().into_keys() {
-            let mut shard = Shard::new(map.blocks_of(shard).collect(), Version(0), &[], self.settings.keep);
+            let in_place = InPlace::of(self.seed + self.shards.len() as u64);
+            let mine = map.blocks_of(shard).collect();
+            let mut shard = Shard::new(mine, Version(0), &[], self.settings.keep, in_place);
             (shard.course, shard.life) = (course, Life::Coming);
             let partition = self.shards.len();
             partitions.push(partition);
@@ -235,7 +237,9 @@ impl World {
         let Course { map, partitions, local, .. } = &self.courses[course];
         let at = map.shares().into_keys().position(|owner| owner == shard).expect("an owner");
         let (partition, is_local) = (partitions[at], *local == Some(at));
-        let mut begun = Shard::new(map.blocks_of(shard).collect(), version, whole, self.settings.keep);
+        let in_place = InPlace::of(self.seed + partition as u64);
+        let mine = map.blocks_of(shard).collect();
+        let mut begun = Shard::new(mine, version, whole, self.settings.keep, in_place);
         (begun.course, begun.life) = (course, Life::Live);
         if is_local {
             begun.process = Some(coordinator);

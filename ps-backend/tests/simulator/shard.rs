@@ -47,11 +47,39 @@ pub struct Reservation {
 pub enum ShardEvent {
     Begun(PlanId),
     Computed(PlanId, FixedBitSet),
+    Made(PlanId, FixedBitSet),
     Came(u64),
     /// A client has copied the version that was pinned for it under this number.
     Copied(u64),
     /// A client has been silent for long, if it hangs still and its connection is this one.
     Silent(usize, u64),
+}
+
+/// What a version changes in place, once it counts.
+#[derive(Clone, Copy, Debug)]
+pub enum InPlace {
+    /// There are two copies of everything.
+    Nothing,
+    /// The optimizer's slots.
+    Slots,
+    /// Masters, too.
+    Masters,
+}
+
+impl InPlace {
+    /// One of them.
+    pub fn of(number: u64) -> InPlace {
+        [InPlace::Nothing, InPlace::Slots, InPlace::Masters][(number % 3) as usize]
+    }
+
+    fn changed_by(self, work: &Work) -> bool {
+        match (self, work) {
+            (InPlace::Nothing, _) | (_, Work::Add { .. } | Work::Measure { .. }) => false,
+            (InPlace::Slots, Work::Reduce { step, .. }) => step.reducer.state_slots() > 0,
+            (InPlace::Slots, Work::Assign { .. }) => false,
+            (InPlace::Masters, Work::Reduce { .. } | Work::Assign { .. }) => true,
+        }
+    }
 }
 
 pub struct Shard {
@@ -69,6 +97,8 @@ pub struct Shard {
     /// The newest one with its optimizer state.
     front: Vec<Block>,
     keep: usize,
+    /// What it changes in place.
+    in_place: InPlace,
     /// Sums are values, the last of which counts.
     pub values: bool,
     /// What concluded plans have added up, and what the running one has.
@@ -94,7 +124,13 @@ pub struct Shard {
 
 impl Shard {
     /// With its blocks of the whole of a version.
-    pub fn new(mine: Vec<BlockId>, version: Version, whole: &[Block], keep: usize) -> Shard {
+    pub fn new(
+        mine: Vec<BlockId>,
+        version: Version,
+        whole: &[Block],
+        keep: usize,
+        in_place: InPlace,
+    ) -> Shard {
         let front: Vec<Block> =
             mine.iter().map(|block| whole.get(block.index()).cloned().unwrap_or_default()).collect();
         Shard {
@@ -106,6 +142,7 @@ impl Shard {
             memory: Memory::new(version, weights(&front), keep - 1),
             front,
             keep,
+            in_place,
             values: false,
             sealed: vec![None; mine.len()],
             open: vec![None; mine.len()],
@@ -140,7 +177,7 @@ impl Shard {
 
     /// Its process has ended: nothing of it is left.
     pub fn lose(&mut self) {
-        let blank = Shard::new(self.mine.clone(), Version(0), &[], self.keep);
+        let blank = Shard::new(self.mine.clone(), Version(0), &[], self.keep, self.in_place);
         *self = Shard { course: self.course, life: Life::Lost, ..blank };
     }
 
@@ -256,7 +293,7 @@ fn step(plan: &Plan) -> Option<(Reducer, bool, TensorSteps)> {
 }
 
 /// The plan as the core wants it.
-fn local(plan: &Plan, mine: &[BlockId]) -> core::Plan {
+fn local(plan: &Plan, mine: &[BlockId], in_place: InPlace) -> core::Plan {
     let source = |source: &libmodelio::wire::PlanSource| core::Source {
         client: source.client,
         blocks: core::local_blocks(&source.blocks, mine),
@@ -269,6 +306,7 @@ fn local(plan: &Plan, mine: &[BlockId]) -> core::Plan {
         base: plan.base,
         sources: plan.sources.iter().map(source).collect(),
         ordered: plan.ordered,
+        in_place: in_place.changed_by(&plan.work),
     }
 }
 
@@ -305,6 +343,10 @@ impl World {
                 Action::Compute(plan, blocks) => {
                     let after = self.some_time(3000);
                     self.after(after, Event::Shard(partition, ShardEvent::Computed(plan, blocks)));
+                }
+                Action::Make(plan, blocks) => {
+                    let after = self.some_time(3000);
+                    self.after(after, Event::Shard(partition, ShardEvent::Made(plan, blocks)));
                 }
                 Action::Sealed(_) => self.ask_again(partition),
                 Action::Gather(plan, blocks) => {
@@ -415,6 +457,23 @@ impl World {
                             false => shard.finish(block, shard.compute(block, true, None)),
                         }
                     }
+                }
+                self.on_shard(partition, |core, actions| core.computed(plan, actions));
+            }
+            ShardEvent::Made(plan, blocks) => {
+                let shard = &mut self.shards[partition];
+                assert!(
+                    shard.core.wants(plan),
+                    "partition {partition}: plan {plan} counts, and was given up"
+                );
+                for block in blocks.ones() {
+                    if shard.step.is_some() {
+                        assert!(shard.back[block].is_none(), "block {block} is made twice");
+                        shard.finish(block, shard.compute(block, true, None));
+                    }
+                    let made = shard.back[block].as_ref().expect("a computed block");
+                    // What was there before is gone.
+                    shard.front[block].state = made.state;
                 }
                 self.on_shard(partition, |core, actions| core.computed(plan, actions));
             }
@@ -619,7 +678,8 @@ impl World {
         let result = match message {
             Message::Start(plan) => {
                 let insists = now >= shard.coordinated_since + INSISTS;
-                let result = shard.core.start(local(&plan, &shard.mine), insists, &mut actions);
+                let result =
+                    shard.core.start(local(&plan, &shard.mine, shard.in_place), insists, &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
                     shard.starting = Some(*plan);
                 } else if actions.iter().any(|action| matches!(action, Action::Sealed(_))) {

@@ -156,6 +156,7 @@ pub struct World {
     timers: BTreeMap<Node, (u64, Now)>,
     pub printing: bool,
     pub events: u64,
+    pub seed: u64,
 }
 
 impl World {
@@ -212,6 +213,7 @@ impl World {
             timers: BTreeMap::new(),
             printing,
             events: 0,
+            seed,
             settings,
             rng,
         };

@@ -65,6 +65,7 @@ fn defaults() {
             registry: None,
             metrics: None,
             threads: 2,
+            state: StateCopies::Single,
             io: Choice::Auto,
             rdma: RdmaUse::Auto,
             rdma_port: None,

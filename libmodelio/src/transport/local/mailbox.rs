@@ -46,7 +46,8 @@ pub enum Mail {
     Message(u64, Message),
     /// The partition tells the coordinator whether the next version has a buffer.
     Buffer(bool),
-    /// The partition tells the client that a block which had to wait may be offered again.
+    /// The partition tells the client that a block which had to wait may be offered again, or that a version which it
+    /// has asked for may be there.
     Retry,
     /// The coordinator hands blocks to the partition that came with a commit, or the partition hands them back.
     Granted(Granted),

@@ -85,7 +85,8 @@ pub trait Shard: Send + Sync {
     /// A version.
     ///
     /// # Errors
-    /// The newest one, if this one is gone.
+    /// The newest one, if this one is gone. An older one, if this one is still being made: then [`super::Mail::Retry`]
+    /// says when to ask again.
     fn version(&self, version: Version) -> Result<HeldVersion, Version>;
 
     /// Runs work on many blocks on another thread.

@@ -92,7 +92,7 @@ impl PartitionCore {
         match running.stage {
             Stage::Beginning => Ahead::Wait,
             _ if running.plan.kind() == Kind::Add => Ahead::Wait,
-            Stage::Gathering | Stage::Ready => {
+            Stage::Gathering | Stage::Ready | Stage::Making => {
                 let computed = |block: &usize| !running.busy.contains(*block);
                 let next = running.last.difference(has).find(computed);
                 next.map_or(Ahead::Wait, |block| Ahead::Computed(block as u32))

@@ -53,7 +53,7 @@ impl Bench {
             }
             Kind::Assign => Work::Assign { token: 0 },
         };
-        Plan { id, work, base: Version(4), sources, ordered: false }
+        Plan { id, work, base: Version(4), sources, ordered: false, in_place: false }
     }
 
     /// The actions that `f` causes.
@@ -752,4 +752,100 @@ fn a_plan_that_another_process_has_replaced_is_not_computed_a_second_time() {
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
     bench.begin(Bench::plan(TWO, Kind::Reduce, vec![source(A, [0, 1, 2])]));
+}
+
+/// A plan whose version changes state in place.
+fn in_place(kind: Kind, sources: Vec<Source>) -> Plan {
+    Plan { in_place: true, ..Bench::plan(ONE, kind, sources) }
+}
+
+#[test]
+fn a_version_that_changes_state_in_place_is_made_once_it_counts() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.begin(in_place(Kind::Reduce, vec![source(A, [0]), source(B, [0, 1])])), []);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
+    bench.completes(A, ONE, 0);
+    assert_eq!(bench.core.reserve(B, ONE, 0, SENT), ADD, "the last payload is added, too");
+    bench.completes(B, ONE, 0);
+    assert_eq!(bench.core.ahead(ONE, &blocks([])), Ahead::Wait, "nothing is computed before it counts");
+    assert_eq!(bench.core.reserve(B, ONE, 1, SENT), STORE);
+    assert_eq!(bench.completes(B, ONE, 1), [Action::Ready(ONE)]);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Make(ONE, blocks([0, 1, 2]))]);
+    assert_eq!(bench.core.version(), Version(4), "it is not there yet");
+    let again = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(again, [], "a repeated order is answered when it is made");
+    assert_eq!(bench.core.reserve(B, ONE, 1, SENT), Placement::Duplicate);
+    let made = bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(made, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(5));
+    let late = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(late, [Action::Done(ONE)]);
+}
+
+#[test]
+fn nothing_stops_a_version_that_is_being_made_in_place() {
+    let mut bench = Bench::new();
+    bench.begin(in_place(Kind::Reduce, Vec::new()));
+    let made = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(made, [Action::Make(ONE, blocks([0, 1, 2]))]);
+    assert_eq!(bench.refused(|core, actions| core.drop_plan(ONE, actions)), order(ONE, ONE));
+    // Another process takes the coordinator's place.
+    bench.core.coordinated_anew(PlanId(0));
+    let other = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    assert_eq!(bench.acts(|core, actions| core.start(other, true, actions).unwrap()), []);
+    assert_eq!(bench.refused(|core, actions| core.drop_plan(ONE, actions)), order(ONE, ONE));
+    assert!(bench.core.wants(ONE));
+    let done = bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(done, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(5));
+}
+
+#[test]
+fn a_plan_that_would_change_state_in_place_is_dropped_like_others_before_it_counts() {
+    let mut bench = Bench::new();
+    bench.begin(in_place(Kind::Reduce, vec![source(A, [0])]));
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);
+    assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
+    let dropped = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    assert_eq!(dropped, [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(4));
+}
+
+#[test]
+fn readers_get_the_first_blocks_of_a_version_while_the_others_are_made() {
+    let count = MADE_AT_ONCE + 2;
+    let all = |of: std::ops::Range<usize>| {
+        let mut set = FixedBitSet::with_capacity(count);
+        set.insert_range(of);
+        set
+    };
+    let mut bench = Bench { core: PartitionCore::new(count as u32, Version(4)) };
+    bench.begin(in_place(Kind::Reduce, Vec::new()));
+    let first = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(first, [Action::Make(ONE, all(0..MADE_AT_ONCE))]);
+    assert_eq!(bench.core.ahead(ONE, &all(0..0)), Ahead::Wait);
+    let rest = bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(rest, [Action::Make(ONE, all(MADE_AT_ONCE..count))]);
+    assert_eq!(bench.core.ahead(ONE, &all(0..0)), Ahead::Computed(0));
+    assert_eq!(bench.core.ahead(ONE, &all(0..MADE_AT_ONCE)), Ahead::Wait);
+    let done = bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(done, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(bench.core.ahead(ONE, &all(0..1)), Ahead::Made(Version(5)));
+}
+
+#[test]
+fn new_weights_whose_masters_change_in_place_are_there_before_they_count() {
+    let mut bench = Bench::new();
+    let rest = bench.begin(in_place(Kind::Assign, vec![source(A, [0])]));
+    assert_eq!(rest, [Action::Compute(ONE, blocks([1, 2]))]);
+    assert_eq!(bench.core.reserve(A, ONE, 0, SENT), ALONE);
+    bench.completes(A, ONE, 0);
+    assert_eq!(bench.core.ahead(ONE, &blocks([])), Ahead::Computed(0));
+    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Make(ONE, blocks([0, 1, 2]))]);
+    assert_eq!(bench.core.ahead(ONE, &blocks([0])), Ahead::Computed(1), "readers go on");
+    let made = bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(made, [Action::Conclude(ONE, Kind::Assign), Action::Done(ONE)]);
 }

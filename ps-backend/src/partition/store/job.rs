@@ -29,6 +29,8 @@ const HELD: u8 = 2;
 const FINISHED: u8 = 4;
 /// The plan is concluded.
 const SEALED: u8 = 8;
+/// The state of the block is that of the next version.
+const MADE: u8 = 16;
 
 /// The work of one plan. Many threads use it at once, but each block belongs to one thread at a time. A second one is
 /// refused.
@@ -43,6 +45,8 @@ pub struct PartitionJob {
     /// The measurement of the sums, if the plan measures.
     measure: Option<Measure>,
     check: bool,
+    /// Whether the version changes state in place, by [`Self::make`].
+    in_place: bool,
     blocks: Box<[AtomicU8]>,
     over: AtomicBool,
     /// This is the last field: when it is dropped, nothing else is in use any more.
@@ -112,7 +116,7 @@ impl PartitionJob {
         work: Work,
         builder: Option<VersionBuilder>,
         measure: Option<Measure>,
-        check: bool,
+        (check, in_place): (bool, bool),
     ) -> PartitionJob {
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
         PartitionJob {
@@ -123,6 +127,7 @@ impl PartitionJob {
             builder,
             measure,
             check,
+            in_place,
             blocks,
             over: AtomicBool::new(false),
             alive: Arc::new(Alive),
@@ -196,10 +201,18 @@ impl PartitionJob {
         payload: Payload<'_>,
         written: Option<&[Range<u32>]>,
     ) -> Result<bool, PartitionError> {
+        let finite = self.add_one(block, BlockInput { payload, written, check: true })?;
+        Ok(finite || !self.check)
+    }
+
+    /// Adds a payload to the open sum of `block`. Returns whether all of it is finite. If it is not, and that matters, the
+    /// sum is void.
+    fn add_one(&self, block: BlockId, input: BlockInput<'_>) -> Result<bool, PartitionError> {
         let combine = self.work.combine().ok_or(PartitionError::AssignsOnly)?;
+        let BlockInput { payload, written, check } = input;
         check_payload(&self.layout, block, payload)?;
         let claim = self.claim(block)?;
-        let open = self.sums.open(block);
+        let open = self.open(block);
         // SAFETY: the block is claimed, and the payload's length was checked.
         let finite = unsafe {
             match (combine, payload, written) {
@@ -209,13 +222,16 @@ impl PartitionJob {
                 _ => open.accumulate(&self.layout, block, payload, !claim.holds(), combine),
             }
         };
-        self.sums.holds_too(block, claim.holds(), written);
-        claim.set(HELD);
-        Ok(finite || !self.check)
+        if finite || !self.check || !check {
+            self.sums.holds_too(block, claim.holds(), written);
+            claim.set(HELD);
+        }
+        Ok(finite)
     }
 
     /// Adds several payloads to the open sum of `block`, in their order and in one pass. Returns the index of a
-    /// payload that is not finite, if that matters. Then the sum is void.
+    /// payload that is not finite, if that matters. Then the sum is void, and with it the plan if it held something
+    /// before.
     ///
     /// # Errors
     /// The errors of [`Self::add`].
@@ -226,7 +242,7 @@ impl PartitionJob {
     ) -> Result<Option<usize>, PartitionError> {
         if self.replaces() || inputs.len() < 2 {
             for (index, input) in inputs.iter().enumerate() {
-                if !self.add_written(block, input.payload, input.written)? && input.check {
+                if !self.add_one(block, *input)? && self.check && input.check {
                     return Ok(Some(index));
                 }
             }
@@ -240,10 +256,16 @@ impl PartitionJob {
         let payloads: SmallVec<[_; INLINE]> =
             inputs.iter().map(|input| (input.payload, input.check && self.check)).collect();
         // SAFETY: the block is claimed, and the payloads' lengths were checked.
-        let bad =
-            unsafe { self.sums.open(block).accumulate_all(&self.layout, block, &payloads, !claim.holds()) };
-        claim.set(HELD);
+        let bad = unsafe { self.open(block).accumulate_all(&self.layout, block, &payloads, !claim.holds()) };
+        if bad.is_none() {
+            claim.set(HELD);
+        }
         Ok(bad)
+    }
+
+    /// The open sum of `block`, which is about to be written.
+    fn open(&self, block: BlockId) -> &Accumulator {
+        self.builder.as_ref().and_then(|builder| builder.sum(block)).unwrap_or_else(|| self.sums.open(block))
     }
 
     /// Computes `block` of the next version from the sealed sum, the open sum and the `last` payload, as far as they
@@ -275,6 +297,14 @@ impl PartitionJob {
             }
             return Ok(bad);
         }
+        if self.sums_first() {
+            return if inputs.is_empty() { Ok(None) } else { self.add_all(block, inputs) };
+        }
+        self.compute(block, inputs)
+    }
+
+    /// Computes a block of the next version.
+    fn compute(&self, block: BlockId, inputs: &[BlockInput<'_>]) -> Result<Option<usize>, PartitionError> {
         let builder = self.builder().ok_or(PartitionError::AddsOnly)?;
         for input in inputs {
             check_payload(&self.layout, block, input.payload)?;
@@ -290,7 +320,7 @@ impl PartitionJob {
         };
         let claim = self.claim(block)?;
         let sealed = self.sums.sealed(block).filter(|_| sums_count);
-        let open = claim.holds().then(|| self.sums.open(block));
+        let open = claim.holds().then(|| self.open(block));
         let sums: SmallVec<[Term<'_>; 2]> = sealed.into_iter().chain(open).map(Term::Sum).collect();
         let of_sealed = sealed.and_then(|_| self.sums.sealed_written(block));
         let of_open = open.and_then(|_| self.sums.open_written(block));
@@ -329,12 +359,45 @@ impl PartitionJob {
             }
             builder.approve(block);
         }
-        if !sums_count && !inputs.is_empty() {
+        if !sums_count && !inputs.is_empty() && !self.in_place {
             // SAFETY: as above.
             unsafe { builder.keep_masters(block) };
         }
         claim.set(FINISHED);
         Ok(None)
+    }
+
+    /// Whether contributions are added up until the version counts, and its blocks are computed then.
+    fn sums_first(&self) -> bool {
+        self.in_place && matches!(self.work, Work::Reduce { .. })
+    }
+
+    /// Whether the version changes state in place. Its blocks are complete only when [`super::Making`] has made them.
+    pub fn is_in_place(&self) -> bool {
+        self.in_place
+    }
+
+    /// The version counts: computes `block` and its state, which cannot be undone.
+    ///
+    /// # Errors
+    /// The errors of [`Self::finish`].
+    pub(super) fn make(&self, block: BlockId) -> Result<(), PartitionError> {
+        if self.sums_first() {
+            self.compute(block, &[])?;
+        }
+        let blocks = self.layout.blocks();
+        let mark = self.blocks.get(block.index()).ok_or(PartitionError::NoBlock { block, blocks })?;
+        let computed = |mark| (mark & (CLAIMED | FINISHED | MADE) == FINISHED).then_some(mark | CLAIMED);
+        if mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, computed).is_err() {
+            return Err(PartitionError::Unfinished(block));
+        }
+        let claim = Claim(mark);
+        if let Some(builder) = self.builder().filter(|_| !self.sums_first()) {
+            // SAFETY: the block is claimed.
+            unsafe { builder.keep_masters(block) };
+        }
+        claim.set(MADE);
+        Ok(())
     }
 
     /// Adds the squares of a block's sum to those of the others. Nothing is added to the block any more.
@@ -396,9 +459,10 @@ impl PartitionJob {
     /// [`PartitionError::Unfinished`] names a block that is not computed.
     pub(super) fn check_finished(&self) -> Result<(), PartitionError> {
         // The computing thread has released the mark, and this acquires it. A computed block is never claimed again.
+        let wanted = if self.in_place { FINISHED | MADE } else { FINISHED };
         let open = self.blocks.iter().position(|mark| {
             let mark = mark.load(Ordering::Acquire);
-            mark & FINISHED == 0 || mark & CLAIMED != 0
+            mark & (wanted | CLAIMED) != wanted
         });
         open.map_or(Ok(()), |block| Err(PartitionError::Unfinished(BlockId(block as u32))))
     }
@@ -463,7 +527,7 @@ impl Target {
     /// The memory for the payload. Its first contents have no meaning.
     pub fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the block is claimed until `self` is dropped, and the slice does not outlive that.
-        unsafe { self.job.sums.open(self.block).room(&self.job.layout, self.block) }
+        unsafe { self.job.open(self.block).room(&self.job.layout, self.block) }
     }
 
     /// The job of the block.

@@ -1,20 +1,23 @@
 //! The data of this partition for another shard, and the data that a new partition is made of.
 //!
 //! This module holds `unsafe`; the module above explains why it is sound. The data belongs to the newest version. A
-//! running plan does not write it. The next plan would, so [`PartitionStore::begin`] refuses it while the data is being
-//! read.
+//! running plan does not write it, unless there is one copy of the state: then [`PartitionStore::make`] waits while the
+//! data is being read. The next plan would, too, so [`PartitionStore::begin`] refuses it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Kept;
+use parking_lot::MutexGuard;
 
-use super::{COMING, PartitionError, PartitionStore, Shared, THERE, mark_of};
+use super::{COMING, Inner, PartitionError, PartitionStore, Shared, THERE, mark_of};
 use crate::region_store::Keeping;
 
-/// The newest version with its masters and optimizer state. No plan begins while this lives.
+/// The newest version with its masters and optimizer state. While this lives, no plan begins, and no state is changed in
+/// place.
 #[derive(Debug)]
 pub struct KeptState {
     shared: Arc<Shared>,
@@ -49,15 +52,46 @@ impl Drop for KeptState {
     }
 }
 
+/// The longest wait for a version that is being made in place.
+const MADE_WITHIN: Duration = Duration::from_secs(30);
+/// The pause before the next look.
+const PAUSE: Duration = Duration::from_millis(1);
+
 impl PartitionStore {
-    /// A handle on the data of the newest version.
+    /// A handle on the data of the newest version. If state is being changed in place, it waits for that.
     ///
     /// # Errors
-    /// [`PartitionError::Loading`].
+    /// [`PartitionError::Loading`]; [`PartitionError::Busy`] if that takes too long.
     pub fn keep(&self) -> Result<KeptState, PartitionError> {
-        let mut inner = self.shared.inner.lock();
+        self.keep_instead_of(None)
+    }
+
+    /// Like [`Self::keep`], and drops another handle. No plan begins in between.
+    ///
+    /// # Errors
+    /// The errors of [`Self::keep`].
+    pub fn keep_instead_of(&self, before: Option<KeptState>) -> Result<KeptState, PartitionError> {
+        self.shared.inner.lock().coming_readers += 1;
+        drop(before);
+        let deadline = Instant::now() + MADE_WITHIN;
+        loop {
+            let mut inner = self.shared.inner.lock();
+            let waits = inner.making && Instant::now() < deadline;
+            if !waits {
+                inner.coming_readers -= 1;
+                return self.keep_now(inner);
+            }
+            drop(inner);
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn keep_now(&self, mut inner: MutexGuard<'_, Inner>) -> Result<KeptState, PartitionError> {
         if inner.loading.is_some() {
             return Err(PartitionError::Loading);
+        }
+        if inner.making {
+            return Err(PartitionError::Busy);
         }
         let version = inner.store.versions().next_back().ok_or(PartitionError::Loading)?;
         let keeping = inner.store.keeping().ok_or(PartitionError::Loading)?;

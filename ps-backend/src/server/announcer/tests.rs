@@ -17,6 +17,7 @@ fn the_status_of_a_shard_and_its_announcer_do_not_wait_for_each_other() {
         registry: None,
         holds_blocks: true,
         threads: 1,
+        state: Default::default(),
         io: Choice::Poll,
         rdma: RdmaUse::Off,
         rdma_port: None,

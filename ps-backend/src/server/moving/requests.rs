@@ -76,7 +76,7 @@ impl Shared {
             let blocks: Vec<BlockId> = map.blocks_of(me).collect();
             let before = self.partition_in_force(&moved.record.name, generation, in_force)?;
             let record = moved.record.clone();
-            let make = || Partition::new(&record, me, &self.executor).map_err(Refusal::other);
+            let make = || Partition::new(&record, me, &self.executor, self.state).map_err(Refusal::other);
             IncomingPartition::new((attempt, off), moved, before, (&blocks, make))
         })
     }

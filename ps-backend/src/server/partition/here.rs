@@ -14,7 +14,7 @@ use crate::partition::store::{BlockInput, Limits, Payload, PinnedVersion};
 /// The partition's state for a client in this process.
 #[derive(Debug)]
 pub(super) struct Here {
-    /// Whether a block of the client's had to wait.
+    /// Whether a block of the client's had to wait, or a version that it wants is still being made.
     pub(super) waits: bool,
     /// Whether the coordinator knows that the next version has a buffer, or will know with the next answer.
     pub(super) has_buffer: bool,
@@ -49,11 +49,19 @@ impl Partition {
         })
     }
 
-    /// A version for the client in this process. If it is gone, the newest one's number.
+    /// A version for the client in this process. If it is gone, the newest one's number. If it is still being made, an
+    /// older number, and the client is told to ask again.
     pub(in crate::server) fn version_here(&self, version: Version) -> Result<PinnedVersion, Version> {
-        self.store
-            .version(version)
-            .ok_or_else(|| self.store.newest().map_or(version, |newest| newest.version()))
+        if let Some(pinned) = self.store.version(version) {
+            return Ok(pinned);
+        }
+        // A version is published under this lock.
+        let mut state = self.state.lock();
+        self.store.version(version).ok_or_else(|| {
+            let newest = state.core.version();
+            state.here.waits |= newest < version;
+            newest
+        })
     }
 
     /// Sets the most version buffers. The client in this process holds the versions that are retained.
@@ -86,7 +94,7 @@ impl super::State {
         ready
     }
 
-    /// A block that had to wait may be offered again.
+    /// A block that had to wait may be offered again, and a version may be there.
     pub(super) fn wake_here(&mut self) {
         if std::mem::take(&mut self.here.waits)
             && let Some(mailbox) = self.mailbox()

@@ -7,7 +7,6 @@ use libmodelio::vocabulary::ids::{BlockId, Epoch, Version};
 use libmodelio::wire::{Kept, ModelRecord, Refusal};
 
 use super::Partition;
-use crate::partition::core::PartitionCore;
 use crate::server::redirect::Redirect;
 
 impl Partition {
@@ -22,7 +21,7 @@ impl Partition {
 
     /// Plans go on from this version.
     pub(in crate::server) fn begin_at(&self, version: Version) {
-        self.state.lock().core = PartitionCore::new(self.layout().blocks(), version);
+        self.state.lock().core = self.core_at(version);
     }
 
     /// The data of one kind of a block in the newest version, which must be `wanted`, under the block map of `epoch`.

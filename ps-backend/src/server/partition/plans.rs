@@ -10,11 +10,12 @@ use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{self, Message, Refusal, Work};
+use parking_lot::Mutex;
 
 use super::{Partition, State, ToCoordinator};
 use crate::partition::core::{self, Action, Plan, Source, local_blocks};
 use crate::partition::executor::{Batch, Done, Pass};
-use crate::partition::store::PartitionError;
+use crate::partition::store::{Making, PartitionError, PartitionJob};
 
 /// The pause before a plan that cannot begin yet is tried again: readers hold old versions, or work on the plan before
 /// it is not over.
@@ -110,7 +111,8 @@ impl Partition {
         let sources: Vec<Source> = plan.sources.iter().map(source).collect();
         let check = sources.iter().any(|source| source.check);
         let (id, base) = (plan.plan, plan.base);
-        let started = Plan { id, work: plan.work, base, sources, ordered: plan.ordered };
+        let in_place = self.store.changes_in_place(&plan.work);
+        let started = Plan { id, work: plan.work, base, sources, ordered: plan.ordered, in_place };
         let before = actions.len();
         let insists = state.coordinated_since.elapsed() >= INSISTS;
         state.core.start(started, insists, actions)?;
@@ -145,7 +147,7 @@ impl Partition {
     ) {
         let mut batches = Vec::new();
         let mut jobs: Vec<Box<dyn FnOnce() + Send>> = Vec::new();
-        let mut begins = None;
+        let (mut begins, mut made) = (None, None);
         for action in actions {
             match action {
                 // If the memory is there, the plan begins before any client is told to send.
@@ -175,6 +177,10 @@ impl Partition {
                         _ => jobs.push(Box::new(|| done(Ok(())))),
                     }
                 }
+                Action::Make(plan, blocks) => {
+                    let job = state.job.as_ref().filter(|(of, _)| *of == plan);
+                    made = job.map(|(_, job)| (plan, Arc::clone(job), listed(&blocks)));
+                }
                 // Its job knows since the start was taken.
                 Action::Sealed(_) => {}
                 Action::Ready(plan) => {
@@ -183,8 +189,9 @@ impl Partition {
                         Some(squares) => Message::Measured { plan, squares },
                         None => Message::Ready { plan },
                     };
-                    if let Some((_, since)) = state.sealed.take_if(|(of, _)| *of == plan) {
-                        self.reduce.took(since.elapsed());
+                    // In place, the blocks are still to be computed.
+                    if job.is_none_or(|(_, job)| !job.is_in_place()) {
+                        self.is_computed(&mut state, plan);
                     }
                     state.send(self.epoch, 0, ready);
                 }
@@ -196,6 +203,7 @@ impl Partition {
                 Action::Done(plan) => state.send(self.epoch, plan.0, Message::Done),
                 Action::Conclude(plan, kind) => {
                     state.kept.clear();
+                    self.is_computed(&mut state, plan);
                     if let Err(error) = self.conclude(&mut state, plan, &mut batches) {
                         tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
@@ -222,6 +230,9 @@ impl Partition {
         drop(state);
         if let Some(plan) = begins {
             self.begin(plan);
+        }
+        if let Some((plan, job, blocks)) = made {
+            self.make(plan, job, blocks);
         }
         batches.into_iter().for_each(|batch| self.executor.execute(batch));
         jobs.into_iter().for_each(|job| self.executor.spawn(job));
@@ -351,6 +362,58 @@ impl Partition {
             batches.push(Batch { plan, pass: Pass::Merge(merge), done: Box::new(drop) });
         }
         Ok(())
+    }
+
+    /// All blocks of the plan are computed here.
+    fn is_computed(&self, state: &mut State, plan: PlanId) {
+        if let Some((_, since)) = state.sealed.take_if(|(of, _)| *of == plan) {
+            self.reduce.took(since.elapsed());
+        }
+    }
+
+    /// Makes blocks of a version that counts. While somebody reads the state that they change, a thread waits.
+    fn make(self: &Arc<Partition>, plan: PlanId, job: Arc<PartitionJob>, blocks: Vec<BlockId>) {
+        match self.store.make(&job) {
+            Ok(making) => return self.make_with(plan, making, blocks),
+            Err(error) if error.is_transient() => {}
+            Err(error) => return self.computed(plan, Err((BlockId(0), error))),
+        }
+        let partition = Arc::clone(self);
+        let waits = move || {
+            loop {
+                std::thread::sleep(BEGIN_PAUSE);
+                match partition.store.make(&job) {
+                    Ok(making) => return partition.make_with(plan, making, blocks),
+                    Err(error) if error.is_transient() => {}
+                    Err(error) => return partition.computed(plan, Err((BlockId(0), error))),
+                }
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("make".into()).spawn(waits) {
+            self.computed(plan, Err((BlockId(0), error.into())));
+        }
+    }
+
+    /// Makes blocks on the executor's threads, a single one in this thread. A client in this process gets the message of
+    /// the new version only after this: it shows the version at once.
+    fn make_with(self: &Arc<Partition>, plan: PlanId, making: Making, blocks: Vec<BlockId>) {
+        let make = |block: BlockId| making.block(block).map_err(|error| (block, error));
+        if self.has_client_here || blocks.len() == 1 {
+            let outcome = Mutex::new(Ok(()));
+            let made = |at: usize| {
+                if let Err(error) = make(blocks[at]) {
+                    *outcome.lock() = Err(error);
+                }
+            };
+            match blocks.len() {
+                1 => made(0),
+                count => self.executor.for_each(count, &made),
+            }
+            return self.computed(plan, outcome.into_inner());
+        }
+        let partition = Arc::clone(self);
+        let done: Done = Box::new(move |outcome| partition.computed(plan, outcome));
+        self.executor.execute(Batch { plan, pass: Pass::Make(making, blocks), done });
     }
 
     /// Takes a buffer with its pages if readers hold all that the next version could have.

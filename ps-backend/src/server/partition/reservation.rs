@@ -391,6 +391,8 @@ impl Reservation {
             }
             None => (Pushed::Taken, Outcome::Complete),
             Some(_) if is_reported => (Pushed::Taken, Outcome::NonFinite),
+            // It was added to others.
+            Some(_) if !self.place.first && !self.place.last => (Pushed::Unwanted, Outcome::Torn),
             Some(bad) => (Pushed::NonFinite(bad), Outcome::Released),
         };
         // Together with others, each client has one payload.

@@ -5,15 +5,17 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use libmodelio::transport::local::{Mailbox, Pushed, SharedBlock, SharedPayload};
 use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::vocabulary::reducer::{Reducer, Step};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Kept, ModelRecord, PlanSource};
 use parking_lot::Mutex;
 
 use super::*;
 use crate::partition::executor::{Cpu, Executor};
+use crate::state_copies::StateCopies;
 
 const BLOCK: u32 = 64 << 10;
 const BLOCKS: u32 = 3;
@@ -63,6 +65,10 @@ struct Bench {
 impl Bench {
     /// A partition of fp32 ones.
     fn new() -> Bench {
+        Bench::of("sum")
+    }
+
+    fn of(reducer: &str) -> Bench {
         let layout = ModelLayout::blank(u64::from(BLOCK * BLOCKS), DType::F32, BLOCK).unwrap();
         let tensors = layout.tensors().iter().map(|tensor| {
             let shape = tensor.shape.iter().map(|&n| n as u64).collect();
@@ -77,12 +83,12 @@ impl Bench {
             epoch: Epoch(1),
             owners: vec![(ShardId(1), BLOCKS)],
             coordinator: ShardId(1),
-            controls: Controls::default().with_all([("reducer", "sum")]).unwrap(),
+            controls: Controls::default().with_all([("reducer", reducer)]).unwrap(),
             ready: true,
         };
         let executor = Arc::new(Holds { batches: Mutex::default(), cpu: Cpu::start(1).unwrap() });
         let of_partition: Arc<dyn Executor> = Arc::clone(&executor) as _;
-        let partition = Partition::new(&record, ShardId(1), &of_partition).unwrap();
+        let partition = Partition::new(&record, ShardId(1), &of_partition, StateCopies::default()).unwrap();
         for block in (0..BLOCKS).map(BlockId) {
             partition.load((block, Kept::Weights), &1f32.to_le_bytes().repeat(BLOCK as usize / 4)).unwrap();
         }
@@ -147,7 +153,7 @@ impl Bench {
 
 /// The weights decay to half, and contributions are added.
 fn reduce() -> Work {
-    let hyper = libmodelio::vocabulary::reducer::Hyper { carry: 0.5, ..Default::default() };
+    let hyper = Hyper { carry: 0.5, ..Default::default() };
     let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1, norm: None };
     Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), fresh_state: true }
 }
@@ -188,4 +194,29 @@ fn sums_of_two_plans_are_one_batch_and_the_next_plan_waits_for_it() {
     assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Ready { plan });
     bench.conclude(plan);
     assert_eq!([0, 1, 2].map(|block| bench.first_weight(block)), [4.5; 3]);
+}
+
+#[test]
+fn state_that_is_read_is_not_changed_in_place_meanwhile() {
+    let mut bench = Bench::of("momentum");
+    let step = Step { reducer: Reducer::Momentum, contributions: 1, t: 1, ..Step::default() };
+    let work = Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), fresh_state: true };
+    let plan = bench.run(work, BLOCKS);
+    assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Ready { plan });
+    let kept = bench.partition.store().keep().unwrap();
+    bench.partition.from_coordinator(plan.0, Message::Conclude { plan }, None);
+    std::thread::sleep(10 * BEGIN_PAUSE);
+    assert!(bench.executor.batches.lock().is_empty() && bench.said.try_recv().is_err());
+    assert_eq!(bench.partition.progress(), (Version(0), Some((plan, u64::from(BLOCKS)))));
+    drop(kept);
+    let batch = bench.batch();
+    assert!(matches!(&batch.pass, Pass::Make(_, blocks) if blocks.len() == BLOCKS as usize));
+    // A repeated order is answered when the version is there.
+    bench.partition.from_coordinator(plan.0, Message::Conclude { plan }, None);
+    assert!(bench.said.try_recv().is_err());
+    bench.executor.cpu.execute(batch);
+    assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Done);
+    assert_eq!(bench.partition.progress(), (Version(1), None));
+    let expected = 1.0 - 2.0 * Hyper::default().learning_rate;
+    assert_eq!([0, 1, 2].map(|block| bench.first_weight(block)), [expected; 3]);
 }
