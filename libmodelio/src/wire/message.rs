@@ -645,6 +645,13 @@ pub enum Message {
         /// The block.
         block: BlockId,
     },
+
+    // -- the coordinator to a client, again
+    /// A plan begins that makes a version, and this client sends nothing for it. It may follow the plan.
+    Begun {
+        /// The plan.
+        plan: PlanId,
+    },
 }
 
 /// The state of a job that a client needs.

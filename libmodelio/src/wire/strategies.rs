@@ -540,6 +540,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), exact_sum()).prop_map(|(plan, squares)| Message::Measured { plan, squares }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Follow { plan }).boxed(),
         (id64(PlanId), block()).prop_map(|(plan, block)| Message::BlockAhead { plan, block }).boxed(),
+        id64(PlanId).prop_map(|plan| Message::Begun { plan }).boxed(),
     ]
 }
 

@@ -111,6 +111,9 @@ pub struct CoordinatorCore {
     /// The only client and the only shard are in this process.
     #[serde(skip)]
     in_process: bool,
+    /// Clients that send nothing for a plan learn when it begins.
+    #[serde(skip)]
+    announces: bool,
     /// The shard in this process has yet to say whether the next version has a buffer.
     #[serde(skip)]
     awaits_buffer: bool,
@@ -163,6 +166,7 @@ impl CoordinatorCore {
             failed: None,
             away: Vec::new(),
             in_process: false,
+            announces: false,
             awaits_buffer: false,
             weights_of: None,
             made_by: PlanId(0),
@@ -179,6 +183,12 @@ impl CoordinatorCore {
     #[must_use]
     pub fn with_provisional_plans(self) -> CoordinatorCore {
         CoordinatorCore { core: self.core.with_provisional_plans().of_staged_blocks(), ..self }
+    }
+
+    /// Clients that send nothing for a plan that makes a version learn when it begins. They may follow it.
+    #[must_use]
+    pub fn announces_plans(self) -> CoordinatorCore {
+        CoordinatorCore { announces: true, ..self }
     }
 
     /// The only client and the only shard are in this process. So staging memory is not lost while the job lives, the

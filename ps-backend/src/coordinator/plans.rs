@@ -253,8 +253,20 @@ impl CoordinatorCore {
         let waiting = (0..self.partitions).collect();
         let stage = Stage::Gathering;
         let squares = matches!(work, core::Action::Measure { .. }).then(ExactSum::default);
+        let makes_version = !matches!(kind, Kind::Accumulate(_));
         self.run = Some(Run { id, work, kind, senders, start, stage, squares, waiting, repeat_at: now });
         self.repeat(now, actions);
+        if makes_version && self.announces {
+            self.announce(id, actions);
+        }
+    }
+
+    /// Tells the clients that send nothing for the plan under way that it begins. If the message is lost, they pull the
+    /// version once it counts.
+    fn announce(&self, plan: PlanId, actions: &mut Vec<Action>) {
+        let sends = |client: ClientId| self.run.iter().flat_map(Run::clients).any(|of| of == client);
+        let readers = self.clients.iter().filter(|(client, known)| known.connected && !sends(**client));
+        actions.extend(readers.map(|(&client, _)| Action::ToClient(client, 0, Message::Begun { plan })));
     }
 
     /// Seals the provisional plan under way. Shards get the final plan, and clients are granted all of it.

@@ -18,7 +18,7 @@ use libmodelio::transport::reactor::Handle;
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, LearnerId, PlanId, ShardId, Version};
 use libmodelio::vocabulary::phase::JobPhase;
-use libmodelio::wire::{JobState, Message, ModelRecord, Refusal, ShardRecord};
+use libmodelio::wire::{JobState, MAX_SMALL_MODEL, Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::Mutex;
 
 use super::partition::{Partition, ToCoordinator};
@@ -171,7 +171,9 @@ impl Coordinator {
         };
         let core = core.on_shards(map.shares().into_keys().collect());
         let core = match network {
-            Some(_) => core.with_provisional_plans(),
+            // With a small model, the version comes with the state.
+            Some(_) if layout.size() <= u64::from(MAX_SMALL_MODEL) => core.with_provisional_plans(),
+            Some(_) => core.with_provisional_plans().announces_plans(),
             None => core.in_process(),
         };
         let state = State {

@@ -37,7 +37,7 @@ use libmodelio::transport::local::{End, Granted, Mail, Mailbox};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal, Work};
+use libmodelio::wire::{MAX_SMALL_MODEL, Message, ModelRecord, PlanSource, Refusal, Work};
 use parking_lot::Mutex;
 
 use super::redirect::Redirect;
@@ -186,6 +186,9 @@ impl Partition {
         let limits = Limits::default();
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
         let limits = Limits { buffers, ..limits };
+        // The version of a small model goes with the message that it counts, so it is computed before.
+        let is_small = layout.size() <= u64::from(MAX_SMALL_MODEL);
+        let copies = if is_small { StateCopies::Double } else { copies };
         let store = PartitionStore::with_state(partition, controls.reducer, limits, copies)?;
         Ok(Partition::of(record, (layout.size(), false), store, executor))
     }

@@ -40,6 +40,15 @@ fn wait_for_pulled(world: &World, bytes: u64) {
     }
 }
 
+#[track_caller]
+fn wait_for_version(client: &Job, version: Version) {
+    let deadline = Instant::now() + LONG;
+    while client.version() < version {
+        assert!(Instant::now() < deadline, "version {version} is not shown");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// A client sends four blocks together, so it may keep three until the commit.
 const KEPT: u64 = 3 * BLOCK as u64;
 
@@ -93,6 +102,27 @@ fn blocks_of_a_version_that_is_made_once_it_counts_come_to_those_who_follow_it()
             is_all(&weights, step as f32);
         }
         client.shut_down();
+    }
+}
+
+#[test]
+fn blocks_come_to_a_client_that_only_reads_before_the_version_counts() {
+    for way in WAYS {
+        let (world, mut clients, learners) = learners(way, 1, 1);
+        clients.push(world.client());
+        for step in 1..=3u64 {
+            let before = pulled(&world);
+            write(&learners[0], 1.0, 0..BYTES / 2);
+            wait_for_pulled(&world, before + 2 * (BYTES / 2 - KEPT));
+            assert_eq!(clients[1].version(), Version(step - 1), "{way:?}: nothing is committed");
+            write(&learners[0], 1.0, BYTES / 2..BYTES);
+            assert_eq!(commit(&learners[0]), Ok(()));
+            wait_for_version(&clients[1], Version(step));
+            is_all(&read(&clients[1], Version(step)).1, step as f32);
+            pull(&clients[0], &learners[0]);
+            assert_eq!(pulled(&world), before + 2 * BYTES, "{way:?}: no block comes twice");
+        }
+        clients.iter().for_each(|client| client.shut_down());
     }
 }
 

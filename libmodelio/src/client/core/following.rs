@@ -1,7 +1,7 @@
 //! The blocks of a version that is still being made. Shards send them as they are computed (iRDMA, section IV-B: pushes
 //! and pulls overlap).
 //!
-//! The client follows the plan that it sends blocks for. What comes counts once the state names that plan as the one that
+//! The client follows the plan that it sends blocks for, or the plan under way of which the coordinator has told it. What comes counts once the state names that plan as the one that
 //! has made the version. If the plan makes none, what has come is void, and the version is pulled as any other.
 
 use super::pulling::Pull;
@@ -9,12 +9,12 @@ use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::controls::{Consistency, PullPolicy};
 use crate::vocabulary::ids::{PlanId, Version};
-use crate::wire::{Granted, Message};
+use crate::wire::{Granted, MAX_NUMBER, Message};
 
 impl ClientCore {
     /// Begins to pull the version that the plan under way makes, before it is certain that the plan makes one.
     pub(super) fn follow(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let Some(plan) = self.outgoing.as_ref().map(|outgoing| outgoing.plan) else { return };
+        let Some(plan) = self.followable() else { return };
         self.pull_times.began_ahead(now);
         self.pull = Some(Pull::new(self.state.version.next(), &self.owned, Some(plan), now));
         actions.extend((0..self.shards.len()).map(Action::Wake));
@@ -29,13 +29,29 @@ impl ClientCore {
         is_last || self.is_wanted(now)
     }
 
-    /// Whether the newest version is shown, and the next one may be pulled while it is made of contributions of this
-    /// client.
+    /// Others make a version by this plan.
+    pub(super) fn begun(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
+        let known = self.outgoing.as_ref().map_or(self.over, |outgoing| outgoing.plan.max(self.over));
+        if plan > known && plan.0 <= MAX_NUMBER {
+            self.of_others = Some(plan);
+            self.start_pull(now, actions);
+        }
+    }
+
+    /// The plan under way that makes the next version, unless it makes that of this client's new weights.
+    fn followable(&self) -> Option<PlanId> {
+        match self.outgoing() {
+            Some((_, Granted::Weights(_))) => None,
+            Some((plan, Granted::Contributions { .. })) => Some(plan),
+            None => self.of_others,
+        }
+    }
+
+    /// Whether the newest version is shown, and the next one may be pulled while it is made.
     pub(super) fn can_follow(&self) -> bool {
         let is_idle = self.pull.is_none() && !self.whole && self.reserved == 0;
         let is_newest = self.state.sequence != 0 && self.shown == Some(self.state.version);
-        let of_contributions = |(_, payload): (PlanId, &Granted)| !matches!(payload, Granted::Weights(_));
-        !self.in_process && is_idle && is_newest && self.outgoing().is_some_and(of_contributions)
+        !self.in_process && is_idle && is_newest && self.followable().is_some()
     }
 
     /// The state says whether the plan that the client follows has made a version. If it has not, what has come is void.

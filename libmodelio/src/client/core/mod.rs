@@ -122,6 +122,8 @@ pub struct ClientCore {
     /// New weights that may have to be sent.
     weights: BTreeMap<u64, FixedBitSet>,
     outgoing: Option<Outgoing>,
+    /// The plan under way that makes a version, if this client sends nothing for it.
+    of_others: Option<PlanId>,
     /// The newest plan that is over.
     over: PlanId,
     /// A dropped provisional plan for which blocks were sent. No more blocks go to it.
@@ -174,6 +176,7 @@ impl ClientCore {
             held: BTreeMap::new(),
             weights: BTreeMap::new(),
             outgoing: None,
+            of_others: None,
             over: PlanId(0),
             given_up: None,
             shown: None,

@@ -84,7 +84,7 @@ impl Receiving {
 
 impl ClientCore {
     /// Begins to pull the newest version, unless it is shown or being pulled, or is here already. If it is shown, and a plan
-    /// of this client's makes the next one, begins to pull that.
+    /// that the client can follow makes the next one, begins to pull that.
     pub(super) fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
         if self.can_follow() && self.is_wanted_ahead(now) {
             self.follow(now, actions);

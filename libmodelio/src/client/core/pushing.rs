@@ -422,6 +422,7 @@ impl ClientCore {
             return;
         }
         self.over = self.over.max(plan);
+        self.of_others.take_if(|of_others| *of_others <= plan);
         if self.outgoing.take_if(|outgoing| outgoing.plan <= plan).is_some() {
             self.release_left(actions);
             self.release_weights(actions);

@@ -176,6 +176,7 @@ impl ClientCore {
         self.found();
         // Numbers from an earlier connection, perhaps of another coordinator, no longer count.
         self.over = PlanId(0);
+        self.of_others = None;
         self.is_anew = true;
         actions.push(self.numbers());
         for (&id, request) in &mut self.requests {
@@ -202,6 +203,7 @@ impl ClientCore {
             _ if request != 0 => self.answered(request, message, now, actions),
             Message::State(state) => self.take_state(*state, now, actions),
             Message::Grant { plan, payload } => self.granted(plan, payload, now, actions),
+            Message::Begun { plan } => self.begun(plan, now, actions),
             Message::Over { plan } => self.plan_over(plan, actions),
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
             // A coordinator of this protocol sends nothing else unasked.

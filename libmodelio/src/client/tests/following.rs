@@ -51,6 +51,45 @@ fn following() -> Bench {
 }
 
 #[test]
+fn a_client_that_sends_nothing_follows_the_plan_of_others() {
+    let mut bench = Bench::new();
+    bench.state(2, 0, 0, false);
+    bench.coordinator(0, Message::Begun { plan: PLAN });
+    assert!(bench.follow(0) && bench.follow(1));
+    for block in 0..4 {
+        assert!(bench.comes(PLAN, block, true));
+    }
+    assert!(!bench.is_pulled(), "it is not certain that there will be a version");
+    bench.made(3, 1, 1, 1);
+    assert!(bench.is_pulled());
+}
+
+#[test]
+fn the_plan_of_others_is_forgotten_with_its_end() {
+    let mut bench = Bench::new();
+    bench.state(2, 0, 0, false);
+    bench.coordinator(0, Message::Begun { plan: PLAN });
+    assert!(bench.follow(0) && bench.comes(PLAN, 0, true));
+    bench.made(3, 0, 0, 1);
+    assert!(!bench.follow(0) && !bench.comes(PLAN, 1, true), "it has made no version");
+    bench.coordinator(0, Message::Begun { plan: PLAN });
+    assert!(!bench.follow(0), "the message comes late");
+    // Another coordinator may use the number for another plan, and says so.
+    bench.coordinator(0, Message::Begun { plan: PlanId(2) });
+    bench.core.coordinator_up(bench.now, &mut bench.said);
+    bench.made(1, 0, 0, 0);
+    assert_eq!(bench.core.next_follow(0, PlanId(0)), None);
+}
+
+#[test]
+fn new_weights_of_its_own_are_not_followed() {
+    let mut bench = Bench::new();
+    bench.state(2, 0, 0, false);
+    bench.coordinator(0, Message::Begun { plan: PlanId(0) });
+    assert!(!bench.follow(0), "no plan has this number");
+}
+
+#[test]
 fn blocks_that_come_ahead_are_shown_when_their_plan_has_made_the_version() {
     let mut bench = following();
     for block in 0..4 {

@@ -17,7 +17,7 @@ use super::*;
 use crate::partition::executor::{Cpu, Executor};
 use crate::state_copies::StateCopies;
 
-const BLOCK: u32 = 64 << 10;
+const BLOCK: u32 = 128 << 10;
 const BLOCKS: u32 = 3;
 const CLIENT: ClientId = ClientId(1);
 const LONG: Duration = Duration::from_secs(20);
