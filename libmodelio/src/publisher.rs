@@ -20,6 +20,7 @@ use crate::mapped::MappedMemory;
 use crate::tracker::WriteRefused;
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::ids::BlockId;
+use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::ranges;
 
 /// The most threads that copy one mapping. More would not copy faster than memory can take it.
@@ -34,6 +35,10 @@ struct State {
     in_flight: Vec<Range<u64>>,
     /// Blocks that may hold NaN or Inf.
     suspects: FixedBitSet,
+    /// Blocks that the job may be sending.
+    sent: FixedBitSet,
+    /// A block was written again that the job may have sent. It is told of no other one.
+    rewritten: bool,
     sealed: bool,
     /// A write that was refused after others. The buffer lacks something that the program wanted to write.
     failed: Option<WriteRefused>,
@@ -56,8 +61,10 @@ impl Publisher {
     pub fn new(job: Arc<Job>) -> Result<Publisher, ShardError> {
         let buffer = job.allocate()?;
         let size = buffer.memory().len() as u64;
-        let suspects = FixedBitSet::with_capacity(job.layout().blocks() as usize);
-        let state = Mutex::new(State { suspects, ..State::default() });
+        let none = FixedBitSet::with_capacity(job.layout().blocks() as usize);
+        let rewritten = !job.sends_open_weights();
+        let state = State { suspects: none.clone(), sent: none, rewritten, ..State::default() };
+        let state = Mutex::new(state);
         Ok(Publisher { job, buffer, size, state, idle: Condvar::new() })
     }
 
@@ -81,10 +88,25 @@ impl Publisher {
         // NaN may still be overwritten, so it is not refused here.
         let mut bad = SmallVec::<[BlockId; 2]>::new();
         block::place_at(layout, offset, data, self.buffer.memory(), |block| bad.push(block));
-        self.end(offset..end, |state| {
+        let mut whole = SmallVec::<[BlockId; 8]>::new();
+        {
+            let mut state = self.state.lock();
             bad.iter().for_each(|block| state.suspects.insert(block.index()));
             ranges::insert(&mut state.written, offset..end);
-        });
+            if !state.rewritten {
+                whole.extend(layout.blocks_of(offset..end).filter(|&block| state.is_whole(layout, block)));
+                whole.iter().for_each(|block| state.sent.insert(block.index()));
+            }
+        }
+        if !whole.is_empty() {
+            self.job.wrote_weights(&self.buffer, &whole);
+            // Another thread may write one of them again, and may have told the job so before it knew of the block.
+            if self.state.lock().rewritten {
+                self.job.rewrites_weights(&self.buffer);
+            }
+        }
+        // A commit waits for this.
+        self.end(offset..end, |_| ());
         Ok(())
     }
 
@@ -101,7 +123,16 @@ impl Publisher {
             let last = layout.block_of(range.end - 1).index();
             state.suspects.insert_range(layout.block_of(range.start).index()..last + 1);
         }
+        let layout = self.job.layout();
+        let is_sent = |block: BlockId| state.sent.contains(block.index());
+        let rewrites = layout.blocks_of(range.clone()).any(is_sent);
         state.in_flight.push(range);
+        if rewrites {
+            state.rewritten = true;
+            state.sent.clear();
+            drop(state);
+            self.job.rewrites_weights(&self.buffer);
+        }
         Ok(())
     }
 
@@ -230,9 +261,17 @@ impl Publisher {
                 }
             }
             state.sealed = true;
+            state.sent.clear();
             let is_whole = matches!(&state.written[..], [all] if *all == (0..self.size));
             let checked = is_whole && state.suspects.is_clear();
             (std::mem::take(&mut state.written), checked)
+        };
+        let (job, buffer) = (Arc::clone(&self.job), self.buffer.clone());
+        let done = move |result: Result<(), ShardError>| {
+            if result.is_err() {
+                job.rewrites_weights(&buffer);
+            }
+            done(result);
         };
         self.job.publish(self.buffer.clone(), &written, checked, timeout, Box::new(done));
     }
@@ -240,6 +279,28 @@ impl Publisher {
     /// Ends the wait for a commit that is on its way: unless it has begun, it does not take place.
     pub fn withdraw(&self) {
         self.job.withdraw_assign(self.buffer.key());
+    }
+}
+
+impl Drop for Publisher {
+    fn drop(&mut self) {
+        if !self.state.get_mut().sent.is_clear() {
+            self.job.rewrites_weights(&self.buffer);
+        }
+    }
+}
+
+impl State {
+    /// Whether all of a block was written, and nobody but the caller writes it at the moment. What may have to be refused
+    /// does not count.
+    fn is_whole(&self, layout: &ModelLayout, block: BlockId) -> bool {
+        let all = layout.block_bytes(block);
+        let has = |range: &Range<u64>| range.start <= all.start && range.end >= all.end;
+        let touches = |range: &Range<u64>| range.start < all.end && all.start < range.end;
+        let at = self.written.partition_point(|range| range.end < all.end);
+        self.written.get(at).is_some_and(has)
+            && self.in_flight.iter().filter(|range| touches(range)).count() <= 1
+            && !self.suspects.contains(block.index())
     }
 }
 

@@ -50,14 +50,16 @@ impl Inner {
     /// The payload of a block for the plan under way. `None` without a plan, or if the payload is gone.
     pub(super) fn granted(&self, block: BlockId) -> Option<Payload> {
         let (plan, granted) = self.core.outgoing()?;
+        let is_open = granted.is_provisional();
         match granted.clone() {
-            Granted::Weights(token) => {
+            Granted::Weights(token) | Granted::OpenWeights(token) => {
                 let NewWeights { buffer, checked, .. } = self.weights.get(&token)?;
                 let (sources, checked) = (vec![buffer.clone()], smallvec![*checked]);
                 Some(Payload {
                     plan,
                     sources,
-                    steady: true,
+                    // Its program may write a block again that is being sent.
+                    steady: !is_open,
                     checked,
                     learners: Vec::new(),
                     shard_checks: true,
@@ -276,7 +278,10 @@ impl Shared {
                 let mut inner = self.inner.lock();
                 inner.spare.push(out);
                 let mut actions = Vec::new();
-                inner.core.non_finite(plan, learners[bad], block, &mut actions);
+                // New weights that are written again meanwhile are searched once more when they are published.
+                if let Some(&learner) = learners.get(bad) {
+                    inner.core.non_finite(plan, learner, block, &mut actions);
+                }
                 self.act(inner, actions);
                 Some(None)
             }

@@ -10,7 +10,6 @@ use crate::observe::plans::{PlanPhases, PlanTimes};
 use crate::observe::staleness::{Staleness, VersionTimes};
 use crate::observe::trace::{Outcome, Recorder, What};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, ShardId, Step, Version};
-use crate::wire::Granted;
 
 /// How long the phases of steps take that only the client sees.
 #[derive(Debug)]
@@ -102,7 +101,7 @@ impl Observed {
         {
             self.over(&before);
         }
-        let is_open = matches!(granted, Granted::Contributions { open: Some(_), .. });
+        let is_open = granted.is_provisional();
         if !is_open && !self.plans.is_sealed() {
             let now = now();
             self.plans.sealed(now);

@@ -333,7 +333,7 @@ fn a_coordinator_out_of_reach_is_not_sought_in_a_loop() {
 #[test]
 fn a_grant_of_what_was_given_up_is_declined() {
     let mut bench = Bench::new();
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
     bench.pass(1000);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
     bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
@@ -345,7 +345,7 @@ fn a_grant_of_what_was_given_up_is_declined() {
 #[test]
 fn a_job_that_has_failed_needs_no_new_weights_also_those_that_are_being_sent() {
     let mut bench = Bench::new();
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
     bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
     bench.pass(1000);
     bench.core.fail(ShardError::Lost("its process is gone".into()), bench.now, &mut bench.said);
@@ -371,7 +371,7 @@ fn own_weights(blocks: std::ops::Range<u32>, can_show: bool, change: impl Fn(&mu
     if can_show {
         bench.core.can_show(5);
     }
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![blocks], timeout_ms: 1000 }, 1);
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![blocks], timeout_ms: 1000, ahead: None }, 1);
     bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
     let mut state = bench.core.state().clone();
     (state.sequence, state.version, state.over) = (state.sequence + 1, Version(1), PlanId(1));
@@ -411,7 +411,7 @@ fn a_version_is_pulled_if_the_clients_own_new_weights_are_not_all_of_it_or_canno
 #[test]
 fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
     let mut bench = Bench::new();
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
     bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
     bench.pass(1000);
     assert!(!bench.said.contains(&Action::ReleaseWeights(5)), "the shards may be reading them");

@@ -344,6 +344,12 @@ impl ModelLayout {
         BlockId((offset / u64::from(self.block_size)) as u32)
     }
 
+    /// The blocks that these bytes lie in.
+    pub fn blocks_of(&self, bytes: Range<u64>) -> impl Iterator<Item = BlockId> + use<> {
+        let end = if bytes.is_empty() { 0 } else { self.block_of(bytes.end - 1).0 + 1 };
+        (self.block_of(bytes.start).0..end).map(BlockId)
+    }
+
     /// Whether a cut before byte `offset` would go through the middle of a reducible element.
     pub fn splits_element(&self, offset: u64) -> bool {
         if offset == 0 || offset >= self.size {

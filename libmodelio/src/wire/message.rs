@@ -164,6 +164,8 @@ pub enum Message {
         blocks: BlockRanges,
         /// For how long it may wait to be begun, in milliseconds.
         timeout_ms: u32,
+        /// The provisional plan for which blocks of them were sent, which have not changed since.
+        ahead: Option<PlanId>,
     },
     /// Nobody waits for them any more. Answered by `Done`.
     WithdrawAssign {
@@ -652,6 +654,14 @@ pub enum Message {
         /// The plan.
         plan: PlanId,
     },
+
+    // -- a client to the coordinator, once more
+    /// New weights that are being written have a whole block, the first one: a plan may begin that takes their blocks as
+    /// they come. Not answered. If this is lost, the plan begins with the `Assign`.
+    WholeWeights {
+        /// The token that the `Assign` will have.
+        token: u64,
+    },
 }
 
 /// The state of a job that a client needs.
@@ -727,12 +737,15 @@ pub enum Granted {
     },
     /// The new weights of this token.
     Weights(u64),
+    /// The new weights of this token, which are still being written: the plan is provisional. A block is sent once it is
+    /// whole. The grant is repeated as `Weights` when all are written.
+    OpenWeights(u64),
 }
 
 impl Granted {
     /// Whether the plan is not sealed yet.
     pub fn is_provisional(&self) -> bool {
-        matches!(self, Granted::Contributions { open: Some(_), .. })
+        matches!(self, Granted::Contributions { open: Some(_), .. } | Granted::OpenWeights(_))
     }
 }
 

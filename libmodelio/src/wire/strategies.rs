@@ -263,7 +263,8 @@ fn granted() -> impl Strategy<Value = Granted> {
     prop_oneof![
         (vec((learner(), id64(Step)), 0..5), any::<bool>(), proptest::option::of(vec(learner(), 0..3)))
             .prop_map(|(of, replaces, open)| Granted::Contributions { of, replaces, open }),
-        any::<u64>().prop_map(Granted::Weights)
+        any::<u64>().prop_map(Granted::Weights),
+        any::<u64>().prop_map(Granted::OpenWeights)
     ]
 }
 
@@ -377,8 +378,13 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(learners, attached)| Message::Touch { learners, attached })
             .boxed(),
         (text(), text()).prop_map(|(name, value)| Message::SetControl { name, value }).boxed(),
-        (any::<u64>(), block_ranges(), any::<u32>())
-            .prop_map(|(token, blocks, timeout_ms)| Message::Assign { token, blocks, timeout_ms })
+        (any::<u64>(), block_ranges(), any::<u32>(), proptest::option::of(id64(PlanId)))
+            .prop_map(|(token, blocks, timeout_ms, ahead)| Message::Assign {
+                token,
+                blocks,
+                timeout_ms,
+                ahead,
+            })
             .boxed(),
         any::<u64>().prop_map(|token| Message::WithdrawAssign { token }).boxed(),
         (id64(PlanId), learner(), block())
@@ -541,6 +547,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         id64(PlanId).prop_map(|plan| Message::Follow { plan }).boxed(),
         (id64(PlanId), block()).prop_map(|(plan, block)| Message::BlockAhead { plan, block }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Begun { plan }).boxed(),
+        any::<u64>().prop_map(|token| Message::WholeWeights { token }).boxed(),
     ]
 }
 

@@ -125,6 +125,8 @@ impl CoordinatorCore {
     pub fn client_down(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         client.connected = false;
+        self.drop_open_weights(|of| of == id, now, actions);
+        let Some(client) = self.clients.get(&id) else { return };
         if client.requests.is_done() && !self.takes_part(id) {
             self.client_gone(id, now, actions);
         }
@@ -235,6 +237,9 @@ impl CoordinatorCore {
                 self.core.is_whole(learner, step, now, &mut wanted);
                 self.perform(wanted, now, actions);
             }
+            Message::WholeWeights { token } if self.clients.contains_key(&id) => {
+                self.begin_open_weights(id, token, now, actions);
+            }
             Message::NonFiniteContribution { plan, learner, block } => {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
@@ -323,7 +328,7 @@ impl CoordinatorCore {
                     return Err(ShardError::OutOfRange.into());
                 }
                 let ticket = self.ticket(id, asked);
-                let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
+                let source = Source { client: id, name: step.0, weights: BlockRanges::new(), ahead: None };
                 let steady = self.in_process && !lent;
                 let contribution = Contribution { learner, sent, tensors, partly, source, steady, lent };
                 let deadline = deadline(timeout_ms);
@@ -334,11 +339,11 @@ impl CoordinatorCore {
                 self.core.commit(ticket, step, contribution, deadline, now, &mut wanted);
                 None
             }
-            Message::Assign { token, blocks, timeout_ms } => {
+            Message::Assign { token, blocks, timeout_ms, ahead } => {
                 self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 self.core.may_assign()?;
                 let ticket = self.ticket(id, asked);
-                let source = Source { client: id, name: token, weights: blocks };
+                let source = Source { client: id, name: token, weights: blocks, ahead };
                 self.core.assign(ticket, source, deadline(timeout_ms), now, &mut wanted);
                 None
             }

@@ -45,6 +45,8 @@ pub struct Source {
     pub name: u64,
     /// The blocks of new weights.
     pub weights: BlockRanges,
+    /// The provisional plan for which blocks of new weights were sent.
+    pub ahead: Option<PlanId>,
 }
 
 /// Work for the edge.

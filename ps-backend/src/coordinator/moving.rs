@@ -14,6 +14,7 @@ pub struct TakeOverError(String);
 impl CoordinatorCore {
     /// Begins to hold the job: see [`crate::core::JobCore::hold`].
     pub fn hold(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.drop_open_weights(|_| true, now, actions);
         let mut wanted = Vec::new();
         self.core.hold(now, &mut wanted);
         self.perform(wanted, now, actions);

@@ -33,6 +33,8 @@ pub(super) struct Run {
     senders: Vec<Sender>,
     start: Message,
     stage: Stage,
+    /// It takes new weights that are still being written. The core does not know of it.
+    is_open: bool,
     /// The sum of the squares that shards have measured, if the plan measures.
     squares: Option<ExactSum>,
     /// The shards that have not answered the stage's message.
@@ -53,8 +55,16 @@ impl Run {
     pub(super) fn new_weights(&self) -> Option<(ClientId, u64)> {
         self.senders.iter().find_map(|sender| match sender.payload {
             Granted::Weights(token) => Some((sender.client, token)),
-            Granted::Contributions { .. } => None,
+            Granted::Contributions { .. } | Granted::OpenWeights(_) => None,
         })
+    }
+
+    /// The client of new weights that are still being written, if the plan takes such.
+    pub(super) fn open_weights(&self) -> Option<ClientId> {
+        self.senders
+            .first()
+            .filter(|_| self.is_open && self.stage == Stage::Gathering)
+            .map(|sender| sender.client)
     }
 
     pub(super) fn waiting(&self) -> impl Iterator<Item = PartitionIndex> {
@@ -118,6 +128,7 @@ impl CoordinatorCore {
                 if plan == run.id
                     && run.stage == Stage::Gathering
                     && run.squares.is_none()
+                    && !run.is_open
                     && !is_provisional(&run.work) =>
             {
                 run.waiting.remove(&partition);
@@ -196,6 +207,9 @@ impl CoordinatorCore {
         actions: &mut Vec<Action>,
     ) {
         let Some(run) = &self.run else { return };
+        if run.is_open {
+            return self.drop_run(now, actions);
+        }
         let mut wanted = Vec::new();
         match (&run.kind, learner) {
             (Kind::Accumulate(_), Some(learner)) => {
@@ -220,6 +234,7 @@ impl CoordinatorCore {
                 self.core.early_failed(now, &mut wanted);
             }
             Some(Kind::Reduce) => self.core.refused(Vec::new(), now, &mut wanted),
+            Some(Kind::Assign) if self.run.as_ref().is_some_and(|run| run.is_open) => {}
             // New weights lie in memory that is not written again.
             Some(Kind::Assign) | None => return,
         }
@@ -254,7 +269,9 @@ impl CoordinatorCore {
         let stage = Stage::Gathering;
         let squares = matches!(work, core::Action::Measure { .. }).then(ExactSum::default);
         let makes_version = !matches!(kind, Kind::Accumulate(_));
-        self.run = Some(Run { id, work, kind, senders, start, stage, squares, waiting, repeat_at: now });
+        let is_open = senders.iter().any(|sender| matches!(sender.payload, Granted::OpenWeights(_)));
+        let repeat_at = now;
+        self.run = Some(Run { id, work, kind, senders, start, stage, is_open, squares, waiting, repeat_at });
         self.repeat(now, actions);
         if makes_version && self.announces {
             self.announce(id, actions);
@@ -281,6 +298,11 @@ impl CoordinatorCore {
             debug_assert!(false, "the plan that is sealed has not begun");
             return self.want(work, now, actions);
         };
+        self.seal_as(work, id, now, actions);
+    }
+
+    /// The plan under way becomes that of this `work`, which has all that was sent for it.
+    fn seal_as(&mut self, work: core::Action<Source>, id: PlanId, now: Now, actions: &mut Vec<Action>) {
         if let Some((kind, senders, mut start)) = self.plan_of(&work, id)
             && let Some(run) = &mut self.run
         {
@@ -294,6 +316,7 @@ impl CoordinatorCore {
                 sealed.sources.iter_mut().for_each(same);
             }
             (run.work, run.kind, run.senders, run.start, run.repeat_at) = (work, kind, senders, start, now);
+            run.is_open = false;
         }
         self.repeat(now, actions);
     }
@@ -304,11 +327,50 @@ impl CoordinatorCore {
         self.run.as_ref().filter(is_it).map(Run::id)
     }
 
-    /// Begins work, or queues it until the present plan has ended.
+    /// Begins work, or queues it until the present plan has ended. A plan of new weights that are still being written
+    /// gives way, unless the work is to publish these.
     pub(super) fn want(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
-        match self.run {
+        match &self.run {
+            Some(run) if run.open_weights().is_some() => {
+                if assigned(&work).is_some_and(|source| source.ahead == Some(run.id)) {
+                    return self.seal_as(work, run.id, now, actions);
+                }
+                self.queue.push_back(work);
+                self.drop_run(now, actions);
+            }
             Some(_) => self.queue.push_back(work),
             None => self.begin(work, now, actions),
+        }
+    }
+
+    /// A client has a whole block of new weights, and writes others. If no other work is there, a plan begins that takes
+    /// the blocks as they come.
+    pub(super) fn begin_open_weights(
+        &mut self,
+        client: ClientId,
+        token: u64,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let is_idle = self.run.is_none() && self.queue.is_empty() && !self.core.is_held();
+        if !self.announces || !is_idle || self.core.may_assign().is_err() {
+            return;
+        }
+        let weights = std::iter::once(0..self.blocks).collect();
+        let buffer = Source { client, name: token, weights, ahead: None };
+        let plan = core::Plan { work: core::Work::Assign { buffer }, provisional: Some(BTreeSet::new()) };
+        self.begin(core::Action::Reduce(Arc::new(plan)), now, actions);
+    }
+
+    /// Drops the plan of new weights that one of these clients still writes, if such a plan is under way.
+    pub(super) fn drop_open_weights(
+        &mut self,
+        of: impl Fn(ClientId) -> bool,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        if self.run.as_ref().and_then(Run::open_weights).is_some_and(of) {
+            self.drop_run(now, actions);
         }
     }
 
@@ -355,7 +417,9 @@ impl CoordinatorCore {
     /// A shard refuses the plan as past, perhaps after another coordinator's messages. Another plan replaces it.
     fn begin_again(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
-        self.queue.push_front(run.work.clone());
+        if !run.is_open {
+            self.queue.push_front(run.work.clone());
+        }
         self.drop_run(now, actions);
     }
 
@@ -395,6 +459,7 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
+        self.drop_open_weights(|of| of == client, now, actions);
         let mut wanted = Vec::new();
         let assigns = self.assigns_from(client);
         if self.core.lost(learners, now, &mut wanted) {
@@ -436,6 +501,7 @@ impl CoordinatorCore {
         self.queue.iter().any(waits)
             || self.run.as_ref().is_some_and(|run| {
                 matches!(run.kind, Kind::Assign)
+                    && !run.is_open
                     && run.stage == Stage::Gathering
                     && run.senders.iter().any(|sender| sender.client == client)
             })
@@ -465,9 +531,20 @@ impl CoordinatorCore {
 
 /// Whether the last contribution to the work is still being written.
 pub(super) fn is_provisional(work: &core::Action<Source>) -> bool {
-    matches!(work, core::Action::Reduce(plan) if plan.provisional.is_some())
+    matches!(work, core::Action::Reduce(plan) if plan.provisional.is_some() && assigned(work).is_none())
+}
+
+/// The new weights that the work publishes.
+fn assigned(work: &core::Action<Source>) -> Option<&Source> {
+    match work {
+        core::Action::Reduce(plan) => match &plan.work {
+            core::Work::Assign { buffer } => Some(buffer),
+            core::Work::Reduce { .. } => None,
+        },
+        _ => None,
+    }
 }
 
 fn is_assign(work: &core::Action<Source>) -> bool {
-    matches!(work, core::Action::Reduce(plan) if matches!(plan.work, core::Work::Assign { .. }))
+    assigned(work).is_some()
 }

@@ -26,9 +26,13 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    /// Whether contributions that it sends are still written.
+    /// Whether some of what it sends is still written.
     pub(super) fn is_provisional(&self) -> bool {
-        matches!(&self.payload, Granted::Contributions { open: Some(open), .. } if !open.is_empty())
+        match &self.payload {
+            Granted::Contributions { open, .. } => open.as_ref().is_some_and(|open| !open.is_empty()),
+            Granted::Weights(_) => false,
+            Granted::OpenWeights(_) => true,
+        }
     }
 }
 

@@ -55,7 +55,10 @@ impl CoordinatorCore {
                     let sender = Sender {
                         client: buffer.client,
                         learners: Vec::new(),
-                        payload: Granted::Weights(buffer.name),
+                        payload: match plan.provisional {
+                            None => Granted::Weights(buffer.name),
+                            Some(_) => Granted::OpenWeights(buffer.name),
+                        },
                         // The blocks were checked when the request came.
                         blocks: self.block_set(&buffer.weights).unwrap_or_default(),
                         partly: PartlyWritten::default(),

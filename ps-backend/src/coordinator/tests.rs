@@ -346,7 +346,7 @@ fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
 #[test]
 fn no_new_weights_of_a_client_that_is_gone_are_waited_for() {
     let mut bench = Bench::new();
-    let assign = |token| Message::Assign { token, blocks: vec![0..4], timeout_ms: 600_000 };
+    let assign = |token| Message::Assign { token, blocks: vec![0..4], timeout_ms: 600_000, ahead: None };
     bench.client(B, 2, Message::SetControl { name: "reducer".into(), value: "assign".into() });
     // Two programs of the first client write weights while a write of the second one is being published.
     bench.client(B, 3, assign(1));
@@ -471,7 +471,7 @@ fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
 fn an_error_says_which_shards_were_waited_for() {
     let mut bench = Bench::new();
     bench.coordinator = bench.coordinator.on_shards(vec![ShardId(5)]);
-    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 3000 });
+    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 3000, ahead: None });
     bench.started();
     bench.coordinator.are_away(vec![ShardId(5)], bench.now, &mut bench.said);
     bench.said.clear();

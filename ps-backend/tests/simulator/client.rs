@@ -312,7 +312,7 @@ impl World {
                 let holders = of.iter().filter(|(learner, step)| client.core.holds(*learner, *step, block));
                 Keys::Contributions(holders.copied().collect(), *replaces)
             }
-            Granted::Weights(token) => Keys::Weights(*token),
+            Granted::Weights(token) | Granted::OpenWeights(token) => Keys::Weights(*token),
         };
         self.trace(|| format!("client {index}: pushes block {block} of plan {plan}: {keys:?}"));
         let client = &self.clients[index];
@@ -338,6 +338,7 @@ impl World {
                 }
             }
             Keys::Weights(token) => {
+                self.ahead.weights += u64::from(push.ahead);
                 assert!(
                     client.weights.contains_key(token),
                     "client {index}: weights {token} are needed after release"

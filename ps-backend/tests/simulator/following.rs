@@ -15,6 +15,8 @@ pub struct Early {
     pub received: u64,
     /// Such blocks of plans that made no version.
     pub void: u64,
+    /// Blocks of new weights that clients have sent while others were written.
+    pub weights: u64,
     /// Blocks that followers were sent when their version counted.
     pub late: u64,
 }

@@ -61,6 +61,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("copies of versions that were over", |world| world.loans.late_copies, 32),
     ("blocks that were received before their version counted", |world| world.ahead.received, 1),
     ("of them, blocks of plans that made no version", |world| world.ahead.void, 4),
+    ("blocks of new weights that were sent while others were written", |world| world.ahead.weights, 4),
     ("blocks that followers were sent when their version counted", |world| world.ahead.late, 4),
     ("versions that were not pulled", |world| world.history.shown_own(), 4),
     ("strangers", |world| world.strangers, 1),

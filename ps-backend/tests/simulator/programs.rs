@@ -68,6 +68,8 @@ pub struct Program {
     pub since: u32,
     /// The coordinator may have carried out a join of which it does not know.
     join_unsure: bool,
+    /// New weights that it is writing, and their blocks.
+    writes: Option<(Uid, Vec<u32>)>,
 }
 
 impl Program {
@@ -85,6 +87,7 @@ impl Program {
             reads_own: false,
             since: 0,
             join_unsure: false,
+            writes: None,
         }
     }
 
@@ -482,7 +485,11 @@ impl World {
     /// The operator does something.
     fn operate(&mut self, index: usize, at: usize) {
         if self.healed {
-            self.clients[index].programs[at].doing = Doing::Ended;
+            let program = &mut self.clients[index].programs[at];
+            program.doing = Doing::Ended;
+            if let Some((uid, _)) = program.writes.take() {
+                self.on_client(index, |core, _, actions| core.rewrites_weights(u64::from(uid), actions));
+            }
             return;
         }
         if self.chance(0.5) {
@@ -493,16 +500,49 @@ impl World {
                 return;
             }
         }
-        let blocks = self.some_blocks();
-        let uid = self.history.begins(None);
+        let (uid, blocks) = match self.clients[index].programs[at].writes.take() {
+            Some(writes) => writes,
+            None => (self.history.begins(None), self.some_blocks()),
+        };
+        let token = u64::from(uid);
+        if self.chance(0.4) {
+            return self.writes_weights(index, at, uid, blocks);
+        }
+        if self.chance(0.2) {
+            self.on_client(index, |core, _, actions| core.rewrites_weights(token, actions));
+        }
         self.history.offered(uid);
         self.history.record(uid).blocks.extend(&blocks);
-        let token = u64::from(uid);
         self.clients[index].weights.insert(token, uid);
         if self.chance(0.7) {
             self.clients[index].core.can_show(token);
         }
         let blocks = blocks.into_iter().map(|block| block..block + 1).collect();
-        self.ask(index, at, Asked::Assign(uid), |timeout_ms| Message::Assign { token, blocks, timeout_ms });
+        let ahead = None;
+        self.ask(index, at, Asked::Assign(uid), |timeout_ms| Message::Assign {
+            token,
+            blocks,
+            timeout_ms,
+            ahead,
+        });
+    }
+
+    /// The operator writes some blocks of new weights, or gives them up.
+    fn writes_weights(&mut self, index: usize, at: usize, uid: Uid, blocks: Vec<u32>) {
+        let token = u64::from(uid);
+        if self.chance(0.1) {
+            self.on_client(index, |core, _, actions| core.rewrites_weights(token, actions));
+        } else {
+            for &block in &blocks {
+                if self.chance(0.5) {
+                    self.clients[index].weights.insert(token, uid);
+                    self.on_client(index, |core, _, actions| {
+                        core.wrote_weights(token, BlockId(block), actions);
+                    });
+                }
+            }
+            self.clients[index].programs[at].writes = Some((uid, blocks));
+        }
+        self.program_pauses(index, at, self.settings.compute);
     }
 }

@@ -178,7 +178,7 @@ impl World {
         )
         .expect("settings of this model");
         let coordinator = match settings.provisional {
-            true => coordinator.with_provisional_plans(),
+            true => coordinator.with_provisional_plans().announces_plans(),
             false => coordinator,
         };
         let mut world = World {

@@ -41,7 +41,7 @@ impl ClientCore {
     /// The plan under way that makes the next version, unless it makes that of this client's new weights.
     fn followable(&self) -> Option<PlanId> {
         match self.outgoing() {
-            Some((_, Granted::Weights(_))) => None,
+            Some((_, Granted::Weights(_) | Granted::OpenWeights(_))) => None,
             Some((plan, Granted::Contributions { .. })) => Some(plan),
             None => self.of_others,
         }

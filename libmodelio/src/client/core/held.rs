@@ -103,7 +103,10 @@ impl ClientCore {
             self.requests
                 .values()
                 .any(|r| matches!(r.message, Message::Assign { token: t, .. } if t == token))
-                || self.outgoing.as_ref().is_some_and(|outgoing| outgoing.payload == Granted::Weights(token))
+                || self.open_weights.contains_key(&token)
+                || self.outgoing.as_ref().is_some_and(|outgoing| {
+                    [Granted::Weights(token), Granted::OpenWeights(token)].contains(&outgoing.payload)
+                })
         };
         let over: Vec<u64> = self.weights.keys().copied().filter(|&token| !is_needed(token)).collect();
         for token in over {

@@ -13,6 +13,7 @@
 //! | `moving` | a change of the block map |
 //! | `pushing`, `pulling` | blocks to and from shards |
 //! | `following` | blocks of a version that is still being made |
+//! | `open_weights` | new weights that are still being written |
 //! | `pull_times` | when to pull |
 //! | `waits` | requests that wait for a version |
 
@@ -20,6 +21,7 @@ mod following;
 mod held;
 mod learners;
 mod moving;
+mod open_weights;
 mod pull_times;
 mod pulling;
 mod pushing;
@@ -41,6 +43,7 @@ use crate::wire::{JobState, MAX_NUMBER, Message, Refusal};
 use held::Held;
 pub use learners::LastCommit;
 use learners::Learner;
+use open_weights::OpenWeights;
 pub use pull_times::PullReport;
 use pull_times::PullTimes;
 use pulling::Pull;
@@ -121,6 +124,8 @@ pub struct ClientCore {
     held: BTreeMap<(LearnerId, Step), Held>,
     /// New weights that may have to be sent.
     weights: BTreeMap<u64, FixedBitSet>,
+    /// New weights that are still being written.
+    open_weights: BTreeMap<u64, OpenWeights>,
     outgoing: Option<Outgoing>,
     /// The plan under way that makes a version, if this client sends nothing for it.
     of_others: Option<PlanId>,
@@ -175,6 +180,7 @@ impl ClientCore {
             learners: BTreeMap::new(),
             held: BTreeMap::new(),
             weights: BTreeMap::new(),
+            open_weights: BTreeMap::new(),
             outgoing: None,
             of_others: None,
             over: PlanId(0),

@@ -10,7 +10,7 @@ use crate::wire::{Granted, MAX_NUMBER, Message};
 
 /// So many blocks of a contribution that is still written are sent together. Each wake-up of connections costs CPU time,
 /// and the commit wakes them for the rest.
-const AHEAD_BLOCKS: usize = 4;
+pub(super) const AHEAD_BLOCKS: usize = 4;
 
 /// The plan under way, and what was sent for it.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl Outgoing {
     fn contributions(&self) -> &[(LearnerId, Step)] {
         match &self.payload {
             Granted::Contributions { of, .. } => of,
-            Granted::Weights(_) => &[],
+            Granted::Weights(_) | Granted::OpenWeights(_) => &[],
         }
     }
 
@@ -138,6 +138,7 @@ impl ClientCore {
             Granted::Contributions { of, open: Some(open), .. } => {
                 Some(of.iter().filter(|(of, _)| open.contains(of)).copied().collect::<Vec<_>>())
             }
+            Granted::OpenWeights(_) => Some(Vec::new()),
             _ => None,
         };
         let blocks = match self.granted_blocks(plan, &payload, open.as_deref()) {
@@ -250,7 +251,7 @@ impl ClientCore {
     /// # Errors
     /// The learner whose payload is gone. `None` for new weights.
     fn granted_blocks(
-        &self,
+        &mut self,
         plan: PlanId,
         payload: &Granted,
         open: Option<&[(LearnerId, Step)]>,
@@ -271,6 +272,7 @@ impl ClientCore {
                 }
             }
             Granted::Weights(token) => blocks.union_with(self.weights.get(token).ok_or(None)?),
+            Granted::OpenWeights(token) => blocks = self.take_open_weights(*token, plan).ok_or(None)?,
         }
         Ok(blocks)
     }

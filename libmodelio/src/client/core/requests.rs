@@ -84,7 +84,8 @@ impl ClientCore {
             }
             Message::Abort { learner } => self.drop_open(*learner, actions),
             Message::Leave { learner, .. } => self.drop_ahead(*learner, actions),
-            Message::Assign { token, blocks, .. } => {
+            Message::Assign { token, blocks, ahead, .. } => {
+                *ahead = self.publishes(*token);
                 self.weights.insert(*token, self.bits(blocks));
             }
             _ => {}

@@ -13,10 +13,11 @@ use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
 use crate::client::options::Done;
 use crate::client::shared::{NewWeights, Shared};
+use crate::transport::frames::Link;
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::ids::{BlockId, Version};
-use crate::wire::{Message, Refusal};
+use crate::wire::{MAX_SMALL_MODEL, Message, Refusal};
 
 impl Job {
     /// Checks that new weights may be written. Publishing them checks it again.
@@ -141,6 +142,33 @@ impl Job {
         self.shared.assign(weights, blocks, Instant::now() + timeout, done);
     }
 
+    /// These blocks of new weights in `buffer` are whole. They may be sent before they are published.
+    pub(crate) fn wrote_weights(&self, buffer: &Region, blocks: &[BlockId]) {
+        let mut inner = self.shared.inner.lock();
+        let (token, mut actions) = (buffer.key().0, Vec::new());
+        let new = || NewWeights { buffer: buffer.clone(), checked: false, can_show: true };
+        inner.weights.entry(token).or_insert_with(new);
+        for &block in blocks {
+            if let Some(partition) = inner.core.wrote_weights(token, block, &mut actions) {
+                inner.partitions[partition].links.iter().for_each(Link::wake);
+            }
+        }
+        self.shared.act(inner, actions);
+    }
+
+    /// What was written of new weights in `buffer` will be written again, or is given up.
+    pub(crate) fn rewrites_weights(&self, buffer: &Region) {
+        let mut inner = self.shared.inner.lock();
+        let mut actions = Vec::new();
+        inner.core.rewrites_weights(buffer.key().0, &mut actions);
+        self.shared.act(inner, actions);
+    }
+
+    /// Whether blocks of new weights may be sent before they are published.
+    pub(crate) fn sends_open_weights(&self) -> bool {
+        self.shared.local.is_none() && self.layout().size() > u64::from(MAX_SMALL_MODEL)
+    }
+
     /// Takes back `buffer`. True if it was handed out for new weights and not returned yet.
     fn claim(&self, buffer: &Region) -> bool {
         let is_it = |memory: &Weak<Mapping>| memory.as_ptr() == Arc::as_ptr(buffer.memory());
@@ -181,7 +209,7 @@ impl Shared {
                 }
             }
         };
-        let message = Message::Assign { token, blocks, timeout_ms };
+        let message = Message::Assign { token, blocks, timeout_ms, ahead: None };
         self.request(message, left(), Box::new(answered), |inner| {
             let can_show = weights.can_show;
             inner.weights.insert(token, weights);

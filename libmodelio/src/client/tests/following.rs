@@ -190,7 +190,7 @@ fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed(
     assert!(!bench.follow(0));
     let mut bench = Bench::new();
     bench.state(2, 0, 0, false);
-    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
     bench.coordinator(0, Message::Grant { plan: PLAN, payload: Granted::Weights(5) });
     assert!(!bench.follow(0));
 }

@@ -97,7 +97,7 @@ fn deadlines_go_on_while_a_job_is_held() {
 fn new_weights_wait_while_a_job_is_held() {
     let mut bench = Bench::new();
     bench.hold();
-    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000 });
+    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000, ahead: None });
     assert!(bench.sent_to_partition().is_empty());
     release(&mut bench);
     assert_eq!(bench.started().work, Work::Assign { token: 7 });
@@ -273,7 +273,7 @@ fn full() -> Vec<u8> {
     let mut bench = Bench::new();
     let mut requests = [2, 1];
     run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0), (0, 0), (3, 0), (0, 1), (7, 0), (4, 1)]);
-    bench.client(B, 100, Message::Assign { token: 7, blocks: vec![0..2], timeout_ms: 10_000 });
+    bench.client(B, 100, Message::Assign { token: 7, blocks: vec![0..2], timeout_ms: 10_000, ahead: None });
     bench.hold();
     for _ in 0..4 {
         run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0)]);

@@ -4,7 +4,7 @@
 use super::*;
 
 fn assign(token: u64) -> Message {
-    Message::Assign { token, blocks: vec![0..4], timeout_ms: 100_000 }
+    Message::Assign { token, blocks: vec![0..4], timeout_ms: 100_000, ahead: None }
 }
 
 /// The answers to client A.

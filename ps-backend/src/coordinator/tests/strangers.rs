@@ -148,10 +148,10 @@ fn a_client_gets_an_answer_again_that_a_stranger_has_acknowledged_or_not_request
 fn a_client_is_not_given_the_answer_to_a_stranger_s_request_of_the_same_number() {
     let mut bench = Bench::new();
     connects_anew(&mut bench);
-    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 1000 });
+    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 1000, ahead: None });
     bench.started();
     client_connects(&mut bench, 1, 1);
-    bench.client(A, 2, Message::Assign { token: 8, blocks: vec![0..4], timeout_ms: 9000 });
+    bench.client(A, 2, Message::Assign { token: 8, blocks: vec![0..4], timeout_ms: 9000, ahead: None });
     let answers = |bench: &mut Bench| -> Vec<(u64, Message)> {
         bench.sent_to(A).into_iter().filter(|(request, _)| *request > 0).collect()
     };

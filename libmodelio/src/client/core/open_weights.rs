@@ -1,0 +1,84 @@
+//! New weights that are still being written: their whole blocks are sent for a provisional plan, if nothing else is
+//! under way.
+//!
+//! What was sent counts if the request to publish names that plan. A program may write a block again before it
+//! publishes. Then nothing of what was sent counts, and all blocks are sent once they are published.
+
+use fixedbitset::FixedBitSet;
+
+use super::pushing::AHEAD_BLOCKS;
+use super::{Action, ClientCore};
+use crate::vocabulary::block_map::PartitionIndex;
+use crate::vocabulary::ids::{BlockId, PlanId};
+use crate::wire::{Granted, Message};
+
+/// New weights that no request publishes yet.
+#[derive(Debug)]
+pub(super) struct OpenWeights {
+    /// The blocks that are whole.
+    pub(super) whole: FixedBitSet,
+    /// The plan that has taken some of them.
+    sent_under: Option<PlanId>,
+}
+
+impl ClientCore {
+    /// A block of new weights is whole. It lies where it can be sent from until [`Action::ReleaseWeights`]. Returns the
+    /// shard to which this and earlier blocks may be sent now.
+    pub fn wrote_weights(
+        &mut self,
+        token: u64,
+        block: BlockId,
+        actions: &mut Vec<Action>,
+    ) -> Option<PartitionIndex> {
+        let blocks = self.blocks;
+        let is_first = !self.open_weights.contains_key(&token);
+        let new = || OpenWeights { whole: FixedBitSet::with_capacity(blocks), sent_under: None };
+        let open = self.open_weights.entry(token).or_insert_with(new);
+        open.whole.insert(block.index());
+        let is_it = |payload: &Granted| *payload == Granted::OpenWeights(token);
+        let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| is_it(&outgoing.payload)) else {
+            if is_first {
+                self.notify(Message::WholeWeights { token }, actions);
+            }
+            return None;
+        };
+        outgoing.blocks.insert(block.index());
+        let partition = self.owned.iter().position(|owned| owned.contains(block.index()))?;
+        let sending = &mut outgoing.partitions[partition];
+        sending.todo.insert(block.index());
+        (sending.at, sending.round) = (sending.at.min(block.index()), false);
+        sending.gathered += 1;
+        let wakes = sending.gathered == AHEAD_BLOCKS;
+        if wakes {
+            sending.gathered = 0;
+        }
+        wakes.then_some(partition)
+    }
+
+    /// New weights will not be published as they were written so far: a block is written again, or they are given up.
+    pub fn rewrites_weights(&mut self, token: u64, actions: &mut Vec<Action>) {
+        if self.open_weights.remove(&token).is_none() {
+            return;
+        }
+        if let Some(outgoing) = self.outgoing.take_if(|of| of.payload == Granted::OpenWeights(token)) {
+            self.given_up = self.given_up.max(Some(outgoing.plan));
+            self.notify(Message::SourceGone { plan: outgoing.plan, learner: None }, actions);
+        }
+        actions.push(Action::ReleaseWeights(token));
+    }
+
+    /// The blocks of new weights that can be sent while others are written. A plan takes them from now on.
+    pub(super) fn take_open_weights(&mut self, token: u64, plan: PlanId) -> Option<FixedBitSet> {
+        let open = self.open_weights.get_mut(&token)?;
+        open.sent_under = Some(plan);
+        Some(open.whole.clone())
+    }
+
+    /// New weights are complete, and a request publishes them: the plan for which blocks of them were sent.
+    pub(super) fn publishes(&mut self, token: u64) -> Option<PlanId> {
+        let plan = self.open_weights.remove(&token)?.sent_under?;
+        let takes =
+            |of: &super::pushing::Outgoing| of.plan == plan && of.payload == Granted::OpenWeights(token);
+        self.outgoing.as_ref().is_some_and(takes).then_some(plan)
+    }
+}
