@@ -44,10 +44,11 @@ impl<S: Clone> JobCore<S> {
         let incarnation = self.lives.entry(name.to_owned()).or_insert(self.forgotten);
         incarnation.0 = incarnation.0.saturating_add(1);
         let incarnation = *incarnation;
-        let in_mid_step = self.formed
-            && (!self.committed.is_empty()
-                || self.running.is_some()
-                || self.members.values().any(|member| matches!(member.phase, Phase::Open { .. })));
+        let in_mid_step = self.is_reducing()
+            || self.formed
+                && (!self.committed.is_empty()
+                    || self.running.is_some()
+                    || self.members.values().any(|member| matches!(member.phase, Phase::Open { .. })));
         let member = Member {
             name: name.to_owned(),
             incarnation,

@@ -65,16 +65,16 @@ impl<S: Clone> JobCore<S> {
             self.state_of = self.controls.reducer;
             self.optimizer_steps = TensorSteps::uniform(self.tensors, 0);
         }
-        if !self.committed.is_empty() {
-            return;
-        }
-        if std::mem::take(&mut self.reform) {
+        if self.committed.is_empty() && std::mem::take(&mut self.reform) {
             self.formed = self.members.len() >= self.controls.learners as usize;
         }
         let version = self.version;
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
-        // No step has begun, so learners that came in a dropped step need not wait for the next one.
-        if !self.members.values().any(|member| self.takes_part(member) && is_open(member)) {
+        let writes = |member: &Member| self.takes_part(member) && is_open(member);
+        let has_begun = !self.committed.is_empty() || self.members.values().any(writes);
+        // If no step has begun, learners that came in a dropped one need not wait for the next. Before the job is formed,
+        // all take part.
+        if !(self.formed && has_begun) {
             for member in self.members.values_mut() {
                 member.joined_at = member.joined_at.min(version);
             }

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 
-use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place};
+use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place, Work};
 
 fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     MemberView {
@@ -75,6 +75,11 @@ impl<S: Clone> JobCore<S> {
     pub(crate) fn accumulated_contributions(&self) -> impl Iterator<Item = &Arc<Contribution<S>>> {
         let accumulated = self.committed.iter().filter(|committed| committed.place == Place::Accumulated);
         accumulated.map(|committed| &committed.contribution)
+    }
+
+    /// Whether a version is being made of contributions. Nobody can join it, even if all learners have left meanwhile.
+    pub(super) fn is_reducing(&self) -> bool {
+        self.running.as_ref().is_some_and(|plan| matches!(plan.work, Work::Reduce { .. }))
     }
 
     /// Whether part of the coming version has been computed, or is being computed.

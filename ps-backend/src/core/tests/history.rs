@@ -15,7 +15,7 @@ pub struct History {
     pub fixed: bool,
     /// Steps of those in the job, from where the slowest was when they joined. Counts in what is being made.
     steps: BTreeMap<LearnerId, u64>,
-    /// The learners whose contributions are in the running plan.
+    /// The learners whose contributions are in the plan that is being measured or carried out.
     running: Vec<LearnerId>,
 }
 
@@ -64,6 +64,7 @@ impl History {
         }
     }
 
+    /// The version of contributions is made. New weights may be published while contributions are measured.
     pub fn published(&mut self) {
         self.running.clear();
     }

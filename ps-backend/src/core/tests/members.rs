@@ -5,7 +5,7 @@ use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::phase::JobPhase;
 
 use super::super::*;
-use super::sim::{Sim, blocks, early_job, everything, job, ok, open};
+use super::sim::{Id, Sim, Uid, blocks, early_job, everything, job, ok, open};
 
 #[test]
 fn nothing_completes_before_the_job_is_formed() {
@@ -110,6 +110,50 @@ fn committed_contributions_are_published_when_all_have_left() {
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
     assert_eq!(sim.core.state(), JobPhase::Forming, "the next ones are a new job");
+}
+
+/// A version is being made of the contributions of learners that have all left. They are fewer than `min_learners`.
+fn left_while_it_is_made(steady: &[bool]) -> (Sim, Vec<Uid>) {
+    let learners = (steady.len() + 1).to_string();
+    let mut sim = Sim::patient(&[("learners", &learners), ("min_learners", &learners)], 100);
+    let ids: Vec<Id> = (0..=steady.len()).map(|at| sim.join(&format!("first-{at}")).unwrap()).collect();
+    let uids = ids.iter().zip(steady).map(|(id, steady)| everything(&mut sim, *id, *steady).0).collect();
+    sim.leave(ids[steady.len()].0);
+    assert!(sim.running.is_none(), "there are too few learners");
+    let joiner = sim.join("joiner").unwrap();
+    assert!(sim.running.is_some(), "the version does not wait for the joiner");
+    ids[..steady.len()].iter().chain([&joiner]).for_each(|id| sim.leave(id.0));
+    assert_eq!(sim.core.state(), JobPhase::Forming);
+    (sim, uids)
+}
+
+#[test]
+fn who_joins_when_all_have_left_takes_no_part_in_the_version_that_is_being_made() {
+    let (mut sim, uids) = left_while_it_is_made(&[true]);
+    let next = ["a", "b"].map(|name| sim.join(name).unwrap());
+    let joined = next.map(|id| sim.core.member(id.0, sim.now).unwrap().joined_at);
+    assert_eq!(joined, [Version(1); 2], "they take part in versions after the first");
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&uids), [Some(Version(1))]);
+    let (a, _) = everything(&mut sim, next[0], true);
+    assert!(sim.running.is_none(), "b takes part");
+    let (b, _) = everything(&mut sim, next[1], true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(2)); 2]);
+}
+
+#[test]
+fn who_joins_when_all_have_left_takes_part_if_the_version_is_not_made() {
+    let (mut sim, uids) = left_while_it_is_made(&[true, false]);
+    let a = sim.join("a").unwrap();
+    assert!(sim.reduce_refused(), "one of the contributions holds NaN");
+    let (of_a, ticket) = everything(&mut sim, a, true);
+    assert!(ok(&sim, ticket), "nothing is being made of which it is no part");
+    let next = ["b", "c"].map(|name| sim.join(name).unwrap());
+    assert!(sim.running.is_none(), "b and c take part");
+    next.iter().for_each(|id| _ = everything(&mut sim, *id, true));
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[uids[0], of_a]), [Some(Version(1)); 2]);
 }
 
 #[test]

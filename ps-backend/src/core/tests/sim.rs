@@ -449,9 +449,9 @@ impl Sim {
     /// The running plan is done; `buffer` says whether the version after it has a buffer at once.
     pub fn reduce_done(&mut self, buffer: bool) {
         let Some(plan) = self.running.take() else { return };
-        self.history.published();
         let mut version = BTreeMap::new();
         if let Work::Reduce { step, tensors, fresh_state, .. } = &plan.work {
+            self.history.published();
             self.has_buffer = buffer;
             for block in 0..BLOCKS {
                 version.insert(block, self.sum(&plan, block));

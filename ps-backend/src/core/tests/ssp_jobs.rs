@@ -180,3 +180,24 @@ fn the_coordinator_that_was_gained_before_is_forgotten() {
     assert!(step(&mut sim, ids[0]));
     assert!(!step(&mut sim, ids[0]));
 }
+
+#[test]
+fn new_weights_while_a_contribution_is_measured_are_no_step() {
+    let mut sim = Sim::new(&[("consistency", "ssp(0)"), ("clip_norm", "1"), ("learners", "2")]);
+    let ids = ["a", "b"].map(|name| sim.join(name).unwrap());
+    let mut sim = sim.with_fixed_consistency();
+    let (uid, ticket) = everything(&mut sim, ids[0], true);
+    let weights = sim.assign(1_000);
+    sim.reduce_done(true);
+    assert!(ok(&sim, weights) && sim.is_waiting(ticket));
+    // It is measured again.
+    sim.accumulate_done(false);
+    sim.accumulate_done(true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[uid]), [Some(Version(2))]);
+    let (_, ahead) = everything(&mut sim, ids[0], true);
+    assert!(sim.is_waiting(ahead), "it is a step ahead");
+    everything(&mut sim, ids[1], true);
+    sim.finish_work();
+    assert!(ok(&sim, ahead));
+}
