@@ -167,9 +167,10 @@ impl World {
         {
             self.add_client(1);
         }
-        // What operators have asked for before comes to its end; then those who are left are made to be enough.
+        // What operators have asked for before comes to its end, also what is slow; then those who are left are made to be
+        // enough.
         let until = self.now + 2 * self.settings.timeout + self.settings.grace;
-        self.run_until(until, |_| false);
+        self.run_until(self.last_message().map_or(until, |last| last.max(until)), |_| false);
         let operator = self.clients.len();
         self.add_client(0);
         for (name, value) in [("min_learners", "1"), ("learners", "1")] {

@@ -359,6 +359,10 @@ impl History {
     /// The coordinator has a version: nobody in it is further ahead than the consistency allows. Its commit was taken
     /// when it was at most so many steps ahead of the slowest, and those of the others were all out.
     pub fn decided(&mut self, version: Version, plan: PlanId, members: &[MemberView]) {
+        // New weights are nobody's step: contributions that are added up already count with the version after them.
+        if matches!(self.plans[&plan].work, Work::Assign { .. }) {
+            return;
+        }
         let kept = self.sealed.keys().copied();
         let plans: Vec<PlanId> = kept.chain([plan]).collect();
         let of: Vec<LearnerId> = plans

@@ -2,7 +2,9 @@
 //!
 //! It knows two kinds. A *stream* is what TCP gives: in order and complete for as long as the connection lives; when
 //! it is reset, what was under way is lost. *Datagrams* are worse than any transport that is used: each message by
-//! itself is lost, repeated or overtaken, and one of an older connection may come through the newer one.
+//! itself is lost, repeated or overtaken, and one of an older connection may come through the newer one. But the numbers
+//! of a client's requests come first over each connection, because a coordinator that knows nothing of them cannot tell
+//! what it has carried out.
 
 use std::collections::BTreeMap;
 
@@ -39,6 +41,8 @@ pub struct Connection {
     pub opener_up: bool,
     /// The acceptor does.
     pub acceptor_up: bool,
+    /// The last connection over which a client has stated the numbers of its requests.
+    pub numbered: u64,
 }
 
 /// All connections, and their faults.

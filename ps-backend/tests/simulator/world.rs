@@ -354,6 +354,12 @@ impl World {
         done(self)
     }
 
+    /// When the last of the messages under way comes.
+    pub fn last_message(&self) -> Option<Now> {
+        let is_message = |event: &Event| matches!(event, Event::Message { .. });
+        self.queue.iter().filter(|(_, event)| is_message(event)).map(|((at, _), _)| *at).max()
+    }
+
     /// What waits for hung nodes is no longer kept from them.
     pub fn wake_hung(&mut self) {
         self.hung.clear();
@@ -472,6 +478,11 @@ impl World {
             (Node::Client(index), Node::Coordinator(_)) => {
                 if to != self.coordinator_node() || !self.is_coordinated() || !connection.acceptor_up {
                     return;
+                }
+                match message {
+                    Message::AckThrough { .. } => self.network.connection(from, to).numbered = epoch,
+                    _ if request > 0 && connection.numbered != connection.epoch => return,
+                    _ => {}
                 }
                 let id = self.clients[index].id;
                 if matches!(message, Message::Join { .. }) {
