@@ -12,6 +12,9 @@ const STEPS: u32 = 3;
 /// How long they may take, besides what leases and deadlines take.
 const PROGRESS: Now = Now::from_secs(60);
 
+/// A step that is written bit by bit takes about so many times what others take.
+const LONG_STEP: u32 = 4;
+
 /// How long a move takes at most, once nothing goes wrong any more.
 const SETTLED: Now = Now::from_secs(120);
 
@@ -173,8 +176,15 @@ impl World {
         self.run_until(self.last_message().map_or(until, |last| last.max(until)), |_| false);
         let operator = self.clients.len();
         self.add_client(0);
-        for (name, value) in [("min_learners", "1"), ("learners", "1")] {
-            let message = Message::SetControl { name: name.to_owned(), value: value.to_owned() };
+        let one = || "1".to_owned();
+        let mut enough = vec![("min_learners", one()), ("learners", one())];
+        // Learners that are said to have exited, and that take long for a step, would be given up again and again.
+        if self.settings.exits && self.coordinator.job().controls().linger < LONG_STEP * self.settings.compute
+        {
+            enough.extend(self.coordinator.job().controls().get("lease").map(|lease| ("linger", lease)));
+        }
+        for (name, value) in enough {
+            let message = Message::SetControl { name: name.to_owned(), value: value.clone() };
             let deadline = self.clock(Node::Client(operator)) + PROGRESS;
             self.on_client(operator, |core, now, actions| {
                 core.request(u64::MAX, message, deadline, now, actions);
@@ -182,7 +192,7 @@ impl World {
             // One after the other: they contradict each other the other way round.
             let until = self.now + if self.killed > 0 { Now::from_secs(2) } else { PROGRESS };
             self.run_until(until, |world| {
-                world.coordinator.job().controls().get(name).as_deref() == Some(value)
+                world.coordinator.job().controls().get(name).as_ref() == Some(&value)
             });
         }
     }
