@@ -59,12 +59,9 @@ impl Run {
         })
     }
 
-    /// The client of new weights that are still being written, if the plan takes such.
-    pub(super) fn open_weights(&self) -> Option<ClientId> {
-        self.senders
-            .first()
-            .filter(|_| self.is_open && self.stage == Stage::Gathering)
-            .map(|sender| sender.client)
+    /// The new weights that are still being written, if the plan takes such.
+    fn open_weights(&self) -> Option<&Source> {
+        assigned(&self.work).filter(|_| self.is_open && self.stage == Stage::Gathering)
     }
 
     pub(super) fn waiting(&self) -> impl Iterator<Item = PartitionIndex> {
@@ -330,16 +327,18 @@ impl CoordinatorCore {
     /// Begins work, or queues it until the present plan has ended. A plan of new weights that are still being written
     /// gives way, unless the work is to publish these.
     pub(super) fn want(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
-        match &self.run {
-            Some(run) if run.open_weights().is_some() => {
-                if assigned(&work).is_some_and(|source| source.ahead == Some(run.id)) {
-                    return self.seal_as(work, run.id, now, actions);
-                }
-                self.queue.push_back(work);
-                self.drop_run(now, actions);
-            }
-            Some(_) => self.queue.push_back(work),
-            None => self.begin(work, now, actions),
+        let Some(run) = &self.run else { return self.begin(work, now, actions) };
+        let (id, open) = (run.id, run.open_weights());
+        let is_of = |open: &Source, source: &Source| {
+            (source.client, source.name, source.ahead) == (open.client, open.name, Some(id))
+        };
+        if open.zip(assigned(&work)).is_some_and(|(open, source)| is_of(open, source)) {
+            return self.seal_as(work, id, now, actions);
+        }
+        let gives_way = open.is_some();
+        self.queue.push_back(work);
+        if gives_way {
+            self.drop_run(now, actions);
         }
     }
 
@@ -369,7 +368,7 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        if self.run.as_ref().and_then(Run::open_weights).is_some_and(of) {
+        if self.run.as_ref().and_then(Run::open_weights).is_some_and(|open| of(open.client)) {
             self.drop_run(now, actions);
         }
     }

@@ -13,6 +13,7 @@ mod parking;
 mod payload;
 #[cfg(feature = "rdma")]
 mod pinned;
+mod publishing;
 mod raw;
 #[cfg(feature = "rdma")]
 mod rdma;
