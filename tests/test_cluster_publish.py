@@ -85,3 +85,42 @@ def test_a_publisher_pulls_none_of_its_own_weights__and_several_publish_at_once(
     a, b = mounts
     eventually(lambda: a.version() == b.version() == 30)
     assert a.weights() == b.weights()
+
+
+def pushed(mount):
+    return mount.status()["payload"]["pushed_bytes"]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_new_weights_travel_while_they_are_written(cluster, transport):
+    one = cluster(2)
+    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="assign", timeout=20)
+    writes, reads = (one.mount(transport=transport) for _ in range(2))
+    for version, name in enumerate(["publish", "weights", "publish"], 1):
+        data, before = filled(writes, version).tobytes(), pushed(writes)
+        fd = os.open(writes.model / name, os.O_WRONLY)
+        assert os.write(fd, data[: 40 * BLOCK]) == 40 * BLOCK
+        # A mount sends four blocks of a shard together, so it may keep three.
+        eventually(lambda: pushed(writes) >= before + 34 * BLOCK)
+        assert reads.version() == writes.version() == version - 1
+        assert os.write(fd, data[40 * BLOCK :]) == 24 * BLOCK
+        os.close(fd)
+        assert writes.version() == version and writes.weights() == data
+        eventually(lambda: reads.version() == version)
+        assert reads.weights() == data
+        assert pushed(writes) == before + 64 * BLOCK, "no block is sent twice"
+
+
+def test_blocks_that_are_written_again_count_as_they_were_written_last(mounts):
+    writes, reads = mounts
+    for version in range(1, 6):
+        data, before = filled(writes, version).tobytes(), pushed(writes)
+        fd = os.open(writes.model / "publish", os.O_WRONLY)
+        os.pwrite(fd, filled(writes, -1).tobytes(), 0)
+        if writes.status()["transport"] == "tcp":
+            eventually(lambda: pushed(writes) > before)
+        os.pwrite(fd, data, 0)
+        os.close(fd)
+        assert writes.version() == version and writes.weights() == data
+        eventually(lambda: reads.version() == version)
+        assert reads.weights() == data

@@ -174,3 +174,21 @@ def test_blocks_come_back_while_others_are_still_written(cluster):
             gradients.write(filled(mount, np.nan).tobytes()[: 24 * BLOCK])
     mount.contribute(np.frombuffer(ones, "<f4"))
     assert (array(mount.model / "weights") == 4).all()
+
+
+def test_blocks_come_to_a_mount_that_only_reads(cluster):
+    one = cluster(2)
+    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=20)
+    trains, reads = one.mount(transport="tcp"), one.mount(transport="tcp")
+    ones, pulled = filled(trains, 1).tobytes(), lambda: reads.status()["payload"]["pulled_bytes"]
+    for step in range(1, 4):
+        eventually(lambda: reads.seen() == step - 1)
+        before = pulled()
+        with open(trains.model / "gradients", "wb", buffering=0) as gradients:
+            gradients.write(ones[: 40 * BLOCK])
+            eventually(lambda: pulled() >= before + 34 * BLOCK)
+            assert reads.seen() == step - 1 and (array(reads.model / "weights") == step - 1).all()
+            gradients.write(ones[40 * BLOCK :])
+        eventually(lambda: reads.seen() == step)
+        assert (array(reads.model / "weights") == step).all()
+        assert pulled() == before + 64 * BLOCK, "no block comes twice"
