@@ -201,8 +201,8 @@ def test_half_a_hello_and_silence_ends_after_its_deadline(world):
 @pytest.mark.parametrize("role", ["control", "data", "coordinator", "admin"])
 def test_another_protocol_is_refused_by_name(world, role):
     with world.peer() as peer:
-        answer = peer.greet(role, "m", world.generation, epoch=world.epoch, protocol=7)
-        assert answer.name == "Refused" and answer.fields == ("Protocol", wire.PROTOCOL, 7)
+        answer = peer.greet(role, "m", world.generation, epoch=world.epoch, protocol=wire.PROTOCOL + 1)
+        assert answer.name == "Refused" and answer.fields == ("Protocol", wire.PROTOCOL, wire.PROTOCOL + 1)
         assert peer.closes()
 
 

@@ -34,6 +34,7 @@ use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::{BlockSlot, CommitNotice, Region};
 use libmodelio::vocabulary::controls::PullPolicy;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
+use libmodelio::wire::Checksum;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
 use nix::time::{ClockId, clock_gettime};
@@ -96,6 +97,9 @@ struct Options {
     /// Every how many pieces of work the device reports one [default: the library's]
     #[arg(long)]
     report_every: Option<u32>,
+    /// Whether blocks are sent with a checksum: on or off
+    #[arg(long, default_value = "on")]
+    checksum: Checksum,
     /// Threads that move bytes [default: the library's]
     #[arg(long)]
     threads: Option<usize>,
@@ -171,6 +175,7 @@ impl Job {
             window: options.window.unwrap_or(usual.window),
             io: options.io,
             transport: options.transport(),
+            checksum: options.checksum,
             pulls: Some(options.pulls),
             patience: DEADLINE,
             rdma: options.rdma(),

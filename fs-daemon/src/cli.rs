@@ -18,6 +18,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, Type
 use clap::{Arg, Args, CommandFactory, Parser, Subcommand, ValueHint};
 use libmodelio::vocabulary::reducer::Reducer;
 use ps_backend::state_copies::StateCopies;
+use strum::VariantNames as _;
 
 pub use self::given::Given;
 use self::given::{Variables, options_of};

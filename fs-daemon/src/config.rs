@@ -17,6 +17,7 @@ use std::str::FromStr;
 use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
 use libmodelio::vocabulary::layout::{DType, MAX_BLOCKS};
 use ps_backend::state_copies::StateCopies;
+use strum::VariantNames as _;
 
 use self::endpoint::{Endpoint, METRICS_PORT, NBD_PORT};
 pub use self::layer::{CONFIG_VARIABLE, Layer, Vocabulary};

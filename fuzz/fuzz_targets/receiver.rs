@@ -24,10 +24,12 @@ fn mend(stream: &mut [u8]) {
         let body = length(4).min(behind.len());
         let payload = length(8).min(behind.len() - body);
         let (frame, next) = behind.split_at_mut(body + payload);
-        header[..4].copy_from_slice(b"GF\0\0");
+        let is_unchecked = payload > 0 && header[2] & 1 == 1;
+        header[..4].copy_from_slice(if is_unchecked { b"GF\x01\0" } else { b"GF\0\0" });
         header[4..8].copy_from_slice(&(body as u32).to_le_bytes());
         header[8..12].copy_from_slice(&(payload as u32).to_le_bytes());
-        header[12..16].copy_from_slice(&crc32c(&frame[body..]).to_le_bytes());
+        let crc = if is_unchecked { 0 } else { crc32c(&frame[body..]) };
+        header[12..16].copy_from_slice(&crc.to_le_bytes());
         header[32..36].copy_from_slice(&crc32c(&frame[..body]).to_le_bytes());
         let own = crc32c(&header[..36]);
         header[36..].copy_from_slice(&own.to_le_bytes());

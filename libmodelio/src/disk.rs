@@ -110,7 +110,7 @@ impl Disk {
                 // something in between, as from any disk.
                 Source::Memory => unsafe {
                     let bytes = self.memory.bytes(span(&range));
-                    Piece::new(bytes, Some(0), Arc::clone(&self.memory) as Guard)
+                    Piece::new(bytes, None, Arc::clone(&self.memory) as Guard)
                 },
             });
         });

@@ -20,6 +20,7 @@ use libmodelio::transport::{CommitNotice, Region};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::wire::Checksum;
 use ps_backend::create::{NewModel, create};
 use ps_backend::server::{RdmaUse, Server, ServerOptions};
 use ps_backend::snapshot::Piece;
@@ -40,6 +41,7 @@ impl Bench {
             advertise: None,
             registry: None,
             holds_blocks: true,
+            checksum: Checksum::On,
             threads: 2,
             state: Default::default(),
             io: Choice::Auto,

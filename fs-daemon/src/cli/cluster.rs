@@ -10,6 +10,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand, ValueHint};
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::reactor::Choice;
+use libmodelio::wire::Checksum;
 use strum::VariantNames as _;
 
 use super::given::{Given, Variables, options_of};
@@ -72,6 +73,9 @@ Examples:
 
   Two of them, over TCP even to shards on this host:
     gradfs mount /mnt/job llama value --registry node1 --transport tcp
+
+  Over TCP on a network that checks by itself; each end decides for what it sends:
+    gradfs mount /mnt/job --registry node1 --checksum off
 
   By RDMA, or not at all:
     gradfs mount /mnt/job --registry node1 --transport rdma --rdma-device mlx5_0
@@ -214,6 +218,10 @@ pub struct ShardArgs {
     /// How bytes go through sockets [default: auto]
     #[arg(long, value_parser = PossibleValuesParser::new(Choice::VARIANTS))]
     io: Option<String>,
+    /// Whether blocks that are sent over TCP have a checksum; off for a network that checks by itself. Each end decides
+    /// for what it sends [default: on]
+    #[arg(long, value_parser = PossibleValuesParser::new(Checksum::VARIANTS))]
+    checksum: Option<String>,
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     metrics: Option<String>,
@@ -271,6 +279,10 @@ pub struct MountArgs {
     /// How bytes go through sockets [default: auto]
     #[arg(long, value_parser = PossibleValuesParser::new(Choice::VARIANTS))]
     io: Option<String>,
+    /// Whether blocks that are sent over TCP have a checksum; off for a network that checks by itself. Each end decides
+    /// for what it sends [default: on]
+    #[arg(long, value_parser = PossibleValuesParser::new(Checksum::VARIANTS))]
+    checksum: Option<String>,
     #[command(flatten)]
     common: CommonArgs,
     #[command(flatten)]

@@ -79,7 +79,7 @@ fn connect(
     }
     let layout = record.layout().map_err(|error| Error::new(format!("model {name}")).caused_by(error))?;
     memory::check_shown(name, layout.size())?;
-    let (io, transport) = (config.io, config.transport);
+    let (io, transport, checksum) = (config.io, config.transport, config.checksum);
     let (registry, reactor) = (Some(Arc::clone(registry)), Some(Arc::clone(reactor)));
     let rdma = config.rdma.clone();
     let (threads, connections) = (config.mounting.threads, config.connections);
@@ -88,6 +88,7 @@ fn connect(
         threads,
         io,
         transport,
+        checksum,
         connections,
         rdma,
         registry,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
+use libmodelio::wire::Checksum;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 use ps_backend::state_copies::StateCopies;
 
@@ -37,6 +38,7 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
         threads: config.threads,
         state: config.state,
         io: config.io,
+        checksum: config.checksum,
         rdma: config.rdma,
         rdma_port: config.rdma_port,
         rdma_options: config.rdma_options,
@@ -64,6 +66,7 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
         threads: 1,
         state: StateCopies::default(),
         io: Choice::Auto,
+        checksum: Checksum::On,
         rdma: RdmaUse::Off,
         rdma_port: None,
         rdma_options: RdmaOptions::default(),

@@ -115,7 +115,9 @@ fn for_people(status: &Value) -> String {
             (None, connections) => format!("shm with {} connection(s) of this host", connections),
         };
         let (io, rdma) = (shard["io"].as_str().unwrap_or_default(), rdma(&shard["rdma"]));
-        let _ = writeln!(text, ": {io}, {memory}{rdma}{draining}");
+        let checksum =
+            if shard["checksum"] == json!("off") { ", sends blocks without checksums" } else { "" };
+        let _ = writeln!(text, ": {io}, {memory}{rdma}{checksum}{draining}");
         for model in list(&shard["incoming"]) {
             let name = model["name"].as_str().unwrap_or_default();
             let (blocks, of) = (&model["blocks"], &model["of"]);

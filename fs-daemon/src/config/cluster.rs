@@ -14,6 +14,7 @@ use libmodelio::client::TransportChoice;
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::controls::Controls;
+use libmodelio::wire::Checksum;
 use ps_backend::server::RdmaUse;
 use ps_backend::state_copies::StateCopies;
 use strum::VariantNames;
@@ -62,6 +63,8 @@ pub struct ShardConfig {
     pub state: StateCopies,
     /// How bytes are moved.
     pub io: Choice,
+    /// Whether blocks are sent with a checksum.
+    pub checksum: Checksum,
     /// Whether the shard takes connections by RDMA.
     pub rdma: RdmaUse,
     /// The port for them; `None` for the number of the TCP port.
@@ -98,6 +101,8 @@ pub struct MountConfig {
     pub registry: Endpoint,
     /// The way that bytes go.
     pub transport: TransportChoice,
+    /// Whether blocks are sent with a checksum.
+    pub checksum: Checksum,
     /// Connections for blocks to each shard, at least one.
     pub connections: usize,
     /// How they are moved.
@@ -219,6 +224,7 @@ impl ShardConfig {
             threads: merged.threads(THREADS_OF_SHARD)?,
             state: merged.word("state", StateCopies::VARIANTS, StateCopies::default())?,
             io: merged.word("io", Choice::VARIANTS, Choice::default())?,
+            checksum: merged.checksum()?,
             rdma: merged.rdma_use()?,
             rdma_port: merged.rdma_port()?,
             rdma_options: merged.rdma()?,
@@ -292,6 +298,7 @@ impl MountConfig {
                 .whole("connections", 1..=MAX_CONNECTIONS, CONNECTIONS)?
                 .unwrap_or(DEFAULT_CONNECTIONS),
             io: merged.word("io", Choice::VARIANTS, Choice::default())?,
+            checksum: merged.checksum()?,
             rdma: merged.rdma()?,
         })
     }
@@ -371,6 +378,10 @@ impl Merged<'_> {
     fn listen(&self) -> Result<Endpoint, Error> {
         let listen = self.parsed("listen", |origin, text| Endpoint::parse(origin, text, DEFAULT_PORT))?;
         listen.ok_or_else(|| Error::usage("no address to listen on is given").hint(LISTEN_USAGE))
+    }
+
+    fn checksum(&self) -> Result<Checksum, Error> {
+        self.word("checksum", Checksum::VARIANTS, Checksum::default())
     }
 
     fn registry(&self) -> Result<Option<Endpoint>, Error> {

@@ -114,6 +114,9 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
                 "blocks": shard.blocks,
                 "connected": shard.connected,
             });
+            if let Some(checksum) = shard.checksum {
+                value["checksum"] = json!(checksum.name());
+            }
             if let Some(why) = &shard.no_memory {
                 value["not_shm_because"] = json!(why);
             }

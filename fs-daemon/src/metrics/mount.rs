@@ -221,6 +221,7 @@ mod tests {
                 shard: ShardId(1),
                 address: None,
                 transport,
+                checksum: None,
                 blocks: 1,
                 no_memory: why(no_memory),
                 no_rdma: why(no_rdma),

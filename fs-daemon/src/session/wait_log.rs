@@ -87,6 +87,7 @@ mod tests {
             shard: ShardId(number),
             address: Some(format!("node{number}:7070")),
             transport: TransportKind::Tcp,
+            checksum: None,
             blocks: 1,
             no_memory: None,
             no_rdma: None,

@@ -250,7 +250,10 @@ impl Shared {
             self.tally.moved(Flow::Push, span.len());
             // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
             // elsewhere if this one's plan was dropped ([`crate::client::Job::take_strays`]).
-            let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
+            let piece = unsafe {
+                let bytes = memory.bytes(span);
+                Piece::new(bytes, self.options.checksum.of(bytes), Arc::clone(&memory) as Guard)
+            };
             return Some(Some((false, piece)));
         }
         let check = inner.rejects_nonfinite();
@@ -270,8 +273,9 @@ impl Shared {
                 self.tally.moved(Flow::Push, out.len());
                 self.tally.copied(Flow::Push, sum::copied(&self.layout, block, payloads.len(), replaces));
                 let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
+                let crc = self.options.checksum.of(&pooled.bytes);
                 // SAFETY: nobody writes the vector while the guard lives.
-                let piece = unsafe { Piece::new(&pooled.bytes, None, Arc::clone(&pooled) as Guard) };
+                let piece = unsafe { Piece::new(&pooled.bytes, crc, Arc::clone(&pooled) as Guard) };
                 Some(Some((wide, piece)))
             }
             Err(bad) => {

@@ -130,6 +130,9 @@ impl Conversation for Control {
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
         if let Message::State(state) = &received.message {
             let Connection { shared, route, .. } = &self.0.to;
+            if received.header.payload_crc().is_none() {
+                shared.tally.unchecked(bytes.len());
+            }
             return shared.state_with_version(route, (**state).clone(), bytes);
         }
         self.0.payload(received, bytes).map(drop)
@@ -251,6 +254,9 @@ impl<P: BlockPath> Conversation for Data<P> {
         if !self.greeting.payload(received, bytes)? {
             let (tally, len) = (&self.greeting.to.shared.tally, received.header.payload_len() as usize);
             tally.moved(Flow::Pull, len);
+            if received.header.payload_crc().is_none() {
+                tally.unchecked(len);
+            }
             if self.path.fast().is_some() {
                 // The payload came out of the ring.
                 tally.copied(Flow::Pull, len);

@@ -13,7 +13,7 @@ use crate::vocabulary::controls::{ControlError, PullPolicy};
 use crate::vocabulary::ids::{LearnerId, Step, Version};
 use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::partly::PartlyWritten;
-use crate::wire::{Message, Refusal};
+use crate::wire::{Checksum, Message, Refusal};
 
 /// The transport of blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
@@ -43,6 +43,8 @@ pub struct ClientOptions {
     pub io: Choice,
     /// The transport.
     pub transport: TransportChoice,
+    /// Whether blocks are sent with a checksum.
+    pub checksum: Checksum,
     /// The number of connections to each shard for blocks.
     pub connections: usize,
     /// The most bytes that may be asked for and on their way from one shard. They are received where they belong, so
@@ -68,6 +70,7 @@ impl Default for ClientOptions {
             threads: 2,
             io: Choice::Auto,
             transport: TransportChoice::Auto,
+            checksum: Checksum::On,
             connections: 2,
             window: 64 << 20,
             pulls: None,

@@ -3,6 +3,8 @@
 //!
 //! This module holds `unsafe`: it reads staged blocks, and writes the back buffer.
 
+use std::sync::Arc;
+
 use super::routes::{Route, overtaken};
 use super::shared::{Inner, Shared};
 use crate::transport::stream::{Close, Piece};
@@ -36,7 +38,8 @@ impl Shared {
         }
         self.tally.moved(Flow::Push, bytes.len());
         self.tally.copied(Flow::Push, bytes.len());
-        Some(Piece::owned(bytes))
+        let crc = self.options.checksum.of(&bytes);
+        Some(Piece::shared(&Arc::new(bytes), crc))
     }
 
     /// The coordinator announces a version, and all bytes of it come along.

@@ -33,6 +33,9 @@ pub struct Payloads {
     pub pulled_bytes: u64,
     /// Bytes of pulls that were copied here.
     pub pull_copied_bytes: u64,
+    /// Bytes that came in frames whose sender had left the checksum out.
+    #[serde(default)]
+    pub unchecked_bytes: u64,
 }
 
 #[derive(Debug, Default)]
@@ -47,6 +50,7 @@ pub struct Tally {
     push: Count,
     pull: Count,
     stored: AtomicU64,
+    unchecked: AtomicU64,
 }
 
 impl Tally {
@@ -74,6 +78,11 @@ impl Tally {
         self.stored.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
+    /// A payload has come in a frame whose sender had left the checksum out.
+    pub fn unchecked(&self, bytes: usize) {
+        self.unchecked.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     /// All counts.
     pub fn read(&self) -> Payloads {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -83,6 +92,7 @@ impl Tally {
             push_stored_bytes: read(&self.stored),
             pulled_bytes: read(&self.pull.moved),
             pull_copied_bytes: read(&self.pull.copied),
+            unchecked_bytes: read(&self.unchecked),
         }
     }
 }
@@ -100,12 +110,14 @@ mod tests {
         tally.moved(Flow::Pull, 7);
         tally.copied(Flow::Pull, 5);
         tally.copied(Flow::Pull, 1);
+        tally.unchecked(4);
         let expected = Payloads {
             pushed_bytes: 3,
             push_copied_bytes: 2,
             push_stored_bytes: 1,
             pulled_bytes: 7,
             pull_copied_bytes: 6,
+            unchecked_bytes: 4,
         };
         assert_eq!(tally.read(), expected);
     }

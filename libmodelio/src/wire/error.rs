@@ -26,11 +26,11 @@ pub enum WireError {
         /// The checksum of the received bytes.
         got: u32,
     },
-    /// Flags that this version does not have.
-    #[error("unknown flags {got:#06x}, expected {expected:#06x}")]
+    /// Flags that this version does not have, or that mean nothing in such a frame.
+    #[error("flags {got:#06x}, allowed are {allowed:#06x}")]
     Flags {
-        /// The flags of this version.
-        expected: u16,
+        /// The flags that the frame may have.
+        allowed: u16,
         /// The received flags.
         got: u16,
     },
@@ -99,8 +99,8 @@ impl WireError {
             WireError::Checksum { what, expected, got } => {
                 frame(&format!("checksum of the {what}"), format!("{expected:#010x}"), format!("{got:#010x}"))
             }
-            WireError::Flags { expected, got } => {
-                frame("flags", format!("{expected:#06x}"), format!("{got:#06x}"))
+            WireError::Flags { allowed, got } => {
+                frame("flags", format!("{allowed:#06x}"), format!("{got:#06x}"))
             }
             WireError::TooLong { what, limit, got } => {
                 frame(what, format!("at most {limit} bytes"), format!("{got}"))

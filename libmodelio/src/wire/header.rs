@@ -15,8 +15,8 @@ pub const HEADER: usize = 40;
 
 /// "GF" in memory.
 const MAGIC: u16 = u16::from_le_bytes(*b"GF");
-/// No flag has a meaning yet.
-const FLAGS: u16 = 0;
+/// The flag of a frame whose payload has no checksum.
+const UNCHECKED: u16 = 1;
 
 /// The fixed part of a frame, validated: there is no way to one with another magic, flags or checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,21 +45,21 @@ const _: () = assert!(size_of::<Raw>() == HEADER);
 pub struct Payload {
     /// Bytes.
     pub len: u32,
-    /// Their CRC32C.
-    pub crc: u32,
+    /// Their CRC32C. `None` if they are sent without one.
+    pub crc: Option<u32>,
 }
 
 impl Payload {
     /// No payload.
-    pub const NONE: Payload = Payload { len: 0, crc: 0 };
+    pub const NONE: Payload = Payload { len: 0, crc: None };
 
-    /// The payload of these bytes.
+    /// The payload of these bytes, with a checksum.
     ///
     /// # Errors
     /// [`WireError::TooLong`] beyond [`super::MAX_PAYLOAD`].
     pub fn of(bytes: &[u8]) -> Result<Payload, WireError> {
         let len = within("payload", bytes.len() as u64, Limits::MAX.payload)?;
-        Ok(Payload { len, crc: crc32c(bytes) })
+        Ok(Payload { len, crc: Some(crc32c(bytes)) })
     }
 }
 
@@ -77,10 +77,10 @@ impl Header {
     ) -> Result<Header, WireError> {
         let mut header = Raw {
             magic: U16::new(MAGIC),
-            flags: U16::new(FLAGS),
+            flags: U16::new(if payload.len > 0 && payload.crc.is_none() { UNCHECKED } else { 0 }),
             body: U32::new(within("body", body.len() as u64, limits.body)?),
             payload: U32::new(within("payload", payload.len.into(), limits.payload)?),
-            payload_crc: U32::new(payload.crc),
+            payload_crc: U32::new(payload.crc.unwrap_or(0)),
             request: U64::new(request),
             epoch: U64::new(epoch.0),
             body_crc: U32::new(crc32c(body)),
@@ -100,8 +100,12 @@ impl Header {
             return Err(WireError::Magic { expected: MAGIC, got: header.magic.get() });
         }
         same("header", header.header_crc.get(), header.own_crc())?;
-        if header.flags.get() != FLAGS {
-            return Err(WireError::Flags { expected: FLAGS, got: header.flags.get() });
+        let allowed = if header.payload.get() > 0 { UNCHECKED } else { 0 };
+        if header.flags.get() & !allowed != 0 {
+            return Err(WireError::Flags { allowed, got: header.flags.get() });
+        }
+        if header.flags.get() == UNCHECKED {
+            same("payload", header.payload_crc.get(), 0)?;
         }
         within("body", header.body.get().into(), limits.body)?;
         within("payload", header.payload.get().into(), limits.payload)?;
@@ -128,9 +132,9 @@ impl Header {
         self.0.payload.get()
     }
 
-    /// CRC32C of the payload, as the sender says.
-    pub fn payload_crc(&self) -> u32 {
-        self.0.payload_crc.get()
+    /// CRC32C of the payload, as the sender says. `None` if the sender has left it out.
+    pub fn payload_crc(&self) -> Option<u32> {
+        (self.0.flags.get() & UNCHECKED == 0).then_some(self.0.payload_crc.get())
     }
 
     /// Checks that the body arrived unchanged.
@@ -138,12 +142,12 @@ impl Header {
         same("body", self.0.body_crc.get(), crc32c(body))
     }
 
-    /// Checks that the payload arrived unchanged, given its CRC32C.
+    /// Checks that the payload arrived unchanged, given its CRC32C. Without a checksum in the frame, any value will do.
     ///
     /// # Errors
     /// [`WireError::Checksum`].
     pub fn check_payload(&self, crc: u32) -> Result<(), WireError> {
-        same("payload", self.0.payload_crc.get(), crc)
+        self.payload_crc().map_or(Ok(()), |expected| same("payload", expected, crc))
     }
 
     /// The bytes to send.

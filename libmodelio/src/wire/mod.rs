@@ -3,12 +3,14 @@
 //! A connection carries frames. A frame is a [`Header`] of fixed size, a body (a [`Message`]) and perhaps a payload
 //! (bytes of blocks, records). The header says how long both are, so that a receiver that has seen header and body
 //! can have the payload delivered straight to where it belongs. Every length has a limit that is checked before
-//! anything is allocated; CRC32C covers all bytes. `docs/protocol.md` has the tables.
+//! anything is allocated. CRC32C covers all bytes, except those of a payload whose sender leaves it out ([`Checksum`]).
+//! `docs/protocol.md` has the tables.
 //!
 //! [`Receiver`] takes bytes as they come and says what to read next; [`frame`] and [`append_frame`] make the other
 //! direction.
 
 mod bounded;
+mod checksum;
 mod codec;
 mod error;
 mod header;
@@ -20,6 +22,7 @@ mod registry;
 
 use std::time::Duration;
 
+pub use checksum::Checksum;
 pub use codec::{append_frame, frame};
 pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
@@ -99,12 +102,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V5 = 5,
     /// A shard sends blocks before their version counts. `State` names the plan that has made the newest version.
+    ///
+    /// This program does not speak it any more.
     V6 = 6,
+    /// A flag in the header says that the payload has no checksum.
+    V7 = 7,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V6;
+    pub const NEWEST: Protocol = Protocol::V7;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -117,7 +124,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            6 => Ok(Protocol::V6),
+            7 => Ok(Protocol::V7),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -131,7 +131,8 @@ impl Receiver {
         self.header.filter(|_| self.in_payload).map(|header| header.payload_len())
     }
 
-    /// The payload was delivered whole and has this CRC32C.
+    /// The payload was delivered whole and has this CRC32C, which counts for nothing if the frame has no checksum of its
+    /// payload ([`Header::payload_crc`]).
     ///
     /// # Errors
     /// [`WireError::Checksum`]: the delivered bytes are worthless, and the caller must close the connection.

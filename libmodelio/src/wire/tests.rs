@@ -17,6 +17,15 @@ fn whole(message: &Message, request: u64, epoch: Epoch, payload: &[u8]) -> Vec<u
     bytes
 }
 
+/// The same without a checksum of the payload.
+fn whole_unchecked(message: &Message, request: u64, epoch: Epoch, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let described = Payload { len: payload.len() as u32, crc: Checksum::Off.of(payload) };
+    append_frame(&mut bytes, message, request, epoch, described).expect("a message of this end");
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
 type Frames = Vec<(Received, Vec<u8>)>;
 
 /// Receives `stream` in the pieces that `cuts` make of it: the frames with their payloads until all is read or
@@ -61,17 +70,43 @@ fn receive(stream: &[u8], cuts: &[usize]) -> (Frames, Result<(), WireError>) {
 proptest! {
     #[test]
     fn frames_come_through_in_any_pieces(
-        sent in vec(any_frame(), 0..4),
+        sent in vec((any_frame(), any::<bool>()), 0..4),
         cuts in vec(any::<usize>(), 0..12),
     ) {
-        let stream: Vec<u8> = sent.iter().flat_map(|(m, r, e, p)| whole(m, *r, *e, p)).collect();
+        let bytes = |checked: bool| if checked { whole } else { whole_unchecked };
+        let stream: Vec<u8> =
+            sent.iter().flat_map(|((m, r, e, p), checked)| bytes(*checked)(m, *r, *e, p)).collect();
         let (frames, end) = receive(&stream, &cuts);
         prop_assert_eq!(end, Ok(()));
         prop_assert_eq!(frames.len(), sent.len());
-        for ((received, bytes), (message, request, epoch, payload)) in frames.iter().zip(&sent) {
+        for ((received, bytes), ((message, request, epoch, payload), checked)) in frames.iter().zip(&sent) {
             prop_assert_eq!(&received.message, message);
             prop_assert_eq!((received.header.request(), received.header.epoch()), (*request, *epoch));
             prop_assert_eq!(bytes, payload);
+            prop_assert_eq!(received.header.payload_crc().is_some(), *checked || payload.is_empty());
+        }
+    }
+
+    #[test]
+    fn without_a_checksum_a_flipped_bit_is_noticed_unless_it_is_the_payloads(
+        sent in any_frame(),
+        bit in any::<usize>(),
+        cuts in vec(any::<usize>(), 0..4),
+    ) {
+        let (message, request, epoch, payload) = sent;
+        let mut stream = whole_unchecked(&message, request, epoch, &payload);
+        let bit = bit % (stream.len() * 8);
+        stream[bit / 8] ^= 1 << (bit % 8);
+        let head = stream.len() - payload.len();
+        let (frames, end) = receive(&stream, &cuts);
+        if bit / 8 < head {
+            prop_assert!(
+                matches!(end, Err(WireError::Magic { .. } | WireError::Checksum { .. })),
+                "bit {bit}: {end:?}"
+            );
+        } else {
+            prop_assert_eq!(end, Ok(()));
+            prop_assert_eq!(&frames[0].1[..], &stream[head..], "as it came");
         }
     }
 
@@ -157,29 +192,54 @@ fn a_frame_is_what_the_document_says() {
     assert_eq!(bytes, expected);
 }
 
+#[test]
+fn a_frame_without_a_checksum_of_its_payload_says_so() {
+    let block = Message::Block { version: Version(1), block: BlockId(0) };
+    let (checked, unchecked) =
+        (whole(&block, 1, Epoch(1), b"abc"), whole_unchecked(&block, 1, Epoch(1), b"abc"));
+    assert_eq!((&checked[2..4], &unchecked[2..4]), (&[0, 0][..], &[1, 0][..]));
+    assert_eq!(&unchecked[12..16], &[0; 4]);
+    assert_eq!(whole_unchecked(&Message::Ping, 1, Epoch(1), b""), whole(&Message::Ping, 1, Epoch(1), b""));
+
+    let with = |message: &Message, payload: &[u8], flags: u16, crc: u32| {
+        let mut bytes = whole(message, 1, Epoch(1), payload);
+        bytes[2..4].copy_from_slice(&flags.to_le_bytes());
+        bytes[12..16].copy_from_slice(&crc.to_le_bytes());
+        let own = crc32c(&bytes[..HEADER - 4]);
+        bytes[HEADER - 4..HEADER].copy_from_slice(&own.to_le_bytes());
+        receive(&bytes, &[]).1
+    };
+    assert_eq!(with(&block, b"abc", 1, 0), Ok(()));
+    let told = WireError::Checksum { what: "payload", expected: 7, got: 0 };
+    assert_eq!(with(&block, b"abc", 1, 7), Err(told), "a checksum that is none");
+    assert_eq!(with(&block, b"abc", 2, 0), Err(WireError::Flags { allowed: 1, got: 2 }));
+    assert_eq!(with(&block, b"abc", 3, 0), Err(WireError::Flags { allowed: 1, got: 3 }));
+    assert_eq!(with(&Message::Ping, b"", 1, 0), Err(WireError::Flags { allowed: 0, got: 1 }));
+}
+
 /// These bytes never change: ends of different versions say it to each other.
 #[test]
 fn greetings_begin_alike_in_all_versions() {
     let body = |message: &Message| frame(message, 0, Epoch(0), &[]).unwrap().split_off(HEADER);
     let hello = Message::Hello {
-        protocol: 6,
+        protocol: 7,
         role: Role::Admin,
         model: String::new(),
         generation: Generation(0),
         client: ClientId(7),
     };
-    assert_eq!(body(&hello), [0, 6, 3, 0, 0, 7]);
-    let welcome = Message::Welcome { protocol: 6, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
-    assert_eq!(body(&welcome), [1, 6, 2, 3, 4]);
+    assert_eq!(body(&hello), [0, 7, 3, 0, 0, 7]);
+    let welcome = Message::Welcome { protocol: 7, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
+    assert_eq!(body(&welcome), [1, 7, 2, 3, 4]);
     let refused = Message::Refused(Refusal::Protocol { expected: 1, got: 2 });
     assert_eq!(body(&refused), [2, 1, 1, 2]);
 
-    let newer = WireError::Protocol { expected: 6, got: 300 };
+    let newer = WireError::Protocol { expected: 7, got: 300 };
     assert_eq!(Message::decode(&[0, 0xac, 0x02, b'?'], 0), Err(newer.clone()), "whatever else it says");
     assert_eq!(Message::decode(&[1, 0xac, 0x02], 0), Err(newer.clone()));
     let spelt_long = Message::decode(&[0x81, 0x00, 0xac, 0x02, 1, 1, 1], 0);
     assert_eq!(spelt_long, Err(newer.clone()), "found by fuzzing");
-    assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: 6, got: 300 });
+    assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: 7, got: 300 });
 }
 
 #[test]

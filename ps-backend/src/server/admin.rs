@@ -35,7 +35,7 @@ impl Shared {
         }
         let shard = *self.shard.lock();
         let partition = has_room(&record, shard)
-            .and_then(|()| Partition::new(&record, shard, &self.executor, self.state));
+            .and_then(|()| Partition::new(&record, shard, &self.executor, self.of_partitions()));
         let mut models = self.models.lock();
         let deleted = self.creations.lock().remove(&generation).is_none_or(|creation| creation.deleted);
         let partition = partition.map_err(Refusal::other)?;
@@ -96,6 +96,7 @@ impl Shared {
                 "unavailable": self.no_memory.get(),
             },
             "rdma": self.rdma_status(),
+            "checksum": self.options.checksum.name(),
             "threads": self.options.threads,
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),

@@ -132,6 +132,15 @@ impl Peer {
         Close::Asked(why.into())
     }
 
+    /// Blocks have come. The client has left their checksum out.
+    fn unchecked(&self, bytes: usize) {
+        match &self.kind {
+            Kind::Data(data) => data.partition.store().tally().unchecked(bytes),
+            Kind::Control { coordinator, .. } => coordinator.unchecked(bytes),
+            Kind::Strange | Kind::Coordinator(_) | Kind::Admin => {}
+        }
+    }
+
     fn greet(&mut self, received: &Received) -> Result<(), TurnedAway> {
         let Message::Hello { protocol, role, model, generation, client } = &received.message else {
             return Err(Refusal::Role { what: received.message.name().to_owned() }.into());
@@ -538,6 +547,9 @@ impl Conversation for Peer {
     }
 
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
+        if received.header.payload_crc().is_none() {
+            self.unchecked(received.header.payload_len() as usize);
+        }
         let outcome = match &mut self.kind {
             Kind::Data(data) => match data.reservation.take() {
                 Some(reservation) => {

@@ -106,7 +106,6 @@ impl Server {
             shard: Mutex::new(ShardId(0)),
             net: reactor.handle(),
             executor,
-            state: options.state,
             memory: Threads::new(shm_clients::MAX_CONNECTIONS),
             #[cfg(feature = "rdma")]
             rdma: Default::default(),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use libmodelio::registry::RegistryError;
 use libmodelio::transport::rdma::{DeviceMemory, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
+use libmodelio::wire::Checksum;
 
 use crate::state_copies::StateCopies;
 
@@ -27,6 +28,8 @@ pub struct ServerOptions {
     pub state: StateCopies,
     /// The system calls that move bytes.
     pub io: Choice,
+    /// Whether blocks are sent with a checksum.
+    pub checksum: Checksum,
     /// Whether to accept RDMA connections.
     pub rdma: RdmaUse,
     /// Their port. `None` for the same number as the TCP port (with iWARP, any port).

@@ -37,7 +37,7 @@ use libmodelio::transport::local::{End, Granted, Mail, Mailbox};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::wire::{MAX_SMALL_MODEL, Message, ModelRecord, PlanSource, Refusal, Work};
+use libmodelio::wire::{Checksum, MAX_SMALL_MODEL, Message, ModelRecord, PlanSource, Refusal, Work};
 use parking_lot::Mutex;
 
 use super::redirect::Redirect;
@@ -117,6 +117,8 @@ pub struct Partition {
     model_bytes: u64,
     /// Whether its only client is in this process.
     has_client_here: bool,
+    /// Whether blocks are sent with a checksum.
+    checksum: Checksum,
     store: PartitionStore,
     /// For each plan that makes a version, the time from when it was sealed until all its blocks were computed here.
     reduce: Histogram,
@@ -129,6 +131,15 @@ pub struct Partition {
     /// Its versions, for clients that fetch them by RDMA.
     #[cfg(feature = "rdma")]
     shown: Mutex<Option<Arc<Shown>>>,
+}
+
+/// What the operator of a shard chooses for its partitions.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PartitionOptions {
+    /// How many copies of optimizer state there are.
+    pub state: StateCopies,
+    /// Whether blocks that are sent have checksums.
+    pub checksum: Checksum,
 }
 
 /// Why a partition cannot be made.
@@ -166,7 +177,7 @@ impl Partition {
         record: &ModelRecord,
         shard: ShardId,
         executor: &Arc<dyn Executor>,
-        copies: StateCopies,
+        options: PartitionOptions,
     ) -> Result<Arc<Partition>, MakeError> {
         let bad = |error: &dyn std::fmt::Display| MakeError::Record(error.to_string());
         let layout = record.layout().map_err(|error| bad(&error))?;
@@ -177,7 +188,7 @@ impl Partition {
         }
         let partition = layout.partition(&blocks).map_err(|error| bad(&error))?;
         let controls = &record.controls;
-        let needed = MemoryUse::of_partition(partition.layout(), controls, copies).total();
+        let needed = MemoryUse::of_partition(partition.layout(), controls, options.state).total();
         let available = memory::available();
         if let Some(available) = available.filter(|&available| available < needed) {
             return Err(MakeError::Room { needed, available });
@@ -188,9 +199,9 @@ impl Partition {
         let limits = Limits { buffers, ..limits };
         // The version of a small model goes with the message that it counts, so it is computed before.
         let is_small = layout.size() <= u64::from(MAX_SMALL_MODEL);
-        let copies = if is_small { StateCopies::Double } else { copies };
+        let copies = if is_small { StateCopies::Double } else { options.state };
         let store = PartitionStore::with_state(partition, controls.reducer, limits, copies)?;
-        Ok(Partition::of(record, (layout.size(), false), store, executor))
+        Ok(Partition::of(record, (layout.size(), false), store, executor, options.checksum))
     }
 
     /// The partition of a model whose only client is in this process. It has all blocks. Memory beyond that of the
@@ -208,7 +219,7 @@ impl Partition {
         let partition = layout.partition(&all).map_err(|error| MakeError::Record(error.to_string()))?;
         let limits = Limits { retain: 0, buffers: record.controls.max_versions as usize };
         let store = PartitionStore::with_state(partition, record.controls.reducer, limits, copies)?;
-        Ok(Partition::of(record, (layout.size(), true), store, executor))
+        Ok(Partition::of(record, (layout.size(), true), store, executor, Checksum::Off))
     }
 
     fn of(
@@ -216,6 +227,7 @@ impl Partition {
         (model_bytes, has_client_here): (u64, bool),
         store: PartitionStore,
         executor: &Arc<dyn Executor>,
+        checksum: Checksum,
     ) -> Arc<Partition> {
         let state = State {
             core: core_at(Version(0), &store, has_client_here),
@@ -239,6 +251,7 @@ impl Partition {
             epoch: record.epoch,
             model_bytes,
             has_client_here,
+            checksum,
             store,
             reduce: Histogram::of_seconds(),
             state: Mutex::new(state),
@@ -258,6 +271,11 @@ impl Partition {
     /// The partition's own layout.
     pub fn layout(&self) -> &Arc<ModelLayout> {
         self.store.partition().layout()
+    }
+
+    /// Whether blocks are sent with a checksum.
+    pub(super) fn checksum(&self) -> Checksum {
+        self.checksum
     }
 
     /// The size of the whole model.

@@ -18,7 +18,7 @@ use super::complaints::Log;
 use super::coordinator::Coordinator;
 use super::moving::IncomingPartitions;
 use super::options::{NoRdma, ServerOptions};
-use super::partition::Partition;
+use super::partition::{Partition, PartitionOptions};
 #[cfg(feature = "rdma")]
 use super::rdma_clients::Rdma;
 use super::redirect::{Gone, Redirect};
@@ -26,7 +26,6 @@ use super::standing::{Standing, life};
 use super::table::{Local, Table};
 use crate::core::JobRecord;
 use crate::partition::executor::Executor;
-use crate::state_copies::StateCopies;
 
 /// The longest wait for the registry.
 const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
@@ -58,8 +57,6 @@ pub(super) struct Shared {
     pub shard: Mutex<ShardId>,
     pub net: Handle,
     pub executor: Arc<dyn Executor>,
-    /// How many copies of optimizer state its partitions have.
-    pub state: StateCopies,
     /// Connections through shared memory.
     pub memory: Arc<Threads>,
     /// Connections by RDMA.
@@ -90,6 +87,11 @@ pub(super) struct Shared {
 }
 
 impl Shared {
+    /// The options of its partitions.
+    pub fn of_partitions(&self) -> PartitionOptions {
+        PartitionOptions { state: self.options.state, checksum: self.options.checksum }
+    }
+
     /// Whether the process ends.
     pub(super) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Relaxed)

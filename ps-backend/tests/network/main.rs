@@ -1,6 +1,7 @@
 //! Shards and clients over real connections, in one process.
 
 mod ahead;
+mod checksum;
 mod declared;
 mod following;
 mod lent;

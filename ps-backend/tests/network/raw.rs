@@ -43,6 +43,22 @@ impl Raw {
         self.stream.write_all(&[&head, payload].concat()).unwrap();
     }
 
+    /// Says something with one payload's checksum and the bytes of another one.
+    pub fn say_with_other(&mut self, message: &Message, told: &[u8], sent: &[u8]) {
+        let head = frame(message, 0, self.epoch, told).unwrap();
+        self.stream.write_all(&[&head, sent].concat()).unwrap();
+    }
+
+    /// The next message of this kind.
+    pub fn receive_of(&mut self, is_it: impl Fn(&Message) -> bool) -> (Received, Vec<u8>) {
+        loop {
+            let received = self.receive();
+            if is_it(&received.0.message) {
+                return received;
+            }
+        }
+    }
+
     pub fn receive(&mut self) -> (Received, Vec<u8>) {
         loop {
             let (used, received) = self.receiver.push(&self.unread).unwrap();

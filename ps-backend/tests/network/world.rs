@@ -15,7 +15,7 @@ use libmodelio::transport::{CommitNotice, LeaveReason, Region, RegionKey, ShardE
 use libmodelio::vocabulary::controls::{Controls, PullPolicy};
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
+use libmodelio::wire::{Checksum, Message, ModelRecord, Refusal, ShardRecord};
 use ps_backend::create::{NewModel, create};
 use ps_backend::server::{RdmaUse, Server, ServerOptions};
 use ps_backend::snapshot::Piece;
@@ -93,6 +93,7 @@ pub fn options() -> ServerOptions {
         advertise: None,
         registry: None,
         holds_blocks: true,
+        checksum: Checksum::On,
         threads: 2,
         state: Default::default(),
         io: Choice::Auto,

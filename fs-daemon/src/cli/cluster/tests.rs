@@ -11,6 +11,7 @@ use crate::config::CONFIG_VARIABLE;
 use crate::config::ModelSource;
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::reactor::Choice;
+use libmodelio::wire::Checksum;
 
 /// The commands of a cluster, as they stand beside the others.
 #[derive(Debug, Parser)]
@@ -142,7 +143,7 @@ fn flags_reach_the_configuration() {
     assert_eq!(create.source, ModelSource::File("a.safetensors".into()));
 
     let words = "mount /mnt/job a b --registry node1 --threads 4 --allow-other --no-passthrough \
-                 --transport tcp --connections 5 --io poll --metrics 0.0.0.0:0";
+                 --transport tcp --connections 5 --io poll --checksum off --metrics 0.0.0.0:0";
     let mount = config!(Mount, words).unwrap();
     assert_eq!((mount.mounting.mountpoint, mount.models), ("/mnt/job".into(), vec!["a".into(), "b".into()]));
     assert_eq!(
@@ -150,6 +151,7 @@ fn flags_reach_the_configuration() {
         (4, true, false)
     );
     assert_eq!((mount.transport, mount.connections, mount.io), (TransportChoice::Tcp, 5, Choice::Poll));
+    assert_eq!(mount.checksum, Checksum::Off);
     assert_eq!(mount.mounting.metrics.unwrap().to_string(), "0.0.0.0:0");
 
     let status = config!(Status, "status --registry node1:9 --json").unwrap();
@@ -203,6 +205,8 @@ fn wrong_words_are_refused_with_exit_code_2() {
         "mount /mnt --transport ib",
         "shard --rdma maybe",
         "mount /mnt --rdma on",
+        "mount /mnt --checksum crc",
+        "registry --checksum off",
         "mount /mnt --rdma-polling never",
         "create m --reducer SGD2",
         "registry --registry node1",

@@ -67,6 +67,7 @@ fn defaults() {
             threads: 2,
             state: StateCopies::Single,
             io: Choice::Auto,
+            checksum: Checksum::On,
             rdma: RdmaUse::Auto,
             rdma_port: None,
             rdma_options: RdmaOptions::default(),
@@ -99,6 +100,7 @@ fn defaults() {
             models: vec![],
             registry: at("node1", 7070),
             transport: TransportChoice::Auto,
+            checksum: Checksum::On,
             connections: 2,
             io: Choice::Auto,
             rdma: RdmaOptions::default(),
@@ -268,6 +270,9 @@ fn numbers_and_words_are_checked() {
     }
     assert!(said(mount(&[("io", "epoll")])).contains("auto, uring, poll"));
     assert!(said(mount(&[("transport", "ib")])).contains("auto, tcp, shm, rdma"));
+    assert!(said(mount(&[("checksum", "maybe")])).contains("on, off"));
+    assert_eq!(mount(&[("checksum", "off")]).unwrap().checksum, Checksum::Off);
+    assert_eq!(shard(&[("listen", "node1"), ("checksum", "off")]).unwrap().checksum, Checksum::Off);
     assert_eq!(mount(&[("transport", "rdma")]).unwrap().transport, TransportChoice::Rdma);
     assert!(said(mount(&[("allow_other", "maybe")])).starts_with("--allow-other: "));
     let config = mount(&[("io", "uring"), ("transport", "shm"), ("no_passthrough", "true")]).unwrap();

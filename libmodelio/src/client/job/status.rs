@@ -15,7 +15,7 @@ use crate::vocabulary::ids::{ShardId, Version};
 use crate::vocabulary::members::{MemberView, WaitedFor};
 use crate::vocabulary::norm::Norm;
 use crate::vocabulary::phase::{AWAY, JobPhase};
-use crate::wire::{JobState, LearnerState};
+use crate::wire::{Checksum, JobState, LearnerState};
 
 /// One of the model's shards.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub struct ShardView {
     pub address: Option<String>,
     /// The transport of its blocks.
     pub transport: TransportKind,
+    /// Whether blocks are sent to it with a checksum. `None` if they do not go over TCP.
+    pub checksum: Option<Checksum>,
     /// The number of blocks that it owns.
     pub blocks: u32,
     /// Why the transport is not shared memory, though the shard is on this host.
@@ -145,6 +147,7 @@ impl Job {
                 shard,
                 address: None,
                 transport: TransportKind::InProcess,
+                checksum: None,
                 blocks: self.layout().blocks(),
                 no_memory: None,
                 no_rdma: None,
@@ -180,6 +183,7 @@ impl Job {
                 shard: place.record.shard,
                 address: Some(place.record.address.clone()),
                 transport,
+                checksum: (transport == TransportKind::Tcp).then_some(self.shared.options.checksum),
                 blocks: place.blocks,
                 no_memory,
                 no_rdma,

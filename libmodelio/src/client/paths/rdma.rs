@@ -87,8 +87,8 @@ impl RdmaPath {
         };
         let Some(slot) = granted.free.pop() else { return Ok(None) };
         // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
-        // elsewhere if this one's plan was dropped. No checksum is needed.
-        let piece = unsafe { Piece::new(memory.bytes(range), Some(0), Arc::clone(memory) as Guard) };
+        // elsewhere if this one's plan was dropped. It goes without a checksum.
+        let piece = unsafe { Piece::new(memory.bytes(range), None, Arc::clone(memory) as Guard) };
         let to = granted.start.at(u64::from(slot) * u64::from(granted.bytes));
         let placed = self.queue_pair.device().register(memory).and_then(|registration| {
             self.queue_pair.write(PUT, piece, registration, to)?;

@@ -20,8 +20,8 @@ struct Incoming {
     received: Received,
     place: Place,
     got: usize,
-    /// The checksum of the first `summed` bytes.
-    crc: Crc32c,
+    /// The checksum of the first `summed` bytes, if the frame has one.
+    crc: Option<Crc32c>,
     summed: usize,
 }
 
@@ -35,7 +35,7 @@ impl Incoming {
 pub(super) struct Arrived<'a> {
     /// Its message.
     pub received: Received,
-    /// Its checksum.
+    /// Its checksum; 0 if the frame has none.
     pub crc: u32,
     /// The bytes for the conversation, unless they went to the place that it named. `None` if the payload is not
     /// wanted.
@@ -54,7 +54,8 @@ pub(super) struct Arriving {
 impl Arriving {
     /// Begins to receive the payload of a message.
     pub fn begin(&mut self, received: Received, place: Place) {
-        let incoming = Incoming { received, place, got: 0, crc: Crc32c::new(), summed: 0 };
+        let crc = received.header.payload_crc().map(|_| Crc32c::new());
+        let incoming = Incoming { received, place, got: 0, crc, summed: 0 };
         if !matches!(incoming.place, Place::Target(_)) {
             self.make_room(incoming.len());
         }
@@ -117,15 +118,17 @@ impl Arriving {
         }
     }
 
-    /// Adds the received bytes to the checksum.
+    /// Adds the received bytes to the checksum, if there is one.
     pub fn sum_up(&mut self) {
-        let Some((start, incoming)) = self.start() else { return };
+        let Some((start, incoming)) = self.start().filter(|(_, incoming)| incoming.crc.is_some()) else {
+            return;
+        };
         let (from, to) = (incoming.summed, incoming.got);
         // SAFETY: these bytes were received, and nobody writes them before the conversation has seen them.
         let bytes = unsafe { std::slice::from_raw_parts(start.add(from), to - from) };
-        if let Some(incoming) = &mut self.incoming {
-            incoming.crc.update(bytes);
-            incoming.summed = to;
+        if let Some(Incoming { crc: Some(crc), summed, .. }) = &mut self.incoming {
+            crc.update(bytes);
+            *summed = to;
         }
     }
 
@@ -138,7 +141,8 @@ impl Arriving {
             (Place::Target(_), _) => Some(&[][..]),
             _ => None,
         };
-        Some(Arrived { received, crc: crc.finish(), bytes, _place: place })
+        let crc = crc.map_or(0, |crc| crc.finish());
+        Some(Arrived { received, crc, bytes, _place: place })
     }
 
     /// Gives the payload under way up. Further bytes are discarded, up to `len` at once.

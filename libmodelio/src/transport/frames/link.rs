@@ -37,6 +37,12 @@ impl Outgoing {
     pub fn new(request: u64, message: Message) -> Outgoing {
         Outgoing { message, request, epoch: Epoch(0), payload: None }
     }
+
+    /// Length and checksum of the payload.
+    pub(super) fn described(&self) -> Payload {
+        let described = |piece: &Piece| Payload { len: piece.len() as u32, crc: piece.crc() };
+        self.payload.as_ref().map_or(Payload::NONE, described)
+    }
 }
 
 /// Sends messages on a connection, from any thread. It is cheap to clone.
@@ -98,9 +104,7 @@ impl Link {
         }
         let mut frame = Vec::new();
         let Outgoing { message, request, epoch, .. } = outgoing;
-        let described =
-            payload.map_or(Payload::NONE, |piece| Payload { len: piece.len() as u32, crc: piece.crc() });
-        if wire::append_frame(&mut frame, message, *request, *epoch, described).is_err() {
+        if wire::append_frame(&mut frame, message, *request, *epoch, outgoing.described()).is_err() {
             // The serving thread reports it.
             return false;
         }

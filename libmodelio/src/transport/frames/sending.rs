@@ -5,7 +5,7 @@
 
 use super::link::Outgoing;
 use crate::transport::stream::{Buffer, SendSlices};
-use crate::wire::{self, Payload};
+use crate::wire;
 
 /// The number of bytes that are handed to the kernel at once. Their checksums are made before. The bytes should still
 /// be in the core's cache when the kernel copies them, and the peer should not have to wait.
@@ -65,9 +65,7 @@ impl Sending {
     /// two.
     fn push(&mut self, outgoing: Outgoing, out: &mut SendSlices) {
         self.encoded.clear();
-        let payload = outgoing.payload.as_ref();
-        let payload =
-            payload.map_or(Payload::NONE, |piece| Payload { len: piece.len() as u32, crc: piece.crc() });
+        let payload = outgoing.described();
         let Outgoing { message, request, epoch, .. } = &outgoing;
         if let Err(error) = wire::append_frame(&mut self.encoded, message, *request, *epoch, payload) {
             // This end has made a message that cannot be sent.

@@ -90,7 +90,7 @@ impl fmt::Debug for Target {
 pub struct Piece {
     start: *const u8,
     len: usize,
-    crc: u32,
+    crc: Option<u32>,
     _guard: Guard,
 }
 
@@ -104,38 +104,38 @@ impl fmt::Debug for Piece {
 }
 
 impl Piece {
-    /// `bytes`, which stay there as long as `guard` lives. `crc` is their CRC32C if it is known.
+    /// `bytes`, which stay there as long as `guard` lives. `crc` is their CRC32C. `None` sends them without one.
     ///
     /// # Safety
     /// Nobody writes them until the piece is dropped, unless the peer can take a mixture. The connection drops the piece when the kernel has the bytes,
     /// or when the connection ends.
     pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
-        let crc = crc.unwrap_or_else(|| crc32c(bytes));
         Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
     }
 
-    /// Bytes of a version, which `pin` keeps. They need no checksum.
+    /// Bytes of a version, which `pin` keeps, without a checksum.
     pub(crate) fn of_version(bytes: &[u8], pin: Guard) -> Piece {
         // SAFETY: a version is not written while it is pinned, and its memory stays.
-        unsafe { Piece::new(bytes, Some(0), pin) }
+        unsafe { Piece::new(bytes, None, pin) }
     }
 
-    /// Bytes that belong to the piece.
+    /// Bytes that belong to the piece, with a checksum.
     pub fn owned(bytes: Vec<u8>) -> Piece {
         Piece::owned_with(bytes, ())
     }
 
-    /// Bytes that several pieces share, whose CRC32C is known.
-    pub fn shared(bytes: &Arc<Vec<u8>>, crc: u32) -> Piece {
+    /// Bytes that several pieces share, with this CRC32C or without one.
+    pub fn shared(bytes: &Arc<Vec<u8>>, crc: Option<u32>) -> Piece {
         // SAFETY: nobody writes the vector while it is shared, and the guard keeps it.
-        unsafe { Piece::new(bytes, Some(crc), Arc::clone(bytes) as Guard) }
+        unsafe { Piece::new(bytes, crc, Arc::clone(bytes) as Guard) }
     }
 
     /// Like [`Self::owned`], with a value that is dropped when the kernel has the bytes, or will never have them.
     pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
         let both = Arc::new((bytes, with));
+        let crc = crc32c(&both.0);
         // SAFETY: nobody else has the vector, and the guard is what owns it.
-        unsafe { Piece::new(both.0.as_slice(), None, Arc::clone(&both) as Guard) }
+        unsafe { Piece::new(both.0.as_slice(), Some(crc), Arc::clone(&both) as Guard) }
     }
 
     /// First byte, and length.
@@ -155,8 +155,8 @@ impl Piece {
         to.extend_from_slice(unsafe { std::slice::from_raw_parts(self.start, self.len) });
     }
 
-    /// Their CRC32C.
-    pub(in crate::transport) fn crc(&self) -> u32 {
+    /// Their CRC32C. `None` if they are sent without one.
+    pub(in crate::transport) fn crc(&self) -> Option<u32> {
         self.crc
     }
 }

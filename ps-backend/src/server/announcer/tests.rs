@@ -4,6 +4,7 @@ use std::mem::ManuallyDrop;
 use std::sync::mpsc::channel;
 
 use libmodelio::transport::reactor::Choice;
+use libmodelio::wire::Checksum;
 
 use super::*;
 use crate::server::{RdmaUse, Server, ServerOptions};
@@ -16,6 +17,7 @@ fn the_status_of_a_shard_and_its_announcer_do_not_wait_for_each_other() {
         advertise: None,
         registry: None,
         holds_blocks: true,
+        checksum: Checksum::On,
         threads: 1,
         state: Default::default(),
         io: Choice::Poll,

@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::frames::Outgoing;
 use libmodelio::transport::local::{End, Granted, Mail};
 use libmodelio::transport::stream::Piece;
@@ -28,8 +27,9 @@ pub(super) struct Small {
     bytes: usize,
     /// Clients that send blocks with commits, and the newest version that went with a state.
     clients: BTreeMap<ClientId, Version>,
-    /// The newest version that went with a state: its bytes and their CRC32C, for all clients.
-    newest: Option<(Version, Arc<Vec<u8>>, u32)>,
+    /// The newest version that went with a state: its bytes and the CRC32C that they are sent with, for
+    /// all clients.
+    newest: Option<(Version, Arc<Vec<u8>>, Option<u32>)>,
 }
 
 struct Came {
@@ -85,6 +85,13 @@ impl Coordinator {
             && matches!(self.ways[..], [Way::Here])
     }
 
+    /// Blocks have come with a commit. The sender has left their checksum out.
+    pub(in crate::server) fn unchecked(&self, bytes: usize) {
+        if let Some(here) = self.here.upgrade() {
+            here.store().tally().unchecked(bytes);
+        }
+    }
+
     /// Puts the blocks that this message grants into the mailbox to the partition. False if they have not come.
     pub(super) fn grants_here(&self, state: &mut State, client: ClientId, message: &Message) -> bool {
         let Some(granted) = state.small.granted(client, message) else { return false };
@@ -97,8 +104,9 @@ impl Coordinator {
         let Small { clients, newest, .. } = &mut state.small;
         let before = clients.get_mut(&client).filter(|before| **before < sent.version)?;
         if newest.as_ref().is_none_or(|(version, ..)| *version != sent.version) {
-            let bytes = self.here.upgrade()?.whole(sent.version)?;
-            let crc = crc32c(&bytes);
+            let here = self.here.upgrade()?;
+            let bytes = here.whole(sent.version)?;
+            let crc = here.checksum().of(&bytes);
             *newest = Some((sent.version, Arc::new(bytes), crc));
         }
         *before = sent.version;

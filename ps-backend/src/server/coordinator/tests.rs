@@ -8,7 +8,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use super::*;
 use crate::partition::executor::Cpu;
-use crate::state_copies::StateCopies;
+use crate::server::partition::PartitionOptions;
 
 #[test]
 fn a_missing_shard_is_sought_after_growing_pauses() {
@@ -19,7 +19,8 @@ fn a_missing_shard_is_sought_after_growing_pauses() {
     let record =
         ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, here, Default::default())
             .unwrap();
-    let partition = Partition::new(&record, here, &Cpu::start(1).unwrap(), StateCopies::default()).unwrap();
+    let partition =
+        Partition::new(&record, here, &Cpu::start(1).unwrap(), PartitionOptions::default()).unwrap();
     let reactor = Reactor::start(&ReactorOptions { threads: 1, ..ReactorOptions::default() }).unwrap();
     let (tell, asked) = std::sync::mpsc::channel();
     let resolve: Resolve = Arc::new(move |shard| {

@@ -76,7 +76,8 @@ impl Shared {
             let blocks: Vec<BlockId> = map.blocks_of(me).collect();
             let before = self.partition_in_force(&moved.record.name, generation, in_force)?;
             let record = moved.record.clone();
-            let make = || Partition::new(&record, me, &self.executor, self.state).map_err(Refusal::other);
+            let options = self.of_partitions();
+            let make = || Partition::new(&record, me, &self.executor, options).map_err(Refusal::other);
             IncomingPartition::new((attempt, off), moved, before, (&blocks, make))
         })
     }

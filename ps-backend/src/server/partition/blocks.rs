@@ -124,9 +124,9 @@ impl Partition {
 
     fn block_ahead(&self, plan: PlanId, local: BlockId, early: EarlyBlock) -> Followed {
         let Some(block) = self.store.partition().global(local) else { return Followed::Over };
-        let (crc, guard) = (early.checksum(), Arc::new(early));
+        let (crc, guard) = (self.checksum.or_none(|| early.checksum()), Arc::new(early));
         // SAFETY: the bytes of an early block do not change while it lives, and the guard keeps it.
-        let piece = unsafe { Piece::new(guard.bytes(), Some(crc), Arc::clone(&guard) as Guard) };
+        let piece = unsafe { Piece::new(guard.bytes(), crc, Arc::clone(&guard) as Guard) };
         self.store.tally().moved(Flow::Pull, guard.bytes().len());
         let message = Message::BlockAhead { plan, block };
         Followed::Block(Outgoing { message, request: 0, epoch: self.epoch, payload: Some(piece) })
@@ -172,10 +172,10 @@ impl Partition {
     /// A block of a version, as a payload.
     pub(in crate::server) fn block(&self, version: &Arc<PinnedVersion>, block: BlockId) -> Option<Outgoing> {
         let local = self.store.partition().local(block)?;
-        let crc = version.checksum(local);
+        let crc = self.checksum.or_none(|| version.checksum(local));
         let guard = Arc::clone(version) as Guard;
         // SAFETY: a pinned version's bytes do not change, and the guard pins it.
-        let piece = unsafe { Piece::new(version.block(local), Some(crc), guard) };
+        let piece = unsafe { Piece::new(version.block(local), crc, guard) };
         self.store.tally().moved(Flow::Pull, version.block(local).len());
         let message = Message::Block { version: version.version(), block };
         Some(Outgoing { message, request: 0, epoch: self.epoch, payload: Some(piece) })

@@ -12,7 +12,8 @@ use crate::server::redirect::Redirect;
 impl Partition {
     /// The same blocks in the same memory, under another block map.
     pub(in crate::server) fn again(&self, record: &ModelRecord) -> Arc<Partition> {
-        let partition = Partition::of(record, (self.model_bytes, false), self.store.clone(), &self.executor);
+        let (store, executor) = (self.store.clone(), &self.executor);
+        let partition = Partition::of(record, (self.model_bytes, false), store, executor, self.checksum);
         // The store has its watcher already.
         #[cfg(feature = "rdma")]
         partition.shown.lock().clone_from(&self.shown.lock());

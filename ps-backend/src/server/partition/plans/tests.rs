@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::*;
 use crate::partition::executor::{Cpu, Executor};
-use crate::state_copies::StateCopies;
+use crate::server::partition::PartitionOptions;
 
 const BLOCK: u32 = 128 << 10;
 const BLOCKS: u32 = 3;
@@ -88,7 +88,8 @@ impl Bench {
         };
         let executor = Arc::new(Holds { batches: Mutex::default(), cpu: Cpu::start(1).unwrap() });
         let of_partition: Arc<dyn Executor> = Arc::clone(&executor) as _;
-        let partition = Partition::new(&record, ShardId(1), &of_partition, StateCopies::default()).unwrap();
+        let partition =
+            Partition::new(&record, ShardId(1), &of_partition, PartitionOptions::default()).unwrap();
         for block in (0..BLOCKS).map(BlockId) {
             partition.load((block, Kept::Weights), &1f32.to_le_bytes().repeat(BLOCK as usize / 4)).unwrap();
         }

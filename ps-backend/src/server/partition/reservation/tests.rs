@@ -14,8 +14,7 @@ use libmodelio::wire::{self, ModelRecord, PlanSource, Work};
 
 use super::*;
 use crate::partition::executor::Cpu;
-use crate::server::partition::ToCoordinator;
-use crate::state_copies::StateCopies;
+use crate::server::partition::{PartitionOptions, ToCoordinator};
 
 const BLOCK: u32 = 64 << 10;
 const BLOCKS: u32 = 3;
@@ -53,8 +52,8 @@ fn begun() -> Arc<Partition> {
         controls: Controls::default().with_all([("reducer", "sum"), ("learners", "2")]).unwrap(),
         ready: true,
     };
-    let partition =
-        Partition::new(&record, ShardId(1), &Cpu::start(1).unwrap(), StateCopies::default()).unwrap();
+    let cpu = Cpu::start(1).unwrap();
+    let partition = Partition::new(&record, ShardId(1), &cpu, PartitionOptions::default()).unwrap();
     for block in 0..BLOCKS {
         partition.load((BlockId(block), wire::Kept::Weights), &[0; BLOCK as usize]).unwrap();
     }
