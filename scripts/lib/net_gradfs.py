@@ -201,10 +201,14 @@ class Gradfs:
             learner.answer("check", give_up)
 
 
-def library(stack, binaries, size, learners, shards=1, block_size=None, processes=None, options=()):
+def library(
+    stack, binaries, size, learners, shards=1, block_size=None, processes=None, options=(), shard_options=()
+):  # fmt: skip
     """Learners by the library, each a process, or all of them in as many `processes`."""
     gradfs, program = binaries
-    cluster = stack.enter_context(Cluster(gradfs, size, learners, shards, block_size))
+    cluster = stack.enter_context(
+        Cluster(gradfs, size, learners, shards, block_size, shard_options=shard_options)
+    )
     processes = processes or learners
     here = learners // processes
     common = ["--registry", cluster.registry, "--model", MODEL, "--learners", learners, "--here", here, *options]
