@@ -83,6 +83,9 @@ impl Sending {
             self.push_long(long, out);
         }
         if let Some(piece) = &outgoing.payload {
+            if payload.crc.is_none() {
+                piece.warm();
+            }
             let (start, len) = piece.raw();
             // SAFETY: the piece is kept until all of this is transmitted. Its maker has promised the rest.
             unsafe { out.push(start, len) };

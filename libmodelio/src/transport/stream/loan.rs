@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::Close;
 use crate::bytes::crc32c::crc32c;
+use crate::bytes::mmap::warm;
 
 /// Keeps memory while it lives.
 pub type Guard = Arc<dyn Any + Send + Sync>;
@@ -153,6 +154,12 @@ impl Piece {
     pub(in crate::transport) fn append_to(&self, to: &mut Vec<u8>) {
         // SAFETY: they may be read until the piece is dropped, as `new`'s caller has promised.
         to.extend_from_slice(unsafe { std::slice::from_raw_parts(self.start, self.len) });
+    }
+
+    /// Brings the bytes into the cache, as a checksum does that is made of them.
+    pub(in crate::transport) fn warm(&self) {
+        // SAFETY: they may be read until the piece is dropped, as `new`'s caller has promised.
+        warm(unsafe { std::slice::from_raw_parts(self.start, self.len) });
     }
 
     /// Their CRC32C. `None` if they are sent without one.
