@@ -48,7 +48,7 @@ fn two_clients(way: Way) -> (World, Arc<Job>, Arc<Job>) {
 fn new_weights_travel_while_they_are_written() {
     for way in ways() {
         let sends = matches!(way, Way::Tcp(_));
-        let (world, writer, reader) = two_clients(way.clone());
+        let (world, writer, reader) = two_clients(way);
         for version in 1..=3u64 {
             let before = of_shard(&world);
             let publisher = Publisher::new(Arc::clone(&writer)).unwrap();
