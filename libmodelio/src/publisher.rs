@@ -161,7 +161,17 @@ impl Publisher {
         }
         self.begin(0..self.size).map_err(|sealed| ShardError::NotAllowed(sealed.to_string()))?;
         let check = self.job.rejects_nonfinite();
-        let bad = self.copy_all(memory, check);
+        let sends = {
+            let mut state = self.state.lock();
+            let sends = !state.rewritten;
+            state.sent.set_range(.., sends);
+            sends
+        };
+        let bad = self.copy_all(memory, check, sends);
+        // Another thread may write meanwhile, too.
+        if sends && (bad.is_some() || self.state.lock().rewritten) {
+            self.job.rewrites_weights(&self.buffer);
+        }
         self.end(0..self.size, |state| {
             if !check {
                 state.suspects.insert_range(..);
@@ -173,8 +183,9 @@ impl Publisher {
         bad.map_or(Ok(()), |block| Err(ShardError::NonFinite(block)))
     }
 
-    /// Copies all blocks. Returns one that holds NaN or Inf, if that matters.
-    fn copy_all(&self, memory: &Mapping, check: bool) -> Option<BlockId> {
+    /// Copies all blocks, and has each of them sent if the job `sends` them before they are published. Returns one that
+    /// holds NaN or Inf, if that matters.
+    fn copy_all(&self, memory: &Mapping, check: bool, sends: bool) -> Option<BlockId> {
         let layout = self.job.layout();
         let (next, bad) = (AtomicU32::new(0), AtomicU32::new(u32::MAX));
         let copy = || {
@@ -184,8 +195,10 @@ impl Publisher {
             {
                 // SAFETY: a program's stores race with this as with read(2) of a file that is mapped.
                 let payload = unsafe { memory.bytes(block::span(&layout.block_bytes(block))) };
-                if !block::place(layout, block, payload, self.buffer.memory(), check) {
-                    bad.store(number, Ordering::Relaxed);
+                match block::place(layout, block, payload, self.buffer.memory(), check) {
+                    true if sends => self.job.wrote_weights(&self.buffer, &[block]),
+                    true => {}
+                    false => bad.store(number, Ordering::Relaxed),
                 }
             }
         };

@@ -9,6 +9,7 @@
 mod clients;
 mod job_states;
 mod moving;
+mod open_weights;
 mod plans;
 mod requests;
 mod senders;

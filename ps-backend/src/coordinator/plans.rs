@@ -60,7 +60,7 @@ impl Run {
     }
 
     /// The new weights that are still being written, if the plan takes such.
-    fn open_weights(&self) -> Option<&Source> {
+    pub(super) fn open_weights(&self) -> Option<&Source> {
         assigned(&self.work).filter(|_| self.is_open && self.stage == Stage::Gathering)
     }
 
@@ -342,37 +342,6 @@ impl CoordinatorCore {
         }
     }
 
-    /// A client has a whole block of new weights, and writes others. If no other work is there, a plan begins that takes
-    /// the blocks as they come.
-    pub(super) fn begin_open_weights(
-        &mut self,
-        client: ClientId,
-        token: u64,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let is_idle = self.run.is_none() && self.queue.is_empty() && !self.core.is_held();
-        if !self.announces || !is_idle || self.core.may_assign().is_err() {
-            return;
-        }
-        let weights = std::iter::once(0..self.blocks).collect();
-        let buffer = Source { client, name: token, weights, ahead: None };
-        let plan = core::Plan { work: core::Work::Assign { buffer }, provisional: Some(BTreeSet::new()) };
-        self.begin(core::Action::Reduce(Arc::new(plan)), now, actions);
-    }
-
-    /// Drops the plan of new weights that one of these clients still writes, if such a plan is under way.
-    pub(super) fn drop_open_weights(
-        &mut self,
-        of: impl Fn(ClientId) -> bool,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        if self.run.as_ref().and_then(Run::open_weights).is_some_and(|open| of(open.client)) {
-            self.drop_run(now, actions);
-        }
-    }
-
     /// All shards are ready. The plan counts from here on.
     fn conclude(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.wind_up(Stage::Concluding, now, actions);
@@ -392,7 +361,7 @@ impl CoordinatorCore {
     }
 
     /// Drops the running plan. Its results are void.
-    fn drop_run(&mut self, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn drop_run(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.wind_up(Stage::Dropping, now, actions);
     }
 

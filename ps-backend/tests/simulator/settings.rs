@@ -169,7 +169,7 @@ impl Settings {
             bad: one_of(rng, &[0.0, 0.0, 0.05]),
             leaves: one_of(rng, &[0.0, 0.01, 0.1]),
             in_part: one_of(rng, &[0.0, 0.5, 1.0]),
-            mapped: one_of(rng, &[0.0, 0.5, 1.0]),
+            mapped: one_of(rng, &[0.0, 0.5, 1.0, 1.0]),
             shared: rng.bool(),
             freezes: one_of(rng, &[0.0, 0.0, 0.015]),
             silence: millis(one_of(rng, &[50, 300, 3000])),
