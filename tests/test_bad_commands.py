@@ -192,15 +192,14 @@ def test_a_dry_run_shows_what_a_model_takes_and_mounts_nothing(gradfs, tmp_path)
     mnt = tmp_path / "mnt"
     mnt.mkdir()
     words = ["up", "--dry-run", "--size", "1MiB", "--reducer", "adam", "--retain", "2", "--learners", "3", mnt]
-    done = gradfs(*words)
-    assert done.returncode == 0, done
-    shown = {line.split()[0]: int(line.split()[-3]) for line in done.stdout.splitlines() if line.endswith(" GiB")}
     mib = 1 << 20
-    available = shown.pop("available")
-    assert shown == {
-        "versions": 4 * mib, "state": 4 * mib, "sums": mib, "staging": 3 * mib, "in": 12 * mib
-    }, done
-    assert 0 < available <= total_memory(), done
+    for copies, others, total in [("single", {"state": 2 * mib}, 9), ("double", {"state": 4 * mib, "sums": mib}, 12)]:
+        done = gradfs(*words, "--state", copies)
+        assert done.returncode == 0, done
+        shown = {line.split()[0]: int(line.split()[-3]) for line in done.stdout.splitlines() if line.endswith(" GiB")}
+        available = shown.pop("available")
+        assert shown == {"versions": 4 * mib, **others, "staging": 3 * mib, "in": total * mib}, done
+        assert 0 < available <= total_memory(), done
     assert not os.path.ismount(mnt)
     # Versions alone would fit.
     size = total_memory() // 6 // BLOCK * BLOCK

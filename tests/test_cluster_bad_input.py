@@ -385,7 +385,7 @@ def test_requests_that_make_no_sense_are_refused(world):
         assert kind == "Control" and "median" in why
         assert ask("SetControl", "no_such", "1")[0] == "Control"
         assert ask("WithdrawAssign", 5) == "Done"
-        assert ask("Assign", 1, [(0, BLOCKS)], 100)[0] == "not allowed"
+        assert ask("Assign", 1, [(0, BLOCKS)], 100, NO_PLAN)[0] == "not allowed"
 
 
 def test_a_learner_of_a_stray_client_commits_out_of_order(world):
