@@ -341,6 +341,7 @@ impl CoordinatorCore {
             }
             Message::Assign { token, blocks, timeout_ms, ahead } => {
                 self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
+                self.open_next.take_if(|open| *open == (id, token));
                 self.core.may_assign()?;
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: token, weights: blocks, ahead };

@@ -117,6 +117,9 @@ pub struct CoordinatorCore {
     /// Clients that send nothing for a plan learn when it begins.
     #[serde(skip)]
     announces: bool,
+    /// New weights that a client writes, by its token, while other work is under way.
+    #[serde(skip)]
+    open_next: Option<(ClientId, u64)>,
     /// The shard in this process has yet to say whether the next version has a buffer.
     #[serde(skip)]
     awaits_buffer: bool,
@@ -170,6 +173,7 @@ impl CoordinatorCore {
             away: Vec::new(),
             in_process: false,
             announces: false,
+            open_next: None,
             awaits_buffer: false,
             weights_of: None,
             made_by: PlanId(0),

@@ -13,8 +13,8 @@ use super::{Action, CoordinatorCore, Source};
 use crate::core::{self, Now};
 
 impl CoordinatorCore {
-    /// A client has a whole block of new weights, and writes others. If no other work is there, a plan begins that takes
-    /// the blocks as they come.
+    /// A client has a whole block of new weights, and writes others. A plan begins that takes the blocks as they come, once
+    /// no other work is there.
     pub(super) fn begin_open_weights(
         &mut self,
         client: ClientId,
@@ -22,14 +22,26 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        let is_idle = self.run.is_none() && self.queue.is_empty() && !self.core.is_held();
-        if !self.announces || !is_idle || self.core.may_assign().is_err() {
+        if !self.announces || self.core.is_held() || self.core.may_assign().is_err() {
+            return;
+        }
+        if self.run.is_some() || !self.queue.is_empty() {
+            self.open_next = Some((client, token));
             return;
         }
         let weights = std::iter::once(0..self.blocks).collect();
         let buffer = Source { client, name: token, weights, ahead: None };
         let plan = core::Plan { work: core::Work::Assign { buffer }, provisional: Some(BTreeSet::new()) };
         self.begin(core::Action::Reduce(Arc::new(plan)), now, actions);
+    }
+
+    /// No work is left. A plan begins for the new weights that have waited for that, if their client still writes them.
+    pub(super) fn begin_waiting_weights(&mut self, now: Now, actions: &mut Vec<Action>) {
+        if let Some((client, token)) = self.open_next.take()
+            && self.clients.get(&client).is_some_and(|client| client.connected)
+        {
+            self.begin_open_weights(client, token, now, actions);
+        }
     }
 
     /// Drops the plan of new weights that one of these clients still writes, if such a plan is under way.

@@ -392,8 +392,9 @@ impl CoordinatorCore {
     }
 
     fn begin_next(&mut self, now: Now, actions: &mut Vec<Action>) {
-        if let Some(work) = self.queue.pop_front() {
-            self.begin(work, now, actions);
+        match self.queue.pop_front() {
+            Some(work) => self.begin(work, now, actions),
+            None => self.begin_waiting_weights(now, actions),
         }
     }
 

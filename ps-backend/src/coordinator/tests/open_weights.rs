@@ -105,6 +105,28 @@ fn other_new_weights_are_published_meanwhile() {
 }
 
 #[test]
+fn weights_that_are_written_while_another_plan_is_under_way_get_theirs_after_it() {
+    let (mut bench, open) = writing();
+    bench.client(A, 3, assign(TOKEN, Some(open.plan)));
+    bench.started();
+    bench.client(B, 0, Message::WholeWeights { token: 9 });
+    assert_eq!(bench.sent_to_partition(), []);
+    bench.concludes(open.plan);
+    let next = bench.started();
+    assert_eq!((next.sources[0].client, next.sources[0].provisional), (B, true));
+    bench.client(B, 2, assign(9, Some(next.plan)));
+    bench.started();
+    // These are complete before their turn comes.
+    bench.client(A, 0, Message::WholeWeights { token: 8 });
+    bench.client(A, 4, assign(8, None));
+    bench.concludes(next.plan);
+    let last = bench.started();
+    assert_eq!((last.sources[0].client, last.sources[0].provisional), (A, false));
+    bench.concludes(last.plan);
+    assert_eq!(bench.coordinator.running(), None);
+}
+
+#[test]
 fn weights_end_with_the_connection_of_their_client() {
     let (mut bench, open) = writing();
     bench.coordinator.client_down(A, bench.now, &mut bench.said);
