@@ -1,4 +1,4 @@
-"""Draws throughput against block size, and timelines."""
+"""Draws throughput against block size, timelines, and accuracy against time."""
 
 import matplotlib
 
@@ -33,6 +33,7 @@ NOTE = (
     "CPU's cache. write(2), on a scale of its own: all 256 MiB until fsync says that they count;\nwith AIO, 16 writes "
     "in flight (libaio); sync, one (psync); the model's blocks are 256 KiB."
 )
+POLICIES = {"on-demand": ("#d55e00", ":"), "eager": ("#0072b2", "--"), "adaptive": ("#009e73", "-")}
 LANES = {"compute": "#999999", "push": "#d55e00", "pull": "#0072b2", "bubble": "#a6d8f5", "stall": "#cc3377"}
 # The least distance of two labels, as a share of the height.
 LABELS_APART = 0.055
@@ -101,6 +102,24 @@ def draw_timelines(panels, path, length, note):
     return _save(figure, path)
 
 
+def draw_accuracy(panels, path, reached, note):
+    """Writes `path`.svg and .png for {title: {policy of pulling: [(seconds, accuracy)]}}."""
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(11, 3.8), layout="constrained", sharey=True)
+    for axes, (title, curves) in zip(all_axes, panels.items()):
+        for policy, curve in curves.items():
+            colour, line = POLICIES[policy]
+            axes.plot(*zip(*curve), color=colour, linestyle=line, label=policy)
+        axes.axhline(reached, color="#444444", linewidth=0.8)
+        axes.set_xlabel("time (s)")
+        axes.set_xlim(left=0)
+        axes.set_title(title, loc="left", fontsize=11)
+        _plain(axes)
+    all_axes[0].set_ylabel("accuracy")
+    all_axes[-1].legend(frameon=False, loc="lower right")
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
+    return _save(figure, path)
+
+
 def _label(axes, ends):
     """Writes each line's name beside its end, {(transport, way): share of the height}, but none over another."""
     ends = sorted(ends.items(), key=lambda end: end[1])
@@ -126,6 +145,10 @@ def _finish(axes, sizes, unit, title, of="block size"):
     axes.set_ylim(bottom=0)
     axes.set_ylabel(unit)
     axes.set_title(title, loc="left")
+    _plain(axes)
+
+
+def _plain(axes):
     axes.grid(color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -17,6 +17,7 @@ MIB = 1 << 20
 PACKAGES = {
     "fio": "fio",
     "numpy": "python3-numpy",
+    "sklearn": "python3-sklearn",
     "torch": "python3-torch",
     "matplotlib": "python3-matplotlib",
     "nbdkit": "nbdkit",
