@@ -88,6 +88,22 @@ def test_final_bytes_travel_before_fsync__in_pieces_of_any_order(cluster, transp
 
 
 @TRANSPORTS
+def test_final_bytes_travel_before_fsync__in_ranges_that_overlap(cluster, transport):
+    """Each call begins amid the one before, and blocks travel once."""
+    mount = sum_model(cluster(1)).mount(transport=transport)
+    fd, values = mapped(mount.model, BIG)
+    for step in range(1, 4):
+        before = pushed(mount)
+        values[:] = 1
+        for at in range(0, BIG - BLOCK, BLOCK):
+            os.posix_fallocate(fd, at, 2 * BLOCK)
+        eventually(lambda: pushed(mount) >= before + BIG - KEPT, deadline=15)
+        os.fsync(fd)
+        assert only(mount, mount.own()) == step and pushed(mount) == before + BIG
+    os.close(fd)
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("is_shared", [False, True], ids=["two mounts", "one mount"])
 def test_final_bytes_travel_before_fsync__beside_others_that_write(cluster, transport, is_shared):
     """In a job of two, blocks of a mount go once all of its learners have them."""
@@ -258,6 +274,30 @@ def test_nan_in_final_bytes_is_reported_at_fsync(mounted):
     os.close(fd)
 
 
+@TRANSPORTS
+def test_nan_in_final_bytes_is_reported_at_fsync__after_other_blocks_have_travelled(cluster, transport):
+    """The plan that has them is dropped, and nothing of it counts."""
+    mount = sum_model(cluster(1)).mount(transport=transport)
+    fd, values = mapped(mount.model, BIG)
+    for step in range(1, 4):
+        before = pushed(mount)
+        values[:] = 1000
+        os.posix_fallocate(fd, 0, BIG // 2)
+        eventually(lambda: pushed(mount) >= before + BIG // 2 - KEPT, deadline=15)
+        values[BIG // 8 + 1] = np.nan
+        os.posix_fallocate(fd, BIG // 2, BIG // 4)
+        time.sleep(0.1)
+        assert mount.running() and mount.version() == step - 1
+        with raises(errno.EINVAL):
+            os.fsync(fd)
+        assert "NaN or Inf" in (mount.model / "error").read_text()
+        values[:] = step
+        os.posix_fallocate(fd, 0, BIG)
+        os.fsync(fd)
+        assert mount.version() == step and only(mount, mount.own()) == sum(range(step + 1))
+    os.close(fd)
+
+
 @also_on_network
 def test_closing_drops_final_bytes(mounted):
     """As it ships nothing of a mapping."""
@@ -348,5 +388,5 @@ def test_without_passthrough_final_bytes_wait_for_fsync(cluster):
     time.sleep(0.2)
     assert pushed(mount) == before
     os.fsync(fd)
-    assert only(mount, mount.own()) == 1
+    assert only(mount, mount.own()) == 1 and pushed(mount) == before + BIG
     os.close(fd)
