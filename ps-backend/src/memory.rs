@@ -1,9 +1,9 @@
-//! What a model takes of a process's memory, and how much there is to take: better a clear word when a model is made than
-//! the kernel's out-of-memory killer in the middle of a training run.
+//! What a model takes of a process's memory: better a clear word when a model is made than the kernel's out-of-memory
+//! killer in the middle of a training run.
 
 use std::fmt;
-use std::fs::read_to_string;
-use std::path::Path;
+
+pub use libmodelio::bytes::available::available;
 
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
@@ -123,67 +123,6 @@ impl fmt::Display for MemoryUse {
 /// Bytes as GiB.
 pub fn gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
-}
-
-/// Bytes this process can still take, as far as the system tells: of the machine, and of each control group that it is in.
-pub fn available() -> Option<u64> {
-    available_of(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
-}
-
-fn available_of(proc: &Path, groups: &Path) -> Option<u64> {
-    let meminfo = read_to_string(proc.join("meminfo")).ok()?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    let machine = kib.saturating_mul(1024);
-    let membership = read_to_string(proc.join("self/cgroup")).unwrap_or_default();
-    Some(membership.lines().filter_map(|line| group_available(groups, line)).fold(machine, u64::min))
-}
-
-/// What control groups call the same thing, in either version of their interface.
-struct Files {
-    limit: &'static str,
-    used: &'static str,
-    /// Of the files that were read and can be dropped, those of the groups below included.
-    cache: [&'static str; 2],
-}
-
-const V1: Files = Files {
-    limit: "memory.limit_in_bytes",
-    used: "memory.usage_in_bytes",
-    cache: ["total_inactive_file", "total_active_file"],
-};
-const V2: Files =
-    Files { limit: "memory.max", used: "memory.current", cache: ["inactive_file", "active_file"] };
-
-/// The least that the group of a line of /proc/self/cgroup, or one above it, has left; `None` without a limit.
-fn group_available(groups: &Path, line: &str) -> Option<u64> {
-    let (_, rest) = line.split_once(':')?;
-    let (controllers, path) = rest.split_once(':')?;
-    let (files, root) = match controllers {
-        "" => (&V2, groups.to_owned()),
-        _ if controllers.split(',').any(|name| name == "memory") => (&V1, groups.join("memory")),
-        _ => return None,
-    };
-    // In a namespace of its own, a group may be shown as its root's.
-    let group = root.join(path.trim_start_matches('/'));
-    group
-        .ancestors()
-        .take_while(|group| group.starts_with(&root))
-        .filter_map(|group| left(group, files))
-        .min()
-}
-
-/// What the limit of one group leaves. What the kernel can drop at once is not counted as used.
-fn left(group: &Path, files: &Files) -> Option<u64> {
-    let number = |file| -> Option<u64> { read_to_string(group.join(file)).ok()?.trim().parse().ok() };
-    let (limit, used) = (number(files.limit)?, number(files.used)?);
-    let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
-    let cache = |name| -> u64 {
-        let value = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
-        value.unwrap_or(0)
-    };
-    let reclaimable = files.cache.into_iter().map(cache).fold(0, u64::saturating_add);
-    Some(limit.saturating_sub(used.saturating_sub(reclaimable)))
 }
 
 #[cfg(test)]

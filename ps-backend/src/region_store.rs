@@ -24,8 +24,9 @@ mod versions;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
+use libmodelio::bytes::available;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::surplus::Surplus;
 use libmodelio::transport::{Region, RegionKey};
@@ -47,6 +48,9 @@ pub use versions::VersionWatch;
 use versions::Versions;
 
 use crate::state_copies::StateCopies;
+
+/// A version that a program has just closed may still be held for a moment.
+const GRACE: Duration = Duration::from_millis(200);
 
 /// The memory of one model's shard. Its owner's lock guards it. A [`VersionBuilder`] has the part that is needed for
 /// computing blocks without that lock.
@@ -74,8 +78,8 @@ pub struct RegionStore {
     changed: Arc<[AtomicU64]>,
     /// Whether the optimizer's slots are no longer zero.
     slots_used: bool,
-    /// The log says that there is no memory for another version.
-    said_full: bool,
+    /// Why there is no memory for the next version, as long as it has none, and since when.
+    shortage: Option<(Instant, String)>,
 }
 
 impl RegionStore {
@@ -106,7 +110,7 @@ impl RegionStore {
             state: (0..copies.count()).map(|_| Arc::default()).collect(),
             changed: (0..blocks).map(|_| AtomicU64::new(0)).collect(),
             slots_used: false,
-            said_full: false,
+            shortage: None,
             layout,
         };
         let back = store.allocate()?;
@@ -117,6 +121,7 @@ impl RegionStore {
 
     /// A new buffer whose blocks hold no version. Its pages are taken when they are touched.
     fn allocate(&mut self) -> io::Result<Arc<VersionBuffer>> {
+        available::check(self.layout.size())?;
         let buffer = VersionBuffer::allocate(&self.layout, RegionKey(self.next_key), VOID)?;
         self.next_key += 1;
         self.live += 1;
@@ -283,6 +288,16 @@ impl RegionStore {
                 self.surplus.taken(self.free.len());
             }
         }
+        if self.back.is_some() {
+            self.shortage = None;
+        }
+    }
+
+    /// Why there is no memory for the next version, if there is none and readers hold all buffers that exist, for longer
+    /// than the kernel takes to tell that a program has closed a version.
+    pub fn shortage(&self) -> Option<&str> {
+        let lasts = self.shortage.as_ref().filter(|(since, _)| since.elapsed() >= GRACE);
+        lasts.map(|(_, why)| why.as_str())
     }
 
     /// Takes a buffer for the next version.
@@ -298,13 +313,11 @@ impl RegionStore {
             match self.allocate() {
                 Ok(buffer) => {
                     self.back = Some(buffer);
-                    self.said_full = false;
+                    self.shortage = None;
                 }
-                // It is logged once, because it is tried again and again.
-                Err(error) if !std::mem::replace(&mut self.said_full, true) => {
-                    tracing::error!(%error, "no buffer for another version; trying again");
+                Err(error) => {
+                    self.shortage.get_or_insert_with(|| (Instant::now(), error.to_string()));
                 }
-                Err(_) => {}
             }
         }
     }

@@ -176,6 +176,13 @@ impl Fs {
             return self.open_text_of(request);
         };
         let model = &tree.model;
+        if request.shows_newest_to() == Some(None)
+            && let Some(why) = model.job.refuses_readers()
+        {
+            let what =
+                format!("no memory for another version, which waits until readers close theirs: {why}");
+            return Err(CallError::new(libc::ENOMEM, what));
+        }
         let all = 0..model.layout.size();
         match file {
             File::Weights(version) if request.writes => self.open_publication(request, tree, version),

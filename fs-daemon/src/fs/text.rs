@@ -183,7 +183,11 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "staging": memory.staging,
             "connections": memory.connections,
         },
-        "version_buffers": { "existing": status.buffers.0, "free": status.buffers.1 },
+        "version_buffers": {
+            "existing": status.buffers.0,
+            "free": status.buffers.1,
+            "no_memory": model.job.shortage(),
+        },
         "traffic": {
             "written_bytes": model.traffic.written.load(Ordering::Relaxed),
             "reduced_on_arrival_bytes": model.traffic.reduced_on_arrival.load(Ordering::Relaxed),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
+use libmodelio::bytes::available;
 use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::transport::{Attached, LeaveReason, Region};
@@ -142,7 +143,10 @@ impl Learner {
         if self.mapped_ready.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        self.mapping().memory().prefault()
+        let memory = self.mapping().memory();
+        let taken = available::check(memory.len() as u64).and_then(|()| memory.prefault());
+        // The next open tries again.
+        taken.inspect_err(|_| self.mapped_ready.store(false, Ordering::Relaxed))
     }
 
     /// The learner is about to write. With others about, blocks will wait in staging: its pages are taken now, beside

@@ -1,5 +1,6 @@
 //! Memory, and computations over plain bytes.
 
+pub mod available;
 pub mod block;
 pub mod crc32c;
 pub mod kernels;

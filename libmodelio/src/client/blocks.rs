@@ -106,8 +106,10 @@ impl Shared {
             }
             // Pulls use the buffers that exist, or log that there is none.
             (Err(error), shared) => {
-                tracing::warn!(%error, "no memory for a version ahead");
-                shared.iter().for_each(|shared| shared.inner.lock().versions.no_spare());
+                let is_first = |shared: Arc<Shared>| shared.inner.lock().versions.no_spare();
+                if shared.is_some_and(is_first) {
+                    tracing::warn!(%error, "no memory for a version ahead");
+                }
             }
             (Ok(_), None) => {}
         };
@@ -172,10 +174,15 @@ impl Shared {
         let is_there = match inner.versions.back(retain, max) {
             Ok(back) => back.is_some(),
             Err(error) => {
-                tracing::error!(%error, "no memory for a version");
+                // It is tried again and again, and not logged each time.
+                if inner.core.lacks_memory(error.to_string(), self.now()) {
+                    tracing::error!(%error, "no memory for another version here: opens that need a newer one fail");
+                }
+                self.rouse_keeper(inner);
                 return false;
             }
         };
+        inner.core.has_memory();
         inner.core.set_no_buffer(!is_there);
         if let Some(memory) = inner.versions.take_untouched() {
             self.touch(memory);

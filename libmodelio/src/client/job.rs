@@ -243,6 +243,19 @@ impl Job {
         }
     }
 
+    /// Why there is no memory for another version, if there is none and one is needed.
+    pub fn shortage(&self) -> Option<String> {
+        match &self.shared.local {
+            Some(local) => local.shard.shortage(),
+            None => self.shared.inner.lock().core.shortage().map(str::to_owned),
+        }
+    }
+
+    /// Why no program but a learner may begin to hold a version now: the next one of this process waits for memory.
+    pub fn refuses_readers(&self) -> Option<String> {
+        self.shared.local.as_ref().and_then(|local| local.shard.shortage())
+    }
+
     /// The memory that the model takes in this process.
     pub fn memory(&self) -> JobMemory {
         let staging = self.shared.staging.taken();

@@ -7,6 +7,7 @@ mod histories;
 mod learners;
 mod lies;
 mod moves;
+mod shortage;
 
 use std::time::Duration;
 

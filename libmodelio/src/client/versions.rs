@@ -11,6 +11,7 @@ use std::io;
 use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
+use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
 use crate::bytes::surplus::Surplus;
 use crate::transport::{Region, RegionKey};
@@ -58,6 +59,7 @@ pub fn spare(size: usize) -> io::Result<Mapping> {
 }
 
 fn memory(size: usize) -> io::Result<Mapping> {
+    available::check(size as u64)?;
     let memory = Mapping::memfd("gradfs-version", size)?;
     // Programs get this memory through passthrough, and no program may ever change it.
     memory.seal()?;
@@ -84,6 +86,8 @@ pub struct Versions {
     back: Option<Region>,
     /// A spare buffer is being taken.
     coming: bool,
+    /// The last spare buffer that was wanted did not come.
+    spare_failed: bool,
     next_key: u64,
 }
 
@@ -100,6 +104,7 @@ impl Versions {
             kept: None,
             back: None,
             coming: false,
+            spare_failed: false,
             next_key: 1,
         }
     }
@@ -143,14 +148,15 @@ impl Versions {
             && self.total() < max.min(retain + 2)
     }
 
-    /// The spare buffer does not come.
-    pub fn no_spare(&mut self) {
+    /// The spare buffer does not come. True if the last one that was wanted came.
+    pub fn no_spare(&mut self) -> bool {
         self.coming = false;
+        !std::mem::replace(&mut self.spare_failed, true)
     }
 
     /// Adds the memory of [`spare`], unless there are `max` buffers by now.
     pub fn add_spare(&mut self, memory: Mapping, max: usize) {
-        self.coming = false;
+        (self.coming, self.spare_failed) = (false, false);
         if self.total() >= max {
             return;
         }

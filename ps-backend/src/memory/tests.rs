@@ -1,6 +1,4 @@
-//! The formula, and control groups as they lie in files.
-
-use std::fs;
+//! The formula.
 
 use super::*;
 use crate::state_copies::StateCopies::{Double, Single};
@@ -44,76 +42,4 @@ fn one_formula_counts_versions_masters_state_sums_and_staging() {
 fn the_memory_of_a_model_has_a_name_for_each_use() {
     let text = MemoryUse { versions: 3 << 30, staging: 1 << 29, ..MemoryUse::default() }.to_string();
     assert_eq!(text, "versions 3.0 + staging 0.5 GiB");
-}
-
-/// A machine with 1 GiB available, whose process is in the groups `membership`; `files` are those of the groups.
-fn available_with(membership: &str, files: &[(&str, &str)]) -> Option<u64> {
-    let root = tempfile::tempdir().unwrap();
-    let (proc, groups) = (root.path().join("proc"), root.path().join("cgroup"));
-    fs::create_dir_all(proc.join("self")).unwrap();
-    fs::write(proc.join("meminfo"), "MemTotal: 4194304 kB\nMemAvailable:    1048576 kB\n").unwrap();
-    fs::write(proc.join("self/cgroup"), membership).unwrap();
-    for (path, text) in files {
-        let path = groups.join(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
-    }
-    available_of(&proc, &groups)
-}
-
-#[test]
-fn without_a_limit_the_machines_memory_counts() {
-    assert_eq!(available_with("", &[]), Some(1 << 30));
-    assert_eq!(
-        available_with("0::/a\n", &[("a/memory.max", "max\n"), ("a/memory.current", "5\n")]),
-        Some(1 << 30)
-    );
-    // Where the interface of version 1 has no limit, it says a number that no machine has.
-    let unlimited = [
-        ("memory/a/memory.limit_in_bytes", "9223372036854771712\n"),
-        ("memory/a/memory.usage_in_bytes", "5\n"),
-    ];
-    assert_eq!(available_with("4:memory:/a\n", &unlimited), Some(1 << 30));
-}
-
-#[test]
-fn the_tightest_of_a_group_and_those_above_it_counts() {
-    let files = [
-        ("slice/memory.max", "1000\n"),
-        ("slice/memory.current", "900\n"),
-        ("slice/job/memory.max", "500\n"),
-        ("slice/job/memory.current", "300\n"),
-    ];
-    assert_eq!(available_with("0::/slice/job\n", &files), Some(100));
-    assert_eq!(available_with("0::/slice/job\n", &files[2..]), Some(200));
-    // A group of its own may have no limit, and no files.
-    assert_eq!(available_with("0::/slice/job/none\n", &files), Some(100));
-}
-
-#[test]
-fn cache_that_can_be_reclaimed_is_not_counted_as_used() {
-    let files = [
-        ("a/memory.max", "1000\n"),
-        ("a/memory.current", "900\n"),
-        ("a/memory.stat", "anon 100\nfile 800\ninactive_file 600\nactive_file 100\nshmem 100\n"),
-    ];
-    assert_eq!(available_with("0::/a\n", &files), Some(800));
-}
-
-#[test]
-fn groups_of_version_1_are_read_as_well() {
-    let files = [
-        ("memory/docker/memory.limit_in_bytes", "700\n"),
-        ("memory/docker/memory.usage_in_bytes", "600\n"),
-        ("memory/docker/memory.stat", "inactive_file 1\ntotal_inactive_file 50\ntotal_active_file 40\n"),
-        ("memory/docker/one/memory.limit_in_bytes", "9223372036854771712\n"),
-        ("memory/docker/one/memory.usage_in_bytes", "600\n"),
-    ];
-    let membership = "7:cpu,cpuacct:/docker/one\n4:hugetlb,memory:/docker/one\n0::/\n";
-    assert_eq!(available_with(membership, &files), Some(190));
-}
-
-#[test]
-fn this_machine_has_some_memory() {
-    assert!(available().is_none_or(|bytes| bytes > 1 << 20));
 }

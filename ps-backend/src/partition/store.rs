@@ -433,6 +433,14 @@ impl PartitionStore {
         self.shared.inner.lock().store.buffers()
     }
 
+    /// Why there is no memory for the next version, if there is none and readers hold all buffers that exist.
+    pub fn shortage(&self) -> Option<String> {
+        let mut inner = self.shared.inner.lock();
+        // A reader may have let go of one meanwhile.
+        inner.reuse();
+        inner.store.shortage().map(str::to_owned)
+    }
+
     /// A buffer of the partition's size for new weights. It counts as existing until it is dropped.
     ///
     /// # Errors

@@ -203,6 +203,10 @@ impl Shard for LocalShard {
         self.partition.store().buffer_counts()
     }
 
+    fn shortage(&self) -> Option<String> {
+        self.partition.store().shortage()
+    }
+
     fn take_buffer(&self) -> Result<Region, ShardError> {
         self.partition.store().take_buffer().map_err(|error| ShardError::no_memory(&error))
     }

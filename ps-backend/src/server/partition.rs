@@ -120,6 +120,8 @@ pub struct Partition {
     /// Whether blocks are sent with a checksum.
     checksum: Checksum,
     store: PartitionStore,
+    /// When the log last said that there is no memory for another version.
+    said_short: Mutex<Option<Instant>>,
     /// For each plan that makes a version, the time from when it was sealed until all its blocks were computed here.
     reduce: Histogram,
     state: Mutex<State>,
@@ -253,6 +255,7 @@ impl Partition {
             has_client_here,
             checksum,
             store,
+            said_short: Mutex::default(),
             reduce: Histogram::of_seconds(),
             state: Mutex::new(state),
             executor: Arc::clone(executor),

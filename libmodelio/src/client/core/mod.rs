@@ -51,8 +51,8 @@ pub use pulling::{PULL_BLOCKS, Whole};
 use pushing::Outgoing;
 pub use pushing::{Offered, Own, Push};
 use requests::Request;
-use waits::Wait;
 pub use waits::{BUFFERS_HELD, NOT_HERE};
+use waits::{Shortage, Wait};
 
 /// Time since the client started.
 pub type Now = Duration;
@@ -136,6 +136,10 @@ pub struct ClientCore {
     /// The version that the client shows. None before the first one.
     shown: Option<Version>,
     pull: Option<Pull>,
+    /// There is no memory for the version that is to be pulled.
+    shortage: Option<Shortage>,
+    /// When the log was last told so.
+    said_shortage: Option<Now>,
     /// A version is whole in the buffer, and not shown yet.
     whole: bool,
     /// The version that has come with the state which announces it.
@@ -187,6 +191,8 @@ impl ClientCore {
             given_up: None,
             shown: None,
             pull: None,
+            shortage: None,
+            said_shortage: None,
             whole: false,
             brought: None,
             is_own: false,
@@ -343,7 +349,8 @@ impl ClientCore {
         let pulling = self.pull.iter().filter(|pull| pull.decided).flat_map(|pull| &pull.partitions);
         let pulling = pulling.filter(|partition| !partition.missing.is_clear());
         let pulling = pulling.map(|partition| partition.retry.unwrap_or(partition.moved + PATIENCE));
-        requests.chain(waits).chain(sending).chain(pulling).chain(self.pull_due()).min()
+        let fails = self.shortage_deadline();
+        requests.chain(waits).chain(fails).chain(sending).chain(pulling).chain(self.pull_due()).min()
     }
 
     /// Time passes. The client handles deadlines and repeats messages.

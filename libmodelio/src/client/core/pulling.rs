@@ -355,6 +355,7 @@ impl ClientCore {
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
         self.shown = self.shown.max(Some(version));
         self.whole = false;
+        self.shortage = None;
         if !std::mem::take(&mut self.is_own) {
             self.pull_times.ended(now);
         }

@@ -1,5 +1,7 @@
 //! The requests that wait for a version, and their deadlines.
 
+use std::time::Duration;
+
 use super::{Action, ClientCore, LastCommit, Now, Token};
 use crate::transport::ShardError;
 use crate::vocabulary::ids::{LearnerId, Version};
@@ -26,8 +28,21 @@ pub(super) enum Awaits {
 pub(super) struct Wait {
     pub(super) token: Token,
     pub(super) awaits: Awaits,
+    pub(super) since: Now,
     pub(super) deadline: Now,
 }
+
+/// There is no memory for the version that is pulled.
+#[derive(Debug)]
+pub(super) struct Shortage {
+    since: Now,
+    why: String,
+}
+
+/// A version that a program has just closed may still be held for a moment: so long an open waits for its buffer.
+const GRACE: Duration = Duration::from_millis(200);
+/// A shortage that comes again within this time is not logged again.
+const SAID_FOR: Duration = Duration::from_secs(60);
 
 impl ClientCore {
     /// Waits until the client shows a version that holds the last commit of `learner`.
@@ -39,7 +54,7 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        self.wait(Wait { token, awaits: Awaits::Step(learner), deadline }, now, actions);
+        self.wait(Wait { token, awaits: Awaits::Step(learner), since: now, deadline }, now, actions);
     }
 
     /// Waits until an open as `learner`, or as none, shows what it must.
@@ -53,24 +68,72 @@ impl ClientCore {
     ) {
         let own = learner.filter(|learner| self.last_commit(*learner) == LastCommit::Waits);
         let awaits = own.map_or(Awaits::Version(self.offered_version()), Awaits::Step);
-        self.wait(Wait { token, awaits, deadline }, now, actions);
+        self.wait(Wait { token, awaits, since: now, deadline }, now, actions);
     }
 
     /// Waits until the client shows the newest version that the coordinator has announced, or a newer one.
     pub fn await_newest(&mut self, token: Token, deadline: Now, now: Now, actions: &mut Vec<Action>) {
-        self.wait(Wait { token, awaits: Awaits::Version(self.state.version), deadline }, now, actions);
+        let awaits = Awaits::Version(self.state.version);
+        self.wait(Wait { token, awaits, since: now, deadline }, now, actions);
     }
 
     pub(super) fn wait(&mut self, wait: Wait, now: Now, actions: &mut Vec<Action>) {
         self.waits.push(wait);
         self.answer_waits(now, actions);
         self.start_pull(now, actions);
+        // There may be memory by now.
+        if self.shortage.is_some() {
+            actions.extend((0..self.shards.len()).map(Action::Wake));
+        }
+    }
+
+    /// There is no memory for the version that is to be pulled, for this reason. Those that wait for a version which exists
+    /// are told so soon. True if the log should say it.
+    pub fn lacks_memory(&mut self, why: String, now: Now) -> bool {
+        self.shortage.get_or_insert(Shortage { since: now, why });
+        let is_said = self.said_shortage.is_some_and(|at| now < at + SAID_FOR);
+        if !is_said {
+            self.said_shortage = Some(now);
+        }
+        !is_said
+    }
+
+    /// The version that is to be pulled has a buffer, or waits for one that readers hold.
+    pub fn has_memory(&mut self) {
+        self.shortage = None;
+    }
+
+    /// Why there is no memory for the version that is to be pulled.
+    pub fn shortage(&self) -> Option<&str> {
+        self.shortage.as_ref().map(|shortage| shortage.why.as_str())
+    }
+
+    /// When the first wait is to be answered because there is no memory.
+    pub(super) fn shortage_deadline(&self) -> Option<Now> {
+        self.waits.iter().filter_map(|wait| self.fails_at(wait)).min()
+    }
+
+    /// When a wait for a version that exists ends, if there is no memory to pull it until then.
+    fn fails_at(&self, wait: &Wait) -> Option<Now> {
+        let exists = match wait.awaits {
+            Awaits::Step(learner) => self.is_published(learner),
+            Awaits::Version(version) => self.state.version >= version,
+        };
+        let shortage = self.shortage.as_ref().filter(|_| exists)?;
+        Some(shortage.since.max(wait.since) + GRACE)
+    }
+
+    /// The answer to a wait for which there is no memory.
+    fn fails(&self, wait: &Wait, now: Now) -> Option<ShardError> {
+        let why = self.shortage().filter(|_| self.fails_at(wait).is_some_and(|at| at <= now))?;
+        Some(ShardError::OutOfMemory(format!("no memory for another version here: {why}")))
     }
 
     pub(super) fn answer_waits(&mut self, now: Now, actions: &mut Vec<Action>) {
         let ended = self.lost().or_else(|| self.stopped());
         let mut waits = std::mem::take(&mut self.waits);
         waits.retain(|wait| {
+            let fails = || self.fails(wait, now).map(Err);
             let late = |why: &'static str| {
                 let late = || Err(ShardError::TimedOut(why.into()).with_away(&self.state.away));
                 (wait.deadline <= now).then(late)
@@ -84,13 +147,15 @@ impl ClientCore {
                     LastCommit::Waits => {
                         let is_out = self.is_published(learner);
                         let why = if is_out { self.why_not_here() } else { self.why_not_out() };
-                        late(why).or_else(|| ended.clone().map(Err))
+                        fails().or_else(|| late(why)).or_else(|| ended.clone().map(Err))
                     }
                 },
                 Awaits::Version(version) if self.shown.is_some_and(|shown| shown >= version) => {
                     Some(Ok(self.version()))
                 }
-                Awaits::Version(_) => late(self.why_not_here()).or_else(|| self.lost().map(Err)),
+                Awaits::Version(_) => {
+                    fails().or_else(|| late(self.why_not_here())).or_else(|| self.lost().map(Err))
+                }
             };
             let Some(result) = result else { return true };
             actions.push(Action::Awaited(wait.token, result));

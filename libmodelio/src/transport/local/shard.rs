@@ -108,6 +108,9 @@ pub trait Shard: Send + Sync {
     /// The number of version buffers, and of those that nobody needs.
     fn buffers(&self) -> (usize, usize);
 
+    /// Why there is no memory for the next version, if there is none and readers hold all buffers that exist.
+    fn shortage(&self) -> Option<String>;
+
     /// A buffer for new weights. It counts as existing until it is published or dropped.
     ///
     /// # Errors

@@ -22,6 +22,8 @@ use crate::partition::store::{Making, PartitionError, PartitionJob};
 const BEGIN_PAUSE: Duration = Duration::from_millis(1);
 /// The log names plans that cannot begin for longer than this.
 const BEGIN_QUIETLY: Duration = Duration::from_secs(2);
+/// Missing memory that was logged is not logged again for so long.
+const SAID_FOR: Duration = Duration::from_secs(60);
 
 /// A coordinator that repeats the start of a plan for this long does not know another one that is ready here.
 const INSISTS: Duration = Duration::from_secs(3);
@@ -263,7 +265,10 @@ impl Partition {
         let mut said = false;
         loop {
             if !said && started.elapsed() > BEGIN_QUIETLY {
-                tracing::warn!(model = %self.model, %plan, "cannot begin yet: {error}");
+                // If there is no memory, the log says that.
+                if self.store.shortage().is_none() {
+                    tracing::warn!(model = %self.model, %plan, "cannot begin yet: {error}");
+                }
                 said = true;
             }
             std::thread::sleep(BEGIN_PAUSE);
@@ -416,10 +421,15 @@ impl Partition {
         self.executor.execute(Batch { plan, pass: Pass::Make(making, blocks), done });
     }
 
-    /// Takes a buffer with its pages if readers hold all that the next version could have.
+    /// Takes a buffer with its pages if readers hold all that the next version could have. Until there is memory for it,
+    /// the plan tries again and again, so not each failure is logged.
     fn add_buffer(&self) {
-        if let Err(error) = self.store.add_spare(1) {
-            tracing::warn!(model = %self.model, %error, "no memory for another version buffer");
+        let Err(error) = self.store.add_spare(1) else { return };
+        let mut said = self.said_short.lock();
+        if said.is_none_or(|at| at.elapsed() >= SAID_FOR) {
+            *said = Some(Instant::now());
+            let what = "no memory for another version: the next one waits until readers close theirs";
+            tracing::error!(model = %self.model, %error, "{what}");
         }
     }
 }

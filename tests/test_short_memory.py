@@ -1,0 +1,164 @@
+"""No memory for another version: who fails, who waits, and what goes on."""
+
+import errno
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY, gradfs_binary
+from filetools import Threads, array, eventually, filled, raises
+
+# At the end: what the tests call by the same name is theirs.
+sys.path.append(str(REPOSITORY / "scripts/lib"))
+
+import memory_group  # noqa: E402
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+# Room for what the daemon needs besides: less than a version.
+SLACK = SIZE // 2
+
+
+def no_memory(mount):
+    """What the mount says of it."""
+    return mount.status()["version_buffers"]["no_memory"]
+
+
+def complaints(mount):
+    """Lines of the log that say so; those of calls that fail are warnings."""
+    lines = (mount.stdout() + mount.stderr()).splitlines()
+    return [line for line in lines if " ERROR " in line and "no memory for another version" in line]
+
+
+def opened(path):
+    return os.open(path, os.O_RDONLY)
+
+
+def limit_addresses(mount):
+    """The daemon gets no address space for another version."""
+    size = int(re.search(r"VmSize:\s+(\d+) kB", Path(f"/proc/{mount.pid}/status").read_text())[1]) << 10
+    resource.prlimit(mount.pid, resource.RLIMIT_AS, (size + SLACK, resource.RLIM_INFINITY))
+
+
+@pytest.fixture
+def group(monkeypatch, tmp_path):
+    """Daemons that are started from when this is called are in a control group, whose limit can be set."""
+    with memory_group.group("short") as group:
+
+        def begin():
+            if not isinstance(group, memory_group.Group):
+                pytest.skip("no control group of memory can be made here")
+            monkeypatch.setenv("GRADFS_BIN", str(group.starts(tmp_path / "gradfs-in-group", gradfs_binary())))
+            return group
+
+        yield begin
+
+
+class Learner:
+    """A learner that contributes ones, so that the weights count its steps."""
+
+    def __init__(self, mount):
+        self.mount, self.place, self.ones, self.taken = mount, mount.join("a"), filled(mount, 1), 0
+
+    def contribute(self):
+        self.taken += 1
+        self.mount.contribute(self.ones, learner="a")
+
+    def steps(self, count):
+        for _ in range(count):
+            self.contribute()
+            assert (array(self.place / "weights") == self.taken).all()
+
+    def settle(self):
+        """Until no buffer is left that a reader made necessary, and staging has its pages."""
+        self.steps(3)
+        while self.mount.status()["version_buffers"]["existing"] > 2:
+            assert self.taken < 50
+            self.steps(1)
+        return self.taken
+
+
+def one_process_is_short(mount, limit):
+    """A reader holds a version, and there is no memory for the one after the next."""
+    b, a, threads = mount.join("b"), Learner(mount), Threads()
+    shown = a.settle()
+    held = opened(mount.model / "weights")
+    limit()
+    a.contribute()
+    assert no_memory(mount) is None, "the next version has the second buffer"
+    waiting = threads.start(a.contribute)
+    reason = eventually(lambda: no_memory(mount), deadline=20)
+    for path in ("weights", "weights.safetensors", "tensors/weights.npy"):
+        with raises(errno.ENOMEM):
+            opened(mount.model / path)
+    assert reason in (mount.model / "error").read_text()
+    # What is held stays readable, and learners may open what is shown.
+    assert os.pread(held, 4, 0) == np.float32(shown).tobytes()
+    assert (array(b / "weights") == shown + 1).all()
+    assert not waiting.done()
+    os.close(held)
+    waiting.result(20)
+    assert (array(mount.model / "weights") == shown + 2).all()
+    a.steps(3)
+    assert no_memory(mount) is None and len(complaints(mount)) == 1, complaints(mount)
+    assert mount.running()
+
+
+def a_mount_is_short(mount, limit):
+    """Contributions count; what cannot be shown here are the versions."""
+    a = Learner(mount)
+    shown = a.settle()
+    held = opened(mount.model / "weights")
+    limit()
+    a.steps(1)
+    for _ in range(4):
+        a.contribute()
+        with raises(errno.ENOMEM):
+            opened(a.place / "weights")
+        assert "no memory for another version" in (a.place / "error").read_text()
+        assert mount.coordinator_version() == a.taken
+    assert no_memory(mount)
+    # Who does not need a newer version reads what is here.
+    assert (array(mount.model / "weights") == shown + 1).all()
+    assert os.pread(held, 4, 0) == np.float32(shown).tobytes()
+    os.close(held)
+    eventually(lambda: mount.seen() == a.taken, deadline=20)
+    a.steps(3)
+    assert no_memory(mount) is None and len(complaints(mount)) == 1, complaints(mount)
+    assert mount.running()
+
+
+SETTINGS = {"size": SIZE, "reducer": "sum", "timeout": 60, "lease": 100}
+# So that another learner need not contribute.
+ASYNC = {"consistency": "async", "read_own_step": "true"}
+
+
+def test_without_memory_for_another_version_training_goes_on(start_mount):
+    mount = start_mount(**SETTINGS, **ASYNC)
+    one_process_is_short(mount, lambda: limit_addresses(mount))
+
+
+def test_without_memory_for_another_version_training_goes_on__on_a_network(cluster):
+    one = cluster(1)
+    one.create("m", **SETTINGS)
+    mount = one.mount(transport="tcp")
+    a_mount_is_short(mount, lambda: limit_addresses(mount))
+
+
+def test_a_limit_of_a_control_group_ends_no_daemon(group, start_mount):
+    """The kernel would end a process that touches a page beyond it."""
+    group = group()
+    mount = start_mount(**SETTINGS, **ASYNC)
+    one_process_is_short(mount, lambda: group.limit(group.used() + SLACK))
+
+
+def test_a_limit_of_a_control_group_ends_no_daemon__on_a_network(group, cluster):
+    one = cluster(1)
+    one.create("m", **SETTINGS)
+    group = group()
+    mount = one.mount(transport="tcp")
+    a_mount_is_short(mount, lambda: group.limit(group.used() + SLACK))
