@@ -192,3 +192,41 @@ def test_blocks_come_to_a_mount_that_only_reads(cluster):
         eventually(lambda: reads.seen() == step)
         assert (array(reads.model / "weights") == step).all()
         assert pulled() == before + 64 * BLOCK, "no block comes twice"
+
+
+def test_no_read_is_torn__when_pulls_fail_halfway(cluster):
+    """Half of a version has come. What is shown is the one before, and when the rest has come, all of the newest."""
+    one = cluster(0)
+    proxy = one.proxy()
+    one.add_shard(proxy=proxy)
+    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=20, pull="eager")
+    trains = one.mount(transport="tcp")
+    ones, others = filled(trains, 1), proxy.clients()
+    reads = one.mount(transport="tcp")
+    (reader,) = proxy.clients() - others
+    left, is_cut = [None], threading.Event()
+
+    def cut(connection, direction, data):
+        """Stops amid a version on its way to the reader, and resets each of its connections once that is said."""
+        if left[0] is None or (connection.role, direction) != ("data", "down") or connection.client != reader:
+            return data
+        left[0] -= len(data)
+        if left[0] > 0:
+            return data
+        is_cut.wait(20)
+        return None
+
+    proxy.rule = cut
+    for version in range(1, 6):
+        before, left[0] = reads.status()["payload"]["pulled_bytes"], 32 * BLOCK
+        is_cut.clear()
+        trains.contribute(ones)
+        eventually(lambda: reads.status()["payload"]["pulled_bytes"] > before and left[0] <= 0)
+        for _ in range(2):
+            assert reads.seen() == version - 1
+            assert (array(reads.model / "weights") == version - 1).all()
+            is_cut.set()
+            time.sleep(0.1)
+        left[0] = None
+        eventually(lambda: reads.seen() == version, deadline=20)
+        assert (array(reads.model / "weights") == version).all()

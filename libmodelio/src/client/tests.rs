@@ -3,6 +3,7 @@
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
 mod following;
+mod halfway;
 mod histories;
 mod learners;
 mod lies;

@@ -145,9 +145,9 @@ impl PullTimes {
         self.pulls += 1;
     }
 
-    /// Forgets openers that have not opened anything for long.
+    /// Forgets openers that have not opened anything for long, and those that opened later than now: the clock has jumped.
     pub(super) fn forget_gone(&mut self, now: Now) {
-        self.openers.retain(|_, opens| now < opens.gone_at());
+        self.openers.retain(|_, opens| opens.last <= now && now < opens.gone_at());
     }
 
     /// When to begin to pull a newer version than the one that is shown. A time that is over means: at once.
@@ -301,6 +301,113 @@ mod tests {
         let (mut times, last) = known();
         times.opened(LEARNER, 1000, last + 3600 * SECOND);
         assert_eq!(times.due(), Now::ZERO, "that is a new beginning");
+    }
+
+    /// Goes on with the rhythm of [`known`] from `now`: a pull at `due`, and an open after a second.
+    fn goes_on(times: &mut PullTimes, mut now: Now, steps: u64) -> Now {
+        for step in 0..steps {
+            times.opened(LEARNER, 2000 + step, now);
+            let begins = times.due().clamp(now, now + SECOND);
+            times.began(begins);
+            times.ended(begins + SECOND / 10);
+            now += SECOND;
+        }
+        now - SECOND
+    }
+
+    #[test]
+    fn a_clock_that_jumps_delays_no_pull_and_the_rhythm_is_found_again() {
+        for jump in [SECOND * 2, SECOND * 3600, SECOND * 24 * 3600] {
+            for forward in [true, false] {
+                let (mut times, last) = known();
+                // As if the job had run for two days before.
+                let base = 48 * 3600 * SECOND;
+                for opens in times.openers.values_mut() {
+                    opens.last += base;
+                }
+                let now = if forward { base + last + jump } else { base + last - jump };
+                times.forget_gone(now);
+                assert!(times.due() <= now + 2 * SECOND, "{jump:?}, forward: {forward}");
+                let last = goes_on(&mut times, now, 40);
+                let due = times.due();
+                // The pull for the next open is over, so this is the one for an open that is late.
+                assert!(
+                    due > last + SECOND && due < last + 2 * SECOND,
+                    "{jump:?}, forward: {forward}: {:?}",
+                    due - last
+                );
+                let report = times.report();
+                assert!(report.interval.unwrap().abs_diff(SECOND) < SECOND / 20, "{report:?}");
+                assert!(report.pull.unwrap().abs_diff(SECOND / 10) < SECOND / 100, "{report:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_clock_that_jumps_amid_a_pull_makes_no_time_negative() {
+        let (mut times, last) = known();
+        times.began(last);
+        times.ended(last - 10 * SECOND);
+        times.opened(LEARNER, 1000, last - 20 * SECOND);
+        times.began(last - 20 * SECOND);
+        times.ended(last + 3600 * SECOND);
+        let report = times.report();
+        // One value that is out of the ordinary counts as four times the average at most.
+        assert!(report.pull.unwrap() < SECOND / 4, "{report:?}");
+        assert!(report.interval.unwrap() < SECOND && report.bubble.unwrap() < SECOND, "{report:?}");
+    }
+
+    #[test]
+    fn a_learner_that_computes_in_no_time_has_each_version_pulled_at_once() {
+        let (mut times, now) = (PullTimes::default(), SECOND);
+        for step in 0..100 {
+            times.opened(LEARNER, step, now);
+            times.began(now);
+            times.ended(now + SECOND / 10);
+            assert!(times.due() <= now + SECOND / 10, "step {step}");
+        }
+        assert_eq!(times.report().interval, Some(Now::ZERO));
+        times.forget_gone(now);
+        assert!(times.due() <= now);
+    }
+
+    #[test]
+    fn a_learner_that_never_opens_weights_delays_no_pull() {
+        let mut times = PullTimes::default();
+        for step in 0..100 {
+            times.began(step * SECOND);
+            times.ended(step * SECOND + SECOND / 10);
+            assert_eq!(times.due(), Now::ZERO);
+        }
+        // Beside one that does open, only that one counts.
+        let (mut times, _) = known();
+        let due = times.due();
+        times.forget(LearnerId(2));
+        assert_eq!(times.due(), due);
+    }
+
+    #[test]
+    fn a_learner_that_holds_a_version_for_hours_changes_no_rhythm_of_others() {
+        let (mut times, mut now) = (PullTimes::default(), SECOND);
+        let holder = Some(LearnerId(2));
+        for step in 0..20 {
+            times.opened(holder, step, now + SECOND / 2);
+            times.opened(LEARNER, step, now);
+            now += SECOND;
+        }
+        for step in 20..4 * 3600 {
+            times.opened(LEARNER, step, now);
+            times.began(now + SECOND / 2);
+            times.ended(now + SECOND * 6 / 10);
+            times.forget_gone(now + SECOND * 6 / 10);
+            now += SECOND;
+        }
+        let last = now - SECOND;
+        assert!(times.due() > last && times.due() < now, "{:?} after the last open", times.due() - last);
+        // When it opens again, that is a new beginning: the hours are no step.
+        times.opened(holder, 20, last + SECOND / 2);
+        assert!(times.due() > last && times.due() < now);
+        assert!(times.report().interval.unwrap().abs_diff(SECOND) < SECOND / 100);
     }
 
     /// The mean age of the version that a learner opens, in shares of its compute time, if a new version comes out 20 times
