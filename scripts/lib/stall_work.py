@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-# Numbers that a contribution has; all but the trainer's first are zero.
+# Numbers that a contribution has, unless it has the whole model; all but the trainer's first are zero.
 FEW = 1024
 INTERVAL = 0.04
 SHORTEST, LONGEST, JITTER = 0.4, 0.8, 0.2
@@ -56,7 +56,7 @@ class Newest:
         self._thread.start()
 
     def _read(self):
-        self.number = opened(self.model)
+        self.number, _ = opened(self.model)
 
     def take(self):
         """What the thread has opened."""
@@ -65,10 +65,12 @@ class Newest:
 
 
 def opened(model):
-    """How many contributions of the trainer are in the newest version; all of it is read."""
+    """How many contributions of the trainer are in the newest version, and when it was open. All of it is read."""
     import numpy
 
-    return int(numpy.fromfile(f"{model}/weights", numpy.float32)[0])
+    with open(f"{model}/weights", "rb", buffering=0) as file:
+        have = time.monotonic()
+        return int(numpy.fromfile(file, numpy.float32)[0]), have
 
 
 def pulls(model):
@@ -81,9 +83,11 @@ def learn(model, times, policy, steps, first, whole):
     """A turn of some steps, of a `whole` in which compute times drift once to the longest and back."""
     import numpy
 
+    pull = {"after-push": "on-demand", "whole": "adaptive"}.get(policy, policy)
     with open(f"{model}/control/pull", "w") as file:
-        file.write("on-demand" if policy == "after-push" else policy)
-    data, rng = numpy.zeros(FEW, numpy.float32).tobytes(), random.Random(first)
+        file.write(pull)
+    numbers = os.path.getsize(f"{model}/weights") // 4 if policy == "whole" else FEW
+    data, rng = numpy.zeros(numbers, numpy.float32).tobytes(), random.Random(first)
     newest = Newest(model) if policy == "after-push" else None
     opens, stalled, begin, before = [], 0.0, None, 0
     # The first step follows another policy.
@@ -93,16 +97,17 @@ def learn(model, times, policy, steps, first, whole):
         asked = time.monotonic()
         if newest:
             # Pulled while the last step was computed; the next one is pulled while this one is.
-            number = newest.take()
+            number, have = newest.take(), time.monotonic()
             newest.begin()
         else:
-            number = opened(model)
-        have = time.monotonic()
+            number, have = opened(model)
         drift = 0.5 - 0.5 * math.cos(math.tau * (first + step) / whole)
         compute = (SHORTEST + (LONGEST - SHORTEST) * drift) * rng.uniform(1 - JITTER, 1 + JITTER)
         time.sleep(compute)
+        computed = time.monotonic()
         contribute(f"{model}/gradients", data)
-        stalled += time.monotonic() - asked - compute
+        # Reading what is open, and waking up late beside other programs, are no waits for the network.
+        stalled += have - asked + time.monotonic() - computed
         if step >= 0:
             opens.append((have, number))
     took, pulled = time.monotonic() - begin, pulls(model) - before
