@@ -28,9 +28,9 @@ def no_memory(mount):
     return mount.status()["version_buffers"]["no_memory"]
 
 
-def complaints(mount):
+def complaints(daemon):
     """Lines of the log that say so; those of calls that fail are warnings."""
-    lines = (mount.stdout() + mount.stderr()).splitlines()
+    lines = (daemon.stdout() + daemon.stderr()).splitlines()
     return [line for line in lines if " ERROR " in line and "no memory for another version" in line]
 
 
@@ -38,10 +38,10 @@ def opened(path):
     return os.open(path, os.O_RDONLY)
 
 
-def limit_addresses(mount):
+def limit_addresses(daemon):
     """The daemon gets no address space for another version."""
-    size = int(re.search(r"VmSize:\s+(\d+) kB", Path(f"/proc/{mount.pid}/status").read_text())[1]) << 10
-    resource.prlimit(mount.pid, resource.RLIMIT_AS, (size + SLACK, resource.RLIM_INFINITY))
+    size = int(re.search(r"VmSize:\s+(\d+) kB", Path(f"/proc/{daemon.pid}/status").read_text())[1]) << 10
+    resource.prlimit(daemon.pid, resource.RLIMIT_AS, (size + SLACK, resource.RLIM_INFINITY))
 
 
 @pytest.fixture
@@ -147,6 +147,29 @@ def test_without_memory_for_another_version_training_goes_on__on_a_network(clust
     one.create("m", **SETTINGS)
     mount = one.mount(transport="tcp")
     a_mount_is_short(mount, lambda: limit_addresses(mount))
+
+
+def test_without_memory_for_another_version_training_goes_on__at_a_shard(cluster):
+    """A mount on the shard's host shows the shard's memory: its readers hold that."""
+    one, threads = cluster(1), Threads()
+    one.create("m", **SETTINGS)
+    (shard,), mount = one.shards, one.mount(transport="shm")
+    a = Learner(mount)
+    a.steps(3)
+    while one.partition(shard, "m")["memory"]["versions"] > 2 * SIZE:
+        assert a.taken < 50
+        a.steps(1)
+    held, shown = opened(mount.model / "weights"), a.taken
+    limit_addresses(shard)
+    a.steps(1)
+    waiting = threads.start(a.steps, 1)
+    eventually(lambda: complaints(shard), deadline=20)
+    assert (array(mount.model / "weights") == shown + 1).all()
+    assert os.pread(held, 4, 0) == np.float32(shown).tobytes() and not waiting.done()
+    os.close(held)
+    waiting.result(20)
+    a.steps(3)
+    assert len(complaints(shard)) == 1 and shard.process.poll() is None and mount.running()
 
 
 def test_a_limit_of_a_control_group_ends_no_daemon(group, start_mount):
