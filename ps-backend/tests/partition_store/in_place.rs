@@ -130,3 +130,36 @@ fn a_block_with_nan_may_come_again() {
     twin.published(&[good]);
     twin.check("without NaN");
 }
+
+#[test]
+fn parts_of_a_dropped_sum_of_values_do_not_limit_a_sum_of_gradients() {
+    let layout = floats_layout(FLOATS);
+    for single in [true, false] {
+        let copies = if single { StateCopies::Single } else { StateCopies::Double };
+        let partition = partition_of(&layout, |_| true);
+        let (hyper, limits) = (Hyper::default(), Limits::default());
+        let mut twin = Twin::with_state(partition, Reducer::Assign, hyper, limits, copies);
+        let values = of_all(&twin, 1).plain(&layout, BlockId(0));
+        let job = twin.begin_reduce(1).unwrap();
+        let part = Some(&[0..64u32, 128..192][..]);
+        assert!(job.add_written(BlockId(0), Payload::Plain(&values), part).unwrap());
+        job.give_up();
+        drop(job);
+        twin.change(Reducer::Adam);
+        let sources = [of_all(&twin, 2), of_all(&twin, 3)];
+        let job = twin.begin_reduce(2).unwrap();
+        for block in twin.blocks() {
+            let all = sources.each_ref().map(|source| source.plain(&layout, block));
+            let inputs = all.each_ref().map(|bytes| BlockInput {
+                payload: Payload::Plain(bytes),
+                written: None,
+                check: true,
+            });
+            assert_eq!(job.finish_all(block, &inputs).unwrap(), None);
+        }
+        conclude(&twin.store, &job).unwrap();
+        drop(job);
+        twin.published(&sources);
+        twin.check(if single { "in place" } else { "with two copies" });
+    }
+}

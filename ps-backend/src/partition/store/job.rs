@@ -258,6 +258,7 @@ impl PartitionJob {
         // SAFETY: the block is claimed, and the payloads' lengths were checked.
         let bad = unsafe { self.open(block).accumulate_all(&self.layout, block, &payloads, !claim.holds()) };
         if bad.is_none() {
+            self.sums.holds_too(block, claim.holds(), None);
             claim.set(HELD);
         }
         Ok(bad)
