@@ -222,7 +222,8 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// A shard has read a client's memory whose loan may have ended. Another plan reads everything again.
+    /// A shard has read a client's memory whose loan may have ended, or has what is no part of the plan. Another plan
+    /// reads everything again.
     fn torn(&mut self, now: Now, actions: &mut Vec<Action>) {
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
@@ -231,9 +232,9 @@ impl CoordinatorCore {
                 self.core.early_failed(now, &mut wanted);
             }
             Some(Kind::Reduce) => self.core.refused(Vec::new(), now, &mut wanted),
-            Some(Kind::Assign) if self.run.as_ref().is_some_and(|run| run.is_open) => {}
-            // New weights lie in memory that is not written again.
-            Some(Kind::Assign) | None => return,
+            // A shard has blocks of new weights that are not among those which are published.
+            Some(Kind::Assign) => return self.begin_again(now, actions),
+            None => return,
         }
         self.drop_run(now, actions);
         self.perform(wanted, now, actions);
@@ -382,7 +383,7 @@ impl CoordinatorCore {
         );
     }
 
-    /// A shard refuses the plan as past, perhaps after another coordinator's messages. Another plan replaces it.
+    /// A shard cannot complete the plan, perhaps after another coordinator's messages. Another plan replaces it.
     fn begin_again(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
         if !run.is_open {

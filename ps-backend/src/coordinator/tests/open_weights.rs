@@ -166,3 +166,22 @@ fn a_bad_or_lost_block_of_open_weights_drops_their_plan_and_nothing_else() {
         assert_eq!(bench.sent_to(A).last(), Some(&(3, Message::Done)));
     }
 }
+
+#[test]
+fn a_request_that_leaves_out_blocks_which_were_sent_stops_nobody() {
+    let (mut bench, open) = writing();
+    let plan = open.plan;
+    let fewer = Message::Assign { token: TOKEN, blocks: vec![0..1], timeout_ms: 10_000, ahead: Some(plan) };
+    bench.client(A, 3, fewer);
+    assert_eq!(bench.started().plan, plan);
+    // The shard has blocks that the sealed plan does not name.
+    bench.partition(0, Message::Torn { plan });
+    assert_eq!(bench.sent_to_partition(), [Message::Drop { plan }]);
+    bench.partition(plan.0, Message::Done);
+    let again = bench.started();
+    assert!(again.plan > plan && !again.sources[0].provisional);
+    assert_eq!(again.sources[0].blocks, vec![0..1]);
+    bench.concludes(again.plan);
+    assert_eq!(bench.sent_to(A).last(), Some(&(3, Message::Done)));
+    assert_eq!(bench.coordinator.job().version(), Version(1));
+}
