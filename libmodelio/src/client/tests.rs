@@ -8,6 +8,7 @@ mod histories;
 mod learners;
 mod lies;
 mod moves;
+mod open_weights;
 mod shortage;
 
 use std::time::Duration;

@@ -6,7 +6,7 @@
 
 use fixedbitset::FixedBitSet;
 
-use super::pushing::AHEAD_BLOCKS;
+use super::pushing::{AHEAD_BLOCKS, Outgoing};
 use super::{Action, ClientCore};
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::ids::{BlockId, PlanId};
@@ -55,15 +55,19 @@ impl ClientCore {
         wakes.then_some(partition)
     }
 
-    /// New weights will not be published as they were written so far: a block is written again, or they are given up.
+    /// New weights will not be published as they were written so far: a block is written again, or they are given up. That
+    /// may be because the request to publish them has failed before its plan was sealed.
     pub fn rewrites_weights(&mut self, token: u64, actions: &mut Vec<Action>) {
-        if self.open_weights.remove(&token).is_none() {
+        let was_open = self.open_weights.remove(&token).is_some();
+        let outgoing = self.outgoing.take_if(|of| of.payload == Granted::OpenWeights(token));
+        if let Some(Outgoing { plan, .. }) = outgoing {
+            self.given_up = self.given_up.max(Some(plan));
+            self.notify(Message::SourceGone { plan, learner: None }, actions);
+        } else if !was_open {
             return;
         }
-        if let Some(outgoing) = self.outgoing.take_if(|of| of.payload == Granted::OpenWeights(token)) {
-            self.given_up = self.given_up.max(Some(outgoing.plan));
-            self.notify(Message::SourceGone { plan: outgoing.plan, learner: None }, actions);
-        }
+        self.weights.remove(&token);
+        self.showable.remove(&token);
         actions.push(Action::ReleaseWeights(token));
     }
 
@@ -77,8 +81,7 @@ impl ClientCore {
     /// New weights are complete, and a request publishes them: the plan for which blocks of them were sent.
     pub(super) fn publishes(&mut self, token: u64) -> Option<PlanId> {
         let plan = self.open_weights.remove(&token)?.sent_under?;
-        let takes =
-            |of: &super::pushing::Outgoing| of.plan == plan && of.payload == Granted::OpenWeights(token);
+        let takes = |of: &Outgoing| of.plan == plan && of.payload == Granted::OpenWeights(token);
         self.outgoing.as_ref().is_some_and(takes).then_some(plan)
     }
 }

@@ -126,7 +126,8 @@ impl ClientCore {
             self.answered(id, Message::Refused(why.clone().into()), now, actions);
         }
         // The payload of earlier requests will not be granted any more.
-        self.outgoing.take_if(|outgoing| matches!(outgoing.payload, Granted::Weights(_)));
+        let is_weights = |payload: &Granted| matches!(payload, Granted::Weights(_) | Granted::OpenWeights(_));
+        self.outgoing.take_if(|outgoing| is_weights(&outgoing.payload));
         self.release_weights(actions);
         for (learner, step) in self.held.keys().copied().collect::<Vec<_>>() {
             self.release(learner, step, actions);
