@@ -225,3 +225,6 @@ impl Drop for LocalShard {
         self.coordinator.stop(&Refusal::other("the process ends"));
     }
 }
+
+#[cfg(test)]
+mod tests;
