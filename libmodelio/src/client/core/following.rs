@@ -1,8 +1,9 @@
 //! The blocks of a version that is still being made. Shards send them as they are computed (iRDMA, section IV-B: pushes
 //! and pulls overlap).
 //!
-//! The client follows the plan that it sends blocks for, or the plan under way of which the coordinator has told it. What comes counts once the state names that plan as the one that
-//! has made the version. If the plan makes none, what has come is void, and the version is pulled as any other.
+//! The client follows the plan that it sends blocks for, or the plan under way of which the coordinator has told it. What
+//! comes counts once the state names that plan as the one that has made the version. If the plan makes none, what has
+//! come is void, and the version is pulled as any other.
 
 use super::pulling::Pull;
 use super::{Action, ClientCore, Now};
