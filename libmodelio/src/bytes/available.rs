@@ -7,7 +7,7 @@ use std::fs::read_to_string;
 use std::io;
 use std::path::Path;
 
-/// What is left to everything else when memory for a version is taken: stacks, tables, and what programs read.
+/// The memory that stays for everything else when a version takes some: stacks, tables, and what programs read.
 const MARGIN: u64 = 16 << 20;
 
 /// Whether `bytes` more can be taken. Nobody keeps them for the caller.
@@ -46,7 +46,7 @@ fn available_of(proc: &Path, groups: &Path) -> Option<u64> {
     Some(membership.lines().filter_map(|line| group_available(groups, line)).fold(machine, u64::min))
 }
 
-/// What control groups call the same thing, in either version of their interface.
+/// The names of a control group's files. The two versions of the interface have different ones.
 struct Files {
     limit: &'static str,
     used: &'static str,
@@ -80,7 +80,7 @@ fn group_available(groups: &Path, line: &str) -> Option<u64> {
         .min()
 }
 
-/// What the limit of one group leaves. What the kernel can drop at once is not counted as used.
+/// The bytes that the limit of one group leaves. Cache that the kernel can drop at once does not count as used.
 fn left(group: &Path, files: &Files) -> Option<u64> {
     let number = |file| -> Option<u64> { read_to_string(group.join(file)).ok()?.trim().parse().ok() };
     let (limit, used) = (number(files.limit)?, number(files.used)?);

@@ -58,7 +58,7 @@ impl Inner {
                 Some(Payload {
                     plan,
                     sources,
-                    // Its program may write a block again that is being sent.
+                    // The program may write a block again while that is being sent.
                     steady: !is_open,
                     checked,
                     learners: Vec::new(),
@@ -174,7 +174,7 @@ impl Shared {
         let is_there = match inner.versions.back(retain, max) {
             Ok(back) => back.is_some(),
             Err(error) => {
-                // It is tried again and again, and not logged each time.
+                // Each connection tries again and again, so the log says this only now and then.
                 if inner.core.lacks_memory(error.to_string(), self.now()) {
                     tracing::error!(%error, "no memory for another version here: opens that need a newer one fail");
                 }

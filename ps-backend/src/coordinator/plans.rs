@@ -33,7 +33,7 @@ pub(super) struct Run {
     senders: Vec<Sender>,
     start: Message,
     stage: Stage,
-    /// It takes new weights that are still being written. The core does not know of it.
+    /// The plan takes new weights that are still being written. The job's core does not know of such a plan.
     is_open: bool,
     /// The sum of the squares that shards have measured, if the plan measures.
     squares: Option<ExactSum>,

@@ -1,8 +1,8 @@
 //! New weights that are still being written: their whole blocks are sent for a provisional plan, if nothing else is
 //! under way.
 //!
-//! What was sent counts if the request to publish names that plan. A program may write a block again before it
-//! publishes. Then nothing of what was sent counts, and all blocks are sent once they are published.
+//! Blocks that were sent count if the request to publish names that plan. A program may write a block again before it
+//! publishes. Then the blocks that were sent do not count, and all of them are sent once they are published.
 
 use fixedbitset::FixedBitSet;
 
@@ -78,7 +78,7 @@ impl ClientCore {
         Some(open.whole.clone())
     }
 
-    /// New weights are complete, and a request publishes them: the plan for which blocks of them were sent.
+    /// A request publishes new weights, which are complete. Returns the plan for which blocks of them were sent.
     pub(super) fn publishes(&mut self, token: u64) -> Option<PlanId> {
         let plan = self.open_weights.remove(&token)?.sent_under?;
         let takes = |of: &Outgoing| of.plan == plan && of.payload == Granted::OpenWeights(token);

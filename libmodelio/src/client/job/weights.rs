@@ -156,7 +156,7 @@ impl Job {
         self.shared.act(inner, actions);
     }
 
-    /// What was written of new weights in `buffer` will be written again, or is given up.
+    /// The program writes new weights in `buffer` again, or gives them up. Blocks that were sent of them do not count.
     pub(crate) fn rewrites_weights(&self, buffer: &Region) {
         let mut inner = self.shared.inner.lock();
         let mut actions = Vec::new();

@@ -75,7 +75,7 @@ impl Inner {
                 self.versions.show(version, region, published, hold);
                 self.core.is_here(version, more);
             }
-            // It is still being made.
+            // The version is still being made.
             Err(newest) if newest < version => {}
             Err(newest) => {
                 let gone = Message::Refused(Refusal::NoVersion { wanted: version, newest });

@@ -52,7 +52,7 @@ fn half_a_version_is_never_shown_if_its_shard_has_a_newer_one() {
         let newer = Refusal::NoVersion { wanted: Version(1), newest: Version(2) };
         bench.core.from_shard(1, Message::Refused(newer), bench.now, &mut bench.said);
         assert_eq!(bench.core.pulling(), Some(Version(2)), "{come} blocks");
-        // What is late of the first one is not wanted.
+        // Blocks of the first one that come late are not wanted.
         (0..4).map(BlockId).for_each(|block| assert!(!bench.core.reserve(Version(1), block)));
         receives(&mut bench, Version(2), 0..3);
         assert!(!has_pulled(&bench));

@@ -35,7 +35,7 @@ impl Incoming {
 pub(super) struct Arrived<'a> {
     /// Its message.
     pub received: Received,
-    /// Its checksum; 0 if the frame has none.
+    /// The payload's checksum; 0 if the frame has none.
     pub crc: u32,
     /// The bytes for the conversation, unless they went to the place that it named. `None` if the payload is not
     /// wanted.

@@ -69,7 +69,12 @@ impl Bench {
     }
 
     fn of(reducer: &str) -> Bench {
-        let layout = ModelLayout::blank(u64::from(BLOCK * BLOCKS), DType::F32, BLOCK).unwrap();
+        Bench::with_blocks(BLOCK, reducer)
+    }
+
+    /// With blocks of another size.
+    fn with_blocks(block: u32, reducer: &str) -> Bench {
+        let layout = ModelLayout::blank(u64::from(block * BLOCKS), DType::F32, block).unwrap();
         let tensors = layout.tensors().iter().map(|tensor| {
             let shape = tensor.shape.iter().map(|&n| n as u64).collect();
             (tensor.name.to_string(), "F32".to_owned(), shape)
@@ -79,7 +84,7 @@ impl Bench {
             generation: Generation(1),
             tensors: tensors.collect(),
             metadata: Default::default(),
-            block_size: BLOCK,
+            block_size: block,
             epoch: Epoch(1),
             owners: vec![(ShardId(1), BLOCKS)],
             coordinator: ShardId(1),
@@ -90,8 +95,8 @@ impl Bench {
         let of_partition: Arc<dyn Executor> = Arc::clone(&executor) as _;
         let partition =
             Partition::new(&record, ShardId(1), &of_partition, PartitionOptions::default()).unwrap();
-        for block in (0..BLOCKS).map(BlockId) {
-            partition.load((block, Kept::Weights), &1f32.to_le_bytes().repeat(BLOCK as usize / 4)).unwrap();
+        for at in (0..BLOCKS).map(BlockId) {
+            partition.load((at, Kept::Weights), &1f32.to_le_bytes().repeat(block as usize / 4)).unwrap();
         }
         partition.store().finish_loading().unwrap();
         let (sender, said) = channel();
@@ -197,12 +202,23 @@ fn sums_of_two_plans_are_one_batch_and_the_next_plan_waits_for_it() {
     assert_eq!([0, 1, 2].map(|block| bench.first_weight(block)), [4.5; 3]);
 }
 
+fn momentum() -> Work {
+    let step = Step { reducer: Reducer::Momentum, contributions: 1, t: 1, ..Step::default() };
+    Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), fresh_state: true }
+}
+
+#[test]
+fn a_small_model_is_computed_before_its_version_counts() {
+    let in_place =
+        |block| Bench::with_blocks(block, "momentum").partition.store().changes_in_place(&momentum());
+    assert!(!in_place(64 << 10), "the version goes with the message that it counts");
+    assert!(in_place(128 << 10));
+}
+
 #[test]
 fn state_that_is_read_is_not_changed_in_place_meanwhile() {
     let mut bench = Bench::of("momentum");
-    let step = Step { reducer: Reducer::Momentum, contributions: 1, t: 1, ..Step::default() };
-    let work = Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), fresh_state: true };
-    let plan = bench.run(work, BLOCKS);
+    let plan = bench.run(momentum(), BLOCKS);
     assert_eq!(bench.said.recv_timeout(LONG).unwrap(), Message::Ready { plan });
     let kept = bench.partition.store().keep().unwrap();
     bench.partition.from_coordinator(plan.0, Message::Conclude { plan }, None);
