@@ -10,6 +10,7 @@ use libmodelio::wire::{JobState, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
+use super::senders::are_two_at_most;
 use super::{Action, CoordinatorCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
 use crate::core::{Contribution, Now, Opening, Ticket};
 
@@ -283,7 +284,13 @@ impl CoordinatorCore {
         };
         let answer = match message {
             Message::Join { name } => {
-                let (learner, incarnation) = core.join(&name, now, &mut wanted)?;
+                // A plan may begin as soon as the learner has joined.
+                core.set_two_sums(are_two_at_most(self.owners.values().chain([&id])));
+                let joined = core.join(&name, now, &mut wanted);
+                if joined.is_err() {
+                    core.set_two_sums(are_two_at_most(self.owners.values()));
+                }
+                let (learner, incarnation) = joined?;
                 self.owners.insert(learner, id);
                 if let Some(client) = self.clients.get_mut(&id) {
                     client.learners.insert(learner, asked);

@@ -36,6 +36,7 @@ use clients::Client;
 pub use moving::TakeOverError;
 use plans::{Run, is_provisional};
 use requests::Asked;
+use senders::are_two_at_most;
 
 /// The payload of a contribution, or of new weights.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -280,7 +281,9 @@ impl CoordinatorCore {
                 }
                 core::Action::Left { learner, reason } => {
                     self.changed = true;
-                    if let Some(owner) = self.owners.remove(&learner)
+                    let owner = self.owners.remove(&learner);
+                    self.core.set_two_sums(are_two_at_most(self.owners.values()));
+                    if let Some(owner) = owner
                         && let Some(client) = self.clients.get_mut(&owner)
                     {
                         client.forget(learner);

@@ -134,6 +134,14 @@ fn values<'a>(
     sending.chain(accumulated.map(|of| values(of, None))).collect()
 }
 
+/// Whether there are two clients at most among these.
+pub(super) fn are_two_at_most<'a>(mut clients: impl Iterator<Item = &'a ClientId>) -> bool {
+    let Some(first) = clients.next() else { return true };
+    let mut others = clients.filter(|client| *client != first);
+    let second = others.next();
+    others.all(|client| Some(client) == second)
+}
+
 /// A set of blocks as ranges.
 pub(super) fn ranges(blocks: &FixedBitSet) -> BlockRanges {
     let mut ranges = BlockRanges::new();

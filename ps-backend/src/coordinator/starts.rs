@@ -84,7 +84,8 @@ impl CoordinatorCore {
             base: self.core.version(),
             work: todo,
             sources: senders.iter().map(source).collect(),
-            ordered: replaces || controls.deterministic,
+            ordered: replaces
+                || controls.deterministic && !(senders.len() <= 2 && self.core.order_is_no_matter()),
         }));
         Some((kind, senders, start))
     }

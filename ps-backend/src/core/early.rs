@@ -10,7 +10,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use libmodelio::vocabulary::controls::Consistency;
+use libmodelio::vocabulary::controls::{Consistency, NonFinite};
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use serde::{Deserialize, Serialize};
 
@@ -135,13 +135,25 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Whether a plan that begins early takes the contributions of all learners. They can be sent again if it is dropped,
-    /// and the version needs all of them. (If a shard adds them up in the learners' order, a block would wait at the
-    /// shard for as long as an earlier learner computes.)
+    /// and the version needs all of them.
     fn takes_all_at_once(&self) -> bool {
         self.staged
             && self.consistency == Consistency::Sync
-            && !self.controls.deterministic
+            && (!self.controls.deterministic || self.order_is_no_matter())
             && self.speculation.is_on(self.version)
+    }
+
+    /// Whether a shard may add up sums as they come, and the version has the same bits. Otherwise a block would wait at
+    /// the shard for as long as an earlier learner computes.
+    pub fn order_is_no_matter(&self) -> bool {
+        // Of two NaNs, the first one stays.
+        self.two_sums && self.controls.nonfinite == NonFinite::Reject
+    }
+
+    /// Sets whether the learners have two clients at most. Each client sends one sum of its learners' contributions, added
+    /// in the learners' order.
+    pub fn set_two_sums(&mut self, two_sums: bool) {
+        self.two_sums = two_sums;
     }
 
     fn is_open(&self, (learner, step): (LearnerId, Step)) -> bool {
@@ -241,8 +253,10 @@ impl<S: Clone> JobCore<S> {
             }
             PendingKind::Assign { .. } => true,
         };
-        let is_due =
-            |committed: &Committed<S>| self.is_read_early(committed) && committed.accumulate_at <= now;
+        // In the order of learners, nothing is accumulated.
+        let is_due = |committed: &Committed<S>| {
+            self.is_read_early(committed) && committed.accumulate_at <= now && !self.controls.deterministic
+        };
         let is_in_the_way = self.holds
             || self.consistency != self.controls.consistency
             || self.waits_for_early() && self.committed.iter().any(is_due);

@@ -102,6 +102,8 @@ pub struct JobCore<S> {
     provisional: bool,
     /// Whether the blocks of such a plan lie elsewhere, too.
     staged: bool,
+    /// Whether shards add up the sums of two clients at most. Their order changes no bit.
+    two_sums: bool,
     speculation: Speculation,
     /// The accumulator is being measured, for a step that must know the norm of its gradient.
     #[serde(skip)]
@@ -160,6 +162,7 @@ impl<S: Clone> JobCore<S> {
             accumulate_patience: Now::ZERO,
             provisional: false,
             staged: false,
+            two_sums: false,
             speculation: Speculation::default(),
             measuring: false,
             squares: None,

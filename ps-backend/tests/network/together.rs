@@ -15,8 +15,16 @@ use crate::world::{LONG, Way, World};
 
 /// A world in which these numbers of learners are on clients of their own.
 fn learners(way: Way, on_clients: &[usize]) -> (World, Vec<Arc<Job>>, Vec<Arc<Contributor>>) {
-    let count = on_clients.iter().sum::<usize>();
-    let settings = [("reducer", "sum"), ("learners", &*count.to_string())];
+    learners_of(way, on_clients, "false")
+}
+
+fn learners_of(
+    way: Way,
+    on_clients: &[usize],
+    deterministic: &str,
+) -> (World, Vec<Arc<Job>>, Vec<Arc<Contributor>>) {
+    let count = on_clients.iter().sum::<usize>().to_string();
+    let settings = [("reducer", "sum"), ("learners", &*count), ("deterministic", deterministic)];
     let world = World::new(1, BYTES, &settings, way);
     let clients: Vec<Arc<Job>> = on_clients.iter().map(|_| world.client()).collect();
     let of_clients = clients.iter().zip(on_clients).enumerate();
@@ -50,8 +58,10 @@ fn shut_down(clients: Vec<Arc<Job>>) {
 #[test]
 fn blocks_of_all_learners_come_before_any_of_them_commits() {
     for way in ways() {
-        for on_clients in [&[1, 1][..], &[2], &[2, 1]] {
-            let (world, clients, learners) = learners(way, on_clients);
+        let jobs = ["false", "true"]
+            .map(|deterministic| [&[1, 1][..], &[2], &[2, 1]].map(|on_clients| (on_clients, deterministic)));
+        for (on_clients, deterministic) in jobs.into_iter().flatten() {
+            let (world, clients, learners) = learners_of(way, on_clients, deterministic);
             for step in 1..=4u64 {
                 let before = of_shard(&world).pushed_bytes;
                 let sent = BYTES * clients.len() as u64;
@@ -76,6 +86,41 @@ fn blocks_of_all_learners_come_before_any_of_them_commits() {
 }
 
 #[test]
+fn a_deterministic_sum_of_two_clients_has_the_same_bits_in_whatever_order_blocks_come() {
+    let value = |learner: usize| [0.1f32, 3e7, -3e7][learner];
+    let sum = (value(0) + value(1)) + value(2);
+    assert_ne!(sum, value(0) + (value(1) + value(2)), "the order decides");
+    for way in ways() {
+        for orders in [[0, 1, 2], [2, 0, 1], [1, 2, 0]] {
+            let (_world, clients, learners) = learners_of(way, &[2, 1], "true");
+            for learner in orders {
+                write(&learners[learner], value(learner), 0..BYTES);
+            }
+            all_commit(&learners);
+            let (_, weights) = pull(&clients[0], &learners[0]);
+            is_all(&weights, sum);
+            shut_down(clients);
+        }
+    }
+}
+
+#[test]
+fn a_deterministic_job_of_three_clients_adds_in_the_order_of_learners_after_their_commits() {
+    for way in ways() {
+        let (world, clients, learners) = learners_of(way, &[1, 1, 1], "true");
+        for learner in [2, 1, 0] {
+            write(&learners[learner], [0.1, 3e7, -3e7][learner], 0..BYTES);
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(of_shard(&world).pushed_bytes, 0, "{way:?}: nothing is committed");
+        all_commit(&learners);
+        let (_, weights) = pull(&clients[0], &learners[0]);
+        is_all(&weights, (0.1f32 + 3e7) + -3e7);
+        shut_down(clients);
+    }
+}
+
+#[test]
 fn a_learner_that_begins_anew_makes_the_others_send_again_and_all_count_once() {
     for way in ways() {
         for on_clients in [&[1, 1][..], &[2]] {
@@ -90,8 +135,8 @@ fn a_learner_that_begins_anew_makes_the_others_send_again_and_all_count_once() {
                 assert_eq!(version, Version(step));
                 is_all(&weights, step as f32 * 1001.0);
             }
-            drop(world);
             shut_down(clients);
+            drop(world);
         }
     }
 }
@@ -131,8 +176,8 @@ fn a_commit_does_not_wait_for_ever_for_one_that_writes() {
             assert_eq!(version, Version(step));
             is_all(&weights, 2.0 * step as f32);
         }
-        drop(world);
         shut_down(clients);
+        drop(world);
     }
 }
 
@@ -152,8 +197,8 @@ fn a_learner_that_only_commits_takes_part_in_the_plan_of_the_others() {
             assert_eq!(weights[1], 2.0 * step as f32);
             is_all(&weights[2..], step as f32);
         }
-        drop(world);
         shut_down(clients);
+        drop(world);
     }
 }
 

@@ -137,6 +137,12 @@ impl Settings {
         ] {
             controls = controls.with(name, one_of(&mut of_pulls, values)).expect("a setting");
         }
+        // It is refused without `sync`.
+        if of_pulls.u8(0..6) == 0
+            && let Ok(new) = controls.with("deterministic", "true")
+        {
+            controls = new;
+        }
         if of_pulls.bool() {
             changes.extend([("pull", "adaptive"), ("pull", "on-demand"), ("read_own_step", "false")]);
         }

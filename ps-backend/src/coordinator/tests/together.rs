@@ -44,3 +44,31 @@ fn a_learner_that_has_committed_to_a_waiting_plan_and_left_is_part_of_it() {
     assert!(bench.sent_to(A).contains(&(5, Message::Done)));
     assert!(bench.sent_to(B).contains(&(5, Message::Done)));
 }
+
+#[test]
+fn a_deterministic_job_of_three_clients_keeps_the_order_and_one_of_two_need_not() {
+    const C: ClientId = ClientId(30);
+    for third in [false, true] {
+        let Bench { coordinator, now, said } = Bench::new();
+        let mut bench = Bench { coordinator: coordinator.with_provisional_plans(), now, said };
+        let set = |name: &str, value: &str| Message::SetControl { name: name.into(), value: value.into() };
+        bench.client(A, 2, set("deterministic", "true"));
+        if third {
+            bench.coordinator.client_up(C, bench.now, &mut bench.said).unwrap();
+            bench.client(C, 1, Message::Join { name: "c".into() });
+        }
+        bench.said.clear();
+        let learners = [(B, 2), (A, 1), (C, 3)];
+        let learners = &learners[..if third { 3 } else { 2 }];
+        for &(client, learner) in learners {
+            let learner = LearnerId(learner);
+            bench.client(client, 4, Message::Open { learner });
+            bench.client(client, 0, Message::WholeBlock { learner, step: Step(1) });
+        }
+        assert_eq!(bench.coordinator.provisional_plan().is_some(), !third);
+        for &(client, learner) in learners {
+            bench.commit_of(client, learner, 1, 5, (0..4, 0..2));
+        }
+        assert_eq!(bench.started().ordered, third);
+    }
+}
