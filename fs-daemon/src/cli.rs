@@ -326,7 +326,7 @@ struct JobArgs {
     /// Longest wait of an open, fsync or close [default: 120]
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     timeout: Option<String>,
-    /// Older versions to keep under versions/ [default: 1]
+    /// Older versions to keep under versions/ [default: 0]
     #[arg(long, value_name = "K", allow_negative_numbers = true)]
     retain: Option<String>,
     /// Most version buffers at once: newest, next, retained and held open [default: 16]

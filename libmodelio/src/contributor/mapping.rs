@@ -38,8 +38,7 @@ impl Contributor {
     /// The program has stored these bytes of the mapping for the next commit, and does not change them before it. Blocks
     /// that are covered as a whole are sent at once where the path allows. It does not wait for anything.
     ///
-    /// In one process no block travels, so nothing is done, nor is it unless `may_send`. If this client does not know the
-    /// next step, nothing is sent before the commit.
+    /// Nothing is done unless `may_send`. If this client does not know the next step, nothing is sent before the commit.
     ///
     /// # Errors
     /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Writing`], with nothing changed. If
@@ -57,7 +56,7 @@ impl Contributor {
         if state.step.is_some() {
             return Err(ContributeError::Writing);
         }
-        if !may_send || self.job.is_in_process() {
+        if !may_send {
             return Ok(());
         }
         let finals = &mut state.finals;

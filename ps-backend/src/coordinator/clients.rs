@@ -245,7 +245,9 @@ impl CoordinatorCore {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
             // The staged contribution lies in this process, so another plan would not find it either.
-            Message::SourceGone { plan, learner } if self.in_process => {
+            Message::SourceGone { plan, learner }
+                if self.in_process && self.provisional_plan() != Some(plan) =>
+            {
                 let who = learner.map_or("new weights".to_owned(), |learner| format!("learner {learner}"));
                 let why = format!("plan {plan}: the contribution of {who} is gone");
                 self.fail(0, &Refusal::Other(why), now, actions);

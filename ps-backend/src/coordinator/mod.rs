@@ -200,12 +200,14 @@ impl CoordinatorCore {
     }
 
     /// The only client and the only shard are in this process. So staging memory is not lost while the job lives, the
-    /// client is never given up, and plans may begin while their last contribution is written. The edge must report that
+    /// client is never given up, and plans may begin while contributions to them are written. The edge must report that
     /// the next version has no buffer ([`Self::buffer`]) before the shard has concluded the plan of a version. It must
     /// also report each later change.
     #[must_use]
     pub fn in_process(self) -> CoordinatorCore {
-        CoordinatorCore { in_process: true, core: self.core.with_provisional_plans(), ..self }
+        let mut core = self.core.with_provisional_plans();
+        core.set_two_sums(true);
+        CoordinatorCore { in_process: true, core, ..self }
     }
 
     /// Reports whether the next version has a buffer.

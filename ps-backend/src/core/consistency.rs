@@ -143,7 +143,7 @@ impl<S: Clone> JobCore<S> {
     /// Whether a waiting learner may be waiting for `learner`.
     pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
         // Where a plan that has begun early gives way, nobody waits for it.
-        if !self.staged && self.is_early(learner) {
+        if self.is_early(learner) && self.early.as_ref().is_some_and(|early| !early.staged) {
             return true;
         }
         match self.consistency {

@@ -1,8 +1,11 @@
 //! Plans that begin early, while contributions to them are still written.
 //!
-//! On a network, a synchronous job has one such plan a version for all that take part in it. Elsewhere the plan is for
-//! one contribution: the last one that can change the result or, if every contribution makes a version, that of the only
-//! learner who writes.
+//! A synchronous job has one such plan a version for all that take part in it. Elsewhere the plan is for one contribution:
+//! the last one that can change the result or, if every contribution makes a version, that of the only learner who writes.
+//!
+//! On a network all blocks are staged. In one process, blocks of the only contribution that is missing are not: they are
+//! reduced where their program has them. So the plan of all gives way to one for the last of them, as long as that learner
+//! has no whole block.
 //!
 //! A plan that is dropped was sent in vain. If others than its learner can make it so, a version has one such plan at
 //! most, and if those of several versions in a row are dropped, more and more versions go without.
@@ -28,6 +31,8 @@ pub(super) struct Early {
     /// The learners whose contributions were still to be committed when it began.
     open: BTreeSet<LearnerId>,
     since: Now,
+    /// Whether its blocks are staged, too. Then it gives way to whoever waits for it.
+    pub(super) staged: bool,
 }
 
 impl Early {
@@ -70,24 +75,41 @@ impl Speculation {
 impl<S: Clone> JobCore<S> {
     /// Begins the coming version's plan if contributions to it can be sent before all are committed.
     pub(super) fn begin_early(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        if self.is_left_to_one() {
+            self.early = None;
+            self.put_back();
+            self.release_params();
+            actions.push(Action::Drop);
+        }
         let Some(open) = self.may_begin_early() else { return };
         self.params = Some(self.params());
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate) {
             committed.place = Place::Kept;
         }
         actions.push(Action::Reduce(Arc::new(self.reduce_plan(Some(&open)))));
-        self.early = Some(Early { open, since: now });
+        let staged = self.staged || open.len() > 1;
+        self.early = Some(Early { open, since: now, staged });
         self.be_patient(now);
     }
 
     /// Those that have committed to the plan which has begun early wait for the others as long again as it has lasted,
-    /// or longer. If that does not do, their contributions are accumulated.
+    /// or longer. If that does not do, their contributions are accumulated. In one process, where blocks are sent again
+    /// at no cost, they wait as long as without the plan.
     pub(super) fn be_patient(&mut self, now: Now) {
-        let Some(early) = &self.early else { return };
+        let Some(early) = self.early.as_ref().filter(|_| self.staged) else { return };
         let patience = now.saturating_sub(early.since).max(PATIENCE);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
             committed.accumulate_at = (now + patience).min(committed.patient_until);
         }
+    }
+
+    /// Whether the plan of all in one process lacks one contribution, which has no block yet.
+    fn is_left_to_one(&self) -> bool {
+        let Some(early) = self.early.as_ref().filter(|early| early.staged && !self.staged) else {
+            return false;
+        };
+        let mut left = early.open.iter().filter(|learner| !self.has_committed(**learner));
+        matches!((left.next(), left.next()), (Some(&learner), None) if !self.has_block(learner))
     }
 
     /// Whether `learner` is writing a contribution that has a whole block.
@@ -137,7 +159,7 @@ impl<S: Clone> JobCore<S> {
     /// Whether a plan that begins early takes the contributions of all learners. They can be sent again if it is dropped,
     /// and the version needs all of them.
     fn takes_all_at_once(&self) -> bool {
-        self.staged
+        (self.staged || self.missing().nth(1).is_some())
             && self.consistency == Consistency::Sync
             && (!self.controls.deterministic || self.order_is_no_matter())
             && self.speculation.is_on(self.version)
@@ -246,7 +268,7 @@ impl<S: Clone> JobCore<S> {
     /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does another
     /// consistency that may free who waits. A learner that has committed waits for the others, but only for so long.
     pub(super) fn give_way(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let Some(early) = self.early.as_ref().filter(|_| self.staged) else { return };
+        let Some(early) = self.early.as_ref().filter(|early| early.staged) else { return };
         let waits = |pending: &Pending<S>| match &pending.kind {
             PendingKind::Commit { contribution } => {
                 !early.takes(contribution.learner) && self.would_take_commit(contribution.learner)

@@ -6,10 +6,9 @@
 //! version are committed, a plan adds them up and computes the version ([`Action::Reduce`]).
 //!
 //! A plan may begin *early*, when a contribution has a whole block: blocks are then added as soon as they are whole. In
-//! `sync` on a network it takes the contributions of all learners, as they are written. Elsewhere it may begin only when
-//! no other learner can change the result: if a version waits for several learners, all others must have committed; if
-//! every contribution makes a version (`async`, `ssp`), no other learner may be writing. Such a plan is provisional. The last
-//! commit seals it ([`Action::Seal`]). If a learner dies or aborts before its commit, it is dropped ([`Action::Drop`]),
+//! `sync` it takes the contributions of all learners, as they are written. Elsewhere it may begin only when no other learner
+//! can change the result: if a version waits for several learners, all others must have committed; if every contribution
+//! makes a version (`async`, `ssp`), no other learner may be writing. Such a plan is provisional. The last commit seals it ([`Action::Seal`]). If a learner dies or aborts before its commit, it is dropped ([`Action::Drop`]),
 //! and the version is computed again without that contribution. If the blocks that it has taken are staged, too, it gives
 //! way: a commit that would have to wait for it, new weights, another consistency and a hold drop it, and contributions
 //! are read when they are committed. So does a commit that has waited for other learners about as long as it took to
@@ -100,7 +99,7 @@ pub struct JobCore<S> {
     accumulate_patience: Now,
     /// Whether plans begin while contributions to them are still written.
     provisional: bool,
-    /// Whether the blocks of such a plan lie elsewhere, too.
+    /// Whether the blocks of every such plan lie elsewhere, too. That is so on a network.
     staged: bool,
     /// Whether shards add up the sums of two clients at most. Their order changes no bit.
     two_sums: bool,

@@ -150,7 +150,7 @@ impl<S: Clone> JobCore<S> {
             member.unpublished = true;
             undo = Some(std::mem::replace(&mut member.phase, Phase::Idle)).filter(|_| !contribution.steady);
         }
-        let is_kept = contribution.steady || self.staged && self.early.is_some();
+        let is_kept = contribution.steady || self.early.as_ref().is_some_and(|early| early.staged);
         let left = ticket.1.saturating_sub(now);
         self.committed.push(Committed {
             place: if is_kept { Place::Kept } else { Place::ToAccumulate },

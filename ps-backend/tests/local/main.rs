@@ -5,4 +5,5 @@ mod common;
 mod concurrency;
 mod failures;
 mod reducers;
+mod together;
 mod versions;

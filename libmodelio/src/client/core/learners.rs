@@ -160,10 +160,11 @@ impl ClientCore {
     }
 
     /// Whether staged blocks of `learner` may still be on their way for a plan that was dropped. The caller must not write
-    /// that memory again. The second call returns false.
+    /// that memory again. The second call returns false. In one process it is always false: whoever reads staged memory asks
+    /// afterwards whether the plan is still under way.
     pub fn take_strays(&mut self, learner: LearnerId) -> bool {
         let Some(known) = self.learners.get_mut(&learner) else { return false };
-        known.sends_for.take().is_some() | std::mem::take(&mut known.strays)
+        (known.sends_for.take().is_some() | std::mem::take(&mut known.strays)) && !self.in_process
     }
 
     /// Whether the learner has a contribution open.

@@ -67,11 +67,12 @@ impl Outgoing {
 /// What the client does with a block that a learner has just written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
-    /// Reduce it for this plan. It counts as sent: [`ClientCore::sent_own`] or [`ClientCore::not_sent`] must follow.
+    /// Reduce it for this plan, which has no other contribution that is still written. It counts as sent:
+    /// [`ClientCore::sent_own`] or [`ClientCore::not_sent`] must follow.
     Send(PlanId),
     /// It is the contribution's first whole block. Tell the coordinator, which may begin a plan, and ask again.
     Announce,
-    /// Stage it. It is sent after its commit.
+    /// Stage it, and offer it then.
     Stage,
 }
 
@@ -197,11 +198,11 @@ impl ClientCore {
     /// A contribution is committed while its plan is still provisional. Blocks of others may have waited for it, and its
     /// own may be sent.
     pub(super) fn commits_ahead(&mut self, key: (LearnerId, Step), actions: &mut Vec<Action>) {
-        // In one process the plan has no other contribution of which blocks could wait, and is about to be sealed.
-        if self.in_process {
-            return;
-        }
-        let Some(outgoing) = self.outgoing.take_if(|outgoing| outgoing.has_open(key)) else { return };
+        let waits = |outgoing: &mut Outgoing| {
+            // Without another contribution in it, the plan of one process is about to be sealed.
+            outgoing.has_open(key) && !(self.in_process && outgoing.has_open_alone(key))
+        };
+        let Some(outgoing) = self.outgoing.take_if(waits) else { return };
         self.sends_ahead(key, outgoing.plan);
         let ready = self.ready(outgoing.contributions());
         let outgoing = self.outgoing.insert(outgoing);
@@ -298,8 +299,8 @@ impl ClientCore {
         }
         let known = self.learners.get_mut(&learner)?;
         let open = known.open.as_mut().filter(|open| open.step == step)?;
-        let is_first = open.ahead.is_none();
         let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
+        let is_first = ahead.whole.is_clear();
         ahead.whole.insert(block.index());
         let mut wakes = None;
         let is_part = |outgoing: &Outgoing| outgoing.has_open((learner, step));
@@ -368,8 +369,10 @@ impl ClientCore {
     pub fn not_sent(&mut self, plan: PlanId, block: BlockId) {
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
         outgoing.sent.set(block.index(), false);
-        // A block of an open contribution is sent after its commit.
-        if !outgoing.is_provisional()
+        // A block that lies nowhere else is staged now, and then offered.
+        let lies_there = |of: &Outgoing| !of.is_provisional() || self.is_ready(of.contributions(), block);
+        let lies_there = self.outgoing.as_ref().is_some_and(lies_there);
+        if let Some(outgoing) = self.outgoing.as_mut().filter(|_| lies_there)
             && let Some(partition) = self.owned.iter().position(|owned| owned.contains(block.index()))
         {
             let sending = &mut outgoing.partitions[partition];

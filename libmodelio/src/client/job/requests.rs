@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::Job;
 use crate::bytes::block;
-use crate::client::core::Offered;
+use crate::client::core::{Action, Offered};
 use crate::client::options::{Answered, Done, Opening, SetDone, Staged};
 use crate::transport::frames::Link;
 use crate::transport::{BlockSlot, CommitNotice, Placement, Region, RegionKey, ShardError};
@@ -147,7 +147,7 @@ impl Job {
         Ok(Placement::Deferred)
     }
 
-    /// A staged block lies in this region. On a network it is sent from there at once, if a provisional plan waits for it.
+    /// A staged block lies in this region. It is sent from there at once, if a provisional plan waits for it.
     pub fn lies_in(&self, slot: BlockSlot, region: &Region) {
         self.send_ahead(slot.learner, slot.step, &[slot.block], region, true);
     }
@@ -159,9 +159,6 @@ impl Job {
     }
 
     fn send_ahead(&self, learner: LearnerId, step: Step, blocks: &[BlockId], region: &Region, steady: bool) {
-        if self.is_in_process() {
-            return;
-        }
         // Other threads take the lock in between.
         for blocks in blocks.chunks(OFFERED_AT_ONCE) {
             let mut inner = self.shared.inner.lock();
@@ -176,8 +173,10 @@ impl Job {
                     let staged = Staged { region: region.clone(), steady, partly: None };
                     inner.sources.insert((learner, step), staged);
                 }
-                if let Some(partition) = wakes {
-                    inner.partitions[partition].links.iter().for_each(Link::wake);
+                match wakes {
+                    Some(partition) if self.is_in_process() => actions.push(Action::Wake(partition)),
+                    Some(partition) => inner.partitions[partition].links.iter().for_each(Link::wake),
+                    None => {}
                 }
             }
             self.shared.act(inner, actions);

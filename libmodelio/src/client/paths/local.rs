@@ -120,7 +120,7 @@ impl Shared {
         loop {
             let mut inner = self.inner.lock();
             let now = self.now();
-            let Some(Push { plan, block, .. }) = inner.core.next_push(ALL, now) else {
+            let Some(Push { plan, block, ahead }) = inner.core.next_push(ALL, now) else {
                 inner.pumps.at_work -= 1;
                 return;
             };
@@ -130,7 +130,7 @@ impl Shared {
             let shard = inner.core.shards()[ALL];
             drop(inner);
             let began = self.trace_time();
-            let pushed = self.push_here(local, &payload, block);
+            let pushed = self.push_here(local, &payload, (block, ahead));
             if pushed == Pushed::Taken {
                 self.trace_sent(began, plan, block, shard);
             }
@@ -146,7 +146,7 @@ impl Shared {
         }
     }
 
-    fn push_here(&self, local: &Local, payload: &Payload, block: BlockId) -> Pushed {
+    fn push_here(&self, local: &Local, payload: &Payload, (block, ahead): (BlockId, bool)) -> Pushed {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
         let Payload { plan, sources, learners, written, checked, .. } = payload;
@@ -154,8 +154,9 @@ impl Shared {
             .iter()
             .enumerate()
             .map(|(at, source)| SharedPayload {
-                // SAFETY: nobody changes a committed payload until its plan is over. A program may get lent memory
-                // back earlier: then `still_sends` below is false, and the bytes do not count.
+                // SAFETY: nobody changes a whole block of a payload until its plan is over. A learner that aborts, or
+                // gets lent memory back, may change it earlier: then `still_sends` below is false, and the bytes do not
+                // count.
                 bytes: unsafe { source.memory().bytes(span.clone()) },
                 written: written.get(at).and_then(Option::as_deref),
                 check: !checked.get(at).copied().unwrap_or_default(),
@@ -163,7 +164,7 @@ impl Shared {
             .collect();
         self.tally.moved(Flow::Push, span.len() * payloads.len());
         let (client, plan) = (self.client, *plan);
-        let shared = SharedBlock { client, plan, block, payloads: &payloads, is_own: false };
+        let shared = SharedBlock { client, plan, block, payloads: &payloads, ahead, is_own: false };
         let pushed = local.shard.push(shared, &|| self.still_sends(plan));
         if let Pushed::NonFinite(index) = pushed
             && let Some(&learner) = learners.get(index)
@@ -241,7 +242,8 @@ impl Shared {
         }
         payloads.extend(own);
         self.tally.moved(Flow::Push, span.len() * payloads.len());
-        let block = SharedBlock { client: self.client, plan, block, payloads: &payloads, is_own: true };
+        let (client, payloads) = (self.client, &payloads[..]);
+        let block = SharedBlock { client, plan, block, payloads, ahead: true, is_own: true };
         local.shard.push(block, &|| true)
     }
 }

@@ -33,6 +33,8 @@ pub struct SharedBlock<'a> {
     pub block: BlockId,
     /// The payloads, in the order of addition.
     pub payloads: &'a [SharedPayload<'a>],
+    /// The plan is provisional, and the payloads are whole.
+    pub ahead: bool,
     /// The payload is this client's alone. If it holds NaN or Inf, the client gets [`Pushed::NonFinite`], and the
     /// plan goes on without the block, which may come again.
     pub is_own: bool,

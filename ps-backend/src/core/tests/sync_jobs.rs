@@ -33,10 +33,40 @@ fn an_assignment_in_mid_step_leaves_the_step_as_it_is() {
 }
 
 #[test]
-fn blocks_are_reduced_early_only_for_the_last_outstanding_learner() {
+fn in_one_process_a_plan_of_all_gives_way_to_the_last_learner_if_that_has_no_block() {
+    let (mut sim, ids) = early_job("2", &["a", "b"]);
+    let opened = |sim: &Sim| sim.provisional.as_ref().and_then(|plan| plan.provisional.clone());
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(sim.comes(ids[0].0, a, 0));
+    assert_eq!(opened(&sim), Some([ids[0].0, ids[1].0].into()));
+    sim.commit(ids[0].0, step, a, blocks([0, 1]), true, 1_000);
+    assert_eq!(opened(&sim), None);
+    let (step, b) = open(&mut sim, ids[1]);
+    assert!(sim.comes(ids[1].0, b, 0));
+    assert_eq!(opened(&sim), Some([ids[1].0].into()));
+    sim.commit(ids[1].0, step, b, blocks([0, 1]), true, 1_000);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+}
+
+#[test]
+fn in_one_process_a_plan_of_all_goes_on_with_a_learner_that_has_a_block() {
+    let (mut sim, ids) = early_job("2", &["a", "b"]);
+    let (_, b) = open(&mut sim, ids[1]);
+    assert!(sim.comes(ids[1].0, b, 0));
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(sim.comes(ids[0].0, a, 1));
+    let first = sim.commit(ids[0].0, step, a, blocks([0, 1]), true, 1_000);
+    assert!(ok(&sim, first) && sim.provisional.is_some(), "its payload stays where it is");
+    sim.commit(ids[1].0, step, b, blocks([0, 1]), true, 1_000);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+}
+
+#[test]
+fn a_block_comes_early_beside_a_committed_contribution() {
     let (mut sim, ids) = early_job("2", &["a", "b"]);
     let (step, a) = open(&mut sim, ids[0]);
-    assert!(!sim.comes(ids[0].0, a, 0));
     everything(&mut sim, ids[1], true);
     assert!(sim.comes(ids[0].0, a, 1));
     sim.commit(ids[0].0, step, a, blocks([0, 1]), true, 1_000);

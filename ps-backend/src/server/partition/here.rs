@@ -27,9 +27,9 @@ impl Partition {
         shared: SharedBlock<'_>,
         stands: &dyn Fn() -> bool,
     ) -> Pushed {
-        let SharedBlock { client, plan, block, payloads, is_own } = shared;
+        let SharedBlock { client, plan, block, payloads, ahead, is_own } = shared;
         let reserved = self
-            .push_of(plan, block, false, is_own)
+            .push_of(plan, block, false, ahead)
             .and_then(|push| self.reserve(&mut Sender::here(client), push, Room::None));
         let reservation = match reserved {
             Ok(Reserved::Ready(reservation)) => reservation,
