@@ -93,11 +93,12 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Those that have committed to the plan which has begun early wait for the others as long again as it has lasted,
-    /// or longer. If that does not do, their contributions are accumulated. In one process, where blocks are sent again
-    /// at no cost, they wait as long as without the plan.
+    /// or longer. If that does not do, their contributions are accumulated. In one process nothing is sent again, so they
+    /// need not wait longer than that.
     pub(super) fn be_patient(&mut self, now: Now) {
-        let Some(early) = self.early.as_ref().filter(|_| self.staged) else { return };
-        let patience = now.saturating_sub(early.since).max(PATIENCE);
+        let Some(early) = &self.early else { return };
+        let least = if self.staged { PATIENCE } else { self.accumulate_patience };
+        let patience = now.saturating_sub(early.since).max(least);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
             committed.accumulate_at = (now + patience).min(committed.patient_until);
         }
