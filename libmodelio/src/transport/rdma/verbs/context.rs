@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 use std::os::fd::BorrowedFd;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
 
 use nix::errno::Errno;
@@ -10,6 +10,12 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use rdma_sys as sys;
 
 use super::VerbsError;
+
+/// The vendor of soft-iWARP's devices.
+const SIW: u32 = 0x62_6d74;
+/// A queue of so many completions, of 32 bytes each, covers the offset 0x90000, which soft-iWARP's part of libibverbs takes
+/// for an error (`SIW_INVAL_UOBJ_KEY`).
+const SIW_COVER: libc::c_int = 1 << 15;
 
 /// A device as librdmacm has opened it, once and for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -146,11 +152,28 @@ pub fn contexts() -> Result<&'static [Context], VerbsError> {
     match all.is_empty() {
         // A device that is plugged in later can then be found.
         true => Err(VerbsError::NoDevice),
-        false => Ok(ALL.get_or_init(|| all)),
+        false => Ok(ALL.get_or_init(|| {
+            all.iter().for_each(|context| context.cover_bad_offset());
+            all
+        })),
     }
 }
 
 impl Context {
+    /// Soft-iWARP maps a context's queues at offsets of the device's file, each at the lowest that is free. Its part of
+    /// libibverbs takes one of these offsets for an error, and gives up the queue that lies there. So another queue is put
+    /// over that offset, before all others. Nothing uses it, and it stays as long as the context.
+    fn cover_bad_offset(self) {
+        if self.attributes().is_ok_and(|attributes| attributes.vendor_id == SIW) {
+            // SAFETY: the context is open.
+            let queue =
+                unsafe { sys::ibv_create_cq(self.raw(), SIW_COVER, ptr::null_mut(), ptr::null_mut(), 0) };
+            if queue.is_null() {
+                tracing::debug!(error = %VerbsError::last("making a completion queue"), "connections may fail");
+            }
+        }
+    }
+
     pub(super) fn raw(self) -> *mut sys::ibv_context {
         self.0.as_ptr()
     }
