@@ -53,6 +53,137 @@ with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) a
             marked += len(packet)
 """
 
+# Learners on two mounts take turns to map their gradients and to declare bytes of them final. It fails unless blocks travel
+# before fsync, and each step counts once and to the byte.
+FINAL = r"""
+import errno, json, mmap, os, re, signal, socket, struct, sys, time
+host, port, *models = sys.argv[1:]
+BLOCK, BLOCKS = 64 << 10, 16
+HALF, SIZE = BLOCK // 2, BLOCKS * BLOCK
+# Blocks that a client keeps until it has four to send together.
+KEPT = 3
+weights = [0] * (2 * BLOCKS)
+
+def data(values):
+    return b"".join(struct.pack("<f", value) * (HALF // 4) for value in values)
+
+def arrived():
+    with socket.create_connection((host, int(port)), 10) as metrics:
+        metrics.sendall(b"GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        page = b"".join(iter(lambda: metrics.recv(1 << 16), b""))
+    [count] = re.findall(rb'^gradfs_payload_bytes_total{.*direction="push".*} (\d+)', page, re.M)
+    return int(count)
+
+# Another learner's step: the last block. Its close returns when it is in the sum.
+def contribute(place):
+    with open(place + "/gradients", "wb", buffering=0) as file:
+        assert os.pwrite(file.fileno(), data([100, 100]), SIZE - BLOCK) == BLOCK
+
+class Mapped:
+    def __init__(self, place):
+        self.place, self.model = place, os.path.dirname(os.path.dirname(place))
+        self.fd = os.open(place + "/gradients", os.O_RDWR)
+        self.memory = mmap.mmap(self.fd, SIZE)
+        self.begin()
+
+    def text(self, path):
+        with open(path) as file:
+            return file.read()
+
+    def sent(self):
+        return json.loads(self.text(self.model + "/status.json"))["payload"]["pushed_bytes"]
+
+    def version(self):
+        return int(self.text(self.model + "/version"))
+
+    def begin(self):
+        self.before = self.sent(), arrived(), self.version()
+
+    def final(self, start, length):
+        os.posix_fallocate(self.fd, start, length)
+
+    # Waits until so many blocks have travelled, and no others.
+    def travel(self, blocks):
+        until = time.monotonic() + 20
+        while True:
+            sent, came = self.sent() - self.before[0], arrived() - self.before[1]
+            assert sent <= blocks * BLOCK, "a block has travelled that is not final"
+            if min(sent, came) >= (blocks - KEPT) * BLOCK:
+                assert self.version() == self.before[2], "it counts before fsync"
+                return
+            assert time.monotonic() < until, f"{sent} bytes of {blocks} blocks are sent, and {came} have come"
+            time.sleep(0.02)
+
+    def is_refused(self):
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            why = self.text(self.place + "/error")
+            assert error.errno == errno.EINVAL and "NaN or Inf" in why, (error, why)
+            assert self.version() == self.before[2], "a version without its contribution"
+        else:
+            raise AssertionError("NaN counts")
+
+def steps(mine, others, ending, bad):
+    mapped, values = Mapped(mine), [half % 7 for half in range(2 * BLOCKS)]
+    memory, lost, part = mapped.memory, data([1000] * 2 * BLOCKS), BLOCKS // 2 * BLOCK
+
+    def end():
+        os.fsync(mapped.fd)
+        for half, value in enumerate(values):
+            weights[half] += value + 100 * (half >= 2 * BLOCKS - 2)
+        for place in mine, others:
+            with open(place + "/weights", "rb") as file:
+                assert file.read() == data(weights), "other bytes than those of both steps"
+
+    # What is not final yet changes: the first half of block 0, which is final later, and the second half of the block in
+    # the middle, which never is.
+    contribute(others)
+    mapped.begin()
+    memory[:] = data([1000, *values[1:BLOCKS + 1]]) + lost[part + HALF:]
+    mapped.final(HALF, part)
+    mapped.travel(BLOCKS // 2 - 1)
+    memory[:] = data(values)
+    for _ in range(2):
+        mapped.final(0, HALF)
+    mapped.final(SIZE - 4 * BLOCK - 8, 4 * BLOCK + 8)
+    mapped.travel(BLOCKS // 2 + 4)
+    end()
+    assert mapped.sent() == mapped.before[0] + SIZE, "not once"
+
+    # A program that ends before fsync.
+    contribute(others)
+    child = os.fork()
+    if child == 0:
+        program = Mapped(mine)
+        program.memory[:] = lost
+        program.final(0, SIZE)
+        program.travel(BLOCKS)
+        if ending:
+            os.kill(os.getpid(), ending)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == ending
+    # NaN: once in a block that goes first, and once in one that comes when others have travelled.
+    mapped.begin()
+    memory[:] = lost
+    memory[bad * BLOCK:bad * BLOCK + 4] = struct.pack("<f", float("nan"))
+    mapped.final(0, part)
+    if bad * BLOCK >= part:
+        mapped.travel(BLOCKS // 2)
+    mapped.final(part, part)
+    mapped.is_refused()
+    values = values[1:] + values[:1]
+    memory[:] = data(values)
+    mapped.final(0, SIZE)
+    end()
+
+places = [f"{model}/learners/{name}" for model, name in zip(models, "ab")]
+for place in places:
+    os.mkdir(place)
+steps(*places, signal.SIGKILL, BLOCKS - 1)
+steps(*places[::-1], 0, 1)
+"""
+
 BEGIN = """
 set -u
 gradfs=%s
@@ -144,6 +275,33 @@ def test_steps_between_two_hosts_count_once(vm, provider):  # noqa: F811
     *steps, [what, marked] = [line.split() for line in done.of["b"].out.splitlines()]
     assert [float(weight) for weight, _ in steps] == [1, 2, 3, 4], str(done)
     assert what == "marked" and (int(marked) > 400_000) == (provider == "rxe"), str(done)
+
+
+@rxe_or_in_full
+@lasts(seconds=15)
+def test_final_bytes_of_a_mapping_travel_before_fsync(vm, provider):  # noqa: F811
+    """By fallocate, from a mount that places its blocks and from one whose blocks are fetched. NaN in final bytes is
+    reported at fsync. Neither that nor a program that ends before its fsync costs anybody's step, and none of those bytes
+    count."""
+    done = vm.run(
+        begin()
+        + f"""
+        cat >/tmp/final.py <<'END'
+{FINAL}
+END
+        shard --size 1MiB --reducer sum --learners 2 --timeout 60 --lease 60
+        at=$(sed -n 's|^gradfs: metrics at http://\\([0-9.]*\\):\\([0-9]*\\)/.*|\\1 \\2|p' /tmp/shard.out)
+        for placement in static dynamic; do
+            GRADFS_RDMA_PLACEMENT=$placement mounted /tmp/$placement
+        done
+        $python /tmp/final.py $at /tmp/static/m /tmp/dynamic/m || {{ cat /tmp/mount.err >&2; exit 5; }}
+        for placement in static dynamic; do $gradfs unmount /tmp/$placement || exit 6; done
+        kill $shard; wait $shard || exit 4
+        """,
+        provider=provider,
+        time_limit=120,
+    )
+    assert done.code == 0, str(done)
 
 
 # How the link goes and comes, on both hosts. With rxe all packets are lost instead: the GSI queue pair of Linux 6.12's
