@@ -299,12 +299,16 @@ impl ClientCore {
         }
         let known = self.learners.get_mut(&learner)?;
         let open = known.open.as_mut().filter(|open| open.step == step)?;
+        // In one process, a block that a program has written was announced before.
+        let mut announces = !self.in_process || open.ahead.is_none();
         let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
         let is_first = ahead.whole.is_clear();
         ahead.whole.insert(block.index());
         let mut wakes = None;
         let is_part = |outgoing: &Outgoing| outgoing.has_open((learner, step));
         if let Some(plan) = self.outgoing.as_ref().filter(|of| is_part(of)).map(|of| of.plan) {
+            // In one process, the coordinator wants to know who has a block.
+            announces &= self.in_process;
             ahead.sent_under = Some(plan);
             known.sends_for(plan);
             let is_ready = |of: &Outgoing| self.is_ready(of.contributions(), block);
@@ -323,8 +327,9 @@ impl ClientCore {
                     wakes = Some(partition);
                 }
             }
-        } else if is_first && self.blocks > 1 && !self.sends_with_commits {
-            // A contribution of one block is about to be committed.
+        }
+        // A contribution of one block is about to be committed.
+        if announces && is_first && self.blocks > 1 && !self.sends_with_commits {
             self.notify(Message::WholeBlock { learner, step }, actions);
         }
         Some(Offered { is_first, wakes })
