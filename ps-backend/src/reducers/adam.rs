@@ -3,8 +3,8 @@
 use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar};
 use libmodelio::vocabulary::reducer::Step;
 
-use super::Reduce;
 use super::gradient::{Gradient, written};
+use super::{Formula, Function, Reduce};
 
 pub struct Adam {
     /// Whether weights decay by themselves, and not through the gradient.
@@ -14,6 +14,11 @@ pub struct Adam {
 impl Reduce for Adam {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
         operands.reduce(|| Moments::new(step, self.decoupled), || Moments::new(step, self.decoupled))
+    }
+
+    fn formula(&self, step: &Step, _: bool) -> Formula {
+        let single = Moments::new(step, self.decoupled).constants();
+        Formula::new(Function::Adam, single, Moments::new(step, self.decoupled).constants())
     }
 }
 
@@ -47,6 +52,11 @@ impl<S: Scalar> Moments<S> {
             rate: S::nearest(rate * correction2 / correction1),
             epsilon: S::nearest(S::meant(h.epsilon) * correction2),
         }
+    }
+
+    fn constants(&self) -> [S; 8] {
+        let [scale, decay] = self.gradient.constants();
+        [scale, decay, self.keep, self.toward, self.beta2, self.rest2, self.rate, self.epsilon]
     }
 }
 

@@ -7,7 +7,7 @@ use libmodelio::bytes::kernels::{
 };
 use libmodelio::vocabulary::reducer::{Hyper, Step};
 
-use super::Reduce;
+use super::{Formula, Function, Reduce};
 
 pub struct Assign;
 
@@ -38,6 +38,10 @@ impl Reduce for Assign {
                 last.reduce(Total::new, Total::new) && finite
             }
         }
+    }
+
+    fn formula(&self, _: &Step, _: bool) -> Formula {
+        Formula::new(Function::Total, [], [])
     }
 
     fn is_inert(&self, _: &Hyper) -> bool {

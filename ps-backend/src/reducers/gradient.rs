@@ -40,6 +40,11 @@ impl<S: Scalar> Gradient<S> {
         Self { scale: S::nearest(step.scale() * clip(step)), decay: S::nearest(0.0) }
     }
 
+    /// Its constants: the scale and the decay.
+    pub fn constants(&self) -> [S; 2] {
+        [self.scale, self.decay]
+    }
+
     #[inline(always)]
     pub fn of<L: Lanes<Scalar = S>>(self, sum: L, w: L) -> L {
         sum * L::splat(self.scale) + L::splat(self.decay) * w

@@ -12,6 +12,7 @@
 
 mod adam;
 mod assign;
+mod formula;
 mod gradient;
 mod momentum;
 mod rmsprop;
@@ -20,6 +21,8 @@ mod sum;
 
 use libmodelio::bytes::kernels::{self, Operands, Wire};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+
+pub use formula::{CONSTANTS, Formula, Function};
 
 /// The arithmetic of a reducer, or of some that are much alike.
 trait Reduce: Sync {
@@ -32,6 +35,9 @@ trait Reduce: Sync {
     fn measure(&self, wire: Wire, sums: &[&[f32]]) -> f64 {
         kernels::squares(wire, sums)
     }
+
+    /// The pass as the kernels of a device compute it, with or without contributions.
+    fn formula(&self, step: &Step, has_sums: bool) -> Formula;
 
     /// Whether weights without contributions keep their values and their state.
     fn is_inert(&self, _: &Hyper) -> bool {
@@ -75,6 +81,12 @@ pub fn apply(step: &Step, operands: Operands<'_>, check: bool) -> bool {
 /// If lengths disagree, or there are no sums.
 pub fn measure(step: &Step, wire: Wire, sums: &[&[f32]]) -> f64 {
     of(step.reducer).measure(wire, sums)
+}
+
+/// The formula by which a device computes the next version of elements, which have contributions or have none. Operation
+/// for operation it does what [`apply`] does.
+pub fn formula(step: &Step, has_sums: bool) -> Formula {
+    of(step.reducer).formula(step, has_sums)
 }
 
 /// Whether a block without any contribution keeps its value.

@@ -3,8 +3,8 @@
 use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar};
 use libmodelio::vocabulary::reducer::Step;
 
-use super::Reduce;
 use super::gradient::{Gradient, constant};
+use super::{Formula, Function, Reduce};
 
 pub struct Momentum {
     pub nesterov: bool,
@@ -17,6 +17,17 @@ impl Reduce for Momentum {
         } else {
             operands.reduce(|| self.running::<_, false>(step), || self.running::<_, false>(step))
         }
+    }
+
+    fn formula(&self, step: &Step, _: bool) -> Formula {
+        let function = match (step.t <= 1, self.nesterov) {
+            (true, false) => Function::MomentumFirst,
+            (true, true) => Function::NesterovFirst,
+            (false, false) => Function::Momentum,
+            (false, true) => Function::Nesterov,
+        };
+        let single = self.running::<f32, false>(step).constants();
+        Formula::new(function, single, self.running::<f64, false>(step).constants())
     }
 }
 
@@ -40,6 +51,13 @@ struct Running<S, const FIRST: bool> {
     momentum: S,
     undamped: S,
     nesterov: bool,
+}
+
+impl<S: Scalar, const FIRST: bool> Running<S, FIRST> {
+    fn constants(&self) -> [S; 5] {
+        let [scale, decay] = self.gradient.constants();
+        [scale, decay, self.rate, self.momentum, self.undamped]
+    }
 }
 
 impl<S: Scalar, const FIRST: bool> Op for Running<S, FIRST> {

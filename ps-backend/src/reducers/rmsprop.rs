@@ -3,14 +3,18 @@
 use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar};
 use libmodelio::vocabulary::reducer::Step;
 
-use super::Reduce;
 use super::gradient::{Gradient, constant, written};
+use super::{Formula, Function, Reduce};
 
 pub struct RmsProp;
 
 impl Reduce for RmsProp {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
         operands.reduce(|| MeanSquare::new(step), || MeanSquare::new(step))
+    }
+
+    fn formula(&self, step: &Step, _: bool) -> Formula {
+        Formula::new(Function::RmsProp, MeanSquare::new(step).constants(), MeanSquare::new(step).constants())
     }
 }
 
@@ -33,6 +37,11 @@ impl<S: Scalar> MeanSquare<S> {
             rate: constant(step.hyper.learning_rate),
             epsilon: constant(step.hyper.epsilon),
         }
+    }
+
+    fn constants(&self) -> [S; 6] {
+        let [scale, decay] = self.gradient.constants();
+        [scale, decay, self.alpha, self.rest, self.rate, self.epsilon]
     }
 }
 

@@ -3,14 +3,18 @@
 use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar};
 use libmodelio::vocabulary::reducer::{Hyper, Step};
 
-use super::Reduce;
 use super::gradient::{Gradient, constant};
+use super::{Formula, Function, Reduce};
 
 pub struct Sgd;
 
 impl Reduce for Sgd {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
         operands.reduce(|| Descent::new(step), || Descent::new(step))
+    }
+
+    fn formula(&self, step: &Step, _: bool) -> Formula {
+        Formula::new(Function::Sgd, Descent::new(step).constants(), Descent::new(step).constants())
     }
 
     fn is_inert(&self, hyper: &Hyper) -> bool {
@@ -27,6 +31,11 @@ struct Descent<S> {
 impl<S: Scalar> Descent<S> {
     fn new(step: &Step) -> Self {
         Self { gradient: Gradient::new(step), rate: constant(step.hyper.learning_rate) }
+    }
+
+    fn constants(&self) -> [S; 3] {
+        let [scale, decay] = self.gradient.constants();
+        [scale, decay, self.rate]
     }
 }
 

@@ -3,8 +3,8 @@
 use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar, Total};
 use libmodelio::vocabulary::reducer::{Hyper, Step};
 
-use super::Reduce;
 use super::gradient::{clip, constant};
+use super::{Formula, Function, Reduce};
 
 pub struct Sum;
 
@@ -15,6 +15,16 @@ impl Reduce for Sum {
             true => operands.reduce(|| Carried::<_, false>::new(step), || Carried::<_, false>::new(step)),
             false => operands.reduce(|| Carried::<_, true>::new(step), || Carried::<_, true>::new(step)),
         }
+    }
+
+    fn formula(&self, step: &Step, has_sums: bool) -> Formula {
+        let function = match step.hyper.carry == 0.0 && has_sums {
+            true if clip(step) == 1.0 => return Formula::new(Function::Total, [], []),
+            true => Function::Scaled,
+            false => Function::Carried,
+        };
+        let single = Carried::<f32, true>::new(step).constants();
+        Formula::new(function, single, Carried::<f64, true>::new(step).constants())
     }
 
     fn is_inert(&self, hyper: &Hyper) -> bool {
@@ -32,6 +42,10 @@ struct Carried<S, const WEIGHTS: bool> {
 impl<S: Scalar, const WEIGHTS: bool> Carried<S, WEIGHTS> {
     fn new(step: &Step) -> Self {
         Self { carry: constant(step.hyper.carry), scale: S::nearest(clip(step)) }
+    }
+
+    fn constants(&self) -> [S; 2] {
+        [self.carry, self.scale]
     }
 }
 
