@@ -3,6 +3,7 @@
 pub mod coordinator;
 pub mod core;
 pub mod create;
+pub mod device;
 pub mod memory;
 pub mod moving;
 pub mod partition;

@@ -1,0 +1,266 @@
+// The kernels of a GPU: one pass over elements of a model, in place, as libmodelio::bytes::kernels makes it on a CPU.
+//
+// A run of elements has one type, one formula and one step. A kernel adds up the run's sums in their order, computes the
+// next value and state of each element, and stores them where it has read them. Of 16-bit elements the values are fp32
+// masters, and the rounded weights go to `out`.
+//
+// The formulas are those of ps-backend/src/reducers, operation for operation, so that a GPU and a CPU make the same bits
+// (except that one NaN may be another). So the compiler must fuse nothing (-fmad=false), keep subnormal numbers, and
+// round division and square root to nearest.
+//
+// scripts/build-ptx makes kernels.ptx of this file.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// The memory of a run, as `device::cuda` passes it. Each pointer is to the first element of the run. All arrays of 32-bit
+// words have the same distance from a 16-byte boundary, and `out` has half of that.
+struct Run {
+    u32 *values;
+    u32 *slots[2];
+    const u32 *sums[2];
+    u16 *out;
+    u64 count;
+    u32 sum_count;
+    u32 unused;
+};
+
+template <typename S>
+struct Constants {
+    S k[8];
+};
+
+__device__ __forceinline__ float root(float x) { return __fsqrt_rn(x); }
+__device__ __forceinline__ double root(double x) { return __dsqrt_rn(x); }
+
+template <typename S>
+__device__ __forceinline__ S gradient(S sum, S w, const S *k) {
+    return sum * k[0] + k[1] * w;
+}
+
+// The formulas. `SLOTS` is the number of values of state, and `READS` says whether old ones are read.
+
+template <typename S>
+struct Total {
+    static const int SLOTS = 0;
+    static const bool READS = false, WEIGHTS = false;
+    __device__ __forceinline__ static S step(S g, S, S &, S &, const S *) { return g; }
+};
+
+template <typename S, bool OLD>
+struct Carried {
+    static const int SLOTS = 0;
+    static const bool READS = false, WEIGHTS = OLD;
+    __device__ __forceinline__ static S step(S g, S w, S &, S &, const S *k) { return k[0] * w + k[1] * g; }
+};
+
+template <typename S>
+struct Descent {
+    static const int SLOTS = 0;
+    static const bool READS = false, WEIGHTS = true;
+    __device__ __forceinline__ static S step(S g, S w, S &, S &, const S *k) { return w - k[2] * gradient(g, w, k); }
+};
+
+template <typename S, bool FIRST, bool NESTEROV>
+struct Running {
+    static const int SLOTS = 1;
+    static const bool READS = !FIRST, WEIGHTS = true;
+    __device__ __forceinline__ static S step(S sum, S w, S &buffer, S &, const S *k) {
+        S g = gradient(sum, w, k);
+        buffer = FIRST ? g : k[3] * buffer + k[4] * g;
+        S direction = NESTEROV ? g + k[3] * buffer : buffer;
+        return w - k[2] * direction;
+    }
+};
+
+template <typename S>
+struct Moments {
+    static const int SLOTS = 2;
+    static const bool READS = true, WEIGHTS = true;
+    __device__ __forceinline__ static S step(S sum, S w, S &m, S &v, const S *k) {
+        S g = gradient(sum, w, k);
+        m = m + (g - m) * k[3];
+        v = k[4] * v + k[5] * g * g;
+        S update = k[6] * m / (root(v) + k[7]);
+        return k[2] * w - update;
+    }
+};
+
+template <typename S>
+struct MeanSquare {
+    static const int SLOTS = 1;
+    static const bool READS = true, WEIGHTS = true;
+    __device__ __forceinline__ static S step(S sum, S w, S &square, S &, const S *k) {
+        S g = gradient(sum, w, k);
+        square = k[2] * square + k[3] * g * g;
+        return w - k[4] * g / (root(square) + k[5]);
+    }
+};
+
+// The types of elements, with their way to 16 bits and back: to nearest even, and NaNs stay NaNs.
+
+struct F32 {
+    static const bool HALF = false;
+};
+
+struct F16 {
+    static const bool HALF = true;
+    __device__ __forceinline__ static u16 narrow(float value) {
+        u32 bits = __float_as_uint(value);
+        u32 magnitude = bits & 0x7fffffff;
+        u32 rounded = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
+        // One ulp of 0.5 is the smallest subnormal of 16 bits: the addition rounds to a multiple of it.
+        u32 subnormal = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - __float_as_uint(0.5f);
+        u32 nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+        u32 finite = magnitude < 0x38800000 ? subnormal : min(rounded, 0x7c00u);
+        return (u16)((magnitude > 0x7f800000 ? nan : finite) | ((bits >> 16) & 0x8000));
+    }
+    __device__ __forceinline__ static float widen(u16 half) {
+        u32 magnitude = (u32)(half & 0x7fff) << 13;
+        u32 scaled = __float_as_uint(__uint_as_float(magnitude) * __uint_as_float((127u + 112u) << 23));
+        u32 special = magnitude | 0x7f800000 | (magnitude > 0x0f800000 ? 0x00400000 : 0);
+        u32 sign = (u32)(half & 0x8000) << 16;
+        return __uint_as_float((magnitude >= 0x0f800000 ? special : scaled) | sign);
+    }
+};
+
+struct BF16 {
+    static const bool HALF = true;
+    __device__ __forceinline__ static u16 narrow(float value) {
+        u32 bits = __float_as_uint(value);
+        u32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        return (u16)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+    }
+    __device__ __forceinline__ static float widen(u16 half) { return __uint_as_float((u32)half << 16); }
+};
+
+__device__ __forceinline__ u64 thread() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ u64 threads() { return (u64)gridDim.x * blockDim.x; }
+
+__device__ __forceinline__ float4 load4(const u32 *from, u64 at) { return *(const float4 *)(from + at); }
+__device__ __forceinline__ void store4(u32 *to, u64 at, float4 value) { *(float4 *)(to + at) = value; }
+
+// One element.
+template <typename Op, typename Type>
+__device__ __forceinline__ void one(const Run &run, u64 at, const float *k) {
+    float g = 0.0f, w = 0.0f, s0 = 0.0f, s1 = 0.0f;
+    if (run.sum_count > 0) g = __uint_as_float(run.sums[0][at]);
+    if (run.sum_count > 1) g = g + __uint_as_float(run.sums[1][at]);
+    if (Op::WEIGHTS) w = __uint_as_float(run.values[at]);
+    if (Op::READS && Op::SLOTS > 0) s0 = __uint_as_float(run.slots[0][at]);
+    if (Op::READS && Op::SLOTS > 1) s1 = __uint_as_float(run.slots[1][at]);
+    w = Op::step(g, w, s0, s1, k);
+    run.values[at] = __float_as_uint(w);
+    if (Op::SLOTS > 0) run.slots[0][at] = __float_as_uint(s0);
+    if (Op::SLOTS > 1) run.slots[1][at] = __float_as_uint(s1);
+    if constexpr (Type::HALF) run.out[at] = Type::narrow(w);
+}
+
+// Four elements, whose arrays are aligned to 16 bytes.
+template <typename Op, typename Type>
+__device__ __forceinline__ void four(const Run &run, u64 at, const float *k) {
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 g = zero, w = zero, s0 = zero, s1 = zero;
+    if (run.sum_count > 0) g = load4(run.sums[0], at);
+    if (Op::WEIGHTS) w = load4(run.values, at);
+    if (Op::READS && Op::SLOTS > 0) s0 = load4(run.slots[0], at);
+    if (Op::READS && Op::SLOTS > 1) s1 = load4(run.slots[1], at);
+    if (run.sum_count > 1) {
+        float4 more = load4(run.sums[1], at);
+        g = make_float4(g.x + more.x, g.y + more.y, g.z + more.z, g.w + more.w);
+    }
+    w.x = Op::step(g.x, w.x, s0.x, s1.x, k);
+    w.y = Op::step(g.y, w.y, s0.y, s1.y, k);
+    w.z = Op::step(g.z, w.z, s0.z, s1.z, k);
+    w.w = Op::step(g.w, w.w, s0.w, s1.w, k);
+    store4(run.values, at, w);
+    if (Op::SLOTS > 0) store4(run.slots[0], at, s0);
+    if (Op::SLOTS > 1) store4(run.slots[1], at, s1);
+    if constexpr (Type::HALF) {
+        ushort4 half =
+            make_ushort4(Type::narrow(w.x), Type::narrow(w.y), Type::narrow(w.z), Type::narrow(w.w));
+        *(ushort4 *)(run.out + at) = half;
+    }
+}
+
+template <typename Op, typename Type>
+__device__ __forceinline__ void floats(const Run &run, const float *k) {
+    u64 head = (4 - ((u64)run.values / 4) % 4) % 4;
+    if (head > run.count) head = run.count;
+    u64 fours = (run.count - head) / 4, tail = head + fours * 4;
+    for (u64 i = thread(); i < fours; i += threads()) four<Op, Type>(run, head + i * 4, k);
+    u64 ragged = head + (run.count - tail);
+    for (u64 i = thread(); i < ragged; i += threads()) one<Op, Type>(run, i < head ? i : tail + i - head, k);
+}
+
+// An f64 takes two words, which lie at any multiple of four bytes.
+__device__ __forceinline__ double load_double(const u32 *from, u64 at) {
+    return __hiloint2double((int)from[2 * at + 1], (int)from[2 * at]);
+}
+__device__ __forceinline__ void store_double(u32 *to, u64 at, double value) {
+    to[2 * at] = (u32)__double2loint(value);
+    to[2 * at + 1] = (u32)__double2hiint(value);
+}
+
+template <typename Op>
+__device__ __forceinline__ void doubles(const Run &run, const double *k) {
+    for (u64 at = thread(); at < run.count; at += threads()) {
+        double g = 0.0, w = 0.0, s0 = 0.0, s1 = 0.0;
+        if (run.sum_count > 0) g = load_double(run.sums[0], at);
+        if (run.sum_count > 1) g = g + load_double(run.sums[1], at);
+        if (Op::WEIGHTS) w = load_double(run.values, at);
+        if (Op::READS && Op::SLOTS > 0) s0 = load_double(run.slots[0], at);
+        if (Op::READS && Op::SLOTS > 1) s1 = load_double(run.slots[1], at);
+        w = Op::step(g, w, s0, s1, k);
+        store_double(run.values, at, w);
+        if (Op::SLOTS > 0) store_double(run.slots[0], at, s0);
+        if (Op::SLOTS > 1) store_double(run.slots[1], at, s1);
+    }
+}
+
+// New 16-bit weights were written: where a weight is the old one, its master stays, with the precision that the weight
+// does not show.
+template <typename Type>
+__device__ __forceinline__ void adopt(float *values, const u16 *before, const u16 *after, u64 count) {
+    for (u64 at = thread(); at < count; at += threads()) {
+        u16 weight = after[at];
+        if (weight != before[at]) values[at] = Type::widen(weight);
+    }
+}
+
+#define ARRAY_TYPES(name, ...)                                                                          \
+    extern "C" __global__ void name##_f32(Run run, Constants<float> c) {                                \
+        typedef float S;                                                                                \
+        floats<__VA_ARGS__, F32>(run, c.k);                                                             \
+    }                                                                                                   \
+    extern "C" __global__ void name##_f16(Run run, Constants<float> c) {                                \
+        typedef float S;                                                                                \
+        floats<__VA_ARGS__, F16>(run, c.k);                                                             \
+    }                                                                                                   \
+    extern "C" __global__ void name##_bf16(Run run, Constants<float> c) {                               \
+        typedef float S;                                                                                \
+        floats<__VA_ARGS__, BF16>(run, c.k);                                                            \
+    }                                                                                                   \
+    extern "C" __global__ void name##_f64(Run run, Constants<double> c) {                               \
+        typedef double S;                                                                               \
+        doubles<__VA_ARGS__>(run, c.k);                                                                 \
+    }
+
+ARRAY_TYPES(total, Total<S>)
+ARRAY_TYPES(scaled, Carried<S, false>)
+ARRAY_TYPES(carried, Carried<S, true>)
+ARRAY_TYPES(sgd, Descent<S>)
+ARRAY_TYPES(momentum_first, Running<S, true, false>)
+ARRAY_TYPES(momentum, Running<S, false, false>)
+ARRAY_TYPES(nesterov_first, Running<S, true, true>)
+ARRAY_TYPES(nesterov, Running<S, false, true>)
+ARRAY_TYPES(adam, Moments<S>)
+ARRAY_TYPES(rmsprop, MeanSquare<S>)
+
+extern "C" __global__ void adopt_f16(float *values, const u16 *before, const u16 *after, u64 count) {
+    adopt<F16>(values, before, after, count);
+}
+extern "C" __global__ void adopt_bf16(float *values, const u16 *before, const u16 *after, u64 count) {
+    adopt<BF16>(values, before, after, count);
+}
