@@ -253,6 +253,9 @@ struct StateArgs {
     /// contribution has come [default: single]
     #[arg(long, value_parser = PossibleValuesParser::new(StateCopies::VARIANTS))]
     state: Option<String>,
+    /// What computes new versions and has the optimizer state: cpu, or cuda:0 for the first NVIDIA GPU [default: cpu]
+    #[arg(long, value_name = "DEVICE", value_hint = ValueHint::Other)]
+    device: Option<String>,
 }
 
 /// The snapshot that a model goes on from.

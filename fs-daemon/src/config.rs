@@ -16,6 +16,7 @@ use std::str::FromStr;
 
 use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
 use libmodelio::vocabulary::layout::{DType, MAX_BLOCKS};
+use ps_backend::device::DeviceName;
 use ps_backend::state_copies::StateCopies;
 use strum::VariantNames as _;
 
@@ -81,6 +82,8 @@ pub struct UpConfig {
     pub controls: Controls,
     /// Copies of optimizer state.
     pub state: StateCopies,
+    /// What computes versions.
+    pub device: DeviceName,
 }
 
 /// Owner and mode of a mount's files, if they differ from those of a mount that only the daemon's user writes
@@ -131,12 +134,14 @@ impl UpConfig {
         let merged = Merged(layers);
         let controls = merged.controls()?;
         let block_size = merged.block_size()?;
+        let (device, state) = merged.device()?;
         Ok(UpConfig {
             mounting: merged.mounting(UP_MOUNT)?,
             models: merged.models(block_size)?,
             block_size,
             controls,
-            state: merged.word("state", StateCopies::VARIANTS, StateCopies::default())?,
+            state,
+            device,
         })
     }
 }
@@ -179,6 +184,21 @@ impl<'a> Merged<'a> {
     fn word<T: FromStr>(&self, key: &str, words: &[&str], default: T) -> Result<T, Error> {
         let word = |origin: &str, text: &str| text.parse().map_err(|_| not_a_word(origin, text, words));
         Ok(self.parsed(key, word)?.unwrap_or(default))
+    }
+
+    /// What computes versions, and how many copies of optimizer state the host's memory has otherwise.
+    fn device(&self) -> Result<(DeviceName, StateCopies), Error> {
+        let device = self.parsed("device", |origin, text| {
+            text.parse().map_err(|error| Error::usage(format!("{origin}: {error}")))
+        })?;
+        let state = self.word("state", StateCopies::VARIANTS, StateCopies::default())?;
+        match device {
+            Some(device @ DeviceName::Cuda(_)) if state == StateCopies::Double => Err(Error::usage(format!(
+                "--device {device} with --state double: a GPU has one copy of optimizer state"
+            ))
+            .hint("leave one of them out")),
+            device => Ok((device.unwrap_or_default(), state)),
+        }
     }
 
     fn switch(&self, key: &str) -> Result<bool, Error> {

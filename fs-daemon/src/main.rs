@@ -6,6 +6,7 @@ mod cli;
 mod cluster;
 mod config;
 mod crash;
+mod device;
 mod error;
 mod fs;
 mod fuse;

@@ -17,7 +17,7 @@ pub fn check(
     name: &str,
     layout: &ModelLayout,
     controls: &Controls,
-    copies: StateCopies,
+    copies: Option<StateCopies>,
 ) -> Result<(), Error> {
     refuse_above_available(name, MemoryUse::of_one_process(layout, controls, copies))
 }
@@ -60,7 +60,7 @@ fn refuse_above_available(name: &str, needed: MemoryUse) -> Result<(), Error> {
 }
 
 /// A table for people of the memory that the model takes.
-pub fn table(name: &str, layout: &ModelLayout, controls: &Controls, copies: StateCopies) -> String {
+pub fn table(name: &str, layout: &ModelLayout, controls: &Controls, copies: Option<StateCopies>) -> String {
     let needed = MemoryUse::of_one_process(layout, controls, copies);
     let blocks = layout.blocks();
     let mut text = format!(

@@ -4,13 +4,15 @@ use std::sync::Arc;
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::controls::Controls;
-use ps_backend::memory::MemoryUse;
-use ps_backend::partition::executor::{Cpu, Executor};
+use ps_backend::device::DeviceName;
+use ps_backend::memory::{MemoryUse, gib};
+use ps_backend::partition::executor::{Executor, OnDevice};
 use ps_backend::server::local::{self, Beginning, LocalError};
 use ps_backend::state_copies::StateCopies;
 
 use crate::background::Ready;
 use crate::config::{ModelSource, ModelSpec, UpConfig};
+use crate::device;
 use crate::error::Error;
 use crate::memory;
 use crate::progress::Progress;
@@ -28,15 +30,16 @@ const CHUNK: usize = 8 << 20;
 pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
     let controls = config.controls.clone();
     serve::serve(&config.mounting, ready, || {
+        let device = device::open(config.device)?;
         let mut sources = Vec::new();
         let mut needed = MemoryUse::default();
         for spec in &config.models {
             let source = open(spec, &config, &controls)?;
-            needed = needed.with(MemoryUse::of_one_process(&source.layout, &controls, config.state));
+            needed = needed.with(MemoryUse::of_one_process(&source.layout, &controls, copies_of(&config)));
             sources.push((&spec.name, source));
         }
         memory::check_together(needed)?;
-        let executor = Cpu::start(config.mounting.threads)
+        let executor = OnDevice::start(config.mounting.threads, device)
             .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
         let mut models = Vec::new();
         for (name, source) in sources {
@@ -56,7 +59,8 @@ const MOST_SHOWN: u64 = 1 << 40;
 /// Models that cannot be loaded, or that the memory does not suffice for.
 pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
     let controls = config.controls.clone();
-    let mut needed = 0u64;
+    let device = device::open(config.device)?;
+    let (mut needed, mut of_device) = (0u64, 0u64);
     for ModelSpec { name, source } in &config.models {
         match source {
             ModelSource::Blank { bytes, .. } if *bytes > MOST_SHOWN => {
@@ -67,10 +71,22 @@ pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
         let source = Source::open(name, source, config.block_size)?;
         source.check_types(name, &controls)?;
         let layout = source.layout;
-        print!("{}", memory::table(name, &layout, &controls, config.state));
-        needed = needed.saturating_add(MemoryUse::of_one_process(&layout, &controls, config.state).total());
+        print!("{}", memory::table(name, &layout, &controls, copies_of(config)));
+        needed =
+            needed.saturating_add(MemoryUse::of_one_process(&layout, &controls, copies_of(config)).total());
+        if device.is_some() {
+            of_device = of_device.saturating_add(MemoryUse::on_device(&layout, &controls));
+        }
     }
-    memory::compare(needed)
+    memory::compare(needed)?;
+    let Some(accelerator) = device else { return Ok(()) };
+    println!("{:<12}{of_device:>16}  {:>8.3} GiB of {}", "on device", gib(of_device), accelerator.name());
+    accelerator.check(of_device).map_err(|error| Error::new(error.to_string()))
+}
+
+/// The copies of optimizer state in the host's memory, if it is there.
+fn copies_of(config: &UpConfig) -> Option<StateCopies> {
+    (config.device == DeviceName::Cpu).then_some(config.state)
 }
 
 /// Opens the source of a model, if this machine has memory for it.
@@ -81,7 +97,7 @@ fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Sour
     }
     let source = Source::open(name, &spec.source, config.block_size)?;
     source.check_types(name, controls)?;
-    memory::check(name, &source.layout, controls, config.state)?;
+    memory::check(name, &source.layout, controls, copies_of(config))?;
     Ok(source)
 }
 

@@ -48,6 +48,7 @@ impl Bench {
             rdma: RdmaUse::Off,
             rdma_port: None,
             rdma_options: libmodelio::transport::rdma::RdmaOptions::default(),
+            device: None,
             device_memory: None,
         };
         let server = Server::start(options).expect("a shard");

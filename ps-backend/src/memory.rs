@@ -32,19 +32,24 @@ pub struct MemoryUse {
 }
 
 impl MemoryUse {
-    /// Of a model in this process (`gradfs up`) with `control/learners` learners, once all of them have contributed. A
+    /// Of a model in this process (`gradfs up`) with `control/learners` learners, once all of them have contributed. The
+    /// host's memory has so many copies of optimizer state, or a device has it. A
     /// learner that maps `gradients` takes as much as one whose contribution is staged, but what is mapped by several is
     /// added up before the last of them has come. So is everything that is measured.
-    pub fn of_one_process(layout: &ModelLayout, controls: &Controls, copies: StateCopies) -> MemoryUse {
+    pub fn of_one_process(
+        layout: &ModelLayout,
+        controls: &Controls,
+        copies: Option<StateCopies>,
+    ) -> MemoryUse {
         let staging = layout.size().saturating_mul(controls.learners.max(1).into());
-        let adds_up = (controls.learners > 1 || controls.reducer.measures(&controls.hyper))
-            && !sums_lie_in_versions(layout, controls, copies);
+        let several = controls.learners > 1 || controls.reducer.measures(&controls.hyper);
+        let adds_up = (several || copies.is_none()) && !sums_lie_in_versions(layout, controls, copies);
         let sums = if adds_up { layout.elements().saturating_mul(4) } else { 0 };
         MemoryUse { sums, staging, ..MemoryUse::kept(layout, controls, controls.retain.into(), copies) }
     }
 
-    /// Of the blocks of a model that one shard owns.
-    pub fn of_partition(layout: &ModelLayout, controls: &Controls, copies: StateCopies) -> MemoryUse {
+    /// Of the blocks of a model that one shard owns, in the same way.
+    pub fn of_partition(layout: &ModelLayout, controls: &Controls, copies: Option<StateCopies>) -> MemoryUse {
         let adds_up = !sums_lie_in_versions(layout, controls, copies);
         let sums = if adds_up { layout.elements().saturating_mul(4 * SUMS) } else { 0 };
         MemoryUse { sums, ..MemoryUse::kept(layout, controls, 0, copies) }
@@ -62,16 +67,27 @@ impl MemoryUse {
         MemoryUse { versions, ..MemoryUse::default() }
     }
 
-    fn kept(layout: &ModelLayout, controls: &Controls, retained: u64, copies: StateCopies) -> MemoryUse {
+    fn kept(
+        layout: &ModelLayout,
+        controls: &Controls,
+        retained: u64,
+        copies: Option<StateCopies>,
+    ) -> MemoryUse {
+        let copies = copies.map_or(0, StateCopies::count);
         let halves = layout.tensors().iter().any(|tensor| matches!(tensor.dtype, DType::F16 | DType::BF16));
         // fp32, of all elements.
-        let arrays = |count: usize| layout.elements().saturating_mul(4 * (copies.count() * count) as u64);
+        let arrays = |count: usize| layout.elements().saturating_mul(4 * (copies * count) as u64);
         MemoryUse {
             versions: layout.size().saturating_mul(VERSIONS + retained),
             masters: arrays(usize::from(halves)),
             state: arrays(controls.reducer.state_slots()),
             ..MemoryUse::default()
         }
+    }
+
+    /// The bytes that a model takes of a device which has its state: its weights or their masters, and the state.
+    pub fn on_device(layout: &ModelLayout, controls: &Controls) -> u64 {
+        layout.elements().saturating_mul(4).saturating_mul(1 + controls.reducer.state_slots() as u64)
     }
 
     /// Of two models together.
@@ -99,10 +115,13 @@ impl MemoryUse {
 }
 
 /// Whether contributions are added up where the next version will be, as long as all learners are waited for.
-fn sums_lie_in_versions(layout: &ModelLayout, controls: &Controls, copies: StateCopies) -> bool {
+fn sums_lie_in_versions(layout: &ModelLayout, controls: &Controls, copies: Option<StateCopies>) -> bool {
     let mut types = layout.tensors().iter().map(|tensor| tensor.dtype);
-    copies == StateCopies::Single
-        && controls.reducer.state_slots() > 0
+    let in_place = match copies {
+        None => !controls.reducer.combine().replaces(),
+        Some(copies) => copies == StateCopies::Single && controls.reducer.state_slots() > 0,
+    };
+    in_place
         && !controls.reducer.measures(&controls.hyper)
         && controls.consistency == Consistency::Sync
         && types.all(|dtype| matches!(dtype, DType::F32 | DType::F64))

@@ -9,6 +9,9 @@
 //! in place, which cannot be undone: a version that changes it is computed once it counts. Until then its contributions
 //! are added up.
 //!
+//! Of a model on a device ([`crate::device`]) they lie there, with a copy of the newest weights. The device changes them in
+//! place, and every version by it is computed once it counts.
+//!
 //! This module and those below it may hold `unsafe`: they turn shared mappings into slices. That is sound because
 //! blocks have owners. A published version is never written before it is recycled, which waits for its pins. The
 //! buffer of the next version is written block by block, and [`crate::partition::store`] gives a block to one thread
@@ -19,6 +22,7 @@ mod buffers;
 mod builder;
 mod elements;
 mod keeping;
+mod on_device;
 pub mod table;
 mod versions;
 use std::io;
@@ -47,10 +51,53 @@ use table::Left;
 pub use versions::VersionWatch;
 use versions::Versions;
 
+use crate::device::{Accelerator, Arrays, DeviceError};
 use crate::state_copies::StateCopies;
 
 /// A version that a program has just closed may still be held for a moment.
 const GRACE: Duration = Duration::from_millis(200);
+
+/// Where optimizer state is, and what computes versions.
+#[derive(Clone, Debug)]
+pub enum Home {
+    /// The host.
+    Host(StateCopies),
+    /// A device.
+    Device(Arc<Accelerator>),
+}
+
+impl Home {
+    /// The number of copies of state in the host's memory, if it is there.
+    pub fn copies(&self) -> Option<StateCopies> {
+        match self {
+            Home::Host(copies) => Some(*copies),
+            Home::Device(_) => None,
+        }
+    }
+}
+
+impl Default for Home {
+    fn default() -> Home {
+        Home::Host(StateCopies::default())
+    }
+}
+
+impl From<StateCopies> for Home {
+    fn from(copies: StateCopies) -> Home {
+        Home::Host(copies)
+    }
+}
+
+/// Why there is no memory.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// The system's reason.
+    #[error(transparent)]
+    Host(#[from] io::Error),
+    /// The device's.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
 
 /// The memory of one model's shard. Its owner's lock guards it. A [`VersionBuilder`] has the part that is needed for
 /// computing blocks without that lock.
@@ -74,6 +121,8 @@ pub struct RegionStore {
     next_key: u64,
     /// The state of the newest version, and of the next one unless there is one copy.
     state: SmallVec<[Arc<StateBuffer>; 2]>,
+    /// The state on a device, if it is there. Then the host has none.
+    arrays: Option<Arc<Arrays>>,
     /// The version in which each block last changed.
     changed: Arc<[AtomicU64]>,
     /// Whether the optimizer's slots are no longer zero.
@@ -84,11 +133,18 @@ pub struct RegionStore {
 
 impl RegionStore {
     /// Memory for a model: version 0 (zeros until [`Self::loading`] fills it) and the next version's buffer, both
-    /// pre-faulted.
+    /// pre-faulted. On a device, memory is taken for the state of `reducer`, too.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(layout: Arc<ModelLayout>, copies: StateCopies) -> io::Result<RegionStore> {
+    pub fn new(layout: Arc<ModelLayout>, home: &Home, reducer: Reducer) -> Result<RegionStore, MemoryError> {
+        let (copies, arrays) = match home {
+            Home::Host(copies) => (copies.count(), None),
+            Home::Device(accelerator) => {
+                let words = layout.elements() as usize;
+                (1, Some(Arc::new(Arrays::new(accelerator, words, reducer.state_slots())?)))
+            }
+        };
         let blocks = layout.blocks();
         let has_halves = (0..blocks)
             .flat_map(|block| layout.segments(BlockId(block)))
@@ -107,7 +163,8 @@ impl RegionStore {
             lent: Vec::new(),
             coming: 0,
             next_key: 2,
-            state: (0..copies.count()).map(|_| Arc::default()).collect(),
+            state: (0..copies).map(|_| Arc::default()).collect(),
+            arrays,
             changed: (0..blocks).map(|_| AtomicU64::new(0)).collect(),
             slots_used: false,
             shortage: None,
@@ -115,6 +172,10 @@ impl RegionStore {
         };
         let back = store.allocate()?;
         back.region.memory().prefault()?;
+        if let (Some(arrays), Some(front)) = (&store.arrays, store.newest()) {
+            arrays.pin(front.region.memory());
+            arrays.pin(back.region.memory());
+        }
         store.back = Some(back);
         Ok(store)
     }
@@ -133,12 +194,18 @@ impl RegionStore {
     pub(crate) fn loading(&self) -> Option<Loading> {
         debug_assert!(!self.versions.is_complete(), "others read it");
         let front = self.newest()?;
-        Some(Loading { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]) })
+        let arrays = self.arrays.clone();
+        Some(Loading { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]), arrays })
     }
 
     /// Whether a version by this reducer changes state that cannot be restored. Then it is computed once it counts.
     pub(crate) fn changes_in_place(&self, reducer: Reducer) -> bool {
-        self.state.len() == 1 && (self.has_halves || reducer.state_slots() > 0)
+        self.arrays.is_some() || self.state.len() == 1 && (self.has_halves || reducer.state_slots() > 0)
+    }
+
+    /// The memory on a device, if the model has some.
+    pub(crate) fn arrays(&self) -> Option<&Arc<Arrays>> {
+        self.arrays.as_ref()
     }
 
     /// Whether sums of contributions have the type and the place of the elements of a version.
@@ -151,8 +218,13 @@ impl RegionStore {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn prepare(&mut self, reducer: Reducer, fresh: bool) -> io::Result<()> {
+    pub fn prepare(&mut self, reducer: Reducer, fresh: bool) -> Result<(), MemoryError> {
         let fresh = fresh && self.slots_used;
+        if let Some(arrays) = &self.arrays {
+            arrays.prepare(reducer.state_slots(), fresh)?;
+            self.slots_used &= !fresh;
+            return Ok(());
+        }
         let bytes = self.layout.elements() as usize * 4;
         if bytes == 0 {
             return Ok(());
@@ -166,7 +238,7 @@ impl RegionStore {
             let blocks = self.layout.blocks();
             // Builders have clones while they exist. Between them this is the only owner.
             let Some(state) = Arc::get_mut(shared) else {
-                return Err(io::Error::other("optimizer state is in use"));
+                return Err(io::Error::other("optimizer state is in use").into());
             };
             if state.stamps.is_empty() {
                 let stamp = if side == 0 { 0 } else { VOID };
@@ -392,6 +464,9 @@ impl RegionStore {
             !state.stamps.is_empty() && slots && state.master.is_some() == self.has_halves
         };
         let takes_new = fresh && self.slots_used && wanted > 0;
+        if let Some(arrays) = &self.arrays {
+            return self.has_buffer() && !takes_new && arrays.slots() >= wanted;
+        }
         self.has_buffer() && !takes_new && self.state.iter().all(is_there)
     }
 
@@ -453,6 +528,7 @@ impl RegionStore {
             sum: how.adds_there.then(|| Accumulator::over(back.region.memory())),
             front,
             back,
+            arrays: self.arrays.clone(),
             old_state: copies().next().unwrap_or_default(),
             new_state: copies().next_back().unwrap_or_default(),
             changed: Arc::clone(&self.changed),
@@ -500,7 +576,7 @@ impl RegionStore {
         self.lent.iter().filter_map(|(_, lent)| lent.upgrade())
     }
 
-    /// Bytes of fp32 masters, and of the optimizer's slots.
+    /// Bytes of fp32 masters, and of the optimizer's slots, in the host's memory.
     pub(crate) fn state_bytes(&self) -> (u64, u64) {
         let len = |mapping: &Option<Mapping>| mapping.as_ref().map_or(0, |mapping| mapping.len() as u64);
         let masters = self.state.iter().map(|state| len(&state.master)).sum();

@@ -12,6 +12,7 @@ use ps_backend::state_copies::StateCopies;
 use crate::background::Ready;
 use crate::config::cluster::{RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
+use crate::device;
 use crate::error::Error;
 use crate::memory;
 use crate::metrics;
@@ -37,6 +38,7 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
         holds_blocks: true,
         threads: config.threads,
         state: config.state,
+        device: device::open(config.device)?,
         io: config.io,
         checksum: config.checksum,
         rdma: config.rdma,
@@ -65,6 +67,7 @@ pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
         holds_blocks: false,
         threads: 1,
         state: StateCopies::default(),
+        device: None,
         io: Choice::Auto,
         checksum: Checksum::On,
         rdma: RdmaUse::Off,

@@ -15,6 +15,7 @@ use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::wire::Checksum;
+use ps_backend::device::DeviceName;
 use ps_backend::server::RdmaUse;
 use ps_backend::state_copies::StateCopies;
 use strum::VariantNames;
@@ -61,6 +62,8 @@ pub struct ShardConfig {
     pub threads: usize,
     /// Copies of optimizer state.
     pub state: StateCopies,
+    /// What computes versions.
+    pub device: DeviceName,
     /// How bytes are moved.
     pub io: Choice,
     /// Whether blocks are sent with a checksum.
@@ -216,13 +219,15 @@ impl ShardConfig {
         };
         // A registry's own configuration may name itself: one file with `registry` serves all hosts.
         let registry = merged.registry()?.filter(|registry| *registry != advertise && *registry != listen);
+        let (device, state) = merged.device()?;
         Ok(ShardConfig {
             listen,
             advertise,
             registry,
             metrics: merged.metrics()?,
             threads: merged.threads(THREADS_OF_SHARD)?,
-            state: merged.word("state", StateCopies::VARIANTS, StateCopies::default())?,
+            state,
+            device,
             io: merged.word("io", Choice::VARIANTS, Choice::default())?,
             checksum: merged.checksum()?,
             rdma: merged.rdma_use()?,

@@ -61,10 +61,16 @@ fn defaults() {
             block_size: 256 << 10,
             controls: Controls::default(),
             state: StateCopies::Single,
+            device: DeviceName::Cpu,
         }
     );
     assert_eq!(blank(&[("state", "double")]).unwrap().state, StateCopies::Double);
     assert!(refused(&[("state", "triple")]).contains("single, double"));
+    assert_eq!(blank(&[("device", "cuda:2")]).unwrap().device, DeviceName::Cuda(2));
+    assert!(refused(&[("device", "gpu")]).contains("--device: \"gpu\" is no device: use cpu, or cuda:0"));
+    assert_eq!(blank(&[("device", "cpu"), ("state", "double")]).unwrap().state, StateCopies::Double);
+    let both = refused(&[("device", "cuda:0"), ("state", "double")]);
+    assert!(both.contains("--device cuda:0 with --state double"), "{both}");
     assert_eq!(setting(&config, "reducer"), "sgd");
     assert_eq!(setting(&config, "consistency"), "sync");
 }

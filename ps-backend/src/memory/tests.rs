@@ -18,22 +18,37 @@ fn one_formula_counts_versions_masters_state_sums_and_staging() {
         |dtype, controls: &Controls, copies| mib(MemoryUse::of_one_process(&layout(dtype), controls, copies));
     let plain = Controls::default();
     let adam = with(&[("reducer", "adam"), ("learners", "2"), ("retain", "3")]);
-    assert_eq!(process(DType::F32, &plain, Single), [2, 0, 0, 0, 1]);
-    assert_eq!(process(DType::F32, &adam, Double), [5, 0, 4, 1, 2]);
-    assert_eq!(process(DType::F32, &adam, Single), [5, 0, 2, 0, 2], "sums lie where the version will be");
+    assert_eq!(process(DType::F32, &plain, Some(Single)), [2, 0, 0, 0, 1]);
+    assert_eq!(process(DType::F32, &adam, Some(Double)), [5, 0, 4, 1, 2]);
+    assert_eq!(
+        process(DType::F32, &adam, Some(Single)),
+        [5, 0, 2, 0, 2],
+        "sums lie where the version will be"
+    );
     let clips = with(&[("clip_norm", "1")]);
-    assert_eq!(process(DType::F32, &clips, Single), [2, 0, 0, 1, 1]);
+    assert_eq!(process(DType::F32, &clips, Some(Single)), [2, 0, 0, 1, 1]);
     // Half as many bytes an element: masters, moments and sums weigh double.
-    assert_eq!(process(DType::BF16, &adam, Double), [5, 4, 8, 2, 2]);
-    assert_eq!(process(DType::BF16, &adam, Single), [5, 2, 4, 2, 2]);
+    assert_eq!(process(DType::BF16, &adam, Some(Double)), [5, 4, 8, 2, 2]);
+    assert_eq!(process(DType::BF16, &adam, Some(Single)), [5, 2, 4, 2, 2]);
     let shard = |controls, copies| mib(MemoryUse::of_partition(&layout(DType::F32), controls, copies));
-    assert_eq!(shard(&adam, Double), [2, 0, 4, 1, 0]);
-    assert_eq!(shard(&adam, Single), [2, 0, 2, 0, 0]);
+    assert_eq!(shard(&adam, Some(Double)), [2, 0, 4, 1, 0]);
+    assert_eq!(shard(&adam, Some(Single)), [2, 0, 2, 0, 0]);
     let asynchronous = with(&[("reducer", "adam"), ("consistency", "async")]);
-    assert_eq!(shard(&asynchronous, Single), [2, 0, 2, 1, 0], "sums wait for the version after the next");
+    assert_eq!(
+        shard(&asynchronous, Some(Single)),
+        [2, 0, 2, 1, 0],
+        "sums wait for the version after the next"
+    );
+    // A device has masters and moments, and sums lie in versions also if there is no state.
+    assert_eq!(process(DType::F32, &adam, None), [5, 0, 0, 0, 2]);
+    assert_eq!(process(DType::F32, &plain, None), [2, 0, 0, 0, 1]);
+    assert_eq!(process(DType::BF16, &plain, None), [2, 0, 0, 2, 1]);
+    assert_eq!(shard(&adam, None), [2, 0, 0, 0, 0]);
+    assert_eq!(MemoryUse::on_device(&layout(DType::F32), &adam) >> 20, 3);
+    assert_eq!(MemoryUse::on_device(&layout(DType::BF16), &plain) >> 20, 2);
     assert_eq!(mib(MemoryUse::of_mount(1 << 20)), [2, 0, 0, 0, 1]);
     assert_eq!(MemoryUse::of_mount(1 << 20).total(), 3 << 20);
-    let whole = MemoryUse::of_one_process(&layout(DType::F32), &adam, Single);
+    let whole = MemoryUse::of_one_process(&layout(DType::F32), &adam, Some(Single));
     assert!(MemoryUse::at_least(1 << 20, &adam).total() <= whole.total());
     assert_eq!(MemoryUse::at_least(u64::MAX, &adam).total(), u64::MAX, "no overflow");
 }

@@ -334,7 +334,13 @@ impl PartitionCore {
 
     /// Nobody reads blocks before all are computed, so that all are made at once.
     pub fn without_early_readers(self) -> PartitionCore {
-        PartitionCore { made_at_once: self.blocks as usize, ..self }
+        let all = self.blocks as usize;
+        self.making(all)
+    }
+
+    /// A version that changes state in place is made by so many blocks at once.
+    pub fn making(self, at_once: usize) -> PartitionCore {
+        PartitionCore { made_at_once: at_once, ..self }
     }
 
     /// The newest version.

@@ -1,8 +1,9 @@
 //! Work on many blocks. A partition hands a batch to an executor and goes on. The executor calls back when the batch is
 //! done. So a thread that moves bytes computes no block but the one that it has received.
 //!
-//! [`Cpu`] is the executor that uses threads. An executor for a device can do the passes whose memory the device has,
-//! and leave the others to a [`Cpu`]: a batch names its plan and its blocks, and owns all that it needs.
+//! [`Cpu`] is the executor that uses threads. [`OnDevice`] has a device make the versions of the models that it holds, many
+//! blocks at once, and leaves all other passes to a [`Cpu`]: a batch names its plan and its blocks, and owns all that it
+//! needs.
 
 use std::io;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use rayon::prelude::*;
 
 use super::store::{Making, Merge, PartitionError, PartitionJob};
+use crate::device::Accelerator;
 
 /// The same pass over some blocks of a plan. No block is in two batches at once.
 pub struct Batch {
@@ -41,6 +43,17 @@ pub enum Pass {
 pub trait Executor: Send + Sync {
     /// Does a batch, and then calls its `done`. Returns at once.
     fn execute(&self, batch: Batch);
+
+    /// Makes blocks of a version that counts, and returns when that is done, with the first error.
+    ///
+    /// # Errors
+    /// The errors of [`Making::block`].
+    fn make(&self, making: &Making, blocks: &[BlockId]) -> Result<(), (BlockId, PartitionError)>;
+
+    /// The device that new models have their state on, if this computes on one.
+    fn device(&self) -> Option<&Arc<Accelerator>> {
+        None
+    }
 
     /// Runs other slow work on a thread. Returns at once.
     fn spawn(&self, work: Box<dyn FnOnce() + Send>);
@@ -75,6 +88,18 @@ impl Executor for Cpu {
         });
     }
 
+    fn make(&self, making: &Making, blocks: &[BlockId]) -> Result<(), (BlockId, PartitionError)> {
+        if making.is_on_device() {
+            return making.blocks(blocks);
+        }
+        let make = |&block: &BlockId| making.block(block).map_err(|error| (block, error));
+        match blocks {
+            // The threads have to be woken first.
+            [one] => make(one),
+            blocks => self.0.install(|| blocks.par_iter().try_for_each(make)),
+        }
+    }
+
     fn spawn(&self, work: Box<dyn FnOnce() + Send>) {
         self.0.spawn(work);
     }
@@ -88,6 +113,58 @@ impl Executor for Cpu {
     }
 }
 
+/// Threads, and a device that makes versions.
+pub struct OnDevice {
+    cpu: Arc<dyn Executor>,
+    accelerator: Arc<Accelerator>,
+}
+
+impl OnDevice {
+    /// The device, with a CPU for all passes that it does not do.
+    pub fn over(cpu: Arc<dyn Executor>, accelerator: Arc<Accelerator>) -> Arc<dyn Executor> {
+        Arc::new(OnDevice { cpu, accelerator })
+    }
+
+    /// The executor of a process: with the device, if there is one.
+    ///
+    /// # Errors
+    /// If the system cannot start threads.
+    pub fn start(threads: usize, device: Option<Arc<Accelerator>>) -> io::Result<Arc<dyn Executor>> {
+        let cpu = Cpu::start(threads)?;
+        Ok(match device {
+            Some(accelerator) => OnDevice::over(cpu, accelerator),
+            None => cpu,
+        })
+    }
+}
+
+impl Executor for OnDevice {
+    /// A thread of the CPU's orders the device's work, and waits for it.
+    fn execute(&self, batch: Batch) {
+        self.cpu.execute(batch);
+    }
+
+    fn make(&self, making: &Making, blocks: &[BlockId]) -> Result<(), (BlockId, PartitionError)> {
+        self.cpu.make(making, blocks)
+    }
+
+    fn device(&self) -> Option<&Arc<Accelerator>> {
+        Some(&self.accelerator)
+    }
+
+    fn spawn(&self, work: Box<dyn FnOnce() + Send>) {
+        self.cpu.spawn(work);
+    }
+
+    fn for_each(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
+        self.cpu.for_each(count, work);
+    }
+
+    fn threads(&self) -> usize {
+        self.cpu.threads()
+    }
+}
+
 impl Pass {
     /// Does the pass in this thread and the others of its pool.
     fn run(self) -> Result<(), (BlockId, PartitionError)> {
@@ -95,6 +172,7 @@ impl Pass {
             Pass::Compute(job, blocks) => blocks
                 .into_par_iter()
                 .try_for_each(|block| job.finish(block, None).map(drop).map_err(|error| (block, error))),
+            Pass::Make(making, blocks) if making.is_on_device() => making.blocks(&blocks),
             Pass::Make(making, blocks) => blocks
                 .into_par_iter()
                 .try_for_each(|block| making.block(block).map_err(|error| (block, error))),

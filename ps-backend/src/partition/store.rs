@@ -20,6 +20,7 @@ mod job;
 mod kept;
 mod making;
 mod merge;
+mod on_device;
 mod pinned;
 mod sums;
 use std::io;
@@ -37,11 +38,12 @@ use libmodelio::vocabulary::tensor_steps::{ByteSteps, TensorSteps};
 use libmodelio::wire::{Kept, Work};
 use parking_lot::Mutex;
 
+use crate::device::DeviceError;
 use crate::memory::MemoryUse;
+pub use crate::region_store::Home;
 pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
-use crate::region_store::{How, Loading, RegionStore};
-use crate::state_copies::StateCopies;
+use crate::region_store::{How, Loading, MemoryError, RegionStore};
 use job::{Alive, Measure};
 pub use job::{BlockInput, EarlyBlock, PartitionJob, Target};
 pub use kept::KeptState;
@@ -127,12 +129,28 @@ pub enum PartitionError {
     /// There is no memory.
     #[error("no memory: {0}")]
     Memory(#[from] io::Error),
+    /// The device that computes the model has too little memory, or has failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+impl From<MemoryError> for PartitionError {
+    fn from(error: MemoryError) -> PartitionError {
+        match error {
+            MemoryError::Host(error) => PartitionError::Memory(error),
+            MemoryError::Device(error) => PartitionError::Device(error),
+        }
+    }
 }
 
 impl PartitionError {
     /// Whether the same operation may succeed a little later.
     pub fn is_transient(&self) -> bool {
-        matches!(self, PartitionError::Busy | PartitionError::NoBuffer { .. } | PartitionError::Memory(_))
+        match self {
+            PartitionError::Busy | PartitionError::NoBuffer { .. } | PartitionError::Memory(_) => true,
+            PartitionError::Device(error) => matches!(error, DeviceError::Room { .. }),
+            _ => false,
+        }
     }
 }
 
@@ -219,21 +237,21 @@ impl PartitionStore {
         reducer: Reducer,
         limits: Limits,
     ) -> Result<PartitionStore, PartitionError> {
-        PartitionStore::with_state(partition, reducer, limits, StateCopies::default())
+        PartitionStore::with_state(partition, reducer, limits, Home::default())
     }
 
-    /// Like [`Self::new`], with so many copies of optimizer state.
+    /// Like [`Self::new`], with so many copies of optimizer state, or with the state on a device.
     ///
     /// # Errors
-    /// [`PartitionError::Memory`].
+    /// [`PartitionError::Memory`], [`PartitionError::Device`].
     pub fn with_state(
         partition: PartitionLayout,
         reducer: Reducer,
         limits: Limits,
-        copies: StateCopies,
+        home: impl Into<Home>,
     ) -> Result<PartitionStore, PartitionError> {
         let layout = partition.layout();
-        let mut store = RegionStore::new(Arc::clone(layout), copies)?;
+        let mut store = RegionStore::new(Arc::clone(layout), &home.into(), reducer)?;
         store.prepare(reducer, false)?;
         let loading = store.loading().map(Arc::new);
         // Together with the retained ones, every version has a buffer then, unless a reader holds an old one.
@@ -285,18 +303,19 @@ impl PartitionStore {
             return Ok(false);
         }
         // SAFETY: the mark makes the block this thread's, and version 0 is shown only when all blocks are loaded.
-        unsafe { loading.load(block, bytes) };
+        let loaded = unsafe { loading.load(block, bytes) };
         // The handle is dropped before the block counts: a thread that sees all blocks loaded finds no other thread
         // at the memory.
         drop(loading);
-        mark.store(THERE, Ordering::Release);
-        Ok(true)
+        mark.store(if loaded.is_ok() { THERE } else { 0 }, Ordering::Release);
+        Ok(loaded.map(|()| true)?)
     }
 
     /// Fills all of version 0, whose blocks lie one behind the other in memory. Then it is complete.
     ///
     /// # Errors
-    /// The errors of `fill`; [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded.
+    /// The errors of `fill`; [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded,
+    /// [`PartitionError::Device`].
     pub fn load_whole(&self, fill: impl FnOnce(&Mapping) -> io::Result<()>) -> Result<(), PartitionError> {
         let loading = self.shared.inner.lock().loading.clone().ok_or(PartitionError::Loaded)?;
         let mark = |from: u8, to: u8| {
@@ -310,7 +329,7 @@ impl PartitionStore {
         }
         fill(loading.memory())?;
         // SAFETY: the marks make all blocks this thread's, and version 0 is shown only when they are loaded.
-        (0..self.layout().blocks()).for_each(|block| unsafe { loading.filled(BlockId(block)) });
+        (0..self.layout().blocks()).try_for_each(|block| unsafe { loading.filled(BlockId(block)) })?;
         drop(loading);
         mark(COMING, THERE);
         self.finish_loading()
@@ -360,10 +379,11 @@ impl PartitionStore {
     /// # Errors
     /// [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it), somebody
     /// reads what is kept, or too many slow readers read blocks of dropped plans, and [`PartitionError::NoBuffer`], pass. [`PartitionError::Base`],
-    /// [`PartitionError::Loading`], [`PartitionError::Memory`].
+    /// [`PartitionError::Loading`], [`PartitionError::Memory`], [`PartitionError::Device`].
     pub fn begin(&self, base: Version, work: Work, check: bool) -> Result<Arc<PartitionJob>, PartitionError> {
         let mut inner = self.shared.inner.lock();
         let newest = inner.ready()?;
+        inner.store.arrays().map_or(Ok(()), |arrays| arrays.check())?;
         if base != newest {
             return Err(PartitionError::Base { expected: newest, got: base });
         }
@@ -381,7 +401,8 @@ impl PartitionStore {
             Work::Reduce { step, tensors, fresh_state } => {
                 inner.store.prepare(step.reducer, *fresh_state)?;
                 let steps = ByteSteps::of_partition(partition, tensors);
-                let adds_there = in_place && inner.adds_there && inner.store.versions_hold_sums();
+                let adds_up = !step.reducer.combine().replaces();
+                let adds_there = in_place && adds_up && inner.adds_there && inner.store.versions_hold_sums();
                 let how = How { check, adds_there, leaves_masters: false };
                 Some(inner.store.next_version(next, None, steps, how)?)
             }
@@ -482,6 +503,11 @@ impl PartitionStore {
             let both = job.seal()?;
             return Ok((!both.is_empty()).then(|| Merge::new(Arc::clone(job), both)));
         };
+        if let Some(failure) = job.failure() {
+            // Nothing changes the state any more, and whoever waits for it hears why it is lost.
+            inner.making = false;
+            return Err(failure.into());
+        }
         job.check_finished()?;
         inner.store.publish_next(builder);
         if let Work::Reduce { step, .. } = job.work() {
@@ -498,7 +524,8 @@ impl PartitionStore {
     /// zero.
     ///
     /// # Errors
-    /// [`PartitionError::Busy`] while a job exists, [`PartitionError::Loading`], [`PartitionError::Memory`].
+    /// [`PartitionError::Busy`] while a job exists, [`PartitionError::Loading`], [`PartitionError::Memory`],
+    /// [`PartitionError::Device`].
     pub fn prepare(&self, reducer: Reducer, fresh: bool) -> Result<(), PartitionError> {
         let mut inner = self.shared.inner.lock();
         inner.ready()?;
@@ -595,7 +622,17 @@ impl PartitionStore {
         }
     }
 
-    /// The memory in use.
+    /// Whether a device has the optimizer state, and makes versions.
+    pub fn is_on_device(&self) -> bool {
+        self.shared.inner.lock().store.arrays().is_some()
+    }
+
+    /// The memory of a device in use: of weights and masters, and of optimizer state. `None` if the model is not on one.
+    pub fn device_bytes(&self) -> Option<(u64, u64)> {
+        self.shared.inner.lock().store.arrays().map(|arrays| arrays.bytes())
+    }
+
+    /// The memory in use, of the host.
     pub fn bytes(&self) -> MemoryUse {
         let inner = self.shared.inner.lock();
         let (masters, state) = inner.store.state_bytes();

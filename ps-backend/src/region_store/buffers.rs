@@ -16,6 +16,7 @@ use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Step;
 
 use super::elements::element_span;
+use crate::device::{Array, Arrays, DeviceError};
 
 /// A block whose bytes belong to no version.
 pub(super) const VOID: u64 = u64::MAX;
@@ -152,6 +153,7 @@ pub(crate) struct Loading {
     pub(super) layout: Arc<ModelLayout>,
     pub(super) front: Arc<VersionBuffer>,
     pub(super) state: Arc<StateBuffer>,
+    pub(super) arrays: Option<Arc<Arrays>>,
 }
 
 impl Loading {
@@ -162,10 +164,17 @@ impl Loading {
 
     /// A block was filled.
     ///
+    /// # Errors
+    /// [`DeviceError::Failed`].
+    ///
     /// # Safety
     /// The block belongs to this thread alone, and nobody reads version 0 yet.
-    pub(crate) unsafe fn filled(&self, block: BlockId) {
-        let Some(master) = &self.state.master else { return };
+    pub(crate) unsafe fn filled(&self, block: BlockId) -> Result<(), DeviceError> {
+        if let Some(arrays) = &self.arrays {
+            // SAFETY: passed on to the caller.
+            return unsafe { self.copy_to(arrays, block) };
+        }
+        let Some(master) = &self.state.master else { return Ok(()) };
         for segment in self.layout.segments(block) {
             let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { continue };
             // SAFETY: passed on to the caller.
@@ -174,20 +183,46 @@ impl Loading {
                 kernels::widen(wire, weights, master.floats_mut(element_span(segment, wire)));
             }
         }
+        Ok(())
+    }
+
+    /// Copies a block's weights to the device, as masters if they are of 16 bits.
+    ///
+    /// # Safety
+    /// The conditions of [`Self::filled`].
+    unsafe fn copy_to(&self, arrays: &Arrays, block: BlockId) -> Result<(), DeviceError> {
+        let mut wide = Vec::new();
+        for segment in self.layout.segments(block) {
+            let Some(wire) = Wire::of(segment.dtype) else { continue };
+            let elements = element_span(segment, wire);
+            // SAFETY: passed on to the caller.
+            let weights = unsafe { self.front.region.memory().bytes(span(&segment.bytes)) };
+            if wire.is_half() {
+                wide.resize(elements.len(), 0.0);
+                kernels::widen(wire, weights, &mut wide);
+                arrays.write(Array::Values, elements.start * 4, kernels::bytes(&wide))?;
+            } else {
+                arrays.write(Array::Values, elements.start * 4, weights)?;
+            }
+        }
+        Ok(())
     }
 
     /// Loads a block.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`].
     ///
     /// # Panics
     /// If `bytes` are not as long as the block.
     ///
     /// # Safety
     /// The block belongs to this thread alone, and nobody reads version 0 yet.
-    pub(crate) unsafe fn load(&self, block: BlockId, bytes: &[u8]) {
+    pub(crate) unsafe fn load(&self, block: BlockId, bytes: &[u8]) -> Result<(), DeviceError> {
         // SAFETY: passed on to the caller.
         let room = unsafe { self.front.region.memory().bytes_mut(span(&self.layout.block_bytes(block))) };
         kernels::stream_copy(bytes, room);
         // SAFETY: passed on to the caller.
-        unsafe { self.filled(block) };
+        unsafe { self.filled(block) }
     }
 }

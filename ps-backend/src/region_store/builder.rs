@@ -18,6 +18,7 @@ use smallvec::SmallVec;
 use super::accumulator::{Accumulator, INLINE, Payload, within};
 use super::elements::element_span;
 use super::{EarlyReader, StateBuffer, VOID, VersionBuffer};
+use crate::device::Arrays;
 use crate::reducers;
 
 /// A term that a block is made from.
@@ -35,7 +36,7 @@ pub(crate) type Written<'a> = Option<&'a [Range<u32>]>;
 
 /// The terms that a piece of a block is made from.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Brings {
+pub(super) enum Brings {
     All,
     /// One of the terms, with `assign`.
     Only(usize),
@@ -60,6 +61,8 @@ pub(crate) struct VersionBuilder {
     pub(super) new_state: Arc<StateBuffer>,
     /// The sum of contributions to the version, if it lies where the version will be.
     pub(super) sum: Option<Accumulator>,
+    /// The state on a device, if it is there.
+    pub(super) arrays: Option<Arc<Arrays>>,
     pub(super) changed: Arc<[AtomicU64]>,
     pub(super) how: How,
 }
@@ -141,7 +144,7 @@ impl VersionBuilder {
     }
 
     /// Whether no learner has written a tensor of `block`.
-    fn stays(&self, block: BlockId) -> bool {
+    pub(super) fn stays(&self, block: BlockId) -> bool {
         self.steps().pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
     }
 
@@ -323,7 +326,7 @@ impl VersionBuilder {
     }
 
     /// The pieces of `block` that have one element type and one step each.
-    fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, u64)> {
+    pub(super) fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, u64)> {
         let segments = self.layout.segments(block).iter();
         segments.flat_map(|segment| {
             self.steps().pieces(segment.bytes.clone()).map(move |(bytes, step)| (segment.cut(bytes), step))
@@ -476,7 +479,12 @@ unsafe fn read<'a>(from: &'a Mapping, elements: Range<usize>, room: Option<&'a m
 
 /// Cuts `piece`, of a block that begins at `start`, where the set of contributions changes that have written it. A
 /// half-written element counts as not written.
-fn brought(piece: &Segment, start: u64, written: &[Written<'_>], mut each: impl FnMut(Segment, Brings)) {
+pub(super) fn brought(
+    piece: &Segment,
+    start: u64,
+    written: &[Written<'_>],
+    mut each: impl FnMut(Segment, Brings),
+) {
     let bytes = &piece.bytes;
     let within = |range: &Range<u32>| within(piece, start, range);
     let inputs: SmallVec<[Option<Vec<Range<u64>>>; INLINE]> =

@@ -9,6 +9,7 @@ use libmodelio::transport::rdma::{DeviceMemory, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
 use libmodelio::wire::Checksum;
 
+use crate::device::Accelerator;
 use crate::state_copies::StateCopies;
 
 /// The options of a server process.
@@ -24,8 +25,10 @@ pub struct ServerOptions {
     pub holds_blocks: bool,
     /// The number of threads that move bytes, and also of those that compute.
     pub threads: usize,
-    /// How many copies of optimizer state it has.
+    /// How many copies of optimizer state it has in the host's memory.
     pub state: StateCopies,
+    /// The device that has the state instead, and makes versions.
+    pub device: Option<Arc<Accelerator>>,
     /// The system calls that move bytes.
     pub io: Choice,
     /// Whether blocks are sent with a checksum.

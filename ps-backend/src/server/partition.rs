@@ -44,7 +44,7 @@ use super::redirect::Redirect;
 use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
 use crate::partition::executor::Executor;
-use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore};
+use crate::partition::store::{Home, Limits, PartitionError, PartitionJob, PartitionStore};
 use crate::snapshot::Piece;
 use crate::state_copies::StateCopies;
 pub(super) use blocks::Followed;
@@ -69,6 +69,9 @@ pub(super) enum ToCoordinator {
 
 /// The most version buffers for clients that retain many. Each takes a region of their connections.
 const MOST_BUFFERS: usize = 32;
+
+/// The most blocks that a device makes at once. Between two batches it has nothing to do for a moment.
+const MADE_BY_DEVICE: usize = 512;
 
 struct State {
     core: PartitionCore,
@@ -190,7 +193,14 @@ impl Partition {
         }
         let partition = layout.partition(&blocks).map_err(|error| bad(&error))?;
         let controls = &record.controls;
-        let needed = MemoryUse::of_partition(partition.layout(), controls, options.state).total();
+        // The version of a small model goes with the message that it counts, so it is computed before, and by the CPU.
+        let is_small = layout.size() <= u64::from(MAX_SMALL_MODEL);
+        let home = match executor.device() {
+            _ if is_small => Home::Host(StateCopies::Double),
+            Some(device) => Home::Device(Arc::clone(device)),
+            None => Home::Host(options.state),
+        };
+        let needed = MemoryUse::of_partition(partition.layout(), controls, home.copies()).total();
         let available = memory::available();
         if let Some(available) = available.filter(|&available| available < needed) {
             return Err(MakeError::Room { needed, available });
@@ -199,10 +209,7 @@ impl Partition {
         let limits = Limits::default();
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
         let limits = Limits { buffers, ..limits };
-        // The version of a small model goes with the message that it counts, so it is computed before.
-        let is_small = layout.size() <= u64::from(MAX_SMALL_MODEL);
-        let copies = if is_small { StateCopies::Double } else { options.state };
-        let store = PartitionStore::with_state(partition, controls.reducer, limits, copies)?;
+        let store = PartitionStore::with_state(partition, controls.reducer, limits, home)?;
         Ok(Partition::of(record, (layout.size(), false), store, executor, options.checksum))
     }
 
@@ -220,7 +227,8 @@ impl Partition {
         let all: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
         let partition = layout.partition(&all).map_err(|error| MakeError::Record(error.to_string()))?;
         let limits = Limits { retain: 0, buffers: record.controls.max_versions as usize };
-        let store = PartitionStore::with_state(partition, record.controls.reducer, limits, copies)?;
+        let home = executor.device().map_or(Home::Host(copies), |device| Home::Device(Arc::clone(device)));
+        let store = PartitionStore::with_state(partition, record.controls.reducer, limits, home)?;
         Ok(Partition::of(record, (layout.size(), true), store, executor, Checksum::Off))
     }
 
@@ -328,7 +336,11 @@ impl Partition {
 
 fn core_at(version: Version, store: &PartitionStore, has_client_here: bool) -> PartitionCore {
     let core = PartitionCore::new(store.partition().layout().blocks(), version);
-    if has_client_here { core.without_early_readers() } else { core }
+    match store.is_on_device() {
+        _ if has_client_here => core.without_early_readers(),
+        true => core.making(MADE_BY_DEVICE),
+        false => core,
+    }
 }
 
 impl State {

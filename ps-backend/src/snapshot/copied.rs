@@ -51,7 +51,7 @@ impl Kind {
             if room.is_empty() {
                 return Ok(());
             }
-            match kept.bytes(block, what)? {
+            match &*kept.bytes(block, what)? {
                 bytes if bytes.len() == room.len() => room.copy_from_slice(bytes),
                 // Nothing of the kind has been needed yet.
                 [] => room.fill(0),

@@ -1,5 +1,6 @@
 //! A small model of mixed types behind the real shard, and a scalar reference to compare with.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
@@ -12,11 +13,23 @@ use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
-use ps_backend::partition::executor::Cpu;
+use ps_backend::partition::executor::{Cpu, Executor};
 use ps_backend::server::local;
 
 pub const LONG: Duration = Duration::from_secs(20);
 pub const BLOCK: u32 = 64 << 10;
+
+thread_local! {
+    /// The executor of the jobs that this thread makes, if it is not to be a CPU.
+    static EXECUTOR: RefCell<Option<Arc<dyn Executor>>> = const { RefCell::new(None) };
+}
+
+/// Calls `test`, whose jobs have this executor.
+pub fn on(executor: Arc<dyn Executor>, test: fn()) {
+    EXECUTOR.set(Some(executor));
+    test();
+    EXECUTOR.set(None);
+}
 
 /// A job, and the objects to write to it.
 pub struct Job {
@@ -37,10 +50,18 @@ impl Job {
         Job::with(mixed_layout(), settings)
     }
 
+    /// The mixed model, with this executor.
+    pub fn on(executor: Arc<dyn Executor>, settings: &[(&str, &str)]) -> Job {
+        EXECUTOR.set(Some(executor));
+        let job = Job::new(settings);
+        EXECUTOR.set(None);
+        job
+    }
+
     pub fn with(layout: ModelLayout, settings: &[(&str, &str)]) -> Job {
         let layout = Arc::new(layout);
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        let executor = Cpu::start(2).unwrap();
+        let executor = EXECUTOR.with_borrow(Option::clone).unwrap_or_else(|| Cpu::start(2).unwrap());
         let shard = local::start("m", &layout, &controls, &executor, |memory| {
             // SAFETY: nobody else knows the shard yet.
             unsafe { memory.write(0, &initial_weights(&layout)) };

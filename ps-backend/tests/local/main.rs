@@ -3,7 +3,10 @@
 
 mod common;
 mod concurrency;
+mod device;
 mod failures;
 mod reducers;
+#[path = "../support/mod.rs"]
+mod support;
 mod together;
 mod versions;

@@ -86,7 +86,7 @@ fn run(reducer: Reducer, consistency: &str, count: usize) {
 }
 
 #[test]
-fn synchronous_reducers_match_the_reference() {
+pub fn synchronous_reducers_match_the_reference() {
     for reducer in Reducer::all().filter(|reducer| *reducer != Reducer::Assign) {
         for learners in 1..=4 {
             run(reducer, "sync", learners);
@@ -95,7 +95,7 @@ fn synchronous_reducers_match_the_reference() {
 }
 
 #[test]
-fn asynchronous_reducers_match_the_reference() {
+pub fn asynchronous_reducers_match_the_reference() {
     for reducer in [Reducer::Sum, Reducer::Sgd, Reducer::Nesterov, Reducer::AdamW] {
         for learners in 1..=3 {
             run(reducer, "async", learners);
@@ -104,7 +104,7 @@ fn asynchronous_reducers_match_the_reference() {
 }
 
 #[test]
-fn untouched_blocks_keep_their_value_over_many_versions() {
+pub fn untouched_blocks_keep_their_value_over_many_versions() {
     for reducer in ["sum", "sgd", "assign"] {
         let job = Job::new(&[("reducer", reducer), ("carry", "1")]);
         let learner = job.join("a");
@@ -133,7 +133,7 @@ fn untouched_blocks_keep_their_value_over_many_versions() {
 }
 
 #[test]
-fn assigned_contributions_replace_everything_accumulated_or_not() {
+pub fn assigned_contributions_replace_everything_accumulated_or_not() {
     for count in 1..=3 {
         for mapped in [false, true] {
             let number = count.to_string();
@@ -172,7 +172,7 @@ fn assigned_contributions_replace_everything_accumulated_or_not() {
 }
 
 #[test]
-fn accumulated_values_stay_when_the_last_learner_writes_nothing() {
+pub fn accumulated_values_stay_when_the_last_learner_writes_nothing() {
     let job = Job::new(&[("reducer", "assign"), ("learners", "2")]);
     let (a, b) = (job.join("a"), job.join("b"));
     let data = gradient(&job.layout, 3);
@@ -186,7 +186,7 @@ fn accumulated_values_stay_when_the_last_learner_writes_nothing() {
 }
 
 #[test]
-fn assigned_contributions_hold_values_of_the_highest_learner_in_any_order() {
+pub fn assigned_contributions_hold_values_of_the_highest_learner_in_any_order() {
     // 0 and 2 ship mappings, 1 writes blocks in whole and in part.
     for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
         for highest_writes in [false, true] {
@@ -222,7 +222,7 @@ fn assigned_contributions_hold_values_of_the_highest_learner_in_any_order() {
 }
 
 #[test]
-fn partly_written_blocks_count_zeros_or_keep_values() {
+pub fn partly_written_blocks_count_zeros_or_keep_values() {
     let job = Job::new(&[("reducer", "assign")]);
     let learner = job.join("a");
     let data = gradient(&job.layout, 3);
@@ -236,7 +236,7 @@ fn partly_written_blocks_count_zeros_or_keep_values() {
 }
 
 #[test]
-fn half_precision_accumulates_in_masters() {
+pub fn half_precision_accumulates_in_masters() {
     // A step of 2^-12 is lost in a bf16 weight of about 1, unless an fp32 master remembers it.
     let job = Job::new(&[("reducer", "sgd"), ("learning_rate", "0.000244140625")]);
     let learner = job.join("a");
@@ -251,7 +251,7 @@ fn half_precision_accumulates_in_masters() {
 }
 
 #[test]
-fn new_weights_in_part_keep_the_rest_and_its_masters() {
+pub fn new_weights_in_part_keep_the_rest_and_its_masters() {
     let job = Job::new(&[("reducer", "sgd"), ("learning_rate", "0.000244140625")]);
     let learner = job.join("a");
     let ones = encode(&job.layout, 0, |_| 1.0);
@@ -293,7 +293,7 @@ fn new_weights_in_part_keep_the_rest_and_its_masters() {
 }
 
 #[test]
-fn a_change_of_reducer_starts_from_zero_state() {
+pub fn a_change_of_reducer_starts_from_zero_state() {
     let job = Job::new(&[("reducer", "adam"), ("learners", "2"), ("epsilon", "1e-3")]);
     let learners = [job.join("a"), job.join("b")];
     let mut reference = Reference::new(&job.layout);
@@ -317,7 +317,7 @@ fn a_change_of_reducer_starts_from_zero_state() {
 }
 
 #[test]
-fn a_setting_changed_in_mid_write_takes_effect_at_the_next_version() {
+pub fn a_setting_changed_in_mid_write_takes_effect_at_the_next_version() {
     let job = Job::with(floats_layout(40_000), &[("reducer", "adam"), ("learning_rate", "0.5")]);
     let learner = job.join("a");
     let mut reference = Reference::new(&job.layout);

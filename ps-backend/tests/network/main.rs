@@ -3,6 +3,7 @@
 mod ahead;
 mod checksum;
 mod declared;
+mod device;
 mod following;
 mod lent;
 #[cfg(feature = "rdma")]
@@ -24,5 +25,7 @@ mod small;
 mod steps;
 #[cfg(feature = "rdma")]
 mod strangers;
+#[path = "../support/mod.rs"]
+mod support;
 mod together;
 mod world;

@@ -100,6 +100,7 @@ pub fn options() -> ServerOptions {
         rdma: RdmaUse::Off,
         rdma_port: None,
         rdma_options: RdmaOptions::default(),
+        device: None,
         device_memory: None,
     }
 }
@@ -135,12 +136,23 @@ impl World {
         layout: &ModelLayout,
         settings: &[(&str, &str)],
     ) -> World {
+        World::with_each(vec![options; shards], transport, layout, settings)
+    }
+
+    /// With these options of each shard.
+    pub fn with_each(
+        mut each: Vec<ServerOptions>,
+        transport: TransportChoice,
+        layout: &ModelLayout,
+        settings: &[(&str, &str)],
+    ) -> World {
+        let (shards, options) = (each.len(), each[0].clone());
         let io = options.io;
-        let start = |registry| Server::start(ServerOptions { registry, ..options.clone() }).unwrap();
-        let first = start(None);
+        let start = |registry, options| Server::start(ServerOptions { registry, ..options }).unwrap();
+        let first = start(None, each.remove(0));
         let at = first.address().to_string();
         let mut servers = vec![first];
-        servers.extend((1..shards).map(|_| start(Some(at.clone()))));
+        servers.extend(each.into_iter().map(|options| start(Some(at.clone()), options)));
         let registry = RemoteRegistry::new(at);
         let record = blank(&registry, "m", layout, settings, shards);
         World { servers, registry, record, io, transport, rdma: options.rdma_options.clone(), options }

@@ -8,7 +8,9 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
-use ps_backend::partition::store::{Limits, Merge, PartitionError, PartitionJob, PartitionStore, Payload};
+use ps_backend::partition::store::{
+    Home, Limits, Merge, PartitionError, PartitionJob, PartitionStore, Payload,
+};
 use ps_backend::state_copies::StateCopies;
 
 use crate::common;
@@ -157,10 +159,10 @@ impl Twin {
         reducer: Reducer,
         hyper: Hyper,
         limits: Limits,
-        copies: StateCopies,
+        home: impl Into<Home>,
     ) -> Twin {
         let layout = Arc::clone(partition.layout());
-        let store = PartitionStore::with_state(partition, reducer, limits, copies).unwrap();
+        let store = PartitionStore::with_state(partition, reducer, limits, home).unwrap();
         let watcher = Watcher::of(&store);
         let weights = initial_weights(&layout);
         for block in (0..layout.blocks()).map(BlockId) {

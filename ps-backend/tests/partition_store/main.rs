@@ -4,6 +4,9 @@ mod clipping;
 #[path = "../local/common.rs"]
 #[allow(dead_code)]
 mod common;
+mod device;
+mod device_kernels;
+mod device_rules;
 mod doubles;
 mod driver;
 mod in_place;
@@ -11,5 +14,7 @@ mod moving;
 mod partly;
 mod random;
 mod rules;
+#[path = "../support/mod.rs"]
+mod support;
 mod threads;
 mod watching;

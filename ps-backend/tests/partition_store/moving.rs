@@ -27,8 +27,8 @@ fn bring(from: &PartitionStore, to: &PartitionStore) {
         let (there, here) = (from.partition().local(global).unwrap(), to.partition().local(global).unwrap());
         for what in [Kept::Weights].into_iter().chain(to.wants(here).unwrap()) {
             assert!(matches!(to.finish_loading(), Err(PartitionError::NotLoaded(_))));
-            assert!(to.load_piece(here, what, kept.bytes(there, what).unwrap()).unwrap());
-            assert!(!to.load_piece(here, what, kept.bytes(there, what).unwrap()).unwrap());
+            assert!(to.load_piece(here, what, &kept.bytes(there, what).unwrap()).unwrap());
+            assert!(!to.load_piece(here, what, &kept.bytes(there, what).unwrap()).unwrap());
         }
     }
     to.finish_loading().unwrap();

@@ -5,10 +5,10 @@ use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use proptest::prelude::*;
 use proptest::sample::select;
 use ps_backend::partition::store::Limits;
-use ps_backend::state_copies::StateCopies;
 
 use crate::common::floats_layout;
 use crate::driver::{Source, Twin, WAYS, model, partition_of};
+use crate::support::homes;
 
 /// Which blocks, by bit; which way.
 type Draw = (u16, usize);
@@ -73,12 +73,13 @@ proptest! {
         mine in 1..0x400u32,
         hyper in hyper(),
         rounds in prop::collection::vec(round(), 1..5),
-        copies in select(vec![StateCopies::Single, StateCopies::Double]),
+        home in 0..homes::all().len(),
         model in select(vec![model(), floats_layout(150_001)]),
     ) {
         let partition = partition_of(&model, |block| mine >> (block % 10) & 1 == 1 || block == 0);
         let limits = Limits { retain: 1, ..Limits::default() };
-        let mut twin = Twin::with_state(partition, rounds[0].reducer, hyper, limits, copies);
+        let home = homes::all().swap_remove(home);
+        let mut twin = Twin::with_state(partition, rounds[0].reducer, hyper, limits, home);
         let mut before = twin.check("loaded");
         let mut seed = 0;
         for (i, round) in rounds.iter().enumerate() {

@@ -66,6 +66,7 @@ fn defaults() {
             metrics: None,
             threads: 2,
             state: StateCopies::Single,
+            device: DeviceName::Cpu,
             io: Choice::Auto,
             checksum: Checksum::On,
             rdma: RdmaUse::Auto,

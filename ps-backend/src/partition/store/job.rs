@@ -2,8 +2,8 @@
 //!
 //! This module holds `unsafe`; the module above explains why it is sound.
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::tally::{Flow, Tally};
@@ -18,6 +18,7 @@ use smallvec::SmallVec;
 
 use super::sums::Sums;
 use super::{PartitionError, Payload, check_payload};
+use crate::device::DeviceError;
 use crate::region_store::accumulator::{Accumulator, is_direct};
 use crate::region_store::{EarlyReader, Term, VersionBuilder, Written};
 
@@ -26,11 +27,11 @@ const CLAIMED: u8 = 1;
 /// The block has an open sum.
 const HELD: u8 = 2;
 /// The block of the next version is computed, or the block is measured.
-const FINISHED: u8 = 4;
+pub(super) const FINISHED: u8 = 4;
 /// The plan is concluded.
 const SEALED: u8 = 8;
 /// The state of the block is that of the next version.
-const MADE: u8 = 16;
+pub(super) const MADE: u8 = 16;
 
 /// The work of one plan. Many threads use it at once, but each block belongs to one thread at a time. A second one is
 /// refused.
@@ -49,6 +50,8 @@ pub struct PartitionJob {
     in_place: bool,
     blocks: Box<[AtomicU8]>,
     over: AtomicBool,
+    /// Why the device has not made the version.
+    failed: OnceLock<DeviceError>,
     /// This is the last field: when it is dropped, nothing else is in use any more.
     alive: Arc<Alive>,
 }
@@ -91,14 +94,14 @@ pub struct BlockInput<'a> {
 const INLINE: usize = 16;
 
 /// The right to work on a block.
-struct Claim<'a>(&'a AtomicU8);
+pub(super) struct Claim<'a>(&'a AtomicU8);
 
 impl Claim<'_> {
-    fn holds(&self) -> bool {
+    pub(super) fn holds(&self) -> bool {
         self.0.load(Ordering::Relaxed) & HELD != 0
     }
 
-    fn set(&self, what: u8) {
+    pub(super) fn set(&self, what: u8) {
         self.0.fetch_or(what, Ordering::Relaxed);
     }
 }
@@ -130,6 +133,7 @@ impl PartitionJob {
             in_place,
             blocks,
             over: AtomicBool::new(false),
+            failed: OnceLock::new(),
             alive: Arc::new(Alive),
         }
     }
@@ -150,7 +154,7 @@ impl PartitionJob {
         self.over.load(Ordering::Relaxed)
     }
 
-    fn claim(&self, block: BlockId) -> Result<Claim<'_>, PartitionError> {
+    pub(super) fn claim(&self, block: BlockId) -> Result<Claim<'_>, PartitionError> {
         let blocks = self.layout.blocks();
         let mark = self.blocks.get(block.index()).ok_or(PartitionError::NoBlock { block, blocks })?;
         let free = |mark| (mark & (CLAIMED | FINISHED | SEALED) == 0).then_some(mark | CLAIMED);
@@ -265,7 +269,7 @@ impl PartitionJob {
     }
 
     /// The open sum of `block`, which is about to be written.
-    fn open(&self, block: BlockId) -> &Accumulator {
+    pub(super) fn open(&self, block: BlockId) -> &Accumulator {
         self.builder.as_ref().and_then(|builder| builder.sum(block)).unwrap_or_else(|| self.sums.open(block))
     }
 
@@ -369,8 +373,13 @@ impl PartitionJob {
     }
 
     /// Whether contributions are added up until the version counts, and its blocks are computed then.
-    fn sums_first(&self) -> bool {
+    pub(super) fn sums_first(&self) -> bool {
         self.in_place && matches!(self.work, Work::Reduce { .. })
+    }
+
+    /// Whether a device makes the version.
+    pub(super) fn is_on_device(&self) -> bool {
+        self.builder().is_some_and(|builder| builder.arrays().is_some())
     }
 
     /// Whether the version changes state in place. Its blocks are complete only when [`super::Making`] has made them.
@@ -386,19 +395,34 @@ impl PartitionJob {
         if self.sums_first() {
             self.compute(block, &[])?;
         }
-        let blocks = self.layout.blocks();
-        let mark = self.blocks.get(block.index()).ok_or(PartitionError::NoBlock { block, blocks })?;
-        let computed = |mark| (mark & (CLAIMED | FINISHED | MADE) == FINISHED).then_some(mark | CLAIMED);
-        if mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, computed).is_err() {
-            return Err(PartitionError::Unfinished(block));
-        }
-        let claim = Claim(mark);
+        let claim = self.claim_computed(block)?;
         if let Some(builder) = self.builder().filter(|_| !self.sums_first()) {
             // SAFETY: the block is claimed.
             unsafe { builder.keep_masters(block) };
         }
         claim.set(MADE);
         Ok(())
+    }
+
+    /// The right to make a block that is computed.
+    pub(super) fn claim_computed(&self, block: BlockId) -> Result<Claim<'_>, PartitionError> {
+        let blocks = self.layout.blocks();
+        let mark = self.blocks.get(block.index()).ok_or(PartitionError::NoBlock { block, blocks })?;
+        let computed = |mark| (mark & (CLAIMED | FINISHED | MADE) == FINISHED).then_some(mark | CLAIMED);
+        match mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, computed) {
+            Ok(_) => Ok(Claim(mark)),
+            Err(_) => Err(PartitionError::Unfinished(block)),
+        }
+    }
+
+    /// The device has not made the version.
+    pub(super) fn has_failed(&self, error: &DeviceError) {
+        let _ = self.failed.set(error.clone());
+    }
+
+    /// Why the device has not made the version, if it has failed.
+    pub(super) fn failure(&self) -> Option<DeviceError> {
+        self.failed.get().cloned()
     }
 
     /// Adds the squares of a block's sum to those of the others. Nothing is added to the block any more.

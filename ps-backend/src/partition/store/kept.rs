@@ -4,6 +4,7 @@
 //! running plan does not write it, unless there is one copy of the state: then [`PartitionStore::make`] waits while the
 //! data is being read. The next plan would, too, so [`PartitionStore::begin`] refuses it.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -31,16 +32,17 @@ impl KeptState {
         self.version
     }
 
-    /// The data of a block of the partition. It is empty if the block has none of that kind.
+    /// The data of a block of the partition, copied from a device if it is there. It is empty if the block has none of
+    /// that kind.
     ///
     /// # Errors
-    /// [`PartitionError::NoBlock`].
-    pub fn bytes(&self, block: BlockId, what: Kept) -> Result<&[u8], PartitionError> {
+    /// [`PartitionError::NoBlock`], [`PartitionError::Device`].
+    pub fn bytes(&self, block: BlockId, what: Kept) -> Result<Cow<'_, [u8]>, PartitionError> {
         let blocks = self.shared.partition.layout().blocks();
         if block.0 >= blocks {
             return Err(PartitionError::NoBlock { block, blocks });
         }
-        Ok(self.keeping.bytes(block, what))
+        Ok(self.keeping.bytes(block, what)?)
     }
 }
 
@@ -105,7 +107,7 @@ impl PartitionStore {
     ///
     /// # Errors
     /// [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded,
-    /// [`PartitionError::Memory`].
+    /// [`PartitionError::Memory`], [`PartitionError::Device`].
     pub fn begin_at(&self, version: Version, reducer: Reducer) -> Result<(), PartitionError> {
         let mut inner = self.shared.inner.lock();
         let loading = inner.loading.take().ok_or(PartitionError::Loaded)?;
@@ -142,7 +144,7 @@ impl PartitionStore {
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`],
     /// [`PartitionError::Loaded`]; [`PartitionError::NotLoaded`] if the weights have not come,
-    /// [`PartitionError::Claimed`] while another piece comes.
+    /// [`PartitionError::Claimed`] while another piece comes; [`PartitionError::Device`].
     pub fn load_piece(&self, block: BlockId, what: Kept, bytes: &[u8]) -> Result<bool, PartitionError> {
         if what == Kept::Weights {
             return self.load(block, bytes);
@@ -167,7 +169,11 @@ impl PartitionStore {
             return Err(PartitionError::Claimed(block));
         }
         // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are loaded.
-        unsafe { loading.load_state(block, what, bytes) };
+        let loaded = unsafe { loading.load_state(block, what, bytes) };
+        if let Err(error) = loaded {
+            mark.store(before, Ordering::Release);
+            return Err(error.into());
+        }
         if matches!(what, Kept::Slot(_)) && !bytes.is_empty() {
             self.shared.inner.lock().store.state_loaded();
         }

@@ -17,7 +17,23 @@ impl Making {
     /// [`PartitionError::NoBlock`]; [`PartitionError::Claimed`] or [`PartitionError::Unfinished`] if another thread is
     /// at work on the block, or has made it.
     pub fn block(&self, block: BlockId) -> Result<(), PartitionError> {
+        if self.is_on_device() {
+            return self.blocks(&[block]).map_err(|(_, error)| error);
+        }
         self.0.make(block)
+    }
+
+    /// Whether a device makes the version. It takes many blocks at once, and the more, the faster.
+    pub fn is_on_device(&self) -> bool {
+        self.0.is_on_device()
+    }
+
+    /// Makes blocks on the device, and returns when their weights are in the host's memory.
+    ///
+    /// # Errors
+    /// The errors of [`Self::block`], and [`PartitionError::Device`]: then the model is lost.
+    pub fn blocks(&self, blocks: &[BlockId]) -> Result<(), (BlockId, PartitionError)> {
+        self.0.make_on_device(blocks)
     }
 }
 

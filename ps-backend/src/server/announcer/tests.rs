@@ -24,6 +24,7 @@ fn the_status_of_a_shard_and_its_announcer_do_not_wait_for_each_other() {
         rdma: RdmaUse::Off,
         rdma_port: None,
         rdma_options: libmodelio::transport::rdma::RdmaOptions::default(),
+        device: None,
         device_memory: None,
     };
     // Its end would wait, too.

@@ -1,5 +1,6 @@
 //! A partition whose model moves: it begins at a version, or is left for another block map.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use libmodelio::transport::stream::Close;
@@ -41,7 +42,7 @@ impl Partition {
         if kept.version() != wanted {
             return Err(Refusal::NoVersion { wanted, newest: kept.version() });
         }
-        kept.bytes(local, what).map(<[u8]>::to_vec).map_err(Refusal::other)
+        kept.bytes(local, what).map(Cow::into_owned).map_err(Refusal::other)
     }
 
     /// Another block map is in force. Sends all connected peers the redirect. The partition takes nothing any more.

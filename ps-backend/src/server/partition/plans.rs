@@ -10,7 +10,6 @@ use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{self, Message, Refusal, Work};
-use parking_lot::Mutex;
 
 use super::{Partition, State, ToCoordinator};
 use crate::partition::core::{self, Action, Plan, Source, local_blocks};
@@ -399,22 +398,12 @@ impl Partition {
         }
     }
 
-    /// Makes blocks on the executor's threads, a single one in this thread. A client in this process gets the message of
+    /// Has the executor make blocks, a single one in this thread. A client in this process gets the message of
     /// the new version only after this: it shows the version at once.
     fn make_with(self: &Arc<Partition>, plan: PlanId, making: Making, blocks: Vec<BlockId>) {
-        let make = |block: BlockId| making.block(block).map_err(|error| (block, error));
         if self.has_client_here || blocks.len() == 1 {
-            let outcome = Mutex::new(Ok(()));
-            let made = |at: usize| {
-                if let Err(error) = make(blocks[at]) {
-                    *outcome.lock() = Err(error);
-                }
-            };
-            match blocks.len() {
-                1 => made(0),
-                count => self.executor.for_each(count, &made),
-            }
-            return self.computed(plan, outcome.into_inner());
+            let outcome = self.executor.make(&making, &blocks);
+            return self.computed(plan, outcome);
         }
         let partition = Arc::clone(self);
         let done: Done = Box::new(move |outcome| partition.computed(plan, outcome));

@@ -32,6 +32,10 @@ impl Executor for Holds {
     fn execute(&self, batch: Batch) {
         self.batches.lock().push(batch);
     }
+    fn make(&self, making: &Making, blocks: &[BlockId]) -> Result<(), (BlockId, PartitionError)> {
+        self.cpu.make(making, blocks)
+    }
+
     fn spawn(&self, work: Box<dyn FnOnce() + Send>) {
         self.cpu.spawn(work);
     }

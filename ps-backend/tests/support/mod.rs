@@ -1,0 +1,5 @@
+//! What several tests of devices share.
+#![allow(dead_code)] // no test uses all of it
+
+pub mod homes;
+pub mod software_device;
