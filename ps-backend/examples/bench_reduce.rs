@@ -54,6 +54,9 @@ fn bytes_of(reducer: Reducer) -> usize {
     4 + 8 * (1 + reducer.state_slots())
 }
 
+/// Passes of one sample on the CPU: threads have to be started.
+const PASSES: usize = 8;
+
 /// One thread's part of the arrays, each with its place for results.
 struct Part {
     arrays: [Vec<f32>; 6],
@@ -92,26 +95,40 @@ impl Part {
     }
 }
 
-fn on_threads(parts: &mut [Part], work: impl Fn(&mut Part) + Sync) -> Outcome<()> {
+/// Does all passes of a sample.
+fn on_threads(parts: &mut [Part], work: impl Fn(&mut Part) + Sync) {
     std::thread::scope(|scope| {
-        let work = &work;
-        let threads = parts.iter_mut().map(|part| scope.spawn(move || work(part))).collect::<Vec<_>>();
-        threads.into_iter().try_for_each(|thread| thread.join().map_err(|_| "a thread has panicked".into()))
-    })
+        for part in parts {
+            let work = &work;
+            scope.spawn(move || (0..PASSES).for_each(|_| work(part)));
+        }
+    });
 }
 
 /// All threads of the machine, each with its part of the elements.
 fn cpu(quick: bool) -> Outcome<Value> {
     let threads = available_parallelism()?.get();
-    let elements = (if quick { 16 << 20 } else { 64 << 20 }) / threads / BLOCK * BLOCK;
-    let mut parts: Vec<Part> = (0..threads).map(|_| Part::new(elements)).collect();
+    let elements = (if quick { 32 << 20 } else { 128 << 20 }) / threads / BLOCK * BLOCK;
+    // Each thread touches its memory first.
+    let mut parts: Vec<Part> = std::thread::scope(|scope| {
+        let made: Vec<_> = (0..threads).map(|_| scope.spawn(move || Part::new(elements))).collect();
+        made.into_iter().filter_map(|made| made.join().ok()).collect()
+    });
     let all = elements * threads;
     let mut figures = Map::new();
-    figures.insert("copy".into(), figure(time(|| on_threads(&mut parts, Part::copy))?, all * 8));
+    let of_pass = |seconds: f64, bytes| figure(seconds / PASSES as f64, bytes);
+    let seconds = time(|| {
+        on_threads(&mut parts, Part::copy);
+        Ok(())
+    })?;
+    figures.insert("copy".into(), of_pass(seconds, all * 8));
     for reducer in [Reducer::Sgd, Reducer::Momentum, Reducer::Adam] {
         let step = step(reducer);
-        let seconds = time(|| on_threads(&mut parts, |part| part.reduce(&step)))?;
-        figures.insert(reducer.name().into(), figure(seconds, all * bytes_of(reducer)));
+        let seconds = time(|| {
+            on_threads(&mut parts, |part| part.reduce(&step));
+            Ok(())
+        })?;
+        figures.insert(reducer.name().into(), of_pass(seconds, all * bytes_of(reducer)));
     }
     Ok(json!({ "device": format!("{threads} threads of the CPU"), "elements": all, "figures": figures }))
 }

@@ -127,12 +127,18 @@ fn for_people(status: &Value) -> String {
             };
         }
         for model in list(&shard["models"]) {
-            let memory = model["memory_bytes"].as_u64().unwrap_or(0) as f64 / f64::from(1 << 20);
+            let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+            let memory = mib(model["memory_bytes"].as_u64().unwrap_or(0));
             let name = model["name"].as_str().unwrap_or_default();
             let _ = writeln!(
                 text,
-                "  {name}: version {}, {} blocks, {memory:.0} MiB of memory",
-                model["version"], model["blocks"],
+                "  {name}: version {}, {} blocks, {memory:.0} MiB of memory{}",
+                model["version"],
+                model["blocks"],
+                match model["device_bytes"].as_u64().zip(shard["device"].as_str()) {
+                    Some((bytes, device)) => format!(", {:.0} MiB of {device}", mib(bytes)),
+                    None => String::new(),
+                },
             );
             if model["loaded"] == false {
                 text.push_str(

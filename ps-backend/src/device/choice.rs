@@ -58,8 +58,7 @@ impl DeviceName {
             }
             #[cfg(not(feature = "cuda"))]
             DeviceName::Cuda(_) => Err(DeviceError::Missing(format!(
-                "{self}: this program was built without support for NVIDIA GPUs: build it with `cargo build \
-                 --release --features cuda -p fs-daemon`"
+                "{self}: this gradfs was built without NVIDIA GPUs (cargo build --release --features cuda)"
             ))),
         }
     }

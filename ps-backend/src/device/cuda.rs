@@ -16,29 +16,16 @@ use cudarc::driver::{result, sys};
 use libmodelio::bytes::kernels::Wire;
 use strum::IntoEnumIterator;
 
+use super::kernels;
 use super::{Address, Adoption, Device, DeviceError, Event, Launch, Room, Stream};
 use crate::reducers::{CONSTANTS, Function};
 
-/// The kernels.
-const PTX: &str = include_str!("kernels.ptx");
 /// The compute capability that the PTX is for.
 const CAPABILITY: (i32, i32) = (7, 0);
 /// Threads of a block.
 const THREADS: u32 = 256;
 /// Elements that a thread computes at once, but for F64.
 const AT_ONCE: usize = 4;
-
-const WIRES: [Wire; 4] = [Wire::F32, Wire::F64, Wire::F16, Wire::BF16];
-
-/// The end of a kernel's name.
-fn suffix(wire: Wire) -> &'static str {
-    match wire {
-        Wire::F64 => "f64",
-        Wire::F32 => "f32",
-        Wire::F16 => "f16",
-        Wire::BF16 => "bf16",
-    }
-}
 
 /// A GPU.
 #[derive(Debug)]
@@ -148,7 +135,7 @@ impl Cuda {
 
     /// Has the driver compile the kernels.
     fn load(&mut self) -> Outcome {
-        let ptx = CString::new(PTX).expect("PTX is text");
+        let ptx = CString::new(kernels::PTX).expect("PTX is text");
         self.enter()?;
         // SAFETY: the text ends with a zero.
         self.module = unsafe { result::module::load_data(ptx.as_ptr().cast())? };
@@ -159,13 +146,13 @@ impl Cuda {
             unsafe { result::module::get_function(module, name) }
         };
         for function in Function::iter() {
-            for wire in WIRES {
-                let kernel = kernel(format!("{}_{}", function.name(), suffix(wire)))?;
+            for wire in kernels::WIRES {
+                let kernel = kernel(kernels::reducing(function, wire))?;
                 self.reduce.insert((function, wire), kernel);
             }
         }
-        for wire in WIRES.into_iter().filter(|wire| wire.is_half()) {
-            self.adopt.insert(wire, kernel(format!("adopt_{}", suffix(wire)))?);
+        for wire in kernels::WIRES.into_iter().filter(|wire| wire.is_half()) {
+            self.adopt.insert(wire, kernel(kernels::adopting(wire))?);
         }
         Ok(())
     }
@@ -389,41 +376,6 @@ impl Drop for Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The values behind these words at the head of the PTX.
-    fn head(name: &str) -> &'static str {
-        let line = PTX.lines().find_map(|line| line.strip_prefix("// ")?.strip_prefix(name));
-        line.expect("the head of kernels.ptx has it").trim()
-    }
-
-    #[test]
-    fn the_kernels_are_those_of_the_source() {
-        let source = include_bytes!("kernels.cu");
-        let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, source);
-        assert_eq!(head("source crc32:"), format!("{sum:08x}"), "run scripts/build-ptx");
-    }
-
-    #[test]
-    fn every_formula_has_a_kernel_for_every_type() {
-        let has = |name: String| PTX.contains(&format!(".visible .entry {name}("));
-        for function in Function::iter() {
-            for wire in WIRES {
-                assert!(has(format!("{}_{}", function.name(), suffix(wire))), "{function:?} of {wire:?}");
-            }
-        }
-        assert!(has("adopt_f16".into()) && has("adopt_bf16".into()));
-    }
-
-    #[test]
-    fn nothing_is_fused_or_approximate() {
-        // A CPU rounds after each operation, and so do the kernels.
-        let bad = ["fma.", "mad.f", "mad.rn", ".approx", ".ftz", "ex2", "rsqrt"];
-        let operations = PTX.lines().filter(|line| line.starts_with('\t'));
-        for line in operations {
-            assert!(!bad.iter().any(|bad| line.contains(bad)), "{line}");
-        }
-        assert!(PTX.contains("div.rn.f32") && PTX.contains("sqrt.rn.f64"));
-    }
 
     #[test]
     fn a_gpu_that_is_not_there_has_a_clear_error() {

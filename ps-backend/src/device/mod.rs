@@ -16,12 +16,15 @@
 //! | `runs` | elements that one kernel computes |
 //! | `choice` | devices by their names |
 //! | `cuda` | NVIDIA GPUs (`unsafe`) |
+//! | `kernels` | their kernels |
 
 mod accelerator;
 mod arrays;
 mod choice;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(any(feature = "cuda", test))]
+mod kernels;
 pub mod lanes;
 mod memory;
 mod runs;
