@@ -14,6 +14,8 @@ mod rounds;
 mod settings;
 mod site;
 mod steps;
+#[path = "../support/mod.rs"]
+mod support;
 mod tensors;
 mod versions;
 mod waits;
@@ -138,6 +140,11 @@ macro_rules! limits {
 mod in_process {
     conforms!(crate::site::Way::in_process());
     limits!(crate::site::Way::in_process());
+}
+
+/// The state is on a device in software, as it would be on a GPU.
+mod in_process_on_device {
+    conforms!(crate::site::Way::on_device());
 }
 
 mod shm {

@@ -16,9 +16,10 @@ use libmodelio::transport::{
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use ps_backend::partition::executor::Cpu;
+use ps_backend::partition::executor::OnDevice;
 use ps_backend::server::local;
 
+use crate::support::software_device::software;
 use crate::world::{self, World};
 
 /// The longest wait for an outcome that must come. Devices in software on emulated machines take their time.
@@ -38,24 +39,31 @@ pub struct Way {
     kind: TransportKind,
     /// None if that is none.
     over: Option<world::Way>,
+    /// Whether a device in software has the state.
+    on_device: bool,
 }
 
 impl Way {
     pub fn in_process() -> Option<Way> {
-        Some(Way { kind: TransportKind::InProcess, over: None })
+        Some(Way { kind: TransportKind::InProcess, over: None, on_device: false })
+    }
+
+    /// In this process, with the state on a device in software.
+    pub fn on_device() -> Option<Way> {
+        Some(Way { on_device: true, ..Way::in_process()? })
     }
 
     pub fn shm() -> Option<Way> {
-        Some(Way { kind: TransportKind::SharedMemory, over: Some(world::Way::Shm) })
+        Some(Way { kind: TransportKind::SharedMemory, over: Some(world::Way::Shm), on_device: false })
     }
 
     pub fn tcp(io: Choice) -> Option<Way> {
-        Some(Way { kind: TransportKind::Tcp, over: Some(world::Way::Tcp(io)) })
+        Some(Way { kind: TransportKind::Tcp, over: Some(world::Way::Tcp(io)), on_device: false })
     }
 
     #[cfg(feature = "rdma")]
     pub fn rdma(change: fn(&mut RdmaOptions)) -> Option<Way> {
-        Some(Way { kind: TransportKind::Rdma, over: Some(world::Way::rdma_with(change)?) })
+        Some(Way { kind: TransportKind::Rdma, over: Some(world::Way::rdma_with(change)?), on_device: false })
     }
 
     /// A job with a small fp32 model of zeros.
@@ -78,7 +86,8 @@ impl Way {
         let place = match self.over {
             None => {
                 let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-                let executor = Cpu::start(2).unwrap();
+                let device = self.on_device.then(|| software(1 << 30).1);
+                let executor = OnDevice::start(2, device).unwrap();
                 let client = local::start("m", &Arc::new(layout), &controls, &executor, |_| Ok(())).unwrap();
                 Place::Here(Arc::new(client))
             }
