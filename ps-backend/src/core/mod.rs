@@ -102,6 +102,7 @@ pub struct JobCore<S> {
     /// Whether the blocks of every such plan lie elsewhere, too. That is so on a network.
     staged: bool,
     /// Whether shards add up the sums of two clients at most. Their order changes no bit.
+    #[serde(skip)]
     two_sums: bool,
     speculation: Speculation,
     /// The accumulator is being measured, for a step that must know the norm of its gradient.

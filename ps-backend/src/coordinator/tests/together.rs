@@ -72,3 +72,19 @@ fn a_deterministic_job_of_three_clients_keeps_the_order_and_one_of_two_need_not(
         assert_eq!(bench.started().ordered, third);
     }
 }
+
+#[test]
+fn whoever_takes_over_knows_how_many_clients_the_learners_have() {
+    const C: ClientId = ClientId(30);
+    for third in [false, true] {
+        let mut bench = Bench::new();
+        if third {
+            bench.coordinator.client_up(C, bench.now, &mut bench.said).unwrap();
+            bench.client(C, 1, Message::Join { name: "c".into() });
+        }
+        bench.hold();
+        let state = bench.coordinator.hand_over().unwrap();
+        let taken_over = CoordinatorCore::taken_over(&state, &layout(4), 1, bench.now).unwrap();
+        assert_eq!(taken_over.job().order_is_no_matter(), !third);
+    }
+}
