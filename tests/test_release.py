@@ -1,6 +1,7 @@
 """What holds for the binary that is shipped, and not for a build for development."""
 
 import struct
+import subprocess
 
 import pytest
 
@@ -30,3 +31,10 @@ def test_the_release_has_no_symbols_and_no_debugging_information(release):
     names = sections(release)
     assert ".text" in names
     assert [name for name in names if name.startswith((".debug", ".symtab"))] == []
+
+
+def test_a_program_without_cuda_tells_how_to_build_one(release, tmp_path):
+    up = [release, "up", "--size", "1MiB", "--device", "cuda:0", tmp_path]
+    done = subprocess.run(up, capture_output=True, text=True, timeout=20)
+    assert done.returncode != 0
+    assert "cuda:0: this gradfs was built without NVIDIA GPUs" in done.stderr and "--features cuda" in done.stderr

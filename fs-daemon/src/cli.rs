@@ -253,7 +253,7 @@ struct StateArgs {
     /// contribution has come [default: single]
     #[arg(long, value_parser = PossibleValuesParser::new(StateCopies::VARIANTS))]
     state: Option<String>,
-    /// What computes new versions and has the optimizer state: cpu, or cuda:0 for the first NVIDIA GPU [default: cpu]
+    /// Device that computes new versions and has the optimizer state: cpu, or cuda:0 for the first NVIDIA GPU [default: cpu]
     #[arg(long, value_name = "DEVICE", value_hint = ValueHint::Other)]
     device: Option<String>,
 }

@@ -82,7 +82,7 @@ pub struct UpConfig {
     pub controls: Controls,
     /// Copies of optimizer state.
     pub state: StateCopies,
-    /// What computes versions.
+    /// The device that computes versions.
     pub device: DeviceName,
 }
 
@@ -186,7 +186,7 @@ impl<'a> Merged<'a> {
         Ok(self.parsed(key, word)?.unwrap_or(default))
     }
 
-    /// What computes versions, and how many copies of optimizer state the host's memory has otherwise.
+    /// The device that computes versions, and the copies of optimizer state that the host's memory has otherwise.
     fn device(&self) -> Result<(DeviceName, StateCopies), Error> {
         let device = self.parsed("device", |origin, text| {
             text.parse().map_err(|error| Error::usage(format!("{origin}: {error}")))

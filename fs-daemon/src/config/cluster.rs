@@ -62,7 +62,7 @@ pub struct ShardConfig {
     pub threads: usize,
     /// Copies of optimizer state.
     pub state: StateCopies,
-    /// What computes versions.
+    /// The device that computes versions.
     pub device: DeviceName,
     /// How bytes are moved.
     pub io: Choice,

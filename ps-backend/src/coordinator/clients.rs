@@ -245,9 +245,7 @@ impl CoordinatorCore {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
             // The staged contribution lies in this process, so another plan would not find it either.
-            Message::SourceGone { plan, learner }
-                if self.in_process && self.provisional_plan() != Some(plan) =>
-            {
+            Message::SourceGone { plan, learner } if self.in_process && self.needs(plan, learner) => {
                 let who = learner.map_or("new weights".to_owned(), |learner| format!("learner {learner}"));
                 let why = format!("plan {plan}: the contribution of {who} is gone");
                 self.fail(0, &Refusal::Other(why), now, actions);
@@ -287,12 +285,10 @@ impl CoordinatorCore {
         let answer = match message {
             Message::Join { name } => {
                 // A plan may begin as soon as the learner has joined.
-                core.set_two_sums(are_two_at_most(self.owners.values().chain([&id])));
-                let joined = core.join(&name, now, &mut wanted);
-                if joined.is_err() {
-                    core.set_two_sums(are_two_at_most(self.owners.values()));
-                }
-                let (learner, incarnation) = joined?;
+                let left = core.unread().map(|(_, source)| &source.client);
+                let two_sums = are_two_at_most(self.owners.values().chain(left).chain([&id]));
+                core.set_two_sums(two_sums);
+                let (learner, incarnation) = core.join(&name, now, &mut wanted)?;
                 self.owners.insert(learner, id);
                 if let Some(client) = self.clients.get_mut(&id) {
                     client.learners.insert(learner, asked);

@@ -277,6 +277,7 @@ impl CoordinatorCore {
                 }
                 core::Action::Published(version) => {
                     self.changed = true;
+                    self.count_clients();
                     self.weights_of = self.run.as_ref().and_then(Run::new_weights);
                     self.made_by = self.run.as_ref().map_or(PlanId(0), Run::id);
                     actions.push(Action::Published(version));
@@ -284,7 +285,7 @@ impl CoordinatorCore {
                 core::Action::Left { learner, reason } => {
                     self.changed = true;
                     let owner = self.owners.remove(&learner);
-                    self.core.set_two_sums(are_two_at_most(self.owners.values()));
+                    self.count_clients();
                     if let Some(owner) = owner
                         && let Some(client) = self.clients.get_mut(&owner)
                     {
@@ -306,6 +307,13 @@ impl CoordinatorCore {
         for (client, asked, answer) in answers {
             self.answer(client, asked, answer, actions);
         }
+    }
+
+    /// Counts the clients whose sums the next plan may have: those of learners, also of some that have committed and left.
+    fn count_clients(&mut self) {
+        let left = self.core.unread().map(|(_, source)| &source.client);
+        let two_sums = are_two_at_most(self.owners.values().chain(left));
+        self.core.set_two_sums(two_sums);
     }
 
     /// The latest moment for the next [`Self::tick`].

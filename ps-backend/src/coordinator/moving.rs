@@ -3,7 +3,6 @@
 
 use libmodelio::vocabulary::layout::ModelLayout;
 
-use super::senders::are_two_at_most;
 use super::{Action, CoordinatorCore, Now};
 use crate::core::JobRecord;
 
@@ -91,7 +90,7 @@ impl CoordinatorCore {
         coordinator.is_trainable = layout.is_trainable();
         coordinator.states_sent_at = now;
         coordinator.clients.values_mut().for_each(|client| client.taken_over(now));
-        coordinator.core.set_two_sums(are_two_at_most(coordinator.owners.values()));
+        coordinator.count_clients();
         coordinator.core.taken_over(now);
         Ok(coordinator)
     }

@@ -176,6 +176,15 @@ impl CoordinatorCore {
         }
     }
 
+    /// Whether the plan under way lacks blocks that are committed, and whose memory the shard has for as long as it needs
+    /// it: those of this learner, or new weights.
+    pub(super) fn needs(&self, plan: PlanId, learner: Option<LearnerId>) -> bool {
+        let is_lent = |learner| self.core.unread().any(|(of, _)| of == learner);
+        self.run.as_ref().is_some_and(|run| run.id == plan && run.stage == Stage::Gathering)
+            && self.provisional_plan() != Some(plan)
+            && !learner.is_some_and(is_lent)
+    }
+
     /// A client does not send its granted contribution, or its new weights.
     pub(super) fn withheld(
         &mut self,

@@ -85,7 +85,7 @@ impl CoordinatorCore {
             work: todo,
             sources: senders.iter().map(source).collect(),
             ordered: replaces
-                || controls.deterministic && !(senders.len() <= 2 && self.core.order_is_no_matter()),
+                || controls.deterministic && !(senders.len() <= 2 && self.core.order_does_not_matter()),
         }));
         Some((kind, senders, start))
     }

@@ -43,12 +43,12 @@ impl Accelerator {
         &self.device
     }
 
-    /// Its name, for people.
+    /// The device's name, for people.
     pub fn name(&self) -> &str {
         self.device.name()
     }
 
-    /// Refuses what it has too little memory for.
+    /// Checks that the device has this much memory free.
     ///
     /// # Errors
     /// [`DeviceError::Room`], [`DeviceError::Failed`].

@@ -57,7 +57,7 @@ struct Run {
 
 type Outcome = Result<(), result::DriverError>;
 
-/// What the driver says of an error.
+/// The driver's words for an error.
 fn text(error: result::DriverError) -> String {
     let [name, about] = [error.error_name(), error.error_string()]
         .map(|text| text.map_or_else(|_| "unknown".into(), |text| text.to_string_lossy()));

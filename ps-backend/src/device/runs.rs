@@ -15,7 +15,7 @@ const LEAST: usize = 128 << 10;
 /// The number of runs that a batch is cut into, if they do not become too short or too long.
 const WANTED: usize = 16;
 
-/// What is done with a run.
+/// The work on a run.
 #[derive(Clone, Debug)]
 pub enum Does {
     /// The next weights are computed from these sums, whose words lie where those of the arrays do, and are copied to
@@ -48,7 +48,7 @@ impl Does {
 pub struct Run {
     /// The type of the elements.
     pub wire: Wire,
-    /// What is done with them.
+    /// The work on them.
     pub does: Does,
     /// Their places in arrays of words.
     pub words: Range<usize>,

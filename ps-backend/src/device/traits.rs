@@ -1,4 +1,4 @@
-//! What this crate needs of a device.
+//! The interface of a device, as far as this crate needs it.
 
 use std::fmt::Debug;
 use std::ptr::NonNull;
@@ -31,9 +31,9 @@ pub struct Event(pub u64);
 /// Bytes of a device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Those that nobody uses.
+    /// The bytes that nobody uses.
     pub free: u64,
-    /// All.
+    /// The bytes of the whole memory.
     pub total: u64,
 }
 
@@ -107,7 +107,7 @@ pub struct Adoption {
 /// to it that the memory that they use, of the device and of the host, exists and is used by nobody else in a
 /// conflicting way until [`Self::synchronize`] has returned for a stream that has waited for them.
 pub trait Device: Send + Sync + Debug {
-    /// Its name, for people.
+    /// The device's name, for people.
     fn name(&self) -> &str;
 
     /// How much memory it has.

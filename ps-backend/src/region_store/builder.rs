@@ -302,7 +302,7 @@ impl VersionBuilder {
             ALIGNED.set(aligned);
             BEFORE.set(before);
         };
-        let mut make = |piece: &Segment, t: u64, brings: Brings| {
+        let make = |piece: &Segment, t: u64, brings: Brings| {
             let step = match Wire::of(piece.dtype) {
                 Some(wire) if self.changes_in_place(step, wire) => {
                     (IN_PLACE / wire.words() * wire.size()) as u64
@@ -314,19 +314,30 @@ impl VersionBuilder {
                 make(&piece.cut(at..end.min(at + step)), t, brings);
             });
         };
-        let in_part = written.iter().any(Option::is_some);
-        for (piece, t) in self.pieces(block) {
-            if in_part {
-                brought(&piece, start, written, |piece, brings| make(&piece, t, brings));
-            } else {
-                make(&piece, t, Brings::All);
-            }
-        }
+        self.each_piece(block, written, make);
         finite
     }
 
+    /// Calls `each` for the pieces of `block` that have one element type, one step and one set of contributions.
+    pub(super) fn each_piece(
+        &self,
+        block: BlockId,
+        written: &[Written<'_>],
+        mut each: impl FnMut(&Segment, u64, Brings),
+    ) {
+        let start = self.layout.block_bytes(block).start;
+        let in_part = written.iter().any(Option::is_some);
+        for (piece, t) in self.pieces(block) {
+            if in_part {
+                brought(&piece, start, written, |piece, brings| each(&piece, t, brings));
+            } else {
+                each(&piece, t, Brings::All);
+            }
+        }
+    }
+
     /// The pieces of `block` that have one element type and one step each.
-    pub(super) fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, u64)> {
+    fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, u64)> {
         let segments = self.layout.segments(block).iter();
         segments.flat_map(|segment| {
             self.steps().pieces(segment.bytes.clone()).map(move |(bytes, step)| (segment.cut(bytes), step))
@@ -479,12 +490,7 @@ unsafe fn read<'a>(from: &'a Mapping, elements: Range<usize>, room: Option<&'a m
 
 /// Cuts `piece`, of a block that begins at `start`, where the set of contributions changes that have written it. A
 /// half-written element counts as not written.
-pub(super) fn brought(
-    piece: &Segment,
-    start: u64,
-    written: &[Written<'_>],
-    mut each: impl FnMut(Segment, Brings),
-) {
+fn brought(piece: &Segment, start: u64, written: &[Written<'_>], mut each: impl FnMut(Segment, Brings)) {
     let bytes = &piece.bytes;
     let within = |range: &Range<u32>| within(piece, start, range);
     let inputs: SmallVec<[Option<Vec<Range<u64>>>; INLINE]> =

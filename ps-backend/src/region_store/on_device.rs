@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use super::VOID;
 use super::accumulator::Accumulator;
-use super::builder::{Brings, VersionBuilder, Written, brought};
+use super::builder::{Brings, VersionBuilder, Written};
 use super::elements::element_span;
 use crate::device::{Arrays, DeviceError, Does, Runs};
 use crate::reducers;
@@ -52,8 +52,7 @@ impl VersionBuilder {
             return false;
         }
         self.mark(block, VOID);
-        let start = self.layout.block_bytes(block).start;
-        let mut make = |piece: &Segment, t: u64, brings: Brings| {
+        let make = |piece: &Segment, t: u64, brings: Brings| {
             let counts: SmallVec<[&Accumulator; 2]> = match brings {
                 // Of values that replace each other, the last counts.
                 Brings::All if step.reducer.combine().replaces() => {
@@ -91,14 +90,7 @@ impl VersionBuilder {
                 }
             }
         };
-        let in_part = written.iter().any(Option::is_some);
-        for (piece, t) in self.pieces(block) {
-            if in_part {
-                brought(&piece, start, written, |piece, brings| make(&piece, t, brings));
-            } else {
-                make(&piece, t, Brings::All);
-            }
-        }
+        self.each_piece(block, written, make);
         true
     }
 

@@ -256,3 +256,30 @@ fn final_bytes_that_are_forgotten_or_hold_nan_count_nowhere() {
         assert_eq!(added(&job), 2.0 * step as f32);
     }
 }
+
+#[test]
+fn blocks_of_contributions_that_were_dropped_leave_no_trace() {
+    let optimizer = |name| [("reducer", name), ("learning_rate", "0.5")];
+    for settings in [&[("reducer", "sum")][..], &optimizer("adam"), &optimizer("momentum")] {
+        let run = |drops: bool| {
+            let (job, learners) = job(2, settings);
+            let good = encode(&job.layout, 0, |i| 1.0 + (i % 5) as f32);
+            let bad = encode(&job.layout, 0, |_| 1000.0);
+            for step in 1..=8u64 {
+                if drops && step % 2 == 1 {
+                    wait_for_most_blocks(&job, || learners.iter().for_each(|of| of.write(0, &bad).unwrap()));
+                    learners.iter().for_each(|of| assert!(of.writes.abort()));
+                }
+                // The other half of the blocks has no contribution.
+                let half = good.len() / 2;
+                let at = if step % 4 < 2 { 0 } else { half };
+                learners.iter().for_each(|of| of.write(at, &good[at..at + half]).unwrap());
+                let commits: Vec<_> = learners.iter().map(begin_commit).collect();
+                commits.iter().for_each(|commit| commit.recv_timeout(LONG).unwrap().unwrap());
+                assert_eq!(job.wait(&learners[0]), Version(step));
+            }
+            job.weights()
+        };
+        assert!(run(true) == run(false), "{settings:?}");
+    }
+}

@@ -153,6 +153,13 @@ impl ClientCore {
             .any(|request| matches!(request.message, Message::Leave { learner: of, .. } if of == learner))
     }
 
+    /// Whether the learner has dropped a contribution and the coordinator has not answered that yet.
+    pub(super) fn is_aborting(&self, learner: LearnerId) -> bool {
+        self.requests
+            .values()
+            .any(|request| matches!(request.message, Message::Abort { learner: of } if of == learner))
+    }
+
     /// The name and incarnation of a learner that has joined through this client.
     pub fn identity(&self, learner: LearnerId) -> Option<(&str, Incarnation)> {
         let known = self.learners.get(&learner)?;

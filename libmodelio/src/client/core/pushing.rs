@@ -337,6 +337,10 @@ impl ClientCore {
 
     /// Whether a block that was taken can be reduced at once, from where it is.
     pub fn next_own(&mut self, learner: LearnerId, step: Step, block: BlockId) -> Own {
+        // The plan under way may be for a contribution to the same step that was dropped, and end with it.
+        if self.is_aborting(learner) {
+            return Own::Stage;
+        }
         let is_held = self.held.contains_key(&(learner, step));
         let open = self.learners.get_mut(&learner).and_then(|known| known.open.as_mut());
         let Some(open) = open.filter(|open| open.step == step && !is_held) else { return Own::Stage };

@@ -274,6 +274,8 @@ fn nothing_is_sent_for_a_plan_whose_contribution_was_dropped_when_the_plan_was_o
     connects_anew(&mut bench);
     assert_eq!(bench.sends(), None, "it was given up");
     assert_eq!(bench.open(4), Some(1));
+    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Stage, "the abort has no answer");
+    bench.coordinator(3, Message::Done);
     assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Announce, "another contribution");
     bench.provisional(8, 1);
     assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Send(PlanId(8)));
@@ -402,4 +404,26 @@ fn a_contribution_that_is_dropped_stops_the_plan_for_all_learners_of_its_client(
     });
     assert_eq!(given_up, Some(PlanId(7)));
     assert!(bench.core.take_strays(L), "the dropped plan may still read its block");
+}
+
+#[test]
+fn blocks_of_a_new_contribution_join_no_plan_that_ends_with_the_one_before() {
+    let mut bench = Bench::new();
+    bench.core = bench.core.in_process();
+    let next = |bench: &mut Bench| bench.core.next_own(L, Step(1), BlockId(0));
+    let grant = |plan| {
+        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };
+        Message::Grant { plan, payload }
+    };
+    assert_eq!(next(&mut bench), Own::Announce);
+    bench.ask(3, Message::Abort { learner: L }, 10);
+    bench.core.open_known(L, bench.now, bench.now, &mut bench.said).unwrap();
+    // The coordinator has begun a plan before it learns that the contribution was dropped.
+    bench.coordinator(0, grant(PlanId(1)));
+    assert_eq!(next(&mut bench), Own::Stage);
+    bench.coordinator(0, Message::Over { plan: PlanId(1) });
+    bench.coordinator(3, Message::Done);
+    assert_eq!(next(&mut bench), Own::Announce);
+    bench.coordinator(0, grant(PlanId(2)));
+    assert_eq!(next(&mut bench), Own::Send(PlanId(2)));
 }

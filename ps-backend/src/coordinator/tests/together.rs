@@ -85,6 +85,52 @@ fn whoever_takes_over_knows_how_many_clients_the_learners_have() {
         bench.hold();
         let state = bench.coordinator.hand_over().unwrap();
         let taken_over = CoordinatorCore::taken_over(&state, &layout(4), 1, bench.now).unwrap();
-        assert_eq!(taken_over.job().order_is_no_matter(), !third);
+        assert_eq!(taken_over.job().order_does_not_matter(), !third);
+    }
+}
+
+#[test]
+fn the_sum_of_a_client_whose_learner_has_committed_and_left_counts_among_the_clients() {
+    const C: ClientId = ClientId(30);
+    let mut bench = Bench::new();
+    bench.coordinator.client_up(C, bench.now, &mut bench.said).unwrap();
+    bench.client(C, 1, Message::Join { name: "c".into() });
+    bench.commit(C, 3, 1, 2);
+    bench.client(C, 4, leave(3));
+    assert!(!bench.coordinator.job().order_does_not_matter());
+    bench.commit(A, 1, 1, 2);
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    assert_eq!(plan.sources.len(), 3);
+    bench.partition(0, Message::Ready { plan: plan.plan });
+    assert!(bench.coordinator.job().order_does_not_matter(), "the version has it");
+}
+
+#[test]
+fn a_payload_that_is_gone_fails_the_job_of_one_process_only_if_a_plan_needs_it() {
+    // The plan is provisional, dropped, or has all commits, of memory that is lent or not.
+    for (commits, drops, lent, fails) in [
+        (false, false, false, false),
+        (false, true, false, false),
+        (true, false, false, true),
+        (true, false, true, false),
+    ] {
+        let Bench { coordinator, now, said } = Bench::new();
+        let mut bench = Bench { coordinator: coordinator.in_process(), now, said };
+        for (client, learner) in [(A, 1), (B, 2)] {
+            let learner = LearnerId(learner);
+            bench.client(client, 4, Message::Open { learner });
+            bench.client(client, 0, Message::WholeBlock { learner, step: Step(1) });
+        }
+        let plan = bench.coordinator.provisional_plan().expect("a plan of all");
+        if commits {
+            bench.commit_as(A, 1, 1, 5, lent);
+            bench.commit_as(B, 2, 1, 5, false);
+        }
+        if drops {
+            bench.client(B, 5, Message::Abort { learner: LearnerId(2) });
+        }
+        bench.client(A, 0, Message::SourceGone { plan, learner: Some(LearnerId(1)) });
+        assert_eq!(bench.coordinator.failed().is_some(), fails, "{commits} {drops} {lent}");
     }
 }
