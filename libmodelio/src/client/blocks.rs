@@ -151,11 +151,12 @@ impl Shared {
         if let Some(request) = self.pull_request(&mut inner, route, due, DUE_MAX) {
             return Some(request);
         }
-        let now = self.now();
+        let (now, mut actions) = (self.now(), Vec::new());
         let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
         // The map in force numbers the partitions.
         while inner.is_in_force(route)
-            && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.partition, now)
+            && let Some(Push { plan, block, ahead }) =
+                inner.core.next_push(route.partition, now, &mut actions)
         {
             inner.observed.sent(plan, now);
             let (began, shard) = (self.trace_time(), inner.core.shards()[route.partition]);
@@ -165,6 +166,7 @@ impl Shared {
             }
             inner = self.inner.lock();
         }
+        self.act_on(inner, actions);
         None
     }
 

@@ -662,6 +662,23 @@ pub enum Message {
         /// The token that the `Assign` will have.
         token: u64,
     },
+    /// The client has sent these blocks, in its turn, for a provisional plan in which clients take turns. The next client
+    /// may send them now. Not answered. If this is lost, that client waits until the plan is sealed.
+    SentAhead {
+        /// The plan.
+        plan: PlanId,
+        /// The blocks.
+        blocks: BlockRanges,
+    },
+
+    // -- the coordinator to a client, once more
+    /// The turn of these blocks, too, has come: the client before has sent them.
+    Turn {
+        /// The plan.
+        plan: PlanId,
+        /// The blocks.
+        blocks: BlockRanges,
+    },
 }
 
 /// The state of a job that a client needs.
@@ -734,6 +751,9 @@ pub enum Granted {
         /// among them. A block is sent once each of these has committed, or has written it as a whole. The grant is
         /// repeated without this when all contributions are committed, and then covers all blocks.
         open: Option<Vec<LearnerId>>,
+        /// If clients take turns in a provisional plan: the blocks whose turn has come. Others wait for
+        /// [`Message::Turn`], or until the plan is sealed.
+        turn: Option<BlockRanges>,
     },
     /// The new weights of this token.
     Weights(u64),

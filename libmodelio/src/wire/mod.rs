@@ -106,12 +106,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V6 = 6,
     /// A flag in the header says that the payload has no checksum.
+    ///
+    /// This program does not speak it any more.
     V7 = 7,
+    /// Clients take turns where the order of addition counts and blocks are sent before the commits.
+    V8 = 8,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V7;
+    pub const NEWEST: Protocol = Protocol::V8;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -124,7 +128,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            7 => Ok(Protocol::V7),
+            8 => Ok(Protocol::V8),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

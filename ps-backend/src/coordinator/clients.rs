@@ -238,6 +238,7 @@ impl CoordinatorCore {
                 self.core.is_whole(learner, step, now, &mut wanted);
                 self.perform(wanted, now, actions);
             }
+            Message::SentAhead { plan, blocks } => self.sent_ahead(id, plan, &blocks, actions),
             Message::WholeWeights { token } if self.clients.contains_key(&id) => {
                 self.begin_open_weights(id, token, now, actions);
             }

@@ -2,13 +2,15 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use fixedbitset::FixedBitSet;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_map::PartitionIndex;
+use libmodelio::vocabulary::block_ranges::{self, BlockRanges};
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::ExactSum;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
-use super::senders::Sender;
+use super::senders::{Sender, ranges};
 use super::starts::Kind;
 use super::{Action, CoordinatorCore, REPEAT, Source};
 use crate::core::{self, Now};
@@ -31,6 +33,8 @@ pub(super) struct Run {
     work: core::Action<Source>,
     kind: Kind,
     senders: Vec<Sender>,
+    /// If the senders take turns while the plan is provisional, the blocks that each of them has sent.
+    turns: Option<Vec<FixedBitSet>>,
     start: Message,
     stage: Stage,
     /// The plan takes new weights that are still being written. The job's core does not know of such a plan.
@@ -72,9 +76,20 @@ impl Run {
         self.repeat_at
     }
 
-    fn grant(&self, sender: &Sender) -> Action {
-        let message = Message::Grant { plan: self.id, payload: sender.payload.clone() };
-        Action::ToClient(sender.client, 0, message)
+    fn grant(&self, at: usize) -> Option<Action> {
+        let sender = self.senders.get(at)?;
+        let mut payload = sender.payload.clone();
+        if let (Granted::Contributions { turn, .. }, Some(turns)) = (&mut payload, &self.turns) {
+            *turn = Some(match at.checked_sub(1).map(|before| &turns[before]) {
+                Some(sent) => ranges(sent),
+                None => ranges(&sender.blocks),
+            });
+        }
+        Some(Action::ToClient(sender.client, 0, Message::Grant { plan: self.id, payload }))
+    }
+
+    fn grants(&self) -> impl Iterator<Item = Action> {
+        (0..self.senders.len()).filter_map(|at| self.grant(at))
     }
 
     /// The message of the present stage to the shards.
@@ -278,7 +293,11 @@ impl CoordinatorCore {
         let makes_version = !matches!(kind, Kind::Accumulate(_));
         let is_open = senders.iter().any(|sender| matches!(sender.payload, Granted::OpenWeights(_)));
         let repeat_at = now;
-        self.run = Some(Run { id, work, kind, senders, start, stage, is_open, squares, waiting, repeat_at });
+        let is_ordered = matches!(&start, Message::Start(plan) if plan.ordered && plan.sources.len() > 1);
+        let none = || FixedBitSet::with_capacity(self.blocks as usize);
+        let turns = (is_ordered && is_provisional(&work)).then(|| senders.iter().map(|_| none()).collect());
+        self.run =
+            Some(Run { id, work, kind, senders, turns, start, stage, is_open, squares, waiting, repeat_at });
         self.repeat(now, actions);
         if makes_version && self.announces {
             self.announce(id, actions);
@@ -323,7 +342,7 @@ impl CoordinatorCore {
                 sealed.sources.iter_mut().for_each(same);
             }
             (run.work, run.kind, run.senders, run.start, run.repeat_at) = (work, kind, senders, start, now);
-            run.is_open = false;
+            (run.is_open, run.turns) = (false, None);
         }
         self.repeat(now, actions);
     }
@@ -418,15 +437,38 @@ impl CoordinatorCore {
             );
         }
         if run.stage == Stage::Gathering {
-            actions.extend(run.senders.iter().map(|sender| run.grant(sender)));
+            actions.extend(run.grants());
         }
     }
 
     /// Repeats the grant to a client that has come back and may have missed it.
     pub(super) fn grant_again(&mut self, client: ClientId, actions: &mut Vec<Action>) {
         if let Some(run) = self.run.as_ref().filter(|run| run.stage == Stage::Gathering) {
-            let mine = run.senders.iter().filter(|sender| sender.client == client);
-            actions.extend(mine.map(|sender| run.grant(sender)));
+            let mine = run.senders.iter().position(|sender| sender.client == client);
+            actions.extend(mine.and_then(|at| run.grant(at)));
+        }
+    }
+
+    /// A client has sent these blocks in its turn. The next one may send them now.
+    pub(super) fn sent_ahead(
+        &mut self,
+        client: ClientId,
+        plan: PlanId,
+        blocks: &BlockRanges,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(run) = self.run.as_mut().filter(|run| run.id == plan && run.stage == Stage::Gathering)
+        else {
+            return;
+        };
+        let Some(at) = run.senders.iter().position(|sender| sender.client == client) else { return };
+        let (Some(turns), Ok(mut news)) = (&mut run.turns, block_ranges::to_bits(blocks, self.blocks)) else {
+            return;
+        };
+        news.difference_with(&turns[at]);
+        turns[at].union_with(&news);
+        if let Some(next) = run.senders.get(at + 1).filter(|_| !news.is_clear()) {
+            actions.push(Action::ToClient(next.client, 0, Message::Turn { plan, blocks: ranges(&news) }));
         }
     }
 

@@ -73,7 +73,7 @@ impl CoordinatorCore {
             of.extend(added);
             of.sort_unstable();
             let all = of.iter().map(|(learner, _)| *learner).collect();
-            let payload = Granted::Contributions { of, replaces, open: Some(open) };
+            let payload = Granted::Contributions { of, replaces, open: Some(open), turn: None };
             senders.push(Sender { client, learners: all, payload, blocks, partly: PartlyWritten::default() });
         }
         senders.sort_by_key(|sender| sender.learners.first().copied());
@@ -110,7 +110,7 @@ pub(super) fn senders<'a>(
             Sender {
                 client,
                 learners,
-                payload: Granted::Contributions { of, replaces, open: None },
+                payload: Granted::Contributions { of, replaces, open: None, turn: None },
                 blocks,
                 partly,
             }

@@ -143,7 +143,13 @@ impl Bench {
 
 fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
     let of = of.iter().map(|&(learner, step)| (LearnerId(learner), Step(step))).collect();
-    (0, Message::Grant { plan, payload: Granted::Contributions { of, replaces: false, open: None } })
+    (
+        0,
+        Message::Grant {
+            plan,
+            payload: Granted::Contributions { of, replaces: false, open: None, turn: None },
+        },
+    )
 }
 
 /// The times, in milliseconds from now, when a client is sent the state, and its count of commits, if the

@@ -162,12 +162,11 @@ impl<S: Clone> JobCore<S> {
     fn takes_all_at_once(&self) -> bool {
         (self.staged || self.missing().nth(1).is_some())
             && self.consistency == Consistency::Sync
-            && (!self.controls.deterministic || self.order_does_not_matter())
             && self.speculation.is_on(self.version)
     }
 
-    /// Whether a shard may add up sums as they come, and the version has the same bits. Otherwise a block would wait at
-    /// the shard for as long as an earlier learner computes.
+    /// Whether a shard may add up sums as they come, and the version has the same bits. Otherwise clients send each block
+    /// in their order.
     pub fn order_does_not_matter(&self) -> bool {
         // Of two NaNs, the first one stays.
         self.two_sums && self.controls.nonfinite == NonFinite::Reject

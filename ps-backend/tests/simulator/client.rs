@@ -290,7 +290,9 @@ impl World {
             let epoch = connection.epoch;
             self.follows(index, partition, to, epoch);
             while self.clients[index].sending[partition] < WINDOW {
-                let Some(push) = self.clients[index].core.next_push(partition, now) else { break };
+                let next =
+                    |core: &mut ClientCore, now, actions: &mut _| core.next_push(partition, now, actions);
+                let Some(push) = self.on_client(index, next) else { break };
                 self.push(index, (partition, to), epoch, push);
             }
             while let Some(message) = self.clients[index].core.next_pull(partition, WINDOW, now) {

@@ -187,7 +187,7 @@ impl World {
                 0 => Message::Over { plan: PlanId(number) },
                 1 => {
                     let of = vec![(NOBODY, Step(number))];
-                    let payload = Granted::Contributions { of, replaces: false, open: None };
+                    let payload = Granted::Contributions { of, replaces: false, open: None, turn: None };
                     Message::Grant { plan: PlanId(number), payload }
                 }
                 _ if !self.names_all(index) => continue,

@@ -366,13 +366,13 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 drop(inner);
                 return self.tidy(to);
             }
-            let now = shared.now();
+            let (now, mut actions) = (shared.now(), Vec::new());
             let next = match self.unsaid.len() < UNSAID {
-                true => self.held.take().or_else(|| inner.core.next_push(route.partition, now)),
+                true => self.held.take().or_else(|| inner.core.next_push(route.partition, now, &mut actions)),
                 false => None,
             };
             let Some(push) = next else {
-                drop(inner);
+                shared.act_on(inner, actions);
                 let ready = self.tidy(to);
                 if self.memory.fetches(to) {
                     return ready;

@@ -44,8 +44,12 @@ impl Bench {
     }
 
     fn provisional(&mut self, plan: u64, step: u64) {
-        let payload =
-            Granted::Contributions { of: vec![(L, Step(step))], replaces: false, open: Some(vec![L]) };
+        let payload = Granted::Contributions {
+            of: vec![(L, Step(step))],
+            replaces: false,
+            open: Some(vec![L]),
+            turn: None,
+        };
         self.coordinator(0, Message::Grant { plan: PlanId(plan), payload });
     }
 
@@ -314,7 +318,7 @@ fn a_commit_that_the_coordinator_does_not_know_yet_is_sent_for_the_provisional_p
     bench.provisional(7, 1);
     let sent = |bench: &mut Bench| (0..2).flat_map(|partition| bench.pushes(partition)).count();
     assert_eq!((bench.sends(), sent(&mut bench)), (Some(7), 3));
-    let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
+    let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None, turn: None };
     bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
     assert_eq!(sent(&mut bench), 0);
 }
@@ -333,7 +337,7 @@ impl Bench {
         let request = bench.last_request();
         bench.opened(request, 1);
         let of = vec![(L, Step(1)), (M, Step(1))];
-        let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L, M]) };
+        let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L, M]), turn: None };
         bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
         bench
     }
@@ -388,6 +392,49 @@ fn a_commit_frees_the_blocks_that_waited_for_its_learner() {
 }
 
 #[test]
+fn where_the_order_counts_a_block_is_sent_in_its_turn_and_the_coordinator_is_told() {
+    let grant = |turn| Message::Grant {
+        plan: PlanId(7),
+        payload: Granted::Contributions {
+            of: vec![(L, Step(1))],
+            replaces: false,
+            open: Some(vec![L]),
+            turn,
+        },
+    };
+    let told = |bench: &mut Bench| {
+        let told: Vec<_> =
+            bench.said.extract_if(.., |said| matches!(said, Action::ToCoordinator(0, _))).collect();
+        let told = told.into_iter().filter_map(|said| match said {
+            Action::ToCoordinator(_, Message::SentAhead { plan: PlanId(7), blocks }) => Some(blocks),
+            _ => None,
+        });
+        let mut told: Vec<u32> = told.flatten().flatten().collect();
+        told.sort_unstable();
+        told
+    };
+    let turn = |plan, blocks| Message::Turn { plan: PlanId(plan), blocks };
+    let mut bench = Bench::new();
+    bench.coordinator(0, grant(Some(vec![1..2])));
+    (0..4).for_each(|block| bench.whole(L, block));
+    assert_eq!((bench.sent(), told(&mut bench)), (vec![1], vec![1]));
+    // Another plan's turn, and one beyond the model, mean nothing.
+    bench.coordinator(0, turn(8, vec![0..4]));
+    bench.coordinator(0, turn(7, vec![0..5]));
+    assert_eq!((bench.sent(), told(&mut bench)), (vec![], vec![]));
+    bench.coordinator(0, turn(7, vec![0..1, 3..4]));
+    assert_eq!((bench.sent(), told(&mut bench)), (vec![0, 3], vec![0, 3]));
+    // Whatever was lost is said again.
+    bench.coordinator(0, grant(Some(vec![0..2, 3..4])));
+    assert_eq!((bench.sent(), told(&mut bench)), (vec![], vec![0, 1, 3]));
+    bench.commits(L, 0..4, PartlyWritten::default());
+    assert!(bench.sent().is_empty(), "its turn has not come");
+    let sealed = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None, turn: None };
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload: sealed });
+    assert_eq!((bench.sent(), told(&mut bench)), (vec![2], vec![]));
+}
+
+#[test]
 fn a_contribution_that_is_dropped_stops_the_plan_for_all_learners_of_its_client() {
     let mut bench = Bench::two_write();
     bench.whole(L, 0);
@@ -412,7 +459,12 @@ fn blocks_of_a_new_contribution_join_no_plan_that_ends_with_the_one_before() {
     bench.core = bench.core.in_process();
     let next = |bench: &mut Bench| bench.core.next_own(L, Step(1), BlockId(0));
     let grant = |plan| {
-        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };
+        let payload = Granted::Contributions {
+            of: vec![(L, Step(1))],
+            replaces: false,
+            open: Some(vec![L]),
+            turn: None,
+        };
         Message::Grant { plan, payload }
     };
     assert_eq!(next(&mut bench), Own::Announce);

@@ -45,14 +45,26 @@ fn a_learner_that_has_committed_to_a_waiting_plan_and_left_is_part_of_it() {
     assert!(bench.sent_to(B).contains(&(5, Message::Done)));
 }
 
+/// The turns in the grants and notices to a client, since they were last forgotten.
+fn turns(bench: &mut Bench, client: ClientId) -> Vec<Vec<std::ops::Range<u32>>> {
+    let turn = |(_, message): (u64, Message)| match message {
+        Message::Grant { payload: Granted::Contributions { turn, .. }, .. } => turn,
+        Message::Turn { blocks, .. } => Some(blocks),
+        _ => None,
+    };
+    bench.sent_to(client).into_iter().filter_map(turn).collect()
+}
+
 #[test]
-fn a_deterministic_job_of_three_clients_keeps_the_order_and_one_of_two_need_not() {
+fn the_clients_of_a_deterministic_job_take_turns_if_the_order_matters() {
     const C: ClientId = ClientId(30);
-    for third in [false, true] {
+    for (third, nonfinite) in [(false, "reject"), (true, "reject"), (false, "accept")] {
+        let in_order = third || nonfinite == "accept";
         let Bench { coordinator, now, said } = Bench::new();
         let mut bench = Bench { coordinator: coordinator.with_provisional_plans(), now, said };
         let set = |name: &str, value: &str| Message::SetControl { name: name.into(), value: value.into() };
         bench.client(A, 2, set("deterministic", "true"));
+        bench.client(A, 3, set("nonfinite", nonfinite));
         if third {
             bench.coordinator.client_up(C, bench.now, &mut bench.said).unwrap();
             bench.client(C, 1, Message::Join { name: "c".into() });
@@ -65,11 +77,37 @@ fn a_deterministic_job_of_three_clients_keeps_the_order_and_one_of_two_need_not(
             bench.client(client, 4, Message::Open { learner });
             bench.client(client, 0, Message::WholeBlock { learner, step: Step(1) });
         }
-        assert_eq!(bench.coordinator.provisional_plan().is_some(), !third);
+        let plan = bench.started();
+        assert_eq!((plan.ordered, plan.sources[0].client), (in_order, A));
+        if in_order {
+            assert_eq!(turns(&mut bench, A), [vec![0..4]], "all may be sent first");
+            assert_eq!(turns(&mut bench, B), [vec![]]);
+        } else {
+            assert!(turns(&mut bench, A).is_empty() && turns(&mut bench, B).is_empty());
+        }
+        bench.said.clear();
+        let sent = |blocks| Message::SentAhead { plan: plan.plan, blocks };
+        bench.client(A, 0, sent(vec![1..3]));
+        bench.client(A, 0, sent(vec![1..4]));
+        bench.client(A, 0, sent(vec![0..9]));
+        let none = Vec::<Vec<_>>::new();
+        assert_eq!(turns(&mut bench, B), if in_order { vec![vec![1..3], vec![3..4]] } else { none.clone() });
+        bench.said.clear();
+        bench.client(B, 0, sent(vec![2..3]));
+        assert_eq!(turns(&mut bench, C), if third { vec![vec![2..3]] } else { none.clone() });
+        // Another plan's blocks, and those of strangers, mean nothing.
+        bench.said.clear();
+        bench.client(A, 0, Message::SentAhead { plan: PlanId(plan.plan.0 + 1), blocks: vec![0..1] });
+        bench.client(ClientId(99), 0, sent(vec![0..1]));
+        assert_eq!((turns(&mut bench, B), turns(&mut bench, C)), (none.clone(), none.clone()));
+        // Notices that were lost are in the repeated grant.
+        bench.coordinator.client_down(B, bench.now, &mut bench.said);
+        bench.coordinator.client_up(B, bench.now, &mut bench.said).unwrap();
+        assert_eq!(turns(&mut bench, B), if in_order { vec![vec![1..4]] } else { none });
         for &(client, learner) in learners {
             bench.commit_of(client, learner, 1, 5, (0..4, 0..2));
         }
-        assert_eq!(bench.started().ordered, third);
+        assert_eq!(bench.started().ordered, in_order);
     }
 }
 
