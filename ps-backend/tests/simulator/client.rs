@@ -137,6 +137,7 @@ impl World {
         let id = self.clients[index].id;
         match action {
             Action::ToCoordinator(request, message) => {
+                self.ahead.turns += u64::from(matches!(message, Message::SentAhead { .. }));
                 let coordinator = Node::Coordinator(self.clients[index].course);
                 self.send(Node::Client(index), coordinator, request, message, Body::None);
             }
