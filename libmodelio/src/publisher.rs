@@ -5,7 +5,7 @@
 //! it. Holds `unsafe` for entering the buffer; see [`crate::bytes::mmap`] for the rule.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -25,6 +25,8 @@ use crate::vocabulary::ranges;
 
 /// The most threads that copy one mapping. More would not copy faster than memory can take it.
 const MAX_COPIERS: usize = 4;
+/// The system reads files to tell the number.
+static CORES: LazyLock<usize> = LazyLock::new(|| std::thread::available_parallelism().map_or(1, usize::from));
 /// A thread is worth its start for this many bytes.
 const BYTES_A_COPIER: u64 = 4 << 20;
 
@@ -202,8 +204,7 @@ impl Publisher {
                 }
             }
         };
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = cores.min(MAX_COPIERS).min((self.size / BYTES_A_COPIER) as usize).max(1);
+        let threads = CORES.min(MAX_COPIERS).min((self.size / BYTES_A_COPIER) as usize).max(1);
         std::thread::scope(|scope| {
             for _ in 1..threads {
                 // This thread copies all that no other one does.
@@ -212,6 +213,12 @@ impl Publisher {
             copy();
         });
         Some(bad.into_inner()).filter(|&bad| bad != u32::MAX).map(BlockId)
+    }
+
+    /// Whether [`Self::write_all`] is quick: it takes about as long as the largest write does. It needs no other thread
+    /// then.
+    pub fn is_short(&self) -> bool {
+        self.size <= BYTES_A_COPIER
     }
 
     /// Whether something was written.

@@ -166,7 +166,8 @@ impl Publication {
 }
 
 impl Mapped {
-    /// Publishes all of the memory, which stays the program's: readers get a copy. A thread of its own makes that.
+    /// Publishes all of the memory, which stays the program's: readers get a copy. Unless that is short, a thread of its own
+    /// makes it.
     fn publish(&self, model: &Arc<Model>, done: Done<()>) {
         let (model, shipping) = (Arc::clone(model), Arc::clone(&self.shipping));
         let begun = {
@@ -184,7 +185,8 @@ impl Mapped {
             }
         };
         let memory = Arc::clone(&self.memory);
-        on_own_thread("gradfs-publish", move || {
+        let is_short = publisher.is_short();
+        let work = move || {
             let timeout = model.timeout();
             let answer = move |result: Result<(), ShardError>| {
                 *shipping.lock() = None;
@@ -199,7 +201,11 @@ impl Mapped {
                 Ok(()) => publisher.commit(timeout, answer),
                 Err(error) => answer(Err(error)),
             }
-        });
+        };
+        match is_short {
+            true => work(),
+            false => on_own_thread("gradfs-publish", work),
+        }
     }
 }
 

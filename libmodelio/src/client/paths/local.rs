@@ -85,21 +85,33 @@ impl Inner {
     }
 }
 
+/// So many blocks of new weights that lie in the version's buffer are less work than to wake another thread.
+const LYING_BLOCKS: usize = 64;
+
+impl Inner {
+    /// Whether the plan under way is of new weights that lie in the version's buffer, and need no check.
+    fn lies_there(&self) -> bool {
+        let Some((_, Granted::Weights(token))) = self.core.outgoing() else { return false };
+        self.weights.get(token).is_some_and(|weights| weights.checked)
+    }
+}
+
 impl Shared {
-    /// Pushes the blocks that are left: a single block in this thread, several on the shard's threads.
+    /// Pushes the blocks that are left: what is little work in this thread, the rest on the shard's threads.
     pub(in crate::client) fn pump(&self, local: &Local) {
-        let (left, threads) = {
+        let (is_little, threads) = {
             let mut inner = self.inner.lock();
             let left = inner.core.left_to_push(ALL);
+            let is_little = left == 1 || left <= LYING_BLOCKS && inner.lies_there();
             let idle = local.shard.threads().saturating_sub(inner.pumps.at_work);
-            let threads = left.min(idle);
+            let threads = left.min(idle).min(if is_little { 1 } else { usize::MAX });
             inner.pumps.at_work += threads;
-            (left, threads)
+            (is_little, threads)
         };
         // This thread must not be busy for long: it may be delivering messages, or be the timer.
-        match (left, threads) {
+        match (is_little, threads) {
             (_, 0) => {}
-            (1, _) => self.push_all(local),
+            (true, _) => self.push_all(local),
             _ => {
                 for _ in 0..threads {
                     let this = self.this.clone();
