@@ -5,8 +5,8 @@
 //! it. Holds `unsafe` for entering the buffer; see [`crate::bytes::mmap`] for the rule.
 
 use std::ops::Range;
-use std::sync::{Arc, LazyLock};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;

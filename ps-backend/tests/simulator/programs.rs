@@ -461,7 +461,9 @@ impl World {
                 continue;
             }
             let block = BlockId(block);
-            if self.on_client(index, |core, _, actions| core.offered(learner, step, block, actions)).is_some()
+            if self
+                .on_client(index, |core, now, actions| core.offered(learner, step, block, now, actions))
+                .is_some()
             {
                 let payload = Payload { uid, slot, lent, overwritten: false };
                 self.clients[index].payloads.insert((learner, step), payload);
@@ -536,8 +538,8 @@ impl World {
             for &block in &blocks {
                 if self.chance(0.5) {
                     self.clients[index].weights.insert(token, uid);
-                    self.on_client(index, |core, _, actions| {
-                        core.wrote_weights(token, BlockId(block), actions);
+                    self.on_client(index, |core, now, actions| {
+                        core.wrote_weights(token, BlockId(block), now, actions);
                     });
                 }
             }

@@ -6,8 +6,8 @@
 
 use fixedbitset::FixedBitSet;
 
-use super::pushing::{AHEAD_BLOCKS, Outgoing};
-use super::{Action, ClientCore};
+use super::pushing::Outgoing;
+use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::ids::{BlockId, PlanId};
 use crate::wire::{Granted, Message};
@@ -28,6 +28,7 @@ impl ClientCore {
         &mut self,
         token: u64,
         block: BlockId,
+        now: Now,
         actions: &mut Vec<Action>,
     ) -> Option<PartitionIndex> {
         let blocks = self.blocks;
@@ -47,12 +48,7 @@ impl ClientCore {
         let sending = &mut outgoing.partitions[partition];
         sending.todo.insert(block.index());
         (sending.at, sending.round) = (sending.at.min(block.index()), false);
-        sending.gathered += 1;
-        let wakes = sending.gathered == AHEAD_BLOCKS;
-        if wakes {
-            sending.gathered = 0;
-        }
-        wakes.then_some(partition)
+        sending.wakes(now).then_some(partition)
     }
 
     /// New weights will not be published as they were written so far: a block is written again, or they are given up. That

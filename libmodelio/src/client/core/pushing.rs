@@ -9,9 +9,12 @@ use crate::vocabulary::block_ranges::{self, BlockRanges};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
-/// So many blocks of a contribution that is still written are sent together. Each wake-up of connections costs CPU time,
-/// and the commit wakes them for the rest.
-pub(super) const AHEAD_BLOCKS: usize = 4;
+/// So many blocks of a contribution that is still written are sent together, if they come fast. Each wake-up of connections
+/// costs CPU time, and the commit wakes them for the rest.
+const AHEAD_BLOCKS: usize = 4;
+
+/// A block is sent at once if connections have not been woken for so long.
+const AHEAD_PAUSE: Now = Now::from_millis(1);
 
 /// The plan under way, and what was sent for it.
 #[derive(Debug)]
@@ -140,7 +143,9 @@ pub(super) struct Sending {
     pub(super) at: usize,
     pub(super) round: bool,
     /// The blocks that were offered since the connections were last woken for some.
-    pub(super) gathered: usize,
+    gathered: usize,
+    /// When that was.
+    woken: Now,
     /// There is something to send.
     pub(super) any: bool,
     /// The shard has all of it.
@@ -149,6 +154,18 @@ pub(super) struct Sending {
     pub(super) moved: Now,
     /// A block was lost, or the push does not progress.
     pub(super) struggles: bool,
+}
+
+impl Sending {
+    /// One more block may be sent. Whether the connections are to be woken for it.
+    pub(super) fn wakes(&mut self, now: Now) -> bool {
+        self.gathered += 1;
+        let wakes = self.gathered == AHEAD_BLOCKS || now >= self.woken + AHEAD_PAUSE;
+        if wakes {
+            (self.gathered, self.woken) = (0, now);
+        }
+        wakes
+    }
 }
 
 impl ClientCore {
@@ -202,6 +219,7 @@ impl ClientCore {
                 at: first,
                 round: false,
                 gathered: 0,
+                woken: now,
                 moved: now,
                 struggles: false,
             }
@@ -379,6 +397,7 @@ impl ClientCore {
         learner: LearnerId,
         step: Step,
         block: BlockId,
+        now: Now,
         actions: &mut Vec<Action>,
     ) -> Option<Offered> {
         if self.held.contains_key(&(learner, step)) {
@@ -408,11 +427,7 @@ impl ClientCore {
                 let sending = &mut outgoing.partitions[partition];
                 sending.todo.insert(block.index());
                 (sending.at, sending.round) = (sending.at.min(block.index()), false);
-                sending.gathered += 1;
-                if sending.gathered == AHEAD_BLOCKS {
-                    sending.gathered = 0;
-                    wakes = Some(partition);
-                }
+                wakes = sending.wakes(now).then_some(partition);
             }
         }
         // A contribution of one block is about to be committed.

@@ -162,10 +162,10 @@ impl Job {
         // Other threads take the lock in between.
         for blocks in blocks.chunks(OFFERED_AT_ONCE) {
             let mut inner = self.shared.inner.lock();
-            let mut actions = Vec::new();
+            let (now, mut actions) = (self.shared.now(), Vec::new());
             for &block in blocks {
                 let Some(Offered { is_first, wakes }) =
-                    inner.core.offered(learner, step, block, &mut actions)
+                    inner.core.offered(learner, step, block, now, &mut actions)
                 else {
                     return self.shared.act(inner, actions);
                 };

@@ -145,11 +145,11 @@ impl Job {
     /// These blocks of new weights in `buffer` are whole. They may be sent before they are published.
     pub(crate) fn wrote_weights(&self, buffer: &Region, blocks: &[BlockId]) {
         let mut inner = self.shared.inner.lock();
-        let (token, mut actions) = (buffer.key().0, Vec::new());
+        let (token, now, mut actions) = (buffer.key().0, self.shared.now(), Vec::new());
         let new = || NewWeights { buffer: buffer.clone(), checked: false, can_show: true };
         inner.weights.entry(token).or_insert_with(new);
         for &block in blocks {
-            if let Some(partition) = inner.core.wrote_weights(token, block, &mut actions) {
+            if let Some(partition) = inner.core.wrote_weights(token, block, now, &mut actions) {
                 inner.partitions[partition].links.iter().for_each(Link::wake);
             }
         }

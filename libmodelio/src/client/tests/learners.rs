@@ -141,7 +141,7 @@ fn a_late_answer_to_a_parallel_request_opens_nothing() {
 impl Bench {
     /// A block of step 1 is staged; where this and earlier ones may be sent now.
     fn offers(&mut self, block: u32) -> Option<usize> {
-        let offered = self.core.offered(L, Step(1), BlockId(block), &mut self.said);
+        let offered = self.core.offered(L, Step(1), BlockId(block), self.now, &mut self.said);
         offered.expect("the contribution is open").wakes
     }
 
@@ -170,13 +170,21 @@ fn the_coordinator_is_told_once_that_a_contribution_has_a_whole_block() {
     );
     assert_eq!((bench.pushes(1), bench.announcements()), (vec![1], 0));
     bench.ask(3, Message::Abort { learner: L }, 10);
-    assert_eq!(bench.core.offered(L, Step(1), BlockId(0), &mut bench.said), None, "it was dropped");
+    assert_eq!(
+        bench.core.offered(L, Step(1), BlockId(0), bench.now, &mut bench.said),
+        None,
+        "it was dropped"
+    );
     bench.ask(4, Message::Open { learner: L }, 10);
     bench.opened(4, 1);
     bench.offers(0);
     assert_eq!(bench.announcements(), 1, "another contribution");
     bench.commit(5, 10);
-    assert_eq!(bench.core.offered(L, Step(1), BlockId(1), &mut bench.said), None, "it is committed");
+    assert_eq!(
+        bench.core.offered(L, Step(1), BlockId(1), bench.now, &mut bench.said),
+        None,
+        "it is committed"
+    );
 }
 
 #[test]
@@ -187,6 +195,17 @@ fn connections_are_woken_for_every_fourth_block_of_a_contribution_that_is_writte
     let mut woken: Vec<usize> = (0..16).filter_map(|block| bench.offers(block)).collect();
     woken.sort_unstable();
     assert_eq!(woken, [0, 0, 1, 1], "each of two shards has eight of these blocks");
+}
+
+#[test]
+fn a_block_is_sent_at_once_if_the_ones_before_it_came_a_while_ago() {
+    let mut bench = Bench::of(17);
+    bench.offers(16);
+    bench.provisional(7, 1);
+    bench.now += Duration::from_millis(1);
+    assert_eq!([0, 2, 4, 6, 8].map(|block| bench.offers(block)), [Some(0), None, None, None, Some(0)]);
+    bench.now += Duration::from_millis(1);
+    assert_eq!([10, 12].map(|block| bench.offers(block)), [Some(0), None]);
 }
 
 #[test]
@@ -343,7 +362,7 @@ impl Bench {
     }
 
     fn whole(&mut self, learner: LearnerId, block: u32) {
-        self.core.offered(learner, Step(1), BlockId(block), &mut self.said).expect("it is open");
+        self.core.offered(learner, Step(1), BlockId(block), self.now, &mut self.said).expect("it is open");
     }
 
     fn sent(&mut self) -> Vec<u32> {

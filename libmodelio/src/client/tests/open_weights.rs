@@ -9,7 +9,7 @@ const PLAN: PlanId = PlanId(1);
 fn writing() -> Bench {
     let mut bench = Bench::new();
     for block in [0, 1] {
-        bench.core.wrote_weights(TOKEN, BlockId(block), &mut bench.said);
+        bench.core.wrote_weights(TOKEN, BlockId(block), bench.now, &mut bench.said);
     }
     bench.coordinator(0, Message::Grant { plan: PLAN, payload: Granted::OpenWeights(TOKEN) });
     bench
