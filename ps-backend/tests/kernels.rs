@@ -129,7 +129,7 @@ impl Case {
         let n = if self.has_slot(slot) { self.elements } else { 0 };
         let values = random(self.seed + 1 + slot as u64, n);
         // A mean square is never negative.
-        if slot == 1 || self.step.reducer == Reducer::RmsProp {
+        if slot == 1 || [Reducer::RmsProp, Reducer::AdaGrad].contains(&self.step.reducer) {
             values.iter().map(|value| value.abs()).collect()
         } else {
             values
@@ -200,6 +200,21 @@ impl Case {
                 let square = alpha * slots[0] + (1.0 - alpha) * g * g;
                 size += lr * terms / (square.sqrt() + eps);
                 (w - lr * g / (square.sqrt() + eps), [square, slots[1]])
+            }
+            Reducer::AdaGrad => {
+                g += wd * w;
+                let sum = slots[0] + g * g;
+                size += lr * terms / (sum.sqrt() + eps);
+                (w - lr * g / (sum.sqrt() + eps), [sum, slots[1]])
+            }
+            Reducer::Lion => {
+                let update = b1 * slots[0] + (1.0 - b1) * g;
+                // Where rounding may change the sign, the step may go either way.
+                if update != 0.0 && update.abs() < 1e-6 * (terms + slots[0].abs()) {
+                    size += 2e6 * lr;
+                }
+                let sign = if update == 0.0 { 0.0 } else { update.signum() };
+                (w * (1.0 - lr * wd) - lr * sign, [b2 * slots[0] + (1.0 - b2) * g, slots[1]])
             }
             Reducer::Adam | Reducer::AdamW => {
                 let decoupled = self.step.reducer == Reducer::AdamW;

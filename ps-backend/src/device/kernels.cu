@@ -34,6 +34,12 @@ struct Constants {
 __device__ __forceinline__ float root(float x) { return __fsqrt_rn(x); }
 __device__ __forceinline__ double root(double x) { return __dsqrt_rn(x); }
 
+// 1 above zero, -1 below, and else 0, also of NaN.
+template <typename S>
+__device__ __forceinline__ S sign(S x) {
+    return (x > S(0) ? S(1) : S(0)) - (x < S(0) ? S(1) : S(0));
+}
+
 template <typename S>
 __device__ __forceinline__ S gradient(S sum, S w, const S *k) {
     return sum * k[0] + k[1] * w;
@@ -95,6 +101,29 @@ struct MeanSquare {
         S g = gradient(sum, w, k);
         square = k[2] * square + k[3] * g * g;
         return w - k[4] * g / (root(square) + k[5]);
+    }
+};
+
+template <typename S>
+struct SumOfSquares {
+    static const int SLOTS = 1;
+    static const bool READS = true, WEIGHTS = true;
+    __device__ __forceinline__ static S step(S sum, S w, S &squares, S &, const S *k) {
+        S g = gradient(sum, w, k);
+        squares = squares + g * g;
+        return w - k[2] * g / (root(squares) + k[3]);
+    }
+};
+
+template <typename S>
+struct Direction {
+    static const int SLOTS = 1;
+    static const bool READS = true, WEIGHTS = true;
+    __device__ __forceinline__ static S step(S sum, S w, S &mean, S &, const S *k) {
+        S g = gradient(sum, w, k);
+        S direction = sign(k[3] * mean + k[4] * g);
+        mean = k[5] * mean + k[6] * g;
+        return k[2] * w - k[7] * direction;
     }
 };
 
@@ -257,6 +286,8 @@ ARRAY_TYPES(nesterov_first, Running<S, true, true>)
 ARRAY_TYPES(nesterov, Running<S, false, true>)
 ARRAY_TYPES(adam, Moments<S>)
 ARRAY_TYPES(rmsprop, MeanSquare<S>)
+ARRAY_TYPES(adagrad, SumOfSquares<S>)
+ARRAY_TYPES(lion, Direction<S>)
 
 extern "C" __global__ void adopt_f16(float *values, const u16 *before, const u16 *after, u64 count) {
     adopt<F16>(values, before, after, count);

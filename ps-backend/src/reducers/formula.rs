@@ -30,6 +30,11 @@ pub enum Function {
     /// A step in units of the root of the mean square.
     #[strum(serialize = "rmsprop")]
     RmsProp,
+    /// A step in units of the root of the sum of squares.
+    #[strum(serialize = "adagrad")]
+    AdaGrad,
+    /// A step of one size, in the direction of the running gradient.
+    Lion,
 }
 
 impl Function {
@@ -43,7 +48,7 @@ impl Function {
         match self {
             Function::Total | Function::Scaled | Function::Carried | Function::Sgd => 0,
             Function::MomentumFirst | Function::Momentum | Function::NesterovFirst | Function::Nesterov => 1,
-            Function::RmsProp => 1,
+            Function::RmsProp | Function::AdaGrad | Function::Lion => 1,
             Function::Adam => 2,
         }
     }

@@ -474,7 +474,7 @@ impl<const F: u8, S: Scalar> Op for Mirror<F, S> {
     type Scalar = S;
     const READS_WEIGHTS: bool = F != 0 && F != 1;
     const READS_SLOTS: bool = F != 4 && F != 6;
-    const SLOTS: usize = [0, 0, 0, 0, 1, 1, 1, 1, 2, 1][F as usize];
+    const SLOTS: usize = [0, 0, 0, 0, 1, 1, 1, 1, 2, 1, 1, 1][F as usize];
 
     fn step<L: Lanes<Scalar = S>>(&self, g: L, w: L, [s0, s1]: [L; 2]) -> (L, [L; 2]) {
         let k = self.0.map(L::splat);
@@ -494,9 +494,17 @@ impl<const F: u8, S: Scalar> Op for Mirror<F, S> {
                 let v = k[4] * s1 + k[5] * gradient * gradient;
                 (k[2] * w - k[6] * m / (v.sqrt() + k[7]), [m, v])
             }
-            _ => {
+            9 => {
                 let square = k[2] * s0 + k[3] * gradient * gradient;
                 (w - k[4] * gradient / (square.sqrt() + k[5]), [square, s1])
+            }
+            10 => {
+                let squares = s0 + gradient * gradient;
+                (w - k[2] * gradient / (squares.sqrt() + k[3]), [squares, s1])
+            }
+            _ => {
+                let direction = (k[3] * s0 + k[4] * gradient).sign();
+                (k[2] * w - k[7] * direction, [k[5] * s0 + k[6] * gradient, s1])
             }
         }
     }
@@ -520,5 +528,7 @@ fn compute(formula: &Formula, operands: Operands<'_>) {
         Function::Nesterov => with!(7),
         Function::Adam => with!(8),
         Function::RmsProp => with!(9),
+        Function::AdaGrad => with!(10),
+        Function::Lion => with!(11),
     };
 }

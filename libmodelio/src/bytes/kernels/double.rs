@@ -61,6 +61,11 @@ impl Lanes for Eight {
     fn sqrt(self) -> Self {
         Self(self.0.map(f64::sqrt))
     }
+
+    #[inline(always)]
+    fn sign(self) -> Self {
+        Self(self.0.map(|x| f64::from(u8::from(x > 0.0)) - f64::from(u8::from(x < 0.0))))
+    }
 }
 
 impl Eight {

@@ -1,0 +1,65 @@
+//! `lion`: steps of one size in every element, in the direction of a mean of the gradient and the running gradient.
+
+use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar};
+use libmodelio::vocabulary::reducer::Step;
+
+use super::gradient::{Gradient, constant, written};
+use super::{Formula, Function, Reduce};
+
+pub struct Lion;
+
+impl Reduce for Lion {
+    fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
+        operands.reduce(|| Direction::new(step), || Direction::new(step))
+    }
+
+    fn formula(&self, step: &Step, _: bool) -> Formula {
+        Formula::new(Function::Lion, Direction::new(step).constants(), Direction::new(step).constants())
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Direction<S> {
+    gradient: Gradient<S>,
+    /// Factor on the weights: decoupled weight decay.
+    keep: S,
+    beta1: S,
+    rest1: S,
+    beta2: S,
+    rest2: S,
+    rate: S,
+}
+
+impl<S: Scalar> Direction<S> {
+    fn new(step: &Step) -> Self {
+        let h = &step.hyper;
+        let (beta1, beta2) = (written(h.beta1), written(h.beta2));
+        Self {
+            gradient: Gradient::plain(step),
+            keep: S::nearest(1.0 - S::meant(h.learning_rate) * S::meant(h.weight_decay)),
+            beta1: S::nearest(beta1),
+            rest1: S::nearest(1.0 - beta1),
+            beta2: S::nearest(beta2),
+            rest2: S::nearest(1.0 - beta2),
+            rate: constant(h.learning_rate),
+        }
+    }
+
+    fn constants(&self) -> [S; 8] {
+        let [scale, decay] = self.gradient.constants();
+        [scale, decay, self.keep, self.beta1, self.rest1, self.beta2, self.rest2, self.rate]
+    }
+}
+
+impl<S: Scalar> Op for Direction<S> {
+    type Scalar = S;
+    const SLOTS: usize = 1;
+
+    #[inline(always)]
+    fn step<L: Lanes<Scalar = Self::Scalar>>(&self, g: L, w: L, [mean, unused]: [L; 2]) -> (L, [L; 2]) {
+        let g = self.gradient.of(g, w);
+        let direction = (L::splat(self.beta1) * mean + L::splat(self.rest1) * g).sign();
+        let mean = L::splat(self.beta2) * mean + L::splat(self.rest2) * g;
+        (L::splat(self.keep) * w - L::splat(self.rate) * direction, [mean, unused])
+    }
+}
