@@ -5,10 +5,11 @@
 use std::collections::BTreeMap;
 
 use half::{bf16, f16};
-use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, widen};
+use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, accumulate, widen};
 use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer::{Reducer, Step};
-use ps_backend::reducers::apply;
+use ps_backend::reducers::{apply, measure};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -74,10 +75,19 @@ impl Case {
         }
         let words = elements as usize * wire.words();
         let mut slots = [0, 1].map(|slot| vec![0f32; if slot < reducer.state_slots() { words } else { 0 }]);
+        let scale = f64::from(hyper.loss_scale);
         for t in 1..=steps {
-            let pair = [0.5, -0.5].map(|away| encode(wire, (0..elements).map(|i| gradient(t, i) + away)));
+            let pair =
+                [0.5, -0.5].map(|away| encode(wire, (0..elements).map(|i| (gradient(t, i) + away) * scale)));
             let sources = pair.each_ref().map(|bytes| Source::Wire(bytes));
-            let step = Step { reducer, hyper: hyper.clone(), contributions: 2, t, norm: None };
+            let mut step = Step { reducer, hyper: hyper.clone(), contributions: 2, t, norm: None };
+            if reducer.measures(&hyper) {
+                let mut sum = vec![0.0; words];
+                pair.iter().zip([true, false]).for_each(|(bytes, first)| {
+                    assert!(accumulate(wire, bytes, &mut sum, first));
+                });
+                step.norm = Some(Norm::new(step.scale() * measure(&step, wire, &[&sum]).sqrt()));
+            }
             let (mut next, mut next_master) = (weights.clone(), master.clone());
             let [mut s0, mut s1] = slots.clone();
             let input = Input {

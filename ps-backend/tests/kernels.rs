@@ -183,10 +183,13 @@ impl Case {
         let terms = size;
         let mean = h.aggregation == Aggregation::Mean;
         let clip = self.step.norm.map_or(1.0, |norm| (f64::from(h.clip_norm) / (norm.get() + 1e-6)).min(1.0));
-        let mut g = clip * if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
+        let limit = if h.clip_value == 0.0 { f64::INFINITY } else { f64::from(h.clip_value) };
+        let sum = clip * sum / f64::from(h.loss_scale);
+        let mut g = if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
+        g = g.clamp(-limit, limit);
         let t = self.step.t as i32;
         let (new, state) = match self.step.reducer {
-            Reducer::Sum => (f64::from(h.carry) * w + clip * sum, slots),
+            Reducer::Sum => (f64::from(h.carry) * w + sum.clamp(-limit, limit), slots),
             Reducer::Assign => (values.last().map_or(w, |last| f64::from(last[i])), slots),
             Reducer::Sgd => (w - lr * (g + wd * w), slots),
             Reducer::Momentum | Reducer::Nesterov => {
@@ -272,7 +275,12 @@ fn hyper() -> impl Strategy<Value = Hyper> {
     let decays = (0.0f32..1.0, prop::sample::select(vec![0.0f32, 0.5]));
     let carry = prop::sample::select(vec![0.0f32, 0.5, 1.0]);
     let alpha = prop::sample::select(vec![0.0f32, 0.5, 0.99]);
-    (rates, decays, carry, alpha, any::<bool>()).prop_map(|(rates, decays, carry, alpha, mean)| Hyper {
+    let mean = any::<bool>();
+    let gradient = prop::sample::select(vec![(0.0f32, 1.0f32), (0.25, 1.0), (0.0, 3.0), (0.01, 1024.0)]);
+    let all = (rates, decays, carry, alpha, mean, gradient);
+    all.prop_map(|(rates, decays, carry, alpha, mean, (clip_value, loss_scale))| Hyper {
+        clip_value,
+        loss_scale,
         learning_rate: rates.0,
         weight_decay: rates.1,
         momentum: decays.0,

@@ -52,6 +52,21 @@ CASES = [
     ),
 ]
 
+# The same, with what is done to gradients before: torch's limits of the norm and of values. Contributions are multiplied
+# by the loss scale, and torch has the plain ones.
+CASES += [
+    ("sgd", {**DECAY, "clip_value": "0.3"}, "SGD", {"lr": 0.01, "weight_decay": 0.02, "clip": (None, 0.3)}),
+    ("adam", {**RATE, "clip_value": "0.3"}, "Adam", {"lr": 0.01, "clip": (None, 0.3)}),
+    ("sgd", {**RATE, "clip_norm": "2", "clip_value": "0.3"}, "SGD", {"lr": 0.01, "clip": (2, 0.3)}),
+    ("momentum", {**RATE, "loss_scale": "8"}, "SGD", {"lr": 0.01, "momentum": 0.9}),
+    (
+        "adamw",
+        {**RATE, "clip_norm": "1.5", "loss_scale": "16"},
+        "AdamW",
+        {"lr": 0.01, "weight_decay": 0, "clip": (1.5, None)},
+    ),
+]
+
 
 class Lion(torch.optim.Optimizer):
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
@@ -87,10 +102,16 @@ def gradient(t, i):
 
 
 def run(dtype, name, options):
+    norm, value = options.get("clip", (None, None))
+    options = {key: option for key, option in options.items() if key != "clip"}
     weights = torch.tensor([weight(i) for i in range(ELEMENTS)], dtype=dtype, requires_grad=True)
     optimizer = (Lion if name == "Lion" else getattr(torch.optim, name))([weights], **options)
     for t in range(1, STEPS + 1):
         weights.grad = torch.tensor([gradient(t, i) for i in range(ELEMENTS)], dtype=dtype)
+        if norm:
+            torch.nn.utils.clip_grad_norm_([weights], norm)
+        if value:
+            torch.nn.utils.clip_grad_value_([weights], value)
         optimizer.step()
     return weights.detach().tolist()
 

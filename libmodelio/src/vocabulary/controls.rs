@@ -391,11 +391,18 @@ impl Controls {
                 self.consistency
             )));
         }
-        if self.hyper.clip_norm > 0.0 && !self.reducer.reads("clip_norm") {
-            return Err(ControlError::Conflict(format!(
-                "clip_norm ({}) is for gradients, and reducer {} adds nothing up: set it to 0 first",
-                self.hyper.clip_norm, self.reducer
-            )));
+        let default = Hyper::default();
+        for of in PARAMETERS.iter().filter(|of| ["clip_norm", "clip_value", "loss_scale"].contains(&of.name))
+        {
+            if of.get(&self.hyper) != of.get(&default) && !self.reducer.reads(of.name) {
+                return Err(ControlError::Conflict(format!(
+                    "{} ({}) is for gradients, and reducer {} adds nothing up: set it to {} first",
+                    of.name,
+                    of.text(&self.hyper),
+                    self.reducer,
+                    of.text(&default)
+                )));
+            }
         }
         if self.max_versions < self.retain.saturating_add(3) {
             return Err(ControlError::Conflict(format!(
@@ -532,6 +539,8 @@ mod tests {
             ("weight_decay", "0.01"),
             ("carry", "0"),
             ("clip_norm", "1"),
+            ("clip_value", "0.5"),
+            ("loss_scale", "1024"),
             ("aggregation", "sum"),
             ("lease", "2.5"),
             ("linger", "0"),
@@ -560,6 +569,11 @@ mod tests {
             ("learning_rate", ""),
             ("beta1", "1"),
             ("epsilon", "0"),
+            ("clip_value", "-1"),
+            ("clip_value", "inf"),
+            ("loss_scale", "0"),
+            ("loss_scale", "-2"),
+            ("loss_scale", "NaN"),
             ("reducer", "SGD2"),
             ("reducer", "adam w"),
             ("learners", "4097"),
@@ -671,19 +685,25 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_added_up_is_clipped() {
-        let clips = Controls::default().with("clip_norm", "1.5").unwrap();
-        for reducer in Reducer::all() {
-            let (first, then) = (clips.with("reducer", reducer.name()), Controls::default());
-            let then = then.with("reducer", reducer.name()).unwrap().with("clip_norm", "1.5");
-            assert_eq!(first.is_ok(), reducer != Reducer::Assign, "{reducer}");
-            assert_eq!(first, then);
-            let is_refused =
-                |error| matches!(error, ControlError::Conflict(why) if why.contains("clip_norm (1.5)"));
-            assert!(first.is_ok() || first.is_err_and(is_refused));
+    fn only_what_is_added_up_is_clipped_or_scaled() {
+        for (name, value, default) in
+            [("clip_norm", "1.5", "0"), ("clip_value", "0.5", "0"), ("loss_scale", "8", "1")]
+        {
+            let set = Controls::default().with(name, value).unwrap();
+            for reducer in Reducer::all() {
+                let (first, then) = (set.with("reducer", reducer.name()), Controls::default());
+                let then = then.with("reducer", reducer.name()).unwrap().with(name, value);
+                assert_eq!(first.is_ok(), reducer != Reducer::Assign, "{reducer}");
+                assert_eq!(first, then);
+                let said = format!(
+                    "{name} ({value}) is for gradients, and reducer assign adds nothing up: set it to {default} first"
+                );
+                let is_refused = |error| matches!(error, ControlError::Conflict(why) if why == said);
+                assert!(first.is_ok() || first.is_err_and(is_refused));
+            }
+            let both = [("reducer", "assign"), (name, default)];
+            assert_eq!(set.with_all(both).unwrap().reducer, Reducer::Assign);
         }
-        let both = [("reducer", "assign"), ("clip_norm", "0")];
-        assert_eq!(clips.with_all(both).unwrap().reducer, Reducer::Assign);
     }
 
     #[test]

@@ -33,15 +33,16 @@ struct Facts {
 }
 
 /// What all that add contributions up read.
-const ADDS: &[&str] = &["clip_norm"];
+const ADDS: &[&str] = &["clip_norm", "clip_value", "loss_scale"];
 /// What all optimizers read.
-const STEPS: &[&str] = &["learning_rate", "weight_decay", "aggregation", "clip_norm"];
+const STEPS: &[&str] =
+    &["learning_rate", "weight_decay", "aggregation", "clip_norm", "clip_value", "loss_scale"];
 /// What those read that put a value in the place of another.
 const PUTS: &[&str] = &[];
 
-/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, and which
-/// hyper-parameters it reads: those of its kind, and its own. A reducer's name in lower case is its word in control files,
-/// messages and help.
+/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, and
+/// which hyper-parameters it reads: those of its kind, and its own. A reducer's name in lower case is its word in control
+/// files, messages and help.
 macro_rules! reducers {
     ($($(#[$about:meta])* $name:ident: $combine:ident, [$($state:literal),*], $kind:ident, [$($read:ident),*];)*) => {
         /// How contributions become the next weights.
@@ -283,6 +284,18 @@ parameters! {
     weight_decay = 0.0, NOT_NEGATIVE, "pull towards zero, decoupled for adamw and lion";
     carry = 1.0, FINITE, "how much of the old weights stays: 1 adds to them, 0 is an all-reduce";
     clip_norm = 0.0, NOT_NEGATIVE, "a gradient whose norm is larger is scaled down to it; 0 is never";
+    clip_value = 0.0, NOT_NEGATIVE, "larger elements of a gradient are set to it, or to its negative; 0 is never";
+    loss_scale = 1.0, POSITIVE, "gradients are divided by it";
+}
+
+/// The decimal number behind a hyper-parameter: a user who sets 0.01 means that, and not its fp32 approximation.
+pub fn decimal(value: f32) -> f64 {
+    use std::io::Write;
+    let mut text = [0u8; 32];
+    let mut rest = &mut text[..];
+    let written = write!(rest, "{value:e}").map(|()| 32 - rest.len());
+    let digits = written.ok().and_then(|len| std::str::from_utf8(&text[..len]).ok());
+    digits.and_then(|digits| digits.parse().ok()).unwrap_or(f64::from(value))
 }
 
 /// One application of a reducer to a version.
@@ -304,10 +317,12 @@ pub struct Step {
 impl Step {
     /// The factor that makes the gradient of the sum of contributions.
     pub fn scale(&self) -> f64 {
-        match self.hyper.aggregation {
-            Aggregation::Mean if self.reducer.averages() => 1.0 / f64::from(self.contributions.max(1)),
+        let contributions = match self.hyper.aggregation {
+            Aggregation::Mean if self.reducer.averages() => f64::from(self.contributions.max(1)),
             _ => 1.0,
-        }
+        };
+        let loss_scale = if self.hyper.loss_scale == 1.0 { 1.0 } else { decimal(self.hyper.loss_scale) };
+        1.0 / contributions / loss_scale
     }
 }
 

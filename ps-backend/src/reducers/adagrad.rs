@@ -42,9 +42,9 @@ impl<S: Scalar> SumOfSquares<S> {
         }
     }
 
-    fn constants(&self) -> [S; 4] {
-        let [scale, decay] = self.gradient.constants();
-        [scale, decay, self.rate, self.epsilon]
+    fn constants(&self) -> [S; 5] {
+        let [scale, decay, limit] = self.gradient.constants();
+        [scale, decay, limit, self.rate, self.epsilon]
     }
 }
 

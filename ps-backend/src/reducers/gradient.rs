@@ -22,11 +22,20 @@ pub fn clip(step: &Step) -> f64 {
     if factor > 1.0 { 1.0 } else { factor }
 }
 
-/// The sum of the contributions, scaled, plus the L2 penalty.
+/// The largest element of a gradient: Inf if none is too large.
+pub fn limit<S: Scalar>(step: &Step) -> S {
+    match step.hyper.clip_value {
+        0.0 => S::nearest(f64::INFINITY),
+        value => constant(value),
+    }
+}
+
+/// The sum of the contributions, scaled and clipped, plus the L2 penalty.
 #[derive(Clone, Copy)]
 pub struct Gradient<S> {
     scale: S,
     decay: S,
+    limit: S,
 }
 
 impl<S: Scalar> Gradient<S> {
@@ -37,16 +46,17 @@ impl<S: Scalar> Gradient<S> {
 
     /// Without a penalty.
     pub fn plain(step: &Step) -> Self {
-        Self { scale: S::nearest(step.scale() * clip(step)), decay: S::nearest(0.0) }
+        let scale = S::nearest(step.scale() * clip(step));
+        Self { scale, decay: S::nearest(0.0), limit: limit(step) }
     }
 
-    /// Its constants: the scale and the decay.
-    pub fn constants(&self) -> [S; 2] {
-        [self.scale, self.decay]
+    /// Its constants: the scale, the decay and the limit.
+    pub fn constants(&self) -> [S; 3] {
+        [self.scale, self.decay, self.limit]
     }
 
     #[inline(always)]
     pub fn of<L: Lanes<Scalar = S>>(self, sum: L, w: L) -> L {
-        sum * L::splat(self.scale) + L::splat(self.decay) * w
+        (sum * L::splat(self.scale)).clamp(self.limit) + L::splat(self.decay) * w
     }
 }

@@ -45,9 +45,9 @@ impl<S: Scalar> Direction<S> {
         }
     }
 
-    fn constants(&self) -> [S; 8] {
-        let [scale, decay] = self.gradient.constants();
-        [scale, decay, self.keep, self.beta1, self.rest1, self.beta2, self.rest2, self.rate]
+    fn constants(&self) -> [S; 9] {
+        let [scale, decay, limit] = self.gradient.constants();
+        [scale, decay, limit, self.keep, self.beta1, self.rest1, self.beta2, self.rest2, self.rate]
     }
 }
 

@@ -61,6 +61,15 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn clamp(self, limit: f32) -> Self {
+        // SAFETY: entered with avx512f. The second operand is the result if one is NaN, or both are equal.
+        unsafe {
+            let below = _mm512_min_ps(_mm512_set1_ps(limit), self.0);
+            Self(_mm512_max_ps(_mm512_set1_ps(-limit), below))
+        }
+    }
+
+    #[inline(always)]
     fn sign(self) -> Self {
         // SAFETY: entered with avx512f.
         unsafe {
@@ -215,6 +224,18 @@ impl Lanes for Avx2 {
     fn sqrt(self) -> Self {
         // SAFETY: entered with avx2.
         unsafe { Self(_mm256_sqrt_ps(self.0), _mm256_sqrt_ps(self.1)) }
+    }
+
+    #[inline(always)]
+    fn clamp(self, limit: f32) -> Self {
+        // SAFETY: entered with avx2. The second operand is the result if one is NaN, or both are equal.
+        unsafe {
+            let (most, least) = (_mm256_set1_ps(limit), _mm256_set1_ps(-limit));
+            Self(
+                _mm256_max_ps(least, _mm256_min_ps(most, self.0)),
+                _mm256_max_ps(least, _mm256_min_ps(most, self.1)),
+            )
+        }
     }
 
     #[inline(always)]
