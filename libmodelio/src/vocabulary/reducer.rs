@@ -35,8 +35,15 @@ struct Facts {
 /// What all that add contributions up read.
 const ADDS: &[&str] = &["clip_norm", "clip_value", "loss_scale"];
 /// What all optimizers read.
-const STEPS: &[&str] =
-    &["learning_rate", "weight_decay", "aggregation", "clip_norm", "clip_value", "loss_scale"];
+const STEPS: &[&str] = &[
+    "learning_rate",
+    "learning_rate_floor",
+    "weight_decay",
+    "aggregation",
+    "clip_norm",
+    "clip_value",
+    "loss_scale",
+];
 /// What those read that put a value in the place of another.
 const PUTS: &[&str] = &[];
 
@@ -274,7 +281,8 @@ macro_rules! parameters {
 }
 
 parameters! {
-    learning_rate = 0.01, NOT_NEGATIVE, "step size";
+    learning_rate = 0.01, NOT_NEGATIVE, "step size, at the end of the warm-up";
+    learning_rate_floor = 0.0, NOT_NEGATIVE, "step size at the end of a schedule";
     momentum = 0.9, TO_ONE, "weight of the running gradient";
     dampening = 0.0, TO_ONE, "share of the new gradient left out, but at the first step";
     beta1 = 0.9, BELOW_ONE, "decay of the first moment; lion: share of the running gradient in a step";
