@@ -182,6 +182,16 @@ fn any_flipped_bit_and_any_missing_byte_is_refused_with_its_file() {
 }
 
 #[test]
+fn settings_that_a_snapshot_does_not_have_are_at_their_defaults() {
+    let mut head = head(Reducer::Lion, 3);
+    let before = head.controls().unwrap();
+    for name in ["learning_rate_floor", "schedule", "warmup", "schedule_start", "clip_value", "loss_scale"] {
+        assert!(head.settings.remove(name).is_some(), "{name}");
+    }
+    assert_eq!(head.controls().unwrap(), before);
+}
+
+#[test]
 fn another_format_is_refused_by_its_number() {
     let dir = TempDir::new().unwrap();
     write(dir.path(), &head(Reducer::Sgd, 3), PIECE_SIZE, false).unwrap();
