@@ -82,6 +82,13 @@ def test_a_schedule_goes_on_after_a_snapshot_and_a_move(start_mount, gradfs, clu
     first.kill()
     second = start_mount("--from", tmp_path / "saved", name="m")
     steps(second, [rate("cosine", step) for step in range(2, 4)])
+    # The same schedule goes on. Another one begins, unless it is told where.
+    for options, start in [
+        ({"schedule": f"cosine({STEPS})"}, "2"), ({"schedule": "linear(50)"}, "4"),
+        ({"schedule": "linear(50)", "schedule_start": 3}, "3"), ({"learning_rate": 1}, "2"),
+    ]:  # fmt: skip
+        other = start_mount("--from", tmp_path / "saved", name="m", **options)
+        assert (other.control("schedule_start"), other.version()) == (start, 4)
     # On shards, whose coordinator changes.
     one = cluster(2)
     one.create("m", "--from", tmp_path / "saved")
