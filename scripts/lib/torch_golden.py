@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes ps-backend/tests/golden/torch.json: where torch's optimizers lead in 100 steps, for ps-backend/tests/golden.rs.
 
 Weights and gradients have few bits, so that all types hold them as they are. The test makes the same numbers. torch has
