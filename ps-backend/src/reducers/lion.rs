@@ -63,3 +63,36 @@ impl<S: Scalar> Op for Direction<S> {
         (L::splat(self.keep) * w - L::splat(self.rate) * direction, [mean, unused])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use libmodelio::bytes::kernels::{Input, Level, Output, Source, Wire, with_level};
+    use libmodelio::vocabulary::reducer::{Hyper, Reducer};
+
+    use super::super::apply;
+    use super::*;
+
+    #[test]
+    fn a_direction_of_zero_or_nan_is_no_step() {
+        let gradients = [0.0, -0.0, f32::NAN, 1e-40, -1e-40, f32::INFINITY, f32::NEG_INFINITY, 3.0, -0.5];
+        let signs = [0.0, 0.0, 0.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0];
+        let hyper = Hyper { learning_rate: 0.25, ..Hyper::default() };
+        let step = Step { reducer: Reducer::Lion, hyper, contributions: 1, t: 1, norm: None };
+        // Of a whole line, and of the rest of one.
+        let count = 2 * gradients.len();
+        let sum: Vec<f32> = gradients.into_iter().cycle().take(count).collect();
+        for level in Level::available() {
+            let weights: Vec<u8> = (0..count).flat_map(|_| 1f32.to_le_bytes()).collect();
+            let (mut next, mut mean) = (weights.clone(), vec![f32::NAN; count]);
+            let zeros = vec![0.0; count];
+            let input = Input { weights: &weights, master: None, slots: [&zeros, &[]] };
+            let output = Output { weights: &mut next, master: None, slots: [&mut mean, &mut []] };
+            let operands = Operands { wire: Wire::F32, sources: &[Source::Acc(&sum)], input, output };
+            assert!(with_level(level, || apply(&step, operands, false)).unwrap());
+            for (at, (weight, sign)) in next.as_chunks::<4>().0.iter().zip(signs.iter().cycle()).enumerate() {
+                assert_eq!(f32::from_le_bytes(*weight), 1.0 - 0.25 * sign, "{level:?}, element {at}");
+            }
+            assert!(mean[2].is_nan() && mean[0] == 0.0, "{level:?}");
+        }
+    }
+}
