@@ -1,5 +1,5 @@
-"""Steps whose gradient is clipped by its norm over the whole model, as docs/semantics.md promises it under "Settings and
-reducers"."""
+"""Steps whose gradient is clipped, by its norm over the whole model or element by element, or scaled, as
+docs/semantics.md promises it under "Settings and reducers"."""
 
 import errno
 import math
@@ -107,6 +107,71 @@ def test_clip_norm_is_refused_where_nothing_is_added_up(start_mount):
         with raises(errno.EINVAL):
             mount.control("clip_norm", value)
     assert mount.control("clip_norm") == "0"
+    for name, value, default in [("clip_value", 0.5, 0), ("loss_scale", 8, 1)]:
+        with raises(errno.EINVAL):
+            mount.control(name, value)
+        mount.control("reducer", "sum")
+        mount.control(name, value)
+        with raises(errno.EINVAL):
+            mount.control("reducer", "assign")
+        mount.control(name, default)
+        mount.control("reducer", "assign")
+
+
+@pytest.mark.parametrize("reducer", ["sgd", "sum", "momentum"])
+def test_elements_of_a_gradient_are_clipped(start_mount, reducer):
+    """Also after the norm, which is measured before. NaN stays NaN."""
+    mount = start_mount(
+        size=SIZE, block_size=BLOCK, reducer=reducer, clip_value=0.25, learning_rate=1, learners=2, weight_decay=0.5,
+        momentum=0, nonfinite="accept", timeout=20,
+    )  # fmt: skip
+    for name in "ab":
+        mount.join(name)
+    generator = np.random.RandomState(3)
+    weights = np.zeros(COUNT)
+    for clip_norm in (0, 50):
+        mount.control("clip_norm", clip_norm)
+        pair = generator.standard_normal((2, COUNT)).astype("<f4")
+        pair[:, 9] = np.nan if clip_norm == 0 else 0
+        for name, part in zip("ab", pair):
+            mount.contribute(part, learner=name)
+        total = pair.astype("f8").sum(axis=0) / (1 if reducer == "sum" else 2)
+        norm = None
+        if clip_norm:
+            total, norm = clipped(total, clip_norm)
+            assert norm > clip_norm and (np.abs(total) > 0.25).any()
+        g = np.where(np.isnan(total), np.nan, np.clip(total, -0.25, 0.25))
+        weights = weights + g if reducer == "sum" else weights - (g + 0.5 * weights)
+        mount.catch_up()
+        np.testing.assert_allclose(array(mount.model / "weights"), weights, rtol=2e-5, atol=2e-6)
+        assert mount.status()["gradient_norm"] == (pytest.approx(norm, rel=1e-6) if clip_norm else None)
+    assert np.isnan(weights[9]) and not np.isnan(weights[:9]).any()
+
+
+def test_gradients_are_divided_by_the_loss_scale(start_mount):
+    """Two runs end with the same bits. What overflows by its factor is refused."""
+    ends = []
+    for scale in (1, 4096):
+        mount = start_mount(
+            size=SIZE, block_size=BLOCK, dtype="f16", reducer="adam", loss_scale=scale, clip_norm=0.25,
+            clip_value=0.0005, learners=2, timeout=20,
+        )  # fmt: skip
+        generator = np.random.RandomState(4)
+        for name in "ab":
+            mount.join(name)
+        norms = []
+        for _ in range(3):
+            for name in "ab":
+                # So large that no bit of a plain gradient is lost in 16 bits.
+                part = np.round(generator.standard_normal(SIZE // 2) * 8) / 4096
+                mount.contribute((part * scale).astype("<f2"), learner=name)
+            mount.catch_up()
+            norms.append(mount.status()["gradient_norm"])
+        ends.append((mount.weights("a"), norms))
+        assert min(norms) > 0.25
+    assert ends[0] == ends[1]
+    with raises(errno.EINVAL):
+        mount.contribute(np.full(SIZE // 2, np.inf, "<f2"), learner="a")
 
 
 def test_nan_is_judged_before_the_norm(start_mount):

@@ -313,7 +313,7 @@ def reference(reducer, steps, weights, learning_rate=0.1, weight_decay=0.01):
     m = v = None
     weights = weights.astype("f8")
     for t, gradient in enumerate(steps, 1):
-        g = gradient.astype("f8") + (0 if reducer == "adamw" else weight_decay * weights)
+        g = gradient.astype("f8") + (0 if reducer in ("adamw", "lion") else weight_decay * weights)
         if reducer == "sgd":
             weights = weights - learning_rate * g
         elif reducer in ("momentum", "nesterov"):
@@ -322,6 +322,13 @@ def reference(reducer, steps, weights, learning_rate=0.1, weight_decay=0.01):
         elif reducer == "rmsprop":
             v = (0 if v is None else 0.99 * v) + 0.01 * g * g
             weights = weights - learning_rate * g / (np.sqrt(v) + 1e-8)
+        elif reducer == "adagrad":
+            v = (0 if v is None else v) + g * g
+            weights = weights - learning_rate * g / (np.sqrt(v) + 1e-8)
+        elif reducer == "lion":
+            m = np.zeros_like(g) if m is None else m
+            weights = weights * (1 - learning_rate * weight_decay) - learning_rate * np.sign(0.9 * m + 0.1 * g)
+            m = 0.999 * m + 0.001 * g
         else:
             m = (0 if m is None else 0.9 * m) + 0.1 * g
             v = (0 if v is None else 0.999 * v) + 0.001 * g * g
@@ -332,7 +339,7 @@ def reference(reducer, steps, weights, learning_rate=0.1, weight_decay=0.01):
     return weights
 
 
-@pytest.mark.parametrize("reducer", ["sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop"])
+@pytest.mark.parametrize("reducer", ["sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "adagrad", "lion"])
 @pytest.mark.parametrize("aggregation", ["mean", "sum"])
 def test_reducers(mounted, reducer, aggregation):
     """Two learners' contributions against a reference in double precision."""

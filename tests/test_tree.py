@@ -25,7 +25,7 @@ FILES = [
     "test_tree.py", "test_reading.py", "test_writing*.py", "test_jobs.py", "test_rounds.py", "test_signals.py",
     "test_sharers*.py", "test_leases.py", "test_stores_in_fsync.py", "test_consistency.py", "test_cluster_*.py",
     "test_metrics.py", "test_owners.py", "test_background.py", "test_tensors.py", "test_checkpoints.py", "test_doubles.py",
-    "test_snapshots.py", "test_many_models.py", "test_clipping.py", "test_pulls.py",
+    "test_snapshots.py", "test_many_models.py", "test_clipping.py", "test_pulls.py", "test_schedules.py",
     "test_stalls.py", "test_traces.py", "test_fallocate.py", "test_memory.py", "test_short_memory.py",
 ]
 

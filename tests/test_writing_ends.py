@@ -120,7 +120,7 @@ def test_killed_writer_leaves_no_half_step__after_its_commit(mounted):
     assert mount.version() == 1 and mount.weights() == expected.tobytes()
 
 
-@pytest.mark.parametrize("reducer", ["momentum", "nesterov", "adam", "adamw", "rmsprop"])
+@pytest.mark.parametrize("reducer", ["momentum", "nesterov", "adam", "adamw", "rmsprop", "adagrad", "lion"])
 def test_killed_writer_leaves_no_half_step__nor_half_a_state(start_mount, reducer):
     """Two jobs with the same steps; in one of them a writer is killed between them."""
     generator = np.random.RandomState(5)

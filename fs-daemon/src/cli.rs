@@ -357,6 +357,16 @@ struct JobArgs {
 struct OptimizerArgs {
     #[command(flatten)]
     parameters: ParameterArgs,
+    /// How the learning rate changes: it is constant, or falls to its floor in N versions, in a straight line or along
+    /// half a cosine [default: constant]
+    #[arg(long, value_parser = Shown(&["constant", "linear(N)", "cosine(N)"]))]
+    schedule: Option<String>,
+    /// Versions in which the learning rate rises from 0 [default: 0]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    warmup: Option<String>,
+    /// The version after which the schedule begins [default: 0]
+    #[arg(long, value_name = "VERSION", allow_negative_numbers = true)]
+    schedule_start: Option<String>,
     /// What an optimizer sees of several contributions [default: mean]
     #[arg(long, value_parser = ["mean", "sum"], ignore_case = true)]
     aggregation: Option<String>,

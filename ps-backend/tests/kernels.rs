@@ -129,7 +129,7 @@ impl Case {
         let n = if self.has_slot(slot) { self.elements } else { 0 };
         let values = random(self.seed + 1 + slot as u64, n);
         // A mean square is never negative.
-        if slot == 1 || self.step.reducer == Reducer::RmsProp {
+        if slot == 1 || [Reducer::RmsProp, Reducer::AdaGrad].contains(&self.step.reducer) {
             values.iter().map(|value| value.abs()).collect()
         } else {
             values
@@ -183,10 +183,13 @@ impl Case {
         let terms = size;
         let mean = h.aggregation == Aggregation::Mean;
         let clip = self.step.norm.map_or(1.0, |norm| (f64::from(h.clip_norm) / (norm.get() + 1e-6)).min(1.0));
-        let mut g = clip * if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
+        let limit = if h.clip_value == 0.0 { f64::INFINITY } else { f64::from(h.clip_value) };
+        let sum = clip * sum / f64::from(h.loss_scale);
+        let mut g = if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
+        g = g.clamp(-limit, limit);
         let t = self.step.t as i32;
         let (new, state) = match self.step.reducer {
-            Reducer::Sum => (f64::from(h.carry) * w + clip * sum, slots),
+            Reducer::Sum => (f64::from(h.carry) * w + sum.clamp(-limit, limit), slots),
             Reducer::Assign => (values.last().map_or(w, |last| f64::from(last[i])), slots),
             Reducer::Sgd => (w - lr * (g + wd * w), slots),
             Reducer::Momentum | Reducer::Nesterov => {
@@ -200,6 +203,21 @@ impl Case {
                 let square = alpha * slots[0] + (1.0 - alpha) * g * g;
                 size += lr * terms / (square.sqrt() + eps);
                 (w - lr * g / (square.sqrt() + eps), [square, slots[1]])
+            }
+            Reducer::AdaGrad => {
+                g += wd * w;
+                let sum = slots[0] + g * g;
+                size += lr * terms / (sum.sqrt() + eps);
+                (w - lr * g / (sum.sqrt() + eps), [sum, slots[1]])
+            }
+            Reducer::Lion => {
+                let update = b1 * slots[0] + (1.0 - b1) * g;
+                // Where rounding may change the sign, the step may go either way.
+                if update != 0.0 && update.abs() < 1e-6 * (terms + slots[0].abs()) {
+                    size += 2e6 * lr;
+                }
+                let sign = if update == 0.0 { 0.0 } else { update.signum() };
+                (w * (1.0 - lr * wd) - lr * sign, [b2 * slots[0] + (1.0 - b2) * g, slots[1]])
             }
             Reducer::Adam | Reducer::AdamW => {
                 let decoupled = self.step.reducer == Reducer::AdamW;
@@ -257,7 +275,12 @@ fn hyper() -> impl Strategy<Value = Hyper> {
     let decays = (0.0f32..1.0, prop::sample::select(vec![0.0f32, 0.5]));
     let carry = prop::sample::select(vec![0.0f32, 0.5, 1.0]);
     let alpha = prop::sample::select(vec![0.0f32, 0.5, 0.99]);
-    (rates, decays, carry, alpha, any::<bool>()).prop_map(|(rates, decays, carry, alpha, mean)| Hyper {
+    let mean = any::<bool>();
+    let gradient = prop::sample::select(vec![(0.0f32, 1.0f32), (0.25, 1.0), (0.0, 3.0), (0.01, 1024.0)]);
+    let all = (rates, decays, carry, alpha, mean, gradient);
+    all.prop_map(|(rates, decays, carry, alpha, mean, (clip_value, loss_scale))| Hyper {
+        clip_value,
+        loss_scale,
         learning_rate: rates.0,
         weight_decay: rates.1,
         momentum: decays.0,

@@ -68,7 +68,7 @@ impl<T> Given<T> {
         }
         let from = layers.iter().find_map(|layer| layer.get("from")?.last().map(PathBuf::from));
         if let Some(dir) = from {
-            layers.push(vocabulary.snapshot(&dir)?);
+            layers.push(vocabulary.snapshot(&dir, &layers)?);
         }
         Ok(layers)
     }

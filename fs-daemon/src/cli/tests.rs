@@ -73,6 +73,12 @@ fn every_option_reaches_the_configuration() {
         ("weight_decay", "0.1"),
         ("carry", "-0.5"),
         ("clip_norm", "1.5"),
+        ("clip_value", "0.5"),
+        ("loss_scale", "1024"),
+        ("learning_rate_floor", "1e-5"),
+        ("schedule", "cosine(100)"),
+        ("warmup", "10"),
+        ("schedule_start", "5"),
         ("aggregation", "sum"),
     ];
     for (key, text) in texts {

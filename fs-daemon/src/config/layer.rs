@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, ValueHint};
 
+use libmodelio::vocabulary::schedule::Schedule;
 use ps_backend::snapshot::{MANIFEST, Reader};
 
 use crate::error::Error;
@@ -164,11 +165,12 @@ impl Vocabulary {
         layer
     }
 
-    /// The settings from the snapshot in `dir`, which a job that goes on from it has by default.
+    /// The settings from the snapshot in `dir`, which a job that goes on from it has by default. A schedule that is given in
+    /// the `stronger` layers and is not the snapshot's begins at the snapshot's version.
     ///
     /// # Errors
     /// A directory that is no snapshot.
-    pub fn snapshot(&'static self, dir: &Path) -> Result<Layer, Error> {
+    pub fn snapshot(&'static self, dir: &Path, stronger: &[Layer]) -> Result<Layer, Error> {
         let reader = Reader::open(dir, None)?;
         let head = reader.head();
         let mut layer = Layer::new(self, Source::Snapshot(dir.join(MANIFEST)));
@@ -180,6 +182,14 @@ impl Vocabulary {
                 true => layer.set(key, value.lines()),
                 false => layer.set(key, [value]),
             }
+        }
+        let parsed = |text: &str| text.trim().to_ascii_lowercase().parse::<Schedule>().unwrap_or_default();
+        let before = head.settings.get("schedule").map_or(Schedule::Constant, |text| parsed(text));
+        let given = stronger.iter().find_map(|layer| layer.get("schedule")?.last()?.to_str());
+        if given.is_some_and(|text| parsed(text) != before)
+            && let Some((key, _)) = self.keys.get_key_value("schedule_start")
+        {
+            layer.set(key, [head.record.version.to_string()]);
         }
         Ok(layer)
     }

@@ -6,10 +6,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use libmodelio::client::core::PullReport;
-use libmodelio::vocabulary::controls::SETTINGS;
-use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::controls::{Controls, SETTINGS};
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::reducer::decimal;
 use serde_json::json;
 
 use super::model_tree::ModelTree;
@@ -58,6 +59,12 @@ pub fn readme(trees: &[Arc<ModelTree>]) -> String {
         let _ = writeln!(text, "  {name:<14} {meaning}");
     }
     text
+}
+
+/// The learning rate that the version after this one is made with, if the reducer has one.
+fn learning_rate(controls: &Controls, newest: Version) -> Option<f64> {
+    let rate = || decimal(controls.hyper_after(newest).learning_rate);
+    controls.reducer.reads("learning_rate").then(rate)
 }
 
 /// The facts about the mount itself in `status.json`.
@@ -175,6 +182,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "committed_for_next_version": status.committed,
         "contributions": status.contributions,
         "gradient_norm": status.norm.map(Norm::get),
+        "learning_rate": learning_rate(&controls, status.version),
         "versions_in_memory": status.versions,
         "memory": {
             "versions": memory.versions,

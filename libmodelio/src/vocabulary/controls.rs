@@ -12,7 +12,9 @@ use serde::{Deserialize, Serialize};
 use strum::EnumString;
 
 use crate::vocabulary::frozen::{Frozen, NoMatch};
-use crate::vocabulary::reducer::{Domain, Hyper, PARAMETERS, Reducer};
+use crate::vocabulary::ids::Version;
+use crate::vocabulary::reducer::{Domain, Hyper, PARAMETERS, Reducer, decimal};
+use crate::vocabulary::schedule::{NoSchedule, Rates, SCHEDULES, Schedule};
 
 /// The contributions that a version waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,6 +99,8 @@ impl FromStr for Consistency {
 const AUTO: &str = "auto";
 /// The greatest count that a setting takes.
 const MOST: u32 = 65_536;
+/// The highest number of a version that a setting takes.
+const LAST_VERSION: u64 = 1 << 48;
 /// Most learners of a job at a time.
 pub const MAX_LEARNERS: u32 = 4096;
 
@@ -131,6 +135,12 @@ pub struct Controls {
     pub reducer: Reducer,
     /// Its hyper-parameters.
     pub hyper: Hyper,
+    /// How the learning rate changes.
+    pub schedule: Schedule,
+    /// Versions in which the learning rate rises from zero.
+    pub warmup: u32,
+    /// The version that the first step of the schedule goes on from.
+    pub schedule_start: Version,
     /// The contributions that a version waits for.
     pub consistency: Consistency,
     /// Contributions are added up in the order of learners, mapped ones too: none is accumulated ahead of the
@@ -165,6 +175,9 @@ impl Default for Controls {
         Controls {
             reducer: Reducer::Sgd,
             hyper: Hyper::default(),
+            schedule: Schedule::Constant,
+            warmup: 0,
+            schedule_start: Version(0),
             consistency: Consistency::Sync,
             deterministic: false,
             learners: 1,
@@ -238,6 +251,15 @@ const VERSIONS: &[(&str, &str)] = &[
 ];
 
 const OTHERS: &[(&str, &str)] = &[
+    (
+        "schedule",
+        "the learning rate is constant, or falls to its floor in n versions: linear(n), or cosine(n)",
+    ),
+    ("warmup", "versions in which the learning rate rises from 0"),
+    (
+        "schedule_start",
+        "the version after which the schedule begins; a new schedule sets it to the newest one",
+    ),
     ("aggregation", "optimizers: mean or sum over the contributions"),
     ("learners", "learners to wait for before the first version"),
     ("min_learners", "below this many active learners the job stops"),
@@ -286,6 +308,9 @@ impl Controls {
             "reducer" => self.reducer.to_string(),
             "consistency" => self.consistency.to_string(),
             "deterministic" => self.deterministic.to_string(),
+            "schedule" => self.schedule.to_string(),
+            "warmup" => self.warmup.to_string(),
+            "schedule_start" => self.schedule_start.to_string(),
             "aggregation" => self.hyper.aggregation.to_string(),
             "learners" => self.learners.to_string(),
             "min_learners" => self.min_learners.to_string(),
@@ -333,6 +358,12 @@ impl Controls {
                 new.consistency = parsed.map_err(|NoConsistency(why)| field.invalid(&why["not ".len()..]))?;
             }
             "deterministic" => new.deterministic = field.word("true or false")?,
+            "schedule" => {
+                let parsed = field.value.to_ascii_lowercase().parse();
+                new.schedule = parsed.map_err(|NoSchedule| field.invalid(SCHEDULES))?;
+            }
+            "warmup" => new.warmup = field.count(0, u32::MAX)?,
+            "schedule_start" => new.schedule_start = field.version()?,
             "aggregation" => new.hyper.aggregation = field.word("mean or sum")?,
             "learners" => new.learners = field.count(1, MAX_LEARNERS)?,
             "min_learners" => new.min_learners = field.count(1, MAX_LEARNERS)?,
@@ -378,6 +409,24 @@ impl Controls {
         self.read_own_step.unwrap_or(self.consistency != Consistency::Async)
     }
 
+    /// The hyper-parameters of the step that goes on from this version: with the learning rate that the schedule has then.
+    pub fn hyper_after(&self, version: Version) -> Hyper {
+        let mut hyper = self.hyper.clone();
+        if self.schedule != Schedule::Constant || self.warmup > 0 {
+            let [peak, floor] = [hyper.learning_rate, hyper.learning_rate_floor].map(decimal);
+            let rates = Rates { schedule: self.schedule, warmup: self.warmup, peak, floor };
+            hyper.learning_rate = rates.at(version.0.saturating_sub(self.schedule_start.0)) as f32;
+        }
+        hyper
+    }
+
+    /// After a change: a new schedule begins now, unless its start was set at the same time.
+    pub fn begin_schedule(&mut self, before: &Controls, newest: Version) {
+        if self.schedule != before.schedule && self.schedule_start == before.schedule_start {
+            self.schedule_start = newest;
+        }
+    }
+
     fn validated(self) -> Result<Controls, ControlError> {
         if self.min_learners > self.learners {
             return Err(ControlError::Conflict(format!(
@@ -391,11 +440,26 @@ impl Controls {
                 self.consistency
             )));
         }
-        if self.hyper.clip_norm > 0.0 && !self.reducer.reads("clip_norm") {
+        if let Schedule::Linear(steps) | Schedule::Cosine(steps) = self.schedule
+            && self.warmup > steps
+        {
             return Err(ControlError::Conflict(format!(
-                "clip_norm ({}) is for gradients, and reducer {} adds nothing up: set it to 0 first",
-                self.hyper.clip_norm, self.reducer
+                "warmup ({}) is longer than schedule ({})",
+                self.warmup, self.schedule
             )));
+        }
+        let default = Hyper::default();
+        for of in PARAMETERS.iter().filter(|of| ["clip_norm", "clip_value", "loss_scale"].contains(&of.name))
+        {
+            if of.get(&self.hyper) != of.get(&default) && !self.reducer.reads(of.name) {
+                return Err(ControlError::Conflict(format!(
+                    "{} ({}) is for gradients, and reducer {} adds nothing up: set it to {} first",
+                    of.name,
+                    of.text(&self.hyper),
+                    self.reducer,
+                    of.text(&default)
+                )));
+            }
         }
         if self.max_versions < self.retain.saturating_add(3) {
             return Err(ControlError::Conflict(format!(
@@ -456,7 +520,7 @@ impl Controls {
         let mut text = String::new();
         for (name, meaning) in SETTINGS.iter() {
             let value = self.get(name).unwrap_or_default();
-            let _ = writeln!(text, "{name:<14} {value:<9} {meaning}");
+            let _ = writeln!(text, "{name:<19} {value:<9} {meaning}");
         }
         text
     }
@@ -493,6 +557,11 @@ impl Field<'_> {
             return Ok(value);
         }
         Err(self.invalid(&format!("a whole number from {least} to {most}")))
+    }
+
+    fn version(&self) -> Result<Version, ControlError> {
+        let value: u64 = self.parse("the number of a version")?;
+        if value <= LAST_VERSION { Ok(Version(value)) } else { Err(self.invalid("the number of a version")) }
     }
 
     fn seconds(&self, least: f64, expected: &'static str) -> Result<Duration, ControlError> {
@@ -532,6 +601,14 @@ mod tests {
             ("weight_decay", "0.01"),
             ("carry", "0"),
             ("clip_norm", "1"),
+            ("clip_value", "0.5"),
+            ("loss_scale", "1024"),
+            ("learning_rate_floor", "0.001"),
+            ("schedule", "linear(100)"),
+            ("schedule", "cosine(1000)"),
+            ("schedule", "constant"),
+            ("warmup", "10"),
+            ("schedule_start", "77"),
             ("aggregation", "sum"),
             ("lease", "2.5"),
             ("linger", "0"),
@@ -560,6 +637,19 @@ mod tests {
             ("learning_rate", ""),
             ("beta1", "1"),
             ("epsilon", "0"),
+            ("clip_value", "-1"),
+            ("clip_value", "inf"),
+            ("loss_scale", "0"),
+            ("loss_scale", "-2"),
+            ("learning_rate_floor", "-1"),
+            ("schedule", "cosine"),
+            ("schedule", "linear(0)"),
+            ("schedule", "exponential(3)"),
+            ("warmup", "-1"),
+            ("warmup", "1.5"),
+            ("schedule_start", "-1"),
+            ("schedule_start", "281474976710657"),
+            ("loss_scale", "NaN"),
             ("reducer", "SGD2"),
             ("reducer", "adam w"),
             ("learners", "4097"),
@@ -612,6 +702,7 @@ mod tests {
             ("deterministic", "True", "true"),
             ("aggregation", "Sum", "sum"),
             ("nonfinite", "ACCEPT", "accept"),
+            ("schedule", "Cosine(9)", "cosine(9)"),
             ("pull", "Adaptive", "adaptive"),
             ("pull", "on-demand", "on-demand"),
             ("pull", "AUTO", "auto"),
@@ -671,19 +762,72 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_added_up_is_clipped() {
-        let clips = Controls::default().with("clip_norm", "1.5").unwrap();
-        for reducer in Reducer::all() {
-            let (first, then) = (clips.with("reducer", reducer.name()), Controls::default());
-            let then = then.with("reducer", reducer.name()).unwrap().with("clip_norm", "1.5");
-            assert_eq!(first.is_ok(), reducer != Reducer::Assign, "{reducer}");
-            assert_eq!(first, then);
-            let is_refused =
-                |error| matches!(error, ControlError::Conflict(why) if why.contains("clip_norm (1.5)"));
-            assert!(first.is_ok() || first.is_err_and(is_refused));
+    fn only_what_is_added_up_is_clipped_or_scaled() {
+        for (name, value, default) in
+            [("clip_norm", "1.5", "0"), ("clip_value", "0.5", "0"), ("loss_scale", "8", "1")]
+        {
+            let set = Controls::default().with(name, value).unwrap();
+            for reducer in Reducer::all() {
+                let (first, then) = (set.with("reducer", reducer.name()), Controls::default());
+                let then = then.with("reducer", reducer.name()).unwrap().with(name, value);
+                assert_eq!(first.is_ok(), reducer != Reducer::Assign, "{reducer}");
+                assert_eq!(first, then);
+                let said = format!(
+                    "{name} ({value}) is for gradients, and reducer assign adds nothing up: set it to {default} first"
+                );
+                let is_refused = |error| matches!(error, ControlError::Conflict(why) if why == said);
+                assert!(first.is_ok() || first.is_err_and(is_refused));
+            }
+            let both = [("reducer", "assign"), (name, default)];
+            assert_eq!(set.with_all(both).unwrap().reducer, Reducer::Assign);
         }
-        let both = [("reducer", "assign"), ("clip_norm", "0")];
-        assert_eq!(clips.with_all(both).unwrap().reducer, Reducer::Assign);
+    }
+
+    #[test]
+    fn a_warm_up_ends_before_its_schedule() {
+        let controls = Controls::default().with("schedule", "linear(10)").unwrap();
+        assert_eq!(controls.with("warmup", "10").unwrap().warmup, 10);
+        let error = controls.with("warmup", "11").unwrap_err();
+        assert_eq!(error.to_string(), "warmup (11) is longer than schedule (linear(10))");
+        let both = [("warmup", "11"), ("schedule", "cosine(20)")];
+        assert_eq!(controls.with_all(both).unwrap().schedule, Schedule::Cosine(20));
+    }
+
+    #[test]
+    fn rates_follow_the_versions_since_the_start() {
+        let settings =
+            [("learning_rate", "0.1"), ("warmup", "4"), ("schedule", "linear(8)"), ("schedule_start", "100")];
+        let controls = Controls::default().with_all(settings).unwrap();
+        let rate = |version| controls.hyper_after(Version(version)).learning_rate;
+        let want = [(0, 0.0), (100, 0.0), (101, 0.025), (104, 0.1), (106, 0.05), (108, 0.0), (200, 0.0)];
+        want.into_iter().for_each(|(version, want)| assert_eq!(rate(version), want, "{version}"));
+        // Nothing but the rate is another.
+        let hyper = Hyper { learning_rate: 0.05, ..controls.hyper.clone() };
+        assert_eq!(controls.hyper_after(Version(106)), hyper);
+        // A constant rate is exactly what was set.
+        let constant = Controls::default().with("learning_rate", "0.1").unwrap();
+        assert_eq!(constant.hyper_after(Version(9)), constant.hyper);
+    }
+
+    #[test]
+    fn a_new_schedule_begins_at_the_newest_version() {
+        let before = Controls::default();
+        let start = |name: &str, value: &str, from: &Controls| {
+            let mut after = from.with(name, value).unwrap();
+            after.begin_schedule(from, Version(7));
+            after
+        };
+        let set = start("schedule", "linear(9)", &before);
+        assert_eq!(set.schedule_start, Version(7));
+        assert_eq!(start("warmup", "3", &before).schedule_start, Version(0));
+        // The same one goes on, and so does one whose start was set.
+        let mut again = set.with("schedule", "linear(9)").unwrap();
+        again.begin_schedule(&set, Version(8));
+        assert_eq!(again.schedule_start, Version(7));
+        let both = [("schedule", "cosine(9)"), ("schedule_start", "5")];
+        let mut both = set.with_all(both).unwrap();
+        both.begin_schedule(&set, Version(8));
+        assert_eq!(both.schedule_start, Version(5));
     }
 
     #[test]

@@ -14,4 +14,5 @@ pub mod partly;
 pub mod phase;
 pub mod ranges;
 pub mod reducer;
+pub mod schedule;
 pub mod tensor_steps;

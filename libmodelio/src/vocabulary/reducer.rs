@@ -29,14 +29,29 @@ impl Combine {
 struct Facts {
     combine: Combine,
     state: &'static [&'static str],
-    reads: &'static [&'static str],
+    reads: [&'static [&'static str]; 2],
 }
 
-/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, and which
-/// hyper-parameters it reads. A reducer's name in lower case is its word in control files,
-/// messages and help.
+/// What all that add contributions up read.
+const ADDS: &[&str] = &["clip_norm", "clip_value", "loss_scale"];
+/// What all optimizers read.
+const STEPS: &[&str] = &[
+    "learning_rate",
+    "learning_rate_floor",
+    "weight_decay",
+    "aggregation",
+    "clip_norm",
+    "clip_value",
+    "loss_scale",
+];
+/// What those read that put a value in the place of another.
+const PUTS: &[&str] = &[];
+
+/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, and
+/// which hyper-parameters it reads: those of its kind, and its own. A reducer's name in lower case is its word in control
+/// files, messages and help.
 macro_rules! reducers {
-    ($($(#[$about:meta])* $name:ident: $combine:ident, [$($state:literal),*], [$($read:ident),*];)*) => {
+    ($($(#[$about:meta])* $name:ident: $combine:ident, [$($state:literal),*], $kind:ident, [$($read:ident),*];)*) => {
         /// How contributions become the next weights.
         #[derive(
             Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize,
@@ -52,7 +67,7 @@ macro_rules! reducers {
                     $(Self::$name => Facts {
                         combine: Combine::$combine,
                         state: &[$($state),*],
-                        reads: &[$(stringify!($read)),*],
+                        reads: [$kind, &[$(stringify!($read)),*]],
                     },)*
                 }
             }
@@ -62,22 +77,26 @@ macro_rules! reducers {
 
 reducers! {
     /// `w' = carry * w + sum of contributions`; never averaged.
-    Sum: Sum, [], [carry, clip_norm];
+    Sum: Sum, [], ADDS, [carry];
     /// `w' = w - lr * g`, with L2 weight decay in `g`.
     #[default]
-    Sgd: Sum, [], [learning_rate, weight_decay, aggregation, clip_norm];
+    Sgd: Sum, [], STEPS, [];
     /// SGD with heavy-ball momentum. State: the momentum buffer.
-    Momentum: Sum, ["momentum_buffer"], [learning_rate, momentum, dampening, weight_decay, aggregation, clip_norm];
+    Momentum: Sum, ["momentum_buffer"], STEPS, [momentum, dampening];
     /// SGD with Nesterov momentum. State: the momentum buffer.
-    Nesterov: Sum, ["momentum_buffer"], [learning_rate, momentum, dampening, weight_decay, aggregation, clip_norm];
+    Nesterov: Sum, ["momentum_buffer"], STEPS, [momentum, dampening];
     /// Adam with L2 weight decay. State: first and second moment.
-    Adam: Sum, ["exp_avg", "exp_avg_sq"], [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation, clip_norm];
+    Adam: Sum, ["exp_avg", "exp_avg_sq"], STEPS, [beta1, beta2, epsilon];
     /// Adam with decoupled weight decay. State: first and second moment.
-    AdamW: Sum, ["exp_avg", "exp_avg_sq"], [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation, clip_norm];
+    AdamW: Sum, ["exp_avg", "exp_avg_sq"], STEPS, [beta1, beta2, epsilon];
     /// RMSprop with L2 weight decay. State: the running mean of the squared gradient.
-    RmsProp: Sum, ["square_avg"], [learning_rate, alpha, epsilon, weight_decay, aggregation, clip_norm];
+    RmsProp: Sum, ["square_avg"], STEPS, [alpha, epsilon];
+    /// Adagrad with L2 weight decay. State: the sum of the squared gradients.
+    AdaGrad: Sum, ["sum"], STEPS, [epsilon];
+    /// Lion with decoupled weight decay. State: the running gradient.
+    Lion: Sum, ["exp_avg"], STEPS, [beta1, beta2];
     /// `w'` is the value the last contribution holds; without one, `w` stays.
-    Assign: Last, [], [];
+    Assign: Last, [], PUTS, [];
 }
 
 impl Reducer {
@@ -125,7 +144,7 @@ impl Reducer {
 
     /// Whether the reducer reads the hyper-parameter of this name.
     pub fn reads(self, name: &str) -> bool {
-        self.facts().reads.contains(&name)
+        self.facts().reads.into_iter().flatten().any(|read| *read == name)
     }
 
     /// Whether a step must know the norm of the whole gradient before it can change a block.
@@ -262,16 +281,29 @@ macro_rules! parameters {
 }
 
 parameters! {
-    learning_rate = 0.01, NOT_NEGATIVE, "step size";
+    learning_rate = 0.01, NOT_NEGATIVE, "step size, at the end of the warm-up";
+    learning_rate_floor = 0.0, NOT_NEGATIVE, "step size at the end of a schedule";
     momentum = 0.9, TO_ONE, "weight of the running gradient";
     dampening = 0.0, TO_ONE, "share of the new gradient left out, but at the first step";
-    beta1 = 0.9, BELOW_ONE, "decay of the first moment";
-    beta2 = 0.999, BELOW_ONE, "decay of the second moment";
+    beta1 = 0.9, BELOW_ONE, "decay of the first moment; lion: share of the running gradient in a step";
+    beta2 = 0.999, BELOW_ONE, "decay of the second moment; lion: of the running gradient";
     alpha = 0.99, BELOW_ONE, "decay of the mean square of the gradient";
     epsilon = 1e-8, POSITIVE, "added to the denominator";
-    weight_decay = 0.0, NOT_NEGATIVE, "pull towards zero, decoupled for adamw";
+    weight_decay = 0.0, NOT_NEGATIVE, "pull towards zero, decoupled for adamw and lion";
     carry = 1.0, FINITE, "how much of the old weights stays: 1 adds to them, 0 is an all-reduce";
     clip_norm = 0.0, NOT_NEGATIVE, "a gradient whose norm is larger is scaled down to it; 0 is never";
+    clip_value = 0.0, NOT_NEGATIVE, "larger elements of a gradient are set to it, or to its negative; 0 is never";
+    loss_scale = 1.0, POSITIVE, "gradients are divided by it";
+}
+
+/// The decimal number behind a hyper-parameter: a user who sets 0.01 means that, and not its fp32 approximation.
+pub fn decimal(value: f32) -> f64 {
+    use std::io::Write;
+    let mut text = [0u8; 32];
+    let mut rest = &mut text[..];
+    let written = write!(rest, "{value:e}").map(|()| 32 - rest.len());
+    let digits = written.ok().and_then(|len| std::str::from_utf8(&text[..len]).ok());
+    digits.and_then(|digits| digits.parse().ok()).unwrap_or(f64::from(value))
 }
 
 /// One application of a reducer to a version.
@@ -293,10 +325,12 @@ pub struct Step {
 impl Step {
     /// The factor that makes the gradient of the sum of contributions.
     pub fn scale(&self) -> f64 {
-        match self.hyper.aggregation {
-            Aggregation::Mean if self.reducer.averages() => 1.0 / f64::from(self.contributions.max(1)),
+        let contributions = match self.hyper.aggregation {
+            Aggregation::Mean if self.reducer.averages() => f64::from(self.contributions.max(1)),
             _ => 1.0,
-        }
+        };
+        let loss_scale = if self.hyper.loss_scale == 1.0 { 1.0 } else { decimal(self.hyper.loss_scale) };
+        1.0 / contributions / loss_scale
     }
 }
 
@@ -331,7 +365,7 @@ mod tests {
         let known =
             |name: &&str| *name == "aggregation" || PARAMETERS.iter().any(|known| known.name == *name);
         for reducer in Reducer::all() {
-            assert!(reducer.facts().reads.iter().all(known), "{reducer}");
+            assert!(reducer.facts().reads.into_iter().flatten().all(known), "{reducer}");
         }
         for parameter in PARAMETERS {
             assert!(!parameter.readers().is_empty(), "nobody reads {}", parameter.name);

@@ -137,13 +137,19 @@ fn learner_state() -> impl Strategy<Value = LearnerState> {
 fn controls() -> impl Strategy<Value = Controls> {
     let pull = proptest::sample::select(vec!["auto", "eager", "adaptive", "on-demand"]);
     let own = proptest::sample::select(vec!["auto", "true", "false"]);
-    (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}", pull, own).prop_map(|(rate, learners, frozen, pull, own)| {
+    let schedule = proptest::sample::select(vec!["constant", "linear(30)", "cosine(4294967295)"]);
+    let schedule = (schedule, 0u32..30, 0u64..1 << 48);
+    let all = (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}", pull, own, schedule);
+    all.prop_map(|(rate, learners, frozen, pull, own, (schedule, warmup, start))| {
         let texts = [
             ("learning_rate", rate.to_string()),
             ("learners", learners.to_string()),
             ("frozen", frozen),
             ("pull", pull.to_owned()),
             ("read_own_step", own.to_owned()),
+            ("schedule", schedule.to_owned()),
+            ("warmup", warmup.to_string()),
+            ("schedule_start", start.to_string()),
         ];
         Controls::default()
             .with_all(texts.iter().map(|(name, text)| (*name, text.as_str())))

@@ -20,7 +20,8 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// New settings take effect at the next version. A formed job stays formed, however many `learners` are expected.
-    pub fn set_controls(&mut self, controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn set_controls(&mut self, mut controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
+        controls.begin_schedule(&self.controls, self.version);
         let is_new = controls.learners != self.controls.learners;
         self.controls = controls;
         self.formed |= is_new && self.members.len() >= self.controls.learners as usize;
@@ -83,7 +84,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The parameters of the coming version.
     pub(super) fn params(&self) -> (Reducer, Hyper, Tensors) {
-        let set = || (self.controls.reducer, self.controls.hyper.clone(), self.frozen.clone());
+        let set = || (self.controls.reducer, self.controls.hyper_after(self.version), self.frozen.clone());
         self.params.clone().unwrap_or_else(set)
     }
 }

@@ -10,6 +10,7 @@ mod members;
 mod quorum_jobs;
 mod random;
 mod records;
+mod schedules;
 mod sim;
 mod ssp_jobs;
 mod sync_jobs;

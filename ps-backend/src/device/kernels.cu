@@ -28,15 +28,28 @@ struct Run {
 
 template <typename S>
 struct Constants {
-    S k[8];
+    S k[9];
 };
 
 __device__ __forceinline__ float root(float x) { return __fsqrt_rn(x); }
 __device__ __forceinline__ double root(double x) { return __dsqrt_rn(x); }
 
+// Numbers beyond the limit are set to it, with their sign. NaN stays NaN.
+template <typename S>
+__device__ __forceinline__ S clamp(S x, S limit) {
+    S below = limit < x ? limit : x;
+    return -limit > below ? -limit : below;
+}
+
+// 1 above zero, -1 below, and else 0, also of NaN.
+template <typename S>
+__device__ __forceinline__ S sign(S x) {
+    return (x > S(0) ? S(1) : S(0)) - (x < S(0) ? S(1) : S(0));
+}
+
 template <typename S>
 __device__ __forceinline__ S gradient(S sum, S w, const S *k) {
-    return sum * k[0] + k[1] * w;
+    return clamp(sum * k[0], k[2]) + k[1] * w;
 }
 
 // The formulas. `SLOTS` is the number of values of state, and `READS` says whether old ones are read.
@@ -52,14 +65,16 @@ template <typename S, bool OLD>
 struct Carried {
     static const int SLOTS = 0;
     static const bool READS = false, WEIGHTS = OLD;
-    __device__ __forceinline__ static S step(S g, S w, S &, S &, const S *k) { return k[0] * w + k[1] * g; }
+    __device__ __forceinline__ static S step(S g, S w, S &, S &, const S *k) {
+        return k[0] * w + clamp(k[1] * g, k[2]);
+    }
 };
 
 template <typename S>
 struct Descent {
     static const int SLOTS = 0;
     static const bool READS = false, WEIGHTS = true;
-    __device__ __forceinline__ static S step(S g, S w, S &, S &, const S *k) { return w - k[2] * gradient(g, w, k); }
+    __device__ __forceinline__ static S step(S g, S w, S &, S &, const S *k) { return w - k[3] * gradient(g, w, k); }
 };
 
 template <typename S, bool FIRST, bool NESTEROV>
@@ -68,9 +83,9 @@ struct Running {
     static const bool READS = !FIRST, WEIGHTS = true;
     __device__ __forceinline__ static S step(S sum, S w, S &buffer, S &, const S *k) {
         S g = gradient(sum, w, k);
-        buffer = FIRST ? g : k[3] * buffer + k[4] * g;
-        S direction = NESTEROV ? g + k[3] * buffer : buffer;
-        return w - k[2] * direction;
+        buffer = FIRST ? g : k[4] * buffer + k[5] * g;
+        S direction = NESTEROV ? g + k[4] * buffer : buffer;
+        return w - k[3] * direction;
     }
 };
 
@@ -80,10 +95,10 @@ struct Moments {
     static const bool READS = true, WEIGHTS = true;
     __device__ __forceinline__ static S step(S sum, S w, S &m, S &v, const S *k) {
         S g = gradient(sum, w, k);
-        m = m + (g - m) * k[3];
-        v = k[4] * v + k[5] * g * g;
-        S update = k[6] * m / (root(v) + k[7]);
-        return k[2] * w - update;
+        m = m + (g - m) * k[4];
+        v = k[5] * v + k[6] * g * g;
+        S update = k[7] * m / (root(v) + k[8]);
+        return k[3] * w - update;
     }
 };
 
@@ -93,8 +108,31 @@ struct MeanSquare {
     static const bool READS = true, WEIGHTS = true;
     __device__ __forceinline__ static S step(S sum, S w, S &square, S &, const S *k) {
         S g = gradient(sum, w, k);
-        square = k[2] * square + k[3] * g * g;
-        return w - k[4] * g / (root(square) + k[5]);
+        square = k[3] * square + k[4] * g * g;
+        return w - k[5] * g / (root(square) + k[6]);
+    }
+};
+
+template <typename S>
+struct SumOfSquares {
+    static const int SLOTS = 1;
+    static const bool READS = true, WEIGHTS = true;
+    __device__ __forceinline__ static S step(S sum, S w, S &squares, S &, const S *k) {
+        S g = gradient(sum, w, k);
+        squares = squares + g * g;
+        return w - k[3] * g / (root(squares) + k[4]);
+    }
+};
+
+template <typename S>
+struct Direction {
+    static const int SLOTS = 1;
+    static const bool READS = true, WEIGHTS = true;
+    __device__ __forceinline__ static S step(S sum, S w, S &mean, S &, const S *k) {
+        S g = gradient(sum, w, k);
+        S direction = sign(k[4] * mean + k[5] * g);
+        mean = k[6] * mean + k[7] * g;
+        return k[3] * w - k[8] * direction;
     }
 };
 
@@ -257,6 +295,8 @@ ARRAY_TYPES(nesterov_first, Running<S, true, true>)
 ARRAY_TYPES(nesterov, Running<S, false, true>)
 ARRAY_TYPES(adam, Moments<S>)
 ARRAY_TYPES(rmsprop, MeanSquare<S>)
+ARRAY_TYPES(adagrad, SumOfSquares<S>)
+ARRAY_TYPES(lion, Direction<S>)
 
 extern "C" __global__ void adopt_f16(float *values, const u16 *before, const u16 *after, u64 count) {
     adopt<F16>(values, before, after, count);

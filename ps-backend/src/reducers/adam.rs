@@ -54,9 +54,9 @@ impl<S: Scalar> Moments<S> {
         }
     }
 
-    fn constants(&self) -> [S; 8] {
-        let [scale, decay] = self.gradient.constants();
-        [scale, decay, self.keep, self.toward, self.beta2, self.rest2, self.rate, self.epsilon]
+    fn constants(&self) -> [S; 9] {
+        let [scale, decay, limit] = self.gradient.constants();
+        [scale, decay, limit, self.keep, self.toward, self.beta2, self.rest2, self.rate, self.epsilon]
     }
 }
 

@@ -3,7 +3,7 @@
 //! The constants are those of the reducer's `Op`, in the order in which `device/kernels.cu` numbers them.
 
 /// The most constants of a formula.
-pub const CONSTANTS: usize = 8;
+pub const CONSTANTS: usize = 9;
 
 /// What a kernel computes. A kernel's name is the formula's in snake case, and the type of its elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, strum::EnumIter, strum::IntoStaticStr)]
@@ -30,6 +30,11 @@ pub enum Function {
     /// A step in units of the root of the mean square.
     #[strum(serialize = "rmsprop")]
     RmsProp,
+    /// A step in units of the root of the sum of squares.
+    #[strum(serialize = "adagrad")]
+    AdaGrad,
+    /// A step of one size, in the direction of the running gradient.
+    Lion,
 }
 
 impl Function {
@@ -43,7 +48,7 @@ impl Function {
         match self {
             Function::Total | Function::Scaled | Function::Carried | Function::Sgd => 0,
             Function::MomentumFirst | Function::Momentum | Function::NesterovFirst | Function::Nesterov => 1,
-            Function::RmsProp => 1,
+            Function::RmsProp | Function::AdaGrad | Function::Lion => 1,
             Function::Adam => 2,
         }
     }
@@ -63,7 +68,7 @@ pub struct Formula {
 impl Formula {
     /// The formula with these constants.
     pub fn new<const N: usize>(function: Function, single: [f32; N], double: [f64; N]) -> Formula {
-        const { assert!(N <= CONSTANTS, "a kernel has room for eight constants") };
+        const { assert!(N <= CONSTANTS, "a kernel has room for nine constants") };
         let mut formula = Formula { function, single: [0.0; CONSTANTS], double: [0.0; CONSTANTS] };
         formula.single[..N].copy_from_slice(&single);
         formula.double[..N].copy_from_slice(&double);

@@ -22,11 +22,20 @@ pub fn clip(step: &Step) -> f64 {
     if factor > 1.0 { 1.0 } else { factor }
 }
 
-/// The sum of the contributions, scaled, plus the L2 penalty.
+/// The largest element of a gradient: Inf if none is too large.
+pub fn limit<S: Scalar>(step: &Step) -> S {
+    match step.hyper.clip_value {
+        0.0 => S::nearest(f64::INFINITY),
+        value => constant(value),
+    }
+}
+
+/// The sum of the contributions, scaled and clipped, plus the L2 penalty.
 #[derive(Clone, Copy)]
 pub struct Gradient<S> {
     scale: S,
     decay: S,
+    limit: S,
 }
 
 impl<S: Scalar> Gradient<S> {
@@ -37,16 +46,78 @@ impl<S: Scalar> Gradient<S> {
 
     /// Without a penalty.
     pub fn plain(step: &Step) -> Self {
-        Self { scale: S::nearest(step.scale() * clip(step)), decay: S::nearest(0.0) }
+        let scale = S::nearest(step.scale() * clip(step));
+        Self { scale, decay: S::nearest(0.0), limit: limit(step) }
     }
 
-    /// Its constants: the scale and the decay.
-    pub fn constants(&self) -> [S; 2] {
-        [self.scale, self.decay]
+    /// Its constants: the scale, the decay and the limit.
+    pub fn constants(&self) -> [S; 3] {
+        [self.scale, self.decay, self.limit]
     }
 
     #[inline(always)]
     pub fn of<L: Lanes<Scalar = S>>(self, sum: L, w: L) -> L {
-        sum * L::splat(self.scale) + L::splat(self.decay) * w
+        (sum * L::splat(self.scale)).clamp(self.limit) + L::splat(self.decay) * w
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use libmodelio::bytes::kernels::{Input, Level, Operands, Output, Source, Wire, with_level};
+    use libmodelio::vocabulary::reducer::{Hyper, Reducer};
+
+    use super::super::apply;
+    use super::*;
+
+    /// What `sum`, which carries nothing, makes of a gradient in both types, at all levels.
+    fn clipped(gradient: &[f64], clip_value: f32) -> Vec<Vec<f64>> {
+        let hyper = Hyper { clip_value, carry: 0.0, loss_scale: 0.5, ..Hyper::default() };
+        let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1, norm: None };
+        let mut all = Vec::new();
+        for (level, wire) in Level::available().flat_map(|level| [(level, Wire::F32), (level, Wire::F64)]) {
+            let encode = |value: &f64| match wire {
+                Wire::F64 => value.to_le_bytes().to_vec(),
+                _ => (*value as f32).to_le_bytes().to_vec(),
+            };
+            let sent: Vec<u8> = gradient.iter().flat_map(encode).collect();
+            let (old, mut new) = (vec![0; sent.len()], vec![0; sent.len()]);
+            let input = Input { weights: &old, master: None, slots: [&[], &[]] };
+            let output = Output { weights: &mut new, master: None, slots: [&mut [], &mut []] };
+            let operands = Operands { wire, sources: &[Source::Wire(&sent)], input, output };
+            assert!(with_level(level, || apply(&step, operands, false)).unwrap());
+            let decode = |bytes: &[u8]| match bytes.try_into() {
+                Ok(double) => f64::from_le_bytes(double),
+                Err(_) => f32::from_le_bytes(bytes.try_into().unwrap()).into(),
+            };
+            all.push(new.chunks(wire.size()).map(decode).collect());
+        }
+        all
+    }
+
+    #[test]
+    fn elements_are_clipped_after_they_are_scaled() {
+        let gradient: Vec<f64> = (0..40).map(|i| f64::from(i) / 16.0 - 1.25).collect();
+        for got in clipped(&gradient, 1.5) {
+            let want: Vec<f64> = gradient.iter().map(|value| (2.0 * value).clamp(-1.5, 1.5)).collect();
+            assert_eq!(got, want);
+        }
+        // Without a limit there is none.
+        let want: Vec<f64> = gradient.iter().map(|value| 2.0 * value).collect();
+        clipped(&gradient, 0.0).into_iter().for_each(|got| assert_eq!(got, want));
+    }
+
+    #[test]
+    fn nan_and_zeros_stay_and_infinity_is_clipped() {
+        let gradient = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -0.0, 0.0].repeat(5);
+        for got in clipped(&gradient, 0.25) {
+            for five in got.chunks(5) {
+                assert!(five[0].is_nan());
+                assert_eq!(five[1..], [0.25, -0.25, 0.0, 0.0]);
+            }
+        }
+        for got in clipped(&gradient, 0.0) {
+            assert!(got[0].is_nan());
+            assert_eq!(got[1..3], [f64::INFINITY, f64::NEG_INFINITY]);
+        }
     }
 }

@@ -10,10 +10,12 @@
 //! pass knows no block but its own, and makes nothing but the version. What it must know of all blocks, a plan before it
 //! measures. `docs/architecture.md` tells where an output for each learner belongs.
 
+mod adagrad;
 mod adam;
 mod assign;
 mod formula;
 mod gradient;
+mod lion;
 mod momentum;
 mod rmsprop;
 mod sgd;
@@ -55,6 +57,8 @@ fn of(reducer: Reducer) -> &'static dyn Reduce {
         Reducer::Adam => &adam::Adam { decoupled: false },
         Reducer::AdamW => &adam::Adam { decoupled: true },
         Reducer::RmsProp => &rmsprop::RmsProp,
+        Reducer::AdaGrad => &adagrad::AdaGrad,
+        Reducer::Lion => &lion::Lion,
         Reducer::Assign => &assign::Assign,
     }
 }

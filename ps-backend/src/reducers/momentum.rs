@@ -54,9 +54,9 @@ struct Running<S, const FIRST: bool> {
 }
 
 impl<S: Scalar, const FIRST: bool> Running<S, FIRST> {
-    fn constants(&self) -> [S; 5] {
-        let [scale, decay] = self.gradient.constants();
-        [scale, decay, self.rate, self.momentum, self.undamped]
+    fn constants(&self) -> [S; 6] {
+        let [scale, decay, limit] = self.gradient.constants();
+        [scale, decay, limit, self.rate, self.momentum, self.undamped]
     }
 }
 

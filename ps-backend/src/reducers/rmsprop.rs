@@ -39,9 +39,9 @@ impl<S: Scalar> MeanSquare<S> {
         }
     }
 
-    fn constants(&self) -> [S; 6] {
-        let [scale, decay] = self.gradient.constants();
-        [scale, decay, self.alpha, self.rest, self.rate, self.epsilon]
+    fn constants(&self) -> [S; 7] {
+        let [scale, decay, limit] = self.gradient.constants();
+        [scale, decay, limit, self.alpha, self.rest, self.rate, self.epsilon]
     }
 }
 

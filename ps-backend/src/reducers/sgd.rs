@@ -33,9 +33,9 @@ impl<S: Scalar> Descent<S> {
         Self { gradient: Gradient::new(step), rate: constant(step.hyper.learning_rate) }
     }
 
-    fn constants(&self) -> [S; 3] {
-        let [scale, decay] = self.gradient.constants();
-        [scale, decay, self.rate]
+    fn constants(&self) -> [S; 4] {
+        let [scale, decay, limit] = self.gradient.constants();
+        [scale, decay, limit, self.rate]
     }
 }
 

@@ -3,7 +3,7 @@
 use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar, Total};
 use libmodelio::vocabulary::reducer::{Hyper, Step};
 
-use super::gradient::{clip, constant};
+use super::gradient::{clip, constant, limit};
 use super::{Formula, Function, Reduce};
 
 pub struct Sum;
@@ -11,7 +11,7 @@ pub struct Sum;
 impl Reduce for Sum {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
         match step.hyper.carry == 0.0 && !operands.sources.is_empty() {
-            true if clip(step) == 1.0 => operands.reduce(Total::new, Total::new),
+            true if is_plain(step) => operands.reduce(Total::new, Total::new),
             true => operands.reduce(|| Carried::<_, false>::new(step), || Carried::<_, false>::new(step)),
             false => operands.reduce(|| Carried::<_, true>::new(step), || Carried::<_, true>::new(step)),
         }
@@ -19,7 +19,7 @@ impl Reduce for Sum {
 
     fn formula(&self, step: &Step, has_sums: bool) -> Formula {
         let function = match step.hyper.carry == 0.0 && has_sums {
-            true if clip(step) == 1.0 => return Formula::new(Function::Total, [], []),
+            true if is_plain(step) => return Formula::new(Function::Total, [], []),
             true => Function::Scaled,
             false => Function::Carried,
         };
@@ -32,20 +32,27 @@ impl Reduce for Sum {
     }
 }
 
+/// Whether the sum is used as it is.
+fn is_plain(step: &Step) -> bool {
+    step.scale() * clip(step) == 1.0 && limit::<f32>(step) == f32::INFINITY
+}
+
 /// Without `WEIGHTS` there is nothing to carry, and old weights are not read.
 #[derive(Clone, Copy)]
 struct Carried<S, const WEIGHTS: bool> {
     carry: S,
     scale: S,
+    limit: S,
 }
 
 impl<S: Scalar, const WEIGHTS: bool> Carried<S, WEIGHTS> {
     fn new(step: &Step) -> Self {
-        Self { carry: constant(step.hyper.carry), scale: S::nearest(clip(step)) }
+        let scale = S::nearest(step.scale() * clip(step));
+        Self { carry: constant(step.hyper.carry), scale, limit: limit(step) }
     }
 
-    fn constants(&self) -> [S; 2] {
-        [self.carry, self.scale]
+    fn constants(&self) -> [S; 3] {
+        [self.carry, self.scale, self.limit]
     }
 }
 
@@ -55,6 +62,7 @@ impl<S: Scalar, const WEIGHTS: bool> Op for Carried<S, WEIGHTS> {
 
     #[inline(always)]
     fn step<L: Lanes<Scalar = Self::Scalar>>(&self, g: L, w: L, slots: [L; 2]) -> (L, [L; 2]) {
-        (L::splat(self.carry) * w + L::splat(self.scale) * g, slots)
+        let g = (L::splat(self.scale) * g).clamp(self.limit);
+        (L::splat(self.carry) * w + g, slots)
     }
 }

@@ -123,7 +123,8 @@ fn what_is_written_is_read_again() {
             assert_eq!(names.iter().any(|name| name.contains("index")), piece_size < PIECE_SIZE);
             let header = fs::read(dir.path().join("optimizer.safetensors")).unwrap();
             let text = String::from_utf8_lossy(&header[..4096]).into_owned();
-            let states = ["exp_avg.a/b", "exp_avg_sq.a/b", "momentum_buffer.a/b", "square_avg.a/b"];
+            let states =
+                ["exp_avg.a/b", "exp_avg_sq.a/b", "momentum_buffer.a/b", "square_avg.a/b", "\"sum.a/b"];
             assert_eq!(states.iter().filter(|name| text.contains(*name)).count(), slots, "{optimizer}");
             assert!(text.contains("master.h") && !text.contains("master.d") && text.contains("step.d"));
         }
@@ -178,6 +179,16 @@ fn any_flipped_bit_and_any_missing_byte_is_refused_with_its_file() {
         fs::write(&path, &good).unwrap();
     }
     verified(dir.path()).unwrap();
+}
+
+#[test]
+fn settings_that_a_snapshot_does_not_have_are_at_their_defaults() {
+    let mut head = head(Reducer::Lion, 3);
+    let before = head.controls().unwrap();
+    for name in ["learning_rate_floor", "schedule", "warmup", "schedule_start", "clip_value", "loss_scale"] {
+        assert!(head.settings.remove(name).is_some(), "{name}");
+    }
+    assert_eq!(head.controls().unwrap(), before);
 }
 
 #[test]

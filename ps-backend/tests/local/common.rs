@@ -280,7 +280,8 @@ impl Reference {
                 Aggregation::Mean => sum / contributions.len() as f64,
                 Aggregation::Sum => sum,
             };
-            let g = if reducer == Reducer::AdamW { mean } else { mean + decay * w };
+            let decoupled = matches!(reducer, Reducer::AdamW | Reducer::Lion);
+            let g = if decoupled { mean } else { mean + decay * w };
             let [m, v] = [0, 1].map(|slot| self.slots[slot][i]);
             self.weights[i] = match reducer {
                 Reducer::Sum => f64::from(h.carry) * w + sum,
@@ -302,6 +303,17 @@ impl Reference {
                     let square = alpha * self.slots[0][i] + (1.0 - alpha) * g * g;
                     self.slots[0][i] = square;
                     w - rate * g / (square.sqrt() + epsilon)
+                }
+                Reducer::AdaGrad => {
+                    let sum = self.slots[0][i] + g * g;
+                    self.slots[0][i] = sum;
+                    w - rate * g / (sum.sqrt() + epsilon)
+                }
+                Reducer::Lion => {
+                    let update = beta1 * m + (1.0 - beta1) * g;
+                    self.slots[0][i] = beta2 * m + (1.0 - beta2) * g;
+                    let sign = if update == 0.0 { 0.0 } else { update.signum() };
+                    w * (1.0 - rate * decay) - rate * sign
                 }
                 Reducer::Assign => contributions.last().map_or(w, |last| f64::from(last[i])),
             };

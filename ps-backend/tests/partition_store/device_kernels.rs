@@ -105,7 +105,8 @@ fn steps(random: &mut fastrand::Rng) -> Vec<Step> {
             clip_norm: 1.5,
             ..Hyper::default()
         },
-        Hyper { carry: -0.7, learning_rate: 1e-4, ..Hyper::default() },
+        Hyper { carry: -0.7, learning_rate: 1e-4, clip_value: 0.4, ..Hyper::default() },
+        Hyper { carry: 0.0, clip_value: 1e-3, loss_scale: 3.0, weight_decay: 0.01, ..Hyper::default() },
     ];
     let mut all = Vec::new();
     for reducer in Reducer::all() {

@@ -14,7 +14,7 @@ use ps_backend::reducers::apply;
 
 use crate::driver::{conclude, reduces_all};
 
-const OPTIMIZERS: [Reducer; 7] = [
+const OPTIMIZERS: [Reducer; 9] = [
     Reducer::Sum,
     Reducer::Sgd,
     Reducer::Momentum,
@@ -22,6 +22,8 @@ const OPTIMIZERS: [Reducer; 7] = [
     Reducer::Adam,
     Reducer::AdamW,
     Reducer::RmsProp,
+    Reducer::AdaGrad,
+    Reducer::Lion,
 ];
 
 /// What a user writes as 0.1, and so on.
@@ -44,6 +46,15 @@ fn reference(reducer: Reducer, t: i32, g: f64, w: f64, [m, v]: [f64; 2]) -> (f64
         Reducer::RmsProp => {
             let square = 0.99 * m + 0.01 * penalised * penalised;
             (w - lr * penalised / (square.sqrt() + 1e-8), [square, v])
+        }
+        Reducer::AdaGrad => {
+            let sum = m + penalised * penalised;
+            (w - lr * penalised / (sum.sqrt() + 1e-8), [sum, v])
+        }
+        Reducer::Lion => {
+            let update = 0.9 * m + 0.1 * g;
+            let sign = if update == 0.0 { 0.0 } else { update.signum() };
+            (w * (1.0 - lr * wd) - lr * sign, [b2 * m + 0.001 * g, v])
         }
         _ => {
             let (g, kept) = if reducer == Reducer::AdamW { (g, w * (1.0 - lr * wd)) } else { (penalised, w) };

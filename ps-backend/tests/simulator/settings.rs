@@ -146,6 +146,10 @@ impl Settings {
         if of_pulls.bool() {
             changes.extend([("pull", "adaptive"), ("pull", "on-demand"), ("read_own_step", "false")]);
         }
+        if of_pulls.u8(0..3) == 0 {
+            controls = controls.with("schedule", "linear(20)").expect("a setting");
+            changes.extend([("schedule", "cosine(9)"), ("schedule", "constant"), ("warmup", "3")]);
+        }
         let rough = rng.u32(0..4);
         let mut settings = Settings {
             blocks: rng.u32(1..=12),

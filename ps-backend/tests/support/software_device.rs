@@ -474,29 +474,37 @@ impl<const F: u8, S: Scalar> Op for Mirror<F, S> {
     type Scalar = S;
     const READS_WEIGHTS: bool = F != 0 && F != 1;
     const READS_SLOTS: bool = F != 4 && F != 6;
-    const SLOTS: usize = [0, 0, 0, 0, 1, 1, 1, 1, 2, 1][F as usize];
+    const SLOTS: usize = [0, 0, 0, 0, 1, 1, 1, 1, 2, 1, 1, 1][F as usize];
 
     fn step<L: Lanes<Scalar = S>>(&self, g: L, w: L, [s0, s1]: [L; 2]) -> (L, [L; 2]) {
         let k = self.0.map(L::splat);
-        let gradient = g * k[0] + k[1] * w;
+        let gradient = (g * k[0]).clamp(self.0[2]) + k[1] * w;
         match F {
             0 => (g, [s0, s1]),
-            1 | 2 => (k[0] * w + k[1] * g, [s0, s1]),
-            3 => (w - k[2] * gradient, [s0, s1]),
+            1 | 2 => (k[0] * w + (k[1] * g).clamp(self.0[2]), [s0, s1]),
+            3 => (w - k[3] * gradient, [s0, s1]),
             4..=7 => {
                 let first = F == 4 || F == 6;
-                let buffer = if first { gradient } else { k[3] * s0 + k[4] * gradient };
-                let direction = if F >= 6 { gradient + k[3] * buffer } else { buffer };
-                (w - k[2] * direction, [buffer, s1])
+                let buffer = if first { gradient } else { k[4] * s0 + k[5] * gradient };
+                let direction = if F >= 6 { gradient + k[4] * buffer } else { buffer };
+                (w - k[3] * direction, [buffer, s1])
             }
             8 => {
-                let m = s0 + (gradient - s0) * k[3];
-                let v = k[4] * s1 + k[5] * gradient * gradient;
-                (k[2] * w - k[6] * m / (v.sqrt() + k[7]), [m, v])
+                let m = s0 + (gradient - s0) * k[4];
+                let v = k[5] * s1 + k[6] * gradient * gradient;
+                (k[3] * w - k[7] * m / (v.sqrt() + k[8]), [m, v])
+            }
+            9 => {
+                let square = k[3] * s0 + k[4] * gradient * gradient;
+                (w - k[5] * gradient / (square.sqrt() + k[6]), [square, s1])
+            }
+            10 => {
+                let squares = s0 + gradient * gradient;
+                (w - k[3] * gradient / (squares.sqrt() + k[4]), [squares, s1])
             }
             _ => {
-                let square = k[2] * s0 + k[3] * gradient * gradient;
-                (w - k[4] * gradient / (square.sqrt() + k[5]), [square, s1])
+                let direction = (k[4] * s0 + k[5] * gradient).sign();
+                (k[3] * w - k[8] * direction, [k[6] * s0 + k[7] * gradient, s1])
             }
         }
     }
@@ -520,5 +528,7 @@ fn compute(formula: &Formula, operands: Operands<'_>) {
         Function::Nesterov => with!(7),
         Function::Adam => with!(8),
         Function::RmsProp => with!(9),
+        Function::AdaGrad => with!(10),
+        Function::Lion => with!(11),
     };
 }

@@ -9,19 +9,14 @@ use super::level::Kernel;
 use super::line::{Lanes, Line, Scalar};
 use super::op::Op;
 use super::pass::bytes;
+use crate::vocabulary::reducer::decimal;
 
 const LANES: usize = 8;
 const SIZE: usize = 8;
 
 impl Scalar for f64 {
-    /// The decimal number behind it: a user who sets 0.01 means that, and not its fp32 approximation.
     fn meant(value: f32) -> f64 {
-        use std::io::Write;
-        let mut text = [0u8; 32];
-        let mut rest = &mut text[..];
-        let written = write!(rest, "{value:e}").map(|()| 32 - rest.len());
-        let digits = written.ok().and_then(|len| std::str::from_utf8(&text[..len]).ok());
-        digits.and_then(|digits| digits.parse().ok()).unwrap_or(f64::from(value))
+        decimal(value)
     }
 
     fn nearest(value: f64) -> f64 {
@@ -60,6 +55,19 @@ impl Lanes for Eight {
     #[inline(always)]
     fn sqrt(self) -> Self {
         Self(self.0.map(f64::sqrt))
+    }
+
+    #[inline(always)]
+    fn clamp(self, limit: f64) -> Self {
+        Self(self.0.map(|x| {
+            let below = if limit < x { limit } else { x };
+            if -limit > below { -limit } else { below }
+        }))
+    }
+
+    #[inline(always)]
+    fn sign(self) -> Self {
+        Self(self.0.map(|x| f64::from(u8::from(x > 0.0)) - f64::from(u8::from(x < 0.0))))
     }
 }
 

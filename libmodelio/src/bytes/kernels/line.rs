@@ -26,6 +26,10 @@ pub trait Lanes:
     fn splat(value: Self::Scalar) -> Self;
     /// Square root of each lane.
     fn sqrt(self) -> Self;
+    /// Lanes beyond a limit are set to it, with their sign. NaN stays NaN.
+    fn clamp(self, limit: Self::Scalar) -> Self;
+    /// 1 in lanes above zero, -1 in those below, and 0 in the others, NaN among them.
+    fn sign(self) -> Self;
 }
 
 /// A type that constants are rounded to.
@@ -123,6 +127,19 @@ impl Lanes for Portable {
     #[inline(always)]
     fn sqrt(self) -> Self {
         Self(self.0.map(f32::sqrt))
+    }
+
+    #[inline(always)]
+    fn clamp(self, limit: f32) -> Self {
+        Self(self.0.map(|x| {
+            let below = if limit < x { limit } else { x };
+            if -limit > below { -limit } else { below }
+        }))
+    }
+
+    #[inline(always)]
+    fn sign(self) -> Self {
+        Self(self.0.map(|x| f32::from(u8::from(x > 0.0)) - f32::from(u8::from(x < 0.0))))
     }
 }
 

@@ -59,6 +59,26 @@ impl Lanes for Avx512 {
         // SAFETY: entered with avx512f.
         Self(unsafe { _mm512_sqrt_ps(self.0) })
     }
+
+    #[inline(always)]
+    fn clamp(self, limit: f32) -> Self {
+        // SAFETY: entered with avx512f. The second operand is the result if one is NaN, or both are equal.
+        unsafe {
+            let below = _mm512_min_ps(_mm512_set1_ps(limit), self.0);
+            Self(_mm512_max_ps(_mm512_set1_ps(-limit), below))
+        }
+    }
+
+    #[inline(always)]
+    fn sign(self) -> Self {
+        // SAFETY: entered with avx512f.
+        unsafe {
+            let (zero, one) = (_mm512_setzero_ps(), _mm512_set1_ps(1.0));
+            let above = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, zero), one);
+            let below = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(self.0, zero), one);
+            Self(_mm512_sub_ps(above, below))
+        }
+    }
 }
 
 impl Line for Avx512 {
@@ -173,6 +193,17 @@ impl Avx2 {
     }
 
     #[inline(always)]
+    fn signs(lanes: __m256) -> __m256 {
+        // SAFETY: entered with avx2.
+        unsafe {
+            let (zero, one) = (_mm256_setzero_ps(), _mm256_set1_ps(1.0));
+            let above = _mm256_and_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(lanes, zero), one);
+            let below = _mm256_and_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(lanes, zero), one);
+            _mm256_sub_ps(above, below)
+        }
+    }
+
+    #[inline(always)]
     fn magnitudes(lanes: __m256) -> __m256i {
         // SAFETY: entered with avx2.
         unsafe { _mm256_and_si256(_mm256_castps_si256(lanes), _mm256_set1_epi32(MAGNITUDE as i32)) }
@@ -193,6 +224,23 @@ impl Lanes for Avx2 {
     fn sqrt(self) -> Self {
         // SAFETY: entered with avx2.
         unsafe { Self(_mm256_sqrt_ps(self.0), _mm256_sqrt_ps(self.1)) }
+    }
+
+    #[inline(always)]
+    fn clamp(self, limit: f32) -> Self {
+        // SAFETY: entered with avx2. The second operand is the result if one is NaN, or both are equal.
+        unsafe {
+            let (most, least) = (_mm256_set1_ps(limit), _mm256_set1_ps(-limit));
+            Self(
+                _mm256_max_ps(least, _mm256_min_ps(most, self.0)),
+                _mm256_max_ps(least, _mm256_min_ps(most, self.1)),
+            )
+        }
+    }
+
+    #[inline(always)]
+    fn sign(self) -> Self {
+        Self(Self::signs(self.0), Self::signs(self.1))
     }
 }
 

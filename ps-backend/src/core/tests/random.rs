@@ -39,7 +39,7 @@ enum Op {
     Tick(u64),
 }
 
-const CONTROLS: [(&str, &str); 24] = [
+const CONTROLS: [(&str, &str); 28] = [
     ("reducer", "sgd"),
     ("reducer", "adam"),
     ("reducer", "assign"),
@@ -64,6 +64,10 @@ const CONTROLS: [(&str, &str); 24] = [
     ("nonfinite", "accept"),
     ("clip_norm", "1"),
     ("clip_norm", "0"),
+    ("warmup", "2"),
+    ("warmup", "0"),
+    ("schedule", "linear(5)"),
+    ("schedule", "constant"),
 ];
 
 fn op() -> impl Strategy<Value = Op> {

@@ -1,0 +1,147 @@
+//! Every optimizer against torch's: 100 steps of the same gradients lead to the same weights, in all types.
+//!
+//! `scripts/lib/torch_golden.py` has made `golden/torch.json` of torch, in fp32 and fp64.
+
+use std::collections::BTreeMap;
+
+use half::{bf16, f16};
+use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, accumulate, widen};
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::norm::Norm;
+use libmodelio::vocabulary::reducer::{Reducer, Step};
+use ps_backend::reducers::{apply, measure};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Golden {
+    elements: usize,
+    steps: u64,
+    cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    reducer: String,
+    settings: BTreeMap<String, String>,
+    /// Where torch ends in fp64, and in fp32.
+    f64: Vec<f64>,
+    f32: Vec<f64>,
+}
+
+fn golden() -> Golden {
+    serde_json::from_str(include_str!("golden/torch.json")).unwrap()
+}
+
+/// A multiple of 1/16 from -2 to below 2.
+fn noise(seed: u64, i: u64) -> f64 {
+    let mixed = ((i * 2_654_435_761) ^ (seed * 40_503)) & 0xffff_ffff;
+    ((mixed >> 5) % 64) as f64 / 16.0 - 2.0
+}
+
+fn weight(i: u64) -> f64 {
+    3.0 + noise(1, i) / 2.0
+}
+
+fn gradient(t: u64, i: u64) -> f64 {
+    if i == 0 || i.is_multiple_of(5) && t.is_multiple_of(2) {
+        return 0.0;
+    }
+    noise(100 + t, i) * 2f64.powi((i % 7) as i32 - 4)
+}
+
+fn encode(wire: Wire, values: impl Iterator<Item = f64>) -> Vec<u8> {
+    let one = |value: f64| match wire {
+        Wire::F64 => value.to_le_bytes().to_vec(),
+        Wire::F32 => (value as f32).to_le_bytes().to_vec(),
+        Wire::F16 => f16::from_f64(value).to_le_bytes().to_vec(),
+        Wire::BF16 => bf16::from_f64(value).to_le_bytes().to_vec(),
+    };
+    values.flat_map(one).collect()
+}
+
+impl Case {
+    fn controls(&self) -> Controls {
+        let settings = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        Controls::default().with_all(settings.chain([("reducer", self.reducer.as_str())])).unwrap()
+    }
+
+    /// The weights after all steps, of two contributions each; of 16-bit types their masters.
+    fn run(&self, wire: Wire, elements: u64, steps: u64) -> Vec<f64> {
+        let Controls { reducer, hyper, .. } = self.controls();
+        let mut weights = encode(wire, (0..elements).map(weight));
+        let mut master = vec![0.0; if wire.is_half() { elements as usize } else { 0 }];
+        if wire.is_half() {
+            widen(wire, &weights, &mut master);
+        }
+        let words = elements as usize * wire.words();
+        let mut slots = [0, 1].map(|slot| vec![0f32; if slot < reducer.state_slots() { words } else { 0 }]);
+        let scale = f64::from(hyper.loss_scale);
+        for t in 1..=steps {
+            let pair =
+                [0.5, -0.5].map(|away| encode(wire, (0..elements).map(|i| (gradient(t, i) + away) * scale)));
+            let sources = pair.each_ref().map(|bytes| Source::Wire(bytes));
+            let mut step = Step { reducer, hyper: hyper.clone(), contributions: 2, t, norm: None };
+            if reducer.measures(&hyper) {
+                let mut sum = vec![0.0; words];
+                pair.iter().zip([true, false]).for_each(|(bytes, first)| {
+                    assert!(accumulate(wire, bytes, &mut sum, first));
+                });
+                step.norm = Some(Norm::new(step.scale() * measure(&step, wire, &[&sum]).sqrt()));
+            }
+            let (mut next, mut next_master) = (weights.clone(), master.clone());
+            let [mut s0, mut s1] = slots.clone();
+            let input = Input {
+                weights: &weights,
+                master: wire.is_half().then_some(&master),
+                slots: [&slots[0], &slots[1]],
+            };
+            let output = Output {
+                weights: &mut next,
+                master: wire.is_half().then_some(&mut next_master),
+                slots: [&mut s0, &mut s1],
+            };
+            assert!(apply(&step, Operands { wire, sources: &sources, input, output }, true));
+            (weights, master, slots) = (next, next_master, [s0, s1]);
+        }
+        match wire {
+            Wire::F64 => weights.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect(),
+            Wire::F32 => {
+                weights.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes).into()).collect()
+            }
+            Wire::F16 | Wire::BF16 => master.into_iter().map(f64::from).collect(),
+        }
+    }
+
+    /// The largest error of an element, as a share of it.
+    fn error(&self, got: &[f64]) -> f64 {
+        assert_eq!(got.len(), self.f64.len());
+        let errors = got.iter().zip(&self.f64).map(|(got, want)| (got - want).abs() / want.abs());
+        errors.fold(0.0, f64::max)
+    }
+}
+
+#[test]
+fn optimizers_end_where_torch_does() {
+    let Golden { elements, steps, cases } = golden();
+    for case in &cases {
+        let of_torch = case.error(&case.f32);
+        for wire in [Wire::F64, Wire::F32, Wire::F16, Wire::BF16] {
+            let error = case.error(&case.run(wire, elements as u64, steps));
+            let most = if wire == Wire::F64 { 1e-13 } else { of_torch.max(1e-6) };
+            let what = format!("{} {:?} of {wire:?}", case.reducer, case.settings);
+            assert!(error <= most, "{what}: {error:e}, and torch's fp32 {of_torch:e}");
+        }
+    }
+}
+
+#[test]
+fn every_optimizer_has_a_golden_run() {
+    let cases = golden().cases;
+    let has = |reducer: &Reducer| cases.iter().any(|case| case.reducer == reducer.name());
+    assert!(Reducer::all().filter(|reducer| reducer.averages()).all(|reducer| has(&reducer)));
+    // A run says something only if its weights have gone somewhere.
+    for case in &cases {
+        let moved = (0..).zip(&case.f64).filter(|(i, end)| (weight(*i) - **end).abs() > 1e-3).count();
+        assert!(moved > case.f64.len() / 2, "{}", case.reducer);
+    }
+}
