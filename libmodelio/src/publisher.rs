@@ -215,8 +215,7 @@ impl Publisher {
         Some(bad.into_inner()).filter(|&bad| bad != u32::MAX).map(BlockId)
     }
 
-    /// Whether [`Self::write_all`] is quick: it takes about as long as the largest write does. It needs no other thread
-    /// then.
+    /// Whether [`Self::write_all`] is quick: it takes about as long as a few large writes. It needs no other thread then.
     pub fn is_short(&self) -> bool {
         self.size <= BYTES_A_COPIER
     }

@@ -663,7 +663,7 @@ pub enum Message {
         token: u64,
     },
     /// The client has sent these blocks, in its turn, for a provisional plan in which clients take turns. The next client
-    /// may send them now. Not answered. If this is lost, that client waits until the plan is sealed.
+    /// may send them now. Not answered. If this is lost, the repeated grant has it said again.
     SentAhead {
         /// The plan.
         plan: PlanId,

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_map::PartitionIndex;
-use libmodelio::vocabulary::block_ranges::{self, BlockRanges};
+use libmodelio::vocabulary::block_ranges::{self, BlockRanges, MAX_RANGES};
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::ExactSum;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
-use super::senders::{Sender, ranges};
+use super::senders::Sender;
 use super::starts::Kind;
 use super::{Action, CoordinatorCore, REPEAT, Source};
 use crate::core::{self, Now};
@@ -33,7 +33,8 @@ pub(super) struct Run {
     work: core::Action<Source>,
     kind: Kind,
     senders: Vec<Sender>,
-    /// If the senders take turns while the plan is provisional, the blocks that each of them has sent.
+    /// If the senders take turns while the plan is provisional: for each of them, the blocks that it has sent, and those
+    /// that it never will send.
     turns: Option<Vec<FixedBitSet>>,
     start: Message,
     stage: Stage,
@@ -80,10 +81,9 @@ impl Run {
         let sender = self.senders.get(at)?;
         let mut payload = sender.payload.clone();
         if let (Granted::Contributions { turn, .. }, Some(turns)) = (&mut payload, &self.turns) {
-            *turn = Some(match at.checked_sub(1).map(|before| &turns[before]) {
-                Some(sent) => ranges(sent),
-                None => ranges(&sender.blocks),
-            });
+            let mut come = sender.blocks.clone();
+            turns[..at].iter().for_each(|done| come.intersect_with(done));
+            *turn = Some(block_ranges::first_of_bits(&come, MAX_RANGES).0);
         }
         Some(Action::ToClient(sender.client, 0, Message::Grant { plan: self.id, payload }))
     }
@@ -294,8 +294,13 @@ impl CoordinatorCore {
         let is_open = senders.iter().any(|sender| matches!(sender.payload, Granted::OpenWeights(_)));
         let repeat_at = now;
         let is_ordered = matches!(&start, Message::Start(plan) if plan.ordered && plan.sources.len() > 1);
-        let none = || FixedBitSet::with_capacity(self.blocks as usize);
-        let turns = (is_ordered && is_provisional(&work)).then(|| senders.iter().map(|_| none()).collect());
+        let never_sent = |sender: &Sender| {
+            let mut rest = sender.blocks.clone();
+            rest.grow(self.blocks as usize);
+            rest.toggle_range(..);
+            rest
+        };
+        let turns = (is_ordered && is_provisional(&work)).then(|| senders.iter().map(never_sent).collect());
         self.run =
             Some(Run { id, work, kind, senders, turns, start, stage, is_open, squares, waiting, repeat_at });
         self.repeat(now, actions);
@@ -449,7 +454,7 @@ impl CoordinatorCore {
         }
     }
 
-    /// A client has sent these blocks in its turn. The next one may send them now.
+    /// A client has sent these blocks in its turn. The next one that may send them can do so now.
     pub(super) fn sent_ahead(
         &mut self,
         client: ClientId,
@@ -467,8 +472,14 @@ impl CoordinatorCore {
         };
         news.difference_with(&turns[at]);
         turns[at].union_with(&news);
-        if let Some(next) = run.senders.get(at + 1).filter(|_| !news.is_clear()) {
-            actions.push(Action::ToClient(next.client, 0, Message::Turn { plan, blocks: ranges(&news) }));
+        turns[..at].iter().for_each(|done| news.intersect_with(done));
+        for (sender, done) in run.senders.iter().zip(turns).skip(at + 1) {
+            let blocks = block_ranges::first_of_bits(&news, MAX_RANGES).0;
+            if blocks.is_empty() {
+                return;
+            }
+            actions.push(Action::ToClient(sender.client, 0, Message::Turn { plan, blocks }));
+            news.intersect_with(done);
         }
     }
 

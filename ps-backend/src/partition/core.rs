@@ -18,7 +18,7 @@ mod readers;
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
-pub use kept::Taken;
+pub use kept::{NotTaken, Taken};
 use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
 use libmodelio::vocabulary::reducer;
 use libmodelio::wire::Work;
@@ -462,14 +462,10 @@ impl PartitionCore {
         if sent.lies && !is_last {
             return Placement::Keep;
         }
-        let goes_with = running.goes_with(at, b, is_last);
-        if running.plan.ordered && !is_last {
-            let before = running.plan.sources[..at].iter().filter(|source| source.blocks.contains(b)).count();
-            if running.came[b] as usize + goes_with.clone().count() < before {
-                return Placement::Later;
-            }
+        if running.plan.ordered && !is_last && !running.has_turn(at, b) {
+            return Placement::Later;
         }
-        let kept = goes_with.count() > 0;
+        let kept = running.goes_with(at, b, is_last).next().is_some();
         Placement::Ready(Place {
             first: running.came[b] == 0,
             last: running.plan.finishes() && is_last,

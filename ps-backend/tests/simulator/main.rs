@@ -57,7 +57,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("mapped blocks that were sent before their commit", |world| world.loans.declared, 1),
     ("reads of what was lent no more", |world| world.loans.late_reads, 50),
     ("of them, reads of what had changed", |world| world.loans.changed, 64),
-    ("lost pins", |world| world.loans.lost_pins, 1),
+    ("lost pins", |world| world.loans.lost_pins, 2),
     ("copies of versions that were over", |world| world.loans.late_copies, 32),
     ("blocks that were received before their version counted", |world| world.ahead.received, 1),
     ("of them, blocks of plans that made no version", |world| world.ahead.void, 4),

@@ -8,7 +8,9 @@ use libmodelio::vocabulary::norm::ExactSum;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
-use ps_backend::partition::core::{self, Action, Kind, Outcome, PartitionCore, Place, Placement, Sent};
+use ps_backend::partition::core::{
+    self, Action, Kind, NotTaken, Outcome, PartitionCore, Place, Placement, Sent,
+};
 
 use crate::client::Keys;
 use crate::following::Follower;
@@ -514,8 +516,16 @@ impl World {
         }
         let mut all = vec![(client, place.check, body)];
         if place.kept {
-            let taken = shard.core.take_kept(client, plan, block);
-            let (taken, last) = taken.expect("a block that the client was to send");
+            let (taken, last) = match shard.core.take_kept(client, plan, block) {
+                Ok(taken) => taken,
+                Err(NotTaken::OutOfTurn) => {
+                    let torn = |core: &mut PartitionCore, actions: &mut _| {
+                        core.end(client, plan, block, Outcome::Torn, actions);
+                    };
+                    return self.on_shard(partition, torn);
+                }
+                Err(NotTaken::Unwanted) => panic!("a block that the client was not to send"),
+            };
             place.last = last;
             let mut own = all.pop().map(|(.., body)| body);
             for (of, check) in taken {

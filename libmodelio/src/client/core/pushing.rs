@@ -5,7 +5,7 @@ use fixedbitset::FixedBitSet;
 use super::learners::{Ahead, Early};
 use super::{Action, ClientCore, Now, PATIENCE};
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::vocabulary::block_ranges::{self, BlockRanges};
+use crate::vocabulary::block_ranges::{self, BlockRanges, MAX_RANGES};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
@@ -80,8 +80,8 @@ impl Outgoing {
         }
         let mut news = self.sent.clone();
         news.difference_with(&turn.told);
-        turn.told.union_with(&news);
-        let blocks = block_ranges::from_bits(&news).ok()?;
+        let blocks = block_ranges::first_of_bits(&news, MAX_RANGES).0;
+        blocks.iter().for_each(|blocks| turn.told.insert_range(blocks.start as usize..blocks.end as usize));
         Some(Message::SentAhead { plan: self.plan, blocks })
     }
 
@@ -96,8 +96,9 @@ impl Outgoing {
     fn add(&mut self, blocks: &FixedBitSet, owned: &[FixedBitSet]) {
         self.blocks.union_with(blocks);
         for (sending, owned) in self.partitions.iter_mut().zip(owned) {
-            sending.todo = blocks & owned;
-            sending.todo.difference_with(&self.sent);
+            let mut more = blocks & owned;
+            more.difference_with(&self.sent);
+            sending.todo.union_with(&more);
             (sending.at, sending.round) = (0, true);
         }
     }
@@ -239,7 +240,8 @@ impl ClientCore {
     fn take_turn(&self, payload: &mut Granted) -> Option<Turn> {
         let Granted::Contributions { turn, .. } = payload else { return None };
         let (turn, none) = (turn.take()?, FixedBitSet::with_capacity(self.blocks));
-        Some(Turn { come: block_ranges::to_bits(&turn, self.blocks as u32).ok()?, told: none })
+        let come = block_ranges::to_bits(&turn, self.blocks as u32);
+        Some(Turn { come: come.unwrap_or_else(|_| none.clone()), told: none })
     }
 
     /// The grant of the provisional plan under way is repeated. Messages about turns may have been lost.
@@ -273,7 +275,12 @@ impl ClientCore {
     /// Blocks of the provisional plan under way may be ready to be sent that were not before.
     fn add_ready(&mut self, actions: &mut Vec<Action>) {
         let Some(mut outgoing) = self.outgoing.take() else { return };
-        let ready = outgoing.in_turn(self.ready(outgoing.contributions()));
+        let all_committed = outgoing.open.as_ref().is_some_and(Vec::is_empty);
+        let ready = match all_committed {
+            true => self.all_held(outgoing.contributions()),
+            false => self.ready(outgoing.contributions()),
+        };
+        let ready = outgoing.in_turn(ready);
         outgoing.add(&ready, &self.owned);
         let some_left = |(_, sending): &(usize, &Sending)| !sending.todo.is_clear();
         let left = outgoing.partitions.iter().enumerate().filter(some_left);
@@ -336,6 +343,13 @@ impl ClientCore {
         }
         some.intersect_with(&all);
         some
+    }
+
+    /// The blocks of committed contributions, those that are written in part included.
+    fn all_held(&self, of: &[(LearnerId, Step)]) -> FixedBitSet {
+        let mut all = FixedBitSet::with_capacity(self.blocks);
+        of.iter().filter_map(|key| self.held.get(key)).for_each(|held| all.union_with(&held.blocks));
+        all
     }
 
     /// Like [`Self::ready`], for one block.

@@ -85,8 +85,8 @@ impl Inner {
     }
 }
 
-/// So many blocks of new weights that lie in the version's buffer are less work than to wake another thread.
-const LYING_BLOCKS: usize = 64;
+/// So many bytes of new weights that lie in the version's buffer are little work: nothing is copied.
+const LYING_BYTES: usize = 16 << 20;
 
 impl Inner {
     /// Whether the plan under way is of new weights that lie in the version's buffer, and need no check.
@@ -102,7 +102,8 @@ impl Shared {
         let (is_little, threads) = {
             let mut inner = self.inner.lock();
             let left = inner.core.left_to_push(ALL);
-            let is_little = left == 1 || left <= LYING_BLOCKS && inner.lies_there();
+            let is_little =
+                left == 1 || left * self.layout.block_size() as usize <= LYING_BYTES && inner.lies_there();
             let idle = local.shard.threads().saturating_sub(inner.pumps.at_work);
             let threads = left.min(idle).min(if is_little { 1 } else { usize::MAX });
             inner.pumps.at_work += threads;

@@ -454,6 +454,31 @@ fn where_the_order_counts_a_block_is_sent_in_its_turn_and_the_coordinator_is_tol
 }
 
 #[test]
+fn a_client_whose_learners_have_committed_sends_all_their_blocks_in_turn() {
+    let mut bench = Bench::new();
+    let mut partly = PartlyWritten::default();
+    partly.insert(BlockId(2), vec![0..4]);
+    (0..2).for_each(|block| bench.whole(L, block));
+    bench.commits(L, 0..4, partly);
+    let of = vec![(L, Step(1))];
+    let turn = Some(vec![0..1, 2..3]);
+    let payload = Granted::Contributions { of, replaces: false, open: Some(Vec::new()), turn };
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
+    bench.coordinator(0, Message::Turn { plan: PlanId(7), blocks: vec![1..2] });
+    assert_eq!(bench.sent(), [0, 1, 2], "block 2 is written in part");
+}
+
+#[test]
+fn a_turn_that_names_no_blocks_of_the_model_is_none_and_no_lack_of_turns() {
+    let mut bench = Bench::new();
+    (0..2).for_each(|block| bench.whole(L, block));
+    let (of, turn) = (vec![(L, Step(1))], Some(vec![0..9]));
+    let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L]), turn };
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
+    assert!(bench.sent().is_empty());
+}
+
+#[test]
 fn a_contribution_that_is_dropped_stops_the_plan_for_all_learners_of_its_client() {
     let mut bench = Bench::two_write();
     bench.whole(L, 0);

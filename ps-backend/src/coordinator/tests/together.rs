@@ -112,6 +112,34 @@ fn the_clients_of_a_deterministic_job_take_turns_if_the_order_matters() {
 }
 
 #[test]
+fn a_client_waits_for_no_turn_of_blocks_that_those_before_it_do_not_have() {
+    const C: ClientId = ClientId(30);
+    let Bench { coordinator, now, said } = Bench::new();
+    let mut bench = Bench { coordinator: coordinator.with_provisional_plans(), now, said };
+    bench.client(A, 2, Message::SetControl { name: "deterministic".into(), value: "true".into() });
+    bench.coordinator.client_up(C, bench.now, &mut bench.said).unwrap();
+    bench.client(C, 1, Message::Join { name: "c".into() });
+    bench.client(A, 4, Message::Open { learner: LearnerId(1) });
+    bench.commit_of(A, 1, 1, 5, (0..2, 0..1));
+    bench.said.clear();
+    for (client, learner) in [(B, 2), (C, 3)] {
+        let learner = LearnerId(learner);
+        bench.client(client, 4, Message::Open { learner });
+        bench.client(client, 0, Message::WholeBlock { learner, step: Step(1) });
+    }
+    let plan = bench.started().plan;
+    assert_eq!(turns(&mut bench, A), [vec![0..2]]);
+    assert_eq!(turns(&mut bench, B), [vec![2..4]], "the first client sends none of these");
+    assert_eq!(turns(&mut bench, C), [vec![]]);
+    // Whoever speaks out of turn frees nothing before its turn.
+    let sent = |blocks| Message::SentAhead { plan, blocks };
+    bench.client(B, 0, sent(vec![1..3]));
+    assert_eq!(turns(&mut bench, C), [vec![2..3]]);
+    bench.client(A, 0, sent(vec![0..2]));
+    assert_eq!((turns(&mut bench, B), turns(&mut bench, C)), (vec![vec![0..2]], vec![vec![1..2]]));
+}
+
+#[test]
 fn whoever_takes_over_knows_how_many_clients_the_learners_have() {
     const C: ClientId = ClientId(30);
     for third in [false, true] {

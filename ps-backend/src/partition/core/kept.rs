@@ -9,17 +9,37 @@ use super::{PartitionCore, Place, Placement, Running, Sent};
 /// checked.
 pub type Taken = SmallVec<[(ClientId, bool); 4]>;
 
+/// Why kept payloads are not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotTaken {
+    /// The client was not to send the block after all.
+    Unwanted,
+    /// In an ordered plan, a kept payload has gone that was to be added before. The plan is torn.
+    OutOfTurn,
+}
+
 impl PartitionCore {
     /// A block is reserved for a payload of `client`, and kept payloads are added in the same pass. Returns the
     /// clients of all of them, in the order of addition, and whether each payload must be checked. Each has a
     /// reservation from now on. Some kept payloads may have gone since, so the result also says whether the block is
-    /// computed in this pass. `None` if the client was not to send the block after all.
-    pub fn take_kept(&mut self, client: ClientId, plan: PlanId, block: u32) -> Option<(Taken, bool)> {
+    /// computed in this pass.
+    ///
+    /// # Errors
+    /// [`NotTaken`]. Then nothing is taken.
+    pub fn take_kept(
+        &mut self,
+        client: ClientId,
+        plan: PlanId,
+        block: u32,
+    ) -> Result<(Taken, bool), NotTaken> {
         let mut taken = Taken::new();
-        let running = self.running_if(plan)?;
+        let running = self.running_if(plan).ok_or(NotTaken::Unwanted)?;
         let b = block as usize;
-        let own = running.plan.source_of(client, b)?;
+        let own = running.plan.source_of(client, b).ok_or(NotTaken::Unwanted)?;
         let is_last = running.came[b] + running.count_kept(b) + 1 == running.wanted[b];
+        if running.plan.ordered && !is_last && !running.has_turn(own, b) {
+            return Err(NotTaken::OutOfTurn);
+        }
         for at in 0..running.kept.len() {
             let goes = running.goes_with(own, b, is_last).any(|of| of == at);
             if at == own || goes {
@@ -32,7 +52,7 @@ impl PartitionCore {
         }
         let last = is_last && running.plan.finishes();
         running.last.set(b, last);
-        Some((taken, last))
+        Ok((taken, last))
     }
 
     /// Reserves a block for a kept payload, with which others are added.
@@ -77,6 +97,12 @@ impl Running {
             (false, false) => 0,
         };
         (0..reach).filter(move |&of| self.kept[of].contains(block))
+    }
+
+    /// Whether the payloads of a block of all sources before `at` have come or are kept.
+    pub(super) fn has_turn(&self, at: usize, block: usize) -> bool {
+        let before = self.plan.sources[..at].iter().filter(|source| source.blocks.contains(block)).count();
+        self.came[block] as usize + self.goes_with(at, block, false).count() >= before
     }
 
     pub(super) fn count_kept(&self, block: usize) -> u32 {

@@ -541,11 +541,7 @@ fn a_readable_payload_is_kept_for_the_last_one_of_its_block() {
     assert_eq!(bench.core.missing(B, ONE), Some(blocks([])));
     assert_eq!(bench.core.reserve(C, ONE, 0, LIES), Placement::Keep);
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), together(true));
-    assert_eq!(
-        bench.core.take_kept(A, ONE, 0),
-        Some((taken([A, B, C]), true)),
-        "in the order of the sources"
-    );
+    assert_eq!(bench.core.take_kept(A, ONE, 0), Ok((taken([A, B, C]), true)), "in the order of the sources");
     for client in [A, B, C] {
         assert_eq!(bench.completes(client, ONE, 0), []);
     }
@@ -565,7 +561,7 @@ fn a_kept_payload_that_is_gone_can_come_again() {
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), together(true));
     bench.core.is_gone(A, ONE, 0);
     // The payload was to be the last, and is not any more.
-    assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([B]), false)));
+    assert_eq!(bench.core.take_kept(B, ONE, 0), Ok((taken([B]), false)));
     bench.completes(B, ONE, 0);
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), LAST);
 }
@@ -579,17 +575,43 @@ fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), Placement::Later, "A comes first");
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), together(true));
-    assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([A, B, C]), true)));
+    assert_eq!(bench.core.take_kept(B, ONE, 0), Ok((taken([A, B, C]), true)));
 
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
     bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.reserve(A, ONE, 0, LIES), Placement::Keep);
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), together(false));
-    assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([A, B]), false)));
+    assert_eq!(bench.core.take_kept(B, ONE, 0), Ok((taken([A, B]), false)));
     bench.completes(A, ONE, 0);
     bench.completes(B, ONE, 0);
     assert_eq!(bench.core.reserve(C, ONE, 0, LIES), LAST);
+}
+
+#[test]
+fn an_ordered_plan_is_torn_if_a_kept_payload_goes_that_was_to_be_added_before() {
+    for (last, by, gone, outcome) in [
+        (true, C, A, Err(NotTaken::OutOfTurn)),
+        (true, C, B, Err(NotTaken::OutOfTurn)),
+        (true, B, A, Err(NotTaken::OutOfTurn)),
+        (true, B, C, Ok((taken([A, B]), false))),
+        (false, B, A, Err(NotTaken::OutOfTurn)),
+    ] {
+        let mut bench = Bench::new();
+        let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
+        bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+        let others = [A, B, C].into_iter().filter(|of| *of != by && (last || *of == A));
+        for of in others {
+            assert_eq!(bench.core.reserve(of, ONE, 0, LIES), Placement::Keep);
+        }
+        assert_eq!(bench.core.reserve(by, ONE, 0, SENT), together(last));
+        bench.core.is_gone(gone, ONE, 0);
+        assert_eq!(bench.core.take_kept(by, ONE, 0), outcome, "{by} without {gone}");
+        if outcome.is_err() {
+            let actions = bench.acts(|core, actions| core.end(by, ONE, 0, Outcome::Torn, actions));
+            assert_eq!(actions, [Action::Torn(ONE)]);
+        }
+    }
 }
 
 #[test]

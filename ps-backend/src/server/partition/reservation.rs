@@ -373,12 +373,17 @@ impl Reservation {
                 partition.store.tally().moved(Flow::Push, self.push.len);
                 (!target.complete_written(self.counts.as_deref()) && self.place.check).then_some(0)
             }
-            None => {
-                let with = if self.place.kept { self.take_kept()? } else { Together::new() };
-                let bad = self.reduce(&job, inputs, &with)?;
-                all_stand = with.iter().all(|other| other.kept.lent.stands());
-                bad
-            }
+            None => match if self.place.kept { self.take_kept()? } else { Some(Together::new()) } {
+                Some(with) => {
+                    let bad = self.reduce(&job, inputs, &with)?;
+                    all_stand = with.iter().all(|other| other.kept.lent.stands());
+                    bad
+                }
+                None => {
+                    all_stand = false;
+                    None
+                }
+            },
         };
         // New weights lie in memory that is not written again.
         let stands = matches!(job.work(), Work::Assign { .. }) || (stands() && all_stand);
@@ -386,7 +391,7 @@ impl Reservation {
         let Push { plan, block, .. } = self.push;
         let (pushed, outcome) = match bad {
             _ if !stands => {
-                tracing::debug!(model = %partition.model, %plan, %block, "the payload may have changed while it was read");
+                tracing::debug!(model = %partition.model, %plan, %block, "a payload may have changed while it was read, or has gone");
                 (Pushed::Unwanted, Outcome::Torn)
             }
             None => (Pushed::Taken, Outcome::Complete),

@@ -15,6 +15,7 @@ use smallvec::SmallVec;
 
 use super::super::{Partition, State};
 use super::{Push, Reservation};
+use crate::partition::core::NotTaken;
 use crate::partition::store::{BlockInput, PartitionError, Payload};
 
 /// A payload in memory that is lent to this shard.
@@ -105,12 +106,16 @@ impl Reservation {
         self.complete(lent.bytes(), || lent.stands())
     }
 
-    /// Takes the kept payloads for a pass with this one.
-    pub(super) fn take_kept(&mut self) -> Result<Together, PartitionError> {
+    /// Takes the kept payloads for a pass with this one. None if the pass would break the order of addition, because one of
+    /// them has gone.
+    pub(super) fn take_kept(&mut self) -> Result<Option<Together>, PartitionError> {
         let Push { plan, block, .. } = self.push;
         let mut state = self.partition.state.lock();
-        let taken = state.core.take_kept(self.client, plan, block.0);
-        let (all, last) = taken.ok_or(PartitionError::Over)?;
+        let (all, last) = match state.core.take_kept(self.client, plan, block.0) {
+            Ok(taken) => taken,
+            Err(NotTaken::OutOfTurn) => return Ok(None),
+            Err(NotTaken::Unwanted) => return Err(PartitionError::Over),
+        };
         self.place.last = last;
         self.together = all.iter().map(|(client, _)| *client).collect();
         let others = all.into_iter().filter(|(client, _)| *client != self.client);
@@ -118,6 +123,6 @@ impl Reservation {
             let kept = state.kept.remove(&(block, client))?;
             Some(Other { check, kept, counts: self.partition.counts(&state, client, block) })
         };
-        others.map(take).collect::<Option<Together>>().ok_or(PartitionError::Over)
+        others.map(take).collect::<Option<Together>>().ok_or(PartitionError::Over).map(Some)
     }
 }
