@@ -16,7 +16,7 @@ use crate::world::{Event, Node, Now, World};
 /// Memory that is lent counts only if the version is made before its program needs it back, and so does any contribution
 /// to a deterministic job. Learners that wait for less than a version takes may keep each other from it for ever, also
 /// while the network is well. Then they wait for this much longer.
-const ENOUGH: Now = Now::from_secs(5);
+const ENOUGH: Now = Now::from_secs(20);
 
 /// What a request was for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
