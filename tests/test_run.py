@@ -84,6 +84,7 @@ POLITE = (
 )
 
 
+@pytest.mark.also_on_network
 def test_run_starts_a_process_for_each_learner(mount, begin):
     mount.control("learners", 3)
     show = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GRADFS_LEARNER; cat"
@@ -100,6 +101,8 @@ def test_run_starts_a_process_for_each_learner__from_within(mount, begin):
     """A path that is relative or a link leads to the model, too; other names, no `--`, one process without a prefix."""
     out, _ = finish(begin("-n", 1, "--name", "mine", ".", "sh", "-c", "echo $GRADFS_LEARNER", cwd=mount.model))
     assert out == f"{mount.model}/learners/mine-0\n"
+    out, _ = finish(begin("-n", 1, "model", "--no-prefix", "echo", "-v", "--", "--help", cwd=mount.root))
+    assert out == "-v -- --help\n", "options behind the command are its own"
     out, _ = finish(begin("-n", 1, "model", "--", "pwd", cwd=mount.root))
     assert out == f"{mount.root}\n"
 
@@ -159,6 +162,7 @@ def test_run_goes_on_without_those_that_it_may_drop(mount, begin):
     assert learners(mount) == []
 
 
+@pytest.mark.also_on_network
 def test_run_starts_a_failed_process_again(mount, begin, tmp_path):
     """With the same rank and directory; and no more often than it may."""
     script = f'echo $GRADFS_LEARNER >> {tmp_path}/$RANK; [ $(wc -l < {tmp_path}/$RANK) = 3 ] || kill -9 $$'
@@ -171,6 +175,18 @@ def test_run_starts_a_failed_process_again(mount, begin, tmp_path):
     _, err = finish(begin("-n", 1, *options, mount.model, *shell("exit 5")), 5)
     assert err.count("it is started again") == 2
     assert learners(mount) == []
+
+
+def test_run_leaves_nothing_of_a_failed_process(mount, begin, tmp_path):
+    """What it has left in its group goes, and so does its learner. What a process leaves that ends well stays."""
+    for end, stays in [("kill -9 $$", False), ("exit 1", False), ("exit 0", True)]:
+        there = tmp_path / end
+        script = f"(sleep 0.4; echo > '{there}') > /dev/null 2>&1 & {end}"
+        begun = begin("-n", 2, mount.model, *shell(script))
+        begun.communicate(timeout=10)
+        assert learners(mount) == []
+        time.sleep(0.7)
+        assert there.exists() == stays, end
 
 
 def test_run_prints_a_line_of_progress_each_second(mount, begin):
@@ -219,6 +235,7 @@ PACED = STEPS.replace(
 )
 
 
+@pytest.mark.also_on_network
 def test_run_looks_for_the_number_of_learners(start_mount, begin):
     """A second learner doubles the contributions a second, and a third one makes them fewer."""
     mount = start_mount("--no-passthrough", size=SIZE, block_size="64KiB", reducer="sum", consistency="async")

@@ -34,9 +34,8 @@ use crate::error::{self, Error};
 use crate::logging;
 use crate::proc::mask_in_status;
 
-/// The statuses that shells have for a command that is not there, and for one that cannot be started.
+/// The status that shells have for a command that is not there.
 const NOT_FOUND: u8 = 127;
-const NOT_STARTED: i32 = 126;
 /// The processes are looked at so often even if no signal tells of an end.
 const LOOK: Duration = Duration::from_secs(1);
 /// How long the last lines of processes that have ended may take.
@@ -267,7 +266,9 @@ impl Edge<'_> {
             Ok(process) => drop(self.processes.insert(rank, process)),
             Err(error) => {
                 let command = self.plan.command[0].display();
-                let error = Error::new(format!("{command} cannot be started")).caused_by(error);
+                let many = error.raw_os_error() == Some(libc::EMFILE);
+                let what = if many { " (raise ulimit -n, or use --no-prefix)" } else { "" };
+                let error = Error::new(format!("{command} cannot be started{what}")).caused_by(error);
                 self.not_started(rank, &error);
             }
         }
@@ -275,7 +276,7 @@ impl Edge<'_> {
 
     fn not_started(&mut self, rank: u32, error: &Error) {
         say(&error::chain(error));
-        let acts = self.supervisor.ended(rank, End::Exited(NOT_STARTED), Instant::now());
+        let acts = self.supervisor.ended(rank, End::NotStarted, Instant::now());
         self.act(acts);
     }
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 use nix::errno::Errno;
 use nix::spawn::{PosixSpawnAttr, PosixSpawnFileActions, PosixSpawnFlags, posix_spawnp};
 use nix::sys::signal::{SigSet, Signal, killpg};
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::Pid;
 
 use super::supervisor::End;
@@ -91,8 +91,17 @@ pub fn send(process: Pid, signal: Signal) -> io::Result<()> {
     }
 }
 
-/// How a process of ours has ended, if it has. To be asked until it has, and not again.
+/// How a process of ours has ended, if it has. To be asked until it has, and not again. If it has failed, what is left of
+/// its group is killed: a program that goes on there would contribute as a learner that has left, or is another's by now.
 pub fn end_of(process: Pid) -> Option<End> {
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG;
+    match waitid(Id::Pid(process), flags | WaitPidFlag::WNOWAIT) {
+        Ok(WaitStatus::StillAlive) | Err(Errno::EINTR) => return None,
+        Ok(WaitStatus::Exited(_, 0)) => {}
+        Err(Errno::ECHILD) => {}
+        // Until the status is taken below, its number is no other group's.
+        _ => drop(send(process, Signal::SIGKILL)),
+    }
     match waitpid(process, Some(WaitPidFlag::WNOHANG)) {
         Ok(WaitStatus::Exited(_, status)) => Some(End::Exited(status)),
         Ok(WaitStatus::Signaled(_, signal, _)) => Some(End::Killed(signal as i32)),

@@ -10,6 +10,9 @@ use nix::sys::signal::Signal;
 /// A SIGINT so soon after the first is the same wish: timeout(1) signals its child, and then the child's group.
 const ONE_WISH: Duration = Duration::from_millis(200);
 
+/// The status that shells have for a command that cannot be started.
+const NOT_STARTED: u8 = 126;
+
 /// What becomes of the others when a process fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OnFailure {
@@ -28,6 +31,8 @@ pub enum End {
     Exited(i32),
     /// By this signal.
     Killed(i32),
+    /// It did not begin.
+    NotStarted,
 }
 
 impl End {
@@ -36,6 +41,7 @@ impl End {
         match self {
             End::Exited(status) => status as u8,
             End::Killed(signal) => 128u8.wrapping_add(signal as u8),
+            End::NotStarted => NOT_STARTED,
         }
     }
 
@@ -46,6 +52,7 @@ impl End {
                 Ok(signal) => format!("was killed by {signal}"),
                 Err(_) => format!("was killed by signal {number}"),
             },
+            End::NotStarted => "could not be started".into(),
         }
     }
 }
@@ -141,7 +148,8 @@ impl Supervisor {
             return vec![Act::Leave(rank)];
         }
         let asked_to = self.forwarded.iter().any(|signal| end == End::Killed(*signal as i32));
-        if self.on_failure == OnFailure::Restart && this.restarts < self.restarts && !asked_to {
+        let in_vain = asked_to || end == End::NotStarted;
+        if self.on_failure == OnFailure::Restart && this.restarts < self.restarts && !in_vain {
             this.restarts += 1;
             this.alive = true;
             let (count, most) = (this.restarts, self.restarts);

@@ -76,6 +76,14 @@ fn a_process_that_a_forwarded_signal_ends_is_not_started_again() {
 }
 
 #[test]
+fn a_process_that_cannot_be_started_is_not_tried_again() {
+    let (mut all, now) = of(OnFailure::Restart, 2);
+    assert_eq!(done(all.ended(0, End::NotStarted, now)), [Leave(0), Send(1, Signal::SIGTERM)]);
+    all.ended(1, End::Killed(15), now);
+    assert_eq!(all.status(), Some(126));
+}
+
+#[test]
 fn signals_go_to_all_and_a_second_interrupt_kills() {
     let (mut all, now) = of(OnFailure::Restart, 2);
     assert_eq!(all.signal(Signal::SIGUSR1, now), [Send(0, Signal::SIGUSR1), Send(1, Signal::SIGUSR1)]);
