@@ -164,12 +164,12 @@ def test_run_goes_on_without_those_that_it_may_drop(mount, begin):
 
 @pytest.mark.also_on_network
 def test_run_starts_a_failed_process_again(mount, begin, tmp_path):
-    """With the same rank and directory; and no more often than it may."""
-    script = f'echo $GRADFS_LEARNER >> {tmp_path}/$RANK; [ $(wc -l < {tmp_path}/$RANK) = 3 ] || kill -9 $$'
+    """With the same rank and directory, as another life of its learner; and no more often than it may."""
+    script = f'grep incarnation $GRADFS_LEARNER/status >> {tmp_path}/$RANK; [ $(wc -l < {tmp_path}/$RANK) = 3 ] || kill -9 $$'
     script += f'; exec "{sys.executable}" -c "$0" 2'
     _, err = finish(begin("-n", 2, "--on-failure", "restart", mount.model, *shell(script), STEPS))
     for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == f"{mount.model}/learners/run-{rank}\n" * 3
+        assert (tmp_path / str(rank)).read_text() == "incarnation: 1\nincarnation: 2\nincarnation: 3\n"
         assert f"rank {rank} was killed by SIGKILL; it is started again (2 of 3)" in err
     options = ("--on-failure", "restart", "--restarts", 2)
     _, err = finish(begin("-n", 1, *options, mount.model, *shell("exit 5")), 5)
