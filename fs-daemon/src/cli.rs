@@ -7,6 +7,7 @@ pub mod cluster;
 mod given;
 mod parameters;
 pub mod rdma;
+mod run;
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -45,6 +46,9 @@ Examples:
 
   In the background; the command returns when the mount answers:
     gradfs up --background --learners 2 --reducer adamw llama.safetensors /mnt/job
+
+  Start four learners of a model that is mounted:
+    gradfs run -n 4 /mnt/job/llama -- python train.py
 
   Stop it, from anywhere:
     gradfs unmount /mnt/job
@@ -132,6 +136,12 @@ pub enum Command {
                           gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up [OPTIONS] --from DIR MOUNT\n       gradfs up --config FILE"
     )]
     Up(Given<UpArgs>),
+    /// Start learners of a mounted model on this machine, and look after them
+    #[command(
+        after_help = run::EXAMPLES,
+        override_usage = "gradfs run [OPTIONS] -n <N|auto> MODEL -- COMMAND..."
+    )]
+    Run(run::RunArgs),
     /// Shards on a network.
     #[command(flatten)]
     Cluster(cluster::ClusterCommand),

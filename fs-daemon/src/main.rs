@@ -19,6 +19,7 @@ mod nbd;
 mod proc;
 mod progress;
 mod rdma;
+mod run;
 mod serve;
 mod session;
 mod signals;
@@ -65,6 +66,7 @@ fn run(cli: Cli) -> Result<ExitCode, Error> {
             let ready = ready(background, log, "up", &config.mounting.mountpoint)?;
             up::run(config, ready)
         }
+        Command::Run(args) => return run::run(&args.plan()?),
         Command::Cluster(command) => return run_cluster(command, log),
         Command::Rdma(RdmaCommand::Devices { json }) => rdma::devices(json),
         Command::Trace { mountpoint, seconds, output } => trace::run(&mountpoint, seconds, &output),
