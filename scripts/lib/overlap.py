@@ -1,7 +1,8 @@
 """The synchronous part of scripts/bench-stall: how much of a step's computing, pushing and pulling overlaps.
 
 Hosts of network namespaces have links that are slow, so that the wire is the limit. One has the shard, the others have
-a mount each, with one learner or several. The reducer is `sum`, and a model has 256 blocks (--quick: 128).
+a mount each, with one learner or several. The reducer is `sum`, and a model has 256 blocks (--quick: 128). There is one
+connection for blocks, as docs/network.md advises for links that are slow.
 
   serial    the learner computes nothing, writes all, and its open pulls (on-demand): a push alone, then a pull alone
   short     it computes for 0.3 of the longer one, in chunks of a block that are contributed one by one;
@@ -31,6 +32,7 @@ WORK = Path(__file__).resolve().parent / "overlap_work.py"
 SOCKETS = WORK.with_name("both_ways.py")
 SOCKETS_PORT = 7000
 RATE = 400e6
+CONNECTIONS = "--connections", "1"
 BLOCK, BLOCKS, QUICK_BLOCKS = 64 << 10, 256, 128
 SHORT, LONG = 0.3, 1.3
 # Much longer than a run takes.
@@ -70,7 +72,7 @@ class Library:
         for at, host in enumerate(places):
             words = ["--registry", f"{self.cluster.registry}:{PORT}", "--model", "library", "--pulls", pull]
             words += ["--rank", at * here, "--here", here, "--learners", self.learners]
-            words += ["--overlap", steps, chunks, compute]
+            words += [*CONNECTIONS, "--overlap", steps, chunks, compute]
             running.append(self.hosts.start(host, [self.program, *words], name=f"the library on {host}"))
         return _median([of.finish(DEADLINE) for of in running])
 
@@ -85,7 +87,7 @@ class Job:
     def __init__(self, cluster, hosts, blocks, learners):
         self.hosts, self.blocks = hosts, blocks
         _create(cluster, "model", blocks, learners)
-        mounts = [(host, cluster.mount(host) / "model") for host in hosts.names[1:]]
+        mounts = [(host, cluster.mount(host, *CONNECTIONS) / "model") for host in hosts.names[1:]]
         self.learners = [(*mounts[at % len(mounts)], f"l{at}") for at in range(learners)]
         for host, mount, learner in self.learners:
             (hosts.root(host) / str(mount / "learners" / learner).lstrip("/")).mkdir()
