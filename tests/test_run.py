@@ -116,6 +116,20 @@ def test_run_puts_the_rank_before_each_line(mount, begin):
     assert (out, err) == ("out\n" * 2, "err\n" * 2)
 
 
+def test_run_puts_the_rank_before_each_line__for_a_reader_that_is_slow(mount, begin):
+    process = begin("-n", 2, mount.model, "--", "seq", "20000")
+    time.sleep(3)
+    lines = finish(process)[0].splitlines()
+    for rank in (0, 1):
+        assert [line for line in lines if line.startswith(f"[{rank}] ")] == [f"[{rank}] {n}" for n in range(1, 20001)]
+
+
+def test_run_starts_a_process_for_each_learner__where_ends_are_ignored(mount, begin):
+    ignores = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # noqa: E731
+    finish(begin("-n", 2, mount.model, *shell("sleep 0.1"), preexec_fn=ignores))
+    finish(begin("-n", 2, mount.model, *shell("exit 3"), preexec_fn=ignores), status=3)
+
+
 def test_run_forwards_signals(mount, begin):
     process = begin("-n", 2, mount.model, *shell(POLITE))
     assert ready(process, 2) == ["[0] ready\n", "[1] ready\n"]

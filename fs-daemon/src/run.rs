@@ -17,7 +17,7 @@ use std::io::{IsTerminal as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,7 @@ use self::tuner::{Step, Tuner};
 use crate::error::{self, Error};
 use crate::logging;
 use crate::proc::mask_in_status;
+use crate::sys;
 
 /// The status that shells have for a command that is not there.
 const NOT_FOUND: u8 = 127;
@@ -40,6 +41,8 @@ const NOT_FOUND: u8 = 127;
 const LOOK: Duration = Duration::from_secs(1);
 /// How long the last lines of processes that have ended may take.
 const LAST_LINES: Duration = Duration::from_secs(1);
+/// How long the last learners may take to leave.
+const LAST_LEAVES: Duration = Duration::from_secs(5);
 
 /// How many learners there are.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -103,6 +106,7 @@ pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
     // Before there are threads: they inherit the signals that are blocked.
     let (sender, events) = channel();
     take_signals(sender.clone())?;
+    let leaves = Leaves::start(job.clone())?;
     let mut edge = Edge {
         plan,
         job,
@@ -111,18 +115,20 @@ pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
         supervisor: Supervisor::new(plan.on_failure, plan.restarts, plan.grace),
         processes: HashMap::new(),
         output: (plan.prefix && most > 1).then(Output::new),
+        leaves,
     };
-    edge.join(first)?;
     let progress = plan.progress.unwrap_or_else(|| std::io::stderr().is_terminal());
     let mut watch = Watch::new(plan, progress);
     if let Some(period) = watch.period() {
         watch_job(edge.job.clone(), period, sender)?;
     }
+    edge.join(first)?;
     for _ in 0..first {
         let acts = edge.supervisor.add();
         edge.act(acts);
     }
     let status = edge.attend(&events, &mut watch);
+    edge.leaves.finish(LAST_LEAVES);
     if let Some(output) = edge.output {
         output.finish(LAST_LINES);
     }
@@ -139,6 +145,7 @@ struct Edge<'a> {
     supervisor: Supervisor,
     processes: HashMap<u32, Pid>,
     output: Option<Output>,
+    leaves: Leaves,
 }
 
 impl Edge<'_> {
@@ -150,7 +157,7 @@ impl Edge<'_> {
     fn join(&self, count: u32) -> Result<(), Error> {
         for rank in 0..count {
             if let Err(error) = self.job.join(&self.name(rank)) {
-                (0..rank).for_each(|rank| self.leave(rank));
+                (0..rank).for_each(|rank| leave(&self.job, &self.name(rank)));
                 return Err(error);
             }
         }
@@ -158,9 +165,7 @@ impl Edge<'_> {
     }
 
     fn leave(&self, rank: u32) {
-        if let Err(error) = self.job.leave(&self.name(rank)) {
-            say(&error::chain(&error));
-        }
+        self.leaves.leave(self.name(rank));
     }
 
     /// Waits for events and does what they lead to, until nobody lives any more.
@@ -192,8 +197,11 @@ impl Edge<'_> {
             self.processes.iter().filter_map(|(rank, process)| Some((*rank, process::end_of(*process)?)));
         let mut ended: Vec<(u32, End)> = ended.collect();
         ended.sort_by_key(|(rank, _)| *rank);
+        // Their numbers may be other processes' by now, so nothing is sent to them.
+        for (rank, _) in &ended {
+            self.processes.remove(rank);
+        }
         for (rank, end) in ended {
-            self.processes.remove(&rank);
             // Whoever has come to its end shows that the job does: more learners make it no faster.
             watch.settle();
             let acts = self.supervisor.ended(rank, end, Instant::now());
@@ -207,12 +215,15 @@ impl Edge<'_> {
         let (count, rate) = (living.len(), step.rate());
         match step {
             Step::Add(_) => {
-                let rank = self.supervisor.living().count() as u32;
+                let rank = self.supervisor.next_rank();
                 say(&format!("{rate:.1} contributions/s with {count}: one more learner is tried"));
                 match self.job.join(&self.name(rank)) {
                     Ok(()) => {
                         let acts = self.supervisor.add();
                         self.act(acts);
+                        if !self.supervisor.living().any(|living| living == rank) {
+                            watch.settle();
+                        }
                     }
                     Err(error) => {
                         say(&error::chain(&error));
@@ -339,9 +350,51 @@ impl Watch {
     }
 }
 
+/// Learners leave on a thread of their own: a mount that hangs must not keep signals from the processes.
+struct Leaves {
+    names: Sender<String>,
+    ended: Receiver<()>,
+}
+
+impl Leaves {
+    fn start(job: Job) -> Result<Leaves, Error> {
+        let ((names, to_leave), (ends, ended)) = (channel::<String>(), channel());
+        let leaves = move || {
+            to_leave.iter().for_each(|name| leave(&job, &name));
+            drop(ends);
+        };
+        let started = thread::Builder::new().name("gradfs-leaves".into()).spawn(leaves);
+        started
+            .map_err(|error| Error::new("cannot start a thread for learners that leave").caused_by(error))?;
+        Ok(Leaves { names, ended })
+    }
+
+    fn leave(&self, name: String) {
+        // The thread lives for as long as this.
+        let _ = self.names.send(name);
+    }
+
+    /// Waits until all have left, at most for `patience`.
+    fn finish(self, patience: Duration) {
+        drop(self.names);
+        // Nothing is ever sent: it ends with the thread.
+        if self.ended.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+            say("the mount does not answer: some learners may still be in the job");
+        }
+    }
+}
+
+fn leave(job: &Job, name: &str) {
+    if let Err(error) = job.leave(name) {
+        say(&error::chain(&error));
+    }
+}
+
 /// Takes over the signals that are forwarded, and the one that tells of a process's end.
 fn take_signals(events: Sender<Event>) -> Result<(), Error> {
     let failed = |error| Error::new("cannot take over signals").caused_by(error);
+    // Whoever ignores it is told of no end, and gets no status.
+    sys::signals::default_action(Signal::SIGCHLD).map_err(failed)?;
     let ignored = mask_in_status(&std::fs::read_to_string("/proc/self/status").unwrap_or_default(), "SigIgn");
     let forwarded =
         [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGCHLD];

@@ -67,7 +67,7 @@ impl Program {
         how.set_pgroup(Pid::from_raw(0))?;
         how.set_sigmask(&SigSet::empty())?;
         // Programs in Rust ignore it, and other programs expect to be ended by it.
-        how.set_sigdefault(&SigSet::from(Signal::SIGPIPE))?;
+        how.set_sigdefault(&[Signal::SIGPIPE, Signal::SIGCHLD].into_iter().collect())?;
         let words: Vec<&CStr> = self.words.iter().map(CString::as_c_str).collect();
         let environment: Vec<&CStr> = environment.iter().map(CString::as_c_str).collect();
         Ok(posix_spawnp(words[0], &files, &how, &words, &environment)?)
@@ -107,7 +107,7 @@ pub fn end_of(process: Pid) -> Option<End> {
         Ok(WaitStatus::Signaled(_, signal, _)) => Some(End::Killed(signal as i32)),
         // By a real-time signal: those have no names, and which one it was is not told.
         Err(Errno::EINVAL) => Some(End::Killed(libc::SIGRTMIN())),
-        // Whoever has started this process has it ignore SIGCHLD, and then the kernel keeps no status.
+        // Its status is lost. Nobody else takes statuses here.
         Err(Errno::ECHILD) => Some(End::Exited(1)),
         Ok(_) | Err(_) => None,
     }

@@ -112,10 +112,16 @@ impl Supervisor {
         }
     }
 
-    /// One process more, with the next rank.
+    /// The rank that one process more would have.
+    pub fn next_rank(&self) -> u32 {
+        self.ranks.len() as u32
+    }
+
+    /// One process more, with the next rank. Its learner has joined. Once all are to end, it is not started.
     pub fn add(&mut self) -> Vec<Act> {
-        self.ranks.push(Rank { alive: true, ..Rank::default() });
-        vec![Act::Start(self.ranks.len() as u32 - 1)]
+        let rank = self.next_rank();
+        self.ranks.push(Rank { alive: !self.stopping, ..Rank::default() });
+        vec![if self.stopping { Act::Leave(rank) } else { Act::Start(rank) }]
     }
 
     /// The process of the last rank is one too many.
@@ -163,17 +169,20 @@ impl Supervisor {
             OnFailure::Drop => "; the others go on",
             OnFailure::Stop | OnFailure::Restart => "; the others are ended",
         };
-        let mut acts = vec![Act::Say(format!("rank {rank} {}{what}", end.in_words())), Act::Leave(rank)];
+        let mut acts = vec![Act::Say(format!("rank {rank} {}{what}", end.in_words()))];
         if self.on_failure != OnFailure::Drop {
             acts.extend(self.stop(Signal::SIGTERM, now));
         }
+        acts.push(Act::Leave(rank));
         acts
     }
 
     /// A signal has come for all.
     pub fn signal(&mut self, signal: Signal, now: Instant) -> Vec<Act> {
         if !matches!(signal, Signal::SIGINT | Signal::SIGTERM) {
-            self.forwarded.push(signal);
+            if !self.forwarded.contains(&signal) {
+                self.forwarded.push(signal);
+            }
             return self.to_all(signal);
         }
         match self.asked {

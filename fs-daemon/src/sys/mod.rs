@@ -2,3 +2,4 @@
 
 pub mod fork;
 pub mod pidfd;
+pub mod signals;

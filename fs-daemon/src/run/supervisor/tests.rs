@@ -33,7 +33,7 @@ fn those_that_end_well_leave_and_the_status_is_0() {
 fn a_failure_ends_the_others_and_kills_them_after_the_grace() {
     let (mut all, now) = of(OnFailure::Stop, 3);
     let acts = done(all.ended(1, End::Exited(7), now));
-    assert_eq!(acts, [Leave(1), Send(0, Signal::SIGTERM), Send(2, Signal::SIGTERM)]);
+    assert_eq!(acts, [Send(0, Signal::SIGTERM), Send(2, Signal::SIGTERM), Leave(1)]);
     assert_eq!(all.ended(0, End::Killed(15), now), [Leave(0)]);
     assert_eq!(all.next_tick(), Some(now + GRACE));
     assert_eq!(all.tick(now + GRACE - Duration::from_millis(1)), []);
@@ -41,6 +41,14 @@ fn a_failure_ends_the_others_and_kills_them_after_the_grace() {
     assert_eq!((all.tick(now + 2 * GRACE), all.next_tick()), (vec![], None), "once");
     all.ended(2, End::Killed(9), now + GRACE);
     assert_eq!(all.status(), Some(7), "the first failure's");
+}
+
+#[test]
+fn none_is_started_once_all_are_to_end() {
+    let (mut all, now) = of(OnFailure::Stop, 1);
+    all.ended(0, End::NotStarted, now);
+    assert_eq!((all.next_rank(), all.add()), (1, vec![Leave(1)]));
+    assert_eq!((all.status(), all.next_rank()), (Some(126), 2));
 }
 
 #[test]
@@ -62,7 +70,7 @@ fn a_process_is_started_again_as_often_as_it_may() {
         assert_eq!(done(all.ended(0, End::Exited(1), now)), [Restart(0)]);
     }
     assert_eq!(done(all.ended(1, End::Exited(1), now)), [Restart(1)], "each has its own count");
-    assert_eq!(done(all.ended(0, End::Exited(4), now)), [Leave(0), Send(1, Signal::SIGTERM)]);
+    assert_eq!(done(all.ended(0, End::Exited(4), now)), [Send(1, Signal::SIGTERM), Leave(0)]);
     all.ended(1, End::Killed(15), now);
     assert_eq!(all.status(), Some(4));
 }
@@ -78,7 +86,7 @@ fn a_process_that_a_forwarded_signal_ends_is_not_started_again() {
 #[test]
 fn a_process_that_cannot_be_started_is_not_tried_again() {
     let (mut all, now) = of(OnFailure::Restart, 2);
-    assert_eq!(done(all.ended(0, End::NotStarted, now)), [Leave(0), Send(1, Signal::SIGTERM)]);
+    assert_eq!(done(all.ended(0, End::NotStarted, now)), [Send(1, Signal::SIGTERM), Leave(0)]);
     all.ended(1, End::Killed(15), now);
     assert_eq!(all.status(), Some(126));
 }
