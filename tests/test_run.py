@@ -117,11 +117,11 @@ def test_run_puts_the_rank_before_each_line(mount, begin):
 
 
 def test_run_puts_the_rank_before_each_line__for_a_reader_that_is_slow(mount, begin):
-    process = begin("-n", 2, mount.model, "--", "seq", "20000")
+    process = begin("-n", 2, mount.model, "--", "seq", "10000")
     time.sleep(3)
     lines = finish(process)[0].splitlines()
     for rank in (0, 1):
-        assert [line for line in lines if line.startswith(f"[{rank}] ")] == [f"[{rank}] {n}" for n in range(1, 20001)]
+        assert [line for line in lines if line.startswith(f"[{rank}] ")] == [f"[{rank}] {n}" for n in range(1, 10001)]
 
 
 def test_run_starts_a_process_for_each_learner__where_ends_are_ignored(mount, begin):

@@ -1,7 +1,7 @@
 //! `gradfs run`: starts the processes of learners for a model that is mounted, and looks after them until all have
 //! ended.
 //!
-//! What is decided is in [`supervisor`] and [`tuner`], which have no process and no clock. This is the edge: one thread
+//! The decisions are in [`supervisor`] and [`tuner`], which have no process and no clock. This is the edge: one thread
 //! takes signals, one reads the job's status, and this one has the processes and does what is decided.
 
 mod job;
@@ -53,7 +53,7 @@ pub enum Count {
     Auto { most: u32, gain: f64, window: Duration },
 }
 
-/// What is to be run.
+/// The command to run, and how.
 #[derive(Debug)]
 pub struct Plan {
     pub model: PathBuf,
@@ -292,7 +292,7 @@ impl Edge<'_> {
     }
 }
 
-/// What is made of the job's status: lines of progress, and the number of learners.
+/// Makes lines of progress, and the number of learners, of the job's status.
 struct Watch {
     began: Instant,
     /// When the last line was printed.

@@ -128,7 +128,7 @@ impl Job {
         self.join(name)
     }
 
-    /// What the job does. It waits for a mount that hangs.
+    /// Reads `status.json`. The call waits for as long as a mount hangs.
     ///
     /// # Errors
     /// It cannot be read, as when the daemon has ended.
@@ -138,7 +138,7 @@ impl Job {
 }
 
 impl Status {
-    /// What is to be said where the first version will wait for more learners than `count` new ones.
+    /// A warning, if the first version will wait for more learners than `count` new ones.
     pub fn waits_for_more_than(&self, count: u32, shown: &str) -> Option<String> {
         let wanted: usize = self.control.get("learners")?.parse().ok()?;
         let there = self.learners.len() + count as usize;

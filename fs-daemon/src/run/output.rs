@@ -1,4 +1,4 @@
-//! What learners print, line by line, with the rank before each line (edge module).
+//! Passes on the lines that learners print, with the rank before each (edge module).
 
 use std::io::{self, BufRead as _, BufReader, PipeReader, PipeWriter, Read as _, Write};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub struct Output {
     lines: Arc<Lines>,
 }
 
-/// What was passed on.
+/// Counts lines: those of which the writing has begun, and those that are written.
 #[derive(Default)]
 struct Lines {
     begun: AtomicU64,

@@ -107,7 +107,7 @@ pub fn end_of(process: Pid) -> Option<End> {
         Ok(WaitStatus::Signaled(_, signal, _)) => Some(End::Killed(signal as i32)),
         // By a real-time signal: those have no names, and which one it was is not told.
         Err(Errno::EINVAL) => Some(End::Killed(libc::SIGRTMIN())),
-        // Its status is lost. Nobody else takes statuses here.
+        // The status is lost. No other code of this process takes it, so this is not expected.
         Err(Errno::ECHILD) => Some(End::Exited(1)),
         Ok(_) | Err(_) => None,
     }

@@ -1,4 +1,4 @@
-//! What `gradfs run` decides: who is started again, who is asked to end, who is killed, and the exit status.
+//! The decisions of `gradfs run`: who is started again, who is asked to end, who is killed, and the exit status.
 //!
 //! A pure core: events and the time go in, acts come out. The edge around it has the processes.
 
