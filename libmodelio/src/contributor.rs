@@ -12,6 +12,8 @@
 mod commit;
 mod final_parts;
 mod mapping;
+mod models;
+mod replicas;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,6 +24,8 @@ use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::final_parts::FinalParts;
+use self::models::{Began, Made};
+use self::replicas::Replicas;
 use crate::bytes::mmap::Mapping;
 use crate::bytes::surplus::UNUSED_FOR;
 use crate::client::{Job, Opening, wait_for};
@@ -115,6 +119,16 @@ struct State {
     joined: Vec<Done>,
     /// What is final of the mapping, while nothing was written.
     finals: FinalParts,
+    /// What the learner has read since its last contribution, where that matters.
+    began: Option<Arc<Began>>,
+    /// How the payload of the open contribution is made, if it is not what is written.
+    made: Option<Arc<Made>>,
+    /// Where parts of blocks are kept that a payload is made of.
+    written: Option<Region>,
+    replicas: Replicas,
+    /// What is let go of once the state is not locked: a version that is held no more may let commits be taken, whose
+    /// completions lock states.
+    gone: Vec<Arc<Began>>,
 }
 
 /// The completion of a contribution's end.
@@ -165,6 +179,11 @@ impl State {
         self.partly.clear();
         self.tensors.clear();
         self.finals.clear();
+        if let Some(made) = self.made.take() {
+            // Who writes again without reading has begun from the newest version then.
+            let read = self.began.take_if(|began| taken && Arc::ptr_eq(made.began(), began));
+            self.gone.extend(read.into_iter().chain([Arc::clone(made.began())]));
+        }
         self.step = None;
         self.failed = None;
     }
@@ -186,6 +205,8 @@ pub struct Contributor {
     idle: Condvar,
     traffic: Arc<Traffic>,
     waits: OnceLock<WaitHook>,
+    /// Whether its program reads weights of its own, and can have a replica.
+    has_own_weights: bool,
 }
 
 /// Told when a write begins to wait for others (true), and when it no longer does (false).
@@ -225,6 +246,11 @@ impl Contributor {
             aborting: false,
             joined: Vec::new(),
             finals: FinalParts::new(layout.blocks()),
+            began: None,
+            made: None,
+            written: None,
+            replicas: Replicas::default(),
+            gone: Vec::new(),
         });
         let mapped = MappedMemory::new(&job, "gradfs-gradients")?;
         Ok(Contributor {
@@ -238,6 +264,7 @@ impl Contributor {
             idle: Condvar::new(),
             traffic,
             waits: OnceLock::new(),
+            has_own_weights: true,
         })
     }
 
@@ -314,7 +341,7 @@ impl Contributor {
             return Ok(());
         }
         let mut pieces = PieceList::default();
-        let (step, staging) = {
+        let (step, staging, made) = {
             let mut guard = self.without_finals();
             let state = &mut *guard;
             if state.has_dropped(*share) {
@@ -354,13 +381,16 @@ impl Contributor {
             let written = offset..offset + data.len() as u64;
             state.tensors.insert_range(self.layout.tensors_in(&written));
             *share = Share::Of(state.number);
-            (step, state.staging.clone())
+            (step, state.staging.clone(), state.made.clone())
         };
         self.traffic.written.fetch_add(data.len() as u64, Ordering::Relaxed);
         let mut outcome = Ok(());
         pieces.for_each(|piece| {
             let local = (piece.bytes.start - offset) as usize..(piece.bytes.end - offset) as usize;
-            let result = self.take(piece, &data[local], step, &staging);
+            let result = match &made {
+                None => self.take(piece, &data[local], step, &staging),
+                Some(made) => self.take_made(piece, &data[local], step, &staging, made),
+            };
             if outcome.is_ok() {
                 outcome = result;
             }
@@ -370,6 +400,7 @@ impl Contributor {
 
     /// The state is locked during this call. The shard answers an opening without calling other completions.
     fn open(&self, state: &mut State, timeout: Duration) -> Result<Step, ShardError> {
+        let made = self.made(state)?;
         let Opening { step, staging_lent } = match self.job.open_known(self.learner, timeout)? {
             Some(opening) => opening,
             None => {
@@ -398,7 +429,7 @@ impl Contributor {
             state.spare_unused += 1;
             state.spare.take_if(|_| state.spare_unused >= UNUSED_FOR);
         }
-        state.step = Some(step);
+        (state.step, state.made) = (Some(step), made);
         Ok(step)
     }
 
@@ -425,6 +456,11 @@ impl Contributor {
                 return Ok(());
             }
         }
+        self.offer_staged(piece, step, staging)
+    }
+
+    /// Offers a block that lies whole in staging.
+    fn offer_staged(&self, piece: &Piece, step: Step, staging: &Region) -> Result<(), ShardError> {
         let block = self.layout.block_bytes(piece.block);
         // SAFETY: the block is whole and marked as sent, so no write enters it any more.
         let whole = unsafe { staging.memory().bytes(block.start as usize..block.end as usize) };

@@ -184,6 +184,8 @@ impl Case {
         let mean = h.aggregation == Aggregation::Mean;
         let clip = self.step.norm.map_or(1.0, |norm| (f64::from(h.clip_norm) / (norm.get() + 1e-6)).min(1.0));
         let limit = if h.clip_value == 0.0 { f64::INFINITY } else { f64::from(h.clip_value) };
+        let change = sum / f64::from(h.loss_scale);
+        let mean_change = change / f64::from(self.step.contributions.max(1));
         let sum = clip * sum / f64::from(h.loss_scale);
         let mut g = if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
         g = g.clamp(-limit, limit);
@@ -191,6 +193,16 @@ impl Case {
         let (new, state) = match self.step.reducer {
             Reducer::Sum => (f64::from(h.carry) * w + sum.clamp(-limit, limit), slots),
             Reducer::Assign => (values.last().map_or(w, |last| f64::from(last[i])), slots),
+            Reducer::Average => (w + mean_change, slots),
+            Reducer::Easgd => (w + change, slots),
+            Reducer::Sma => {
+                let momentum = if t == 1 { change } else { mu * slots[0] + change };
+                (w + momentum, [momentum, slots[1]])
+            }
+            Reducer::Diloco => {
+                let buffer = if t == 1 { -mean_change } else { mu * slots[0] - mean_change };
+                (w - lr * (mu * buffer - mean_change), [buffer, slots[1]])
+            }
             Reducer::Sgd => (w - lr * (g + wd * w), slots),
             Reducer::Momentum | Reducer::Nesterov => {
                 g += wd * w;

@@ -189,6 +189,14 @@ impl Fs {
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
                 request.read_only("this version of weights")?;
                 let reader = Reader::open(&model.job, version).ok_or_else(stale)?;
+                let replica = match file {
+                    File::LearnerWeights(id, _) => model.learner(id)?.replica(version),
+                    _ => None,
+                };
+                let reader = match replica {
+                    Some(replica) => reader.showing(replica),
+                    None => reader,
+                };
                 // Passthrough has no offset: only the flat file is the memory itself.
                 let way = if self.passthrough { Way::Bypass(reader.region().clone()) } else { Way::Cached };
                 Ok((OpenFile::Version(VersionFile { reader, header: Arc::new([]), bytes: all }), way))

@@ -10,7 +10,7 @@ use libmodelio::bytes::available;
 use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::transport::{Attached, LeaveReason, Region};
-use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 use parking_lot::Mutex;
 
 use super::error::CallError;
@@ -113,6 +113,11 @@ impl Learner {
             is_guest: AtomicBool::new(false),
             users: Mutex::default(),
         }
+    }
+
+    /// The learner's replica of the model that `version` shows. None if it shows the model.
+    pub fn replica(&self, version: Version) -> Option<Region> {
+        self.contributor.replica(version)
     }
 
     /// Whether something was written since the last commit.

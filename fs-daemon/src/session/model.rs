@@ -155,6 +155,8 @@ impl Model {
         let (job, traffic) = (Arc::clone(&self.job), Arc::clone(&self.traffic));
         let contributor = Contributor::new(job, (id, incarnation), traffic)
             .inspect_err(|_| self.send_leave(id, LeaveReason::Asked))?;
+        // Everybody reads the weights that the mount's own learner reads.
+        let contributor = if name == self.own_name { contributor.without_own_weights() } else { contributor };
         let refusal = if name == self.own_name { Arc::clone(&self.own_refusal) } else { Arc::default() };
         let job = Arc::clone(&self.job);
         let times = Arc::clone(&self.times);
@@ -183,6 +185,7 @@ impl Model {
 
     /// A program opens this version as the newest one, as `learner` or as none.
     pub fn opened(&self, version: Version, learner: Option<&Learner>) {
+        learner.inspect(|learner| learner.contributor.begins_from(version));
         let staleness = self.job.staleness(version);
         self.times.staleness.add(staleness.versions);
         if let Some(learner) = learner {

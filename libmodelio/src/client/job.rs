@@ -38,9 +38,10 @@ use crate::transport::stream::{Guard, Piece};
 use crate::transport::tally::Payloads;
 use crate::transport::{Region, RegionKey, ShardError};
 use crate::vocabulary::controls::Controls;
-use crate::vocabulary::ids::{ClientId, LearnerId, Version};
+use crate::vocabulary::ids::{ClientId, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::members::LeaveReason;
+use crate::vocabulary::reducer::{Form, Hyper, Reducer};
 use crate::wire::{LearnerState, Message};
 pub use requests::wait_for;
 pub use status::{JobStatus, ShardView};
@@ -168,6 +169,17 @@ impl Job {
         self.shared.inner.lock().controls().clone()
     }
 
+    /// What learners write, by the settings.
+    pub fn form(&self) -> Form {
+        self.shared.inner.lock().controls().reducer.form()
+    }
+
+    /// The reducer and its hyper-parameters, as they are set.
+    pub fn reducer(&self) -> (Reducer, Hyper) {
+        let inner = self.shared.inner.lock();
+        (inner.controls().reducer, inner.controls().hyper.clone())
+    }
+
     // -- versions
 
     /// The newest version that can be read here.
@@ -288,6 +300,16 @@ impl Job {
     /// The state of the last commit of `learner`, one of this process's learners.
     pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
         self.shared.inner.lock().core.last_commit(learner)
+    }
+
+    /// The number of learners in the job, on all mounts.
+    pub fn learners(&self) -> usize {
+        self.shared.inner.lock().core.state().learners.len()
+    }
+
+    /// A version with this step of `learner`, if there is one here: the step's own, or that of a later step.
+    pub fn published_in(&self, learner: LearnerId, step: Step) -> Option<Version> {
+        self.shared.inner.lock().core.published_in(learner, step)
     }
 
     /// Whether an open as `learner`, or as none, shows what it must ([`Self::await_fresh`]).

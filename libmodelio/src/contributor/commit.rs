@@ -7,10 +7,27 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{ContributeError, Contributor, STUCK, Share};
-use crate::transport::{CommitNotice, ShardError};
-use crate::vocabulary::ids::Step;
+use parking_lot::Mutex;
+
+use super::models::Made;
+use super::{ContributeError, Contributor, STUCK, Share, State};
+use crate::tracker::Gaps;
+use crate::transport::{CommitNotice, Region, ShardError};
+use crate::vocabulary::ids::{BlockId, Step};
 use crate::vocabulary::partly::MAX_PIECES;
+use crate::vocabulary::reducer::Form;
+
+/// The longest model of whose mapping the thread that takes fsync makes a payload.
+const SHORT: u64 = 4 << 20;
+
+impl State {
+    /// A commit of `step` is sent, and makes the learner's next replica.
+    fn commits_replica(&mut self, step: Step) {
+        if let Some(next) = self.made.as_ref().and_then(|made| made.next()) {
+            self.replicas.committing(step, next.clone());
+        }
+    }
+}
 
 /// What a failed commit does to its contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +82,7 @@ impl Contributor {
     /// Waits for writes in flight, and fills partly written blocks up with zeros. On success the state is
     /// `committing`.
     fn seal(&self, timeout: Duration) -> Result<Option<(Step, CommitNotice)>, ContributeError> {
-        let (step, gaps, staging) = {
+        let (step, gaps, staging, made) = {
             let mut state = self.settled();
             if state.committing {
                 return Err(ContributeError::Busy);
@@ -85,17 +102,24 @@ impl Contributor {
             }
             let Some(step) = state.step else { return Ok(None) };
             state.committing = true;
-            (step, state.tracker.seal(), state.staging.clone())
+            (step, state.tracker.seal(), state.staging.clone(), state.made.clone())
         };
         let missing = || gaps.iter().flat_map(|gaps| &gaps.missing);
         let mut cuts = missing().flat_map(|range| [range.start, range.end]);
         if let Some(half) = cuts.find(|&cut| self.layout.splits_element(cut)) {
             return Err(self.unseal(ContributeError::HalfElement(half)));
         }
-        for missing in missing() {
-            let range = missing.start as usize..missing.end as usize;
-            // SAFETY: the state is `committing` and nothing is in flight, so no write is in these bytes.
-            unsafe { staging.memory().bytes_mut(range) }.fill(0);
+        match &made {
+            None => missing().for_each(|missing| {
+                let range = missing.start as usize..missing.end as usize;
+                // SAFETY: the state is `committing` and nothing is in flight, so no write is in these bytes.
+                unsafe { staging.memory().bytes_mut(range) }.fill(0);
+            }),
+            Some(made) => {
+                if let Err(error) = self.make_partly(&gaps, &staging, made) {
+                    return Err(self.unseal(error));
+                }
+            }
         }
         let mut state = self.state.lock();
         for gaps in gaps {
@@ -103,16 +127,43 @@ impl Contributor {
             state.partly.insert(gaps.block, gaps.written);
         }
         state.ship(step, staging.key());
+        state.commits_replica(step);
         let notice = CommitNotice {
             sent: state.tracker.sent_blocks().clone(),
             deferred: state.tracker.deferred_blocks().clone(),
             unchecked: state.unchecked.clone(),
             tensors: state.tensors.clone(),
             partly: Some(&state.partly).filter(|partly| partly.pieces() <= MAX_PIECES).cloned(),
+            form: made.map_or(Form::Gradient, |made| made.form()),
             staging,
             lendable: true,
         };
         Ok(Some((step, notice)))
+    }
+
+    /// Makes the payload of blocks that were written in part, and completes the next replica.
+    fn make_partly(&self, gaps: &[Gaps], staging: &Region, made: &Made) -> Result<(), ContributeError> {
+        for gaps in gaps {
+            let bytes = self.layout.block_bytes(gaps.block);
+            for missing in &gaps.missing {
+                let range = missing.start as usize..missing.end as usize;
+                // SAFETY: the state is `committing` and nothing is in flight, so no write is in these bytes.
+                unsafe { made.written.memory().bytes_mut(range) }.fill(0);
+            }
+            // SAFETY: as above.
+            let model = unsafe { made.written.memory().bytes(bytes.start as usize..bytes.end as usize) };
+            if !made.make(&self.layout, gaps.block, model, staging) {
+                let error = ContributeError::Shard(ShardError::NonFinite(gaps.block));
+                self.state.lock().failed.get_or_insert_with(|| error.clone());
+                return Err(error);
+            }
+            gaps.missing.iter().for_each(|missing| made.leave_out(missing.clone(), staging));
+        }
+        if made.next().is_some() {
+            let sent = self.state.lock().tracker.sent_blocks().clone();
+            sent.zeroes().for_each(|block| made.keep(self.layout.block_bytes(BlockId(block as u32))));
+        }
+        Ok(())
     }
 
     /// The commit cannot be sent after all. Everyone who waits for it gets the error.
@@ -151,6 +202,11 @@ impl Contributor {
             }
         };
         state.committing = true;
+        if let Some(made) = state.made.clone() {
+            let staging = state.staging.clone();
+            drop(state);
+            return self.commit_made(step, staging, made, timeout, done);
+        }
         state.ship(step, self.mapped().key());
         drop(state);
         self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
@@ -158,6 +214,55 @@ impl Contributor {
         let notice = CommitNotice::whole(&self.layout, self.mapped().clone(), false);
         // The program still has the values in its mapping. Nothing of this commit may stay for the next one.
         self.send_commit(step, notice, timeout, OnError::Aborts, done);
+    }
+
+    /// Commits a payload that is made of the mapping. Short ones are made by this thread.
+    fn commit_made(
+        self: &Arc<Self>,
+        step: Step,
+        staging: Region,
+        made: Arc<Made>,
+        timeout: Duration,
+        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
+    ) {
+        let this = Arc::clone(self);
+        let commit = move || {
+            let whole = |block: BlockId| {
+                let bytes = this.layout.block_bytes(block);
+                // SAFETY: the program may store meanwhile. Then each byte is old or new, and what was read is sent.
+                let model = unsafe { this.mapped().memory().bytes(bytes.start as usize..bytes.end as usize) };
+                made.make(&this.layout, block, model, &staging)
+            };
+            let bad = (0..this.layout.blocks()).map(BlockId).find(|block| !whole(*block));
+            this.traffic.written.fetch_add(this.layout.size(), Ordering::Relaxed);
+            this.traffic.staged.fetch_add(this.layout.size(), Ordering::Relaxed);
+            {
+                let mut state = this.state.lock();
+                state.ship(step, staging.key());
+                state.commits_replica(step);
+            }
+            if let Some(bad) = bad {
+                return this.commit_ended(OnError::Aborts, Err(ShardError::NonFinite(bad)), done);
+            }
+            let mut notice = CommitNotice::whole(&this.layout, staging, true);
+            notice.form = made.form();
+            notice.unchecked.clear();
+            this.send_commit(step, notice, timeout, OnError::Aborts, done);
+        };
+        if self.layout.size() <= SHORT {
+            return commit();
+        }
+        // Without a thread the payload is made here.
+        let commit = Arc::new(Mutex::new(Some(commit)));
+        let elsewhere = Arc::clone(&commit);
+        let run = move || {
+            let commit = elsewhere.lock().take();
+            commit.into_iter().for_each(|commit| commit());
+        };
+        if std::thread::Builder::new().name("makes-payload".into()).spawn(run).is_err() {
+            let commit = commit.lock().take();
+            commit.into_iter().for_each(|commit| commit());
+        }
     }
 
     fn send_commit(
@@ -169,27 +274,47 @@ impl Contributor {
         done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
     ) {
         let this = Arc::clone(self);
-        let completion = move |result: Result<(), ShardError>| {
-            if result.is_err() && on_error == OnError::Aborts {
-                this.send_abort();
-            }
-            let mut state = this.state.lock();
-            if result.is_ok() || on_error == OnError::Aborts {
-                state.reset(result.is_ok());
-            }
-            // Only a commit of the mapping leaves nothing open after an error.
-            if result.is_ok() && on_error == OnError::Aborts && state.mapped_one(&this.job) {
-                this.has_pages.store(false, Ordering::Relaxed);
-            }
-            state.committing = false;
-            let joined = std::mem::take(&mut state.joined);
-            this.idle.notify_all();
-            drop(state);
-            let outcome = result.map_err(ContributeError::from);
-            joined.into_iter().for_each(|done| done(outcome.clone()));
-            done(outcome);
-        };
+        let completion = move |result: Result<(), ShardError>| this.commit_ended(on_error, result, done);
         self.job.commit(self.learner, step, notice, timeout, Box::new(completion));
+    }
+
+    /// A commit has this result.
+    fn commit_ended(
+        &self,
+        on_error: OnError,
+        result: Result<(), ShardError>,
+        done: impl FnOnce(Result<(), ContributeError>),
+    ) {
+        if result.is_err() && on_error == OnError::Aborts {
+            self.send_abort();
+        }
+        let mut state = self.state.lock();
+        if result.is_err() && on_error == OnError::Aborts {
+            self.drop_replica(&mut state);
+        }
+        if result.is_ok() || on_error == OnError::Aborts {
+            let uses_staging = state.made.is_some();
+            state.reset(result.is_ok());
+            // Only a commit of the mapping leaves nothing open after an error.
+            if result.is_ok() && on_error == OnError::Aborts && !uses_staging && state.mapped_one(&self.job) {
+                self.has_pages.store(false, Ordering::Relaxed);
+            }
+        }
+        state.committing = false;
+        let joined = std::mem::take(&mut state.joined);
+        let gone = std::mem::take(&mut state.gone);
+        self.idle.notify_all();
+        drop(state);
+        drop(gone);
+        let outcome = result.map_err(ContributeError::from);
+        joined.into_iter().for_each(|done| done(outcome.clone()));
+        done(outcome);
+    }
+
+    /// The contribution is dropped, and so is its replica. A commit that timed out may have been taken: then it is not.
+    fn drop_replica(&self, state: &mut State) {
+        self.show_replicas(state);
+        state.step.inspect(|step| state.replicas.drop_from(*step));
     }
 
     /// Ends the wait for a commit that is under way, unless it is taken. The commit then fails with
@@ -225,8 +350,12 @@ impl Contributor {
             state = self.state.lock();
             (state.committing, state.aborting) = (false, false);
         }
+        self.drop_replica(&mut state);
         state.reset(false);
+        let gone = std::mem::take(&mut state.gone);
         self.idle.notify_all();
+        drop(state);
+        drop(gone);
         was_open
     }
 

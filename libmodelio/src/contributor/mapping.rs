@@ -56,7 +56,8 @@ impl Contributor {
         if state.step.is_some() {
             return Err(ContributeError::Writing);
         }
-        if !may_send {
+        // Where a payload is made of the mapping, that is done at fsync.
+        if !may_send || self.job.form().is_weights() {
             return Ok(());
         }
         let finals = &mut state.finals;

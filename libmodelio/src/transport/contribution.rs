@@ -12,6 +12,7 @@ use crate::bytes::mmap::Mapping;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
+use crate::vocabulary::reducer::Form;
 
 /// The transport that bytes go by. It is named at start, in `status.json` and in messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,6 +109,8 @@ pub struct CommitNotice {
     /// The written ranges of partly written blocks; the rest is zero. `None` if there are more than
     /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces. Then the contribution cannot be one of values.
     pub partly: Option<PartlyWritten>,
+    /// What the learner has written.
+    pub form: Form,
     /// The learner's staging region.
     pub staging: Region,
     /// Whether the staging memory stays untouched until the learner opens its next contribution. Then the shard may
@@ -130,6 +133,7 @@ impl CommitNotice {
             unchecked: blocks,
             tensors: all(layout.tensors().len()),
             partly: Some(PartlyWritten::default()),
+            form: Form::Gradient,
             staging,
             lendable,
         }

@@ -25,30 +25,82 @@ impl Combine {
     }
 }
 
+/// What learners write as their contribution.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, strum::EnumIter)]
+pub enum Form {
+    /// What is added up: a gradient.
+    #[default]
+    Gradient,
+    /// New values.
+    Values,
+    /// The weights that the learner has come to, beginning from a version. What is sent is their difference.
+    Model,
+    /// The weights that the learner has come to, beginning from its own replica of the model. What is sent is the replica's
+    /// correction.
+    Replica,
+}
+
+impl Form {
+    /// Its name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Form::Gradient => "gradients",
+            Form::Values => "new values",
+            Form::Model => "models",
+            Form::Replica => "replicas",
+        }
+    }
+
+    /// Whether a reducer that takes `other` can take such contributions. Bytes can be gradients or values, as the reducer
+    /// takes them; differences and corrections are nothing else.
+    pub fn fits(self, other: Form) -> bool {
+        self == other || !self.is_weights() && !other.is_weights()
+    }
+
+    /// Whether learners write weights, of which something else is sent.
+    pub fn is_weights(self) -> bool {
+        matches!(self, Form::Model | Form::Replica)
+    }
+}
+
+/// What reducers of one kind have in common.
+struct Kind {
+    form: Form,
+    reads: &'static [&'static str],
+}
+
 /// The properties of a reducer besides its arithmetic.
 struct Facts {
     combine: Combine,
     state: &'static [&'static str],
-    reads: [&'static [&'static str]; 2],
+    kind: Kind,
+    reads: &'static [&'static str],
 }
 
-/// What all that add contributions up read.
-const ADDS: &[&str] = &["clip_norm", "clip_value", "loss_scale"];
-/// What all optimizers read.
-const STEPS: &[&str] = &[
-    "learning_rate",
-    "learning_rate_floor",
-    "weight_decay",
-    "aggregation",
-    "clip_norm",
-    "clip_value",
-    "loss_scale",
-];
-/// What those read that put a value in the place of another.
-const PUTS: &[&str] = &[];
+/// Those that add contributions up.
+const ADDS: Kind = Kind { form: Form::Gradient, reads: &["clip_norm", "clip_value", "loss_scale"] };
+/// Optimizers.
+const STEPS: Kind = Kind {
+    form: Form::Gradient,
+    reads: &[
+        "learning_rate",
+        "learning_rate_floor",
+        "weight_decay",
+        "aggregation",
+        "clip_norm",
+        "clip_value",
+        "loss_scale",
+    ],
+};
+/// Those that put a value in the place of another.
+const PUTS: Kind = Kind { form: Form::Values, reads: &[] };
+/// Those that go from the model to the mean of its learners' models.
+const MEANS: Kind = Kind { form: Form::Model, reads: &[] };
+/// Those by which the learners' replicas and the model attract each other.
+const PULLS: Kind = Kind { form: Form::Replica, reads: &["elasticity"] };
 
-/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, and
-/// which hyper-parameters it reads: those of its kind, and its own. A reducer's name in lower case is its word in control
+/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, its kind,
+/// and which hyper-parameters it reads besides those of its kind. A reducer's name in lower case is its word in control
 /// files, messages and help.
 macro_rules! reducers {
     ($($(#[$about:meta])* $name:ident: $combine:ident, [$($state:literal),*], $kind:ident, [$($read:ident),*];)*) => {
@@ -67,7 +119,8 @@ macro_rules! reducers {
                     $(Self::$name => Facts {
                         combine: Combine::$combine,
                         state: &[$($state),*],
-                        reads: [$kind, &[$(stringify!($read)),*]],
+                        kind: $kind,
+                        reads: &[$(stringify!($read)),*],
                     },)*
                 }
             }
@@ -97,6 +150,14 @@ reducers! {
     Lion: Sum, ["exp_avg"], STEPS, [beta1, beta2];
     /// `w'` is the value the last contribution holds; without one, `w` stays.
     Assign: Last, [], PUTS, [];
+    /// `w' = w + mean of (learner's weights - what they began from)`.
+    Average: Sum, [], MEANS, [];
+    /// Elastic averaging: `w'` is `w` plus the corrections of the replicas.
+    Easgd: Sum, [], PULLS, [];
+    /// Synchronous model averaging: elastic averaging with momentum of the central model. State: the momentum buffer.
+    Sma: Sum, ["momentum_buffer"], PULLS, [learning_rate, learning_rate_floor, momentum];
+    /// A step of Nesterov momentum along the mean of the learners' changes. State: the momentum buffer.
+    Diloco: Sum, ["momentum_buffer"], MEANS, [learning_rate, learning_rate_floor, momentum];
 }
 
 impl Reducer {
@@ -124,6 +185,16 @@ impl Reducer {
         self.combine().replaces()
     }
 
+    /// What learners write.
+    pub fn form(self) -> Form {
+        self.facts().kind.form
+    }
+
+    /// Whether another learning rate makes the averaging begin anew: the replicas and the momentum of the central model.
+    pub fn restarts(self) -> bool {
+        self == Reducer::Sma
+    }
+
     /// Whether whole new weights may be written between its versions, which are no contribution.
     pub fn takes_weights(self) -> bool {
         self.combine().replaces()
@@ -144,7 +215,8 @@ impl Reducer {
 
     /// Whether the reducer reads the hyper-parameter of this name.
     pub fn reads(self, name: &str) -> bool {
-        self.facts().reads.into_iter().flatten().any(|read| *read == name)
+        let Facts { kind, reads, .. } = self.facts();
+        kind.reads.iter().chain(reads).any(|read| *read == name)
     }
 
     /// Whether a step must know the norm of the whole gradient before it can change a block.
@@ -155,6 +227,11 @@ impl Reducer {
     /// Whether [`Hyper::aggregation`] applies, as it does to all optimizers.
     pub fn averages(self) -> bool {
         self.reads("aggregation")
+    }
+
+    /// Whether the mean of the contributions counts, and not their sum.
+    fn takes_mean(self, hyper: &Hyper) -> bool {
+        self.form() == Form::Model || self.averages() && hyper.aggregation == Aggregation::Mean
     }
 }
 
@@ -294,6 +371,7 @@ parameters! {
     clip_norm = 0.0, NOT_NEGATIVE, "a gradient whose norm is larger is scaled down to it; 0 is never";
     clip_value = 0.0, NOT_NEGATIVE, "larger elements of a gradient are set to it, or to its negative; 0 is never";
     loss_scale = 1.0, POSITIVE, "gradients are divided by it";
+    elasticity = 0.0, TO_ONE, "share of the way by which a replica and the model attract each other; 0 is 1/learners";
 }
 
 /// The decimal number behind a hyper-parameter: a user who sets 0.01 means that, and not its fp32 approximation.
@@ -325,9 +403,9 @@ pub struct Step {
 impl Step {
     /// The factor that makes the gradient of the sum of contributions.
     pub fn scale(&self) -> f64 {
-        let contributions = match self.hyper.aggregation {
-            Aggregation::Mean if self.reducer.averages() => f64::from(self.contributions.max(1)),
-            _ => 1.0,
+        let contributions = match self.reducer.takes_mean(&self.hyper) {
+            true => f64::from(self.contributions.max(1)),
+            false => 1.0,
         };
         let loss_scale = if self.hyper.loss_scale == 1.0 { 1.0 } else { decimal(self.hyper.loss_scale) };
         1.0 / contributions / loss_scale
@@ -365,7 +443,8 @@ mod tests {
         let known =
             |name: &&str| *name == "aggregation" || PARAMETERS.iter().any(|known| known.name == *name);
         for reducer in Reducer::all() {
-            assert!(reducer.facts().reads.into_iter().flatten().all(known), "{reducer}");
+            let Facts { kind, reads, .. } = reducer.facts();
+            assert!(kind.reads.iter().chain(reads).all(known), "{reducer}");
         }
         for parameter in PARAMETERS {
             assert!(!parameter.readers().is_empty(), "nobody reads {}", parameter.name);

@@ -20,7 +20,7 @@ use crate::vocabulary::ids::{
 use crate::vocabulary::norm::{ExactSum, Norm};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::reducer::{self, Combine, Reducer};
+use crate::vocabulary::reducer::{self, Combine, Form, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 
 /// The purpose of a connection. The first frame names it, and it does not change.
@@ -123,6 +123,8 @@ pub enum Message {
         /// The written parts of blocks that were written in part; the rest is zero. None if there are too
         /// many pieces.
         partly: Option<PartlyWritten>,
+        /// What the learner has written.
+        form: Form,
         /// For how long it may wait to be taken, in milliseconds.
         timeout_ms: u32,
         /// It lies in memory of a program's, which has it back when this is answered: a refusal says that no plan that

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use strum::IntoEnumIterator;
 
 use super::*;
 use crate::transport::{Attached, LeaveReason, ShardError};
@@ -15,7 +16,7 @@ use crate::vocabulary::ids::{
 use crate::vocabulary::norm::{ExactSum, Norm};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::reducer::{self, Combine, Hyper, Reducer};
+use crate::vocabulary::reducer::{self, Combine, Form, Hyper, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 
 fn text() -> impl Strategy<Value = String> {
@@ -63,6 +64,10 @@ fn reason() -> impl Strategy<Value = LeaveReason> {
         Just(LeaveReason::LeaseExpired),
         Just(LeaveReason::Exited)
     ]
+}
+
+fn form() -> impl Strategy<Value = Form> {
+    proptest::sample::select(Form::iter().collect::<Vec<_>>())
 }
 
 fn attached() -> impl Strategy<Value = Attached> {
@@ -381,11 +386,11 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         (
             (learner(), id64(Step), block_ranges(), block_ranges()),
-            (proptest::option::of(partly()), any::<u32>(), any::<bool>()),
+            (proptest::option::of(partly()), form(), any::<u32>(), any::<bool>()),
             proptest::option::of(id64(PlanId)),
         )
-            .prop_map(|((learner, step, blocks, tensors), (partly, timeout_ms, lent), given_up)| {
-                Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, given_up }
+            .prop_map(|((learner, step, blocks, tensors), (partly, form, timeout_ms, lent), given_up)| {
+                Message::Commit { learner, step, blocks, tensors, partly, form, timeout_ms, lent, given_up }
             })
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),

@@ -8,7 +8,7 @@ use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::partly::PartlyWritten;
-use libmodelio::vocabulary::reducer::{self, Combine};
+use libmodelio::vocabulary::reducer::{self, Combine, Form};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use serde::{Deserialize, Serialize};
 
@@ -33,6 +33,8 @@ pub struct Contribution<S> {
     pub tensors: FixedBitSet,
     /// The written ranges of partly written blocks. `None` if there are too many pieces for values.
     pub partly: Option<PartlyWritten>,
+    /// What its learner has written.
+    pub form: Form,
     /// The place of its payload.
     pub source: S,
     /// The payload is in this process, and stays unchanged until its version is made. So it is safe as soon as it is

@@ -3,6 +3,7 @@
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use libmodelio::vocabulary::reducer::Form;
 
 use super::{
     Action, Committed, Contribution, JobCore, MAX_ASSIGNS, Now, Opening, Pending, PendingKind, Phase, Place,
@@ -69,6 +70,7 @@ impl<S: Clone> JobCore<S> {
         if !matches!(member.phase, Phase::Open { step: open, .. } if open == step) {
             return Err(ShardError::StepOutOfOrder { got: step, expected: member.step.next() });
         }
+        self.refuse_form(contribution.form)?;
         let Contribution { sent, tensors, .. } = contribution;
         if sent.len() != self.blocks {
             return Err(ShardError::NotAllowed(
@@ -89,6 +91,32 @@ impl<S: Clone> JobCore<S> {
             ));
         }
         Ok(())
+    }
+
+    /// The reducer may have changed while the contribution was written.
+    fn refuse_form(&self, form: Form) -> Result<(), ShardError> {
+        let reducer = self.params().0;
+        if form.fits(reducer.form()) {
+            return Ok(());
+        }
+        Err(ShardError::NotAllowed(format!(
+            "the contribution is one of {}, and the reducer is {reducer} now: write it again",
+            form.name()
+        )))
+    }
+
+    /// Refuses commits that are not taken yet and are not what the reducer takes.
+    pub(super) fn drop_pending_forms(&mut self, actions: &mut Vec<Action<S>>) {
+        let of = |pending: &Pending<S>| match &pending.kind {
+            PendingKind::Commit { contribution } => Some((contribution.learner, contribution.form)),
+            PendingKind::Assign { .. } => None,
+        };
+        let waiting: Vec<_> = self.pending.iter().filter_map(of).collect();
+        for (learner, form) in waiting {
+            if let Err(error) = self.refuse_form(form) {
+                self.drop_pending_commit(learner, error, actions);
+            }
+        }
     }
 
     /// Commits the last taken step again.

@@ -122,6 +122,8 @@ pub struct JobCore<S> {
     frozen: Tensors,
     /// The reducer whose optimizer state exists.
     state_of: Reducer,
+    /// The state begins anew with the next version of which nothing has been computed.
+    restart: bool,
     /// All learners have left in the middle of a step. Learners are counted again after it.
     reform: bool,
     /// Whether the next version has a buffer.
@@ -147,6 +149,7 @@ impl<S: Clone> JobCore<S> {
             tensors,
             consistency: controls.consistency,
             state_of: controls.reducer,
+            restart: false,
             params: None,
             frozen: Tensors(FixedBitSet::with_capacity(tensors)),
             controls,

@@ -23,7 +23,11 @@ impl<S: Clone> JobCore<S> {
     pub fn set_controls(&mut self, mut controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
         controls.begin_schedule(&self.controls, self.version);
         let is_new = controls.learners != self.controls.learners;
+        let anew =
+            controls.reducer.restarts() && controls.hyper.learning_rate != self.controls.hyper.learning_rate;
         self.controls = controls;
+        self.restart |= anew;
+        self.drop_pending_forms(actions);
         self.formed |= is_new && self.members.len() >= self.controls.learners as usize;
         self.stop_if_too_few(actions);
         self.advance(now, actions);
@@ -32,8 +36,19 @@ impl<S: Clone> JobCore<S> {
     /// Checks that these settings are possible now.
     ///
     /// # Errors
-    /// Contributions that were taken as gradients have too many pieces to be values.
+    /// Contributions that were taken as gradients have too many pieces to be values. Or contributions that were taken are
+    /// not what the reducer takes.
     pub fn may_set(&self, controls: &Controls) -> Result<(), ControlError> {
+        let form = controls.reducer.form();
+        let taken = self.committed.iter().map(|committed| committed.contribution.form);
+        let mut others = taken.chain(self.params.as_ref().map(|(reducer, ..)| reducer.form()));
+        if let Some(other) = others.find(|other| !other.fits(form)) {
+            return Err(ControlError::Conflict(format!(
+                "the coming version has contributions of {}, which reducer {} does not take: set it once that version is out",
+                other.name(),
+                controls.reducer
+            )));
+        }
         let replaces = |controls: &Controls| controls.reducer.combine().replaces();
         let assigns = replaces(controls) && !replaces(&self.controls);
         if !assigns || self.pieces(None).is_some_and(|pieces| pieces <= MAX_PIECES) {
@@ -62,7 +77,8 @@ impl<S: Clone> JobCore<S> {
             return;
         }
         self.follow_consistency();
-        if self.params.is_none() && self.state_of != self.controls.reducer {
+        let anew = self.params.is_none() && std::mem::take(&mut self.restart);
+        if self.params.is_none() && (self.state_of != self.controls.reducer || anew) {
             self.state_of = self.controls.reducer;
             self.optimizer_steps = TensorSteps::uniform(self.tensors, 0);
         }

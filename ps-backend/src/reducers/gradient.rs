@@ -50,6 +50,11 @@ impl<S: Scalar> Gradient<S> {
         Self { scale, decay: S::nearest(0.0), limit: limit(step) }
     }
 
+    /// The sum times this, and nothing else.
+    pub fn scaled(scale: f64) -> Self {
+        Self { scale: S::nearest(scale), decay: S::nearest(0.0), limit: S::nearest(f64::INFINITY) }
+    }
+
     /// Its constants: the scale, the decay and the limit.
     pub fn constants(&self) -> [S; 3] {
         [self.scale, self.decay, self.limit]

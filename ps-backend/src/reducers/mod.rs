@@ -8,7 +8,7 @@
 //!
 //! A block is reduced as soon as all of its contributions are there, while others are still on their way: a
 //! pass knows no block but its own, and makes nothing but the version. What it must know of all blocks, a plan before it
-//! measures. `docs/architecture.md` tells where an output for each learner belongs.
+//! measures. What is made for each learner, its client makes (`libmodelio::contributor`).
 
 mod adagrad;
 mod adam;
@@ -16,6 +16,7 @@ mod assign;
 mod formula;
 mod gradient;
 mod lion;
+mod models;
 mod momentum;
 mod rmsprop;
 mod sgd;
@@ -60,6 +61,9 @@ fn of(reducer: Reducer) -> &'static dyn Reduce {
         Reducer::AdaGrad => &adagrad::AdaGrad,
         Reducer::Lion => &lion::Lion,
         Reducer::Assign => &assign::Assign,
+        Reducer::Average | Reducer::Easgd => &models::Average,
+        Reducer::Sma => &models::Sma,
+        Reducer::Diloco => &models::Diloco,
     }
 }
 

@@ -10,53 +10,89 @@ pub struct Momentum {
     pub nesterov: bool,
 }
 
-impl Reduce for Momentum {
-    fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
-        if step.t <= 1 {
-            operands.reduce(|| self.running::<_, true>(step), || self.running::<_, true>(step))
-        } else {
-            operands.reduce(|| self.running::<_, false>(step), || self.running::<_, false>(step))
-        }
-    }
-
-    fn formula(&self, step: &Step, _: bool) -> Formula {
-        let function = match (step.t <= 1, self.nesterov) {
-            (true, false) => Function::MomentumFirst,
-            (true, true) => Function::NesterovFirst,
-            (false, false) => Function::Momentum,
-            (false, true) => Function::Nesterov,
-        };
-        let single = self.running::<f32, false>(step).constants();
-        Formula::new(function, single, self.running::<f64, false>(step).constants())
-    }
-}
-
 impl Momentum {
-    fn running<S: Scalar, const FIRST: bool>(&self, step: &Step) -> Running<S, FIRST> {
-        Running {
+    fn way<S: Scalar>(&self, step: &Step) -> Way<S> {
+        Way {
             gradient: Gradient::new(step),
             rate: constant(step.hyper.learning_rate),
-            momentum: constant(step.hyper.momentum),
-            undamped: S::nearest(1.0 - S::meant(step.hyper.dampening)),
             nesterov: self.nesterov,
         }
     }
 }
 
+impl Reduce for Momentum {
+    fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
+        Running::pass(step, operands, |step| self.way(step), |step| self.way(step))
+    }
+
+    fn formula(&self, step: &Step, _: bool) -> Formula {
+        Running::formula(step, self.way(step), self.way(step))
+    }
+}
+
+/// What goes into the running gradient, and the step along that.
+#[derive(Clone, Copy)]
+pub struct Way<S> {
+    pub gradient: Gradient<S>,
+    pub rate: S,
+    pub nesterov: bool,
+}
+
+impl Running<f32, false> {
+    /// The pass of a step in both types.
+    pub fn pass(
+        step: &Step,
+        operands: Operands<'_>,
+        single: impl Fn(&Step) -> Way<f32>,
+        double: impl Fn(&Step) -> Way<f64>,
+    ) -> bool {
+        if step.t <= 1 {
+            operands.reduce(
+                || Running::<_, true>::new(step, single(step)),
+                || Running::<_, true>::new(step, double(step)),
+            )
+        } else {
+            operands.reduce(
+                || Running::<_, false>::new(step, single(step)),
+                || Running::<_, false>::new(step, double(step)),
+            )
+        }
+    }
+
+    /// The same for a device.
+    pub fn formula(step: &Step, single: Way<f32>, double: Way<f64>) -> Formula {
+        let function = match (step.t <= 1, single.nesterov) {
+            (true, false) => Function::MomentumFirst,
+            (true, true) => Function::NesterovFirst,
+            (false, false) => Function::Momentum,
+            (false, true) => Function::Nesterov,
+        };
+        let constants = Running::<f32, false>::new(step, single).constants();
+        Formula::new(function, constants, Running::<f64, false>::new(step, double).constants())
+    }
+}
+
 /// The `FIRST` step fills the buffer.
 #[derive(Clone, Copy)]
-struct Running<S, const FIRST: bool> {
-    gradient: Gradient<S>,
-    rate: S,
+pub struct Running<S, const FIRST: bool> {
+    way: Way<S>,
     momentum: S,
     undamped: S,
-    nesterov: bool,
 }
 
 impl<S: Scalar, const FIRST: bool> Running<S, FIRST> {
+    fn new(step: &Step, way: Way<S>) -> Self {
+        let dampening = if step.reducer.reads("dampening") { step.hyper.dampening } else { 0.0 };
+        Running {
+            way,
+            momentum: constant(step.hyper.momentum),
+            undamped: S::nearest(1.0 - S::meant(dampening)),
+        }
+    }
+
     fn constants(&self) -> [S; 6] {
-        let [scale, decay, limit] = self.gradient.constants();
-        [scale, decay, limit, self.rate, self.momentum, self.undamped]
+        let [scale, decay, limit] = self.way.gradient.constants();
+        [scale, decay, limit, self.way.rate, self.momentum, self.undamped]
     }
 }
 
@@ -67,10 +103,10 @@ impl<S: Scalar, const FIRST: bool> Op for Running<S, FIRST> {
 
     #[inline(always)]
     fn step<L: Lanes<Scalar = Self::Scalar>>(&self, g: L, w: L, [buffer, unused]: [L; 2]) -> (L, [L; 2]) {
-        let g = self.gradient.of(g, w);
+        let g = self.way.gradient.of(g, w);
         let momentum = L::splat(self.momentum);
         let buffer = if FIRST { g } else { momentum * buffer + L::splat(self.undamped) * g };
-        let direction = if self.nesterov { g + momentum * buffer } else { buffer };
-        (w - L::splat(self.rate) * direction, [buffer, unused])
+        let direction = if self.way.nesterov { g + momentum * buffer } else { buffer };
+        (w - L::splat(self.way.rate) * direction, [buffer, unused])
     }
 }

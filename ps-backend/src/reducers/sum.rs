@@ -39,7 +39,7 @@ fn is_plain(step: &Step) -> bool {
 
 /// Without `WEIGHTS` there is nothing to carry, and old weights are not read.
 #[derive(Clone, Copy)]
-struct Carried<S, const WEIGHTS: bool> {
+pub struct Carried<S, const WEIGHTS: bool> {
     carry: S,
     scale: S,
     limit: S,
@@ -51,7 +51,13 @@ impl<S: Scalar, const WEIGHTS: bool> Carried<S, WEIGHTS> {
         Self { carry: constant(step.hyper.carry), scale, limit: limit(step) }
     }
 
-    fn constants(&self) -> [S; 3] {
+    /// This share of the weights, and the sum times `scale`.
+    pub fn with(carry: f64, scale: f64) -> Self {
+        let limit = S::nearest(f64::INFINITY);
+        Self { carry: S::nearest(carry), scale: S::nearest(scale), limit }
+    }
+
+    pub fn constants(&self) -> [S; 3] {
         [self.carry, self.scale, self.limit]
     }
 }

@@ -315,6 +315,9 @@ impl Reference {
                     let sign = if update == 0.0 { 0.0 } else { update.signum() };
                     w * (1.0 - rate * decay) - rate * sign
                 }
+                Reducer::Average | Reducer::Easgd | Reducer::Sma | Reducer::Diloco => {
+                    unreachable!("models have tests of their own")
+                }
                 Reducer::Assign => contributions.last().map_or(w, |last| f64::from(last[i])),
             };
         }

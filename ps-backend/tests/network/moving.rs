@@ -82,6 +82,7 @@ fn lives_through(coordinator_moves: bool) {
         blocks,
         tensors,
         partly: Some(Default::default()),
+        form: Default::default(),
         timeout_ms: 20_000,
         lent: false,
         given_up: None,

@@ -252,6 +252,7 @@ impl World {
             blocks,
             tensors,
             partly,
+            form: Default::default(),
             timeout_ms,
             lent,
             given_up: None,

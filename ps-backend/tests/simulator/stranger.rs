@@ -137,6 +137,7 @@ impl World {
                         lent: self.rng.bool(),
                         given_up: Some(PlanId(self.number())),
                         partly: None,
+                        form: Default::default(),
                     },
                 ),
                 // Its own, were it not for the numbers.
@@ -154,6 +155,7 @@ impl World {
                             timeout_ms,
                             lent,
                             partly: None,
+                            form: Default::default(),
                             given_up: None,
                         },
                     )

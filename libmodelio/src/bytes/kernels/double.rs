@@ -130,6 +130,39 @@ fn eights(elements: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..elements).step_by(LANES).map(move |at| (at, LANES.min(elements - at)))
 }
 
+/// `out = scale * (model - base)`. Returns whether the model was finite.
+#[inline(always)]
+pub fn difference(scale: f64, model: &[u8], base: Option<&[u8]>, out: &mut [u8]) -> bool {
+    let mut seen = Eight::splat(0.0);
+    for (at, count) in eights(model.len() / SIZE) {
+        let value = Eight::load(model, at, count);
+        seen = value.seen(seen);
+        let difference = base.map_or(value, |base| value - Eight::load(base, at, count));
+        (Eight::splat(scale) * difference).store(out, at, count);
+    }
+    seen.is_finite()
+}
+
+/// `out` is the correction of the replica, and `next` the model less that. Returns whether the model was finite.
+#[inline(always)]
+pub fn correction(
+    elasticity: f64,
+    model: &[u8],
+    [replica, central]: [&[u8]; 2],
+    [out, next]: [&mut [u8]; 2],
+) -> bool {
+    let mut seen = Eight::splat(0.0);
+    for (at, count) in eights(model.len() / SIZE) {
+        let value = Eight::load(model, at, count);
+        seen = value.seen(seen);
+        let apart = Eight::load(replica, at, count) - Eight::load(central, at, count);
+        let correction = Eight::splat(elasticity) * apart;
+        correction.store(out, at, count);
+        (value - correction).store(next, at, count);
+    }
+    seen.is_finite()
+}
+
 /// One reducer over one segment. All lengths were checked to agree.
 pub struct Reduce<'a, O> {
     pub op: O,

@@ -327,6 +327,34 @@ pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
     accumulate_bytes(wire, src, dst, true)
 }
 
+/// `out = scale * (model - base)`, of weights that a learner has come to and those that it began from; without a base,
+/// `scale * model`. Returns whether the model was finite.
+///
+/// # Panics
+/// If the lengths disagree or are not whole elements.
+pub fn difference(wire: Wire, scale: f64, model: &[u8], base: Option<&[u8]>, out: &mut [u8]) -> bool {
+    let len = elements(wire, model) * wire.size();
+    assert!(out.len() == len && base.is_none_or(|base| base.len() == len), "weights");
+    dispatch(pass::models::Difference { wire, scale, model, base, out })
+}
+
+/// `out` is the correction `elasticity * (replica - central)` of the replica that a learner began from. `next`, its next
+/// replica, is `model`, the weights that it has come to, less the correction. Returns whether the model was finite.
+///
+/// # Panics
+/// If the lengths disagree or are not whole elements.
+pub fn correction(
+    wire: Wire,
+    elasticity: f64,
+    model: &[u8],
+    [replica, central]: [&[u8]; 2],
+    [out, next]: [&mut [u8]; 2],
+) -> bool {
+    let len = elements(wire, model) * wire.size();
+    assert_eq!([replica.len(), central.len(), out.len(), next.len()], [len; 4], "weights");
+    dispatch(pass::models::Correction { wire, elasticity, model, replica, central, out, next })
+}
+
 /// Are all elements finite?
 ///
 /// # Panics

@@ -3,6 +3,8 @@
 //! A ragged end goes through the same arithmetic in a zero-padded line, so that where a segment starts and
 //! ends changes no result.
 
+pub(super) mod models;
+
 use super::level::Kernel;
 use super::line::{LANES, Line, RawHalf};
 use super::op::Op;

@@ -194,6 +194,13 @@ impl ClientCore {
         known.is_some_and(|known| known.state.step >= known.committed && !known.state.unpublished)
     }
 
+    /// A version here with this step of `learner`: the step's own, or that of a later step.
+    pub fn published_in(&self, learner: LearnerId, step: Step) -> Option<Version> {
+        let state = &self.learners.get(&learner)?.state;
+        let is_published = state.step > step || state.step == step && !state.unpublished;
+        Some(state.published_in).filter(|version| is_published && *version <= self.version())
+    }
+
     /// Where the last commit of `learner` is. If the job's settings are that learners do not wait for their own steps, it
     /// is as if there was none.
     pub fn last_commit(&self, learner: LearnerId) -> LastCommit {

@@ -236,6 +236,7 @@ impl World {
                     blocks,
                     tensors,
                     partly: Some(Default::default()),
+                    form: Default::default(),
                     timeout_ms: seconds * 1000,
                     lent: false,
                     given_up: None,

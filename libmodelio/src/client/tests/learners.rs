@@ -378,6 +378,7 @@ impl Bench {
             blocks: vec![blocks],
             tensors: vec![0..1],
             partly: Some(partly),
+            form: Default::default(),
             timeout_ms: 10_000,
             lent: false,
             given_up: None,

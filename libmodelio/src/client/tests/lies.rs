@@ -142,6 +142,7 @@ fn blocks_that_are_not_of_the_plan_are_not_sent() {
             lent: false,
             given_up: None,
             partly: Some(Default::default()),
+            form: Default::default(),
         },
         10,
     );

@@ -544,6 +544,7 @@ impl Sim {
             sent,
             tensors,
             partly: Some(Default::default()),
+            form: Default::default(),
             source: uid,
             steady,
             lent: false,

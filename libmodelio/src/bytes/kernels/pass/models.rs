@@ -1,0 +1,98 @@
+//! Loops over what a learner has written: what is sent of it.
+//!
+//! They take a block just after it was written, and it is sent soon. So nothing is streamed past the caches.
+
+use super::super::double;
+use super::{Kernel, Line, Pass, Piece, Split, Wire, elements, get, get_cold, put, put_half};
+
+/// `out = scale * (model - base)`, or `scale * model` without a base.
+pub struct Difference<'a> {
+    pub wire: Wire,
+    pub scale: f64,
+    pub model: &'a [u8],
+    pub base: Option<&'a [u8]>,
+    pub out: &'a mut [u8],
+}
+
+impl Pass for Difference<'_> {
+    fn split(&self) -> Split {
+        Split::new(elements(self.wire, self.model), std::iter::empty())
+    }
+
+    #[inline(always)]
+    fn piece<L: Line>(&mut self, seen: L::Exponents, piece: Piece, _: bool) -> L::Exponents {
+        let value: L = get(self.wire, self.model, piece);
+        let difference = match self.base {
+            Some(base) => value - get_cold(self.wire, base, piece),
+            None => value,
+        };
+        store(self.wire, L::splat(self.scale as f32) * difference, self.out, piece);
+        value.exponents(seen)
+    }
+}
+
+/// `out` is the correction `elasticity * (replica - central)`, and `next` is `model` less the correction.
+pub struct Correction<'a> {
+    pub wire: Wire,
+    pub elasticity: f64,
+    pub model: &'a [u8],
+    pub replica: &'a [u8],
+    pub central: &'a [u8],
+    pub out: &'a mut [u8],
+    pub next: &'a mut [u8],
+}
+
+impl Pass for Correction<'_> {
+    fn split(&self) -> Split {
+        Split::new(elements(self.wire, self.model), std::iter::empty())
+    }
+
+    #[inline(always)]
+    fn piece<L: Line>(&mut self, seen: L::Exponents, piece: Piece, _: bool) -> L::Exponents {
+        let Self { wire, elasticity, model, replica, central, out, next } = self;
+        let value: L = get(*wire, model, piece);
+        let apart = get_cold::<L>(*wire, replica, piece) - get_cold(*wire, central, piece);
+        store(*wire, L::splat(*elasticity as f32) * apart, out, piece);
+        // The replica loses exactly what the central model gets, however that was rounded.
+        store(*wire, value - get(*wire, out, piece), next, piece);
+        value.exponents(seen)
+    }
+}
+
+#[inline(always)]
+fn store<L: Line>(wire: Wire, value: L, dst: &mut [u8], piece: Piece) {
+    // SAFETY: nothing is streamed.
+    unsafe {
+        match wire {
+            Wire::F32 => put(value, dst, piece, false),
+            _ => put_half(wire, value, dst, piece, false, &mut [0; 32]),
+        }
+    }
+}
+
+impl Kernel for Difference<'_> {
+    /// Whether the model was finite.
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> bool {
+        match self.wire {
+            Wire::F64 => double::difference(self.scale, self.model, self.base, self.out),
+            _ => super::run::<L>(self),
+        }
+    }
+}
+
+impl Kernel for Correction<'_> {
+    /// Whether the model was finite.
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> bool {
+        if self.wire == Wire::F64 {
+            let Self { elasticity, model, replica, central, out, next, .. } = self;
+            return double::correction(elasticity, model, [replica, central], [out, next]);
+        }
+        super::run::<L>(self)
+    }
+}
