@@ -35,6 +35,7 @@ use crate::transport::{BlockSlot, Placement, Region, RegionKey, ShardError};
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
+use crate::vocabulary::weight::Weight;
 
 /// Why a write or commit failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -126,6 +127,8 @@ struct State {
     /// Where parts of blocks are kept that a payload is made of.
     written: Option<Region>,
     replicas: Replicas,
+    /// How much the next contribution counts.
+    weight: Weight,
     /// What is let go of once the state is not locked: a version that is held no more may let commits be taken, whose
     /// completions lock states.
     gone: Vec<Arc<Began>>,
@@ -181,8 +184,9 @@ impl State {
         self.finals.clear();
         if let Some(made) = self.made.take() {
             // Who writes again without reading has begun from the newest version then.
-            let read = self.began.take_if(|began| taken && Arc::ptr_eq(made.began(), began));
-            self.gone.extend(read.into_iter().chain([Arc::clone(made.began())]));
+            let is_its = |began: &mut Arc<Began>| made.began().is_some_and(|of| Arc::ptr_eq(of, began));
+            let read = self.began.take_if(|began| taken && is_its(began));
+            self.gone.extend(read.into_iter().chain(made.began().cloned()));
         }
         self.step = None;
         self.failed = None;
@@ -250,6 +254,7 @@ impl Contributor {
             made: None,
             written: None,
             replicas: Replicas::default(),
+            weight: Weight::ONE,
             gone: Vec::new(),
         });
         let mapped = MappedMemory::new(&job, "gradfs-gradients")?;

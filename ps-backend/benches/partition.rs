@@ -50,7 +50,7 @@ impl Bench {
             hyper: Hyper::default(),
             contributions: 3,
             t: base.0 + 1,
-            norm: None,
+            ..Step::default()
         };
         let work = match adds {
             true => Work::Add { combine: self.reducer.combine() },

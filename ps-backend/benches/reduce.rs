@@ -104,7 +104,7 @@ fn benches(c: &mut Criterion) {
     let mut group = c.benchmark_group("apply");
     group.throughput(Throughput::Bytes(REQUEST as u64));
     for (reducer, wire) in Reducer::all().flat_map(|r| [Wire::F32, Wire::F16, Wire::BF16].map(|w| (r, w))) {
-        let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 3, norm: None };
+        let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 3, ..Step::default() };
         let end = ELEMENTS * wire.size();
         let has_master = wire != Wire::F32;
         group.bench_function(BenchmarkId::new(reducer.name(), format!("{wire:?}")), |b| {

@@ -80,7 +80,7 @@ impl Case {
             let pair =
                 [0.5, -0.5].map(|away| encode(wire, (0..elements).map(|i| (gradient(t, i) + away) * scale)));
             let sources = pair.each_ref().map(|bytes| Source::Wire(bytes));
-            let mut step = Step { reducer, hyper: hyper.clone(), contributions: 2, t, norm: None };
+            let mut step = Step { reducer, hyper: hyper.clone(), contributions: 2, t, ..Step::default() };
             if reducer.measures(&hyper) {
                 let mut sum = vec![0.0; words];
                 pair.iter().zip([true, false]).for_each(|(bytes, first)| {

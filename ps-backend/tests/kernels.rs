@@ -316,6 +316,7 @@ fn case() -> impl Strategy<Value = Case> {
                 contributions,
                 t,
                 norm: norm.map(Norm::new),
+                ..Step::default()
             }
         });
     // Around lines, and long enough to be streamed.
@@ -355,7 +356,7 @@ fn every_reducer_takes_every_type_and_mix_of_sources() {
     for (reducer, wire) in Reducer::all().flat_map(|reducer| WIRES.map(|wire| (reducer, wire))) {
         for (sources, (t, elements)) in mixes.iter().flat_map(|mix| [(1, 77), (3, 8209)].map(|at| (mix, at)))
         {
-            let step = Step { reducer, hyper: Hyper::default(), contributions: 3, t, norm: None };
+            let step = Step { reducer, hyper: Hyper::default(), contributions: 3, t, ..Step::default() };
             let (master, sources) = (wire != Wire::F32, sources.to_vec());
             Case { wire, step, elements, sources, master, offsets: (5, 0), seed: t }.check();
         }
@@ -364,7 +365,7 @@ fn every_reducer_takes_every_type_and_mix_of_sources() {
 
 /// Whether `sources` are found finite must be `want`, each of them first in turn.
 fn check_finite(wire: Wire, reducer: Reducer, n: usize, sources: &[Source<'_>], want: bool) {
-    let step = Step { reducer, hyper: Hyper::default(), contributions: 2, t: 2, norm: None };
+    let step = Step { reducer, hyper: Hyper::default(), contributions: 2, t: 2, ..Step::default() };
     let (weights, zeros) = (vec![0; n * wire.size()], vec![0.0; n]);
     let slots = [0, 1].map(|slot| if slot < reducer.state_slots() { &zeros[..] } else { &[] });
     // Between lines, and all equally far, so that long ones are streamed from a ragged start.
@@ -421,7 +422,7 @@ fn a_bad_value_is_found_at_every_position_in_every_source() {
 #[test]
 fn sums_are_those_of_scalars_in_the_given_order() {
     let hyper = Hyper { carry: 0.0, ..Hyper::default() };
-    let step = Step { reducer: Reducer::Sum, hyper, contributions: 6, t: 1, norm: None };
+    let step = Step { reducer: Reducer::Sum, hyper, contributions: 6, t: 1, ..Step::default() };
     // Around lines, and around where streaming begins.
     let lengths = (1..=49).chain(63..=65).chain(4094..=4098).chain([8192, 8209]);
     for (elements, wire) in lengths.flat_map(|elements| WIRES.map(|wire| (elements, wire))) {
@@ -471,7 +472,7 @@ fn halves_round_as_the_half_crate_says() {
         }
     }
     values.extend((0..=u32::MAX).step_by(40_009).map(f32::from_bits));
-    let step = |reducer| Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+    let step = |reducer| Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1, ..Step::default() };
     for (level, wire) in Level::available().flat_map(|level| [(level, Wire::F16), (level, Wire::BF16)]) {
         let zeros = vec![0; values.len() * 2];
         let mut weights = vec![0; values.len() * 2];
@@ -494,8 +495,13 @@ fn halves_round_as_the_half_crate_says() {
 fn assignment_keeps_every_bit() {
     let bytes: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     for (level, wire) in Level::available().flat_map(|level| WIRES.map(|wire| (level, wire))) {
-        let step =
-            Step { reducer: Reducer::Assign, hyper: Hyper::default(), contributions: 2, t: 1, norm: None };
+        let step = Step {
+            reducer: Reducer::Assign,
+            hyper: Hyper::default(),
+            contributions: 2,
+            t: 1,
+            ..Step::default()
+        };
         let (zeros, mut weights) = (vec![0; bytes.len()], vec![0; bytes.len()]);
         let input = Input { weights: &zeros, master: None, slots: [&[], &[]] };
         let output = Output { weights: &mut weights, master: None, slots: [&mut [], &mut []] };
@@ -575,8 +581,13 @@ fn copies_of_any_length_and_address_are_exact() {
 
 #[test]
 fn the_first_momentum_step_ignores_the_old_buffer() {
-    let step =
-        Step { reducer: Reducer::Momentum, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+    let step = Step {
+        reducer: Reducer::Momentum,
+        hyper: Hyper::default(),
+        contributions: 1,
+        t: 1,
+        ..Step::default()
+    };
     let (g, w) = (encode(Wire::F32, &[2.0; 20]), encode(Wire::F32, &[1.0; 20]));
     let (mut new, mut buffer) = (vec![0; 80], [0.0; 20]);
     let input = Input { weights: &w, master: None, slots: [&[f32::NAN; 20], &[]] };
@@ -588,7 +599,8 @@ fn the_first_momentum_step_ignores_the_old_buffer() {
 #[test]
 #[should_panic(expected = "a source is not of 4 elements")]
 fn a_short_source_is_refused() {
-    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+    let step =
+        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, ..Step::default() };
     let input = Input { weights: &[0; 16], master: None, slots: [&[], &[]] };
     let output = Output { weights: &mut [0; 16], master: None, slots: [&mut [], &mut []] };
     apply(&step, Operands { wire: Wire::F32, sources: &[Source::Wire(&[0; 12])], input, output }, true);

@@ -33,8 +33,13 @@ fn version(store: &PartitionStore, base: u64, plans: usize, sources: usize) {
         drop(store.conclude(&job).unwrap());
     }
     let contributions = (plans * sources) as u32;
-    let step =
-        Step { reducer: Reducer::Sgd, hyper: Hyper::default(), contributions, t: base + 1, norm: None };
+    let step = Step {
+        reducer: Reducer::Sgd,
+        hyper: Hyper::default(),
+        contributions,
+        t: base + 1,
+        ..Step::default()
+    };
     let tensors = TensorSteps::uniform(1, step.t);
     let work = Work::Reduce { step, tensors, fresh_state: base == 0 };
     let job = store.begin(Version(base), work, true).unwrap();

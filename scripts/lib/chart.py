@@ -1,4 +1,4 @@
-"""Draws throughput against block size, timelines, and accuracy against time."""
+"""Draws throughput against block size, timelines, and accuracy against time and more."""
 
 import matplotlib
 
@@ -35,6 +35,8 @@ NOTE = (
 )
 POLICIES = {"on-demand": ("#d55e00", ":"), "eager": ("#0072b2", "--"), "adaptive": ("#009e73", "-")}
 LANES = {"compute": "#999999", "push": "#d55e00", "pull": "#0072b2", "bubble": "#a6d8f5", "stall": "#cc3377"}
+# Colours of many lines, which stay apart for colour-blind readers.
+LINES = ("#000000", "#999999", "#e69f00", "#f0e442", "#56b4e9", "#0072b2", "#003f63", "#d55e00", "#009e73", "#cc79a7")
 # The least distance of two labels, as a share of the height.
 LABELS_APART = 0.055
 
@@ -117,6 +119,28 @@ def draw_accuracy(panels, path, reached, note):
     all_axes[0].set_ylabel("accuracy")
     all_axes[-1].legend(frameon=False, loc="lower right")
     figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
+    return _save(figure, path)
+
+
+def draw_learning(found, path, reached):
+    """Writes `path`.svg and .png for {network: {way: [(epoch, bytes, seconds, accuracy)]}}."""
+    axes_of = (("epochs", 0, 1), ("sent (MB)", 1, 1e-6), ("time (s)", 2, 1))
+    figure, rows = pyplot.subplots(
+        len(found), len(axes_of), figsize=(12, 3.8 * len(found)), layout="constrained", sharey=True, squeeze=False
+    )
+    for row, (network, ways) in zip(rows, found.items()):
+        for axes, (label, column, unit) in zip(row, axes_of):
+            for number, (way, curve) in enumerate(ways.items()):
+                points = [(point[column] * unit, point[3]) for point in curve]
+                axes.plot(*zip(*points), color=LINES[number % len(LINES)], linestyle="-:"[way.endswith("_int8")], label=way)
+            axes.axhline(reached, color="#444444", linewidth=0.8)
+            axes.set_xlabel(label)
+            axes.set_ylim(0.7, 1)
+            if column:
+                axes.set_xscale("log")
+            _plain(axes)
+        row[0].set_ylabel(f"accuracy, {network}")
+        row[-1].legend(frameon=False, loc="lower right", fontsize=8)
     return _save(figure, path)
 
 

@@ -146,6 +146,9 @@ impl Fs {
                 let size = text::learner_status(model, id)?.len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
+            File::LearnerWeight(id) => {
+                Attributes { size: text::weight(model, id)?.len() as u64, modified: newest(), ..base }
+            }
             File::Error | File::LearnerError(_) => {
                 let size = text::error(tree, file)?.len() as u64;
                 Attributes { size, modified: newest(), ..base }
@@ -163,7 +166,7 @@ impl Fs {
     /// EINVAL for another size, EACCES for a file that is only read.
     pub fn check_truncation(&self, ino: u64, size: u64) -> CallResult<()> {
         match self.node(ino)? {
-            Node::Model(_, File::Control(_)) => Ok(()),
+            Node::Model(_, File::Control(_) | File::LearnerWeight(_)) => Ok(()),
             Node::Model(
                 _,
                 File::Gradients
@@ -218,7 +221,7 @@ pub struct Space {
 fn use_of(node: Node) -> Use {
     match node {
         Node::Model(_, File::Learners) => Use::Learners,
-        Node::Model(_, File::Weights(_) | File::Control(_)) => Use::Shared,
+        Node::Model(_, File::Weights(_) | File::Control(_) | File::LearnerWeight(_)) => Use::Shared,
         Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device | File::Publish(_)) => {
             Use::Contribute
         }

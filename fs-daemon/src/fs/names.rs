@@ -268,6 +268,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("weights", File::LearnerWeights(id, newest())),
             ("gradients", File::LearnerGradients(id)),
             ("version", File::LearnerVersion(id)),
+            ("weight", File::LearnerWeight(id)),
             ("status", File::LearnerStatus(id)),
             ("error", File::LearnerError(id)),
         ],

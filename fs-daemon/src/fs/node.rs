@@ -77,6 +77,8 @@ pub enum File {
     LearnerStatus(LearnerId),
     /// `learners/<id>/error`.
     LearnerError(LearnerId),
+    /// `learners/<id>/weight`.
+    LearnerWeight(LearnerId),
     /// `snapshot`.
     Snapshot,
     /// `control/`.
@@ -131,6 +133,7 @@ impl File {
             File::Control(i) => (24, i, NONE),
             File::Error => (25, 0, NONE),
             File::LearnerError(l) => (26, l.0, NONE),
+            File::LearnerWeight(l) => (29, l.0, NONE),
             File::Snapshot => (27, 0, NONE),
             File::Publish(n) => (28, (n >> VERSION_BITS) as u32, Version(n & ((1 << VERSION_BITS) - 1))),
         }
@@ -166,6 +169,7 @@ impl File {
             25 => File::Error,
             26 => File::LearnerError(learner),
             27 => File::Snapshot,
+            29 => File::LearnerWeight(learner),
             28 => File::Publish(u64::from(index) << VERSION_BITS | version.0),
             _ => return None,
         })
@@ -197,6 +201,7 @@ impl File {
             | File::LearnerGradients(id)
             | File::LearnerVersion(id)
             | File::LearnerStatus(id)
+            | File::LearnerWeight(id)
             | File::LearnerError(id) => Some(id),
             _ => None,
         }

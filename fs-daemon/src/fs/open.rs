@@ -233,7 +233,7 @@ impl Fs {
                 let file = VersionFile { reader, header: Arc::new([]), bytes: all };
                 Ok((OpenFile::Version(file), Way::Direct))
             }
-            File::Control(_) => self.open_text_of(request),
+            File::Control(_) | File::LearnerWeight(_) => self.open_text_of(request),
             File::VersionText
             | File::Status
             | File::RetainedText(_)

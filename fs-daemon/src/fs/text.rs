@@ -48,7 +48,7 @@ pub fn readme(trees: &[Arc<ModelTree>]) -> String {
          version              number of the newest version; poll(2) wakes when it changes\n\
          versions/N/          the newest and the last versions kept (control/retain)\n\
          learners/ID/         mkdir joins a learner, rmdir leaves; each has its own weights, gradients,\n\
-         \x20                    version, status and error\n\
+         \x20                    version, status and error, and weight, how much its contributions count\n\
          control/SETTING      one value a file: read it, or write a new one, which counts from the next version\n\
          status.json          what the job is doing\n\
          error                why the last call that failed did, until all of a contribution succeeds\n\
@@ -246,6 +246,14 @@ pub fn learner_status(model: &Model, id: LearnerId) -> CallResult<String> {
         member.silent.as_secs_f64(),
         status.state,
     ))
+}
+
+/// `learners/<id>/weight`: a line.
+///
+/// # Errors
+/// ENOENT for a learner that is gone.
+pub fn weight(model: &Model, id: LearnerId) -> CallResult<String> {
+    Ok(format!("{}\n", model.learner(id)?.weight()))
 }
 
 /// `error` of a learner: a line, or nothing.

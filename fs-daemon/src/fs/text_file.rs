@@ -1,12 +1,13 @@
 //! Small text files, which show the present state at each read. `control/*` can also be written: one value a
-//! file, set for the whole job.
+//! file, set for the whole job. So can a learner's `weight`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use libmodelio::client::SetError;
 use libmodelio::vocabulary::controls::SETTINGS;
-use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::weight::NoWeight;
 use parking_lot::Mutex;
 
 use super::filesystem::Fs;
@@ -72,6 +73,7 @@ impl Fs {
             }
             File::RetainedText(version) => format!("{version}\n"),
             File::Status => text::status(tree, &self.mount_status()),
+            File::LearnerWeight(id) => text::weight(&tree.model, id)?,
             File::LearnerStatus(id) => text::learner_status(&tree.model, id)?,
             File::Error | File::LearnerError(_) => text::error(tree, file)?,
             File::Control(index) => text::setting(&tree.model, index)?,
@@ -113,6 +115,9 @@ impl TextFile {
     pub fn set(&self, offset: u64, data: &[u8], done: Done<()>) {
         // Whatever the result, closing does not empty the setting any more.
         self.emptied.store(false, Ordering::Relaxed);
+        if let (Node::Model(_, File::LearnerWeight(id)), Some(tree)) = (self.node, &self.tree) {
+            return done(set_weight(tree, id, offset, data));
+        }
         let (tree, name, value) = match self.setting(offset, data) {
             Ok(parts) => parts,
             Err(error) => return done(Err(error)),
@@ -145,6 +150,16 @@ impl TextFile {
         let value = std::str::from_utf8(data).map_err(|_| invalid_value(name, "not text"))?;
         Ok((tree, name, value))
     }
+}
+
+fn set_weight(tree: &ModelTree, id: LearnerId, offset: u64, data: &[u8]) -> CallResult<()> {
+    let invalid = |why: String| CallError::new(libc::EINVAL, format!("weight: {why}"));
+    let text = std::str::from_utf8(data).ok().filter(|_| offset == 0 && data.len() <= MAX_SETTING);
+    let text = text.ok_or_else(|| invalid("write the whole number at once".into()))?;
+    let weight = text.parse().map_err(|error: NoWeight| invalid(error.to_string()))?;
+    let learner = tree.model.learner(id)?;
+    learner.set_weight(weight).map_err(|error| invalid(error.to_string()))?;
+    Ok(())
 }
 
 fn invalid_value(name: &str, why: &str) -> CallError {

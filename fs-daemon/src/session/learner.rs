@@ -9,8 +9,9 @@ use std::time::{Duration, SystemTime};
 use libmodelio::bytes::available;
 use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
-use libmodelio::transport::{Attached, LeaveReason, Region};
+use libmodelio::transport::{Attached, LeaveReason, Region, ShardError};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::weight::Weight;
 use parking_lot::Mutex;
 
 use super::error::CallError;
@@ -113,6 +114,19 @@ impl Learner {
             is_guest: AtomicBool::new(false),
             users: Mutex::default(),
         }
+    }
+
+    /// How much the learner's next contributions count.
+    pub fn weight(&self) -> Weight {
+        self.contributor.weight()
+    }
+
+    /// Sets it.
+    ///
+    /// # Errors
+    /// If the reducer takes no weights.
+    pub fn set_weight(&self, weight: Weight) -> Result<(), ShardError> {
+        self.contributor.set_weight(weight)
     }
 
     /// The learner's replica of the model that `version` shows. None if it shows the model.

@@ -16,6 +16,7 @@ use crate::transport::{CommitNotice, Region, ShardError};
 use crate::vocabulary::ids::{BlockId, Step};
 use crate::vocabulary::partly::MAX_PIECES;
 use crate::vocabulary::reducer::Form;
+use crate::vocabulary::weight::Weight;
 
 /// The longest model of whose mapping the thread that takes fsync makes a payload.
 const SHORT: u64 = 4 << 20;
@@ -134,7 +135,8 @@ impl Contributor {
             unchecked: state.unchecked.clone(),
             tensors: state.tensors.clone(),
             partly: Some(&state.partly).filter(|partly| partly.pieces() <= MAX_PIECES).cloned(),
-            form: made.map_or(Form::Gradient, |made| made.form()),
+            form: made.as_ref().map_or(Form::Gradient, |made| made.form()),
+            weight: made.map_or(Weight::ONE, |made| made.weight()),
             staging,
             lendable: true,
         };
@@ -245,7 +247,7 @@ impl Contributor {
                 return this.commit_ended(OnError::Aborts, Err(ShardError::NonFinite(bad)), done);
             }
             let mut notice = CommitNotice::whole(&this.layout, staging, true);
-            notice.form = made.form();
+            (notice.form, notice.weight) = (made.form(), made.weight());
             notice.unchecked.clear();
             this.send_commit(step, notice, timeout, OnError::Aborts, done);
         };

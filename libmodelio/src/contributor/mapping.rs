@@ -15,6 +15,7 @@ use parking_lot::MutexGuard;
 use super::{ContributeError, Contributor, State};
 use crate::tracker::WriteRefused;
 use crate::transport::Region;
+use crate::vocabulary::weight::Weight;
 
 impl Contributor {
     /// The region that programs map through `gradients`.
@@ -57,7 +58,7 @@ impl Contributor {
             return Err(ContributeError::Writing);
         }
         // Where a payload is made of the mapping, that is done at fsync.
-        if !may_send || self.job.form().is_weights() {
+        if !may_send || self.job.form().is_weights() || state.weight != Weight::ONE {
             return Ok(());
         }
         let finals = &mut state.finals;

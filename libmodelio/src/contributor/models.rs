@@ -1,10 +1,14 @@
-//! What is sent of the weights that a learner writes, where the reducer takes models or replicas.
+//! What is sent of what a learner writes, where that is not the same: of models and replicas, and of contributions that
+//! count more or less than others.
 //!
 //! A learner begins from a version, trains, and writes the weights that it has come to. Its client sends the difference
 //! to what it began from. Of a replica (`easgd`, `sma`) it sends the correction `c = α(w - z)` between what the learner has
 //! read of its replica and of the central model, and takes `c` off what was written: that is the next replica (*Crossbow*,
 //! Algorithm 2; Zhang et al., *Deep learning with Elastic Averaging SGD*, equations 3 and 4). So the replica loses exactly
 //! what the central model gets.
+//!
+//! What is sent of a contribution with a weight is multiplied by that, and sent after the commit: a plan that begins before
+//! it counts every contribution once.
 //!
 //! What is sent lies in staging, and what was written of blocks that come in parts in memory of its own. A payload depends
 //! on nothing but what was written and what the learner has read, so it may be made again.
@@ -21,10 +25,11 @@ use crate::bytes::block::span;
 use crate::bytes::kernels::{self, Wire};
 use crate::reader::Reader;
 use crate::tracker::Piece;
-use crate::transport::{Region, ShardError};
+use crate::transport::{Placement, Region, ShardError};
 use crate::vocabulary::ids::{BlockId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
-use crate::vocabulary::reducer::{Form, decimal};
+use crate::vocabulary::reducer::{Form, Reducer, decimal};
+use crate::vocabulary::weight::Weight;
 
 /// What a learner began from: the version that it has read, and its replica of the model if it has one.
 pub(super) struct Began {
@@ -46,50 +51,65 @@ impl Began {
 
 /// How the payload of an open contribution is made.
 pub(super) struct Made {
-    began: Arc<Began>,
-    /// The memory of the next replica, and by how much replica and model attract each other.
-    replica: Option<(Region, f64)>,
+    way: Way,
+    /// How much the contribution counts.
+    weight: Weight,
     /// What was written of blocks that came in parts.
     pub(super) written: Region,
     /// NaN and Inf are refused.
     rejects: bool,
 }
 
+/// What is sent.
+enum Way {
+    /// What is written.
+    Same,
+    /// The difference to what the learner began from.
+    Difference(Arc<Began>),
+    /// The correction of the learner's replica. `next` is the memory of the next one.
+    Correction { began: Arc<Began>, next: Region, elasticity: f64 },
+}
+
 impl Made {
-    /// For models.
-    pub(super) fn differences(began: Arc<Began>, written: Region, rejects: bool) -> Made {
-        Made { began, replica: None, written, rejects }
-    }
-
-    /// For replicas: the next one goes to `next`.
-    pub(super) fn corrections(
-        began: Arc<Began>,
-        written: Region,
-        rejects: bool,
-        next: Region,
-        elasticity: f64,
-    ) -> Made {
-        Made { began, replica: Some((next, elasticity)), written, rejects }
-    }
-
-    /// What its learner began from.
-    pub(super) fn began(&self) -> &Arc<Began> {
-        &self.began
+    /// What its learner began from, if that matters.
+    pub(super) fn began(&self) -> Option<&Arc<Began>> {
+        match &self.way {
+            Way::Same => None,
+            Way::Difference(began) | Way::Correction { began, .. } => Some(began),
+        }
     }
 
     /// What its learner has written.
     pub(super) fn form(&self) -> Form {
-        if self.replica.is_some() { Form::Replica } else { Form::Model }
+        match &self.way {
+            Way::Same => Form::Gradient,
+            Way::Difference(_) => Form::Model,
+            Way::Correction { .. } => Form::Replica,
+        }
+    }
+
+    /// How much it counts.
+    pub(super) fn weight(&self) -> Weight {
+        self.weight
     }
 
     /// The next replica.
     pub(super) fn next(&self) -> Option<&Region> {
-        self.replica.as_ref().map(|(next, _)| next)
+        match &self.way {
+            Way::Correction { next, .. } => Some(next),
+            Way::Same | Way::Difference(_) => None,
+        }
     }
 
-    /// Makes the payload of a block in `staging` from `model`, what was written of it. False if that holds NaN or Inf, and
-    /// they are refused. Elements that cannot be reduced are left out.
-    pub(super) fn make(&self, layout: &ModelLayout, block: BlockId, model: &[u8], staging: &Region) -> bool {
+    /// Makes the payload of a block in `staging` from `written`. False if that holds NaN or Inf, and they are refused.
+    /// Elements that cannot be reduced are left out.
+    pub(super) fn make(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        written: &[u8],
+        staging: &Region,
+    ) -> bool {
         let start = layout.block_bytes(block).start;
         let mut finite = true;
         for segment in layout.segments(block) {
@@ -98,17 +118,20 @@ impl Made {
                 self.keep(bytes);
                 continue;
             };
-            let local = span(&(bytes.start - start..bytes.end - start));
-            let (model, began) = (&model[local], self.began.weights(bytes.clone()));
+            let written = &written[span(&(bytes.start - start..bytes.end - start))];
             // SAFETY: one thread at a time makes the payload of a block. The shard and the program come later.
             let out = unsafe { staging.memory().bytes_mut(span(&bytes)) };
-            finite &= match &self.replica {
-                None => kernels::difference(wire, 1.0, model, Some(began), out),
-                Some((next, elasticity)) => {
-                    let central = self.began.version.bytes(bytes.clone());
+            let weight = self.weight.get();
+            finite &= match &self.way {
+                Way::Same => kernels::difference(wire, weight, written, None, out),
+                Way::Difference(began) => {
+                    kernels::difference(wire, weight, written, Some(began.weights(bytes)), out)
+                }
+                Way::Correction { began, next, elasticity } => {
+                    let from = [began.weights(bytes.clone()), began.version.bytes(bytes.clone())];
                     // SAFETY: the same, and nobody knows the next replica yet.
                     let next = unsafe { next.memory().bytes_mut(span(&bytes)) };
-                    kernels::correction(wire, *elasticity, model, [began, central], [out, next])
+                    kernels::correction(wire, *elasticity, written, from, [out, next])
                 }
             };
         }
@@ -124,10 +147,10 @@ impl Made {
 
     /// The next replica has these bytes of the last one.
     pub(super) fn keep(&self, bytes: Range<u64>) {
-        if let Some((next, _)) = &self.replica {
+        if let Way::Correction { began, next, .. } = &self.way {
             // SAFETY: as above.
             let next = unsafe { next.memory().bytes_mut(span(&bytes)) };
-            kernels::stream_copy(self.began.weights(bytes), next);
+            kernels::stream_copy(began.weights(bytes), next);
         }
     }
 }
@@ -183,45 +206,79 @@ impl Contributor {
         }
     }
 
+    /// How much the learner's next contributions count.
+    pub fn weight(&self) -> Weight {
+        self.state.lock().weight
+    }
+
+    /// Sets how much contributions count that are begun from now on.
+    ///
+    /// # Errors
+    /// [`ShardError::NotAllowed`] if the reducer takes no weights.
+    pub fn set_weight(&self, weight: Weight) -> Result<(), ShardError> {
+        self.refuse_weight(self.job.reducer().0, weight)?;
+        self.state.lock().weight = weight;
+        Ok(())
+    }
+
+    fn refuse_weight(&self, reducer: Reducer, weight: Weight) -> Result<(), ShardError> {
+        if weight == Weight::ONE || reducer.takes_weighted() {
+            return Ok(());
+        }
+        Err(ShardError::NotAllowed(format!(
+            "reducer {reducer} takes contributions of weight 1 alone, and this is {weight}"
+        )))
+    }
+
     /// How the payload of the next contribution is made, if it is not what is written.
     pub(super) fn made(&self, state: &mut State) -> Result<Option<Arc<Made>>, ShardError> {
-        let form = self.job.form();
+        let (reducer, hyper) = self.job.reducer();
+        let (form, weight) = (reducer.form(), state.weight);
+        self.refuse_weight(reducer, weight)?;
         if !form.is_weights() {
-            state.written = None;
             let began = state.began.take();
             state.gone.extend(began);
             state.replicas = Replicas::default();
-            return Ok(None);
+            if weight == Weight::ONE {
+                state.written = None;
+                return Ok(None);
+            }
         }
-        let (reducer, hyper) = self.job.reducer();
         if form == Form::Replica && !self.has_own_weights {
             return Err(ShardError::NotAllowed(format!(
                 "with reducer {reducer} each learner has a replica of its own: mkdir learners/NAME, and use the files in it"
             )));
         }
-        if state.began.is_none() {
-            let newest = Reader::newest(&self.job).ok_or(ShardError::Unreachable)?;
-            let replica = self.replica_at(state, newest.version());
-            state.began = Some(Arc::new(Began { version: newest, replica }));
-        }
-        let Some(began) = state.began.clone() else { return Ok(None) };
         let written = match &state.written {
             Some(written) => written.clone(),
             None => region(&self.job, "gradfs-written")?,
         };
         state.written = Some(written.clone());
-        let rejects = self.job.rejects_nonfinite();
-        if form == Form::Model {
-            return Ok(Some(Arc::new(Made::differences(began, written, rejects))));
-        }
-        let held = self.job.versions();
-        let free = state.replicas.take_free(|range| held.iter().any(|version| range.contains(version)));
-        let next = match free {
-            Some(free) => free,
-            None => region(&self.job, "gradfs-replica")?,
+        let way = match form {
+            Form::Gradient | Form::Values => Way::Same,
+            Form::Model => Way::Difference(self.began(state)?),
+            Form::Replica => {
+                let began = self.began(state)?;
+                let held = self.job.versions();
+                let is_held = |range: Range<Version>| held.iter().any(|version| range.contains(version));
+                let next = match state.replicas.take_free(is_held) {
+                    Some(free) => free,
+                    None => region(&self.job, "gradfs-replica")?,
+                };
+                Way::Correction { began, next, elasticity: elasticity(hyper.elasticity, self.job.learners()) }
+            }
         };
-        let elasticity = elasticity(hyper.elasticity, self.job.learners());
-        Ok(Some(Arc::new(Made::corrections(began, written, rejects, next, elasticity))))
+        Ok(Some(Arc::new(Made { way, weight, written, rejects: self.job.rejects_nonfinite() })))
+    }
+
+    /// What the learner begins its next contribution from: what it has read, or else the newest version.
+    fn began(&self, state: &mut State) -> Result<Arc<Began>, ShardError> {
+        if let Some(began) = &state.began {
+            return Ok(Arc::clone(began));
+        }
+        let newest = Reader::newest(&self.job).ok_or(ShardError::Unreachable)?;
+        let replica = self.replica_at(state, newest.version());
+        Ok(Arc::clone(state.began.insert(Arc::new(Began { version: newest, replica }))))
     }
 
     /// Like [`Self::take`], where the payload is made of what is written.
@@ -264,6 +321,9 @@ impl Contributor {
     ) -> Result<(), ShardError> {
         if !made.make(&self.layout, piece.block, model, staging) {
             return self.placed(piece, Err(ShardError::NonFinite(piece.block)));
+        }
+        if made.weight != Weight::ONE {
+            return self.placed(piece, Ok(Placement::Deferred));
         }
         self.offer_staged(piece, step, staging)
     }

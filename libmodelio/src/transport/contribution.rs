@@ -13,6 +13,7 @@ use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::reducer::Form;
+use crate::vocabulary::weight::Weight;
 
 /// The transport that bytes go by. It is named at start, in `status.json` and in messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,6 +112,8 @@ pub struct CommitNotice {
     pub partly: Option<PartlyWritten>,
     /// What the learner has written.
     pub form: Form,
+    /// How much it counts beside others: its payload is multiplied by that.
+    pub weight: Weight,
     /// The learner's staging region.
     pub staging: Region,
     /// Whether the staging memory stays untouched until the learner opens its next contribution. Then the shard may
@@ -134,6 +137,7 @@ impl CommitNotice {
             tensors: all(layout.tensors().len()),
             partly: Some(PartlyWritten::default()),
             form: Form::Gradient,
+            weight: Weight::ONE,
             staging,
             lendable,
         }

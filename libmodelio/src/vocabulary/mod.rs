@@ -16,3 +16,4 @@ pub mod ranges;
 pub mod reducer;
 pub mod schedule;
 pub mod tensor_steps;
+pub mod weight;

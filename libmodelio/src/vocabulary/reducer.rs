@@ -190,6 +190,11 @@ impl Reducer {
         self.facts().kind.form
     }
 
+    /// Whether contributions may count more or less than others.
+    pub fn takes_weighted(self) -> bool {
+        matches!(self.form(), Form::Gradient | Form::Model)
+    }
+
     /// Whether another learning rate makes the averaging begin anew: the replicas and the momentum of the central model.
     pub fn restarts(self) -> bool {
         self == Reducer::Sma
@@ -393,6 +398,8 @@ pub struct Step {
     pub hyper: Hyper,
     /// Contributions behind the sources (an accumulator may hold several); 0 counts as 1.
     pub contributions: u32,
+    /// The sum of their weights, if that is not their number.
+    pub weight: Option<Norm>,
     /// Optimizer step, counted from 1: the first sets the momentum buffer, and Adam's bias correction
     /// depends on it.
     pub t: u64,
@@ -404,7 +411,7 @@ impl Step {
     /// The factor that makes the gradient of the sum of contributions.
     pub fn scale(&self) -> f64 {
         let contributions = match self.reducer.takes_mean(&self.hyper) {
-            true => f64::from(self.contributions.max(1)),
+            true => self.weight.map_or(f64::from(self.contributions.max(1)), Norm::get),
             false => 1.0,
         };
         let loss_scale = if self.hyper.loss_scale == 1.0 { 1.0 } else { decimal(self.hyper.loss_scale) };

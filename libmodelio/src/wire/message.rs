@@ -22,6 +22,7 @@ use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Combine, Form, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
+use crate::vocabulary::weight::Weight;
 
 /// The purpose of a connection. The first frame names it, and it does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -125,6 +126,8 @@ pub enum Message {
         partly: Option<PartlyWritten>,
         /// What the learner has written.
         form: Form,
+        /// How much the contribution counts beside others. Its payload is multiplied by that.
+        weight: Weight,
         /// For how long it may wait to be taken, in milliseconds.
         timeout_ms: u32,
         /// It lies in memory of a program's, which has it back when this is answered: a refusal says that no plan that

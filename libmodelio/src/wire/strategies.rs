@@ -18,6 +18,7 @@ use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Combine, Form, Hyper, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
+use crate::vocabulary::weight::Weight;
 
 fn text() -> impl Strategy<Value = String> {
     "\\PC{0,20}"
@@ -68,6 +69,10 @@ fn reason() -> impl Strategy<Value = LeaveReason> {
 
 fn form() -> impl Strategy<Value = Form> {
     proptest::sample::select(Form::iter().collect::<Vec<_>>())
+}
+
+fn weight() -> impl Strategy<Value = Weight> {
+    (1u32..).prop_map(|weight| weight.to_string().parse().unwrap())
 }
 
 fn attached() -> impl Strategy<Value = Attached> {
@@ -172,8 +177,14 @@ fn reducer() -> impl Strategy<Value = Reducer> {
 }
 
 fn step() -> impl Strategy<Value = reducer::Step> {
-    (reducer(), any::<u32>(), any::<u64>(), norm()).prop_map(|(reducer, contributions, t, norm)| {
-        reducer::Step { reducer, hyper: Hyper::default(), contributions, t, norm }
+    let numbers = (reducer(), any::<u32>(), norm(), any::<u64>(), norm());
+    numbers.prop_map(|(reducer, contributions, weight, t, norm)| reducer::Step {
+        reducer,
+        hyper: Hyper::default(),
+        contributions,
+        weight,
+        t,
+        norm,
     })
 }
 
@@ -386,12 +397,25 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         (
             (learner(), id64(Step), block_ranges(), block_ranges()),
-            (proptest::option::of(partly()), form(), any::<u32>(), any::<bool>()),
+            (proptest::option::of(partly()), form(), weight(), any::<u32>(), any::<bool>()),
             proptest::option::of(id64(PlanId)),
         )
-            .prop_map(|((learner, step, blocks, tensors), (partly, form, timeout_ms, lent), given_up)| {
-                Message::Commit { learner, step, blocks, tensors, partly, form, timeout_ms, lent, given_up }
-            })
+            .prop_map(
+                |((learner, step, blocks, tensors), (partly, form, weight, timeout_ms, lent), given_up)| {
+                    Message::Commit {
+                        learner,
+                        step,
+                        blocks,
+                        tensors,
+                        partly,
+                        form,
+                        weight,
+                        timeout_ms,
+                        lent,
+                        given_up,
+                    }
+                },
+            )
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),
         learner().prop_map(|learner| Message::Withdraw { learner }).boxed(),

@@ -316,7 +316,18 @@ impl CoordinatorCore {
                 core.withdraw(mine(learner)?, now, &mut wanted)?;
                 Some(Message::Done)
             }
-            Message::Commit { learner, step, blocks, tensors, partly, form, timeout_ms, lent, given_up } => {
+            Message::Commit {
+                learner,
+                step,
+                blocks,
+                tensors,
+                partly,
+                form,
+                weight,
+                timeout_ms,
+                lent,
+                given_up,
+            } => {
                 let learner = mine(learner)?;
                 // Clients open contributions by themselves and announce them separately. The announcement may still
                 // be under way.
@@ -330,14 +341,14 @@ impl CoordinatorCore {
                 let fits = |partly: &PartlyWritten| {
                     partly.pieces() <= MAX_PIECES && partly.check(self.blocks).is_ok()
                 };
-                if !partly.as_ref().is_none_or(fits) {
+                if !partly.as_ref().is_none_or(fits) || !weight.is_valid() {
                     return Err(ShardError::OutOfRange.into());
                 }
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new(), ahead: None };
                 let steady = self.in_process && !lent;
                 let contribution =
-                    Contribution { learner, sent, tensors, partly, form, source, steady, lent };
+                    Contribution { learner, sent, tensors, partly, form, weight, source, steady, lent };
                 let deadline = deadline(timeout_ms);
                 // Another contribution to the step was begun before this one, and its blocks were sent.
                 if self.provisional_plan().is_some_and(|plan| given_up >= Some(plan)) {

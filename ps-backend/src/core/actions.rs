@@ -10,6 +10,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::reducer::{self, Combine, Form};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
+use libmodelio::vocabulary::weight::Weight;
 use serde::{Deserialize, Serialize};
 
 use super::bits;
@@ -35,6 +36,8 @@ pub struct Contribution<S> {
     pub partly: Option<PartlyWritten>,
     /// What its learner has written.
     pub form: Form,
+    /// How much it counts beside others. Its payload is multiplied by that.
+    pub weight: Weight,
     /// The place of its payload.
     pub source: S,
     /// The payload is in this process, and stays unchanged until its version is made. So it is safe as soon as it is

@@ -4,6 +4,7 @@ use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::vocabulary::reducer::Form;
+use libmodelio::vocabulary::weight::Weight;
 
 use super::{
     Action, Committed, Contribution, JobCore, MAX_ASSIGNS, Now, Opening, Pending, PendingKind, Phase, Place,
@@ -56,6 +57,10 @@ impl<S: Clone> JobCore<S> {
             actions.push(Action::Reply(ticket, Err(error)));
             return;
         }
+        // Its weight was not known when the plan began.
+        if contribution.weight != Weight::ONE {
+            self.drop_early(learner, actions);
+        }
         let superseded = ShardError::NotAllowed("the same commit was sent again".into());
         self.drop_pending_commit(learner, superseded, actions);
         let kind = PendingKind::Commit { contribution };
@@ -70,7 +75,7 @@ impl<S: Clone> JobCore<S> {
         if !matches!(member.phase, Phase::Open { step: open, .. } if open == step) {
             return Err(ShardError::StepOutOfOrder { got: step, expected: member.step.next() });
         }
-        self.refuse_form(contribution.form)?;
+        self.refuse_form(contribution.form, contribution.weight)?;
         let Contribution { sent, tensors, .. } = contribution;
         if sent.len() != self.blocks {
             return Err(ShardError::NotAllowed(
@@ -94,8 +99,13 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The reducer may have changed while the contribution was written.
-    fn refuse_form(&self, form: Form) -> Result<(), ShardError> {
+    fn refuse_form(&self, form: Form, weight: Weight) -> Result<(), ShardError> {
         let reducer = self.params().0;
+        if weight != Weight::ONE && !reducer.takes_weighted() {
+            return Err(ShardError::NotAllowed(format!(
+                "the contribution has weight {weight}, and reducer {reducer} takes only 1: write 1 to the learner's weight"
+            )));
+        }
         if form.fits(reducer.form()) {
             return Ok(());
         }
@@ -108,12 +118,14 @@ impl<S: Clone> JobCore<S> {
     /// Refuses commits that are not taken yet and are not what the reducer takes.
     pub(super) fn drop_pending_forms(&mut self, actions: &mut Vec<Action<S>>) {
         let of = |pending: &Pending<S>| match &pending.kind {
-            PendingKind::Commit { contribution } => Some((contribution.learner, contribution.form)),
+            PendingKind::Commit { contribution } => {
+                Some((contribution.learner, contribution.form, contribution.weight))
+            }
             PendingKind::Assign { .. } => None,
         };
         let waiting: Vec<_> = self.pending.iter().filter_map(of).collect();
-        for (learner, form) in waiting {
-            if let Err(error) = self.refuse_form(form) {
+        for (learner, form, weight) in waiting {
+            if let Err(error) = self.refuse_form(form, weight) {
                 self.drop_pending_commit(learner, error, actions);
             }
         }

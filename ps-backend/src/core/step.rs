@@ -208,7 +208,12 @@ impl<S: Clone> JobCore<S> {
         written.difference_with(&frozen.0);
         let tensors = self.optimizer_steps.next(&written);
         let contributions = (self.committed.len() + provisional.map_or(0, BTreeSet::len)) as u32;
-        let mut step = reducer::Step { reducer, hyper, contributions, t: tensors.highest(), norm: None };
+        // Those that are not committed count once: no block is sent early of others.
+        let weights = self.committed.iter().map(|committed| committed.contribution.weight.get());
+        let weight = weights.chain(provisional.iter().flat_map(|of| of.iter().map(|_| 1.0))).sum();
+        let weight = Some(Norm::new(weight)).filter(|_| weight != f64::from(contributions));
+        let t = tensors.highest();
+        let mut step = reducer::Step { reducer, hyper, contributions, weight, t, norm: None };
         step.norm = self.squares.map(|squares| Norm::new(step.scale() * squares.sqrt()));
         let fresh_state = self.optimizer_steps.highest() == 0;
         Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional: provisional.cloned() }

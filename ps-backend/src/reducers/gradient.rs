@@ -77,7 +77,7 @@ mod tests {
     /// What `sum`, which carries nothing, makes of a gradient in both types, at all levels.
     fn clipped(gradient: &[f64], clip_value: f32) -> Vec<Vec<f64>> {
         let hyper = Hyper { clip_value, carry: 0.0, loss_scale: 0.5, ..Hyper::default() };
-        let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1, norm: None };
+        let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1, ..Step::default() };
         let mut all = Vec::new();
         for (level, wire) in Level::available().flat_map(|level| [(level, Wire::F32), (level, Wire::F64)]) {
             let encode = |value: &f64| match wire {

@@ -77,7 +77,7 @@ mod tests {
         let gradients = [0.0, -0.0, f32::NAN, 1e-40, -1e-40, f32::INFINITY, f32::NEG_INFINITY, 3.0, -0.5];
         let signs = [0.0, 0.0, 0.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0];
         let hyper = Hyper { learning_rate: 0.25, ..Hyper::default() };
-        let step = Step { reducer: Reducer::Lion, hyper, contributions: 1, t: 1, norm: None };
+        let step = Step { reducer: Reducer::Lion, hyper, contributions: 1, t: 1, ..Step::default() };
         // Of a whole line, and of the rest of one.
         let count = 2 * gradients.len();
         let sum: Vec<f32> = gradients.into_iter().cycle().take(count).collect();

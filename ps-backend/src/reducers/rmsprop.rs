@@ -74,8 +74,13 @@ mod tests {
             let hyper = Hyper { learning_rate: 0.1, alpha: 0.75, epsilon: 1e-30, ..Hyper::default() };
             let (mut w, mut square) = (1f64.copysign(g).to_le_bytes(), [0f32; 2]);
             for (t, want) in (1..).zip(wants) {
-                let step =
-                    Step { reducer: Reducer::RmsProp, hyper: hyper.clone(), contributions: 1, t, norm: None };
+                let step = Step {
+                    reducer: Reducer::RmsProp,
+                    hyper: hyper.clone(),
+                    contributions: 1,
+                    t,
+                    ..Step::default()
+                };
                 let (mut next, mut state) = ([0; 8], [0f32; 2]);
                 let input = Input { weights: &w, master: None, slots: [&square, &[]] };
                 let output = Output { weights: &mut next, master: None, slots: [&mut state, &mut []] };

@@ -328,6 +328,7 @@ impl Learner {
             tensors: FixedBitSet::with_capacity(self.end.job.layout().tensors().len()),
             partly: Some(Default::default()),
             form: Default::default(),
+            weight: Default::default(),
             staging: rooms[step.0 as usize % 2].clone(),
             lendable: true,
         };

@@ -313,6 +313,7 @@ fn nonsense_is_refused_and_changes_nothing() {
             tensors: set(job.layout.tensors().len()),
             partly: Some(Default::default()),
             form: Default::default(),
+            weight: Default::default(),
             staging: learner.writes.mapped().clone(),
             lendable: true,
         };

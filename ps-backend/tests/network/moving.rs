@@ -83,6 +83,7 @@ fn lives_through(coordinator_moves: bool) {
         tensors,
         partly: Some(Default::default()),
         form: Default::default(),
+        weight: Default::default(),
         timeout_ms: 20_000,
         lent: false,
         given_up: None,

@@ -34,6 +34,7 @@ fn committed(learner: LearnerId, step: u64) -> Message {
         tensors: std::iter::once(0..1).collect(),
         partly: Some(Default::default()),
         form: Default::default(),
+        weight: Default::default(),
         timeout_ms: 20_000,
         lent: false,
         given_up: None,

@@ -106,7 +106,7 @@ fn hyper() -> Hyper {
 #[test]
 fn a_clipped_step_is_that_of_f64_and_the_same_on_any_partitions() {
     let model = model();
-    let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 3, t: 4, norm: None };
+    let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 3, t: 4, ..Step::default() };
     let skips = [1];
     let parts: Vec<Vec<f64>> = (1..=3)
         .map(|seed| contribution(&model, seed).1.into_iter().map(|v| v.unwrap_or(0.0)).collect())
@@ -176,7 +176,7 @@ fn a_clipped_step_is_that_of_f64_and_the_same_on_any_partitions() {
 fn what_is_refused_is_not_measured() {
     let model = model();
     let store = store_of(partition_of(&model, |_| true));
-    let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 1, t: 1, norm: None };
+    let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 1, t: 1, ..Step::default() };
     let tensors = TensorSteps::uniform(5, 1);
     let job = store.begin(Version(0), Work::Measure { step, tensors }, true).unwrap();
     let nan: Vec<u8> = f32::NAN.to_le_bytes().repeat(BLOCK as usize / 4);
@@ -185,7 +185,7 @@ fn what_is_refused_is_not_measured() {
     job.give_up();
     drop(job);
     // Nothing of the plan is left.
-    let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 1, t: 1, norm: None };
+    let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 1, t: 1, ..Step::default() };
     let work = Work::Measure { step, tensors: TensorSteps::uniform(5, 1) };
     let job = store.begin(Version(0), work, true).unwrap();
     (0..model.blocks()).for_each(|block| assert!(job.finish(BlockId(block), None).unwrap()));

@@ -113,7 +113,14 @@ fn steps(random: &mut fastrand::Rng) -> Vec<Step> {
         for hyper in &hypers {
             for t in [1, 2, 1 + random.u64(..5_000)] {
                 let norm = reducer.measures(hyper).then_some(norm);
-                let step = Step { reducer, hyper: hyper.clone(), contributions: random.u32(1..9), t, norm };
+                let step = Step {
+                    reducer,
+                    hyper: hyper.clone(),
+                    contributions: random.u32(1..9),
+                    t,
+                    norm,
+                    ..Step::default()
+                };
                 all.push(Step { norm: None, ..step.clone() });
                 all.push(step);
             }

@@ -98,7 +98,7 @@ fn trained(reducer: Reducer, n: usize) -> (Vec<u8>, [Vec<f32>; 2]) {
         let [a, b] = [1, 2].map(|who| raw(&(0..n).map(|i| value(10 * t + who, i)).collect::<Vec<_>>()));
         let mut sum = vec![0f32; 2 * n];
         assert!(accumulate(Wire::F64, &a, &mut sum, true));
-        let step = Step { reducer, hyper: hyper(), contributions: 2, t: t as u64, norm: None };
+        let step = Step { reducer, hyper: hyper(), contributions: 2, t: t as u64, ..Step::default() };
         let (mut next, [mut s0, mut s1]) = (vec![0; weights.len()], slots.clone());
         let output = Output { weights: &mut next, master: None, slots: [&mut s0, &mut s1] };
         let input = Input { weights: &weights, master: None, slots: [&slots[0], &slots[1]] };
@@ -201,7 +201,7 @@ proptest! {
             }
             prop_assert!(conclude(&store, &job).unwrap().is_none());
             drop(job);
-            let step = Step { reducer, hyper: hyper(), contributions: 2, t: t as u64, norm: None };
+            let step = Step { reducer, hyper: hyper(), contributions: 2, t: t as u64, ..Step::default() };
             let job = store.begin(base, reduces_all(&store, step, false), true).unwrap();
             let wide = ways[2 * t - 1];
             let second = payload(10 * t + 2, wide);

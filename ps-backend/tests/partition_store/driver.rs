@@ -210,6 +210,7 @@ impl Twin {
             contributions,
             t: self.t + 1,
             norm: None,
+            ..Step::default()
         };
         let work = reduces_all(&self.store, step, self.t == 0);
         self.store.begin(self.version, work, true)

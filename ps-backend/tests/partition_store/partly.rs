@@ -144,8 +144,13 @@ impl Bench {
     }
 
     fn reduce(&mut self, plan: &Plan, kept: &[Vec<Vec<Sent>>]) {
-        let step =
-            Step { reducer: Reducer::Assign, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+        let step = Step {
+            reducer: Reducer::Assign,
+            hyper: Hyper::default(),
+            contributions: 1,
+            t: 1,
+            ..Step::default()
+        };
         let sent = self.sent(plan);
         let job = self.store.begin(self.version, reduces_all(&self.store, step, false), true).unwrap();
         for block in (0..self.layout.blocks()).map(BlockId) {
@@ -222,7 +227,7 @@ fn masters_stay(publishes: bool) {
     store.finish_loading().unwrap();
     let small = encode(&layout, 0, |_| 1.0 / 1024.0);
     let make = |base: u64, reducer, payload: &[u8], written: Option<&[Range<u32>]>| {
-        let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+        let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1, ..Step::default() };
         let job = store.begin(Version(base), reduces_all(&store, step, true), true).unwrap();
         assert!(
             job.finish_all(

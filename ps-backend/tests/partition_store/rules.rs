@@ -31,7 +31,8 @@ fn wide_sums_lose_nothing() {
     let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
     store.load(BlockId(0), &encode(&model, 0, |_| -2.0)).unwrap();
     store.finish_loading().unwrap();
-    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 2, t: 1, norm: None };
+    let step =
+        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 2, t: 1, ..Step::default() };
     let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
     // 2 and 2^-9: bfloat16 has no such number.
     let one = (1.0f32 + 1.0 / 1024.0).to_le_bytes().repeat(BLOCK as usize / 2);
@@ -48,7 +49,8 @@ fn an_inf_in_a_checked_sum_is_nobodys_fault() {
     let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
     store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
     store.finish_loading().unwrap();
-    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1, norm: None };
+    let step =
+        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1, ..Step::default() };
     let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
     let infinite = encode(&model, 0, |_| f32::INFINITY);
     // One learner's would be refused; a sum of two counts.
@@ -85,7 +87,8 @@ fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
         store.finish_loading().unwrap();
         store
     });
-    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 6, t: 1, norm: None };
+    let step =
+        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 6, t: 1, ..Step::default() };
     let [one_pass, one_by_one] = [&together, &alone]
         .map(|store| store.begin(Version(0), reduces_all(store, step.clone(), true), true).unwrap());
     let layout = together.partition().layout();
@@ -124,7 +127,8 @@ fn one_pass_names_the_first_checked_payload_with_nan() {
     let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
     store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
     store.finish_loading().unwrap();
-    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 4, t: 1, norm: None };
+    let step =
+        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 4, t: 1, ..Step::default() };
     let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
     let good = encode(&model, 0, |_| 1.0);
     let last = BLOCK as usize / 4 - 1;
@@ -197,8 +201,13 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
                 let work = match reducer {
                     None => Work::Assign { token: 0 },
                     Some(reducer) => {
-                        let step =
-                            Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+                        let step = Step {
+                            reducer,
+                            hyper: Hyper::default(),
+                            contributions: 1,
+                            t: 1,
+                            ..Step::default()
+                        };
                         reduces_all(&store, step, true)
                     }
                 };
@@ -345,7 +354,8 @@ fn non_finite_values_may_be_accepted() {
     let mut plain = source.plain(&twin.layout, last);
     let end = plain.len();
     plain[end - 2..].copy_from_slice(&0x7c00u16.to_le_bytes());
-    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+    let step =
+        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, ..Step::default() };
     let work = reduces_all(&twin.store, step, false);
     let job = twin.store.begin(Version(0), work, false).unwrap();
     for block in twin.blocks().filter(|&block| block != last) {
@@ -364,7 +374,8 @@ fn an_overflowing_sum_is_nobodys_fault() {
     store.load(BlockId(0), &vec![0; BLOCK as usize]).unwrap();
     store.finish_loading().unwrap();
     let large = f32::MAX.to_le_bytes().repeat(BLOCK as usize / 4);
-    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1, norm: None };
+    let step =
+        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1, ..Step::default() };
     let job = store.begin(Version(0), reduces_all(&store, step, false), true).unwrap();
     assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
     assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
@@ -533,7 +544,8 @@ fn a_computed_block_that_somebody_reads_is_not_written_by_the_plans_after_it() {
         store.load(block, &block_of(0.0)).unwrap();
     }
     store.finish_loading().unwrap();
-    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, norm: None };
+    let step =
+        Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1, ..Step::default() };
     let begin =
         |base| store.begin(Version(base), reduces_all(&store, step.clone(), true), true).expect("a buffer");
     let adds = |job: &ps_backend::partition::store::PartitionJob, block, value| {

@@ -122,7 +122,8 @@ fn loaded(version: u64, limits: Limits, watcher: &mut Vec<Arc<Watcher>>) -> Part
 }
 
 fn reduces(store: &PartitionStore, t: u64) -> Work {
-    let step = Step { reducer: Reducer::Momentum, hyper: Hyper::default(), contributions: 1, t, norm: None };
+    let step =
+        Step { reducer: Reducer::Momentum, hyper: Hyper::default(), contributions: 1, t, ..Step::default() };
     reduces_all(store, step, false)
 }
 

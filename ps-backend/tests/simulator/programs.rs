@@ -253,6 +253,7 @@ impl World {
             tensors,
             partly,
             form: Default::default(),
+            weight: Default::default(),
             timeout_ms,
             lent,
             given_up: None,

@@ -138,6 +138,7 @@ impl World {
                         given_up: Some(PlanId(self.number())),
                         partly: None,
                         form: Default::default(),
+                        weight: Default::default(),
                     },
                 ),
                 // Its own, were it not for the numbers.
@@ -156,6 +157,7 @@ impl World {
                             lent,
                             partly: None,
                             form: Default::default(),
+                            weight: Default::default(),
                             given_up: None,
                         },
                     )

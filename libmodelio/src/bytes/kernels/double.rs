@@ -130,20 +130,22 @@ fn eights(elements: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..elements).step_by(LANES).map(move |at| (at, LANES.min(elements - at)))
 }
 
-/// `out = scale * (model - base)`. Returns whether the model was finite.
+/// `out = scale * (model - base)`. Returns whether that is finite.
 #[inline(always)]
 pub fn difference(scale: f64, model: &[u8], base: Option<&[u8]>, out: &mut [u8]) -> bool {
     let mut seen = Eight::splat(0.0);
     for (at, count) in eights(model.len() / SIZE) {
         let value = Eight::load(model, at, count);
-        seen = value.seen(seen);
         let difference = base.map_or(value, |base| value - Eight::load(base, at, count));
-        (Eight::splat(scale) * difference).store(out, at, count);
+        let difference = Eight::splat(scale) * difference;
+        seen = difference.seen(seen);
+        difference.store(out, at, count);
     }
     seen.is_finite()
 }
 
-/// `out` is the correction of the replica, and `next` the model less that. Returns whether the model was finite.
+/// `out` is the correction of the replica, and `next` the model less that. Returns whether the model and the correction are
+/// finite.
 #[inline(always)]
 pub fn correction(
     elasticity: f64,
@@ -157,6 +159,7 @@ pub fn correction(
         seen = value.seen(seen);
         let apart = Eight::load(replica, at, count) - Eight::load(central, at, count);
         let correction = Eight::splat(elasticity) * apart;
+        seen = correction.seen(seen);
         correction.store(out, at, count);
         (value - correction).store(next, at, count);
     }

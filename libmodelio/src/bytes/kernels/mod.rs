@@ -328,7 +328,7 @@ pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
 }
 
 /// `out = scale * (model - base)`, of weights that a learner has come to and those that it began from; without a base,
-/// `scale * model`. Returns whether the model was finite.
+/// `scale * model`. Returns whether that is finite.
 ///
 /// # Panics
 /// If the lengths disagree or are not whole elements.
@@ -339,7 +339,8 @@ pub fn difference(wire: Wire, scale: f64, model: &[u8], base: Option<&[u8]>, out
 }
 
 /// `out` is the correction `elasticity * (replica - central)` of the replica that a learner began from. `next`, its next
-/// replica, is `model`, the weights that it has come to, less the correction. Returns whether the model was finite.
+/// replica, is `model`, the weights that it has come to, less the correction. Returns whether the model and the correction
+/// are finite.
 ///
 /// # Panics
 /// If the lengths disagree or are not whole elements.

@@ -222,7 +222,7 @@ impl Job {
         {
             return done(Err(ShardError::NonFinite(bad)));
         }
-        let CommitNotice { sent, tensors, partly, form, staging, lendable, .. } = notice;
+        let CommitNotice { sent, tensors, partly, form, weight, staging, lendable, .. } = notice;
         let ranges = block_ranges::from_bits(&sent)
             .and_then(|blocks| Ok((blocks, block_ranges::from_bits(&tensors)?)));
         let Ok((blocks, tensors)) = ranges else {
@@ -232,8 +232,18 @@ impl Job {
         let source = Staged { region: staging, steady: lendable, partly };
         let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
         let given_up = None;
-        let message =
-            Message::Commit { learner, step, blocks, tensors, partly, form, timeout_ms, lent, given_up };
+        let message = Message::Commit {
+            learner,
+            step,
+            blocks,
+            tensors,
+            partly,
+            form,
+            weight,
+            timeout_ms,
+            lent,
+            given_up,
+        };
         let now = shared.now();
         shared.request(message, timeout, plain(done), |inner| {
             inner.observed.committed(learner, step, now);

@@ -227,6 +227,7 @@ fn payload_of_a_step_that_is_not_the_open_one_is_released() {
                 tensors,
                 partly,
                 form: Default::default(),
+                weight: Default::default(),
                 timeout_ms: 1000,
                 lent: false,
                 given_up: None,

@@ -237,6 +237,7 @@ impl World {
                     tensors,
                     partly: Some(Default::default()),
                     form: Default::default(),
+                    weight: Default::default(),
                     timeout_ms: seconds * 1000,
                     lent: false,
                     given_up: None,

@@ -379,6 +379,7 @@ impl Bench {
             tensors: vec![0..1],
             partly: Some(partly),
             form: Default::default(),
+            weight: Default::default(),
             timeout_ms: 10_000,
             lent: false,
             given_up: None,

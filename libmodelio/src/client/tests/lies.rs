@@ -143,6 +143,7 @@ fn blocks_that_are_not_of_the_plan_are_not_sent() {
             given_up: None,
             partly: Some(Default::default()),
             form: Default::default(),
+            weight: Default::default(),
         },
         10,
     );

@@ -115,6 +115,7 @@ fn nobodys_lease_ends_because_the_job_is_held() {
         tensors,
         partly: Some(Default::default()),
         form: Default::default(),
+        weight: Default::default(),
         timeout_ms: 1 << 30,
         lent: false,
         given_up: None,

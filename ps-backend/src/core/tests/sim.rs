@@ -545,6 +545,7 @@ impl Sim {
             tensors,
             partly: Some(Default::default()),
             form: Default::default(),
+            weight: Default::default(),
             source: uid,
             steady,
             lent: false,

@@ -26,8 +26,10 @@ impl Pass for Difference<'_> {
             Some(base) => value - get_cold(self.wire, base, piece),
             None => value,
         };
-        store(self.wire, L::splat(self.scale as f32) * difference, self.out, piece);
-        value.exponents(seen)
+        let difference = L::splat(self.scale as f32) * difference;
+        store(self.wire, difference, self.out, piece);
+        // As it was rounded to the type.
+        get::<L>(self.wire, self.out, piece).exponents(seen)
     }
 }
 
@@ -54,8 +56,9 @@ impl Pass for Correction<'_> {
         let apart = get_cold::<L>(*wire, replica, piece) - get_cold(*wire, central, piece);
         store(*wire, L::splat(*elasticity as f32) * apart, out, piece);
         // The replica loses exactly what the central model gets, however that was rounded.
-        store(*wire, value - get(*wire, out, piece), next, piece);
-        value.exponents(seen)
+        let correction: L = get(*wire, out, piece);
+        store(*wire, value - correction, next, piece);
+        correction.exponents(value.exponents(seen))
     }
 }
 
@@ -71,7 +74,7 @@ fn store<L: Line>(wire: Wire, value: L, dst: &mut [u8], piece: Piece) {
 }
 
 impl Kernel for Difference<'_> {
-    /// Whether the model was finite.
+    /// Whether the result is finite.
     type Output = bool;
 
     #[inline(always)]
@@ -84,7 +87,7 @@ impl Kernel for Difference<'_> {
 }
 
 impl Kernel for Correction<'_> {
-    /// Whether the model was finite.
+    /// Whether the model and the correction are finite.
     type Output = bool;
 
     #[inline(always)]

@@ -164,7 +164,7 @@ impl Bench {
 /// The weights decay to half, and contributions are added.
 fn reduce() -> Work {
     let hyper = Hyper { carry: 0.5, ..Default::default() };
-    let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1, norm: None };
+    let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1, ..Step::default() };
     Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), fresh_state: true }
 }
 
