@@ -234,12 +234,12 @@ fn greetings_begin_alike_in_all_versions() {
     let refused = Message::Refused(Refusal::Protocol { expected: 1, got: 2 });
     assert_eq!(body(&refused), [2, 1, 1, 2]);
 
-    let newer = WireError::Protocol { expected: 8, got: 300 };
+    let newer = WireError::Protocol { expected: 9, got: 300 };
     assert_eq!(Message::decode(&[0, 0xac, 0x02, b'?'], 0), Err(newer.clone()), "whatever else it says");
     assert_eq!(Message::decode(&[1, 0xac, 0x02], 0), Err(newer.clone()));
     let spelt_long = Message::decode(&[0x81, 0x00, 0xac, 0x02, 1, 1, 1], 0);
     assert_eq!(spelt_long, Err(newer.clone()), "found by fuzzing");
-    assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: 8, got: 300 });
+    assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: 9, got: 300 });
 }
 
 #[test]

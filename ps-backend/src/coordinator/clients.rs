@@ -316,7 +316,7 @@ impl CoordinatorCore {
                 core.withdraw(mine(learner)?, now, &mut wanted)?;
                 Some(Message::Done)
             }
-            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, given_up } => {
+            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, given_up, base } => {
                 let learner = mine(learner)?;
                 // Clients open contributions by themselves and announce them separately. The announcement may still
                 // be under way.
@@ -336,7 +336,8 @@ impl CoordinatorCore {
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new(), ahead: None };
                 let steady = self.in_process && !lent;
-                let contribution = Contribution { learner, sent, tensors, partly, source, steady, lent };
+                let contribution =
+                    Contribution { learner, sent, tensors, partly, base, source, steady, lent };
                 let deadline = deadline(timeout_ms);
                 // Another contribution to the step was begun before this one, and its blocks were sent.
                 if self.provisional_plan().is_some_and(|plan| given_up >= Some(plan)) {

@@ -33,6 +33,8 @@ pub struct Contribution<S> {
     pub tensors: FixedBitSet,
     /// The written ranges of partly written blocks. `None` if there are too many pieces for values.
     pub partly: Option<PartlyWritten>,
+    /// The version that its learner had last opened when it was committed. `None` if it has opened none since it joined.
+    pub base: Option<Version>,
     /// The place of its payload.
     pub source: S,
     /// The payload is in this process, and stays unchanged until its version is made. So it is safe as soon as it is

@@ -24,7 +24,9 @@ impl<S: Clone> JobCore<S> {
         controls.begin_schedule(&self.controls, self.version);
         let is_new = controls.learners != self.controls.learners;
         self.controls = controls;
-        self.formed |= is_new && self.members.len() >= self.controls.learners as usize;
+        if is_new {
+            self.form(now);
+        }
         self.stop_if_too_few(actions);
         self.advance(now, actions);
     }

@@ -136,6 +136,7 @@ impl World {
                         timeout_ms: u32::MAX,
                         lent: self.rng.bool(),
                         given_up: Some(PlanId(self.number())),
+                        base: Some(Version(self.number())),
                         partly: None,
                     },
                 ),
@@ -155,6 +156,7 @@ impl World {
                             lent,
                             partly: None,
                             given_up: None,
+                            base: None,
                         },
                     )
                 }

@@ -231,8 +231,18 @@ impl Job {
         let (timeout_ms, lent) = (millis(timeout), !lendable);
         let source = Staged { region: staging, steady: lendable, partly };
         let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
-        let message =
-            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, given_up: None };
+        let base = shared.inner.lock().core.last_opened(learner);
+        let message = Message::Commit {
+            learner,
+            step,
+            blocks,
+            tensors,
+            partly,
+            timeout_ms,
+            lent,
+            given_up: None,
+            base,
+        };
         let now = shared.now();
         shared.request(message, timeout, plain(done), |inner| {
             inner.observed.committed(learner, step, now);
