@@ -25,7 +25,8 @@ BAD_VALUES = {
     "lease": [b"-1", b"x"],
     "linger": [b"-1", b"x", b"nan", b"1e300"],
     "reducer": [b"", b"magic", b"SGD2", b"sgd adam", b"../../etc"],
-    "consistency": [b"maybe", b"quorum 2", b"ssp"],
+    "consistency": [b"maybe", b"quorum 2", b"ssp", b"grace(2)", b"grace(0, 1)", b"grace(2, 0)", b"grace(2, 10.5)", b"grace(2, x)"],
+    "staleness_aware": [b"2", b"true"],
     "aggregation": [b"max"],
     "nonfinite": [b"perhaps"],
     "pull": [b"later", b"on demand", b"-1"],
@@ -50,6 +51,8 @@ def test_bad_values_of_settings_are_refused(start_mount):
         said(mount, "control/min_learners", "above learners")
         said(mount, "control/learners", '"4097"', "from 1 to 4096")
         said(mount, "control/consistency", '"quorum 2"', "did you mean quorum(2)?")
+        said(mount, "control/consistency", '"grace(2)"', "did you mean grace(2, 0.5)?")
+        said(mount, "control/staleness_aware", "needs consistency async or ssp(s), and it is sync")
         for line in mount.stderr().splitlines():
             assert len(line) < 500, f"a line of {len(line)} bytes in the log: {line[:200]}…"
 

@@ -132,6 +132,22 @@ def test_quorum_waits_for_k_on_all_mounts(job):
     assert only(a, "b") == 112
 
 
+def test_grace_waits_a_little_for_the_late_on_all_mounts(job):
+    one, (a, b) = job(consistency="grace(2, 2)", learners=3)
+    a.join("a"), a.join("b"), b.join("c")
+    time.sleep(0.5)
+    give(a, 1, "a")
+    give(b, 10, "c")
+    assert one.coordinator("m")["version"] == 0, "the window is a second at least"
+    give(a, 100, "b")
+    assert only(b, "c") == only(a, "a") == 111
+    give(a, 1, "a")
+    give(b, 10, "c")
+    eventually(lambda: one.coordinator("m")["version"] == 2)
+    give(a, 100, "b")
+    assert one.coordinator("m")["version"] == 2, "it was late, and counts in the next"
+
+
 def test_ssp_bounds_the_lead_on_all_mounts(job):
     _, (a, b) = job(consistency="ssp(1)", learners=2, timeout=0.5)
     a.join("fast"), b.join("slow")

@@ -1,5 +1,5 @@
-"""Jobs whose versions need a quorum, have bounded staleness, or add up in a fixed order; as docs/semantics.md
-promises them. sync and async are in test_jobs.py."""
+"""Jobs whose versions need a quorum, wait for the late, have bounded staleness, or add up in a fixed order; as
+docs/semantics.md promises them. sync and async are in test_jobs.py."""
 
 import contextlib
 import errno
@@ -140,6 +140,101 @@ def test_quorum_waits_for_k__whoever_comes_and_goes(mounted):
     contributions = steps * len(names)
     # At least three each, but for what the last two give.
     assert steps <= mount.version() <= contributions // 3 + 2 * steps
+
+
+def test_grace_waits_a_little_for_the_late(mounted):
+    mount = joined(mounted(consistency="grace(2, 10)", learners=3), "abc")
+    time.sleep(0.3)
+    give(mount, 1, "a")
+    give(mount, 10, "b")
+    # The window is ten times the time of the step: at least 3 s.
+    assert mount.version() == 0
+    with takes(0, 2):
+        give(mount, 100, "c")
+        eventually(lambda: mount.version() == 1)
+    assert only(mount) == 111
+    status = eventually(lambda: (now := mount.status())["version"] == 1 and now)
+    assert 3 <= status["grace_window_seconds"] <= 10 and status["contributions_of_newest_version"] == 3, status
+
+
+def test_grace_waits_a_little_for_the_late__but_not_for_long(mounted):
+    mount = joined(mounted(consistency="grace(2, 0.5)", learners=3), "abc")
+    time.sleep(0.6)
+    give(mount, 1, "a")
+    give(mount, 10, "b")
+    with takes(0.2, 5):
+        eventually(lambda: mount.version() == 1)
+    assert only(mount) == 11
+    eventually(lambda: mount.status()["contributions_of_newest_version"] == 2)
+    give(mount, 100, "c")  # It is late, and counts in the next.
+    give(mount, 1, "a")
+    eventually(lambda: mount.version() == 2)
+    assert only(mount) == 112
+
+
+def test_grace_waits_a_little_for_the_late__unless_they_leave(mounted):
+    mount = joined(mounted(consistency="grace(2, 10)", learners=3), "abc")
+    time.sleep(0.3)
+    with gradients(mount, "c") as slow:
+        os.pwrite(slow, filled(mount, 100)[:PART], 0)
+        give(mount, 1, "a")
+        give(mount, 10, "b")
+        assert mount.version() == 0
+        with takes(0, 2):
+            mount.leave("c")
+            eventually(lambda: mount.version() == 1)
+        with raises(errno.ENOTCONN):
+            os.fsync(slow)
+    assert only(mount) == 11
+
+
+def test_grace_waits_a_little_for_the_late__whoever_comes_and_goes(mounted):
+    names, steps = [f"l{i}" for i in range(5)], 20
+    mount = joined(mounted(consistency="grace(3, 0.5)", learners=5), names)
+
+    def learn(name):
+        for step in range(steps):
+            give(mount, 1, name)
+            if step % 4 == 0:
+                array(mount.place(name) / "weights")
+        mount.leave(name)
+
+    Threads().run(*(lambda name=name: learn(name) for name in names))
+    eventually(lambda: only(mount) == steps * len(names))
+
+
+def test_stale_contributions_have_a_smaller_learning_rate(mounted):
+    """Numbers are exact: the rate is 3/4, and gradients are 1."""
+    settings = {"reducer": "sgd", "learning_rate": 0.75, "read_own_step": "true", "staleness_aware": True}
+    mount = joined(mounted(consistency="async", learners=2, **settings), "ab")
+
+    def opened(name):
+        values = array(mount.place(name) / "weights")
+        assert (values == values[0]).all()
+        return -values[0]
+
+    def rate_of(name):
+        version = mount.status()["version"]
+        give(mount, 1, name)
+        status = eventually(lambda: (now := mount.status())["version"] == version + 1 and now)
+        return status["stale_learning_rate"]
+
+    assert opened("a") == opened("b") == 0
+    for step in range(3):
+        assert opened("b") == 0.75 * step and rate_of("b") == 0.75
+    assert rate_of("a") == 0.25, "three versions were made since it opened the first"
+    assert opened("a") == opened("b") == 2.5
+    assert [rate_of("b") for _ in range(3)] == [0.75, 0.75, 0.375], "one version is no more than none"
+    mount.join("c")
+    assert [rate_of("c"), rate_of("c")] == [0.75, 0.75], "it begins with the version at which it joined"
+    assert rate_of("a") == 0.75 / 5
+    assert opened("a") == np.float32(2.5 + 4 * 0.75 + 0.375) + np.float32(0.15)
+    with raises(errno.EINVAL):
+        mount.control("consistency", "sync")
+    with raises(errno.EINVAL):
+        mount.control("reducer", "sum")
+    mount.control("staleness_aware", "false")
+    assert rate_of("b") is None and opened("b") == opened("a")
 
 
 @pytest.mark.parametrize("s", [0, 1, 3])

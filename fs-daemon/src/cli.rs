@@ -317,13 +317,17 @@ struct JobArgs {
     /// What becomes of contributions [default: sgd]
     #[arg(long, value_parser = PossibleValuesParser::new(Reducer::NAMES), ignore_case = true)]
     reducer: Option<String>,
-    /// What a version waits for: sync, all active learners; quorum, K of them; async and ssp, one contribution,
-    /// and with ssp nobody runs more than S steps ahead of the slowest [default: sync]
-    #[arg(long, value_parser = Shown(&["sync", "async", "quorum(K)", "ssp(S)"]))]
+    /// What a version waits for: sync, all active learners; quorum, K of them; grace, K of them, and for the others
+    /// FACTOR times as long as K take on average; async and ssp, one contribution, and with ssp nobody runs more than S
+    /// steps ahead of the slowest [default: sync]
+    #[arg(long, value_parser = Shown(&["sync", "async", "quorum(K)", "grace(K, FACTOR)", "ssp(S)"]))]
     consistency: Option<String>,
     /// Add up in the order of learners, also what is mapped: runs are bit-for-bit repeatable
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     deterministic: Option<String>,
+    /// With async and ssp: divide the learning rate by the versions that a contribution is behind
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    staleness_aware: Option<String>,
     /// Learners to wait for before the first version [default: 1]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     learners: Option<String>,

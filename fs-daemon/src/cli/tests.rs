@@ -90,6 +90,10 @@ fn every_option_reaches_the_configuration() {
     assert_eq!(config.controls, controls.unwrap());
     let quorum = up("--size 1MiB --consistency quorum(3) /mnt", &[]).unwrap();
     assert_eq!(quorum.controls.get("consistency").as_deref(), Some("quorum(3)"));
+    let aware = up("--size 1MiB --consistency grace(3,0.5) /mnt", &[]).unwrap();
+    assert_eq!(aware.controls.get("consistency").as_deref(), Some("grace(3, 0.5)"));
+    let aware = up("--size 1MiB --consistency async --staleness-aware /mnt", &[]).unwrap();
+    assert!(aware.controls.staleness_aware && !config.controls.staleness_aware);
     for (key, text) in texts.into_iter().filter(|(key, _)| *key != "consistency") {
         let default = Controls::default();
         assert_ne!(default.get(key), config.controls.get(key), "{key} {text} is the default");

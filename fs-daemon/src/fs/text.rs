@@ -181,8 +181,11 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "learners": learners,
         "committed_for_next_version": status.committed,
         "contributions": status.contributions,
+        "contributions_of_newest_version": status.newest_of,
+        "grace_window_seconds": status.grace_window.map(|window| round(window.as_secs_f64())),
         "gradient_norm": status.norm.map(Norm::get),
         "learning_rate": learning_rate(&controls, status.version),
+        "stale_learning_rate": status.rate.map(decimal),
         "versions_in_memory": status.versions,
         "memory": {
             "versions": memory.versions,

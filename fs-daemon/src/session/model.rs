@@ -190,6 +190,7 @@ impl Model {
         self.times.staleness.add(staleness.versions);
         if let Some(learner) = learner {
             learner.times.opened(staleness);
+            self.job.has_opened(learner.id, version);
         }
     }
 

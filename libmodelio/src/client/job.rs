@@ -328,6 +328,11 @@ impl Job {
         inner.core.version_opened(learner, self.shared.now());
     }
 
+    /// The program of `learner` has opened this version: its next contribution is computed from it.
+    pub fn has_opened(&self, learner: LearnerId, version: Version) {
+        self.shared.inner.lock().core.has_opened(learner, version);
+    }
+
     /// How far `version`, which is opened now, is behind the newest one that this process knows of.
     pub fn staleness(&self, version: Version) -> Staleness {
         let now = self.shared.now();

@@ -77,6 +77,7 @@ impl Bench {
                 timeout_ms,
                 lent,
                 given_up: None,
+                base: None,
             },
             seconds,
         );
@@ -295,6 +296,7 @@ fn a_request_is_sent_again_with_less_time_until_its_deadline() {
         timeout_ms: 1000,
         lent: false,
         given_up: None,
+        base: None,
     };
     bench.ask(4, other, 1);
     assert!(matches!(bench.said[..], [Action::Answer(4, Err(Refusal::Shard(ShardError::NotAllowed(_))))]));

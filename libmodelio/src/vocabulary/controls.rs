@@ -17,7 +17,7 @@ use crate::vocabulary::reducer::{Domain, Hyper, PARAMETERS, Reducer, decimal};
 use crate::vocabulary::schedule::{NoSchedule, Rates, SCHEDULES, Schedule};
 
 /// The contributions that a version waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Consistency {
     /// All active learners.
     Sync,
@@ -29,6 +29,9 @@ pub enum Consistency {
     /// Any one contribution, as with `Async`; but a learner that is more than this many steps ahead of the
     /// slowest one waits.
     Ssp(u32),
+    /// As `Quorum`, but when so many contributions are in, the version waits for the others a while longer: this factor
+    /// times the mean time that it takes until so many are in.
+    Grace(u32, f32),
 }
 
 impl fmt::Display for Consistency {
@@ -38,12 +41,14 @@ impl fmt::Display for Consistency {
             Consistency::Async => f.write_str("async"),
             Consistency::Quorum(contributions) => write!(f, "quorum({contributions})"),
             Consistency::Ssp(steps) => write!(f, "ssp({steps})"),
+            Consistency::Grace(contributions, factor) => write!(f, "grace({contributions}, {factor})"),
         }
     }
 }
 
 /// The values of `consistency`.
-const CONSISTENCY: &str = "sync, async, quorum(k) with k from 1 to 65536, or ssp(s) with s from 0 to 65536";
+const CONSISTENCY: &str = "sync, async, quorum(k) with k from 1 to 65536, grace(k, factor) with such a k and a \
+                           factor above 0 and up to 10, or ssp(s) with s from 0 to 65536";
 
 /// The text is no consistency. The message also says what was probably meant.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -65,12 +70,29 @@ impl NoConsistency {
 fn probably_meant(text: &str) -> Option<String> {
     let word_ends = text.find(|c: char| !c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (word, rest) = text.split_at(word_ends);
-    if !["quorum", "ssp"].contains(&word) {
+    if !["quorum", "ssp", "grace"].contains(&word) {
         return None;
     }
-    let number = rest.trim_matches([' ', '(', ')', '[', ']', '=', ':', ',', '_']);
-    let meant = format!("{word}({})", if number.is_empty() { "2" } else { number });
+    let between = [' ', '(', ')', '[', ']', '=', ':', ',', '_'];
+    let meant = if word == "grace" {
+        let mut numbers = rest.split(between).filter(|number| !number.is_empty());
+        let [contributions, factor] = ["2", "0.5"].map(|usual| numbers.next().unwrap_or(usual));
+        if numbers.next().is_some() {
+            return None;
+        }
+        format!("{word}({contributions}, {factor})")
+    } else {
+        let number = rest.trim_matches(between);
+        format!("{word}({})", if number.is_empty() { "2" } else { number })
+    };
     (meant != text && meant.parse::<Consistency>().is_ok()).then_some(meant)
+}
+
+/// The factor of [`Consistency::Grace`], if it is one.
+fn factor_of(text: &str) -> Option<f32> {
+    // `parse` would take a sign.
+    let factor = text.parse().ok().filter(|_| !text.starts_with('+'));
+    factor.filter(|factor| *factor > 0.0 && *factor <= 10.0)
 }
 
 impl FromStr for Consistency {
@@ -89,6 +111,11 @@ impl FromStr for Consistency {
             ("async", _) => Some(Consistency::Async),
             (_, Some(("quorum", argument))) => number(1, argument).map(Consistency::Quorum),
             (_, Some(("ssp", argument))) => number(0, argument).map(Consistency::Ssp),
+            (_, Some(("grace", arguments))) => {
+                arguments.split_once(',').and_then(|(contributions, factor)| {
+                    Some(Consistency::Grace(number(1, contributions)?, factor_of(factor.trim_start())?))
+                })
+            }
             _ => None,
         };
         parsed.ok_or_else(|| NoConsistency::of(&plain))
@@ -164,6 +191,9 @@ pub struct Controls {
     pub pull: Option<PullPolicy>,
     /// Whether an open waits for the version with the learner's own step. `None`: see [`Self::reads_own_step`].
     pub read_own_step: Option<bool>,
+    /// The learning rate of a contribution is divided by its staleness.
+    #[serde(default)]
+    pub staleness_aware: bool,
     /// NaN and Inf.
     pub nonfinite: NonFinite,
     /// Tensors that are never reduced.
@@ -190,6 +220,7 @@ impl Default for Controls {
             max_versions: 16,
             pull: None,
             read_own_step: None,
+            staleness_aware: false,
             nonfinite: NonFinite::Reject,
             frozen: Frozen::default(),
         }
@@ -244,10 +275,14 @@ pub static SETTINGS: LazyLock<Vec<(&str, String)>> = LazyLock::new(|| {
 const VERSIONS: &[(&str, &str)] = &[
     (
         "consistency",
-        "a version needs: sync, all active learners; quorum(k), k of them; async, one contribution; ssp(s), one, \
-         but nobody runs more than s steps ahead",
+        "a version needs: sync, all active learners; quorum(k), k of them; grace(k, factor), k of them, and a wait \
+         for the others; async, one contribution; ssp(s), one, but nobody runs more than s steps ahead",
     ),
     ("deterministic", "true: sync adds up in the order of learners, also what is mapped; or false"),
+    (
+        "staleness_aware",
+        "true: async and ssp divide the learning rate by the versions that a contribution is behind; or false",
+    ),
 ];
 
 const OTHERS: &[(&str, &str)] = &[
@@ -308,6 +343,7 @@ impl Controls {
             "reducer" => self.reducer.to_string(),
             "consistency" => self.consistency.to_string(),
             "deterministic" => self.deterministic.to_string(),
+            "staleness_aware" => self.staleness_aware.to_string(),
             "schedule" => self.schedule.to_string(),
             "warmup" => self.warmup.to_string(),
             "schedule_start" => self.schedule_start.to_string(),
@@ -358,6 +394,7 @@ impl Controls {
                 new.consistency = parsed.map_err(|NoConsistency(why)| field.invalid(&why["not ".len()..]))?;
             }
             "deterministic" => new.deterministic = field.word("true or false")?,
+            "staleness_aware" => new.staleness_aware = field.word("true or false")?,
             "schedule" => {
                 let parsed = field.value.to_ascii_lowercase().parse();
                 new.schedule = parsed.map_err(|NoSchedule| field.invalid(SCHEDULES))?;
@@ -438,6 +475,18 @@ impl Controls {
             return Err(ControlError::Conflict(format!(
                 "deterministic (true) needs consistency sync, and it is {}",
                 self.consistency
+            )));
+        }
+        if self.staleness_aware && !matches!(self.consistency, Consistency::Async | Consistency::Ssp(_)) {
+            return Err(ControlError::Conflict(format!(
+                "staleness_aware (true) needs consistency async or ssp(s), and it is {}",
+                self.consistency
+            )));
+        }
+        if self.staleness_aware && !self.reducer.reads("learning_rate") {
+            return Err(ControlError::Conflict(format!(
+                "staleness_aware (true) divides the learning rate, and reducer {} has none",
+                self.reducer
             )));
         }
         if let Schedule::Linear(steps) | Schedule::Cosine(steps) = self.schedule
@@ -589,6 +638,8 @@ mod tests {
             ("consistency", "quorum(2)"),
             ("consistency", "ssp(3)"),
             ("consistency", "ssp(0)"),
+            ("consistency", "grace(2, 0.25)"),
+            ("consistency", "grace(65536, 10)"),
             ("consistency", "sync"),
             ("deterministic", "true"),
             ("learning_rate", "0.25"),
@@ -662,6 +713,19 @@ mod tests {
             ("consistency", "quorum(2"),
             ("consistency", "quorum(65537)"),
             ("consistency", "quorum(99999999999)"),
+            ("consistency", "grace"),
+            ("consistency", "grace(2)"),
+            ("consistency", "grace(0, 1)"),
+            ("consistency", "grace(2, 0)"),
+            ("consistency", "grace(2, 10.5)"),
+            ("consistency", "grace(2, +1)"),
+            ("consistency", "grace(2, -1)"),
+            ("consistency", "grace(2, nan)"),
+            ("consistency", "grace(2, inf)"),
+            ("consistency", "grace(2, 1, 1)"),
+            ("consistency", "grace(2,)"),
+            ("consistency", "grace(65537, 1)"),
+            ("staleness_aware", "1"),
             ("consistency", "ssp(-1)"),
             ("consistency", "ssp(1.5)"),
             ("consistency", "sync(1)"),
@@ -686,7 +750,8 @@ mod tests {
     fn a_bad_consistency_gets_a_list_of_the_good_ones() {
         let error = Controls::default().with("consistency", "quorum(0)").unwrap_err();
         let expected = "consistency: \"quorum(0)\" is not sync, async, quorum(k) with k from 1 to 65536, \
-                        or ssp(s) with s from 0 to 65536";
+                        grace(k, factor) with such a k and a factor above 0 and up to 10, or ssp(s) with s from 0 \
+                        to 65536";
         assert_eq!(error.to_string(), expected);
     }
 
@@ -698,6 +763,7 @@ mod tests {
             ("reducer", "SGD", "sgd"),
             ("consistency", "Async", "async"),
             ("consistency", "QUORUM(2)", "quorum(2)"),
+            ("consistency", "Grace(2,1e-1)", "grace(2, 0.1)"),
             ("consistency", "Sync", "sync"),
             ("deterministic", "True", "true"),
             ("aggregation", "Sum", "sum"),
@@ -724,6 +790,14 @@ mod tests {
             ("quorum( 7)", Some("quorum(7)")),
             ("quorum", Some("quorum(2)")),
             ("ssp 0", Some("ssp(0)")),
+            ("grace 3 0.75", Some("grace(3, 0.75)")),
+            ("grace(3)", Some("grace(3, 0.5)")),
+            ("grace", Some("grace(2, 0.5)")),
+            ("Grace=3,1", Some("grace(3, 1)")),
+            ("grace( 3, 1)", Some("grace(3, 1)")),
+            ("grace(3, 11)", None),
+            ("grace(0, 1)", None),
+            ("grace(2, 1, 1)", None),
             ("quorum(0)", None),
             ("ssp(-1)", None),
             ("ssp(1.5)", None),
@@ -744,10 +818,30 @@ mod tests {
     }
 
     #[test]
+    fn only_jobs_whose_contributions_make_versions_are_aware_of_staleness() {
+        let controls = Controls::default();
+        for other in ["sync", "quorum(2)", "grace(2, 1)"] {
+            let error = controls.with_all([("consistency", other), ("staleness_aware", "true")]).unwrap_err();
+            assert!(error.to_string().contains("needs consistency async or ssp(s), and it is"), "{error}");
+        }
+        for consistency in ["async", "ssp(1)"] {
+            let both = [("staleness_aware", "true"), ("consistency", consistency)];
+            let aware = controls.with_all(both).unwrap();
+            assert!(aware.staleness_aware);
+            assert!(matches!(aware.with("consistency", "sync"), Err(ControlError::Conflict(_))));
+            let error = aware.with("reducer", "sum").unwrap_err();
+            assert!(
+                error.to_string().contains("divides the learning rate, and reducer sum has none"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
     fn only_a_synchronous_job_is_deterministic() {
         let controls = Controls::default();
         let deterministic = controls.with("deterministic", "true").unwrap();
-        for other in ["async", "quorum(2)", "ssp(1)"] {
+        for other in ["async", "quorum(2)", "grace(2, 1)", "ssp(1)"] {
             assert!(matches!(deterministic.with("consistency", other), Err(ControlError::Conflict(_))));
             let other = controls.with("consistency", other).unwrap();
             let error = other.with("deterministic", "true").unwrap_err();

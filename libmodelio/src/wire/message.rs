@@ -8,6 +8,7 @@
 //! second time changes nothing.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +39,7 @@ pub enum Role {
 }
 
 // Messages are moved several times between queues, and a list of some must be no large allocation.
-const _: () = assert!(size_of::<Message>() <= 128);
+const _: () = assert!(size_of::<Message>() <= 144);
 
 /// A message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -136,6 +137,8 @@ pub enum Message {
         /// The newest provisional plan for which the client has sent blocks of a contribution that it has dropped
         /// since. Neither that plan nor an earlier one can count.
         given_up: Option<PlanId>,
+        /// The version that the learner has last opened. None if it has opened none since it joined.
+        base: Option<Version>,
     },
     /// The open contribution is dropped. Answered by `Done`.
     Abort {
@@ -722,6 +725,12 @@ pub struct JobState {
     pub own_weights: Option<u64>,
     /// The plan that has made the newest version. 0 if that is not known.
     pub made_by: PlanId,
+    /// The number of contributions that the newest version has added. 0 if it is of new weights.
+    pub newest_of: u32,
+    /// The length of the newest grace window, if there was one.
+    pub grace_window: Option<Duration>,
+    /// The learning rate of the newest version, if the staleness of its contribution counted.
+    pub rate: Option<f32>,
 }
 
 /// One learner of a client.

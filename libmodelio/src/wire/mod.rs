@@ -113,7 +113,8 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V8 = 8,
-    /// A contribution says what its learner has written: gradients, a model, or a replica.
+    /// A contribution says what its learner has written: gradients, a model, or a replica, how much it counts, and which
+    /// version the learner had opened. There is the consistency `grace`.
     V9 = 9,
 }
 

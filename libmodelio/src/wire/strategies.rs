@@ -1,6 +1,7 @@
 //! Strategies of proptest that make any message, with any values in its fields, for property tests of the codec.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -149,8 +150,11 @@ fn controls() -> impl Strategy<Value = Controls> {
     let own = proptest::sample::select(vec!["auto", "true", "false"]);
     let schedule = proptest::sample::select(vec!["constant", "linear(30)", "cosine(4294967295)"]);
     let schedule = (schedule, 0u32..30, 0u64..1 << 48);
-    let all = (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}", pull, own, schedule);
-    all.prop_map(|(rate, learners, frozen, pull, own, (schedule, warmup, start))| {
+    let consistencies = vec!["sync", "quorum(3)", "grace(65536, 0.25)", "async", "ssp(2)"];
+    let consistency = (proptest::sample::select(consistencies), any::<bool>());
+    let all = (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}", pull, own, schedule, consistency);
+    all.prop_map(|(rate, learners, frozen, pull, own, (schedule, warmup, start), (consistency, aware))| {
+        let aware = aware && ["async", "ssp(2)"].contains(&consistency);
         let texts = [
             ("learning_rate", rate.to_string()),
             ("learners", learners.to_string()),
@@ -160,6 +164,8 @@ fn controls() -> impl Strategy<Value = Controls> {
             ("schedule", schedule.to_owned()),
             ("warmup", warmup.to_string()),
             ("schedule_start", start.to_string()),
+            ("consistency", consistency.to_owned()),
+            ("staleness_aware", aware.to_string()),
         ];
         Controls::default()
             .with_all(texts.iter().map(|(name, text)| (*name, text.as_str())))
@@ -211,6 +217,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         vec(learner_state(), 0..4),
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
         (norm(), any::<Option<u64>>(), id64(PlanId)),
+        (any::<u32>(), proptest::option::of(0u64..1 << 60), proptest::option::of(0.0f32..9.0)),
     )
         .prop_map(
             |(
@@ -221,6 +228,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 learners,
                 (late, late_more, away),
                 (norm, own_weights, made_by),
+                (newest_of, grace_window, rate),
             )| JobState {
                 sequence,
                 version,
@@ -238,6 +246,9 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 norm,
                 own_weights,
                 made_by,
+                newest_of,
+                grace_window: grace_window.map(Duration::from_nanos),
+                rate,
             },
         )
 }
@@ -398,10 +409,14 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (
             (learner(), id64(Step), block_ranges(), block_ranges()),
             (proptest::option::of(partly()), form(), weight(), any::<u32>(), any::<bool>()),
-            proptest::option::of(id64(PlanId)),
+            (proptest::option::of(id64(PlanId)), proptest::option::of(id64(Version))),
         )
             .prop_map(
-                |((learner, step, blocks, tensors), (partly, form, weight, timeout_ms, lent), given_up)| {
+                |(
+                    (learner, step, blocks, tensors),
+                    (partly, form, weight, timeout_ms, lent),
+                    (given_up, base),
+                )| {
                     Message::Commit {
                         learner,
                         step,
@@ -413,6 +428,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
                         timeout_ms,
                         lent,
                         given_up,
+                        base,
                     }
                 },
             )

@@ -39,6 +39,9 @@ impl CoordinatorCore {
             norm: self.core.norm(),
             own_weights: self.weights_of.filter(|(client, _)| *client == id).map(|(_, token)| token),
             made_by: self.made_by,
+            newest_of: self.core.newest_of(),
+            grace_window: self.core.grace_window(),
+            rate: self.core.rate(),
         }
     }
 

@@ -87,6 +87,7 @@ impl Bench {
             timeout_ms: 10_000,
             lent,
             given_up: None,
+            base: None,
         };
         self.client(client, from + 1, commit);
     }
@@ -113,6 +114,7 @@ impl Bench {
             timeout_ms: 10_000,
             lent: false,
             given_up: None,
+            base: None,
         };
         self.client(client, request, commit);
     }
@@ -468,6 +470,7 @@ fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
         timeout_ms: 10_000,
         lent: false,
         given_up: None,
+        base: None,
     };
     bench.client(A, 4, commit.clone());
     assert!(bench.sent_to(A).is_empty(), "it waits for the other one of the step");

@@ -38,6 +38,8 @@ pub struct Contribution<S> {
     pub form: Form,
     /// How much it counts beside others. Its payload is multiplied by that.
     pub weight: Weight,
+    /// The version that its learner had last opened when it was committed. `None` if it has opened none since it joined.
+    pub base: Option<Version>,
     /// The place of its payload.
     pub source: S,
     /// The payload is in this process, and stays unchanged until its version is made. So it is safe as soon as it is

@@ -41,7 +41,7 @@ impl<S: Clone> JobCore<S> {
         &mut self,
         ticket: Ticket,
         step: Step,
-        contribution: Contribution<S>,
+        mut contribution: Contribution<S>,
         deadline: Now,
         now: Now,
         actions: &mut Vec<Action<S>>,
@@ -49,6 +49,7 @@ impl<S: Clone> JobCore<S> {
         let learner = contribution.learner;
         if let Some(member) = self.members.get_mut(&learner) {
             member.is_used(now);
+            contribution.base.get_or_insert(member.joined_with);
             if step == member.step && step != Step(0) {
                 return self.commit_again(ticket, &contribution, deadline, actions);
             }
@@ -89,6 +90,12 @@ impl<S: Clone> JobCore<S> {
             if all.is_none_or(|all| all > MAX_PIECES) {
                 return Err(ShardError::Scattered(MAX_PIECES));
             }
+        }
+        if let Some(base) = contribution.base.filter(|base| *base > self.version) {
+            return Err(ShardError::NotAllowed(format!(
+                "the commit says that its learner has version {base}, and the newest is {}",
+                self.version
+            )));
         }
         if tensors.len() != self.tensors {
             return Err(ShardError::NotAllowed(

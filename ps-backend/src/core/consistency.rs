@@ -5,6 +5,7 @@
 //! |---|---|---|
 //! | `sync` | all learners that take part | a joiner's, until the next version |
 //! | `quorum(k)` | those that are in when k are, or when nobody is missing | nobody's |
+//! | `grace(k, factor)` | those that are in a while after k are, or when nobody is missing | nobody's |
 //! | `ssp(s)` | one contribution | who has committed more than s steps more than the slowest learner |
 //! | `async` | one contribution | nobody's |
 //!
@@ -20,6 +21,9 @@ impl<S: Clone> JobCore<S> {
     /// others.
     pub(super) fn follow_consistency(&mut self) {
         let before = std::mem::replace(&mut self.consistency, self.controls.consistency);
+        if before != self.consistency {
+            self.grace.forget();
+        }
         if self.limits_head_start() && !matches!(before, Consistency::Ssp(_)) {
             for member in self.members.values_mut() {
                 member.pace = 0;
@@ -29,7 +33,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Whether a version waits for several contributions.
     pub(super) fn gathers(&self) -> bool {
-        matches!(self.consistency, Consistency::Sync | Consistency::Quorum(_))
+        matches!(self.consistency, Consistency::Sync | Consistency::Quorum(_) | Consistency::Grace(..))
     }
 
     /// Whether learners wait for slower ones.
@@ -57,7 +61,9 @@ impl<S: Clone> JobCore<S> {
             Consistency::Sync => {
                 self.takes_part(member) && (self.buffer_ready || !self.has_enough_with(learner))
             }
-            Consistency::Quorum(_) => self.buffer_ready || !self.has_enough_with(learner),
+            Consistency::Quorum(_) | Consistency::Grace(..) => {
+                self.buffer_ready || !self.has_enough_with(learner)
+            }
             Consistency::Async | Consistency::Ssp(_) => {
                 self.formed
                     && self.buffer_ready
@@ -75,6 +81,7 @@ impl<S: Clone> JobCore<S> {
         let least = self.controls.min_learners as usize;
         let missing = self.missing().next().is_some();
         self.has_enough(self.committed.len(), missing)
+            && (!missing || !self.is_in_grace())
             && self.committed.len().max(self.members.len()) >= least
     }
 
@@ -84,7 +91,7 @@ impl<S: Clone> JobCore<S> {
 
     fn has_enough(&self, contributions: usize, missing: bool) -> bool {
         let quorum = match self.consistency {
-            Consistency::Quorum(quorum) => contributions >= quorum as usize,
+            Consistency::Quorum(quorum) | Consistency::Grace(quorum, _) => contributions >= quorum as usize,
             _ => false,
         };
         self.formed && (quorum || !missing)
@@ -149,7 +156,7 @@ impl<S: Clone> JobCore<S> {
         match self.consistency {
             Consistency::Sync => self.takes_part(member) || matches!(member.phase, Phase::Open { .. }),
             Consistency::Async => matches!(member.phase, Phase::Open { .. }),
-            Consistency::Quorum(_) => self.takes_part(member),
+            Consistency::Quorum(_) | Consistency::Grace(..) => self.takes_part(member),
             Consistency::Ssp(most) => self.pending.iter().any(|pending| match &pending.kind {
                 PendingKind::Commit { contribution, .. } => {
                     let waits = self.members.get(&contribution.learner);

@@ -14,14 +14,15 @@ pub const ALL_BUFFERS_HELD: &str =
     "every version buffer is held open (close old handles or raise control/max_versions)";
 
 impl<S: Clone> JobCore<S> {
-    /// The latest moment for the next [`Self::tick`], by requests and accumulations. Leases need additional checks
-    /// now and then.
+    /// The latest moment for the next [`Self::tick`], by requests, accumulations and the grace window. Leases need
+    /// additional checks now and then.
     pub fn next_deadline(&self) -> Option<Now> {
         let pending = self.pending.iter().map(|pending| pending.deadline);
         // The reader of lent memory checks its deadline itself: see `overdue`.
         let taken = self.committed.iter().filter(|c| !c.is_read_on_loan());
         let taken = taken.filter_map(|c| c.ticket).chain(self.running_ticket);
-        pending.chain(taken.map(|(_, deadline)| deadline)).chain(self.next_accumulation()).min()
+        let taken = taken.map(|(_, deadline)| deadline);
+        pending.chain(taken).chain(self.next_accumulation()).chain(self.grace_ends()).min()
     }
 
     /// Time passes. Handles deadlines and leases.

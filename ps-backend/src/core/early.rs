@@ -126,6 +126,10 @@ impl<S: Clone> JobCore<S> {
         if !self.provisional || !is_idle || !self.buffer_ready || !self.formed {
             return None;
         }
+        // The version may be made without what is still written. Elsewhere, the rate depends on what comes first.
+        if self.has_enough_for_grace() || self.divides_by_staleness() {
+            return None;
+        }
         // New weights come first. Otherwise they would wait for as long as the contributions are written.
         if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
             return None;

@@ -53,6 +53,7 @@ impl<S: Clone> JobCore<S> {
             name: name.to_owned(),
             incarnation,
             joined_at: if in_mid_step { self.version.next() } else { self.version },
+            joined_with: self.version,
             last_seen: now,
             attached: false,
             exited: None,
@@ -64,9 +65,17 @@ impl<S: Clone> JobCore<S> {
             phase: Phase::Idle,
         };
         self.members.insert(learner, member);
-        self.formed |= self.members.len() >= self.controls.learners as usize;
+        self.form(now);
         self.advance(now, actions);
         Ok((learner, incarnation))
+    }
+
+    /// The job is formed if all learners are there. Then its first step begins.
+    pub(super) fn form(&mut self, now: Now) {
+        if !self.formed && self.members.len() >= self.controls.learners as usize {
+            self.formed = true;
+            self.grace.begins(now);
+        }
     }
 
     /// A learner leaves. Its committed contribution stays; its open one is dropped.

@@ -33,11 +33,13 @@ mod commit;
 mod consistency;
 mod deadlines;
 mod early;
+mod grace;
 mod hold;
 mod membership;
 mod record;
 mod setback;
 mod settings;
+mod staleness;
 mod state;
 mod step;
 #[cfg(test)]
@@ -61,6 +63,7 @@ pub use actions::{Action, Contribution, Now, Opening, Plan, Ticket, Work};
 pub use commit::NOT_COMMITTED;
 pub use deadlines::ALL_BUFFERS_HELD;
 use early::{Early, Speculation};
+use grace::Grace;
 pub use record::{JobRecord, LearnerRecord};
 use state::{Committed, Member, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
 
@@ -107,6 +110,7 @@ pub struct JobCore<S> {
     #[serde(skip)]
     two_sums: bool,
     speculation: Speculation,
+    grace: Grace,
     /// The accumulator is being measured, for a step that must know the norm of its gradient.
     #[serde(skip)]
     measuring: bool,
@@ -137,6 +141,10 @@ pub struct JobCore<S> {
     /// The optimizer steps of each tensor since its state was zero.
     optimizer_steps: TensorSteps,
     contributions_taken: u64,
+    /// The contributions that the newest version has added.
+    newest_of: u32,
+    /// The learning rate of the newest version, if it was divided by the staleness of a contribution or could be.
+    rate: Option<f32>,
 }
 
 impl<S: Clone> JobCore<S> {
@@ -169,6 +177,7 @@ impl<S: Clone> JobCore<S> {
             staged: false,
             two_sums: false,
             speculation: Speculation::default(),
+            grace: Grace::default(),
             measuring: false,
             squares: None,
             norm: None,
@@ -180,6 +189,8 @@ impl<S: Clone> JobCore<S> {
             wait: None,
             optimizer_steps: TensorSteps::uniform(tensors, 0),
             contributions_taken: 0,
+            newest_of: 0,
+            rate: None,
         }
     }
 

@@ -28,7 +28,9 @@ impl<S: Clone> JobCore<S> {
         self.controls = controls;
         self.restart |= anew;
         self.drop_pending_forms(actions);
-        self.formed |= is_new && self.members.len() >= self.controls.learners as usize;
+        if is_new {
+            self.form(now);
+        }
         self.stop_if_too_few(actions);
         self.advance(now, actions);
     }

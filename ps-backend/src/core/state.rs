@@ -24,6 +24,8 @@ pub(super) struct Member {
     pub(super) incarnation: Incarnation,
     /// It takes part in versions after this one.
     pub(super) joined_at: Version,
+    /// The newest version when it joined.
+    pub(super) joined_with: Version,
     pub(super) last_seen: Now,
     /// Whether a living process is known to use it.
     pub(super) attached: bool,

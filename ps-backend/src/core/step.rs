@@ -10,6 +10,7 @@ use libmodelio::vocabulary::reducer;
 
 use super::{
     Action, Committed, Contribution, JobCore, Now, Pending, PendingKind, Phase, Place, Plan, Ticket, Work,
+    staleness,
 };
 
 impl<S: Clone> JobCore<S> {
@@ -52,11 +53,12 @@ impl<S: Clone> JobCore<S> {
         match &plan.work {
             Work::Reduce { step, tensors, .. } => {
                 (self.norm, self.squares) = (step.norm, None);
+                self.rate = self.divides_by_staleness().then_some(step.hyper.learning_rate);
                 self.optimizer_steps = self.optimizer_steps.after(tensors);
                 self.end_step(now, actions);
             }
             Work::Assign { .. } => {
-                self.norm = None;
+                (self.norm, self.newest_of, self.rate) = (None, 0, None);
                 // The step goes on: a learner that came in the middle of it still waits for the next one.
                 let version = self.version;
                 for member in self.members.values_mut().filter(|member| member.joined_at >= version) {
@@ -68,10 +70,13 @@ impl<S: Clone> JobCore<S> {
                 }
             }
         }
+        self.grace.begins(now);
         self.advance(now, actions);
     }
 
     fn end_step(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        self.grace.step_ended();
+        self.newest_of = self.committed.len() as u32;
         self.contributions_taken += self.committed.len() as u64;
         for committed in std::mem::take(&mut self.committed) {
             if let Some((ticket, _)) = committed.ticket {
@@ -97,6 +102,7 @@ impl<S: Clone> JobCore<S> {
         if self.running.is_none() {
             self.take_pending(now, actions);
         }
+        self.note_grace(now);
         if self.running.is_none() {
             self.start_accumulation(now, actions);
             self.start_step(actions);
@@ -199,7 +205,11 @@ impl<S: Clone> JobCore<S> {
         let kept = self.committed.iter().filter(|committed| committed.place == Place::Kept);
         let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
-        let (reducer, hyper, frozen) = self.params();
+        let (reducer, mut hyper, frozen) = self.params();
+        // What has begun early has begun with the whole rate.
+        if provisional.is_none() && self.early.is_none() && self.divides_by_staleness() {
+            hyper = staleness::of_stale(hyper, self.staleness());
+        }
         let mut written = FixedBitSet::with_capacity(self.tensors);
         if provisional.is_some() {
             written.insert_range(..);

@@ -53,6 +53,11 @@ impl<S: Clone> JobCore<S> {
         self.contributions_taken
     }
 
+    /// The number of contributions that the newest version has added. 0 if new weights were published.
+    pub fn newest_of(&self) -> u32 {
+        self.newest_of
+    }
+
     /// The number of learners whose contribution to the coming version is in.
     pub fn committed(&self) -> usize {
         self.committed.len()

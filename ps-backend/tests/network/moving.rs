@@ -87,6 +87,7 @@ fn lives_through(coordinator_moves: bool) {
         timeout_ms: 20_000,
         lent: false,
         given_up: None,
+        base: None,
     };
     control.say(3, &commit);
     assert_eq!(

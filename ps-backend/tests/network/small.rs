@@ -38,6 +38,7 @@ fn committed(learner: LearnerId, step: u64) -> Message {
         timeout_ms: 20_000,
         lent: false,
         given_up: None,
+        base: None,
     }
 }
 

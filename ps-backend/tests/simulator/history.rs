@@ -148,6 +148,8 @@ pub struct History {
     pub sealed_together: u64,
     /// Versions whose steps had to know a norm.
     pub measured: u64,
+    /// Versions that have enough contributions with `grace`, and that did not wait for all.
+    pub without_the_late: u64,
     /// By plan: whose blocks were sent for it while they were written.
     ahead: BTreeMap<PlanId, BTreeSet<Uid>>,
     /// The numbers of plans that were dropped.
@@ -194,6 +196,7 @@ impl History {
             sealed_plans: 0,
             sealed_together: 0,
             measured: 0,
+            without_the_late: 0,
             ahead: BTreeMap::new(),
             in_vain: BTreeSet::new(),
             last: BTreeMap::new(),
@@ -567,15 +570,17 @@ impl History {
             "version {version} counts {} of {of:?}",
             step.contributions
         );
-        if let Some(Consistency::Quorum(least)) = self.consistency {
+        if let Some(Consistency::Quorum(least) | Consistency::Grace(least, _)) = self.consistency {
             assert!(
                 !self.plans[&plan].provisional,
                 "version {version} is made of a plan that was not sealed"
             );
             let missing = self.plans[&plan].missing;
+            let is_grace = matches!(self.consistency, Some(Consistency::Grace(..)));
+            self.without_the_late += u64::from(is_grace && missing > 0);
             assert!(
                 all.len() >= least as usize || missing == 0,
-                "version {version} has {of:?}, with quorum({least}), and {missing} learners had not committed"
+                "version {version} has {of:?} and waits for {least}, and {missing} learners had not committed"
             );
         }
         let steps = self.next_steps(version, step.reducer, anew, &all);

@@ -246,6 +246,7 @@ impl World {
         let record = &self.history.records[&uid];
         let is_whole = record.blocks.iter().all(|&block| record.is_whole(block));
         let partly = is_whole.then(PartlyWritten::default);
+        let base = Some(self.clients[index].core.version());
         let commit = |timeout_ms| Message::Commit {
             learner,
             step,
@@ -257,6 +258,7 @@ impl World {
             timeout_ms,
             lent,
             given_up: None,
+            base,
         };
         let token = self.ask(index, at, Asked::Commit(uid), commit);
         if self.chance(self.settings.interrupts) {

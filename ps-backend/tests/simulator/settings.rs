@@ -150,6 +150,18 @@ impl Settings {
             controls = controls.with("schedule", "linear(20)").expect("a setting");
             changes.extend([("schedule", "cosine(9)"), ("schedule", "constant"), ("warmup", "3")]);
         }
+        if of_pulls.u8(0..8) == 0
+            && let Ok(new) = controls
+                .with("consistency", one_of(&mut of_pulls, &["grace(1, 0.5)", "grace(2, 1)", "grace(2, 10)"]))
+        {
+            controls = new;
+        }
+        // It is refused where versions wait for several contributions.
+        if of_pulls.u8(0..3) == 0
+            && let Ok(new) = controls.with("staleness_aware", "true")
+        {
+            controls = new;
+        }
         let rough = rng.u32(0..4);
         let mut settings = Settings {
             blocks: rng.u32(1..=12),

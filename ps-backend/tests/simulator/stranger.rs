@@ -136,6 +136,7 @@ impl World {
                         timeout_ms: u32::MAX,
                         lent: self.rng.bool(),
                         given_up: Some(PlanId(self.number())),
+                        base: Some(Version(self.number())),
                         partly: None,
                         form: Default::default(),
                         weight: Default::default(),
@@ -159,6 +160,7 @@ impl World {
                             form: Default::default(),
                             weight: Default::default(),
                             given_up: None,
+                            base: None,
                         },
                     )
                 }

@@ -38,6 +38,8 @@ pub(super) struct Learner {
     pub(super) attached: Option<Attached>,
     /// The last step whose commit was answered with success. The coordinator's state may not show that yet.
     pub(super) committed: Step,
+    /// The version that its program has last opened.
+    opened: Option<Version>,
     /// The last step that is known to be taken.
     taken: Step,
     /// The next step, and the number of the request whose answer named it. After a commit without success the step is
@@ -94,6 +96,7 @@ impl Learner {
             since,
             attached: None,
             committed: Step(0),
+            opened: None,
             taken: Step(0),
             next: (0, None),
             open: None,
@@ -210,6 +213,18 @@ impl ClientCore {
             true => LastCommit::In(state.published_in),
             false => LastCommit::Waits,
         }
+    }
+
+    /// The program of `learner` has opened this version.
+    pub fn has_opened(&mut self, learner: LearnerId, version: Version) {
+        if let Some(known) = self.learners.get_mut(&learner) {
+            known.opened = Some(version);
+        }
+    }
+
+    /// The version that the program of `learner` has last opened.
+    pub fn last_opened(&self, learner: LearnerId) -> Option<Version> {
+        self.learners.get(&learner)?.opened
     }
 
     /// Opens the next contribution of `learner`. If this client knows its step, it answers at once and informs the

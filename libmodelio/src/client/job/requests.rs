@@ -232,6 +232,7 @@ impl Job {
         let source = Staged { region: staging, steady: lendable, partly };
         let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
         let given_up = None;
+        let base = shared.inner.lock().core.last_opened(learner);
         let message = Message::Commit {
             learner,
             step,
@@ -243,6 +244,7 @@ impl Job {
             timeout_ms,
             lent,
             given_up,
+            base,
         };
         let now = shared.now();
         shared.request(message, timeout, plain(done), |inner| {

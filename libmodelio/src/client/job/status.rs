@@ -43,7 +43,7 @@ pub struct ShardView {
 }
 
 /// The status of a job.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct JobStatus {
     /// The phase of the job.
     pub state: JobPhase,
@@ -59,6 +59,12 @@ pub struct JobStatus {
     pub contributions: u64,
     /// The norm of the gradient behind the newest version, if its step had to know it.
     pub norm: Option<Norm>,
+    /// The number of contributions that the newest version has added.
+    pub newest_of: u32,
+    /// The length of the newest grace window.
+    pub grace_window: Option<Duration>,
+    /// The learning rate of the newest version, if the staleness of its contribution counted.
+    pub rate: Option<f32>,
     /// The number of blocks that were reduced on arrival.
     pub blocks_on_arrival: u64,
     /// The number of version buffers in this process, and of free ones.
@@ -115,6 +121,9 @@ impl Job {
             committed: state.committed as usize,
             contributions: state.contributions,
             norm: state.norm,
+            newest_of: state.newest_of,
+            grace_window: state.grace_window,
+            rate: state.rate,
             blocks_on_arrival: self.on_arrival.load(Ordering::Relaxed),
             buffers,
             versions: inner.versions.numbers().collect(),

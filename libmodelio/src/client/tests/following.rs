@@ -231,6 +231,7 @@ fn payload_of_a_step_that_is_not_the_open_one_is_released() {
                 timeout_ms: 1000,
                 lent: false,
                 given_up: None,
+                base: None,
             },
         )
     };

@@ -241,6 +241,7 @@ impl World {
                     timeout_ms: seconds * 1000,
                     lent: false,
                     given_up: None,
+                    base: None,
                 }
             }
         };

@@ -383,6 +383,7 @@ impl Bench {
             timeout_ms: 10_000,
             lent: false,
             given_up: None,
+            base: None,
         };
         self.ask(30 + u64::from(learner.0), message, 10);
     }

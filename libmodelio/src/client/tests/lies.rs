@@ -141,6 +141,7 @@ fn blocks_that_are_not_of_the_plan_are_not_sent() {
             timeout_ms: 10_000,
             lent: false,
             given_up: None,
+            base: None,
             partly: Some(Default::default()),
             form: Default::default(),
             weight: Default::default(),

@@ -119,6 +119,7 @@ fn nobodys_lease_ends_because_the_job_is_held() {
         timeout_ms: 1 << 30,
         lent: false,
         given_up: None,
+        base: None,
     };
     bench.client(A, 2, commit);
     // A living program that does nothing, as far as anybody knows.

@@ -41,14 +41,15 @@ impl History {
         let contributions = contributions as usize;
         match core.consistency {
             Consistency::Sync => assert_eq!(missing, 0, "{members:?}"),
-            Consistency::Quorum(quorum) => {
+            Consistency::Quorum(quorum) | Consistency::Grace(quorum, _) => {
                 let active = missing + contributions;
                 assert!(contributions >= active.min(quorum as usize), "{contributions} of {members:?}");
+                assert!(missing == 0 || !core.is_in_grace(), "a grace window is cut short: {members:?}");
             }
             Consistency::Async | Consistency::Ssp(_) if self.fixed => assert_eq!(contributions, 1),
             Consistency::Async | Consistency::Ssp(_) => {}
         }
-        if matches!(core.consistency, Consistency::Sync | Consistency::Quorum(_)) {
+        if core.gathers() {
             assert!(members.len().max(contributions) >= least, "{contributions} of {members:?}");
         }
         self.running = inputs.iter().map(|input| input.learner).collect();

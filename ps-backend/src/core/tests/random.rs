@@ -39,7 +39,7 @@ enum Op {
     Tick(u64),
 }
 
-const CONTROLS: [(&str, &str); 28] = [
+const CONTROLS: [(&str, &str); 31] = [
     ("reducer", "sgd"),
     ("reducer", "adam"),
     ("reducer", "assign"),
@@ -50,6 +50,7 @@ const CONTROLS: [(&str, &str); 28] = [
     ("consistency", "async"),
     ("consistency", "quorum(2)"),
     ("consistency", "quorum(3)"),
+    ("consistency", "grace(2, 1)"),
     ("consistency", "ssp(0)"),
     ("consistency", "ssp(2)"),
     ("deterministic", "true"),
@@ -68,6 +69,8 @@ const CONTROLS: [(&str, &str); 28] = [
     ("warmup", "0"),
     ("schedule", "linear(5)"),
     ("schedule", "constant"),
+    ("staleness_aware", "true"),
+    ("staleness_aware", "false"),
 ];
 
 fn op() -> impl Strategy<Value = Op> {
@@ -365,6 +368,18 @@ proptest! {
     }
 
     #[test]
+    fn grace_schedules(
+        ops in ops(),
+        k in 1..6u32,
+        factor in prop::sample::select(vec!["0.1", "1", "10"]),
+        learners in 1..4u32,
+        plans in plans(),
+    ) {
+        let consistency = format!("grace({k}, {factor})");
+        run(&ops, &[("consistency", &consistency), ("learners", &learners.to_string())], true, plans)?;
+    }
+
+    #[test]
     fn ssp_schedules(ops in ops(), s in 0..3u32, learners in 1..4u32, plans in plans()) {
         let consistency = format!("ssp({s})");
         run(&ops, &[("consistency", &consistency), ("learners", &learners.to_string())], true, plans)?;
@@ -378,7 +393,7 @@ proptest! {
     #[test]
     fn schedules_in_which_the_consistency_changes(
         ops in ops(),
-        first in prop::sample::select(vec!["sync", "quorum(2)", "ssp(1)", "async"]),
+        first in prop::sample::select(vec!["sync", "quorum(2)", "grace(2, 1)", "ssp(1)", "async"]),
         learners in 1..4u32,
         plans in plans(),
     ) {

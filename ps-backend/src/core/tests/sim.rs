@@ -64,6 +64,8 @@ pub struct Sim {
     /// Contributions of which a block has come early, by block.
     back: BTreeMap<u32, BTreeSet<Uid>>,
     pub has_buffer: bool,
+    /// The version that a commit names.
+    base: Option<Version>,
     /// The contributions that each version added, block by block.
     pub versions: Vec<BTreeMap<u32, Content>>,
     last_reducer: Option<Reducer>,
@@ -103,6 +105,7 @@ impl Sim {
             accumulator: BTreeMap::new(),
             back: BTreeMap::new(),
             has_buffer: true,
+            base: None,
             versions: vec![BTreeMap::new()],
             last_reducer: None,
             steps: [0; TENSORS],
@@ -546,6 +549,7 @@ impl Sim {
             partly: Some(Default::default()),
             form: Default::default(),
             weight: Default::default(),
+            base: self.base,
             source: uid,
             steady,
             lent: false,
@@ -553,6 +557,15 @@ impl Sim {
         self.call(|core, now, actions| {
             core.commit(ticket, step, contribution, deadline, now, actions);
         });
+        ticket
+    }
+
+    /// Commits a contribution to all blocks, from a learner that had opened this version last.
+    pub fn commit_from(&mut self, learner: LearnerId, base: Option<u64>) -> Ticket {
+        self.base = base.map(Version);
+        let (step, uid) = (self.open(learner).unwrap().step, self.uid());
+        let ticket = self.commit(learner, step, uid, blocks(0..BLOCKS), true, 1_000);
+        self.base = None;
         ticket
     }
 
