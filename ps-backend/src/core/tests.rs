@@ -4,6 +4,7 @@ mod async_jobs;
 mod clipped_jobs;
 mod deterministic_jobs;
 mod giving_way;
+mod groups;
 mod history;
 mod losses;
 mod members;
