@@ -361,6 +361,10 @@ struct JobArgs {
     /// Never reduce tensors whose names match, with * and ?; may be repeated
     #[arg(long, value_name = "PATTERN")]
     frozen: Vec<String>,
+    /// What counts for tensors whose names match, in place of the model's settings: PATTERN and some of frozen,
+    /// weight_decay=NUMBER, learning_rate_scale=NUMBER, reducer=NAME; may be repeated, the first that matches counts
+    #[arg(long, value_name = "RULE")]
+    tensors: Vec<String>,
     #[command(flatten)]
     optimizer: OptimizerArgs,
 }

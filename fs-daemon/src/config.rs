@@ -408,8 +408,9 @@ impl<'a> Merged<'a> {
             let Some((origin, values)) = self.get(name) else { continue };
             let texts: Result<Vec<&str>, Error> = values.iter().map(|value| utf8(&origin, value)).collect();
             let texts = texts?;
-            // Patterns are one a line.
-            let text = if *name == "frozen" { texts.join("\n") } else { texts[texts.len() - 1].to_owned() };
+            // Patterns and rules are one a line.
+            let has_lines = ["frozen", "tensors"].contains(name);
+            let text = if has_lines { texts.join("\n") } else { texts[texts.len() - 1].to_owned() };
             given.push((*name, origin, text));
         }
         let find = |name: &str| given.iter().find(|(of, ..)| *of == name);

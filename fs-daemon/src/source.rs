@@ -85,8 +85,8 @@ impl Source {
     /// A model of which no tensor can be reduced, unless the reducer is `assign`: its training would change nothing.
     pub fn check_types(&self, name: &str, controls: &Controls) -> Result<(), Error> {
         let names = self.layout.tensors().iter().map(|tensor| tensor.name.as_str());
-        let frozen = controls.frozen.tensors(names);
-        frozen.map_err(|error| Error::usage(format!("model {name}: {error}")))?;
+        let of_tensors = controls.of_tensors(names);
+        of_tensors.map_err(|error| Error::usage(format!("model {name}: {error}")))?;
         let tensors = self.layout.tensors();
         controls.check_trainable(self.layout.is_trainable()).map_err(|error| {
             let named = named(tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype)));

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
@@ -56,7 +57,7 @@ impl Bench {
             true => Work::Add { combine: self.reducer.combine() },
             false => {
                 let tensors = TensorSteps::uniform(self.store.partition().tensor_ends().len(), step.t);
-                Work::Reduce { step, tensors, fresh_state: base.0 == 0 }
+                Work::Reduce { step, tensors, groups: Groups::default(), fresh_state: base.0 == 0 }
             }
         };
         self.store.begin(base, work, true).unwrap()

@@ -140,6 +140,8 @@ fn gpu(_: u32, _: bool) -> Outcome<Value> {
 
 #[cfg(feature = "cuda")]
 fn gpu(number: u32, quick: bool) -> Outcome<Value> {
+    use libmodelio::vocabulary::groups::Steps;
+    use libmodelio::vocabulary::tensor_steps::Treatment;
     use ps_backend::device::cuda::Cuda;
     use ps_backend::device::{Accelerator, Arrays, Device, Does, Launch, Memory, Runs};
     use ps_backend::reducers::formula;
@@ -196,9 +198,10 @@ fn gpu(number: u32, quick: bool) -> Outcome<Value> {
     }
     let arrays = Arrays::new(&accelerator, elements, 2)?;
     let mut runs = Runs::new(elements);
-    let does = Does::Reduce { t: 2, sums: [Arc::clone(&sum)].into_iter().collect() };
+    let of = Treatment { t: 2, ..Treatment::default() };
+    let does = Does::Reduce { of, anew: false, sums: [Arc::clone(&sum)].into_iter().collect() };
     runs.push(Wire::F32, &does, 0..elements, 0);
-    let adam = step(Reducer::Adam);
+    let adam = Steps::from(step(Reducer::Adam));
     let seconds = time(|| {
         // SAFETY: this thread alone uses the memory. The runs are of all elements, each once.
         unsafe { arrays.run(&adam, &front, &back, &runs)? };

@@ -80,14 +80,14 @@ impl MemoryUse {
         MemoryUse {
             versions: layout.size().saturating_mul(VERSIONS + retained),
             masters: arrays(usize::from(halves)),
-            state: arrays(controls.reducer.state_slots()),
+            state: arrays(controls.widest_reducer().state_slots()),
             ..MemoryUse::default()
         }
     }
 
     /// The bytes that a model takes of a device which has its state: its weights or their masters, and the state.
     pub fn on_device(layout: &ModelLayout, controls: &Controls) -> u64 {
-        layout.elements().saturating_mul(4).saturating_mul(1 + controls.reducer.state_slots() as u64)
+        layout.elements().saturating_mul(4).saturating_mul(1 + controls.widest_reducer().state_slots() as u64)
     }
 
     /// Of two models together.
@@ -119,7 +119,7 @@ fn sums_lie_in_versions(layout: &ModelLayout, controls: &Controls, copies: Optio
     let mut types = layout.tensors().iter().map(|tensor| tensor.dtype);
     let in_place = match copies {
         None => !controls.reducer.combine().replaces(),
-        Some(copies) => copies == StateCopies::Single && controls.reducer.state_slots() > 0,
+        Some(copies) => copies == StateCopies::Single && controls.widest_reducer().state_slots() > 0,
     };
     in_place
         && !controls.reducer.measures(&controls.hyper)

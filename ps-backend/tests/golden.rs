@@ -1,14 +1,21 @@
 //! Every optimizer against torch's: 100 steps of the same gradients lead to the same weights, in all types.
 //!
-//! `scripts/lib/torch_golden.py` has made `golden/torch.json` of torch, in fp32 and fp64.
+//! `scripts/lib/torch_golden.py` has made `golden/torch.json` of torch, in fp32 and fp64, and
+//! `scripts/lib/torch_groups_golden.py` has made `golden/torch_groups.json` of torch's parameter groups.
 
 use std::collections::BTreeMap;
 
 use half::{bf16, f16};
 use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, accumulate, widen};
 use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::dtype::DType;
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer::{Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
+use libmodelio::wire::{Kept, Work};
+use ps_backend::partition::store::{Limits, PartitionStore, Payload};
 use ps_backend::reducers::{apply, measure};
 use serde::Deserialize;
 
@@ -104,10 +111,7 @@ impl Case {
             (weights, master, slots) = (next, next_master, [s0, s1]);
         }
         match wire {
-            Wire::F64 => weights.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect(),
-            Wire::F32 => {
-                weights.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes).into()).collect()
-            }
+            Wire::F64 | Wire::F32 => decode(wire, &weights),
             Wire::F16 | Wire::BF16 => master.into_iter().map(f64::from).collect(),
         }
     }
@@ -143,5 +147,106 @@ fn every_optimizer_has_a_golden_run() {
     for case in &cases {
         let moved = (0..).zip(&case.f64).filter(|(i, end)| (weight(*i) - **end).abs() > 1e-3).count();
         assert!(moved > case.f64.len() / 2, "{}", case.reducer);
+    }
+}
+
+#[derive(Deserialize)]
+struct GoldenGroups {
+    steps: u64,
+    cases: Vec<Groups>,
+}
+
+#[derive(Deserialize)]
+struct Groups {
+    reducer: String,
+    settings: BTreeMap<String, String>,
+    /// Where torch ends with each tensor.
+    f64: BTreeMap<String, Vec<f64>>,
+    f32: BTreeMap<String, Vec<f64>>,
+}
+
+/// The tensors, in the order in which they take elements.
+const TENSORS: [(&str, usize); 4] =
+    [("body.weight", 10), ("body.bias", 4), ("norm.weight", 4), ("head.weight", 6)];
+
+fn decode(wire: Wire, bytes: &[u8]) -> Vec<f64> {
+    match wire {
+        Wire::F64 => bytes.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect(),
+        _ => bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes).into()).collect(),
+    }
+}
+
+impl Groups {
+    /// The weights of each tensor after all steps, of two contributions each; of 16-bit types their masters.
+    fn run(&self, (wire, dtype): (Wire, DType), steps: u64) -> BTreeMap<String, Vec<f64>> {
+        let settings = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        let settings = settings.chain([("reducer", self.reducer.as_str())]);
+        let controls = Controls::default().with_all(settings).unwrap();
+        let tensors = TENSORS.map(|(name, count)| (name.to_owned(), dtype, vec![count]));
+        let layout = ModelLayout::new(tensors.to_vec(), 64 << 10).unwrap();
+        let names = || layout.tensors().iter().map(|tensor| tensor.name.as_str());
+        assert!(names().eq(TENSORS.iter().map(|(name, _)| *name)));
+        let (frozen, groups) = controls.of_tensors(names()).unwrap();
+        let partition = layout.partition(&[BlockId(0)]).unwrap();
+        let store = PartitionStore::new(partition, controls.widest_reducer(), Limits::default()).unwrap();
+        let elements = TENSORS.iter().map(|(_, count)| *count as u64).sum();
+        assert!(store.load(BlockId(0), &encode(wire, (0..elements).map(weight))).unwrap());
+        store.finish_loading().unwrap();
+        let mut written = fixedbitset::FixedBitSet::with_capacity(TENSORS.len());
+        written.insert_range(..);
+        written.difference_with(&frozen);
+        let mut before = TensorSteps::uniform(TENSORS.len(), 0);
+        for t in 1..=steps {
+            let next = before.next(&written);
+            before = before.after(&next);
+            let (reducer, hyper) = (controls.reducer, controls.hyper.clone());
+            let step = Step { reducer, hyper, contributions: 2, t, ..Step::default() };
+            let work = Work::Reduce { step, tensors: next, groups: groups.clone(), fresh_state: t == 1 };
+            let job = store.begin(Version(t - 1), work, true).unwrap();
+            let [first, second] =
+                [0.5, -0.5].map(|away| encode(wire, (0..elements).map(|i| gradient(t, i) + away)));
+            assert!(job.add(BlockId(0), Payload::Plain(&first)).unwrap());
+            assert!(job.finish(BlockId(0), Some(Payload::Plain(&second))).unwrap());
+            if job.is_in_place() {
+                store.make(&job).unwrap().block(BlockId(0)).unwrap();
+            }
+            assert!(store.conclude(&job).unwrap().is_none());
+        }
+        let kept = store.keep().unwrap();
+        let what = if wire.is_half() { Kept::Masters } else { Kept::Weights };
+        let mut all = decode(wire, &kept.bytes(BlockId(0), what).unwrap()).into_iter();
+        TENSORS
+            .iter()
+            .map(|(name, count)| ((*name).to_owned(), all.by_ref().take(*count).collect()))
+            .collect()
+    }
+
+    /// The largest error of an element, as a share of it.
+    fn error(&self, got: &BTreeMap<String, Vec<f64>>) -> f64 {
+        let pairs = got.iter().flat_map(|(name, values)| values.iter().zip(&self.f64[name]));
+        pairs.map(|(got, want)| (got - want).abs() / want.abs()).fold(0.0, f64::max)
+    }
+}
+
+#[test]
+fn groups_of_tensors_end_where_torchs_parameter_groups_do() {
+    let types = [
+        (Wire::F64, DType::F64),
+        (Wire::F32, DType::F32),
+        (Wire::F16, DType::F16),
+        (Wire::BF16, DType::BF16),
+    ];
+    let GoldenGroups { steps, cases } =
+        serde_json::from_str(include_str!("golden/torch_groups.json")).unwrap();
+    for case in &cases {
+        let of_torch = case.error(&case.f32);
+        for (wire, dtype) in types {
+            let got = case.run((wire, dtype), steps);
+            assert_eq!(got.values().map(Vec::len).sum::<usize>(), 24);
+            let error = case.error(&got);
+            let most = if wire == Wire::F64 { 1e-13 } else { of_torch.max(1e-6) };
+            let what = format!("{} {:?} of {wire:?}", case.reducer, case.settings);
+            assert!(error <= most, "{what}: {error:e}, and torch's fp32 {of_torch:e}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::fs;
 
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
@@ -41,7 +42,7 @@ fn version(store: &PartitionStore, base: u64, plans: usize, sources: usize) {
         ..Step::default()
     };
     let tensors = TensorSteps::uniform(1, step.t);
-    let work = Work::Reduce { step, tensors, fresh_state: base == 0 };
+    let work = Work::Reduce { step, tensors, groups: Groups::default(), fresh_state: base == 0 };
     let job = store.begin(Version(base), work, true).unwrap();
     for block in (1..sources).flat_map(|_| blocks()) {
         assert!(job.add(block, Payload::Plain(&payload)).unwrap());

@@ -8,13 +8,16 @@ use std::str::FromStr;
 use std::sync::LazyLock;
 use std::time::Duration;
 
+use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 use strum::EnumString;
 
 use crate::vocabulary::frozen::{Frozen, NoMatch};
+use crate::vocabulary::groups::{Groups, widest};
 use crate::vocabulary::ids::Version;
-use crate::vocabulary::reducer::{Domain, Hyper, PARAMETERS, Reducer, decimal};
+use crate::vocabulary::reducer::{Aggregation, Domain, Hyper, PARAMETERS, Reducer, decimal};
 use crate::vocabulary::schedule::{NoSchedule, Rates, SCHEDULES, Schedule};
+use crate::vocabulary::tensor_rules::{RuleError, TensorRules};
 
 /// The contributions that a version waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -131,7 +134,7 @@ const LAST_VERSION: u64 = 1 << 48;
 /// Most learners of a job at a time.
 pub const MAX_LEARNERS: u32 = 4096;
 
-/// Bytes of patterns in `frozen`, at most: every state of the job tells them.
+/// Bytes of patterns in `frozen`, and of rules in `tensors`, at most: every state of the job tells them.
 const LONGEST: usize = 4096;
 
 /// The treatment of NaN and Inf in a contribution.
@@ -198,6 +201,9 @@ pub struct Controls {
     pub nonfinite: NonFinite,
     /// Tensors that are never reduced.
     pub frozen: Frozen,
+    /// What counts for single tensors in place of the settings of the model.
+    #[serde(default)]
+    pub tensors: TensorRules,
 }
 
 impl Default for Controls {
@@ -223,6 +229,7 @@ impl Default for Controls {
             staleness_aware: false,
             nonfinite: NonFinite::Reject,
             frozen: Frozen::default(),
+            tensors: TensorRules::default(),
         }
     }
 }
@@ -251,6 +258,12 @@ pub enum ControlError {
 impl From<NoMatch> for ControlError {
     fn from(error: NoMatch) -> ControlError {
         ControlError::Conflict(error.to_string())
+    }
+}
+
+impl From<RuleError> for ControlError {
+    fn from(error: RuleError) -> ControlError {
+        ControlError::Conflict(format!("tensors: {error}"))
     }
 }
 
@@ -310,6 +323,10 @@ const OTHERS: &[(&str, &str)] = &[
     ("read_own_step", "true: an open waits for the version with the learner's own step; false; or auto"),
     ("nonfinite", "NaN and Inf in a contribution: reject or accept"),
     ("frozen", "tensors that are never reduced: name patterns with * and ?, one a line"),
+    (
+        "tensors",
+        "rules for single tensors, one a line: PATTERN and frozen, weight_decay=, learning_rate_scale=, reducer=",
+    ),
 ];
 
 /// The names of the reducers.
@@ -362,6 +379,7 @@ impl Controls {
                 NonFinite::Accept => "accept".into(),
             },
             "frozen" => self.frozen.to_string(),
+            "tensors" => self.tensors.to_string(),
             _ => return None,
         })
     }
@@ -419,13 +437,12 @@ impl Controls {
                 }
             }
             "frozen" => {
-                if field.value.len() > LONGEST {
-                    return Err(ControlError::Conflict(format!(
-                        "{} bytes of patterns in frozen, the limit is {LONGEST}",
-                        field.value.len()
-                    )));
-                }
+                field.check_length("patterns")?;
                 new.frozen = field.parse("patterns, one a line")?;
+            }
+            "tensors" => {
+                field.check_length("rules")?;
+                new.tensors = field.value.parse()?;
             }
             _ => return Err(ControlError::Unknown((*name).to_owned())),
         }
@@ -455,6 +472,31 @@ impl Controls {
             hyper.learning_rate = rates.at(version.0.saturating_sub(self.schedule_start.0)) as f32;
         }
         hyper
+    }
+
+    /// The tensors that are never reduced, and the groups of all tensors. `names` are those of the model's tensors, in
+    /// order.
+    ///
+    /// # Errors
+    /// A pattern or a rule that means none of them.
+    pub fn of_tensors<'a>(
+        &self,
+        names: impl ExactSizeIterator<Item = &'a str> + Clone,
+    ) -> Result<(FixedBitSet, Groups), ControlError> {
+        let mut frozen = self.frozen.tensors(names.clone())?;
+        let (by_rules, groups) = self.tensors.resolve(names)?;
+        frozen.union_with(&by_rules);
+        Ok((frozen, groups))
+    }
+
+    /// The reducer of the model and those of rules.
+    pub fn reducers(&self) -> impl Iterator<Item = Reducer> {
+        std::iter::once(self.reducer).chain(self.tensors.reducers())
+    }
+
+    /// The one of them that keeps the most state.
+    pub fn widest_reducer(&self) -> Reducer {
+        widest(self.reducers()).unwrap_or(self.reducer)
     }
 
     /// After a change: a new schedule begins now, unless its start was set at the same time.
@@ -500,16 +542,19 @@ impl Controls {
         let default = Hyper::default();
         for of in PARAMETERS.iter().filter(|of| ["clip_norm", "clip_value", "loss_scale"].contains(&of.name))
         {
-            if of.get(&self.hyper) != of.get(&default) && !self.reducer.reads(of.name) {
+            let ignores = |reducer: &Reducer| !reducer.reads(of.name);
+            if let Some(reducer) =
+                self.reducers().find(ignores).filter(|_| of.get(&self.hyper) != of.get(&default))
+            {
                 return Err(ControlError::Conflict(format!(
-                    "{} ({}) is for gradients, and reducer {} adds nothing up: set it to {} first",
+                    "{} ({}) is for gradients, and reducer {reducer} takes none: set it to {} first",
                     of.name,
                     of.text(&self.hyper),
-                    self.reducer,
                     of.text(&default)
                 )));
             }
         }
+        self.check_rules()?;
         if self.max_versions < self.retain.saturating_add(3) {
             return Err(ControlError::Conflict(format!(
                 "max_versions ({}) must be at least retain + 3 ({})",
@@ -518,6 +563,26 @@ impl Controls {
             )));
         }
         Ok(self)
+    }
+
+    /// Whether the reducers of rules can be together with the model's.
+    fn check_rules(&self) -> Result<(), ControlError> {
+        if let Some(other) = self.tensors.reducers().find(|other| !other.mixes_with(self.reducer)) {
+            return Err(ControlError::Conflict(format!(
+                "reducer {} is for whole models, and a rule in tensors has reducer={other}: take that out first",
+                self.reducer
+            )));
+        }
+        let sums = |reducer: &Reducer| reducer.averages() != self.reducer.averages();
+        let has_mean = self.hyper.aggregation == Aggregation::Mean;
+        match self.tensors.reducers().find(sums).filter(|_| has_mean && self.hyper.clip_norm > 0.0) {
+            Some(other) => Err(ControlError::Conflict(format!(
+                "clip_norm ({}) is for one gradient, and only one of reducers {} and {other} takes the mean of \
+                 contributions: set aggregation to sum, clip_norm to 0, or take reducer={other} out of tensors first",
+                self.hyper.clip_norm, self.reducer
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// Applies several settings at once; order does not matter for contradictions between them.
@@ -608,6 +673,17 @@ impl Field<'_> {
         Err(self.invalid(&format!("a whole number from {least} to {most}")))
     }
 
+    /// Refuses a text of so many bytes that not every state of the job can tell it.
+    fn check_length(&self, what: &str) -> Result<(), ControlError> {
+        match self.value.len() {
+            got if got > LONGEST => Err(ControlError::Conflict(format!(
+                "{got} bytes of {what} in {}, the limit is {LONGEST}",
+                self.name
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     fn version(&self) -> Result<Version, ControlError> {
         let value: u64 = self.parse("the number of a version")?;
         if value <= LAST_VERSION { Ok(Version(value)) } else { Err(self.invalid("the number of a version")) }
@@ -626,6 +702,7 @@ impl Field<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vocabulary::reducer::Form;
 
     #[test]
     fn every_setting_reads_back_what_was_written() {
@@ -669,6 +746,8 @@ mod tests {
             ("max_versions", "9"),
             ("nonfinite", "accept"),
             ("frozen", "*.running_*\nhead"),
+            ("tensors", "*.bias weight_decay=0\nhead.* frozen learning_rate_scale=0.1 reducer=sgd"),
+            ("tensors", ""),
         ] {
             controls = controls.with(name, &format!("{value}\n")).unwrap();
             assert_eq!(controls.get(name).as_deref(), Some(value), "{name}");
@@ -864,10 +943,10 @@ mod tests {
             for reducer in Reducer::all() {
                 let (first, then) = (set.with("reducer", reducer.name()), Controls::default());
                 let then = then.with("reducer", reducer.name()).unwrap().with(name, value);
-                assert_eq!(first.is_ok(), reducer != Reducer::Assign, "{reducer}");
+                assert_eq!(first.is_ok(), reducer.form() == Form::Gradient, "{reducer}");
                 assert_eq!(first, then);
                 let said = format!(
-                    "{name} ({value}) is for gradients, and reducer assign adds nothing up: set it to {default} first"
+                    "{name} ({value}) is for gradients, and reducer {reducer} takes none: set it to {default} first"
                 );
                 let is_refused = |error| matches!(error, ControlError::Conflict(why) if why == said);
                 assert!(first.is_ok() || first.is_err_and(is_refused));

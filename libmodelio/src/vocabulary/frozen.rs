@@ -58,7 +58,7 @@ impl Frozen {
 }
 
 /// Whether `pattern` matches all of `name`.
-fn matches(pattern: &str, name: &str) -> bool {
+pub(super) fn matches(pattern: &str, name: &str) -> bool {
     let (mut pattern, mut name) = (pattern.chars(), name.chars());
     // The position to continue from when the last star has to stand for one character more.
     let mut again = None;

@@ -179,6 +179,12 @@ impl Reducer {
         self.facts().combine
     }
 
+    /// Whether some tensors of a model can have this reducer while others have `other`: what one contribution brings is
+    /// gradients, or else all of it is something else.
+    pub fn mixes_with(self, other: Reducer) -> bool {
+        self == other || [self, other].map(Reducer::form) == [Form::Gradient; 2]
+    }
+
     /// Whether the reducer takes elements of all types: elements that are not floats can replace others, but
     /// not be added to them.
     pub fn takes_all_types(self) -> bool {

@@ -7,6 +7,7 @@ use std::ops::Range;
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
+use crate::vocabulary::groups::{GroupId, Groups, TensorReducers};
 use crate::vocabulary::layout::{ModelLayout, PartitionLayout};
 
 /// A number for each tensor, by runs of tensors with the same number.
@@ -68,6 +69,21 @@ impl TensorSteps {
         next
     }
 
+    /// These steps, except that tensors begin anew which have another reducer in `after` than in `before`.
+    #[must_use]
+    pub fn restarted(&self, before: &TensorReducers, after: &TensorReducers) -> TensorSteps {
+        let anew = before.differing(after);
+        let mut steps = TensorSteps::default();
+        let mut at = 0;
+        for &(count, step) in &self.0 {
+            for tensor in at..at + count as usize {
+                steps.push(1, if anew.contains(tensor) { 0 } else { step });
+            }
+            at += count as usize;
+        }
+        steps
+    }
+
     /// The steps of each tensor when a version with the steps `made` is out.
     #[must_use]
     pub fn after(&self, made: &TensorSteps) -> TensorSteps {
@@ -92,73 +108,97 @@ impl TensorSteps {
     }
 }
 
-/// The same for the bytes of a layout.
+/// How the elements of a tensor are reduced.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Treatment {
+    /// The step that the tensor takes. 0 if it stays as it is.
+    pub t: u64,
+    /// The group of the tensor.
+    pub group: GroupId,
+}
+
+/// The steps of the tensors, and their groups, for the bytes of a layout.
 #[derive(Clone, Debug, Default)]
 pub struct ByteSteps {
-    /// The end of each run, and its step.
-    runs: Vec<(u64, u64)>,
+    /// The end of each run, and its treatment.
+    runs: Vec<(u64, Treatment)>,
 }
 
 impl ByteSteps {
     /// For a whole model.
-    pub fn of_model(layout: &ModelLayout, steps: &TensorSteps) -> ByteSteps {
-        ByteSteps::by_ends(steps, |tensor| layout.tensors().get(tensor).map(|tensor| tensor.bytes.end))
+    pub fn of_model(layout: &ModelLayout, steps: &TensorSteps, groups: &Groups) -> ByteSteps {
+        ByteSteps::by_ends(steps, groups, |tensor| {
+            layout.tensors().get(tensor).map(|tensor| tensor.bytes.end)
+        })
     }
 
     /// For a partition of a model, in the partition's bytes.
-    pub fn of_partition(partition: &PartitionLayout, steps: &TensorSteps) -> ByteSteps {
-        let model = ByteSteps::by_ends(steps, |tensor| partition.tensor_ends().get(tensor).copied());
-        if let [(_, step)] = model.runs[..] {
-            return ByteSteps { runs: vec![(partition.layout().size(), step)] };
+    pub fn of_partition(partition: &PartitionLayout, steps: &TensorSteps, groups: &Groups) -> ByteSteps {
+        let model = ByteSteps::by_ends(steps, groups, |tensor| partition.tensor_ends().get(tensor).copied());
+        if let [(_, of)] = model.runs[..] {
+            return ByteSteps { runs: vec![(partition.layout().size(), of)] };
         }
         let size = u64::from(partition.layout().block_size());
         let mut local = ByteSteps::default();
         for (block, end) in partition.blocks().iter().zip((1..).map(|count| count * size)) {
             let start = u64::from(block.0) * size;
-            for (bytes, step) in model.pieces(start..start + size) {
-                local.push((end - size + bytes.end - start).min(partition.layout().size()), step);
+            for (bytes, of) in model.pieces(start..start + size) {
+                local.push((end - size + bytes.end - start).min(partition.layout().size()), of);
             }
         }
         local
     }
 
-    fn by_ends(steps: &TensorSteps, end_of: impl Fn(usize) -> Option<u64>) -> ByteSteps {
+    fn by_ends(steps: &TensorSteps, groups: &Groups, end_of: impl Fn(usize) -> Option<u64>) -> ByteSteps {
         let mut bytes = ByteSteps::default();
         let mut at = 0;
-        for &(count, step) in steps.runs() {
-            at += count as usize;
-            if let Some(end) = at.checked_sub(1).and_then(&end_of) {
-                bytes.push(end, step);
+        let mut groups = groups.runs().iter().copied();
+        // Behind the last run, and without any, tensors have the model's settings.
+        let mut next = || groups.next().unwrap_or((u32::MAX, GroupId::MODEL));
+        let (mut left, mut group) = next();
+        for &(mut count, t) in steps.runs() {
+            while count > 0 {
+                if left == 0 {
+                    (left, group) = next();
+                    continue;
+                }
+                let part = count.min(left);
+                (count, left, at) = (count - part, left - part, at + part as usize);
+                if let Some(end) = end_of(at - 1) {
+                    bytes.push(end, Treatment { t, group });
+                }
             }
         }
         bytes
     }
 
-    fn push(&mut self, end: u64, step: u64) {
+    fn push(&mut self, end: u64, of: Treatment) {
         match self.runs.last_mut() {
             Some((last, _)) if *last >= end => {}
-            Some((last, of)) if *of == step => *last = end,
+            Some((last, same)) if *same == of => *last = end,
             _ if end == 0 => {}
-            _ => self.runs.push((end, step)),
+            _ => self.runs.push((end, of)),
         }
     }
 
-    /// `bytes` in pieces that have one step each. Allocates nothing.
-    pub fn pieces(&self, bytes: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> {
+    /// `bytes` in pieces that have one treatment each. Allocates nothing.
+    pub fn pieces(&self, bytes: Range<u64>) -> impl Iterator<Item = (Range<u64>, Treatment)> {
         let first = self.runs.partition_point(|(end, _)| *end <= bytes.start);
         let mut at = bytes.start;
-        self.runs[first..].iter().map_while(move |&(end, step)| {
+        self.runs[first..].iter().map_while(move |&(end, of)| {
             let piece = at..end.min(bytes.end);
             at = piece.end;
-            (!piece.is_empty()).then_some((piece, step))
+            (!piece.is_empty()).then_some((piece, of))
         })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use crate::vocabulary::groups::Overrides;
     use crate::vocabulary::ids::BlockId;
     use crate::vocabulary::layout::DType;
+    use crate::vocabulary::reducer::Reducer;
     use proptest::prelude::*;
 
     use super::*;
@@ -189,6 +229,18 @@ mod tests {
         assert_eq!(steps, TensorSteps::uniform(4, 4));
     }
 
+    #[test]
+    fn a_tensor_with_another_reducer_begins_anew() {
+        let before = TensorReducers::new(4, Reducer::Adam, &Groups::default());
+        let plain = Overrides { reducer: Some(Reducer::Sgd), ..Overrides::default() };
+        let adam = Overrides { reducer: Some(Reducer::Adam), ..Overrides::default() };
+        let groups = Groups::new([adam, Overrides::default(), plain, adam]);
+        let after = TensorReducers::new(4, Reducer::Lion, &groups);
+        let steps = TensorSteps::from(vec![(2, 7), (1, 5), (1, 7)]);
+        assert_eq!(steps.restarted(&before, &after).runs(), [(1, 7), (2, 0), (1, 7)]);
+        assert_eq!(steps.restarted(&before, &before), steps);
+    }
+
     proptest! {
         #[test]
         fn each_tensor_counts_the_versions_that_change_it(versions in proptest::collection::vec(proptest::collection::vec(any::<bool>(), 7), 0..12)) {
@@ -213,6 +265,7 @@ mod tests {
         fn bytes_of_a_partition_have_the_steps_of_their_tensors(
             sizes in proptest::collection::vec(0usize..40_000, 1..9),
             at in proptest::collection::vec(0u64..3, 9),
+            in_group in proptest::collection::vec(any::<bool>(), 9),
             owned in proptest::collection::vec(any::<bool>(), 64),
         ) {
             prop_assume!(sizes.iter().sum::<usize>() > 0);
@@ -220,11 +273,16 @@ mod tests {
             let layout = ModelLayout::new(tensors.collect(), 64 << 10).unwrap();
             let runs: Vec<(u32, u64)> = at.iter().take(sizes.len()).map(|&step| (1, step)).collect();
             let steps = TensorSteps::from(runs.clone());
+            let still = Overrides { weight_decay: Some(0.0), ..Overrides::default() };
+            let of = |tensor: usize| if in_group[tensor] { still } else { Overrides::default() };
+            let groups = Groups::new((0..sizes.len()).map(of));
+            let treatment = |tensor: usize| Treatment { t: steps.of(tensor), group: GroupId(in_group[tensor].into()) };
             let mut blocks: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
             blocks.retain(|block| owned[block.index() % 64]);
             prop_assume!(!blocks.is_empty());
             let partition = layout.partition(&blocks).unwrap();
-            let (whole, local) = (ByteSteps::of_model(&layout, &steps), ByteSteps::of_partition(&partition, &steps));
+            let whole = ByteSteps::of_model(&layout, &steps, &groups);
+            let local = ByteSteps::of_partition(&partition, &steps, &groups);
             for (i, &block) in blocks.iter().enumerate() {
                 let (here, there) = (partition.layout().block_bytes(BlockId(i as u32)), layout.block_bytes(block));
                 let expected: Vec<_> = whole
@@ -236,13 +294,13 @@ mod tests {
                     let piece = expected.iter().find(|(piece, _)| {
                         piece.contains(&(bytes.start.max(there.start) - there.start + here.start))
                     });
-                    prop_assert!(bytes.is_empty() || piece.unwrap().1 == steps.of(tensor));
+                    prop_assert!(bytes.is_empty() || piece.unwrap().1 == treatment(tensor));
                 }
                 prop_assert_eq!(expected.first().map(|(bytes, _)| bytes.start), Some(here.start));
                 prop_assert_eq!(expected.last().map(|(bytes, _)| bytes.end), Some(here.end));
                 // Runs of a partition may be cut elsewhere; byte for byte they are the same.
                 for byte in [here.start, (here.start + here.end) / 2, here.end - 1] {
-                    let of = |pieces: &[(Range<u64>, u64)]| pieces.iter().find(|(piece, _)| piece.contains(&byte)).map(|(_, step)| *step);
+                    let of = |pieces: &[(Range<u64>, Treatment)]| pieces.iter().find(|(piece, _)| piece.contains(&byte)).map(|(_, step)| *step);
                     let pieces: Vec<_> = local.pieces(here.clone()).collect();
                     prop_assert_eq!(of(&pieces), of(&expected));
                 }

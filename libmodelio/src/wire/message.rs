@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::{BlockRanges, TensorRanges};
 use crate::vocabulary::controls::Controls;
+use crate::vocabulary::groups::Groups;
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
@@ -813,6 +814,8 @@ pub enum Work {
         step: reducer::Step,
         /// The optimizer step of each tensor. Tensors of step 0 stay as they are.
         tensors: TensorSteps,
+        /// What groups of tensors have in place of the step's reducer and hyper-parameters.
+        groups: Groups,
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },

@@ -114,7 +114,8 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V8 = 8,
     /// A contribution says what its learner has written: gradients, a model, or a replica, how much it counts, and which
-    /// version the learner had opened. There is the consistency `grace`.
+    /// version the learner had opened. There is the consistency `grace`. Settings have rules for tensors, and
+    /// the work of a plan has groups of tensors.
     V9 = 9,
 }
 

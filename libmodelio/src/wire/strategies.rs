@@ -11,6 +11,7 @@ use super::*;
 use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::BlockRanges;
 use crate::vocabulary::controls::Controls;
+use crate::vocabulary::groups::{Groups, Overrides};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
@@ -152,25 +153,30 @@ fn controls() -> impl Strategy<Value = Controls> {
     let schedule = (schedule, 0u32..30, 0u64..1 << 48);
     let consistencies = vec!["sync", "quorum(3)", "grace(65536, 0.25)", "async", "ssp(2)"];
     let consistency = (proptest::sample::select(consistencies), any::<bool>());
-    let all = (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}", pull, own, schedule, consistency);
-    all.prop_map(|(rate, learners, frozen, pull, own, (schedule, warmup, start), (consistency, aware))| {
-        let aware = aware && ["async", "ssp(2)"].contains(&consistency);
-        let texts = [
-            ("learning_rate", rate.to_string()),
-            ("learners", learners.to_string()),
-            ("frozen", frozen),
-            ("pull", pull.to_owned()),
-            ("read_own_step", own.to_owned()),
-            ("schedule", schedule.to_owned()),
-            ("warmup", warmup.to_string()),
-            ("schedule_start", start.to_string()),
-            ("consistency", consistency.to_owned()),
-            ("staleness_aware", aware.to_string()),
-        ];
-        Controls::default()
-            .with_all(texts.iter().map(|(name, text)| (*name, text.as_str())))
-            .expect("settings")
-    })
+    let rules = "([a-z*?]{1,9} (frozen|weight_decay=0|reducer=adam)\n){0,3}";
+    let patterns = ("[a-z*?]{0,9}", rules);
+    let all = (0.0f32..1.0, 1u32..9, patterns, pull, own, schedule, consistency);
+    all.prop_map(
+        |(rate, learners, (frozen, rules), pull, own, (schedule, warmup, start), (consistency, aware))| {
+            let aware = aware && ["async", "ssp(2)"].contains(&consistency);
+            let texts = [
+                ("learning_rate", rate.to_string()),
+                ("learners", learners.to_string()),
+                ("frozen", frozen),
+                ("tensors", rules),
+                ("pull", pull.to_owned()),
+                ("read_own_step", own.to_owned()),
+                ("schedule", schedule.to_owned()),
+                ("warmup", warmup.to_string()),
+                ("schedule_start", start.to_string()),
+                ("consistency", consistency.to_owned()),
+                ("staleness_aware", aware.to_string()),
+            ];
+            Controls::default()
+                .with_all(texts.iter().map(|(name, text)| (*name, text.as_str())))
+                .expect("settings")
+        },
+    )
 }
 
 fn job_phase() -> impl Strategy<Value = JobPhase> {
@@ -191,6 +197,17 @@ fn step() -> impl Strategy<Value = reducer::Step> {
         weight,
         t,
         norm,
+    })
+}
+
+fn groups() -> impl Strategy<Value = Groups> {
+    let overrides = (proptest::option::of(reducer()), proptest::option::of(0.0f32..1.0), any::<Option<u8>>());
+    vec(overrides, 0..4).prop_map(|all| {
+        Groups::new(all.into_iter().map(|(reducer, weight_decay, scale)| Overrides {
+            reducer,
+            weight_decay,
+            learning_rate_scale: scale.map(f32::from),
+        }))
     })
 }
 
@@ -268,10 +285,8 @@ fn plan() -> impl Strategy<Value = Plan> {
     let work = prop_oneof![
         prop_oneof![Just(Combine::Sum), Just(Combine::Last)].prop_map(|combine| Work::Add { combine }),
         any::<u64>().prop_map(|token| Work::Assign { token }),
-        (step(), tensors(), any::<bool>()).prop_map(|(step, tensors, fresh_state)| Work::Reduce {
-            step,
-            tensors,
-            fresh_state
+        (step(), tensors(), groups(), any::<bool>()).prop_map(|(step, tensors, groups, fresh_state)| {
+            Work::Reduce { step, tensors, groups, fresh_state }
         }),
         (step(), tensors()).prop_map(|(step, tensors)| Work::Measure { step, tensors }),
     ];

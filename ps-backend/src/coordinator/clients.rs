@@ -386,8 +386,9 @@ impl CoordinatorCore {
                 let controls = controls.map_err(|error| refused(&error))?;
                 core.may_set(&controls).map_err(|error| refused(&error))?;
                 controls.check_trainable(self.is_trainable).map_err(|error| refused(&error))?;
-                let frozen = controls.frozen.tensors(self.names.iter().map(String::as_str));
-                core.freeze(frozen.map_err(|error| refused(&error))?);
+                let of_tensors = controls.of_tensors(self.names.iter().map(String::as_str));
+                let (frozen, groups) = of_tensors.map_err(|error| refused(&error))?;
+                core.set_tensors(frozen, groups);
                 core.set_controls(controls, now, &mut wanted);
                 self.changed = true;
                 Some(Message::Done)

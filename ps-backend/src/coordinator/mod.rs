@@ -148,9 +148,9 @@ impl CoordinatorCore {
         patience: Now,
     ) -> Result<CoordinatorCore, ControlError> {
         let (blocks, tensors, names) = (layout.blocks(), layout.tensors().len(), names(layout));
-        let frozen = controls.frozen.tensors(names.iter().map(String::as_str))?;
+        let (frozen, groups) = controls.of_tensors(names.iter().map(String::as_str))?;
         let mut core = JobCore::new(blocks, tensors, controls);
-        core.freeze(frozen);
+        core.set_tensors(frozen, groups);
         Ok(CoordinatorCore {
             core: core.with_accumulate_patience(patience),
             blocks,

@@ -42,14 +42,15 @@ impl CoordinatorCore {
                 (Kind::Accumulate(learners), senders, Work::Measure { step, tensors })
             }
             core::Action::Reduce(plan) => match &plan.work {
-                core::Work::Reduce { step, tensors, fresh_state, inputs } => {
+                core::Work::Reduce { step, tensors, groups, fresh_state, inputs } => {
                     let replaces = step.reducer.combine().replaces();
-                    let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
+                    let (step, tensors) = (step.clone(), tensors.clone());
+                    let (groups, fresh_state) = (groups.clone(), *fresh_state);
                     let mut senders = senders(inputs, self.core.accumulated_contributions(), replaces);
                     if let Some(open) = &plan.provisional {
                         self.add_open(open, &mut senders, replaces)?;
                     }
-                    (Kind::Reduce, senders, Work::Reduce { step, tensors, fresh_state })
+                    (Kind::Reduce, senders, Work::Reduce { step, tensors, groups, fresh_state })
                 }
                 core::Work::Assign { buffer } => {
                     let sender = Sender {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::reducer::{self, Combine, Form};
@@ -61,6 +62,8 @@ pub struct Plan<S> {
 }
 
 /// The kinds of plan.
+// There is one at a time, behind an `Arc`.
+#[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug)]
 pub enum Work<S> {
     /// Reduce contributions.
@@ -70,6 +73,8 @@ pub enum Work<S> {
         step: reducer::Step,
         /// The optimizer step of each tensor. 0 for tensors that stay as they are.
         tensors: TensorSteps,
+        /// What groups of tensors have in place of the step's reducer and hyper-parameters.
+        groups: Groups,
         /// Optimizer state starts from zero.
         fresh_state: bool,
         /// The contributions that are not in the accumulator, by learner.

@@ -32,9 +32,9 @@ impl<S: Clone> JobCore<S> {
         missing.map(|member| member.name.as_str()).collect()
     }
 
-    /// The reducer whose optimizer state exists.
+    /// The reducer with the most of the optimizer state that exists.
     pub fn state_of(&self) -> Reducer {
-        self.params.as_ref().map_or(self.state_of, |(reducer, ..)| *reducer)
+        self.state_of.widest()
     }
 
     /// Another coordinator has taken over the held job. No message of learners could come meanwhile, so all leases
@@ -63,8 +63,9 @@ impl<S: Clone> JobCore<S> {
         self.blocks == blocks as usize
             && self.tensors == tensors
             && self.optimizer_steps.tensors() == tensors as u64
-            && self.frozen.0.len() == tensors
-            && self.params.as_ref().is_none_or(|(.., frozen)| frozen.0.len() == tensors)
+            && self.of_tensors.is_sound(tensors, self.controls.reducer)
+            && self.params.as_ref().is_none_or(|(reducer, _, of)| of.is_sound(tensors, *reducer))
+            && [&self.reducers, &self.state_of].iter().all(|of| of.tensors() == tensors as u64)
             && !self.has_accumulated()
             && self.committed.iter().all(held)
             && self.pending.iter().all(waits)

@@ -52,6 +52,7 @@ use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{Consistency, Controls};
+use libmodelio::vocabulary::groups::{Groups, TensorReducers};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Version};
 pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
 use libmodelio::vocabulary::norm::Norm;
@@ -65,7 +66,7 @@ pub use deadlines::ALL_BUFFERS_HELD;
 use early::{Early, Speculation};
 use grace::Grace;
 pub use record::{JobRecord, LearnerRecord};
-use state::{Committed, Member, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
+use state::{Committed, Member, OfTensors, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
 
 /// The most writes of new weights that may wait at once.
 pub const MAX_ASSIGNS: usize = 64;
@@ -120,12 +121,15 @@ pub struct JobCore<S> {
     norm: Option<Norm>,
     /// The publication of new weights in the running plan.
     running_ticket: Option<(Ticket, Now)>,
-    /// Reducer, constants and frozen tensors of the coming version. They are fixed once part of it was computed.
-    params: Option<(Reducer, Hyper, Tensors)>,
-    /// The tensors that the settings freeze.
-    frozen: Tensors,
-    /// The reducer whose optimizer state exists.
-    state_of: Reducer,
+    /// Reducer, constants, frozen tensors and groups of the coming version. They are fixed once part of it was
+    /// computed.
+    params: Option<(Reducer, Hyper, OfTensors)>,
+    /// What the settings say of single tensors.
+    of_tensors: OfTensors,
+    /// The reducer of each tensor by the settings.
+    reducers: TensorReducers,
+    /// The reducer of each tensor whose optimizer state exists.
+    state_of: TensorReducers,
     /// The state begins anew with the next version of which nothing has been computed.
     restart: bool,
     /// All learners have left in the middle of a step. Learners are counted again after it.
@@ -152,14 +156,17 @@ impl<S: Clone> JobCore<S> {
     /// is assumed to have a buffer.
     pub fn new(blocks: u32, tensors: usize, controls: Controls) -> JobCore<S> {
         let blocks = blocks as usize;
+        let reducers = TensorReducers::new(tensors, controls.reducer, &Groups::default());
+        let frozen = Tensors(FixedBitSet::with_capacity(tensors));
         JobCore {
             blocks,
             tensors,
             consistency: controls.consistency,
-            state_of: controls.reducer,
+            state_of: reducers.clone(),
+            reducers,
             restart: false,
             params: None,
-            frozen: Tensors(FixedBitSet::with_capacity(tensors)),
+            of_tensors: OfTensors { frozen, groups: Groups::default() },
             controls,
             version: Version(0),
             members: BTreeMap::new(),

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::groups::{Groups, TensorReducers};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
@@ -19,8 +20,11 @@ use super::{JobCore, MAX_LEARNERS, Member};
 pub struct JobRecord {
     /// The version.
     pub version: Version,
-    /// The reducer whose optimizer state exists.
+    /// The reducer whose optimizer state exists. If tensors have several, one with the most state.
     pub optimizer: Reducer,
+    /// The reducer of each tensor, as runs of tensors, if they have several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reducers: Option<TensorReducers>,
     /// The optimizer steps of each tensor since its state was zero, as runs of tensors.
     pub steps: TensorSteps,
     /// The number of contributions that are part of it or of an earlier version.
@@ -42,6 +46,13 @@ pub struct LearnerRecord {
     pub step: Option<Step>,
 }
 
+impl JobRecord {
+    /// The reducer of one tensor.
+    pub fn reducer_of(&self, tensor: usize) -> Reducer {
+        self.reducers.as_ref().and_then(|reducers| reducers.of(tensor)).unwrap_or(self.optimizer)
+    }
+}
+
 impl<S: Clone> JobCore<S> {
     /// The record of the newest version.
     pub fn record(&self) -> JobRecord {
@@ -60,7 +71,8 @@ impl<S: Clone> JobCore<S> {
         }));
         JobRecord {
             version: self.version,
-            optimizer: self.state_of,
+            optimizer: self.state_of.widest(),
+            reducers: Some(self.state_of.clone()).filter(TensorReducers::are_mixed),
             steps: self.optimizer_steps.clone(),
             contributions: self.contributions_taken,
             learners,
@@ -79,13 +91,17 @@ impl<S: Clone> JobCore<S> {
             let got = record.steps.tensors();
             return refused(format!("the record is of {got} tensors, the model has {}", self.tensors));
         }
+        if record.reducers.as_ref().is_some_and(|of| of.tensors() != self.tensors as u64) {
+            return refused(format!("the record has reducers of other than {} tensors", self.tensors));
+        }
         if record.learners.len() > 2 * MAX_LEARNERS {
             return refused(format!("the record names {} learners", record.learners.len()));
         }
         record.learners.iter().try_for_each(|learner| check_name(&learner.name))?;
         debug_assert!(self.members.is_empty() && self.next_learner == LearnerId(1).0, "it has begun");
         self.version = record.version;
-        self.state_of = record.optimizer;
+        let uniform = || TensorReducers::new(self.tensors, record.optimizer, &Groups::default());
+        self.state_of = record.reducers.unwrap_or_else(uniform);
         self.optimizer_steps = record.steps;
         self.contributions_taken = record.contributions;
         self.forgotten = record.unlisted;

@@ -2,21 +2,28 @@
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
+use libmodelio::vocabulary::groups::{Groups, TensorReducers};
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
-use super::{Action, JobCore, Member, Now, PendingKind, Phase, Tensors};
+use super::{Action, JobCore, Member, Now, OfTensors, PendingKind, Phase, Tensors};
 
 impl<S: Clone> JobCore<S> {
-    /// Freezes these tensors, from the next version of which nothing has been computed.
+    /// Freezes these tensors and reduces all others by these groups, from the next version of which nothing has been
+    /// computed.
     ///
     /// # Panics
     /// If this is not a set of the model's tensors.
-    pub fn freeze(&mut self, tensors: FixedBitSet) {
-        assert_eq!(tensors.len(), self.tensors, "tensors of the model");
-        self.frozen = Tensors(tensors);
+    pub fn set_tensors(&mut self, frozen: FixedBitSet, groups: Groups) {
+        assert_eq!(frozen.len(), self.tensors, "tensors of the model");
+        self.of_tensors = OfTensors { frozen: Tensors(frozen), groups };
+        self.find_reducers();
+    }
+
+    fn find_reducers(&mut self) {
+        self.reducers = TensorReducers::new(self.tensors, self.controls.reducer, &self.of_tensors.groups);
     }
 
     /// New settings take effect at the next version. A formed job stays formed, however many `learners` are expected.
@@ -26,6 +33,7 @@ impl<S: Clone> JobCore<S> {
         let anew =
             controls.reducer.restarts() && controls.hyper.learning_rate != self.controls.hyper.learning_rate;
         self.controls = controls;
+        self.find_reducers();
         self.restart |= anew;
         self.drop_pending_forms(actions);
         if is_new {
@@ -80,9 +88,12 @@ impl<S: Clone> JobCore<S> {
         }
         self.follow_consistency();
         let anew = self.params.is_none() && std::mem::take(&mut self.restart);
-        if self.params.is_none() && (self.state_of != self.controls.reducer || anew) {
-            self.state_of = self.controls.reducer;
-            self.optimizer_steps = TensorSteps::uniform(self.tensors, 0);
+        if self.params.is_none() && (self.state_of != self.reducers || anew) {
+            self.optimizer_steps = match anew {
+                true => TensorSteps::uniform(self.tensors, 0),
+                false => self.optimizer_steps.restarted(&self.state_of, &self.reducers),
+            };
+            self.state_of = self.reducers.clone();
         }
         if self.committed.is_empty() && std::mem::take(&mut self.reform) {
             self.formed = self.members.len() >= self.controls.learners as usize;
@@ -101,8 +112,9 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The parameters of the coming version.
-    pub(super) fn params(&self) -> (Reducer, Hyper, Tensors) {
-        let set = || (self.controls.reducer, self.controls.hyper_after(self.version), self.frozen.clone());
+    pub(super) fn params(&self) -> (Reducer, Hyper, OfTensors) {
+        let set =
+            || (self.controls.reducer, self.controls.hyper_after(self.version), self.of_tensors.clone());
         self.params.clone().unwrap_or_else(set)
     }
 }

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 use serde::{Deserialize, Serialize};
 
 use super::{Contribution, Now, Ticket, bits};
@@ -92,6 +94,21 @@ impl<S> Committed<S> {
 /// A set of the model's tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Tensors(#[serde(deserialize_with = "bits::deserialize")] pub(super) FixedBitSet);
+
+/// What the settings say of single tensors.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct OfTensors {
+    /// The tensors that are never reduced.
+    pub(super) frozen: Tensors,
+    pub(super) groups: Groups,
+}
+
+impl OfTensors {
+    /// Whether they can be of a model with so many tensors and this reducer.
+    pub(super) fn is_sound(&self, tensors: usize, reducer: Reducer) -> bool {
+        self.frozen.0.len() == tensors && self.groups.check(tensors as u64, reducer).is_ok()
+    }
+}
 
 /// A commit that cannot be taken yet.
 #[derive(Debug, Serialize, Deserialize)]

@@ -9,8 +9,8 @@ use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::reducer;
 
 use super::{
-    Action, Committed, Contribution, JobCore, Now, Pending, PendingKind, Phase, Place, Plan, Ticket, Work,
-    staleness,
+    Action, Committed, Contribution, JobCore, Now, OfTensors, Pending, PendingKind, Phase, Place, Plan,
+    Ticket, Work, staleness,
 };
 
 impl<S: Clone> JobCore<S> {
@@ -205,7 +205,7 @@ impl<S: Clone> JobCore<S> {
         let kept = self.committed.iter().filter(|committed| committed.place == Place::Kept);
         let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
-        let (reducer, mut hyper, frozen) = self.params();
+        let (reducer, mut hyper, OfTensors { frozen, groups }) = self.params();
         // What has begun early has begun with the whole rate.
         if provisional.is_none() && self.early.is_none() && self.divides_by_staleness() {
             hyper = staleness::of_stale(hyper, self.staleness());
@@ -226,7 +226,8 @@ impl<S: Clone> JobCore<S> {
         let mut step = reducer::Step { reducer, hyper, contributions, weight, t, norm: None };
         step.norm = self.squares.map(|squares| Norm::new(step.scale() * squares.sqrt()));
         let fresh_state = self.optimizer_steps.highest() == 0;
-        Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional: provisional.cloned() }
+        let work = Work::Reduce { step, tensors, groups, fresh_state, inputs };
+        Plan { work, provisional: provisional.cloned() }
     }
 
     /// Whether the memory that the coming version is made in or from is still in use.

@@ -5,6 +5,7 @@ mod clipped_jobs;
 mod deterministic_jobs;
 mod giving_way;
 mod grace_jobs;
+mod groups;
 mod history;
 mod losses;
 mod members;

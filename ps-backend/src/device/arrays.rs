@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::vocabulary::reducer::Step;
+use libmodelio::vocabulary::groups::Steps;
 use parking_lot::Mutex;
 
 use super::lanes::{Places, Versions};
@@ -181,8 +181,8 @@ impl Arrays {
         self.accelerator.pin(version);
     }
 
-    /// Does runs for a step, and returns when the version in the host's memory is made. Sums that lie in the version are
-    /// read first.
+    /// Does runs for a version's steps, and returns when the version in the host's memory is made. Sums that lie in the
+    /// version are read first.
     ///
     /// # Errors
     /// [`DeviceError::Failed`]. Then the model is lost.
@@ -191,7 +191,7 @@ impl Arrays {
     /// The conditions of [`super::lanes::Lanes::run`].
     pub unsafe fn run(
         &self,
-        step: &Step,
+        steps: &Steps,
         front: &Arc<Mapping>,
         back: &Arc<Mapping>,
         runs: &Runs,
@@ -213,7 +213,7 @@ impl Arrays {
         let places = Places { values: &self.values, slots: slots.each_ref().map(Option::as_deref) };
         let mut lanes = self.accelerator.lanes.lock();
         // SAFETY: passed on to the caller.
-        let outcome = unsafe { lanes.run(step, places, Versions { front, back }, runs.all()) };
+        let outcome = unsafe { lanes.run(steps, places, Versions { front, back }, runs.all()) };
         outcome.map_err(|error| self.failed.get_or_init(|| error).clone())
     }
 }

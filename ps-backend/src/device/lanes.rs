@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use libmodelio::bytes::kernels::Wire;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::vocabulary::reducer::Step;
+use libmodelio::vocabulary::groups::Steps;
 use smallvec::SmallVec;
 
 use super::runs::MOST;
@@ -99,7 +99,7 @@ impl Lanes {
         Ok(Lanes { device: Arc::clone(device), lanes, there, kernels, back })
     }
 
-    /// Does all runs for a step, and returns when the weights are in the host's memory.
+    /// Does all runs for a version's steps, and returns when the weights are in the host's memory.
     ///
     /// # Errors
     /// [`DeviceError::Failed`]. Then what the arrays and the next version hold has no meaning. No work is left.
@@ -109,14 +109,14 @@ impl Lanes {
     /// elements in the arrays and in the next version, and nobody writes them in their sums and in the newest version.
     pub unsafe fn run(
         &mut self,
-        step: &Step,
+        steps: &Steps,
         places: Places<'_>,
         versions: Versions<'_>,
         runs: &[Run],
     ) -> Result<(), DeviceError> {
         let ordered = runs.iter().zip((0..LANES).cycle()).try_for_each(|(run, lane)| {
             // SAFETY: passed on to the caller. All work ends below.
-            unsafe { self.order(&self.lanes[lane], step, places, versions, run) }
+            unsafe { self.order(&self.lanes[lane], steps, places, versions, run) }
         });
         // The copies back have waited for everything else, unless something has failed.
         let mut outcome = ordered.and(self.device.synchronize(self.back));
@@ -135,7 +135,7 @@ impl Lanes {
     unsafe fn order(
         &self,
         lane: &Lane,
-        step: &Step,
+        steps: &Steps,
         places: Places<'_>,
         versions: Versions<'_>,
         run: &Run,
@@ -144,7 +144,7 @@ impl Lanes {
         let values = words(places.values, run);
         device.wait(self.there, lane.computed)?;
         match &run.does {
-            Does::Reduce { t, sums } => {
+            Does::Reduce { of, anew, sums } => {
                 let mut at = SmallVec::<[Address; 2]>::new();
                 for (number, sum) in sums.iter().enumerate() {
                     let to = lane.sum(number, run);
@@ -158,9 +158,13 @@ impl Lanes {
                 }
                 device.record(self.there, lane.uploaded)?;
                 device.wait(self.kernels, lane.uploaded)?;
-                let step = Step { t: *t, ..step.clone() };
+                let step = steps.of(of.group, of.t);
                 let formula = reducers::formula(&step, !at.is_empty());
                 let slots = places.slots.map(|slot| slot.map(|slot| words(slot, run)));
+                for slot in slots.into_iter().take(step.reducer.state_slots()).flatten().filter(|_| *anew) {
+                    // SAFETY: the caller has this run's elements for itself.
+                    unsafe { device.clear(self.kernels, slot, run.words.len() * 4)? };
+                }
                 let out = run.wire.is_half().then(|| lane.halves.at(phase(run) * 2..HALVES));
                 if out.is_some() {
                     device.wait(self.kernels, lane.copied)?;

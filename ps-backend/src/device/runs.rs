@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use libmodelio::bytes::kernels::Wire;
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::tensor_steps::Treatment;
 use smallvec::SmallVec;
 
 /// The most words of a run. Between two copies a device pauses for some microseconds, so longer runs are faster.
@@ -21,8 +22,10 @@ pub enum Does {
     /// The next weights are computed from these sums, whose words lie where those of the arrays do, and are copied to
     /// the version.
     Reduce {
-        /// The optimizer's step.
-        t: u64,
+        /// The optimizer's step, and the group.
+        of: Treatment,
+        /// Whether the state is set to zero first.
+        anew: bool,
         /// The sums, in their order.
         sums: SmallVec<[Arc<Mapping>; 2]>,
     },
@@ -33,9 +36,11 @@ pub enum Does {
 impl Does {
     fn equals(&self, other: &Does) -> bool {
         match (self, other) {
-            (Does::Reduce { t, sums }, Does::Reduce { t: other_t, sums: others }) => {
+            (Does::Reduce { of, anew, sums }, Does::Reduce { of: other, anew: other_anew, sums: others }) => {
                 let same = |(sum, other)| Arc::ptr_eq(sum, other);
-                t == other_t && sums.len() == others.len() && sums.iter().zip(others).all(same)
+                (of, anew) == (other, other_anew)
+                    && sums.len() == others.len()
+                    && sums.iter().zip(others).all(same)
             }
             (Does::Adopt, Does::Adopt) => true,
             _ => false,
@@ -115,7 +120,8 @@ mod tests {
     }
 
     fn reduce(t: u64, sums: &[&Arc<Mapping>]) -> Does {
-        Does::Reduce { t, sums: sums.iter().map(|sum| Arc::clone(sum)).collect() }
+        let of = Treatment { t, ..Treatment::default() };
+        Does::Reduce { of, anew: false, sums: sums.iter().map(|sum| Arc::clone(sum)).collect() }
     }
 
     fn shape(runs: &Runs) -> Vec<(Range<usize>, Range<usize>)> {

@@ -105,12 +105,12 @@ impl Plan {
     fn becomes(&self, sealed: &Plan) -> bool {
         let same_work = match (&self.work, &sealed.work) {
             (
-                Work::Reduce { step, fresh_state, .. },
-                Work::Reduce { step: other, fresh_state: fresh, .. },
+                Work::Reduce { step, groups, fresh_state, .. },
+                Work::Reduce { step: other, groups: others, fresh_state: fresh, .. },
             ) => {
                 // The highest step of a tensor is known only when the plan is sealed.
                 let alike = |step: &reducer::Step| reducer::Step { t: 0, ..step.clone() };
-                alike(step) == alike(other) && fresh_state == fresh
+                alike(step) == alike(other) && groups == others && fresh_state == fresh
             }
             (work, other) => work == other,
         };

@@ -31,6 +31,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::local::ShardMemory;
 use libmodelio::transport::tally::Tally;
 use libmodelio::transport::{Region, RegionKey};
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Combine, Reducer};
@@ -398,20 +399,20 @@ impl PartitionStore {
         let in_place = inner.changes_in_place(&work);
         let builder = match &work {
             Work::Add { .. } | Work::Measure { .. } => None,
-            Work::Reduce { step, tensors, fresh_state } => {
-                inner.store.prepare(step.reducer, *fresh_state)?;
-                let steps = ByteSteps::of_partition(partition, tensors);
+            Work::Reduce { step, tensors, groups, fresh_state } => {
+                inner.store.prepare(groups.widest(step.reducer), *fresh_state)?;
+                let steps = ByteSteps::of_partition(partition, tensors, groups);
                 let adds_up = !step.reducer.combine().replaces();
                 let adds_there = in_place && adds_up && inner.adds_there && inner.store.versions_hold_sums();
-                let how = How { check, adds_there, leaves_masters: false };
+                let how = How { check, adds_there, leaves_masters: false, fresh_state: *fresh_state };
                 Some(inner.store.next_version(next, None, steps, how)?)
             }
             // New weights that lie in a buffer of this store stay where they are.
             Work::Assign { token } => {
                 let written = inner.store.lent(RegionKey(*token));
                 let all = TensorSteps::uniform(partition.tensor_ends().len(), 1);
-                let steps = ByteSteps::of_partition(partition, &all);
-                let how = How { check, adds_there: false, leaves_masters: in_place };
+                let steps = ByteSteps::of_partition(partition, &all, &Groups::default());
+                let how = How { check, leaves_masters: in_place, ..How::default() };
                 Some(inner.store.next_version(next, written, steps, how)?)
             }
         };
@@ -420,7 +421,8 @@ impl PartitionStore {
         }
         let measure = match &work {
             Work::Measure { step, tensors } => {
-                Some(Measure::new(step.clone(), ByteSteps::of_partition(partition, tensors)))
+                let counts = ByteSteps::of_partition(partition, tensors, &Groups::default());
+                Some(Measure::new(step.clone(), counts))
             }
             _ => None,
         };
@@ -435,8 +437,8 @@ impl PartitionStore {
     /// Sets the final steps of tensors, for a job that has begun before they were known. Blocks that are computed
     /// already do not change.
     pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps) {
-        if let Some(builder) = job.builder() {
-            builder.seal(ByteSteps::of_partition(&self.shared.partition, tensors));
+        if let (Some(builder), Work::Reduce { groups, .. }) = (job.builder(), job.work()) {
+            builder.seal(ByteSteps::of_partition(&self.shared.partition, tensors, groups));
         }
     }
 
@@ -483,7 +485,9 @@ impl PartitionStore {
         inner.reuse();
         match work {
             Work::Add { .. } | Work::Measure { .. } => true,
-            Work::Reduce { step, fresh_state, .. } => inner.store.is_prepared(step.reducer, *fresh_state),
+            Work::Reduce { step, groups, fresh_state, .. } => {
+                inner.store.is_prepared(groups.widest(step.reducer), *fresh_state)
+            }
             Work::Assign { .. } => inner.store.has_buffer(),
         }
     }
@@ -510,8 +514,8 @@ impl PartitionStore {
         }
         job.check_finished()?;
         inner.store.publish_next(builder);
-        if let Work::Reduce { step, .. } = job.work() {
-            inner.store.has_used(step.reducer);
+        if let Work::Reduce { step, groups, .. } = job.work() {
+            inner.store.has_used(groups.widest(step.reducer));
             self.shared.sums.clear();
         }
         job.give_up();
@@ -659,7 +663,7 @@ impl Inner {
     /// Whether work of a plan changes state that cannot be restored.
     fn changes_in_place(&self, work: &Work) -> bool {
         match work {
-            Work::Reduce { step, .. } => self.store.changes_in_place(step.reducer),
+            Work::Reduce { step, groups, .. } => self.store.changes_in_place(groups.widest(step.reducer)),
             Work::Assign { .. } => self.store.changes_in_place(Reducer::Assign),
             Work::Add { .. } | Work::Measure { .. } => false,
         }

@@ -351,7 +351,7 @@ impl Accumulator {
     ) {
         for segment in layout.segments(block) {
             let Some(wire) = Wire::of(segment.dtype) else { continue };
-            for (bytes, _) in counts.pieces(segment.bytes.clone()).filter(|(_, step)| *step > 0) {
+            for (bytes, _) in counts.pieces(segment.bytes.clone()).filter(|(_, of)| of.t > 0) {
                 let elements = element_span(&segment.cut(bytes), wire);
                 // SAFETY: passed on to the caller.
                 let sums = sums.iter().map(|sum| unsafe { sum.sums(elements.clone()) });

@@ -9,10 +9,11 @@ use std::sync::{Arc, OnceLock};
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::groups::Steps;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, Segment};
 use libmodelio::vocabulary::reducer;
-use libmodelio::vocabulary::tensor_steps::ByteSteps;
+use libmodelio::vocabulary::tensor_steps::{ByteSteps, Treatment};
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, INLINE, Payload, within};
@@ -49,7 +50,7 @@ pub(crate) struct VersionBuilder {
     pub(super) layout: Arc<ModelLayout>,
     /// The version that is built.
     pub(super) version: Version,
-    /// For each byte, whether it is reduced, and the optimizer's step for it.
+    /// For each byte, whether it is reduced, the optimizer's step for it, and its group.
     pub(super) steps: ByteSteps,
     /// The final steps, once they are known. Blocks that were computed before have the same steps.
     pub(super) sealed: OnceLock<ByteSteps>,
@@ -76,6 +77,8 @@ pub(crate) struct How {
     pub(crate) adds_there: bool,
     /// Whether masters stay as they are until [`VersionBuilder::keep_masters`].
     pub(crate) leaves_masters: bool,
+    /// Whether all slots are zero. If not, those of a tensor at its first step may hold what another reducer has left.
+    pub(crate) fresh_state: bool,
 }
 
 thread_local! {
@@ -100,14 +103,14 @@ impl VersionBuilder {
     pub(crate) unsafe fn block(
         &self,
         block: BlockId,
-        step: &reducer::Step,
+        steps: &Steps,
         terms: &[Term<'_>],
         written: &[Written<'_>],
         checked: bool,
     ) -> bool {
         // SAFETY: passed on to the caller.
         unsafe {
-            if terms.is_empty() && (reducers::is_inert(step) || self.stays(block)) {
+            if terms.is_empty() && self.stays(block, steps) {
                 self.carry(block);
                 return true;
             }
@@ -117,7 +120,7 @@ impl VersionBuilder {
                     self.carry_state(block, |_| false);
                     checked || !self.how.check || payload.is_finite(&self.layout, block)
                 }
-                _ => self.compute(block, step, terms, written),
+                _ => self.compute(block, steps, terms, written),
             };
             if finite {
                 self.approve(block);
@@ -143,9 +146,11 @@ impl VersionBuilder {
         self.sealed.get().unwrap_or(&self.steps)
     }
 
-    /// Whether no learner has written a tensor of `block`.
-    pub(super) fn stays(&self, block: BlockId) -> bool {
-        self.steps().pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
+    /// Whether `block`, which has no contribution, stays as it is: no learner has written its tensors, or their
+    /// reducers keep their values without contributions.
+    pub(super) fn stays(&self, block: BlockId, steps: &Steps) -> bool {
+        let stays = |of: Treatment| of.t == 0 || reducers::is_inert(steps.of_group(of.group));
+        self.steps().pieces(self.layout.block_bytes(block)).all(|(_, of)| stays(of))
     }
 
     /// Whether there is one copy of the state.
@@ -156,6 +161,16 @@ impl VersionBuilder {
     /// Whether `step` changes state of such elements in place.
     fn changes_in_place(&self, step: &reducer::Step, wire: Wire) -> bool {
         self.has_one_copy() && (step.reducer.state_slots() > 0 || wire.is_half() && !self.how.leaves_masters)
+    }
+
+    /// Whether elements that take their step `t` begin with state of zero, whatever the slots hold.
+    pub(super) fn begins_anew(&self, step: &reducer::Step, t: u64) -> bool {
+        t == 1 && !self.how.fresh_state && step.reducer.state_slots() > 0
+    }
+
+    /// Whether what elements are computed of lies elsewhere meanwhile, and so is cut to what there is room for.
+    fn needs_room(&self, step: &reducer::Step, t: u64, wire: Wire) -> bool {
+        self.sum.is_some() || self.changes_in_place(step, wire) || self.begins_anew(step, t)
     }
 
     /// The sum of contributions to `block`, if it lies where the version will be. From now on, the block holds no
@@ -208,14 +223,15 @@ impl VersionBuilder {
     pub(super) unsafe fn compute(
         &self,
         block: BlockId,
-        step: &reducer::Step,
+        steps: &Steps,
         terms: &[Term<'_>],
         written: &[Written<'_>],
     ) -> bool {
         let start = self.layout.block_bytes(block).start;
         let mut finite = true;
         let mut wide_at = 0;
-        let mut make = |piece: &Segment, t: u64, brings: Brings| {
+        let mut make = |piece: &Segment, of: Treatment, brings: Brings| {
+            let (step, t) = (steps.of_group(of.group), of.t);
             let range = span(&piece.bytes);
             let local = (piece.bytes.start - start) as usize..(piece.bytes.end - start) as usize;
             let weights = self.front.bytes(piece.bytes.clone());
@@ -252,7 +268,7 @@ impl VersionBuilder {
             });
             let sent = sent.map(|bytes| floats(bytes, &mut aligned));
             let mut before = BEFORE.take();
-            before.resize(if self.changes_in_place(step, wire) { 4 * IN_PLACE } else { 0 }, 0.0);
+            before.resize(if self.needs_room(step, t, wire) { 4 * IN_PLACE } else { 0 }, 0.0);
             let at = before.len() / 4;
             let (sum_before, state_before) = before.split_at_mut(at);
             if let Some(sum) = &self.sum {
@@ -286,7 +302,9 @@ impl VersionBuilder {
                     .into_iter()
                     .all(|(_, source)| kernels::sources_are_finite(wire, std::slice::from_ref(source)));
             }
-            if t > 0 && brings != Brings::Nobody {
+            // Beside others in the block that change without contributions.
+            let is_inert = terms.is_empty() && reducers::is_inert(step);
+            if t > 0 && brings != Brings::Nobody && !is_inert {
                 let step = reducer::Step { t, ..step.clone() };
                 // SAFETY: states and masters are owned by block, like the buffers they belong to.
                 finite &=
@@ -302,49 +320,50 @@ impl VersionBuilder {
             ALIGNED.set(aligned);
             BEFORE.set(before);
         };
-        let make = |piece: &Segment, t: u64, brings: Brings| {
+        let make = |piece: &Segment, of: Treatment, brings: Brings| {
             let step = match Wire::of(piece.dtype) {
-                Some(wire) if self.changes_in_place(step, wire) => {
+                Some(wire) if self.needs_room(steps.of_group(of.group), of.t, wire) => {
                     (IN_PLACE / wire.words() * wire.size()) as u64
                 }
-                _ => return make(piece, t, brings),
+                _ => return make(piece, of, brings),
             };
             let Range { start, end } = piece.bytes;
             (start..end).step_by(step as usize).for_each(|at| {
-                make(&piece.cut(at..end.min(at + step)), t, brings);
+                make(&piece.cut(at..end.min(at + step)), of, brings);
             });
         };
         self.each_piece(block, written, make);
         finite
     }
 
-    /// Calls `each` for the pieces of `block` that have one element type, one step and one set of contributions.
+    /// Calls `each` for the pieces of `block` that have one element type, one treatment and one set of contributions.
     pub(super) fn each_piece(
         &self,
         block: BlockId,
         written: &[Written<'_>],
-        mut each: impl FnMut(&Segment, u64, Brings),
+        mut each: impl FnMut(&Segment, Treatment, Brings),
     ) {
         let start = self.layout.block_bytes(block).start;
         let in_part = written.iter().any(Option::is_some);
-        for (piece, t) in self.pieces(block) {
+        for (piece, of) in self.pieces(block) {
             if in_part {
-                brought(&piece, start, written, |piece, brings| each(&piece, t, brings));
+                brought(&piece, start, written, |piece, brings| each(&piece, of, brings));
             } else {
-                each(&piece, t, Brings::All);
+                each(&piece, of, Brings::All);
             }
         }
     }
 
-    /// The pieces of `block` that have one element type and one step each.
-    fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, u64)> {
+    /// The pieces of `block` that have one element type and one treatment each.
+    fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, Treatment)> {
         let segments = self.layout.segments(block).iter();
         segments.flat_map(|segment| {
-            self.steps().pieces(segment.bytes.clone()).map(move |(bytes, step)| (segment.cut(bytes), step))
+            self.steps().pieces(segment.bytes.clone()).map(move |(bytes, of)| (segment.cut(bytes), of))
         })
     }
 
-    /// Computes elements. With one copy of the state, `before` has room for what it was: a master and two slots.
+    /// Computes elements. With one copy of the state, and where it begins anew, `before` has room for what it was: a
+    /// master and two slots.
     ///
     /// # Safety
     /// The elements' block belongs to this thread alone in the next version.
@@ -362,6 +381,7 @@ impl VersionBuilder {
         let none = || -> &mut [f32] { &mut [] };
         let at = before.len().max(3) / 3;
         let mut before = before.chunks_mut(at);
+        let anew = self.begins_anew(step, step.t);
         // SAFETY: the old state is immutable while its version is the newest, and is copied before if it is the new one.
         // The new elements belong to this thread.
         unsafe {
@@ -373,7 +393,10 @@ impl VersionBuilder {
                     .filter(|_| wants_master)
                     .map(|m| read(m, elements.clone(), before.next())),
                 slots: [0, 1].map(|i| {
-                    let slot = old.slot(i, step).map(|m| read(m, elements.clone(), before.next()));
+                    let slot = old.slot(i, step).map(|m| match before.next() {
+                        Some(room) if anew => zeros(&mut room[..elements.len()]),
+                        room => read(m, elements.clone(), room),
+                    });
                     slot.unwrap_or_default()
                 }),
             };
@@ -469,6 +492,12 @@ impl VersionBuilder {
             state.store(stamp, Ordering::Relaxed);
         }
     }
+}
+
+/// The room, which is all zero.
+fn zeros(room: &mut [f32]) -> &[f32] {
+    room.fill(0.0);
+    room
 }
 
 /// The elements of `from`, or a copy of them in `room`, if there is some.

@@ -8,9 +8,10 @@ use std::sync::atomic::Ordering;
 
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::kernels::{self, Wire};
+use libmodelio::vocabulary::groups::Steps;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::Segment;
-use libmodelio::vocabulary::reducer::Step;
+use libmodelio::vocabulary::tensor_steps::Treatment;
 use smallvec::SmallVec;
 
 use super::VOID;
@@ -41,18 +42,19 @@ impl VersionBuilder {
     pub(crate) unsafe fn lay_out(
         &self,
         block: BlockId,
-        step: &Step,
+        steps: &Steps,
         sums: &[&Accumulator],
         written: &[Written<'_>],
         runs: &mut Runs,
     ) -> bool {
-        if sums.is_empty() && (reducers::is_inert(step) || self.stays(block)) {
+        if sums.is_empty() && self.stays(block, steps) {
             // SAFETY: passed on to the caller.
             unsafe { self.carry(block) };
             return false;
         }
         self.mark(block, VOID);
-        let make = |piece: &Segment, t: u64, brings: Brings| {
+        let make = |piece: &Segment, of: Treatment, brings: Brings| {
+            let step = steps.of_group(of.group);
             let counts: SmallVec<[&Accumulator; 2]> = match brings {
                 // Of values that replace each other, the last counts.
                 Brings::All if step.reducer.combine().replaces() => {
@@ -62,11 +64,14 @@ impl VersionBuilder {
                 Brings::Only(sum) => [sums[sum]].into_iter().collect(),
                 Brings::Nobody => SmallVec::new(),
             };
-            let changes = t > 0 && brings != Brings::Nobody;
+            // Beside others in the block that change without contributions.
+            let is_inert = sums.is_empty() && reducers::is_inert(step);
+            let changes = of.t > 0 && brings != Brings::Nobody && !is_inert;
             match Wire::of(piece.dtype) {
                 Some(wire) if changes => {
+                    let anew = self.begins_anew(step, of.t);
                     let sums = counts.iter().map(|sum| Arc::clone(sum.memory())).collect();
-                    let does = Does::Reduce { t, sums };
+                    let does = Does::Reduce { of, anew, sums };
                     runs.push(wire, &does, element_span(piece, wire), span(&piece.bytes).start);
                 }
                 Some(_) => {
@@ -115,12 +120,12 @@ impl VersionBuilder {
     /// # Safety
     /// The blocks of the runs belong to this thread alone in the next version and its state, and nobody writes their
     /// sums. The version counts.
-    pub(crate) unsafe fn run(&self, step: &Step, runs: &Runs) -> Result<(), DeviceError> {
+    pub(crate) unsafe fn run(&self, steps: &Steps, runs: &Runs) -> Result<(), DeviceError> {
         let Some(arrays) = &self.arrays else { return Ok(()) };
         let (front, back) = (self.front.region.memory(), self.back.region.memory());
         // SAFETY: the blocks are this thread's, and no two runs have an element in common: each is of one block and piece.
         // The newest version is immutable.
-        unsafe { arrays.run(step, front, back, runs) }
+        unsafe { arrays.run(steps, front, back, runs) }
     }
 
     /// These bytes are as in the newest version.

@@ -209,7 +209,7 @@ impl Partition {
         let limits = Limits::default();
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
         let limits = Limits { buffers, ..limits };
-        let store = PartitionStore::with_state(partition, controls.reducer, limits, home)?;
+        let store = PartitionStore::with_state(partition, controls.widest_reducer(), limits, home)?;
         Ok(Partition::of(record, (layout.size(), false), store, executor, options.checksum))
     }
 
@@ -228,7 +228,7 @@ impl Partition {
         let partition = layout.partition(&all).map_err(|error| MakeError::Record(error.to_string()))?;
         let limits = Limits { retain: 0, buffers: record.controls.max_versions as usize };
         let home = executor.device().map_or(Home::Host(copies), |device| Home::Device(Arc::clone(device)));
-        let store = PartitionStore::with_state(partition, record.controls.reducer, limits, home)?;
+        let store = PartitionStore::with_state(partition, record.controls.widest_reducer(), limits, home)?;
         Ok(Partition::of(record, (layout.size(), true), store, executor, Checksum::Off))
     }
 

@@ -91,20 +91,21 @@ pub(super) fn state_tensors(head: &Head, layout: &ModelLayout) -> (Vec<StateTens
     let mut tensors = Vec::new();
     let reducible = || layout.tensors().iter().enumerate().filter(|(_, tensor)| tensor.dtype.is_reducible());
     for what in kinds(&head.record) {
-        let kind = match what {
-            Kept::Weights => continue,
-            Kept::Masters => "master",
-            Kept::Slot(slot) => head.record.optimizer.state_name(slot.into()),
-        };
         let mut at = 0;
-        for (_, tensor) in reducible() {
+        for (index, tensor) in reducible() {
             let bytes = state_bytes(tensor);
             let of = at..at + bytes;
             at += bytes;
             let is_half = matches!(tensor.dtype, DType::F16 | DType::BF16);
-            if what == Kept::Masters && !is_half {
-                continue;
-            }
+            let kind = match what {
+                Kept::Masters if is_half => "master",
+                // The reducer of a tensor may keep less than those of others.
+                Kept::Slot(slot) => match head.record.reducer_of(index) {
+                    reducer if usize::from(slot) < reducer.state_slots() => reducer.state_name(slot.into()),
+                    _ => continue,
+                },
+                Kept::Weights | Kept::Masters => continue,
+            };
             let dtype = if tensor.dtype == DType::F64 { DType::F64 } else { DType::F32 };
             let (name, shape) = (format!("{kind}.{}", tensor.name), tensor.shape.clone());
             tensors.push(StateTensor { name, dtype, shape, of: Some((what, of)) });

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::dtype::DType;
+use libmodelio::vocabulary::groups::{Groups, Overrides, TensorReducers};
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use tempfile::TempDir;
@@ -32,6 +33,7 @@ fn head(optimizer: Reducer, stepped: u64) -> Head {
     let record = JobRecord {
         version: Version(9),
         optimizer,
+        reducers: None,
         steps: TensorSteps::from(vec![(2, stepped), (count as u32 - 2, stepped / 2)]),
         contributions: 18,
         learners: vec![learner("a", Some(Step(9))), learner("b", None)],
@@ -128,6 +130,49 @@ fn what_is_written_is_read_again() {
             assert_eq!(states.iter().filter(|name| text.contains(*name)).count(), slots, "{optimizer}");
             assert!(text.contains("master.h") && !text.contains("master.d") && text.contains("step.d"));
         }
+    }
+}
+
+#[test]
+fn a_tensor_has_the_state_of_its_own_reducer() {
+    let (dir, mut head) = (TempDir::new().unwrap(), head(Reducer::Adam, 3));
+    let plain = Overrides { reducer: Some(Reducer::Sgd), ..Overrides::default() };
+    let heavy = Overrides { reducer: Some(Reducer::Momentum), ..plain };
+    let groups = Groups::new([Overrides::default(), plain, plain, heavy, heavy, Overrides::default()]);
+    head.record.reducers = Some(TensorReducers::new(6, Reducer::Adam, &groups));
+    write(dir.path(), &head, PIECE_SIZE, false).unwrap();
+    verified(dir.path()).unwrap();
+    let mut reader = Reader::open(dir.path(), None).unwrap();
+    assert_eq!(*reader.head(), head);
+    let header = fs::read(dir.path().join("optimizer.safetensors")).unwrap();
+    let text = String::from_utf8_lossy(&header[..4096]).into_owned();
+    let names = [
+        "exp_avg.d",
+        "exp_avg_sq.d",
+        "exp_avg.a/b",
+        "momentum_buffer.a/b",
+        "momentum_buffer.h",
+        "exp_avg_sq.h",
+    ];
+    let there = names.map(|name| text.contains(&format!("\"{name}\"")));
+    assert_eq!(there, [true, true, false, false, true, false]);
+    // What a reducer does not keep is zero. The F64 tensor comes first, and has state of both kinds.
+    let layout = reader.layout().clone();
+    let whole: Vec<_> = pieces(&layout, [Kept::Slot(1)].into_iter()).collect();
+    let mut state = Collect(Vec::new());
+    reader.send(&mut whole.into_iter(), &mut state).unwrap();
+    let (of_d, rest) = state.0.split_at(3 * 1000 * 8);
+    assert_eq!(of_d, expected((BlockId(0), Kept::Slot(1)), &(0..3 * 1000 * 8)));
+    assert!(rest.iter().all(|byte| *byte == 0));
+}
+
+/// Takes pieces one behind the other.
+struct Collect(Vec<u8>);
+
+impl Sink for Collect {
+    fn take(&mut self, _: Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
+        self.0.extend_from_slice(bytes);
+        Ok(())
     }
 }
 

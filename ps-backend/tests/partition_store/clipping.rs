@@ -1,5 +1,6 @@
 //! Sums that are measured, and the step that is clipped by their norm, against f64.
 
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::norm::{ExactSum, Norm};
@@ -143,7 +144,8 @@ fn a_clipped_step_is_that_of_f64_and_the_same_on_any_partitions() {
         let mut weights = vec![0; model.size() as usize];
         for store in &shards {
             let tensors = TensorSteps::from(vec![(1, 4), (1, 0), (3, 4)]);
-            let work = Work::Reduce { step: step.clone(), tensors, fresh_state: false };
+            let work =
+                Work::Reduce { step: step.clone(), tensors, groups: Groups::default(), fresh_state: false };
             let job = store.begin(Version(0), work, false).unwrap();
             (0..store.partition().layout().blocks())
                 .for_each(|block| assert!(job.finish(BlockId(block), None).unwrap()));

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use common::{BLOCK, Reference, decode, elements, encode, initial_weights, noise};
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
@@ -146,7 +147,7 @@ pub struct Twin {
 /// A version in which every tensor of the model is written.
 pub fn reduces_all(store: &PartitionStore, step: Step, fresh_state: bool) -> Work {
     let tensors = TensorSteps::uniform(store.partition().tensor_ends().len(), step.t);
-    Work::Reduce { step, tensors, fresh_state }
+    Work::Reduce { step, tensors, groups: Groups::default(), fresh_state }
 }
 
 impl Twin {

@@ -9,6 +9,7 @@ mod device_kernels;
 mod device_rules;
 mod doubles;
 mod driver;
+mod groups;
 mod in_place;
 mod moving;
 mod partly;

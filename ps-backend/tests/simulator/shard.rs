@@ -289,7 +289,7 @@ fn weights(blocks: &[Block]) -> Vec<Content> {
 
 /// The step that a plan makes of each tensor, if it makes one.
 fn step(plan: &Plan) -> Option<(Reducer, bool, TensorSteps)> {
-    let Work::Reduce { step, tensors, fresh_state } = &plan.work else { return None };
+    let Work::Reduce { step, tensors, fresh_state, .. } = &plan.work else { return None };
     let step = step.clone();
     Some((step.reducer, *fresh_state, tensors.clone()))
 }

@@ -39,7 +39,11 @@ enum Op {
     Tick(u64),
 }
 
-const CONTROLS: [(&str, &str); 31] = [
+const CONTROLS: [(&str, &str); 35] = [
+    ("tensors", ""),
+    ("tensors", "head reducer=momentum"),
+    ("tensors", "*y reducer=adam weight_decay=0"),
+    ("tensors", "head learning_rate_scale=0.5"),
     ("reducer", "sgd"),
     ("reducer", "adam"),
     ("reducer", "assign"),

@@ -15,7 +15,7 @@ use super::history::History;
 
 pub const BLOCKS: u32 = 4;
 
-/// Tensors of two blocks each.
+/// Tensors of two blocks each: `head` and `body`.
 pub const TENSORS: usize = 2;
 
 /// The tensor of a block.
@@ -68,7 +68,10 @@ pub struct Sim {
     base: Option<Version>,
     /// The contributions that each version added, block by block.
     pub versions: Vec<BTreeMap<u32, Content>>,
-    last_reducer: Option<Reducer>,
+    /// The reducer of each tensor whose state there is.
+    state_of: TensorReducers,
+    /// With which reducer each tensor has changed last.
+    last_reducers: [Option<Reducer>; TENSORS],
     /// Versions that have changed each tensor since the state was zero.
     steps: [u64; TENSORS],
     /// The steps of the tensors of blocks that came early.
@@ -92,6 +95,7 @@ impl Sim {
     pub fn new(settings: &[(&str, &str)]) -> Sim {
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
         Sim {
+            state_of: TensorReducers::new(TENSORS, controls.reducer, &Groups::default()),
             core: JobCore::new(BLOCKS, TENSORS, controls),
             now: Now::ZERO,
             next_ticket: 1,
@@ -107,7 +111,7 @@ impl Sim {
             has_buffer: true,
             base: None,
             versions: vec![BTreeMap::new()],
-            last_reducer: None,
+            last_reducers: [None; TENSORS],
             steps: [0; TENSORS],
             early: BTreeMap::new(),
             provisional: None,
@@ -192,6 +196,10 @@ impl Sim {
     fn call<R>(&mut self, f: impl FnOnce(&mut JobCore<Uid>, Now, &mut Vec<Action<Uid>>) -> R) -> R {
         let mut actions = Vec::new();
         let result = f(&mut self.core, self.now, &mut actions);
+        for tensor in self.state_of.differing(&self.core.state_of).ones() {
+            (self.steps[tensor], self.last_reducers[tensor]) = (0, None);
+        }
+        self.state_of = self.core.state_of.clone();
         for action in actions {
             self.act(action);
         }
@@ -319,7 +327,11 @@ impl Sim {
     }
 
     pub fn set(&mut self, name: &str, value: &str) {
-        if let Ok(controls) = self.core.controls().with(name, value) {
+        let names = ["head", "body"];
+        if let Ok(controls) = self.core.controls().with(name, value)
+            && let Ok((frozen, groups)) = controls.of_tensors(names.into_iter())
+        {
+            self.core.set_tensors(frozen, groups);
             self.call(|core, now, actions| core.set_controls(controls, now, actions));
         }
     }
@@ -453,7 +465,7 @@ impl Sim {
     pub fn reduce_done(&mut self, buffer: bool) {
         let Some(plan) = self.running.take() else { return };
         let mut version = BTreeMap::new();
-        if let Work::Reduce { step, tensors, fresh_state, .. } = &plan.work {
+        if let Work::Reduce { step, tensors, groups, fresh_state, .. } = &plan.work {
             self.history.published();
             self.has_buffer = buffer;
             for block in 0..BLOCKS {
@@ -462,14 +474,23 @@ impl Sim {
             self.check_whole(&version, step.contributions);
             if *fresh_state {
                 self.steps = [0; TENSORS];
-            } else {
-                assert_eq!(Some(step.reducer), self.last_reducer, "another reducer goes on with the state");
+                self.last_reducers = [None; TENSORS];
             }
+            let reducers = TensorReducers::new(TENSORS, step.reducer, groups);
+            assert_eq!(reducers, self.state_of);
             let is_written =
                 |of: usize| version.iter().any(|(&b, uids)| tensor_of(b) == of && !uids.is_empty());
             for (tensor, count) in self.steps.iter_mut().enumerate() {
                 let written = is_written(tensor);
                 *count += u64::from(written);
+                if written {
+                    let before = self.last_reducers[tensor];
+                    assert!(
+                        before.is_none() || before == reducers.of(tensor),
+                        "it goes on with another's state"
+                    );
+                    self.last_reducers[tensor] = reducers.of(tensor);
+                }
                 let expected = if written { *count } else { 0 };
                 assert_eq!(
                     tensors.of(tensor),
@@ -481,7 +502,6 @@ impl Sim {
             for (block, early) in std::mem::take(&mut self.early) {
                 assert_eq!(early, tensors.of(tensor_of(block)), "the step of block {block}");
             }
-            self.last_reducer = Some(step.reducer);
             self.accumulator.clear();
         }
         self.versions.push(version);

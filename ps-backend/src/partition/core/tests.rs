@@ -48,9 +48,12 @@ impl Bench {
     fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> Plan {
         let work = match kind {
             Kind::Add => Work::Add { combine: Combine::Sum },
-            Kind::Reduce => {
-                Work::Reduce { step: Default::default(), tensors: Default::default(), fresh_state: false }
-            }
+            Kind::Reduce => Work::Reduce {
+                step: Default::default(),
+                tensors: Default::default(),
+                groups: Default::default(),
+                fresh_state: false,
+            },
             Kind::Assign => Work::Assign { token: 0 },
         };
         Plan { id, work, base: Version(4), sources, ordered: false, in_place: false }

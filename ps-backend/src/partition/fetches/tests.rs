@@ -197,8 +197,12 @@ impl World {
                 provisional: false,
             };
             let sources = (0..clients).map(source).collect();
-            let work =
-                Work::Reduce { step: Default::default(), tensors: Default::default(), fresh_state: false };
+            let work = Work::Reduce {
+                step: Default::default(),
+                tensors: Default::default(),
+                groups: Default::default(),
+                fresh_state: false,
+            };
             let plan = Plan { id: PLAN, work, base: Version(0), sources, ordered: true, in_place: false };
             let mut actions = Vec::new();
             core.start(plan, false, &mut actions).unwrap();

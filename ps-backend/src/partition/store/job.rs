@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::tally::{Flow, Tally};
+use libmodelio::vocabulary::groups::Steps;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::norm::ExactSum;
@@ -41,6 +42,8 @@ pub struct PartitionJob {
     sums: Arc<Sums>,
     tally: Arc<Tally>,
     work: Work,
+    /// The steps of all groups, if contributions are reduced.
+    steps: Steps,
     /// The old and the new version, if one is made.
     builder: Option<VersionBuilder>,
     /// The measurement of the sums, if the plan measures.
@@ -122,11 +125,16 @@ impl PartitionJob {
         (check, in_place): (bool, bool),
     ) -> PartitionJob {
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
+        let steps = match &work {
+            Work::Reduce { step, groups, .. } => groups.steps(step),
+            _ => Steps::default(),
+        };
         PartitionJob {
             layout,
             sums,
             tally,
             work,
+            steps,
             builder,
             measure,
             check,
@@ -136,6 +144,11 @@ impl PartitionJob {
             failed: OnceLock::new(),
             alive: Arc::new(Alive),
         }
+    }
+
+    /// The steps of all groups.
+    pub(super) fn steps(&self) -> &Steps {
+        &self.steps
     }
 
     /// The work that it does.
@@ -315,11 +328,11 @@ impl PartitionJob {
             check_payload(&self.layout, block, input.payload)?;
         }
         let new_weights;
-        let (step, sums_count) = match &self.work {
-            Work::Reduce { step, .. } => (step, true),
+        let (steps, sums_count) = match &self.work {
+            Work::Reduce { .. } => (&self.steps, true),
             // The sums are of the version after it.
             _ => {
-                new_weights = Step { reducer: Reducer::Assign, t: 1, ..Step::default() };
+                new_weights = Steps::from(Step { reducer: Reducer::Assign, t: 1, ..Step::default() });
                 (&new_weights, false)
             }
         };
@@ -341,7 +354,7 @@ impl PartitionJob {
         let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
         let checked = !inputs.iter().any(|input| input.check);
         // SAFETY: the block is claimed, and with it its sums. The payloads' lengths were checked.
-        if !unsafe { builder.block(block, step, &terms, &written, checked) } {
+        if !unsafe { builder.block(block, steps, &terms, &written, checked) } {
             if self.check && inputs.iter().any(|input| input.check) {
                 // Memory that others can write may change while it is read. So a copy is checked, and if it is
                 // finite, the copy counts.
@@ -360,7 +373,7 @@ impl PartitionJob {
                 let sent = (0..inputs.len()).map(|index| Term::Sent(copied(index)));
                 let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
                 // SAFETY: as above. The copies belong to this thread.
-                unsafe { builder.block(block, step, &terms, &written, false) };
+                unsafe { builder.block(block, steps, &terms, &written, false) };
             }
             builder.approve(block);
         }

@@ -3,8 +3,6 @@
 //! This module holds `unsafe`; the module above explains why it is sound.
 
 use libmodelio::vocabulary::ids::BlockId;
-use libmodelio::vocabulary::reducer::Step;
-use libmodelio::wire::Work;
 use smallvec::SmallVec;
 
 use super::PartitionError;
@@ -29,23 +27,18 @@ impl PartitionJob {
         let claims: Result<Vec<Claim<'_>>, _> =
             blocks.iter().map(|&block| claim(block).map_err(|error| (block, error))).collect();
         let claims = claims?;
-        let none = Step::default();
-        let step = match self.work() {
-            Work::Reduce { step, .. } => step,
-            _ => &none,
-        };
         let words = blocks.iter().map(|&block| builder.words(block)).sum();
         let mut runs = Runs::new(words);
         let mut computed = Vec::new();
         for (&block, claim) in blocks.iter().zip(&claims) {
             if !self.sums_first() {
                 builder.take_over(block, &mut runs);
-            } else if self.lay_out(builder, step, block, claim, &mut runs) {
+            } else if self.lay_out(builder, block, claim, &mut runs) {
                 computed.push(block);
             }
         }
         // SAFETY: the blocks are claimed, and with them their sums. No plan can be dropped whose version is made.
-        if let Err(error) = unsafe { builder.run(step, &runs) } {
+        if let Err(error) = unsafe { builder.run(self.steps(), &runs) } {
             self.has_failed(&error);
             return Err((first, error.into()));
         }
@@ -55,14 +48,7 @@ impl PartitionJob {
     }
 
     /// Adds what the device computes of a block. Returns whether the block is void until it is approved.
-    fn lay_out(
-        &self,
-        builder: &VersionBuilder,
-        step: &Step,
-        block: BlockId,
-        claim: &Claim<'_>,
-        runs: &mut Runs,
-    ) -> bool {
+    fn lay_out(&self, builder: &VersionBuilder, block: BlockId, claim: &Claim<'_>, runs: &mut Runs) -> bool {
         let (sealed, open) = (self.sums().sealed(block), claim.holds().then(|| self.open(block)));
         let sums: SmallVec<[&Accumulator; 2]> = sealed.into_iter().chain(open).collect();
         let of_sealed = sealed.and_then(|_| self.sums().sealed_written(block));
@@ -73,6 +59,6 @@ impl PartitionJob {
             written.extend(open.map(|_| of_open.as_deref()));
         }
         // SAFETY: the block is claimed, and with it its sums.
-        unsafe { builder.lay_out(block, step, &sums, &written, runs) }
+        unsafe { builder.lay_out(block, self.steps(), &sums, &written, runs) }
     }
 }

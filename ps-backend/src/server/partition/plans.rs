@@ -100,6 +100,9 @@ impl Partition {
                 let why = format!("the plan is of {got} tensors, the model has {expected}");
                 return Err(Refusal::other(why));
             }
+            if let Work::Reduce { step, groups, .. } = &plan.work {
+                groups.check(expected, step.reducer).map_err(Refusal::other)?;
+            }
         }
         let work = plan.work.clone();
         let mine = self.store.partition().blocks();

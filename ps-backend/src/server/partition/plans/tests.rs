@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use libmodelio::transport::local::{Mailbox, Pushed, SharedBlock, SharedPayload};
 use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
@@ -165,7 +166,7 @@ impl Bench {
 fn reduce() -> Work {
     let hyper = Hyper { carry: 0.5, ..Default::default() };
     let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1, ..Step::default() };
-    Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), fresh_state: true }
+    Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), groups: Groups::default(), fresh_state: true }
 }
 
 #[test]
@@ -208,7 +209,7 @@ fn sums_of_two_plans_are_one_batch_and_the_next_plan_waits_for_it() {
 
 fn momentum() -> Work {
     let step = Step { reducer: Reducer::Momentum, contributions: 1, t: 1, ..Step::default() };
-    Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), fresh_state: true }
+    Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), groups: Groups::default(), fresh_state: true }
 }
 
 #[test]
