@@ -343,6 +343,13 @@ proptest! {
     }
 }
 
+/// All others compare the levels that there are.
+#[test]
+#[cfg(target_arch = "aarch64")]
+fn arm_has_a_level_of_its_own() {
+    assert_eq!(Level::available().collect::<Vec<_>>(), [Level::Neon, Level::Portable]);
+}
+
 #[test]
 fn every_reducer_takes_every_type_and_mix_of_sources() {
     let mixes: [&[(bool, usize)]; 6] = [

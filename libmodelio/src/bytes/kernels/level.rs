@@ -1,8 +1,12 @@
 //! The instruction set of the kernels, chosen at run time.
 
+#[cfg(target_arch = "aarch64")]
+use std::arch::is_aarch64_feature_detected;
 use std::cell::Cell;
 
 use super::line::{Line, Portable};
+#[cfg(target_arch = "aarch64")]
+use super::neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use super::x86::{Avx2, Avx512};
 
@@ -18,16 +22,21 @@ pub enum Level {
     /// AVX-512F.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// NEON.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Level {
-    /// Every level this CPU has, best first. The standard library caches what CPUID says.
+    /// Every level this CPU has, best first. The standard library caches what the CPU says.
     pub fn available() -> impl Iterator<Item = Self> {
         [
             #[cfg(target_arch = "x86_64")]
             is_x86_feature_detected!("avx512f").then_some(Self::Avx512),
             #[cfg(target_arch = "x86_64")]
             (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(Self::Avx2),
+            #[cfg(target_arch = "aarch64")]
+            is_aarch64_feature_detected!("neon").then_some(Self::Neon),
             Some(Self::Portable),
         ]
         .into_iter()
@@ -67,6 +76,9 @@ pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
         // SAFETY: the level is available, so the CPU has avx2 and f16c.
         #[cfg(target_arch = "x86_64")]
         Some(Level::Avx2) => unsafe { enter_avx2(kernel) },
+        // SAFETY: the level is available, so the CPU has neon.
+        #[cfg(target_arch = "aarch64")]
+        Some(Level::Neon) => unsafe { enter_neon(kernel) },
         Some(Level::Portable) | None => kernel.run::<Portable>(),
     }
 }
@@ -81,4 +93,10 @@ fn enter_avx512<K: Kernel>(kernel: K) -> K::Output {
 #[target_feature(enable = "avx2,f16c")]
 fn enter_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx2>()
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+fn enter_neon<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Neon>()
 }

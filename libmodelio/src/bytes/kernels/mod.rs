@@ -12,6 +12,8 @@
 mod double;
 mod level;
 mod line;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod op;
 mod pass;
 #[cfg(target_arch = "x86_64")]

@@ -16,7 +16,7 @@ use super::{Source, Wire, elements};
 const STREAM_FROM: usize = 16 << 10;
 
 /// How many bytes ahead cold inputs are asked for: the hardware's prefetcher stops at each page's end.
-const AHEAD: usize = 1 << 10;
+const AHEAD: usize = 2 << 10;
 
 /// The fp32 values as they lie in memory.
 pub fn bytes(values: &[f32]) -> &[u8] {
@@ -210,8 +210,8 @@ impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
         let wire = if N > 0 { Wire::F32 } else { self.wire };
         let mut sum = L::splat(0.0);
         for (i, source) in self.plain.iter().enumerate() {
-            // A single source has just arrived and is in the cache; of several sources, most wait in staging.
-            let value: L = if N > 1 { get_cold(wire, source, piece) } else { get(wire, source, piece) };
+            // Staged contributions and sums may be in no cache. For one that has just arrived, asking costs little.
+            let value: L = get_cold(wire, source, piece);
             seen = value.exponents(seen);
             sum = if i == 0 { value } else { sum + value };
         }
