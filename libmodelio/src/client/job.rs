@@ -41,7 +41,7 @@ use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{ClientId, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::members::LeaveReason;
-use crate::vocabulary::reducer::{Form, Hyper, Reducer};
+use crate::vocabulary::reducer::{Content, Hyper, Reducer};
 use crate::wire::{LearnerState, Message};
 pub use requests::wait_for;
 pub use status::{JobStatus, ShardView};
@@ -170,8 +170,8 @@ impl Job {
     }
 
     /// What learners write, by the settings.
-    pub fn form(&self) -> Form {
-        self.shared.inner.lock().controls().reducer.form()
+    pub fn content(&self) -> Content {
+        self.shared.inner.lock().controls().reducer.content()
     }
 
     /// The reducer and its hyper-parameters, as they are set.

@@ -15,7 +15,7 @@ use crate::tracker::Gaps;
 use crate::transport::{CommitNotice, Region, ShardError};
 use crate::vocabulary::ids::{BlockId, Step};
 use crate::vocabulary::partly::MAX_PIECES;
-use crate::vocabulary::reducer::Form;
+use crate::vocabulary::reducer::Content;
 use crate::vocabulary::weight::Weight;
 
 /// The longest model of whose mapping the thread that takes fsync makes a payload.
@@ -135,7 +135,7 @@ impl Contributor {
             unchecked: state.unchecked.clone(),
             tensors: state.tensors.clone(),
             partly: Some(&state.partly).filter(|partly| partly.pieces() <= MAX_PIECES).cloned(),
-            form: made.as_ref().map_or(Form::Gradient, |made| made.form()),
+            content: made.as_ref().map_or(Content::Gradient, |made| made.content()),
             weight: made.map_or(Weight::ONE, |made| made.weight()),
             staging,
             lendable: true,
@@ -247,7 +247,7 @@ impl Contributor {
                 return this.commit_ended(OnError::Aborts, Err(ShardError::NonFinite(bad)), done);
             }
             let mut notice = CommitNotice::whole(&this.layout, staging, true);
-            (notice.form, notice.weight) = (made.form(), made.weight());
+            (notice.content, notice.weight) = (made.content(), made.weight());
             notice.unchecked.clear();
             this.send_commit(step, notice, timeout, OnError::Aborts, done);
         };

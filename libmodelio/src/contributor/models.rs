@@ -28,7 +28,7 @@ use crate::tracker::Piece;
 use crate::transport::{Placement, Region, ShardError};
 use crate::vocabulary::ids::{BlockId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
-use crate::vocabulary::reducer::{Form, Reducer, decimal};
+use crate::vocabulary::reducer::{Content, Reducer, decimal};
 use crate::vocabulary::weight::Weight;
 
 /// What a learner began from: the version that it has read, and its replica of the model if it has one.
@@ -80,11 +80,11 @@ impl Made {
     }
 
     /// What its learner has written.
-    pub(super) fn form(&self) -> Form {
+    pub(super) fn content(&self) -> Content {
         match &self.way {
-            Way::Same => Form::Gradient,
-            Way::Difference(_) => Form::Model,
-            Way::Correction { .. } => Form::Replica,
+            Way::Same => Content::Gradient,
+            Way::Difference(_) => Content::Model,
+            Way::Correction { .. } => Content::Replica,
         }
     }
 
@@ -164,7 +164,7 @@ impl Contributor {
 
     /// The learner's program opens this version, and begins its next contribution from it.
     pub fn begins_from(&self, version: Version) {
-        if !self.job.form().is_weights() {
+        if !self.job.content().is_weights() {
             return;
         }
         let reader = Reader::open(&self.job, version);
@@ -181,7 +181,7 @@ impl Contributor {
 
     /// The replica that this version shows to the learner's program. None if it shows the model.
     pub fn replica(&self, version: Version) -> Option<Region> {
-        if self.job.form() != Form::Replica || !self.has_own_weights {
+        if self.job.content() != Content::Replica || !self.has_own_weights {
             return None;
         }
         self.replica_at(&mut self.state.lock(), version)
@@ -189,7 +189,7 @@ impl Contributor {
 
     fn replica_at(&self, state: &mut State, version: Version) -> Option<Region> {
         let (reducer, hyper) = self.job.reducer();
-        if reducer.form() != Form::Replica {
+        if reducer.content() != Content::Replica {
             return None;
         }
         state.replicas.follow(reducer, hyper.learning_rate);
@@ -233,9 +233,9 @@ impl Contributor {
     /// How the payload of the next contribution is made, if it is not what is written.
     pub(super) fn made(&self, state: &mut State) -> Result<Option<Arc<Made>>, ShardError> {
         let (reducer, hyper) = self.job.reducer();
-        let (form, weight) = (reducer.form(), state.weight);
+        let (content, weight) = (reducer.content(), state.weight);
         self.refuse_weight(reducer, weight)?;
-        if !form.is_weights() {
+        if !content.is_weights() {
             let began = state.began.take();
             state.gone.extend(began);
             state.replicas = Replicas::default();
@@ -244,7 +244,7 @@ impl Contributor {
                 return Ok(None);
             }
         }
-        if form == Form::Replica && !self.has_own_weights {
+        if content == Content::Replica && !self.has_own_weights {
             return Err(ShardError::NotAllowed(format!(
                 "with reducer {reducer} each learner has a replica of its own: mkdir learners/NAME, and use the files in it"
             )));
@@ -254,10 +254,10 @@ impl Contributor {
             None => region(&self.job, "gradfs-written")?,
         };
         state.written = Some(written.clone());
-        let way = match form {
-            Form::Gradient | Form::Values => Way::Same,
-            Form::Model => Way::Difference(self.began(state)?),
-            Form::Replica => {
+        let way = match content {
+            Content::Gradient | Content::Values => Way::Same,
+            Content::Model => Way::Difference(self.began(state)?),
+            Content::Replica => {
                 let began = self.began(state)?;
                 let held = self.job.versions();
                 let is_held = |range: Range<Version>| held.iter().any(|version| range.contains(version));

@@ -12,7 +12,7 @@ use crate::bytes::mmap::Mapping;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
-use crate::vocabulary::reducer::Form;
+use crate::vocabulary::reducer::Content;
 use crate::vocabulary::weight::Weight;
 
 /// The transport that bytes go by. It is named at start, in `status.json` and in messages.
@@ -111,7 +111,7 @@ pub struct CommitNotice {
     /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces. Then the contribution cannot be one of values.
     pub partly: Option<PartlyWritten>,
     /// What the learner has written.
-    pub form: Form,
+    pub content: Content,
     /// How much it counts beside others: its payload is multiplied by that.
     pub weight: Weight,
     /// The learner's staging region.
@@ -136,7 +136,7 @@ impl CommitNotice {
             unchecked: blocks,
             tensors: all(layout.tensors().len()),
             partly: Some(PartlyWritten::default()),
-            form: Form::Gradient,
+            content: Content::Gradient,
             weight: Weight::ONE,
             staging,
             lendable,

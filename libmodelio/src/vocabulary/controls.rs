@@ -702,7 +702,7 @@ impl Field<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vocabulary::reducer::Form;
+    use crate::vocabulary::reducer::Content;
 
     #[test]
     fn every_setting_reads_back_what_was_written() {
@@ -943,7 +943,7 @@ mod tests {
             for reducer in Reducer::all() {
                 let (first, then) = (set.with("reducer", reducer.name()), Controls::default());
                 let then = then.with("reducer", reducer.name()).unwrap().with(name, value);
-                assert_eq!(first.is_ok(), reducer.form() == Form::Gradient, "{reducer}");
+                assert_eq!(first.is_ok(), reducer.content() == Content::Gradient, "{reducer}");
                 assert_eq!(first, then);
                 let said = format!(
                     "{name} ({value}) is for gradients, and reducer {reducer} takes none: set it to {default} first"

@@ -27,7 +27,7 @@ impl Combine {
 
 /// What learners write as their contribution.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, strum::EnumIter)]
-pub enum Form {
+pub enum Content {
     /// What is added up: a gradient.
     #[default]
     Gradient,
@@ -40,32 +40,32 @@ pub enum Form {
     Replica,
 }
 
-impl Form {
+impl Content {
     /// Its name in messages.
     pub fn name(self) -> &'static str {
         match self {
-            Form::Gradient => "gradients",
-            Form::Values => "new values",
-            Form::Model => "models",
-            Form::Replica => "replicas",
+            Content::Gradient => "gradients",
+            Content::Values => "new values",
+            Content::Model => "models",
+            Content::Replica => "replicas",
         }
     }
 
     /// Whether a reducer that takes `other` can take such contributions. Bytes can be gradients or values, as the reducer
     /// takes them; differences and corrections are nothing else.
-    pub fn fits(self, other: Form) -> bool {
+    pub fn fits(self, other: Content) -> bool {
         self == other || !self.is_weights() && !other.is_weights()
     }
 
     /// Whether learners write weights, of which something else is sent.
     pub fn is_weights(self) -> bool {
-        matches!(self, Form::Model | Form::Replica)
+        matches!(self, Content::Model | Content::Replica)
     }
 }
 
 /// What reducers of one kind have in common.
 struct Kind {
-    form: Form,
+    content: Content,
     reads: &'static [&'static str],
 }
 
@@ -78,10 +78,10 @@ struct Facts {
 }
 
 /// Those that add contributions up.
-const ADDS: Kind = Kind { form: Form::Gradient, reads: &["clip_norm", "clip_value", "loss_scale"] };
+const ADDS: Kind = Kind { content: Content::Gradient, reads: &["clip_norm", "clip_value", "loss_scale"] };
 /// Optimizers.
 const STEPS: Kind = Kind {
-    form: Form::Gradient,
+    content: Content::Gradient,
     reads: &[
         "learning_rate",
         "learning_rate_floor",
@@ -93,11 +93,11 @@ const STEPS: Kind = Kind {
     ],
 };
 /// Those that put a value in the place of another.
-const PUTS: Kind = Kind { form: Form::Values, reads: &[] };
+const PUTS: Kind = Kind { content: Content::Values, reads: &[] };
 /// Those that go from the model to the mean of its learners' models.
-const MEANS: Kind = Kind { form: Form::Model, reads: &[] };
+const MEANS: Kind = Kind { content: Content::Model, reads: &[] };
 /// Those by which the learners' replicas and the model attract each other.
-const PULLS: Kind = Kind { form: Form::Replica, reads: &["elasticity"] };
+const PULLS: Kind = Kind { content: Content::Replica, reads: &["elasticity"] };
 
 /// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, its kind,
 /// and which hyper-parameters it reads besides those of its kind. A reducer's name in lower case is its word in control
@@ -182,7 +182,7 @@ impl Reducer {
     /// Whether some tensors of a model can have this reducer while others have `other`: what one contribution brings is
     /// gradients, or else all of it is something else.
     pub fn mixes_with(self, other: Reducer) -> bool {
-        self == other || [self, other].map(Reducer::form) == [Form::Gradient; 2]
+        self == other || [self, other].map(Reducer::content) == [Content::Gradient; 2]
     }
 
     /// Whether the reducer takes elements of all types: elements that are not floats can replace others, but
@@ -192,13 +192,13 @@ impl Reducer {
     }
 
     /// What learners write.
-    pub fn form(self) -> Form {
-        self.facts().kind.form
+    pub fn content(self) -> Content {
+        self.facts().kind.content
     }
 
     /// Whether contributions may count more or less than others.
     pub fn takes_weighted(self) -> bool {
-        matches!(self.form(), Form::Gradient | Form::Model)
+        matches!(self.content(), Content::Gradient | Content::Model)
     }
 
     /// Whether another learning rate makes the averaging begin anew: the replicas and the momentum of the central model.
@@ -242,7 +242,7 @@ impl Reducer {
 
     /// Whether the mean of the contributions counts, and not their sum.
     fn takes_mean(self, hyper: &Hyper) -> bool {
-        self.form() == Form::Model || self.averages() && hyper.aggregation == Aggregation::Mean
+        self.content() == Content::Model || self.averages() && hyper.aggregation == Aggregation::Mean
     }
 }
 

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::vocabulary::frozen::matches;
 use crate::vocabulary::groups::{Groups, Overrides};
-use crate::vocabulary::reducer::{Form, PARAMETERS, Reducer};
+use crate::vocabulary::reducer::{Content, PARAMETERS, Reducer};
 
 /// The most runs of tensors with one group each: every plan tells them to every shard.
 const MOST_RUNS: usize = 65_536;
@@ -139,7 +139,7 @@ fn number(word: &str, parameter: &str, value: &str) -> Result<f32, NoRule> {
 }
 
 fn reducer(value: &str) -> Result<Reducer, NoRule> {
-    let adds = || Reducer::all().filter(|reducer| reducer.form() == Form::Gradient);
+    let adds = || Reducer::all().filter(|reducer| reducer.content() == Content::Gradient);
     adds().find(|reducer| reducer.name() == value).ok_or_else(|| {
         let why = match value.parse::<Reducer>() {
             Ok(other) => format!("reducer {other} is for whole models"),

@@ -22,7 +22,7 @@ use crate::vocabulary::ids::{
 use crate::vocabulary::norm::{ExactSum, Norm};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::reducer::{self, Combine, Form, Reducer};
+use crate::vocabulary::reducer::{self, Combine, Content, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 use crate::vocabulary::weight::Weight;
 
@@ -127,7 +127,7 @@ pub enum Message {
         /// many pieces.
         partly: Option<PartlyWritten>,
         /// What the learner has written.
-        form: Form,
+        content: Content,
         /// How much the contribution counts beside others. Its payload is multiplied by that.
         weight: Weight,
         /// For how long it may wait to be taken, in milliseconds.

@@ -18,7 +18,7 @@ use crate::vocabulary::ids::{
 use crate::vocabulary::norm::{ExactSum, Norm};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::reducer::{self, Combine, Form, Hyper, Reducer};
+use crate::vocabulary::reducer::{self, Combine, Content, Hyper, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 use crate::vocabulary::weight::Weight;
 
@@ -69,8 +69,8 @@ fn reason() -> impl Strategy<Value = LeaveReason> {
     ]
 }
 
-fn form() -> impl Strategy<Value = Form> {
-    proptest::sample::select(Form::iter().collect::<Vec<_>>())
+fn content() -> impl Strategy<Value = Content> {
+    proptest::sample::select(Content::iter().collect::<Vec<_>>())
 }
 
 fn weight() -> impl Strategy<Value = Weight> {
@@ -423,13 +423,13 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         (
             (learner(), id64(Step), block_ranges(), block_ranges()),
-            (proptest::option::of(partly()), form(), weight(), any::<u32>(), any::<bool>()),
+            (proptest::option::of(partly()), content(), weight(), any::<u32>(), any::<bool>()),
             (proptest::option::of(id64(PlanId)), proptest::option::of(id64(Version))),
         )
             .prop_map(
                 |(
                     (learner, step, blocks, tensors),
-                    (partly, form, weight, timeout_ms, lent),
+                    (partly, content, weight, timeout_ms, lent),
                     (given_up, base),
                 )| {
                     Message::Commit {
@@ -438,7 +438,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
                         blocks,
                         tensors,
                         partly,
-                        form,
+                        content,
                         weight,
                         timeout_ms,
                         lent,

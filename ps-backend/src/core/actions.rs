@@ -9,7 +9,7 @@ use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::partly::PartlyWritten;
-use libmodelio::vocabulary::reducer::{self, Combine, Form};
+use libmodelio::vocabulary::reducer::{self, Combine, Content};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::vocabulary::weight::Weight;
 use serde::{Deserialize, Serialize};
@@ -36,7 +36,7 @@ pub struct Contribution<S> {
     /// The written ranges of partly written blocks. `None` if there are too many pieces for values.
     pub partly: Option<PartlyWritten>,
     /// What its learner has written.
-    pub form: Form,
+    pub content: Content,
     /// How much it counts beside others. Its payload is multiplied by that.
     pub weight: Weight,
     /// The version that its learner had last opened when it was committed. `None` if it has opened none since it joined.

@@ -3,7 +3,7 @@
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
-use libmodelio::vocabulary::reducer::Form;
+use libmodelio::vocabulary::reducer::Content;
 use libmodelio::vocabulary::weight::Weight;
 
 use super::{
@@ -76,7 +76,7 @@ impl<S: Clone> JobCore<S> {
         if !matches!(member.phase, Phase::Open { step: open, .. } if open == step) {
             return Err(ShardError::StepOutOfOrder { got: step, expected: member.step.next() });
         }
-        self.refuse_form(contribution.form, contribution.weight)?;
+        self.refuse_content(contribution.content, contribution.weight)?;
         let Contribution { sent, tensors, .. } = contribution;
         if sent.len() != self.blocks {
             return Err(ShardError::NotAllowed(
@@ -106,33 +106,33 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The reducer may have changed while the contribution was written.
-    fn refuse_form(&self, form: Form, weight: Weight) -> Result<(), ShardError> {
+    fn refuse_content(&self, content: Content, weight: Weight) -> Result<(), ShardError> {
         let reducer = self.params().0;
         if weight != Weight::ONE && !reducer.takes_weighted() {
             return Err(ShardError::NotAllowed(format!(
                 "the contribution has weight {weight}, and reducer {reducer} takes only 1: write 1 to the learner's weight"
             )));
         }
-        if form.fits(reducer.form()) {
+        if content.fits(reducer.content()) {
             return Ok(());
         }
         Err(ShardError::NotAllowed(format!(
             "the contribution is one of {}, and the reducer is {reducer} now: write it again",
-            form.name()
+            content.name()
         )))
     }
 
     /// Refuses commits that are not taken yet and are not what the reducer takes.
-    pub(super) fn drop_pending_forms(&mut self, actions: &mut Vec<Action<S>>) {
+    pub(super) fn drop_pending_contents(&mut self, actions: &mut Vec<Action<S>>) {
         let of = |pending: &Pending<S>| match &pending.kind {
             PendingKind::Commit { contribution } => {
-                Some((contribution.learner, contribution.form, contribution.weight))
+                Some((contribution.learner, contribution.content, contribution.weight))
             }
             PendingKind::Assign { .. } => None,
         };
         let waiting: Vec<_> = self.pending.iter().filter_map(of).collect();
-        for (learner, form, weight) in waiting {
-            if let Err(error) = self.refuse_form(form, weight) {
+        for (learner, content, weight) in waiting {
+            if let Err(error) = self.refuse_content(content, weight) {
                 self.drop_pending_commit(learner, error, actions);
             }
         }

@@ -35,7 +35,7 @@ impl<S: Clone> JobCore<S> {
         self.controls = controls;
         self.find_reducers();
         self.restart |= anew;
-        self.drop_pending_forms(actions);
+        self.drop_pending_contents(actions);
         if is_new {
             self.form(now);
         }
@@ -49,10 +49,10 @@ impl<S: Clone> JobCore<S> {
     /// Contributions that were taken as gradients have too many pieces to be values. Or contributions that were taken are
     /// not what the reducer takes.
     pub fn may_set(&self, controls: &Controls) -> Result<(), ControlError> {
-        let form = controls.reducer.form();
-        let taken = self.committed.iter().map(|committed| committed.contribution.form);
-        let mut others = taken.chain(self.params.as_ref().map(|(reducer, ..)| reducer.form()));
-        if let Some(other) = others.find(|other| !other.fits(form)) {
+        let content = controls.reducer.content();
+        let taken = self.committed.iter().map(|committed| committed.contribution.content);
+        let mut others = taken.chain(self.params.as_ref().map(|(reducer, ..)| reducer.content()));
+        if let Some(other) = others.find(|other| !other.fits(content)) {
             return Err(ControlError::Conflict(format!(
                 "the coming version has contributions of {}, which reducer {} does not take: set it once that version is out",
                 other.name(),

@@ -2,7 +2,7 @@
 
 use libmodelio::publisher::Publisher;
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::reducer::{Form, Reducer};
+use libmodelio::vocabulary::reducer::{Content, Reducer};
 
 use crate::common::{
     BLOCK, Job, LONG, Learner, Reference, decode, elements, encode, floats_layout, gradient, initial_weights,
@@ -87,7 +87,7 @@ fn run(reducer: Reducer, consistency: &str, count: usize) {
 
 #[test]
 pub fn synchronous_reducers_match_the_reference() {
-    for reducer in Reducer::all().filter(|reducer| reducer.form() == Form::Gradient) {
+    for reducer in Reducer::all().filter(|reducer| reducer.content() == Content::Gradient) {
         for learners in 1..=4 {
             run(reducer, "sync", learners);
         }

@@ -82,7 +82,7 @@ fn lives_through(coordinator_moves: bool) {
         blocks,
         tensors,
         partly: Some(Default::default()),
-        form: Default::default(),
+        content: Default::default(),
         weight: Default::default(),
         timeout_ms: 20_000,
         lent: false,

@@ -7,7 +7,7 @@ use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::groups::{GroupId, Groups, Overrides};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::vocabulary::reducer::{Form, Hyper, Reducer, Step};
+use libmodelio::vocabulary::reducer::{Content, Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
 use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
@@ -105,7 +105,7 @@ fn base(reducer: Reducer) -> Step {
 }
 
 fn mixable() -> impl Iterator<Item = Reducer> {
-    Reducer::all().filter(|reducer| reducer.form() == Form::Gradient)
+    Reducer::all().filter(|reducer| reducer.content() == Content::Gradient)
 }
 
 #[test]

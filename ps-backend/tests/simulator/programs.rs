@@ -253,7 +253,7 @@ impl World {
             blocks,
             tensors,
             partly,
-            form: Default::default(),
+            content: Default::default(),
             weight: Default::default(),
             timeout_ms,
             lent,

@@ -222,7 +222,7 @@ impl Job {
         {
             return done(Err(ShardError::NonFinite(bad)));
         }
-        let CommitNotice { sent, tensors, partly, form, weight, staging, lendable, .. } = notice;
+        let CommitNotice { sent, tensors, partly, content, weight, staging, lendable, .. } = notice;
         let ranges = block_ranges::from_bits(&sent)
             .and_then(|blocks| Ok((blocks, block_ranges::from_bits(&tensors)?)));
         let Ok((blocks, tensors)) = ranges else {
@@ -239,7 +239,7 @@ impl Job {
             blocks,
             tensors,
             partly,
-            form,
+            content,
             weight,
             timeout_ms,
             lent,

@@ -236,7 +236,7 @@ impl World {
                     blocks,
                     tensors,
                     partly: Some(Default::default()),
-                    form: Default::default(),
+                    content: Default::default(),
                     weight: Default::default(),
                     timeout_ms: seconds * 1000,
                     lent: false,

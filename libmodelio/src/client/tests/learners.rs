@@ -378,7 +378,7 @@ impl Bench {
             blocks: vec![blocks],
             tensors: vec![0..1],
             partly: Some(partly),
-            form: Default::default(),
+            content: Default::default(),
             weight: Default::default(),
             timeout_ms: 10_000,
             lent: false,

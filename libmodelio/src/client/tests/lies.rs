@@ -143,7 +143,7 @@ fn blocks_that_are_not_of_the_plan_are_not_sent() {
             given_up: None,
             base: None,
             partly: Some(Default::default()),
-            form: Default::default(),
+            content: Default::default(),
             weight: Default::default(),
         },
         10,

@@ -567,7 +567,7 @@ impl Sim {
             sent,
             tensors,
             partly: Some(Default::default()),
-            form: Default::default(),
+            content: Default::default(),
             weight: Default::default(),
             base: self.base,
             source: uid,
