@@ -110,12 +110,16 @@ pub enum Protocol {
     /// This program does not speak it any more.
     V7 = 7,
     /// Clients take turns where the order of addition counts and blocks are sent before the commits.
+    ///
+    /// This program does not speak it any more.
     V8 = 8,
+    /// `Push` says in which form its payload is, and `Grant` which plan of the client's was the last to count.
+    V9 = 9,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V8;
+    pub const NEWEST: Protocol = Protocol::V9;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -128,7 +132,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            8 => Ok(Protocol::V8),
+            9 => Ok(Protocol::V9),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::BlockRanges;
+use crate::vocabulary::coding::{Coding, Form};
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
@@ -137,16 +138,18 @@ fn learner_state() -> impl Strategy<Value = LearnerState> {
 fn controls() -> impl Strategy<Value = Controls> {
     let pull = proptest::sample::select(vec!["auto", "eager", "adaptive", "on-demand"]);
     let own = proptest::sample::select(vec!["auto", "true", "false"]);
+    let wire = proptest::sample::select(vec!["full", "int8", "topk(0.01)"]);
     let schedule = proptest::sample::select(vec!["constant", "linear(30)", "cosine(4294967295)"]);
     let schedule = (schedule, 0u32..30, 0u64..1 << 48);
-    let all = (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}", pull, own, schedule);
-    all.prop_map(|(rate, learners, frozen, pull, own, (schedule, warmup, start))| {
+    let all = (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}", pull, (own, wire), schedule);
+    all.prop_map(|(rate, learners, frozen, pull, (own, wire), (schedule, warmup, start))| {
         let texts = [
             ("learning_rate", rate.to_string()),
             ("learners", learners.to_string()),
             ("frozen", frozen),
             ("pull", pull.to_owned()),
             ("read_own_step", own.to_owned()),
+            ("wire", wire.to_owned()),
             ("schedule", schedule.to_owned()),
             ("warmup", warmup.to_string()),
             ("schedule_start", start.to_string()),
@@ -155,6 +158,13 @@ fn controls() -> impl Strategy<Value = Controls> {
             .with_all(texts.iter().map(|(name, text)| (*name, text.as_str())))
             .expect("settings")
     })
+}
+
+fn form() -> impl Strategy<Value = Form> {
+    let share = (1u32..=1_000_000).prop_filter_map("a share", |share| share.try_into().ok());
+    let fixed = proptest::sample::select(vec![Coding::Bf16, Coding::Fp16, Coding::Int8, Coding::Fp8]);
+    let coding = prop_oneof![fixed, share.prop_map(Coding::TopK)];
+    prop_oneof![Just(Form::Plain), Just(Form::Wide), coding.prop_map(Form::Coded)]
 }
 
 fn job_phase() -> impl Strategy<Value = JobPhase> {
@@ -413,11 +423,13 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(request, newest)| Message::AckThrough { request, newest })
             .boxed(),
         job_state().prop_map(|state| Message::State(Box::new(state))).boxed(),
-        (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
+        (id64(PlanId), granted(), id64(PlanId))
+            .prop_map(|(plan, payload, counted)| Message::Grant { plan, payload, counted })
+            .boxed(),
         id64(PlanId).prop_map(|plan| Message::Over { plan }).boxed(),
         (learner(), reason()).prop_map(|(learner, reason)| Message::Left { learner, reason }).boxed(),
-        (id64(PlanId), block(), any::<(bool, bool)>())
-            .prop_map(|(plan, block, (wide, ahead))| Message::Push { plan, block, wide, ahead })
+        (id64(PlanId), block(), form(), any::<bool>())
+            .prop_map(|(plan, block, form, ahead)| Message::Push { plan, block, form, ahead })
             .boxed(),
         id64(PlanId).prop_map(|plan| Message::Probe { plan }).boxed(),
         (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::Missing { plan, blocks }).boxed(),

@@ -8,6 +8,7 @@ use super::strategies::{any_frame, each_message, message};
 use super::*;
 use crate::bytes::crc32c::crc32c;
 use crate::vocabulary::block_ranges::RangesError;
+use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 
 /// All bytes of a frame.
@@ -174,7 +175,7 @@ fn the_strategies_know_every_message() {
 
 #[test]
 fn a_frame_is_what_the_document_says() {
-    let push = Message::Push { plan: PlanId(300), block: BlockId(5), wide: true, ahead: false };
+    let push = Message::Push { plan: PlanId(300), block: BlockId(5), form: Form::Wide, ahead: false };
     let bytes = frame(&push, 0x0102_0304_0506_0708, Epoch(9), b"payload").unwrap();
     let body = [25, 0xac, 0x02, 5, 1, 0];
     let mut expected = Vec::new();
@@ -222,29 +223,30 @@ fn a_frame_without_a_checksum_of_its_payload_says_so() {
 fn greetings_begin_alike_in_all_versions() {
     let body = |message: &Message| frame(message, 0, Epoch(0), &[]).unwrap().split_off(HEADER);
     let hello = Message::Hello {
-        protocol: 8,
+        protocol: 9,
         role: Role::Admin,
         model: String::new(),
         generation: Generation(0),
         client: ClientId(7),
     };
     assert_eq!(body(&hello), [0, 8, 3, 0, 0, 7]);
-    let welcome = Message::Welcome { protocol: 8, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
+    let welcome = Message::Welcome { protocol: 9, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
     assert_eq!(body(&welcome), [1, 8, 2, 3, 4]);
     let refused = Message::Refused(Refusal::Protocol { expected: 1, got: 2 });
     assert_eq!(body(&refused), [2, 1, 1, 2]);
 
-    let newer = WireError::Protocol { expected: 8, got: 300 };
+    let newer = WireError::Protocol { expected: 9, got: 300 };
     assert_eq!(Message::decode(&[0, 0xac, 0x02, b'?'], 0), Err(newer.clone()), "whatever else it says");
     assert_eq!(Message::decode(&[1, 0xac, 0x02], 0), Err(newer.clone()));
     let spelt_long = Message::decode(&[0x81, 0x00, 0xac, 0x02, 1, 1, 1], 0);
     assert_eq!(spelt_long, Err(newer.clone()), "found by fuzzing");
-    assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: 8, got: 300 });
+    assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: 9, got: 300 });
 }
 
 #[test]
 fn payloads_are_where_they_belong() {
-    let push = |wide| Message::Push { plan: PlanId(1), block: BlockId(0), wide, ahead: false };
+    let push =
+        |wide| Message::Push { plan: PlanId(1), block: BlockId(0), form: Form::full(wide), ahead: false };
     let error = |message: &Message, payload: usize| {
         frame(message, 1, Epoch(1), &vec![0; payload]).expect_err("does not fit")
     };

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use common::{BLOCK, Reference, decode, elements, encode, initial_weights, noise};
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
@@ -94,7 +95,7 @@ impl Source {
 
     pub fn add(&self, job: &Arc<PartitionJob>, layout: &ModelLayout, block: BlockId) {
         if self.way == Way::InPlace
-            && let Some(mut target) = job.destination(block, true).unwrap()
+            && let Some(mut target) = job.destination(block, Form::Wide).unwrap()
         {
             // It comes in pieces, after others that were lost.
             target.bytes().fill(0xff);

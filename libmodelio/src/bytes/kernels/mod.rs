@@ -9,6 +9,7 @@
 //! bit for bit (except that one NaN may be another) whatever the instruction set, address or length: sources
 //! are added in the given order, and nothing is fused.
 
+pub mod coded;
 mod double;
 mod level;
 mod line;

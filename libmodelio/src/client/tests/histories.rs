@@ -326,7 +326,7 @@ impl World {
         }
         let Some((plan, keys, _)) = &self.coordinator.plan else { return };
         let payload = Granted::Contributions { of: keys.clone(), replaces: false, open: None, turn: None };
-        let grant = Message::Grant { plan: *plan, payload };
+        let grant = Message::Grant { plan: *plan, payload, counted: PlanId(0) };
         self.coordinator_says(0, grant, lossless);
     }
 
