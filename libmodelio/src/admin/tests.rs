@@ -193,7 +193,7 @@ fn another_version() {
     let (error, _) = failure(LONG, |client| {
         // A welcome of protocol 10, with a field that protocol 9 does not have.
         let mut bytes = Vec::new();
-        let message = Message::Welcome { protocol: 9, shard: ShardId(1), epoch: Epoch(1), silence_ms: 1 };
+        let message = Message::Welcome { protocol: 10, shard: ShardId(1), epoch: Epoch(1), silence_ms: 1 };
         append_frame(&mut bytes, &message, 0, Epoch(0), Payload::NONE).expect("a sound message");
         client.stream.write_all(&bytes).expect("it listens");
         client.wait();

@@ -2,6 +2,7 @@
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
+mod coding;
 mod following;
 mod halfway;
 mod histories;

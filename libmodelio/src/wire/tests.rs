@@ -229,9 +229,9 @@ fn greetings_begin_alike_in_all_versions() {
         generation: Generation(0),
         client: ClientId(7),
     };
-    assert_eq!(body(&hello), [0, 8, 3, 0, 0, 7]);
+    assert_eq!(body(&hello), [0, 9, 3, 0, 0, 7]);
     let welcome = Message::Welcome { protocol: 9, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
-    assert_eq!(body(&welcome), [1, 8, 2, 3, 4]);
+    assert_eq!(body(&welcome), [1, 9, 2, 3, 4]);
     let refused = Message::Refused(Refusal::Protocol { expected: 1, got: 2 });
     assert_eq!(body(&refused), [2, 1, 1, 2]);
 

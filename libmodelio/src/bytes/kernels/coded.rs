@@ -137,9 +137,9 @@ struct Halves<'a> {
 #[inline(always)]
 fn halve<L: Line>(bf16: bool, values: &mut [u8; 4 * LANES]) -> RawHalf {
     let value = L::load(values);
-    // What a half has no room for stays behind. The difference is zero, or NaN of what is not finite.
+    // What a half has no room for stays behind. The product is zero, or NaN of what is not finite.
     let limit = if bf16 { f32::from_bits(0x7f7f_0000) } else { 65_504.0 };
-    let kept = value.clamp(limit) + (value - value);
+    let kept = value.clamp(limit) + value * L::splat(0.0);
     let half = if bf16 { kept.to_bf16() } else { kept.to_f16() };
     let back = if bf16 { L::load_bf16(&half) } else { L::load_f16(&half) };
     (value - back).store(values);

@@ -176,7 +176,7 @@ impl World {
                 self.back.fill(None);
                 self.on_core(|core, now, actions| core.shown(version, now, actions));
             }
-            Action::State => {}
+            Action::State | Action::Begins { .. } => {}
             other => panic!("{other:?}"),
         }
     }
