@@ -256,8 +256,8 @@ impl Shared {
         Some((Outgoing { epoch: route.epoch(), ..Outgoing::new(0, message) }, asked))
     }
 
-    /// The payload of a block of the plan under way, and its form, which is coded only where the path `codes`. The bytes
-    /// are read without the lock. `Some(None)` if this client has refused the plan.
+    /// The payload of a block of the plan under way, and its form, which is coded only where the path `codes`. The
+    /// bytes are read without the lock. `Some(None)` if this client has refused the plan.
     pub(super) fn push(
         &self,
         mut inner: MutexGuard<'_, Inner>,

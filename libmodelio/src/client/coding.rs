@@ -59,8 +59,8 @@ impl Shared {
         }
     }
 
-    /// How a block of so many sources is coded: `None` if the form would not be shorter. A form that is as long brings what
-    /// the block has lost before.
+    /// How a block of so many sources is coded: `None` if the form would not be shorter. A form that is as long brings
+    /// what the block has lost before.
     pub(super) fn codes(
         &self,
         inner: &mut Inner,

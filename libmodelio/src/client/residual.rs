@@ -1,8 +1,8 @@
 //! Error feedback: what coded blocks have lost, which is added to the client's next sum of the same block.
 //!
-//! A block has two residuals. The *current* one is what plans that count have left. The *pending* one is what is left if
-//! the plan under way counts. A block that is sent again within a plan is made from the current one again, so it has the
-//! same bytes. The next grant says which plan of the client's was the last to count: if it is the one before, pending
+//! A block has two residuals. The *current* one is what plans that count have left. The *pending* one is what is left
+//! if the plan under way counts. A block that is sent again within a plan is made from the current one again, so it has
+//! the same bytes. The next grant says which plan of the client's was the last to count: if it is the one before, pending
 //! residuals become current, else they are forgotten. So what a form loses is sent once, however often plans are
 //! dropped.
 
@@ -245,7 +245,7 @@ mod tests {
                 for (at, (given, applied)) in given[block].iter().zip(&applied[block]).enumerate() {
                     let left = left.current.get(at).copied().map_or(0.0, f64::from);
                     // Numbers of this size are exact to 2^-16 in fp32, and each step rounds once.
-                    prop_assert!((given - applied - left).abs() < 1e-2, "{given} given, {applied} applied, {left} left");
+                    prop_assert!((given - applied - left).abs() < 1e-2, "{given} given, {applied} came, {left} left");
                 }
             }
         }

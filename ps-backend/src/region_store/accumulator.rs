@@ -57,8 +57,8 @@ enum Sent {
 }
 
 impl Sent {
-    /// Adds some of a segment's elements to `sum`, or stores them. `bytes` has all of the segment's, and `at` is the first
-    /// value of `sum` in the segment's. Returns whether they are finite.
+    /// Adds some of a segment's elements to `sum`, or stores them. `bytes` has all of the segment's, and `at` is the
+    /// first value of `sum` in the segment's. Returns whether they are finite.
     fn accumulate(self, bytes: &[u8], at: usize, sum: &mut [f32], stores: bool) -> bool {
         match self {
             Sent::As(wire) => {

@@ -337,7 +337,8 @@ impl History {
         }
     }
 
-    /// The coordinator tells a client which of its plans was the last to count. What coded blocks have lost depends on it.
+    /// The coordinator tells a client which of its plans was the last to count. What coded blocks have lost depends on
+    /// it.
     pub fn begins_plan(&mut self, client: ClientId, plan: PlanId, counted: PlanId) {
         let newest = self.counted.get(&client).and_then(|plans| plans.range(..plan).next_back());
         assert_eq!(counted, newest.copied().unwrap_or_default(), "before plan {plan} of client {client}");

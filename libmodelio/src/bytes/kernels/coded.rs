@@ -6,8 +6,9 @@
 //! | int8, fp8 | the fp32 scales of all groups, then `n` codes |
 //! | topk | the `k` indices (u32, rising), then the `k` values (fp32) |
 //!
-//! All of it is little-endian and at any address. NaN and Inf become NaN: of one element in a half or in topk, of the whole
-//! group with int8 and fp8, whose scale is NaN then. Finite values stay finite. Results are the same bit for bit on every CPU.
+//! All of it is little-endian and at any address. NaN and Inf become NaN: of one element in a half or in topk, of the
+//! whole group with int8 and fp8, whose scale is NaN then. Finite values stay finite. Results are the same bit for bit
+//! on every CPU.
 
 use std::cell::Cell;
 use std::ops::Range;
