@@ -29,6 +29,7 @@ BAD_VALUES = {
     "staleness_aware": [b"2", b"true"],
     "aggregation": [b"max"],
     "nonfinite": [b"perhaps"],
+    "wire": [b"int4", b"topk", b"topk(0)", b"topk(2)", b"topk(nan)"],
     "pull": [b"later", b"on demand", b"-1"],
     "read_own_step": [b"2", b"maybe"],
 }

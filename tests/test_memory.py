@@ -18,7 +18,7 @@ import memory_group  # noqa: E402
 
 MIB = 1 << 20
 SIZE = 128 * MIB
-ACCOUNTS = {"versions", "state", "sums", "staging", "connections"}
+ACCOUNTS = {"versions", "state", "sums", "residuals", "staging", "connections"}
 
 
 @pytest.fixture
@@ -86,7 +86,8 @@ def settled(mount, group, learners):
 
 
 @pytest.mark.parametrize(
-    "where, reducer, count", [("up", "sum", 1), ("up", "adam", 2), ("tcp", "sum", 1), ("tcp", "sum", 2), ("shm", "sum", 1)]
+    "where, reducer, count",
+    [("up", "sum", 1), ("up", "adam", 2), ("tcp", "sum", 1), ("tcp", "sum", 2), ("shm", "sum", 1), ("int8", "sum", 1)],
 )
 def test_the_accounts_of_memory_add_up_to_what_the_kernel_says(group, start_mount, cluster, learners, where, reducer, count):
     options = {"size": SIZE, "reducer": reducer, "learners": count}
@@ -95,9 +96,9 @@ def test_the_accounts_of_memory_add_up_to_what_the_kernel_says(group, start_moun
         mount = start_mount(**options)
     else:
         one = cluster(1)
-        one.create("m", **options)
+        one.create("m", **options, wire="int8" if where == "int8" else "full")
         group = group()
-        mount = one.mount(transport=where)
+        mount = one.mount(transport="tcp" if where == "int8" else where)
     learners = learners(mount, group, count)
     for how in ("written", "written", "mapped"):
         learners.step(how)
@@ -106,6 +107,7 @@ def test_the_accounts_of_memory_add_up_to_what_the_kernel_says(group, start_moun
     # What a daemon has besides is of no model: tables, and stacks and heaps of its threads.
     assert sum(accounts.values()) == pytest.approx(taken, rel=0.05), (accounts, taken / MIB)
     assert (accounts["state"] > 0) == (reducer == "adam")
+    assert accounts["residuals"] == (2 * SIZE if where == "int8" else 0)
 
 
 def contribute(directory, size):

@@ -358,6 +358,9 @@ struct JobArgs {
     /// What to do with a contribution that holds NaN or Inf [default: reject]
     #[arg(long, value_parser = ["reject", "accept"], ignore_case = true)]
     nonfinite: Option<String>,
+    /// Send contributions over TCP as full, bf16, fp16, int8, fp8 or topk(FRACTION) [default: full]
+    #[arg(long, value_name = "FORM")]
+    wire: Option<String>,
     /// Never reduce tensors whose names match, with * and ?; may be repeated
     #[arg(long, value_name = "PATTERN")]
     frozen: Vec<String>,

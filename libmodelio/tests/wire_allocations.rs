@@ -3,6 +3,7 @@
 use allocation_counter::measure;
 use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{
@@ -16,7 +17,7 @@ fn blocks_go_without_an_allocation() {
     let (mut buffer, mut receiver) = (Vec::new(), Receiver::new(Limits::MAX));
     let mut send_and_receive = |i: u32| {
         for message in [
-            Message::Push { plan: PlanId(1 << 40), block: BlockId(i), wide: false, ahead: false },
+            Message::Push { plan: PlanId(1 << 40), block: BlockId(i), form: Form::Plain, ahead: false },
             Message::Block { version: Version(1 << 40), block: BlockId(i) },
         ] {
             buffer.clear();

@@ -20,6 +20,7 @@
 pub(crate) mod accumulator;
 mod buffers;
 mod builder;
+mod coded;
 mod elements;
 mod keeping;
 mod on_device;

@@ -63,6 +63,7 @@ fn every_option_reaches_the_configuration() {
         ("pull", "on-demand"),
         ("read_own_step", "false"),
         ("nonfinite", "accept"),
+        ("wire", "topk(0.5)"),
         ("learning_rate", "1e-3"),
         ("momentum", "0.5"),
         ("dampening", "0.25"),

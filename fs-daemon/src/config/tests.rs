@@ -283,6 +283,7 @@ fn settings_are_passed_on_and_sanity_checked() {
         ("consistency", "eventual"),
         ("aggregation", "max"),
         ("nonfinite", "ignore"),
+        ("wire", "int4"),
     ] {
         let message = refused(&[(key, bad)]);
         let origin = format!("--{}: {bad:?} is not", key.replace('_', "-"));

@@ -119,10 +119,14 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
                 "address": shard.address,
                 "transport": shard.transport.to_string(),
                 "blocks": shard.blocks,
+                "wire": shard.coding.map_or_else(|| "full".to_owned(), |coding| coding.to_string()),
                 "connected": shard.connected,
             });
             if let Some(checksum) = shard.checksum {
                 value["checksum"] = json!(checksum.name());
+            }
+            if let Some(why) = shard.full_because {
+                value["wire_full_because"] = json!(why.to_string());
             }
             if let Some(why) = &shard.no_memory {
                 value["not_shm_because"] = json!(why);
@@ -191,6 +195,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
             "versions": memory.versions,
             "state": memory.state,
             "sums": memory.sums,
+            "residuals": memory.residuals,
             "staging": memory.staging,
             "connections": memory.connections,
         },

@@ -222,6 +222,8 @@ mod tests {
                 address: None,
                 transport,
                 checksum: None,
+                coding: None,
+                full_because: None,
                 blocks: 1,
                 no_memory: why(no_memory),
                 no_rdma: why(no_rdma),

@@ -88,6 +88,8 @@ mod tests {
             address: Some(format!("node{number}:7070")),
             transport: TransportKind::Tcp,
             checksum: None,
+            coding: None,
+            full_because: None,
             blocks: 1,
             no_memory: None,
             no_rdma: None,

@@ -10,6 +10,7 @@ use parking_lot::MutexGuard;
 use smallvec::{SmallVec, smallvec};
 
 use super::options::Staged;
+use super::residual::NotCoded;
 use super::routes::Route;
 use super::shared::{Inner, NewWeights, Shared};
 use crate::bytes::mmap::Mapping;
@@ -21,6 +22,7 @@ use crate::transport::Region;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::stream::{Guard, Piece, Target};
 use crate::transport::tally::Flow;
+use crate::vocabulary::coding::{Coding, Form};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, ShardId, Version};
 use crate::wire::{Granted, Message};
 
@@ -44,6 +46,8 @@ pub(super) struct Payload {
     pub(super) replaces: bool,
     /// The written ranges of each source, if there are several sources and the last one counts.
     pub(super) written: Vec<Written>,
+    /// The form in which it crosses a network by TCP, if not in full.
+    pub(super) coding: Option<Coding>,
 }
 
 impl Inner {
@@ -65,6 +69,7 @@ impl Inner {
                     shard_checks: true,
                     replaces: false,
                     written: Vec::new(),
+                    coding: None,
                 })
             }
             Granted::Contributions { mut of, replaces, .. } => {
@@ -81,7 +86,18 @@ impl Inner {
                 };
                 let sources = staged.into_iter().map(|staged| staged.region.clone()).collect();
                 let learners = of.iter().map(|(learner, _)| *learner).collect();
-                Some(Payload { plan, sources, steady, checked, learners, shard_checks, replaces, written })
+                let coding = self.core.coding();
+                Some(Payload {
+                    plan,
+                    sources,
+                    steady,
+                    checked,
+                    learners,
+                    shard_checks,
+                    replaces,
+                    written,
+                    coding,
+                })
             }
         }
     }
@@ -160,9 +176,9 @@ impl Shared {
         {
             inner.observed.sent(plan, now);
             let (began, shard) = (self.trace_time(), inner.core.shards()[route.partition]);
-            if let Some((wide, piece)) = self.push(inner, plan, block)? {
+            if let Some((form, piece)) = self.push(inner, plan, block, true)? {
                 self.trace_sent(began, plan, block, shard);
-                return Some((frame(Message::Push { plan, block, wide, ahead }, Some(piece)), 0));
+                return Some((frame(Message::Push { plan, block, form, ahead }, Some(piece)), 0));
             }
             inner = self.inner.lock();
         }
@@ -240,20 +256,23 @@ impl Shared {
         Some((Outgoing { epoch: route.epoch(), ..Outgoing::new(0, message) }, asked))
     }
 
-    /// The payload of a block of the plan under way, and whether it is wide. The bytes are read without the lock.
-    /// `Some(None)` if this client has refused the plan.
+    /// The payload of a block of the plan under way, and its form, which is coded only where the path `codes`. The
+    /// bytes are read without the lock. `Some(None)` if this client has refused the plan.
     pub(super) fn push(
         &self,
         mut inner: MutexGuard<'_, Inner>,
         plan: PlanId,
         block: BlockId,
-    ) -> Option<Option<(bool, Piece)>> {
+        codes: bool,
+    ) -> Option<Option<(Form, Piece)>> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        let Payload { sources, steady, learners, replaces, written, .. } = inner.granted(block)?;
+        let Payload { sources, steady, learners, replaces, written, coding, .. } = inner.granted(block)?;
+        let coding = coding.filter(|_| codes);
+        let coding = coding.and_then(|coding| self.codes(&mut inner, plan, block, coding, sources.len()));
         // A steady source is sent from where it lies. Others could change between the checksum and the kernel's copy,
         // so they are copied here.
-        if let ([source], true) = (&sources[..], steady) {
+        if let ([source], true, None) = (&sources[..], steady, &coding) {
             let memory = Arc::clone(source.memory());
             drop(inner);
             self.tally.moved(Flow::Push, span.len());
@@ -263,7 +282,7 @@ impl Shared {
                 let bytes = memory.bytes(span);
                 Piece::new(bytes, self.options.checksum.of(bytes), Arc::clone(&memory) as Guard)
             };
-            return Some(Some((false, piece)));
+            return Some(Some((Form::Plain, piece)));
         }
         let check = inner.rejects_nonfinite();
         let mut out = inner.spare.pop().unwrap_or_default();
@@ -272,22 +291,35 @@ impl Shared {
         // copy is what is checked and sent. The control flow depends on lengths alone.
         let payloads: Vec<&[u8]> =
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
-        let summed = sum::sum(&self.layout, block, &payloads, (replaces, &written), check, &mut out);
+        let summed = match &coding {
+            Some((coding, residuals)) => residuals
+                .encode(&self.layout, (block, plan), *coding, &payloads, check, &mut out)
+                .map(|()| Form::Coded(*coding)),
+            None => sum::sum(&self.layout, block, &payloads, (replaces, &written), check, &mut out)
+                .map(Form::full)
+                .map_err(NotCoded::NonFinite),
+        };
         if !self.still_sends(plan) {
             self.inner.lock().spare.push(out);
             return Some(None);
         }
         match summed {
-            Ok(wide) => {
+            Ok(form) => {
                 self.tally.moved(Flow::Push, out.len());
-                self.tally.copied(Flow::Push, sum::copied(&self.layout, block, payloads.len(), replaces));
+                // Of a coded block, what is not reduced is copied.
+                let count = if coding.is_some() { 2 } else { payloads.len() };
+                self.tally.copied(Flow::Push, sum::copied(&self.layout, block, count, replaces));
                 let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
                 let crc = self.options.checksum.of(&pooled.bytes);
                 // SAFETY: nobody writes the vector while the guard lives.
                 let piece = unsafe { Piece::new(&pooled.bytes, crc, Arc::clone(&pooled) as Guard) };
-                Some(Some((wide, piece)))
+                Some(Some((form, piece)))
             }
-            Err(bad) => {
+            Err(NotCoded::Over) => {
+                self.inner.lock().spare.push(out);
+                Some(None)
+            }
+            Err(NotCoded::NonFinite(bad)) => {
                 let mut inner = self.inner.lock();
                 inner.spare.push(out);
                 let mut actions = Vec::new();

@@ -273,17 +273,19 @@ impl Job {
         let staging = self.shared.staging.taken();
         if let Some(local) = &self.shared.local {
             let ShardMemory { versions, state, sums } = local.shard.memory();
-            return JobMemory { versions, state, sums, staging, connections: 0 };
+            return JobMemory { versions, state, sums, residuals: 0, staging, connections: 0 };
         }
         let inner = self.shared.inner.lock();
         let peers = std::iter::once(&inner.coordinator).chain(&inner.partitions);
         let links: usize = peers.map(|peer| peer.links.len()).sum();
         let (own, sums) = (inner.versions.own(), inner.spare.iter().map(|sum| sum.capacity() as u64).sum());
+        let residuals = inner.residuals.as_ref().map_or(0, |residuals| residuals.taken());
         drop(inner);
         JobMemory {
             versions: own.iter().map(|memory| memory.taken()).sum(),
             state: 0,
             sums,
+            residuals,
             staging,
             connections: links as u64 * CONNECTION_BYTES + self.shared.of_connections.taken(),
         }

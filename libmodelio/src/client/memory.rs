@@ -15,6 +15,8 @@ pub struct JobMemory {
     pub state: u64,
     /// Sums of contributions.
     pub sums: u64,
+    /// What coded blocks of contributions have lost.
+    pub residuals: u64,
     /// Memory that learners write or map, and new weights that are mapped.
     pub staging: u64,
     /// Buffers of connections.

@@ -19,6 +19,7 @@
 //! | `sum` | sums of contributions, before they cross the network |
 
 mod blocks;
+mod coding;
 mod connections;
 mod conversation;
 pub mod core;
@@ -33,6 +34,7 @@ mod options;
 mod paths;
 mod peer;
 mod redirect;
+mod residual;
 mod routes;
 mod shared;
 mod small;

@@ -18,6 +18,7 @@ use super::memory::Counted;
 use super::observed::Observed;
 use super::options::{Answered, ClientOptions, Done, Event, Listener, Staged};
 use super::peer::Peer;
+use super::residual::Residuals;
 use super::routes::Routes;
 use super::versions::Versions;
 use crate::observe::trace::Recorder;
@@ -28,6 +29,7 @@ use crate::transport::reactor::Handle;
 use crate::transport::stream::Close;
 use crate::transport::tally::Tally;
 use crate::transport::{Region, ShardError};
+use crate::vocabulary::coding::Coding;
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::controls::NonFinite;
 use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
@@ -56,6 +58,10 @@ pub(super) struct Inner {
     pub(super) observed: Observed,
     /// Memory of sums, which is used again.
     pub(super) spare: Vec<Vec<u8>>,
+    /// What coded blocks have lost, as long as blocks are coded.
+    pub(super) residuals: Option<Arc<Residuals>>,
+    /// The form in force when the log last said where it has no effect.
+    pub(super) said_coding: Option<Coding>,
     /// The pushing threads, for a shard in this process.
     pub(super) pumps: Pumps,
     /// When the keeper next checks deadlines, unless it is woken.
@@ -169,6 +175,8 @@ impl Inner {
             late: Late::default(),
             observed: Observed::new(),
             spare: Vec::new(),
+            residuals: None,
+            said_coding: None,
             pumps: Pumps::default(),
             checks_at: Now::ZERO,
             alive_at: Instant::now(),
@@ -506,6 +514,12 @@ impl Shared {
                     after.answers.waits.push((done, result));
                 }
             }
+            Action::Begins { plan, counted } => {
+                if let Some(residuals) = &inner.residuals {
+                    residuals.begin(plan, counted);
+                }
+                inner.forget_residuals();
+            }
             Action::Release(learner, step) => {
                 inner.sources.remove(&(learner, step));
             }
@@ -523,6 +537,8 @@ impl Shared {
                     after.gives_back = true;
                 }
                 inner.late.update(inner.core.state());
+                inner.forget_residuals();
+                self.say_coding(inner);
                 // A pull that is put off may be due before the keeper would look.
                 if inner.core.pull_due().is_some_and(|due| due < inner.checks_at) {
                     self.rouse();

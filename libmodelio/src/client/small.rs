@@ -15,7 +15,7 @@ use crate::wire::{JobState, MAX_SMALL_MODEL, Message};
 
 impl Shared {
     /// Whether contributions go with their commits: the model is small, and its only shard coordinates it.
-    fn is_small(&self, inner: &Inner) -> bool {
+    pub(super) fn is_small(&self, inner: &Inner) -> bool {
         self.local.is_none()
             && self.layout.size() <= u64::from(MAX_SMALL_MODEL)
             && inner.routes.partitions.len() == 1

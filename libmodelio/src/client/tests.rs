@@ -2,6 +2,7 @@
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
+mod coding;
 mod following;
 mod halfway;
 mod histories;
@@ -90,7 +91,7 @@ impl Bench {
     fn grant(&mut self, plan: u64) {
         let payload =
             Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None, turn: None };
-        self.coordinator(0, Message::Grant { plan: PlanId(plan), payload });
+        self.coordinator(0, Message::Grant { plan: PlanId(plan), payload, counted: PlanId(0) });
     }
 
     fn pass(&mut self, millis: u64) {
@@ -348,7 +349,8 @@ fn a_grant_of_what_was_given_up_is_declined() {
     bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
     bench.pass(1000);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
-    bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench
+        .coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5), counted: PlanId(0) });
     let gone = Message::SourceGone { plan: PlanId(1), learner: None };
     assert!(bench.said.contains(&Action::ToCoordinator(0, gone)));
     assert_eq!(bench.core.outgoing(), None);
@@ -358,7 +360,8 @@ fn a_grant_of_what_was_given_up_is_declined() {
 fn a_job_that_has_failed_needs_no_new_weights_also_those_that_are_being_sent() {
     let mut bench = Bench::new();
     bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
-    bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench
+        .coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5), counted: PlanId(0) });
     bench.pass(1000);
     bench.core.fail(ShardError::Lost("its process is gone".into()), bench.now, &mut bench.said);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
@@ -384,7 +387,8 @@ fn own_weights(blocks: std::ops::Range<u32>, can_show: bool, change: impl Fn(&mu
         bench.core.can_show(5);
     }
     bench.ask(3, Message::Assign { token: 5, blocks: vec![blocks], timeout_ms: 1000, ahead: None }, 1);
-    bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench
+        .coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5), counted: PlanId(0) });
     let mut state = bench.core.state().clone();
     (state.sequence, state.version, state.over) = (state.sequence + 1, Version(1), PlanId(1));
     state.own_weights = Some(5);
@@ -424,7 +428,8 @@ fn a_version_is_pulled_if_the_clients_own_new_weights_are_not_all_of_it_or_canno
 fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
     let mut bench = Bench::new();
     bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
-    bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench
+        .coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5), counted: PlanId(0) });
     bench.pass(1000);
     assert!(!bench.said.contains(&Action::ReleaseWeights(5)), "the shards may be reading them");
     bench.coordinator(0, Message::Over { plan: PlanId(1) });

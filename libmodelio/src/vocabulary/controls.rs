@@ -12,6 +12,7 @@ use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 use strum::EnumString;
 
+use crate::vocabulary::coding::{CODINGS, Coding, NoCoding};
 use crate::vocabulary::frozen::{Frozen, NoMatch};
 use crate::vocabulary::groups::{Groups, widest};
 use crate::vocabulary::ids::Version;
@@ -127,6 +128,8 @@ impl FromStr for Consistency {
 
 /// The value of a setting whose meaning depends on the consistency.
 const AUTO: &str = "auto";
+/// The value of `wire` without a coding.
+const FULL: &str = "full";
 /// The greatest count that a setting takes.
 const MOST: u32 = 65_536;
 /// The highest number of a version that a setting takes.
@@ -199,6 +202,8 @@ pub struct Controls {
     pub staleness_aware: bool,
     /// NaN and Inf.
     pub nonfinite: NonFinite,
+    /// The form in which contributions cross the network. `None`: in full.
+    pub wire: Option<Coding>,
     /// Tensors that are never reduced.
     pub frozen: Frozen,
     /// What counts for single tensors in place of the settings of the model.
@@ -228,6 +233,7 @@ impl Default for Controls {
             read_own_step: None,
             staleness_aware: false,
             nonfinite: NonFinite::Reject,
+            wire: None,
             frozen: Frozen::default(),
             tensors: TensorRules::default(),
         }
@@ -322,6 +328,11 @@ const OTHERS: &[(&str, &str)] = &[
     ),
     ("read_own_step", "true: an open waits for the version with the learner's own step; false; or auto"),
     ("nonfinite", "NaN and Inf in a contribution: reject or accept"),
+    (
+        "wire",
+        "contributions cross a network by TCP as full (in the model's types), bf16, fp16, int8, fp8 or topk(f); what \
+         a form loses is added to the next contribution",
+    ),
     ("frozen", "tensors that are never reduced: name patterns with * and ?, one a line"),
     (
         "tensors",
@@ -378,6 +389,7 @@ impl Controls {
                 NonFinite::Reject => "reject".into(),
                 NonFinite::Accept => "accept".into(),
             },
+            "wire" => self.wire.map_or_else(|| FULL.to_owned(), |coding| coding.to_string()),
             "frozen" => self.frozen.to_string(),
             "tensors" => self.tensors.to_string(),
             _ => return None,
@@ -435,6 +447,10 @@ impl Controls {
                     "accept" => NonFinite::Accept,
                     _ => return Err(field.invalid("reject or accept")),
                 }
+            }
+            "wire" if field.value.eq_ignore_ascii_case(FULL) => new.wire = None,
+            "wire" => {
+                new.wire = Some(field.value.parse().map_err(|NoCoding| field.invalid(CODINGS))?);
             }
             "frozen" => {
                 field.check_length("patterns")?;
@@ -819,6 +835,9 @@ mod tests {
             ("timeout", "1e300"),
             ("max_versions", "2"),
             ("nonfinite", "yes"),
+            ("wire", "int4"),
+            ("wire", "topk(0)"),
+            ("wire", "topk(1.5)"),
             ("nothing", "1"),
         ] {
             assert!(controls.with(name, value).is_err(), "{name}={value}");
@@ -847,6 +866,9 @@ mod tests {
             ("deterministic", "True", "true"),
             ("aggregation", "Sum", "sum"),
             ("nonfinite", "ACCEPT", "accept"),
+            ("wire", "Int8", "int8"),
+            ("wire", "TOPK(0.250)", "topk(0.25)"),
+            ("wire", "FULL", "full"),
             ("schedule", "Cosine(9)", "cosine(9)"),
             ("pull", "Adaptive", "adaptive"),
             ("pull", "on-demand", "on-demand"),

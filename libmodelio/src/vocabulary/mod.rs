@@ -3,6 +3,7 @@
 
 pub mod block_map;
 pub mod block_ranges;
+pub mod coding;
 pub mod controls;
 pub mod dtype;
 pub mod frozen;

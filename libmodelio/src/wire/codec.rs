@@ -8,6 +8,7 @@ use super::{
     WireError,
 };
 use crate::vocabulary::block_ranges::{self, BlockRanges, RangesError};
+use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::Epoch;
 use crate::vocabulary::layout::MAX_BLOCK_SIZE;
 use crate::vocabulary::partly::PartlyWritten;
@@ -25,9 +26,9 @@ impl Message {
     /// can be stricter: see [`super::Received::expect_payload`].
     pub fn payload_limits(&self) -> RangeInclusive<u32> {
         match self {
-            // Half-precision elements take twice their room as fp32.
-            Message::Push { wide: true, .. } => 1..=2 * MAX_BLOCK_SIZE,
-            Message::Push { wide: false, .. } | Message::Block { .. } | Message::BlockAhead { .. } => {
+            // Half-precision elements take twice their room as fp32. A coded block is shorter than a full one.
+            Message::Push { form: Form::Wide | Form::Coded(_), .. } => 1..=2 * MAX_BLOCK_SIZE,
+            Message::Push { form: Form::Plain, .. } | Message::Block { .. } | Message::BlockAhead { .. } => {
                 1..=MAX_BLOCK_SIZE
             }
             Message::Load { what: Kept::Weights, .. } => 1..=MAX_BLOCK_SIZE,

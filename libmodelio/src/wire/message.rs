@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::{BlockRanges, TensorRanges};
+use crate::vocabulary::coding::Form;
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::groups::Groups;
 use crate::vocabulary::ids::{
@@ -217,6 +218,9 @@ pub enum Message {
         plan: PlanId,
         /// The data to send.
         payload: Granted,
+        /// The newest plan with contributions of this client's that counts, or 0. What a form has lost of its blocks is
+        /// the client's no more; of another plan's it still is.
+        counted: PlanId,
     },
     /// The plan is over; nothing of it need be sent any more.
     Over {
@@ -232,15 +236,14 @@ pub enum Message {
     },
 
     // -- a client to a shard
-    /// One granted block. The payload is the block as it lies in the model or, if it is `wide`, with its
-    /// reducible elements as fp32: sums of several half-precision contributions. Not answered.
+    /// One granted block, as the payload. Not answered.
     Push {
         /// The plan that the block was granted for.
         plan: PlanId,
         /// The block, in the model.
         block: BlockId,
-        /// Whether the payload has fp32 sums.
-        wide: bool,
+        /// The form of the payload.
+        form: Form,
         /// The plan was provisional when the block was sent, so all of the block is written. Otherwise the shard must
         /// know the sealed plan before it takes the block.
         ahead: bool,
@@ -357,7 +360,7 @@ pub enum Message {
         plan: PlanId,
         /// The block.
         block: BlockId,
-        /// Whether the block is wide, as in `Push`.
+        /// Whether the block is wide ([`Form::Wide`]).
         wide: bool,
         /// Whether the plan was provisional, as in `Push`.
         ahead: bool,

@@ -116,6 +116,7 @@ pub enum Protocol {
     /// A contribution says what its learner has written: gradients, a model, or a replica, how much it counts, and which
     /// version the learner had opened. There is the consistency `grace`. Settings have rules for tensors, and
     /// the work of a plan has groups of tensors.
+    /// `Push` says in which form its payload is, and `Grant` which plan of the client's was the last to count.
     V9 = 9,
 }
 

@@ -10,6 +10,7 @@ use strum::IntoEnumIterator;
 use super::*;
 use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::BlockRanges;
+use crate::vocabulary::coding::{Coding, Form};
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::groups::{Groups, Overrides};
 use crate::vocabulary::ids::{
@@ -149,15 +150,16 @@ fn learner_state() -> impl Strategy<Value = LearnerState> {
 fn controls() -> impl Strategy<Value = Controls> {
     let pull = proptest::sample::select(vec!["auto", "eager", "adaptive", "on-demand"]);
     let own = proptest::sample::select(vec!["auto", "true", "false"]);
+    let wire = proptest::sample::select(vec!["full", "int8", "topk(0.01)"]);
     let schedule = proptest::sample::select(vec!["constant", "linear(30)", "cosine(4294967295)"]);
     let schedule = (schedule, 0u32..30, 0u64..1 << 48);
     let consistencies = vec!["sync", "quorum(3)", "grace(65536, 0.25)", "async", "ssp(2)"];
     let consistency = (proptest::sample::select(consistencies), any::<bool>());
     let rules = "([a-z*?]{1,9} (frozen|weight_decay=0|reducer=adam)\n){0,3}";
     let patterns = ("[a-z*?]{0,9}", rules);
-    let all = (0.0f32..1.0, 1u32..9, patterns, pull, own, schedule, consistency);
+    let all = (0.0f32..1.0, 1u32..9, patterns, pull, (own, wire), schedule, consistency);
     all.prop_map(
-        |(rate, learners, (frozen, rules), pull, own, (schedule, warmup, start), (consistency, aware))| {
+        |(rate, learners, (frozen, rules), pull, (own, wire), (schedule, warmup, start), (consistency, aware))| {
             let aware = aware && ["async", "ssp(2)"].contains(&consistency);
             let texts = [
                 ("learning_rate", rate.to_string()),
@@ -166,6 +168,7 @@ fn controls() -> impl Strategy<Value = Controls> {
                 ("tensors", rules),
                 ("pull", pull.to_owned()),
                 ("read_own_step", own.to_owned()),
+                ("wire", wire.to_owned()),
                 ("schedule", schedule.to_owned()),
                 ("warmup", warmup.to_string()),
                 ("schedule_start", start.to_string()),
@@ -177,6 +180,13 @@ fn controls() -> impl Strategy<Value = Controls> {
                 .expect("settings")
         },
     )
+}
+
+fn form() -> impl Strategy<Value = Form> {
+    let share = (1u32..=1_000_000).prop_filter_map("a share", |share| share.try_into().ok());
+    let fixed = proptest::sample::select(vec![Coding::Bf16, Coding::Fp16, Coding::Int8, Coding::Fp8]);
+    let coding = prop_oneof![fixed, share.prop_map(Coding::TopK)];
+    prop_oneof![Just(Form::Plain), Just(Form::Wide), coding.prop_map(Form::Coded)]
 }
 
 fn job_phase() -> impl Strategy<Value = JobPhase> {
@@ -473,11 +483,13 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(request, newest)| Message::AckThrough { request, newest })
             .boxed(),
         job_state().prop_map(|state| Message::State(Box::new(state))).boxed(),
-        (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
+        (id64(PlanId), granted(), id64(PlanId))
+            .prop_map(|(plan, payload, counted)| Message::Grant { plan, payload, counted })
+            .boxed(),
         id64(PlanId).prop_map(|plan| Message::Over { plan }).boxed(),
         (learner(), reason()).prop_map(|(learner, reason)| Message::Left { learner, reason }).boxed(),
-        (id64(PlanId), block(), any::<(bool, bool)>())
-            .prop_map(|(plan, block, (wide, ahead))| Message::Push { plan, block, wide, ahead })
+        (id64(PlanId), block(), form(), any::<bool>())
+            .prop_map(|(plan, block, form, ahead)| Message::Push { plan, block, form, ahead })
             .boxed(),
         id64(PlanId).prop_map(|plan| Message::Probe { plan }).boxed(),
         (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::Missing { plan, blocks }).boxed(),

@@ -8,6 +8,7 @@ use super::strategies::{any_frame, each_message, message};
 use super::*;
 use crate::bytes::crc32c::crc32c;
 use crate::vocabulary::block_ranges::RangesError;
+use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 
 /// All bytes of a frame.
@@ -174,7 +175,7 @@ fn the_strategies_know_every_message() {
 
 #[test]
 fn a_frame_is_what_the_document_says() {
-    let push = Message::Push { plan: PlanId(300), block: BlockId(5), wide: true, ahead: false };
+    let push = Message::Push { plan: PlanId(300), block: BlockId(5), form: Form::Wide, ahead: false };
     let bytes = frame(&push, 0x0102_0304_0506_0708, Epoch(9), b"payload").unwrap();
     let body = [25, 0xac, 0x02, 5, 1, 0];
     let mut expected = Vec::new();
@@ -244,7 +245,8 @@ fn greetings_begin_alike_in_all_versions() {
 
 #[test]
 fn payloads_are_where_they_belong() {
-    let push = |wide| Message::Push { plan: PlanId(1), block: BlockId(0), wide, ahead: false };
+    let push =
+        |wide| Message::Push { plan: PlanId(1), block: BlockId(0), form: Form::full(wide), ahead: false };
     let error = |message: &Message, payload: usize| {
         frame(message, 1, Epoch(1), &vec![0; payload]).expect_err("does not fit")
     };

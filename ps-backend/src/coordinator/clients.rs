@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
-use libmodelio::vocabulary::ids::{ClientId, LearnerId};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::wire::{JobState, Message, Refusal};
 use serde::{Deserialize, Serialize};
@@ -31,8 +31,19 @@ pub(super) struct Client {
     /// Its learners, each with the newest request about it.
     pub(super) learners: BTreeMap<LearnerId, Asked>,
     pub(super) requests: Requests,
+    /// The newest plan with contributions of this client's that counts, or 0.
+    pub(super) counted: PlanId,
     #[serde(skip)]
     sent_state: Option<SentState>,
+}
+
+/// What is remembered of a client that was given up.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(super) struct GivenUp {
+    /// Its highest request number. Requests up to it come too late.
+    newest: u64,
+    /// The newest plan with contributions of the client's that counts, or 0.
+    counted: PlanId,
 }
 
 /// The last state that a client was sent, without its number.
@@ -45,14 +56,15 @@ struct SentState {
 }
 
 impl Client {
-    /// A client whose requests up to `before` were made before it was given up.
-    fn new(before: u64) -> Client {
-        let requests = Requests::new(before);
+    /// A client that was given up before, or never was here.
+    fn new(before: GivenUp) -> Client {
+        let requests = Requests::new(before.newest);
         Client {
             connected: false,
             last_seen: Now::ZERO,
             learners: BTreeMap::new(),
             requests,
+            counted: before.counted,
             sent_state: None,
         }
     }
@@ -99,8 +111,8 @@ impl CoordinatorCore {
         }
         if !self.clients.contains_key(&id) {
             let was = self.given_up.iter().rposition(|(known, _)| *known == id);
-            let before = was.and_then(|at| self.given_up.remove(at)).map_or(0, |(_, newest)| newest);
-            self.clients.insert(id, Client::new(before));
+            let before = was.and_then(|at| self.given_up.remove(at)).map(|(_, before)| before);
+            self.clients.insert(id, Client::new(before.unwrap_or_default()));
         }
         if let Some(idle) = idle {
             self.client_gone(idle, now, actions);
@@ -472,7 +484,8 @@ impl CoordinatorCore {
             if self.given_up.len() >= MAX_CLIENTS {
                 self.given_up.pop_front();
             }
-            self.given_up.push_back((id, client.requests.newest()));
+            let before = GivenUp { newest: client.requests.newest(), counted: client.counted };
+            self.given_up.push_back((id, before));
         }
         self.tickets.retain(|_, (of, _)| *of != id);
         let mut wanted = Vec::new();

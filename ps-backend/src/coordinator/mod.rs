@@ -32,7 +32,7 @@ use libmodelio::wire::{Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use crate::core::{self, JobCore, Now, Ticket};
-use clients::Client;
+use clients::{Client, GivenUp};
 pub use moving::TakeOverError;
 use plans::{Run, is_provisional};
 use requests::Asked;
@@ -90,8 +90,8 @@ pub struct CoordinatorCore {
     #[serde(skip)]
     shards: Arc<[ShardId]>,
     clients: BTreeMap<ClientId, Client>,
-    /// The newest clients that were given up, each with its highest request number.
-    given_up: VecDeque<(ClientId, u64)>,
+    /// The newest clients that were given up.
+    given_up: VecDeque<(ClientId, GivenUp)>,
     owners: BTreeMap<LearnerId, ClientId>,
     /// Requests that the core answers later.
     tickets: BTreeMap<Ticket, (ClientId, Asked)>,

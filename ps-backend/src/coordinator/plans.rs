@@ -85,7 +85,11 @@ impl Run {
             turns[..at].iter().for_each(|done| come.intersect_with(done));
             *turn = Some(block_ranges::first_of_bits(&come, MAX_RANGES).0);
         }
-        Some(Action::ToClient(sender.client, 0, Message::Grant { plan: self.id, payload }))
+        Some(Action::ToClient(
+            sender.client,
+            0,
+            Message::Grant { plan: self.id, payload, counted: sender.counted },
+        ))
     }
 
     fn grants(&self) -> impl Iterator<Item = Action> {
@@ -379,6 +383,7 @@ impl CoordinatorCore {
     /// All shards are ready. The plan counts from here on.
     fn conclude(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.wind_up(Stage::Concluding, now, actions);
+        self.counts();
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
             Some(Kind::Accumulate(learners)) => {
@@ -392,6 +397,18 @@ impl CoordinatorCore {
             None => {}
         }
         self.perform(wanted, now, actions);
+    }
+
+    /// The contributions of the running plan count.
+    fn counts(&mut self) {
+        let Some(run) = &self.run else { return };
+        for sender in &run.senders {
+            if matches!(sender.payload, Granted::Contributions { .. })
+                && let Some(client) = self.clients.get_mut(&sender.client)
+            {
+                client.counted = run.id;
+            }
+        }
     }
 
     /// Drops the running plan. Its results are void.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
-use libmodelio::vocabulary::ids::{ClientId, LearnerId, Step};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step};
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::wire::Granted;
 
@@ -23,6 +23,8 @@ pub(super) struct Sender {
     pub(super) blocks: FixedBitSet,
     /// The ranges that count, of blocks that others send, too, or that nobody has written as a whole.
     pub(super) partly: PartlyWritten,
+    /// The newest plan with contributions of the client's that counts.
+    pub(super) counted: PlanId,
 }
 
 impl Sender {
@@ -74,7 +76,8 @@ impl CoordinatorCore {
             of.sort_unstable();
             let all = of.iter().map(|(learner, _)| *learner).collect();
             let payload = Granted::Contributions { of, replaces, open: Some(open), turn: None };
-            senders.push(Sender { client, learners: all, payload, blocks, partly: PartlyWritten::default() });
+            let partly = PartlyWritten::default();
+            senders.push(Sender { client, learners: all, payload, blocks, partly, counted: PlanId(0) });
         }
         senders.sort_by_key(|sender| sender.learners.first().copied());
         Some(())
@@ -113,6 +116,7 @@ pub(super) fn senders<'a>(
                 payload: Granted::Contributions { of, replaces, open: None, turn: None },
                 blocks,
                 partly,
+                counted: PlanId(0),
             }
         })
         .collect();

@@ -28,7 +28,7 @@ impl CoordinatorCore {
         work: &core::Action<Source>,
         id: PlanId,
     ) -> Option<(Kind, Vec<Sender>, Message)> {
-        let (kind, senders, todo) = match work {
+        let (kind, mut senders, todo) = match work {
             core::Action::Accumulate { contributions, combine } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
                 let accumulated = self.core.accumulated_contributions();
@@ -63,12 +63,16 @@ impl CoordinatorCore {
                         // The blocks were checked when the request came.
                         blocks: self.block_set(&buffer.weights).unwrap_or_default(),
                         partly: PartlyWritten::default(),
+                        counted: PlanId(0),
                     };
                     (Kind::Assign, vec![sender], Work::Assign { token: buffer.name })
                 }
             },
             _ => return None,
         };
+        for sender in &mut senders {
+            sender.counted = self.clients.get(&sender.client).map_or(PlanId(0), |client| client.counted);
+        }
         let controls = self.core.controls();
         let reject = controls.nonfinite == NonFinite::Reject;
         let replaces = todo.combine().is_some_and(Combine::replaces);

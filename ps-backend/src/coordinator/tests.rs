@@ -154,6 +154,7 @@ fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
         Message::Grant {
             plan,
             payload: Granted::Contributions { of, replaces: false, open: None, turn: None },
+            counted: PlanId(0),
         },
     )
 }

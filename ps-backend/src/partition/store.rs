@@ -27,6 +27,7 @@ use std::io;
 use std::sync::atomic::{AtomicU8, Ordering, fence};
 use std::sync::{Arc, Weak};
 
+use libmodelio::bytes::kernels::coded::Fault;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::local::ShardMemory;
 use libmodelio::transport::tally::Tally;
@@ -75,6 +76,17 @@ pub enum PartitionError {
         /// The received number of bytes.
         got: usize,
     },
+    /// The payload is coded, and nobody codes so.
+    #[error("the payload of block {block} is wrong: {fault}")]
+    Coding {
+        /// The block.
+        block: BlockId,
+        /// What is wrong with it.
+        fault: Fault,
+    },
+    /// The payload is coded, and the plan takes values as they are.
+    #[error("the payload of block {0} is coded, and its values replace others")]
+    CodedValues(BlockId),
     /// The block has no room for these masters or this optimizer state, or their length is wrong.
     #[error("{got} bytes of masters or optimizer state do not fit block {block}")]
     State {
@@ -682,5 +694,8 @@ fn check_payload(layout: &ModelLayout, block: BlockId, payload: Payload<'_>) -> 
         return Err(PartitionError::NoBlock { block, blocks: layout.blocks() });
     }
     let (expected, got) = (payload.wanted_len(layout, block), payload.bytes().len());
-    if expected == got { Ok(()) } else { Err(PartitionError::Length { block, expected, got }) }
+    if expected != got {
+        return Err(PartitionError::Length { block, expected, got });
+    }
+    payload.check(layout, block).map_err(|fault| PartitionError::Coding { block, fault })
 }

@@ -7,8 +7,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use libmodelio::bytes::block::span;
+use libmodelio::bytes::kernels::coded::{self, Fault};
 use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::coding::{Coding, Form};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
 use libmodelio::vocabulary::norm::ExactSum;
@@ -42,14 +44,97 @@ pub enum Payload<'a> {
     /// The same segments in the same order, with reducible elements as fp32, or as F64 if they are. Sums of several
     /// half-precision contributions lose nothing on their way.
     Wide(&'a [u8]),
+    /// The same segments in the same order, with the elements of fp32 and half-precision tensors in a lossy form.
+    Coded(Coding, &'a [u8]),
+}
+
+/// The form in which the elements of a segment are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sent {
+    As(Wire),
+    /// So many elements, in this form.
+    Coded(Coding, usize),
+}
+
+impl Sent {
+    /// Adds some of a segment's elements to `sum`, or stores them. `bytes` has all of the segment's, and `at` is the
+    /// first value of `sum` in the segment's. Returns whether they are finite.
+    fn accumulate(self, bytes: &[u8], at: usize, sum: &mut [f32], stores: bool) -> bool {
+        match self {
+            Sent::As(wire) => {
+                let bytes_of = |words: usize| words / wire.words() * wire.size();
+                let bytes = &bytes[bytes_of(at)..][..bytes_of(sum.len())];
+                kernels::accumulate(wire, bytes, sum, stores)
+            }
+            Sent::Coded(coding, elements) => {
+                let mut piece = [0.0; CHUNK];
+                let mut finite = true;
+                for (i, sum) in sum.chunks_mut(CHUNK).enumerate() {
+                    let piece = &mut piece[..sum.len()];
+                    coded::decode(coding, elements, bytes, at + i * CHUNK, piece);
+                    finite &= kernels::accumulate(Wire::F32, kernels::bytes(piece), sum, stores);
+                }
+                finite
+            }
+        }
+    }
+
+    fn is_finite(self, bytes: &[u8]) -> bool {
+        match self {
+            Sent::As(wire) => kernels::all_finite(wire, bytes),
+            Sent::Coded(coding, elements) => {
+                let mut piece = [0.0; CHUNK];
+                (0..elements).step_by(CHUNK).all(|at| {
+                    let piece = &mut piece[..CHUNK.min(elements - at)];
+                    coded::decode(coding, elements, bytes, at, piece);
+                    kernels::all_finite(Wire::F32, kernels::bytes(piece))
+                })
+            }
+        }
+    }
 }
 
 impl<'a> Payload<'a> {
     /// The bytes as they were sent.
     pub fn bytes(self) -> &'a [u8] {
         match self {
-            Payload::Plain(bytes) | Payload::Wide(bytes) => bytes,
+            Payload::Plain(bytes) | Payload::Wide(bytes) | Payload::Coded(_, bytes) => bytes,
         }
+    }
+
+    /// Bytes in this form.
+    pub fn of(form: Form, bytes: &'a [u8]) -> Payload<'a> {
+        match form {
+            Form::Plain => Payload::Plain(bytes),
+            Form::Wide => Payload::Wide(bytes),
+            Form::Coded(coding) => Payload::Coded(coding, bytes),
+        }
+    }
+
+    /// The form of the bytes.
+    pub fn form(self) -> Form {
+        match self {
+            Payload::Plain(_) => Form::Plain,
+            Payload::Wide(_) => Form::Wide,
+            Payload::Coded(coding, _) => Form::Coded(coding),
+        }
+    }
+
+    /// Checks what the length of a coded payload does not say.
+    ///
+    /// # Errors
+    /// The first fault.
+    ///
+    /// # Panics
+    /// If the payload has not [`Self::wanted_len`].
+    pub(crate) fn check(self, layout: &ModelLayout, block: BlockId) -> Result<(), Fault> {
+        if !matches!(self, Payload::Coded(..)) {
+            return Ok(());
+        }
+        segments(layout, block, self).try_for_each(|(_, sent, bytes)| match sent {
+            Some(Sent::Coded(coding, elements)) => coded::check(coding, elements, bytes),
+            Some(Sent::As(_)) | None => Ok(()),
+        })
     }
 
     /// Whether every element is finite.
@@ -58,7 +143,7 @@ impl<'a> Payload<'a> {
     /// When the bytes are too few for a payload of `block`.
     pub fn is_finite(self, layout: &ModelLayout, block: BlockId) -> bool {
         let mut segments = segments(layout, block, self);
-        segments.all(|(_, sent, bytes)| sent.is_none_or(|sent| kernels::all_finite(sent, bytes)))
+        segments.all(|(_, sent, bytes)| sent.is_none_or(|sent| sent.is_finite(bytes)))
     }
 
     /// The length of a payload of `block`.
@@ -66,6 +151,7 @@ impl<'a> Payload<'a> {
         match self {
             Payload::Plain(_) => span(&layout.block_bytes(block)).len(),
             Payload::Wide(_) => wide_len(layout, block),
+            Payload::Coded(coding, _) => coding.block_bytes(layout, block),
         }
     }
 }
@@ -79,13 +165,18 @@ fn segments<'a>(
     layout: &'a ModelLayout,
     block: BlockId,
     payload: Payload<'a>,
-) -> impl Iterator<Item = (&'a Segment, Option<Wire>, &'a [u8])> {
+) -> impl Iterator<Item = (&'a Segment, Option<Sent>, &'a [u8])> {
     let mut rest = payload.bytes();
     layout.segments(block).iter().map(move |segment| {
         let own = Wire::of(segment.dtype);
         let (sent, len) = match (own, payload) {
-            (Some(own), Payload::Wide(_)) => (Some(own.wide()), element_span(segment, own).len() * 4),
-            _ => (own, span(&segment.bytes).len()),
+            (Some(own), Payload::Wide(_)) => {
+                (Some(Sent::As(own.wide())), element_span(segment, own).len() * 4)
+            }
+            (_, Payload::Coded(coding, _)) if let Some(elements) = Coding::elements(segment) => {
+                (Some(Sent::Coded(coding, elements)), coding.bytes(elements))
+            }
+            _ => (own.map(Sent::As), span(&segment.bytes).len()),
         };
         let (bytes, others) = rest.split_at(len);
         rest = others;
@@ -128,11 +219,12 @@ pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
 }
 
 /// Whether a payload of `block` equals the accumulator's form of it byte for byte.
-pub fn is_direct(layout: &ModelLayout, block: BlockId, wide: bool) -> bool {
-    layout.segments(block).iter().all(|segment| match segment.dtype {
-        DType::F32 | DType::F64 => true,
-        other => wide && other.is_reducible(),
-    })
+pub fn is_direct(layout: &ModelLayout, block: BlockId, form: Form) -> bool {
+    !matches!(form, Form::Coded(_))
+        && layout.segments(block).iter().all(|segment| match segment.dtype {
+            DType::F32 | DType::F64 => true,
+            other => form == Form::Wide && other.is_reducible(),
+        })
 }
 
 /// Whether the model has tensors that are not reduced.
@@ -221,7 +313,7 @@ impl Accumulator {
             unsafe {
                 if let (Some(sent), Some(own)) = (sent, Wire::of(segment.dtype)) {
                     let sum = self.sum.floats_mut(element_span(segment, own));
-                    finite &= kernels::accumulate(sent, bytes, sum, stores);
+                    finite &= sent.accumulate(bytes, 0, sum, stores);
                 } else if let (Combine::Last, Some(raw)) = (combine, &self.raw) {
                     kernels::stream_copy(bytes, raw.bytes_mut(span(&segment.bytes)));
                 }
@@ -252,11 +344,9 @@ impl Accumulator {
             // SAFETY: the block belongs to the caller alone.
             let sum = unsafe { self.sum.floats_mut(element_span(segment, own)) };
             for (at, sum) in sum.chunks_mut(CHUNK).enumerate() {
-                for (index, (_, wire, bytes)) in sent.iter().enumerate() {
-                    let Some(wire) = *wire else { continue };
-                    let bytes_of = |words: usize| words / wire.words() * wire.size();
-                    let bytes = &bytes[bytes_of(at * CHUNK)..][..bytes_of(sum.len())];
-                    let finite = kernels::accumulate(wire, bytes, sum, stores && index == 0);
+                for (index, (_, sent, bytes)) in sent.iter().enumerate() {
+                    let Some(sent) = sent else { continue };
+                    let finite = sent.accumulate(bytes, at * CHUNK, sum, stores && index == 0);
                     if !finite && payloads[index].1 {
                         bad = Some(bad.map_or(index, |bad| bad.min(index)));
                     }

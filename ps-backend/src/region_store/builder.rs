@@ -17,6 +17,7 @@ use libmodelio::vocabulary::tensor_steps::{ByteSteps, Treatment};
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, INLINE, Payload, within};
+use super::coded::CodedBlock;
 use super::elements::element_span;
 use super::{EarlyReader, StateBuffer, VOID, VersionBuffer};
 use crate::device::Arrays;
@@ -86,9 +87,12 @@ thread_local! {
     static ALIGNED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
     /// The buffer for what is about to be changed in place: a piece of the sum, of the master and of each slot.
     static BEFORE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    /// The buffer for a piece of each coded payload.
+    static DECODED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// The most values of an array that are changed in place at once. What they were before stays in the cache meanwhile.
+/// The most values of an array that are changed in place or decoded at once. What they were before, or what was sent,
+/// stays in the cache meanwhile.
 const IN_PLACE: usize = 2 << 10;
 
 impl VersionBuilder {
@@ -230,6 +234,15 @@ impl VersionBuilder {
         let start = self.layout.block_bytes(block).start;
         let mut finite = true;
         let mut wide_at = 0;
+        let coded: SmallVec<[CodedBlock<'_>; 1]> = terms
+            .iter()
+            .filter_map(|term| match term {
+                Term::Sent(Payload::Coded(coding, bytes)) => {
+                    Some(CodedBlock::new(&self.layout, block, *coding, bytes))
+                }
+                _ => None,
+            })
+            .collect();
         let mut make = |piece: &Segment, of: Treatment, brings: Brings| {
             let (step, t) = (steps.of_group(of.group), of.t);
             let range = span(&piece.bytes);
@@ -251,6 +264,8 @@ impl VersionBuilder {
                     None => weights,
                     Some(Term::Sent(Payload::Plain(bytes))) => &bytes[local],
                     Some(Term::Sent(Payload::Wide(bytes))) => &bytes[wide],
+                    // Values that replace others are not coded.
+                    Some(Term::Sent(Payload::Coded(..))) => weights,
                     // SAFETY: nobody writes the terms' memory.
                     Some(Term::Sum(sum)) => unsafe { sum.raw(range) }.unwrap_or(weights),
                 };
@@ -275,6 +290,13 @@ impl VersionBuilder {
                 // SAFETY: the block belongs to this thread alone, and the version is written only after this.
                 sum_before[..elements.len()].copy_from_slice(unsafe { sum.sums(elements.clone()) });
             }
+            let mut decoded = DECODED.take();
+            decoded.resize(coded.len() * IN_PLACE, 0.0);
+            for (coded, room) in coded.iter().zip(decoded.chunks_mut(IN_PLACE)).filter(|_| wire != Wire::F64)
+            {
+                coded.decode(piece, &mut room[..elements.len()]);
+            }
+            let mut rooms = coded.iter().zip(decoded.chunks(IN_PLACE));
             let lies_here = |sum: &Accumulator| self.sum.as_ref().is_some_and(|here| std::ptr::eq(here, sum));
             // SAFETY: the block of the next version belongs to this thread alone, and nobody has its sum.
             let output = unsafe { memory.bytes_mut(range.clone()) };
@@ -287,6 +309,11 @@ impl VersionBuilder {
                     (Term::Sent(Payload::Plain(bytes)), _) => Source::Wire(&bytes[local.clone()]),
                     (Term::Sent(Payload::Wide(_)), Some(sent)) => Source::Acc(sent),
                     (Term::Sent(Payload::Wide(bytes)), None) => Source::Wire(&bytes[wide.clone()]),
+                    (Term::Sent(Payload::Coded(..)), _) => match rooms.next() {
+                        Some((coded, _)) if wire == Wire::F64 => Source::Wire(coded.plain(piece)),
+                        Some((_, room)) => Source::Acc(&room[..elements.len()]),
+                        None => Source::Acc(&[]),
+                    },
                 })
                 .collect();
             let counts = match brings {
@@ -319,10 +346,13 @@ impl VersionBuilder {
             drop(sources);
             ALIGNED.set(aligned);
             BEFORE.set(before);
+            DECODED.set(decoded);
         };
         let make = |piece: &Segment, of: Treatment, brings: Brings| {
             let step = match Wire::of(piece.dtype) {
-                Some(wire) if self.needs_room(steps.of_group(of.group), of.t, wire) => {
+                Some(wire)
+                    if self.needs_room(steps.of_group(of.group), of.t, wire) || !coded.is_empty() =>
+                {
                     (IN_PLACE / wire.words() * wire.size()) as u64
                 }
                 _ => return make(piece, of, brings),

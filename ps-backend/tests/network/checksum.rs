@@ -1,6 +1,7 @@
 //! Blocks with and without a checksum: each end decides for what it sends.
 
 use libmodelio::transport::reactor::Choice;
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Checksum, Message, Refusal, Role};
@@ -92,7 +93,7 @@ fn a_shard_sends_blocks_as_its_own_option_says() {
 fn a_shard_checks_what_has_a_checksum() {
     for checksum in CHOICES {
         let world = world(checksum, Way::Tcp(Choice::Auto), BYTES);
-        let push = Message::Push { plan: PlanId(0), block: BlockId(0), wide: false, ahead: false };
+        let push = Message::Push { plan: PlanId(0), block: BlockId(0), form: Form::Plain, ahead: false };
         let (told, sent) = (vec![1; BLOCK as usize], vec![2; BLOCK as usize]);
         let mut raw = greeted(&world);
         raw.say_with_other(&push, &told, &sent);

@@ -2,6 +2,7 @@
 
 mod ahead;
 mod checksum;
+mod coded;
 mod declared;
 mod device;
 mod following;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::Registry;
 use libmodelio::transport::reactor::Choice;
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::Reducer;
@@ -128,8 +129,12 @@ fn lives_through(coordinator_moves: bool) {
     let mut data = Raw::greet(&world.address_of(owner), Role::Data, &world.record, client);
     assert!(matches!(data.receive().0.message, Message::Welcome { .. }));
     let block = 2.0f32.to_le_bytes().repeat((64 << 10) / 4);
-    let push =
-        Message::Push { plan, block: libmodelio::vocabulary::ids::BlockId(0), wide: false, ahead: false };
+    let push = Message::Push {
+        plan,
+        block: libmodelio::vocabulary::ids::BlockId(0),
+        form: Form::Plain,
+        ahead: false,
+    };
     data.stream.write_all(&frame(&push, 0, world.record.epoch, &block).unwrap()).unwrap();
     data.stream.write_all(&block).unwrap();
     assert_eq!(control.answer(3), Message::Done);

@@ -4,6 +4,7 @@ use half::bf16;
 use libmodelio::bytes::kernels::{
     Input, Level, Operands, Output, Source, Wire, accumulate, all_finite, with_level,
 };
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
@@ -191,7 +192,7 @@ proptest! {
             let base = Version(t as u64 - 1);
             let job = store.begin(base, Work::Add { combine: reducer.combine() }, true).unwrap();
             let first = payload(10 * t + 1, ways[2 * t - 2]);
-            match job.destination(block, ways[2 * t - 2]).unwrap() {
+            match job.destination(block, Form::full(ways[2 * t - 2])).unwrap() {
                 Some(mut target) => {
                     target.bytes().copy_from_slice(&first);
                     prop_assert!(target.complete());

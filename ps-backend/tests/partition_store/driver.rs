@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use common::{BLOCK, Reference, decode, elements, encode, initial_weights, noise};
+use libmodelio::bytes::kernels;
+use libmodelio::vocabulary::coding::{Coding, Form};
 use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
-use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::vocabulary::reducer::{Combine, Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
 use ps_backend::partition::store::{
@@ -43,9 +45,11 @@ pub enum Way {
     Shifted,
     /// As wide, into the memory of the sum where that is possible.
     InPlace,
+    /// In a form that loses nothing of these numbers. As plain if values replace others.
+    Coded,
 }
 
-pub const WAYS: [Way; 4] = [Way::Plain, Way::Wide, Way::Shifted, Way::InPlace];
+pub const WAYS: [Way; 5] = [Way::Plain, Way::Wide, Way::Shifted, Way::InPlace, Way::Coded];
 
 /// What one source sends.
 #[derive(Clone, Debug)]
@@ -78,10 +82,40 @@ impl Source {
             .collect()
     }
 
+    fn coded(&self, coding: Coding, layout: &ModelLayout, block: BlockId) -> Vec<u8> {
+        let (plain, start) = (self.plain(layout, block), layout.block_bytes(block).start);
+        let segments = layout.segments(block).iter();
+        segments
+            .flat_map(|segment| {
+                let Some(count) = Coding::elements(segment) else {
+                    let range = segment.bytes.start - start..segment.bytes.end - start;
+                    return plain[range.start as usize..range.end as usize].to_vec();
+                };
+                let first = segment.element as usize;
+                let mut values: Vec<f32> = (first..first + count).map(|i| noise(self.seed, i)).collect();
+                let mut out = vec![0; coding.bytes(count)];
+                kernels::coded::encode(coding, &mut values, &mut out);
+                assert!(values.iter().all(|left| *left == 0.0));
+                out
+            })
+            .collect()
+    }
+
     /// Hands the payload of `block` to `give`.
-    fn with<T>(&self, layout: &ModelLayout, block: BlockId, give: impl FnOnce(Payload<'_>) -> T) -> T {
+    fn with<T>(
+        &self,
+        job: &PartitionJob,
+        layout: &ModelLayout,
+        block: BlockId,
+        give: impl FnOnce(Payload<'_>) -> T,
+    ) -> T {
+        let replaces = job.work().combine().is_none_or(Combine::replaces);
         match self.way {
-            Way::Plain => give(Payload::Plain(&self.plain(layout, block))),
+            Way::Coded if !replaces => {
+                let coding = ["bf16", "fp16", "topk(1)"][self.seed % 3].parse().unwrap();
+                give(Payload::Coded(coding, &self.coded(coding, layout, block)))
+            }
+            Way::Plain | Way::Coded => give(Payload::Plain(&self.plain(layout, block))),
             Way::Wide | Way::InPlace => give(Payload::Wide(&self.wide(layout, block))),
             Way::Shifted => {
                 let wide = self.wide(layout, block);
@@ -95,7 +129,7 @@ impl Source {
 
     pub fn add(&self, job: &Arc<PartitionJob>, layout: &ModelLayout, block: BlockId) {
         if self.way == Way::InPlace
-            && let Some(mut target) = job.destination(block, true).unwrap()
+            && let Some(mut target) = job.destination(block, Form::Wide).unwrap()
         {
             // It comes in pieces, after others that were lost.
             target.bytes().fill(0xff);
@@ -106,11 +140,11 @@ impl Source {
             assert!(target.complete());
             return;
         }
-        assert!(self.with(layout, block, |payload| job.add(block, payload)).unwrap());
+        assert!(self.with(job, layout, block, |payload| job.add(block, payload)).unwrap());
     }
 
     pub fn finish(&self, job: &PartitionJob, layout: &ModelLayout, block: BlockId) {
-        assert!(self.with(layout, block, |payload| job.finish(block, Some(payload))).unwrap());
+        assert!(self.with(job, layout, block, |payload| job.finish(block, Some(payload))).unwrap());
     }
 }
 

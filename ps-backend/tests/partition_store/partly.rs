@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use common::{encode, initial_weights, noise};
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
@@ -107,7 +108,7 @@ impl Bench {
     }
 
     fn add(job: &Arc<PartitionJob>, Sent { block, bytes, written }: &Sent, in_place: bool) {
-        if in_place && let Some(mut target) = job.destination(*block, false).unwrap() {
+        if in_place && let Some(mut target) = job.destination(*block, Form::Plain).unwrap() {
             target.bytes().copy_from_slice(bytes);
             assert!(target.complete_written(written.as_deref()));
             return;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use common::{BLOCK, encode, floats_layout};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::surplus::UNUSED_FOR;
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
@@ -240,7 +241,7 @@ fn whatever_does_not_fit_is_refused_and_changes_nothing() {
     for block in [blocks, u32::MAX].map(BlockId) {
         assert!(matches!(job.add(block, Payload::Plain(&bytes)), Err(PartitionError::NoBlock { .. })));
         assert!(matches!(job.finish(block, None), Err(PartitionError::NoBlock { .. })));
-        assert!(matches!(job.destination(block, false), Err(PartitionError::NoBlock { .. })));
+        assert!(matches!(job.destination(block, Form::Plain), Err(PartitionError::NoBlock { .. })));
         assert!(matches!(twin.store.load(block, &bytes), Err(PartitionError::NoBlock { .. })));
     }
     // Block 6 is bfloat16: its wide payload is longer.
@@ -289,27 +290,27 @@ fn only_what_an_accumulator_holds_is_received_in_place() {
         let segments = twin.layout.segments(block);
         let is_f32 = segments.iter().all(|segment| segment.dtype == DType::F32);
         let is_reduced = segments.iter().all(|segment| segment.dtype.is_reducible());
-        assert_eq!(job.destination(block, false).unwrap().is_some(), is_f32, "{block}");
-        assert_eq!(job.destination(block, true).unwrap().is_some(), is_reduced, "{block}");
+        assert_eq!(job.destination(block, Form::Plain).unwrap().is_some(), is_f32, "{block}");
+        assert_eq!(job.destination(block, Form::Wide).unwrap().is_some(), is_reduced, "{block}");
         // These targets were dropped: nothing has come.
         assert!(!job.holds(block));
     }
-    let block = twin.blocks().find(|&block| job.destination(block, false).unwrap().is_some()).unwrap();
-    let target = job.destination(block, false).unwrap().unwrap();
+    let block = twin.blocks().find(|&block| job.destination(block, Form::Plain).unwrap().is_some()).unwrap();
+    let target = job.destination(block, Form::Plain).unwrap().unwrap();
     let source = all(&twin, 1, Way::Plain);
     let payload = source.plain(&twin.layout, block);
     assert!(matches!(job.add(block, Payload::Plain(&payload)), Err(PartitionError::Claimed(_))));
     assert!(matches!(conclude(&twin.store, &job), Err(PartitionError::Claimed(_))));
     drop(target);
     assert!(job.add(block, Payload::Plain(&payload)).unwrap());
-    assert!(job.destination(block, false).unwrap().is_none(), "not the first");
+    assert!(job.destination(block, Form::Plain).unwrap().is_none(), "not the first");
 }
 
 #[test]
 fn the_next_plan_waits_for_unfinished_receives() {
     let twin = twin(Reducer::Sum);
     let job = twin.begin_add().unwrap();
-    let target = twin.blocks().find_map(|block| job.destination(block, true).unwrap()).unwrap();
+    let target = twin.blocks().find_map(|block| job.destination(block, Form::Wide).unwrap()).unwrap();
     job.give_up();
     drop(job);
     assert!(target.job().is_over());
@@ -331,7 +332,7 @@ fn non_finite_payload_is_reported_and_a_dropped_plan_leaves_no_trace() {
         wide[wide_end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
         let job = twin.begin_reduce(2).unwrap();
         if way == Way::InPlace {
-            let mut target = job.destination(last, true).unwrap().unwrap();
+            let mut target = job.destination(last, Form::Wide).unwrap().unwrap();
             target.bytes().copy_from_slice(&wide);
             assert!(!target.complete());
         } else {

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use libmodelio::client::core::{Action, ClientCore, Push, Token};
 use libmodelio::transport::Attached;
 use libmodelio::vocabulary::block_map::PartitionIndex;
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, Message};
 
@@ -161,6 +162,7 @@ impl World {
                 }
                 self.awaited(index, program, result.map_err(|error| error.to_string()));
             }
+            Action::Begins { plan, counted } => self.history.begins_plan(id, plan, counted),
             Action::Release(learner, step) => {
                 let known = self.clients[index].payloads.remove(&(learner, step));
                 assert!(known.is_some(), "client {id}: {learner} step {step} is released, but not held");
@@ -202,19 +204,19 @@ impl World {
                 self.clients[index].sending[partition] -= 1;
                 let way = (Node::Client(index), to);
                 let is_sum = matches!(&keys, Keys::Contributions(holders, _) if holders.len() > 1);
-                let (wide, body) = match self.settings.shared && !is_sum {
-                    true => (false, Body::Named { index, keys, epoch }),
+                let (form, body) = match self.settings.shared && !is_sum {
+                    true => (Form::Plain, Body::Named { index, keys, epoch }),
                     false => {
                         let sum = self.read_payload(index, block, &keys);
                         let sends = self.clients[index].core.outgoing().is_some_and(|(of, _)| of == plan);
                         if (is_sum || lent) && !sends {
                             return;
                         }
-                        (sum.of.len() > 1, Body::Sum(sum))
+                        (Form::full(sum.of.len() > 1), Body::Sum(sum))
                     }
                 };
                 if self.network.connection(way.0, way.1).epoch == epoch {
-                    self.send(way.0, way.1, 0, Message::Push { plan, block, wide, ahead }, body);
+                    self.send(way.0, way.1, 0, Message::Push { plan, block, form, ahead }, body);
                 }
             }
             ClientEvent::Completed { version, block, body } => {

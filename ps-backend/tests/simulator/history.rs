@@ -140,6 +140,10 @@ pub struct History {
     /// Versions that all partitions have.
     complete: usize,
     plans: BTreeMap<PlanId, Planned>,
+    /// For each client, the plans with contributions of its own that count.
+    counted: BTreeMap<ClientId, BTreeSet<PlanId>>,
+    /// Grants that told a client of such a plan.
+    pub told_counted: u64,
     /// Plans whose sums were kept for the coming version, and the partitions that have.
     sealed: BTreeMap<PlanId, BTreeSet<usize>>,
     /// Plans that were begun while their last contribution was written, and sealed.
@@ -192,6 +196,8 @@ impl History {
             versions: vec![first],
             complete: 1,
             plans: BTreeMap::new(),
+            counted: BTreeMap::new(),
+            told_counted: 0,
             sealed: BTreeMap::new(),
             sealed_plans: 0,
             sealed_together: 0,
@@ -324,6 +330,22 @@ impl History {
         if self.plans.get(&plan).is_some_and(|planned| planned.provisional) {
             self.in_vain.extend(self.ahead.remove(&plan).unwrap_or_default());
         }
+    }
+
+    /// The plan counts from now on.
+    pub fn counts(&mut self, plan: PlanId) {
+        let planned = self.plans.get(&plan).expect("it has begun");
+        for client in planned.sources.iter().filter(|_| !matches!(planned.work, Work::Assign { .. })) {
+            self.counted.entry(*client).or_default().insert(plan);
+        }
+    }
+
+    /// The coordinator tells a client which of its plans was the last to count. What coded blocks have lost depends on
+    /// it.
+    pub fn begins_plan(&mut self, client: ClientId, plan: PlanId, counted: PlanId) {
+        let newest = self.counted.get(&client).and_then(|plans| plans.range(..plan).next_back());
+        assert_eq!(counted, newest.copied().unwrap_or_default(), "before plan {plan} of client {client}");
+        self.told_counted += u64::from(counted > PlanId(0));
     }
 
     /// Contributions of which blocks were sent in vain, and which are in a version all the same.

@@ -66,6 +66,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("blocks that followers were sent when their version counted", |world| world.ahead.late, 4),
     ("notices of what was sent in turn", |world| world.ahead.turns, 8),
     ("versions that were not pulled", |world| world.history.shown_own(), 4),
+    ("grants that name a plan which counts", |world| world.history.told_counted, 1),
     ("strangers", |world| world.strangers, 1),
     ("lies that were believed", |world| world.believed, 1),
     ("jumps of a shard's clock", |world| world.jumped, 4),

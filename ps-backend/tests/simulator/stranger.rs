@@ -194,7 +194,7 @@ impl World {
                 1 => {
                     let of = vec![(NOBODY, Step(number))];
                     let payload = Granted::Contributions { of, replaces: false, open: None, turn: None };
-                    Message::Grant { plan: PlanId(number), payload }
+                    Message::Grant { plan: PlanId(number), payload, counted: PlanId(0) }
                 }
                 _ if !self.names_all(index) => continue,
                 _ => {

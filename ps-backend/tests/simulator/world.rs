@@ -562,7 +562,7 @@ impl World {
     fn coordinator_acts(&mut self, action: coordinator::Action) {
         match action {
             coordinator::Action::ToClient(id, request, message) => {
-                if let Message::Grant { plan, payload } = &message {
+                if let Message::Grant { plan, payload, .. } = &message {
                     self.history.granted(id, *plan, payload);
                 }
                 if let Message::Joined { learner, incarnation, .. } = &message {
@@ -578,8 +578,10 @@ impl World {
                     let missing = self.members().iter().filter(is_missing).count();
                     self.history.started(plan, missing);
                 }
-                if let Message::Drop { plan } = message {
-                    self.history.dropped(plan);
+                match message {
+                    Message::Drop { plan } => self.history.dropped(plan),
+                    Message::Conclude { plan } => self.history.counts(plan),
+                    _ => {}
                 }
                 let partition = self.courses[self.coordinated].partitions[partition];
                 self.send(self.coordinator_node(), Node::Partition(partition), request, message, Body::None);

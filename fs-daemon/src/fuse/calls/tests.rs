@@ -264,7 +264,7 @@ fn the_status_tells_transport_and_shards() {
     let status: serde_json::Value = serde_json::from_str(&status).unwrap();
     assert_eq!(status["transport"], "in-process");
     let only = serde_json::json!([
-        { "id": 0, "address": null, "transport": "in-process", "blocks": 1, "connected": true }
+        { "id": 0, "address": null, "transport": "in-process", "blocks": 1, "wire": "full", "connected": true }
     ]);
     assert_eq!(status["shards"], only);
 }

@@ -130,40 +130,60 @@ fn eights(elements: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..elements).step_by(LANES).map(move |at| (at, LANES.min(elements - at)))
 }
 
-/// `out = scale * (model - base)`. Returns whether that is finite.
-#[inline(always)]
-pub fn difference(scale: f64, model: &[u8], base: Option<&[u8]>, out: &mut [u8]) -> bool {
-    let mut seen = Eight::splat(0.0);
-    for (at, count) in eights(model.len() / SIZE) {
-        let value = Eight::load(model, at, count);
-        let difference = base.map_or(value, |base| value - Eight::load(base, at, count));
-        let difference = Eight::splat(scale) * difference;
-        seen = difference.seen(seen);
-        difference.store(out, at, count);
-    }
-    seen.is_finite()
+/// `out = scale * (model - base)`, or `scale * model` without a base.
+pub struct Difference<'a> {
+    pub scale: f64,
+    pub model: &'a [u8],
+    pub base: Option<&'a [u8]>,
+    pub out: &'a mut [u8],
 }
 
-/// `out` is the correction of the replica, and `next` the model less that. Returns whether the model and the correction are
-/// finite.
-#[inline(always)]
-pub fn correction(
-    elasticity: f64,
-    model: &[u8],
-    [replica, central]: [&[u8]; 2],
-    [out, next]: [&mut [u8]; 2],
-) -> bool {
-    let mut seen = Eight::splat(0.0);
-    for (at, count) in eights(model.len() / SIZE) {
-        let value = Eight::load(model, at, count);
-        seen = value.seen(seen);
-        let apart = Eight::load(replica, at, count) - Eight::load(central, at, count);
-        let correction = Eight::splat(elasticity) * apart;
-        seen = correction.seen(seen);
-        correction.store(out, at, count);
-        (value - correction).store(next, at, count);
+impl Kernel for Difference<'_> {
+    /// Whether the result is finite.
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> bool {
+        let mut seen = Eight::splat(0.0);
+        for (at, count) in eights(self.model.len() / SIZE) {
+            let value = Eight::load(self.model, at, count);
+            let difference = self.base.map_or(value, |base| value - Eight::load(base, at, count));
+            let difference = Eight::splat(self.scale) * difference;
+            seen = difference.seen(seen);
+            difference.store(self.out, at, count);
+        }
+        seen.is_finite()
     }
-    seen.is_finite()
+}
+
+/// `out` is the correction `elasticity * (replica - central)`, and `next` is `model` less the correction.
+pub struct Correction<'a> {
+    pub elasticity: f64,
+    pub model: &'a [u8],
+    pub replica: &'a [u8],
+    pub central: &'a [u8],
+    pub out: &'a mut [u8],
+    pub next: &'a mut [u8],
+}
+
+impl Kernel for Correction<'_> {
+    /// Whether the model and the correction are finite.
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> bool {
+        let mut seen = Eight::splat(0.0);
+        for (at, count) in eights(self.model.len() / SIZE) {
+            let value = Eight::load(self.model, at, count);
+            seen = value.seen(seen);
+            let apart = Eight::load(self.replica, at, count) - Eight::load(self.central, at, count);
+            let correction = Eight::splat(self.elasticity) * apart;
+            seen = correction.seen(seen);
+            correction.store(self.out, at, count);
+            (value - correction).store(self.next, at, count);
+        }
+        seen.is_finite()
+    }
 }
 
 /// One reducer over one segment. All lengths were checked to agree.

@@ -9,6 +9,7 @@
 //! bit for bit (except that one NaN may be another) whatever the instruction set, address or length: sources
 //! are added in the given order, and nothing is fused.
 
+pub mod coded;
 mod double;
 mod level;
 mod line;
@@ -337,7 +338,10 @@ pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
 pub fn difference(wire: Wire, scale: f64, model: &[u8], base: Option<&[u8]>, out: &mut [u8]) -> bool {
     let len = elements(wire, model) * wire.size();
     assert!(out.len() == len && base.is_none_or(|base| base.len() == len), "weights");
-    dispatch(pass::models::Difference { wire, scale, model, base, out })
+    match wire {
+        Wire::F64 => dispatch(double::Difference { scale, model, base, out }),
+        _ => dispatch(pass::models::Difference { wire, scale, model, base, out }),
+    }
 }
 
 /// `out` is the correction `elasticity * (replica - central)` of the replica that a learner began from. `next`, its next
@@ -355,7 +359,10 @@ pub fn correction(
 ) -> bool {
     let len = elements(wire, model) * wire.size();
     assert_eq!([replica.len(), central.len(), out.len(), next.len()], [len; 4], "weights");
-    dispatch(pass::models::Correction { wire, elasticity, model, replica, central, out, next })
+    match wire {
+        Wire::F64 => dispatch(double::Correction { elasticity, model, replica, central, out, next }),
+        _ => dispatch(pass::models::Correction { wire, elasticity, model, replica, central, out, next }),
+    }
 }
 
 /// Are all elements finite?

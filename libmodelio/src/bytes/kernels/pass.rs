@@ -349,4 +349,4 @@ macro_rules! jobs {
         }
     )*};
 }
-jobs!([O: Op<Scalar = f32>, const N: usize] Reduce<'_, O, N>, [] Accumulate<'_>, [] Finite<'_>);
+jobs!([O: Op<Scalar = f32>, const N: usize] Reduce<'_, O, N>, [] Accumulate<'_>, [] Finite<'_>, [] models::Difference<'_>, [] models::Correction<'_>);

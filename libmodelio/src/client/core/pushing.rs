@@ -6,6 +6,7 @@ use super::learners::{Ahead, Early};
 use super::{Action, ClientCore, Now, PATIENCE};
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::block_ranges::{self, BlockRanges, MAX_RANGES};
+use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
@@ -28,6 +29,8 @@ pub(super) struct Outgoing {
     pub(super) open: Option<Vec<(LearnerId, Step)>>,
     /// Blocks that were sent, perhaps in vain.
     pub(super) sent: FixedBitSet,
+    /// The form in which blocks cross a network by TCP. `None`: in full. A new setting counts from the next plan.
+    coding: Option<Coding>,
     /// If clients take turns while the plan is provisional.
     turn: Option<Turn>,
 }
@@ -174,6 +177,7 @@ impl ClientCore {
         &mut self,
         plan: PlanId,
         mut payload: Granted,
+        counted: PlanId,
         now: Now,
         actions: &mut Vec<Action>,
     ) {
@@ -206,6 +210,11 @@ impl ClientCore {
             Ok(blocks) => blocks,
             Err(learner) => return self.notify(Message::SourceGone { plan, learner }, actions),
         };
+        let adds_up = matches!(payload, Granted::Contributions { replaces: false, .. });
+        let coding = self.state.controls.wire.filter(|_| adds_up && !self.in_process);
+        if !self.in_process {
+            actions.push(Action::Begins { plan, counted });
+        }
         let (mut blocks, turn) = (blocks, self.take_turn(&mut payload));
         turn.iter().for_each(|turn| blocks.intersect_with(&turn.come));
         // In a deterministic job all clients send in the order of addition: a client that is ahead would only wait.
@@ -226,7 +235,7 @@ impl ClientCore {
             }
         });
         let (partitions, sent) = (partitions.collect(), FixedBitSet::with_capacity(self.blocks));
-        let outgoing = Outgoing { plan, payload, blocks, partitions, open, sent, turn };
+        let outgoing = Outgoing { plan, payload, blocks, partitions, open, sent, coding, turn };
         if outgoing.is_provisional() {
             for &key in outgoing.contributions() {
                 self.sends_ahead(key, plan);
@@ -569,6 +578,11 @@ impl ClientCore {
     /// The plan under way, and what it is made of.
     pub fn outgoing(&self) -> Option<(PlanId, &Granted)> {
         self.outgoing.as_ref().map(|outgoing| (outgoing.plan, &outgoing.payload))
+    }
+
+    /// The form in which blocks of the plan under way cross a network by TCP, if not in full.
+    pub fn coding(&self) -> Option<Coding> {
+        self.outgoing.as_ref()?.coding
     }
 
     /// Whether the contribution to `step` holds `block`. True for all blocks of new weights.

@@ -204,7 +204,7 @@ impl ClientCore {
         match message {
             _ if request != 0 => self.answered(request, message, now, actions),
             Message::State(state) => self.take_state(*state, now, actions),
-            Message::Grant { plan, payload } => self.granted(plan, payload, now, actions),
+            Message::Grant { plan, payload, counted } => self.granted(plan, payload, counted, now, actions),
             Message::Begun { plan } => self.begun(plan, now, actions),
             Message::Turn { plan, blocks } => self.turn_comes(plan, &blocks, actions),
             Message::Over { plan } => self.plan_over(plan, actions),

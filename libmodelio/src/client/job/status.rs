@@ -4,12 +4,14 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Job;
+use crate::client::coding::FullBecause;
 use crate::client::core::PullReport;
 use crate::client::fallback::FastPath;
 use crate::client::options::TransportChoice;
 use crate::client::peer::Peer;
 use crate::client::routes::ShardRoute;
 use crate::transport::TransportKind;
+use crate::vocabulary::coding::Coding;
 use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{ShardId, Version};
 use crate::vocabulary::members::{MemberView, WaitedFor};
@@ -28,6 +30,10 @@ pub struct ShardView {
     pub transport: TransportKind,
     /// Whether blocks are sent to it with a checksum. `None` if they do not go over TCP.
     pub checksum: Option<Checksum>,
+    /// The form in which contributions go to it, if not in full.
+    pub coding: Option<Coding>,
+    /// Why they go in full, though the setting names another form.
+    pub full_because: Option<FullBecause>,
     /// The number of blocks that it owns.
     pub blocks: u32,
     /// Why the transport is not shared memory, though the shard is on this host.
@@ -157,6 +163,8 @@ impl Job {
                 address: None,
                 transport: TransportKind::InProcess,
                 checksum: None,
+                coding: None,
+                full_because: inner.controls().wire.map(|_| FullBecause::InProcess),
                 blocks: self.layout().blocks(),
                 no_memory: None,
                 no_rdma: None,
@@ -188,7 +196,11 @@ impl Job {
                 }
                 _ => TransportKind::Tcp,
             };
+            let coding = inner.controls().wire;
+            let full_because = coding.and_then(|_| self.shared.full_because(&inner, transport));
             ShardView {
+                coding: coding.filter(|_| full_because.is_none()),
+                full_because,
                 shard: place.record.shard,
                 address: Some(place.record.address.clone()),
                 transport,

@@ -333,11 +333,11 @@ impl<M: PeerMemory> Named<M> {
             let (model, address) = (&shared.model, to.route.address());
             tracing::warn!(%model, address, "contributions are sent, for their memory cannot be shared: {why}");
         }
-        let Some(Some((wide, piece))) = shared.push(shared.inner.lock(), plan, block) else {
+        let Some(Some((form, piece))) = shared.push(shared.inner.lock(), plan, block, false) else {
             return Outcome::Dropped;
         };
         shared.tally.copied(Flow::Push, piece.len());
-        let push = Outgoing::new(0, Message::Push { plan, block, wide, ahead });
+        let push = Outgoing::new(0, Message::Push { plan, block, form, ahead });
         self.ready.push_back(Outgoing { epoch: to.route.epoch(), payload: Some(piece), ..push });
         Outcome::Ready
     }

@@ -191,7 +191,7 @@ fn versions_that_are_pulled_on_demand_and_those_of_new_weights_are_not_followed(
     let mut bench = Bench::new();
     bench.state(2, 0, 0, false);
     bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000, ahead: None }, 1);
-    bench.coordinator(0, Message::Grant { plan: PLAN, payload: Granted::Weights(5) });
+    bench.coordinator(0, Message::Grant { plan: PLAN, payload: Granted::Weights(5), counted: PlanId(0) });
     assert!(!bench.follow(0));
 }
 
@@ -295,7 +295,7 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
             open: Some(vec![L]),
             turn: None,
         };
-        bench.coordinator(0, Message::Grant { plan: PLAN, payload });
+        bench.coordinator(0, Message::Grant { plan: PLAN, payload, counted: PlanId(0) });
         assert!(!bench.follow(0), "it is not due");
         bench.commit(3, 10);
         bench.grant(1);

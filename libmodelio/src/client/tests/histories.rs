@@ -176,7 +176,7 @@ impl World {
                 self.back.fill(None);
                 self.on_core(|core, now, actions| core.shown(version, now, actions));
             }
-            Action::State => {}
+            Action::State | Action::Begins { .. } => {}
             other => panic!("{other:?}"),
         }
     }
@@ -329,7 +329,7 @@ impl World {
         }
         let Some((plan, keys, _)) = &self.coordinator.plan else { return };
         let payload = Granted::Contributions { of: keys.clone(), replaces: false, open: None, turn: None };
-        let grant = Message::Grant { plan: *plan, payload };
+        let grant = Message::Grant { plan: *plan, payload, counted: PlanId(0) };
         self.coordinator_says(0, grant, lossless);
     }
 

@@ -50,7 +50,7 @@ impl Bench {
             open: Some(vec![L]),
             turn: None,
         };
-        self.coordinator(0, Message::Grant { plan: PlanId(plan), payload });
+        self.coordinator(0, Message::Grant { plan: PlanId(plan), payload, counted: PlanId(0) });
     }
 
     fn sends(&self) -> Option<u64> {
@@ -338,7 +338,7 @@ fn a_commit_that_the_coordinator_does_not_know_yet_is_sent_for_the_provisional_p
     let sent = |bench: &mut Bench| (0..2).flat_map(|partition| bench.pushes(partition)).count();
     assert_eq!((bench.sends(), sent(&mut bench)), (Some(7), 3));
     let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None, turn: None };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
     assert_eq!(sent(&mut bench), 0);
 }
 
@@ -357,7 +357,7 @@ impl Bench {
         bench.opened(request, 1);
         let of = vec![(L, Step(1)), (M, Step(1))];
         let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L, M]), turn: None };
-        bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
+        bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
         bench
     }
 
@@ -423,6 +423,7 @@ fn where_the_order_counts_a_block_is_sent_in_its_turn_and_the_coordinator_is_tol
             open: Some(vec![L]),
             turn,
         },
+        counted: PlanId(0),
     };
     let told = |bench: &mut Bench| {
         let told: Vec<_> =
@@ -452,7 +453,7 @@ fn where_the_order_counts_a_block_is_sent_in_its_turn_and_the_coordinator_is_tol
     bench.commits(L, 0..4, PartlyWritten::default());
     assert!(bench.sent().is_empty(), "its turn has not come");
     let sealed = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None, turn: None };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload: sealed });
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload: sealed, counted: PlanId(0) });
     assert_eq!((bench.sent(), told(&mut bench)), (vec![2], vec![]));
 }
 
@@ -466,7 +467,7 @@ fn a_client_whose_learners_have_committed_sends_all_their_blocks_in_turn() {
     let of = vec![(L, Step(1))];
     let turn = Some(vec![0..1, 2..3]);
     let payload = Granted::Contributions { of, replaces: false, open: Some(Vec::new()), turn };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
     bench.coordinator(0, Message::Turn { plan: PlanId(7), blocks: vec![1..2] });
     assert_eq!(bench.sent(), [0, 1, 2], "block 2 is written in part");
 }
@@ -477,7 +478,7 @@ fn a_turn_that_names_no_blocks_of_the_model_is_none_and_no_lack_of_turns() {
     (0..2).for_each(|block| bench.whole(L, block));
     let (of, turn) = (vec![(L, Step(1))], Some(vec![0..9]));
     let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L]), turn };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload });
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
     assert!(bench.sent().is_empty());
 }
 
@@ -512,7 +513,7 @@ fn blocks_of_a_new_contribution_join_no_plan_that_ends_with_the_one_before() {
             open: Some(vec![L]),
             turn: None,
         };
-        Message::Grant { plan, payload }
+        Message::Grant { plan, payload, counted: PlanId(0) }
     };
     assert_eq!(next(&mut bench), Own::Announce);
     bench.ask(3, Message::Abort { learner: L }, 10);

@@ -95,6 +95,7 @@ fn a_number_that_no_coordinator_reaches_is_passed_over() {
             Message::Grant {
                 plan: PlanId(number),
                 payload: Granted::Contributions { of, replaces: false, open: None, turn: None },
+                counted: PlanId(0),
             },
         );
         let state = |sequence, version, over| {

@@ -11,7 +11,10 @@ fn writing() -> Bench {
     for block in [0, 1] {
         bench.core.wrote_weights(TOKEN, BlockId(block), bench.now, &mut bench.said);
     }
-    bench.coordinator(0, Message::Grant { plan: PLAN, payload: Granted::OpenWeights(TOKEN) });
+    bench.coordinator(
+        0,
+        Message::Grant { plan: PLAN, payload: Granted::OpenWeights(TOKEN), counted: PlanId(0) },
+    );
     bench
 }
 

@@ -16,7 +16,7 @@ fn writing() -> (Bench, Plan) {
     bench.client(A, 0, Message::WholeWeights { token: TOKEN });
     let plan = bench.started();
     assert!(plan.sources[0].provisional && plan.work == Work::Assign { token: TOKEN });
-    let grant = Message::Grant { plan: plan.plan, payload: Granted::OpenWeights(TOKEN) };
+    let grant = Message::Grant { plan: plan.plan, payload: Granted::OpenWeights(TOKEN), counted: PlanId(0) };
     assert_eq!(bench.sent_to(A), [(0, grant)]);
     assert_eq!(
         bench.sent_to(B),
@@ -48,7 +48,7 @@ fn the_request_to_publish_seals_the_plan_that_has_taken_blocks() {
     let sealed = bench.started();
     assert_eq!((sealed.plan, sealed.base, &sealed.work), (open.plan, open.base, &open.work));
     assert_eq!((sealed.sources[0].provisional, &sealed.sources[0].blocks), (false, &vec![0..3]));
-    let grant = Message::Grant { plan: open.plan, payload: Granted::Weights(TOKEN) };
+    let grant = Message::Grant { plan: open.plan, payload: Granted::Weights(TOKEN), counted: PlanId(0) };
     assert_eq!(bench.sent_to(A), [(0, grant)]);
     bench.concludes(open.plan);
     assert_eq!(bench.sent_to(A), [(3, Message::Done)]);

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::tally::{Flow, Tally};
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::groups::Steps;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
@@ -179,18 +180,18 @@ impl PartitionJob {
     }
 
     /// The memory of the sum, if a payload of `block` can be received straight into it. The payload must be the
-    /// first, and equal to the sum byte for byte (all fp32, or `wide` and all reduced).
+    /// first, and equal to the sum byte for byte (all fp32, or wide and all reduced).
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Claimed`], [`PartitionError::Complete`].
     pub fn destination(
         self: &Arc<Self>,
         block: BlockId,
-        wide: bool,
+        form: Form,
     ) -> Result<Option<Target>, PartitionError> {
         self.work.combine().ok_or(PartitionError::AssignsOnly)?;
         let claim = self.claim(block)?;
-        if claim.holds() || !is_direct(&self.layout, block, wide) {
+        if claim.holds() || !is_direct(&self.layout, block, form) {
             return Ok(None);
         }
         // The target takes the claim over.
@@ -227,7 +228,7 @@ impl PartitionJob {
     fn add_one(&self, block: BlockId, input: BlockInput<'_>) -> Result<bool, PartitionError> {
         let combine = self.work.combine().ok_or(PartitionError::AssignsOnly)?;
         let BlockInput { payload, written, check } = input;
-        check_payload(&self.layout, block, payload)?;
+        self.check(block, payload)?;
         let claim = self.claim(block)?;
         let open = self.open(block);
         // SAFETY: the block is claimed, and the payload's length was checked.
@@ -267,7 +268,7 @@ impl PartitionJob {
         }
         self.work.combine().ok_or(PartitionError::AssignsOnly)?;
         for input in inputs {
-            check_payload(&self.layout, block, input.payload)?;
+            self.check(block, input.payload)?;
         }
         let claim = self.claim(block)?;
         let payloads: SmallVec<[_; INLINE]> =
@@ -279,6 +280,14 @@ impl PartitionJob {
             claim.set(HELD);
         }
         Ok(bad)
+    }
+
+    /// Refuses a payload that does not fit `block`, or a coded one of values that are not added up.
+    fn check(&self, block: BlockId, payload: Payload<'_>) -> Result<(), PartitionError> {
+        if matches!(payload, Payload::Coded(..)) && self.work.combine().is_none_or(Combine::replaces) {
+            return Err(PartitionError::CodedValues(block));
+        }
+        check_payload(&self.layout, block, payload)
     }
 
     /// The open sum of `block`, which is about to be written.
@@ -325,7 +334,7 @@ impl PartitionJob {
     fn compute(&self, block: BlockId, inputs: &[BlockInput<'_>]) -> Result<Option<usize>, PartitionError> {
         let builder = self.builder().ok_or(PartitionError::AddsOnly)?;
         for input in inputs {
-            check_payload(&self.layout, block, input.payload)?;
+            self.check(block, input.payload)?;
         }
         let new_weights;
         let (steps, sums_count) = match &self.work {
@@ -361,10 +370,7 @@ impl PartitionJob {
                 let copies: Vec<Vec<u8>> =
                     inputs.iter().map(|input| input.payload.bytes().to_vec()).collect();
                 self.tally.copied(Flow::Push, copies.iter().map(Vec::len).sum());
-                let copied = |index: usize| match inputs[index].payload {
-                    Payload::Plain(_) => Payload::Plain(&copies[index]),
-                    Payload::Wide(_) => Payload::Wide(&copies[index]),
-                };
+                let copied = |index: usize| Payload::of(inputs[index].payload.form(), &copies[index]);
                 let is_bad =
                     |&index: &usize| inputs[index].check && !copied(index).is_finite(&self.layout, block);
                 if let Some(bad) = (0..inputs.len()).find(is_bad) {

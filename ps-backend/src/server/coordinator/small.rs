@@ -65,7 +65,8 @@ impl Small {
 
     /// What has come of the contribution that this message grants, if that is all it grants.
     fn granted(&mut self, client: ClientId, message: &Message) -> Option<Granted> {
-        let Message::Grant { plan, payload: wire::Granted::Contributions { of, open: None, .. } } = message
+        let Message::Grant { plan, payload: wire::Granted::Contributions { of, open: None, .. }, .. } =
+            message
         else {
             return None;
         };

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use libmodelio::transport::local::{End, Mail, Pushed, SharedBlock, SharedPayload};
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::Version;
 use smallvec::SmallVec;
 
@@ -29,7 +30,7 @@ impl Partition {
     ) -> Pushed {
         let SharedBlock { client, plan, block, payloads, ahead, is_own } = shared;
         let reserved = self
-            .push_of(plan, block, false, ahead)
+            .push_of(plan, block, Form::Plain, ahead)
             .and_then(|push| self.reserve(&mut Sender::here(client), push, Room::None));
         let reservation = match reserved {
             Ok(Reserved::Ready(reservation)) => reservation,

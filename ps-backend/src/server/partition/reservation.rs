@@ -14,6 +14,7 @@ use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::local::Pushed;
 use libmodelio::transport::stream::{Close, Guard, Target};
 use libmodelio::transport::tally::Flow;
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
 use libmodelio::vocabulary::ranges;
 use libmodelio::wire::{Message, Received, Refusal, Work};
@@ -79,7 +80,7 @@ pub(in crate::server) struct Push {
     pub plan: PlanId,
     /// The block's index in the partition.
     pub block: BlockId,
-    pub wide: bool,
+    pub form: Form,
     /// Whether it was sent for the provisional plan.
     pub ahead: bool,
     /// The length of its payload.
@@ -158,13 +159,13 @@ impl Coming {
 impl Partition {
     /// The block that `received` sends or names.
     pub(in crate::server) fn push(&self, received: &Received) -> Result<Push, Refusal> {
-        let (plan, block, wide, ahead) = match received.message {
-            Message::Push { plan, block, wide, ahead }
-            | Message::PushAt { plan, block, wide, ahead, .. }
-            | Message::PushIn { plan, block, wide, ahead, .. } => (plan, block, wide, ahead),
+        let (plan, block, form, ahead) = match received.message {
+            Message::Push { plan, block, form, ahead } => (plan, block, form, ahead),
+            Message::PushAt { plan, block, wide, ahead, .. }
+            | Message::PushIn { plan, block, wide, ahead, .. } => (plan, block, Form::full(wide), ahead),
             _ => return Err(Refusal::Role { what: received.message.name().to_owned() }),
         };
-        let push = self.push_of(plan, block, wide, ahead)?;
+        let push = self.push_of(plan, block, form, ahead)?;
         let comes = matches!(received.message, Message::Push { .. });
         let fits = received.expect_payload(if comes { push.len as u32 } else { 0 });
         fits.map_err(|error| error.to_refusal())?;
@@ -176,12 +177,12 @@ impl Partition {
         &self,
         plan: PlanId,
         block: BlockId,
-        wide: bool,
+        form: Form,
         ahead: bool,
     ) -> Result<Push, Refusal> {
         let block = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
-        let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
-        Ok(Push { plan, block, wide, ahead, len: payload.wanted_len(self.layout(), block) })
+        let len = Payload::of(form, &[]).wanted_len(self.layout(), block);
+        Ok(Push { plan, block, form, ahead, len })
     }
 
     /// Reserves the block for a payload.
@@ -191,11 +192,11 @@ impl Partition {
         push: Push,
         room: Room<'_>,
     ) -> Result<Reserved, Refusal> {
-        let Push { plan, block, wide, .. } = push;
+        let Push { plan, block, form, .. } = push;
         let client = sender.client;
         let mut state = self.state.lock();
-        // A pass takes at most one wide payload.
-        let sent = Sent { lies: matches!(room, Room::Lent(_)) && !wide, ahead: push.ahead };
+        // A pass takes at most one payload that is not plain.
+        let sent = Sent { lies: matches!(room, Room::Lent(_)) && form == Form::Plain, ahead: push.ahead };
         let place = match state.core.peek(client, plan, block.0, sent) {
             Placement::Ready(place) => place,
             Placement::Keep => {
@@ -219,7 +220,7 @@ impl Partition {
         let mut target = None;
         let closes = matches!(room, Room::Stream);
         if place.first && !place.last && !place.kept && (closes || matches!(room, Room::Sum(_))) {
-            target = job.destination(block, wide).map_err(Refusal::other)?;
+            target = job.destination(block, form).map_err(Refusal::other)?;
         }
         if let Room::Sum(suits) = room {
             let bytes = target.as_mut().map(store::Target::bytes);
@@ -250,7 +251,7 @@ impl Partition {
         block: BlockId,
         bytes: &mut &[u8],
     ) -> Result<bool, Refusal> {
-        let push = self.push_of(plan, block, false, false)?;
+        let push = self.push_of(plan, block, Form::Plain, false)?;
         let Some((payload, rest)) = bytes.split_at_checked(push.len) else { return Ok(false) };
         *bytes = rest;
         match self.reserve(&mut Sender::here(client), push, Room::None)? {
@@ -351,7 +352,7 @@ impl Reservation {
         bytes: &[u8],
         stands: impl FnOnce() -> bool,
     ) -> Result<(), Refusal> {
-        let payload = if self.push.wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
+        let payload = Payload::of(self.push.form, bytes);
         let input = BlockInput { payload, written: None, check: self.place.check };
         self.complete_with(&[input], true, stands).map(drop).map_err(Refusal::other)
     }

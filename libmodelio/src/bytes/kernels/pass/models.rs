@@ -2,8 +2,7 @@
 //!
 //! They take a block just after it was written, and it is sent soon. So nothing is streamed past the caches.
 
-use super::super::double;
-use super::{Kernel, Line, Pass, Piece, Split, Wire, elements, get, get_cold, put, put_half};
+use super::{Line, Pass, Piece, Split, Wire, elements, get, get_cold, put, put_half};
 
 /// `out = scale * (model - base)`, or `scale * model` without a base.
 pub struct Difference<'a> {
@@ -70,32 +69,5 @@ fn store<L: Line>(wire: Wire, value: L, dst: &mut [u8], piece: Piece) {
             Wire::F32 => put(value, dst, piece, false),
             _ => put_half(wire, value, dst, piece, false, &mut [0; 32]),
         }
-    }
-}
-
-impl Kernel for Difference<'_> {
-    /// Whether the result is finite.
-    type Output = bool;
-
-    #[inline(always)]
-    fn run<L: Line>(self) -> bool {
-        match self.wire {
-            Wire::F64 => double::difference(self.scale, self.model, self.base, self.out),
-            _ => super::run::<L>(self),
-        }
-    }
-}
-
-impl Kernel for Correction<'_> {
-    /// Whether the model and the correction are finite.
-    type Output = bool;
-
-    #[inline(always)]
-    fn run<L: Line>(self) -> bool {
-        if self.wire == Wire::F64 {
-            let Self { elasticity, model, replica, central, out, next, .. } = self;
-            return double::correction(elasticity, model, [replica, central], [out, next]);
-        }
-        super::run::<L>(self)
     }
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::transport::frames::Take;
+use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::{BlockId, Epoch, PlanId};
 use crate::wire::{self, Limits, Message, Received};
 
@@ -47,7 +48,7 @@ fn asks(framed: &mut Framed<Slow>) -> bool {
 fn a_block_that_had_to_wait_is_watched_as_soon_as_it_is_taken() {
     let mut framed = Framed::new(Slow::default(), Link::default(), 512);
     assert!(asks(&mut framed));
-    let push = Message::Push { plan: PlanId(1), block: BlockId(0), wide: false, ahead: false };
+    let push = Message::Push { plan: PlanId(1), block: BlockId(0), form: Form::Plain, ahead: false };
     let mut bytes = wire::frame(&push, 0, Epoch(1), &[7; 4096]).unwrap();
     bytes.extend([7; 100]);
     framed.reading.ahead.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use libmodelio::transport::frames::Link;
 use libmodelio::transport::shm::{Descriptors, Piece};
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
 use libmodelio::wire::Refusal;
 use smallvec::SmallVec;
@@ -75,7 +76,7 @@ impl Partition {
         let kept = state.kept.remove(&(block, client));
         let (partition, counts) = (Arc::clone(self), self.counts(&state, client, block));
         drop(state);
-        let push = Push { plan, block, wide: false, ahead: false, len: 0 };
+        let push = Push { plan, block, form: Form::Plain, ahead: false, len: 0 };
         let (job, target, comes, together) = (Some(job), None, false, SmallVec::new());
         let reservation =
             Reservation { partition, client, push, place, counts, job, target, comes, together };

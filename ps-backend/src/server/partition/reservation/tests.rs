@@ -5,6 +5,7 @@ use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
 use libmodelio::transport::local::{End, Mail, Mailbox, Recipient};
+use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
@@ -88,7 +89,7 @@ fn begun() -> Arc<Partition> {
 }
 
 fn push(partition: &Partition, block: u32) -> Push {
-    partition.push_of(PlanId(1), BlockId(block), false, false).unwrap()
+    partition.push_of(PlanId(1), BlockId(block), Form::Plain, false).unwrap()
 }
 
 fn is_due(partition: &Partition, client: ClientId, block: u32) -> bool {

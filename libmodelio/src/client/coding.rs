@@ -1,0 +1,109 @@
+//! The form in which contributions cross a network: which blocks are coded, and why others are not.
+
+use std::sync::Arc;
+
+use super::fallback::FastPath;
+use super::residual::Residuals;
+use super::shared::{Inner, Shared};
+use super::sum;
+use crate::transport::TransportKind;
+use crate::vocabulary::coding::Coding;
+use crate::vocabulary::ids::{BlockId, PlanId};
+
+/// Why contributions cross the network in full, whatever the setting is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
+pub enum FullBecause {
+    /// No network is crossed.
+    #[strum(to_string = "the shard is in this process")]
+    InProcess,
+    /// The shard reads them where they lie.
+    #[strum(to_string = "contributions go through shared memory")]
+    SharedMemory,
+    /// Slots and regions have the size of full blocks.
+    #[strum(to_string = "contributions go by RDMA")]
+    Rdma,
+    /// A message has all of it.
+    #[strum(to_string = "contributions to so small a model go with their commits")]
+    Small,
+    /// Nothing could make up for what is lost.
+    #[strum(to_string = "reducer assign takes values as they are")]
+    Replaces,
+    /// Its elements have no other form.
+    #[strum(to_string = "the model has no fp32, fp16 or bf16 tensor")]
+    NoTensor,
+}
+
+impl Inner {
+    /// Gives the memory of residuals back, once contributions go in full.
+    pub(super) fn forget_residuals(&mut self) {
+        if self.controls().wire.is_none() && self.core.coding().is_none() {
+            self.residuals = None;
+        }
+    }
+}
+
+impl Shared {
+    /// Why contributions go in full over this transport.
+    pub(super) fn full_because(&self, inner: &Inner, transport: TransportKind) -> Option<FullBecause> {
+        let is_coded = |tensor: &crate::vocabulary::layout::Tensor| Coding::is_of(tensor.dtype);
+        match transport {
+            TransportKind::InProcess => Some(FullBecause::InProcess),
+            TransportKind::SharedMemory => Some(FullBecause::SharedMemory),
+            TransportKind::Rdma => Some(FullBecause::Rdma),
+            TransportKind::Tcp if self.is_small(inner) => Some(FullBecause::Small),
+            TransportKind::Tcp if inner.controls().reducer.combine().replaces() => {
+                Some(FullBecause::Replaces)
+            }
+            TransportKind::Tcp if !self.layout.tensors().iter().any(is_coded) => Some(FullBecause::NoTensor),
+            TransportKind::Tcp => None,
+        }
+    }
+
+    /// How a block of so many sources is coded: `None` if the form would not be shorter. A form that is as long brings
+    /// what the block has lost before.
+    pub(super) fn codes(
+        &self,
+        inner: &mut Inner,
+        plan: PlanId,
+        block: BlockId,
+        coding: Coding,
+        sources: usize,
+    ) -> Option<(Coding, Arc<Residuals>)> {
+        if self.is_small(inner) || sources == 0 {
+            return None;
+        }
+        let full = sum::shape(&self.layout, block, sources, false).1;
+        let coded = coding.block_bytes(&self.layout, block);
+        let blocks = self.layout.blocks();
+        let residuals = inner.residuals.get_or_insert_with(|| Arc::new(Residuals::new(blocks, plan)));
+        let is_worth_it = coded < full || coded == full && residuals.holds(block);
+        is_worth_it.then(|| (coding, Arc::clone(residuals)))
+    }
+
+    /// Says in the log, once for each value, where `wire` has no effect.
+    pub(super) fn say_coding(&self, inner: &mut Inner) {
+        let coding = inner.controls().wire;
+        if coding == inner.said_coding {
+            return;
+        }
+        inner.said_coding = coding;
+        let Some(coding) = coding else { return };
+        let transport = |partition: usize| {
+            let Some(place) = inner.routes.partitions.get(partition) else { return TransportKind::InProcess };
+            let works = |fast: &FastPath| inner.partitions[partition].fallbacks.why(*fast).is_none();
+            match place.fast.filter(works) {
+                Some(FastPath::SharedMemory) => TransportKind::SharedMemory,
+                Some(FastPath::Rdma) => TransportKind::Rdma,
+                None => TransportKind::Tcp,
+            }
+        };
+        for (partition, shard) in inner.core.shards().iter().enumerate() {
+            let transport =
+                if self.local.is_some() { TransportKind::InProcess } else { transport(partition) };
+            if let Some(why) = self.full_because(inner, transport) {
+                let model = &self.model;
+                tracing::warn!(%model, %shard, "control/wire ({coding}) has no effect on the way to this shard: {why}");
+            }
+        }
+    }
+}
