@@ -159,7 +159,15 @@ fn controls() -> impl Strategy<Value = Controls> {
     let patterns = ("[a-z*?]{0,9}", rules);
     let all = (0.0f32..1.0, 1u32..9, patterns, pull, (own, wire), schedule, consistency);
     all.prop_map(
-        |(rate, learners, (frozen, rules), pull, (own, wire), (schedule, warmup, start), (consistency, aware))| {
+        |(
+            rate,
+            learners,
+            (frozen, rules),
+            pull,
+            (own, wire),
+            (schedule, warmup, start),
+            (consistency, aware),
+        )| {
             let aware = aware && ["async", "ssp(2)"].contains(&consistency);
             let texts = [
                 ("learning_rate", rate.to_string()),

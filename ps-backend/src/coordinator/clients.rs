@@ -360,8 +360,18 @@ impl CoordinatorCore {
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new(), ahead: None };
                 let steady = self.in_process && !lent;
-                let contribution =
-                    Contribution { learner, sent, tensors, partly, content, weight, base, source, steady, lent };
+                let contribution = Contribution {
+                    learner,
+                    sent,
+                    tensors,
+                    partly,
+                    content,
+                    weight,
+                    base,
+                    source,
+                    steady,
+                    lent,
+                };
                 let deadline = deadline(timeout_ms);
                 // Another contribution to the step was begun before this one, and its blocks were sent.
                 if self.provisional_plan().is_some_and(|plan| given_up >= Some(plan)) {

@@ -350,9 +350,7 @@ impl VersionBuilder {
         };
         let make = |piece: &Segment, of: Treatment, brings: Brings| {
             let step = match Wire::of(piece.dtype) {
-                Some(wire)
-                    if self.needs_room(steps.of_group(of.group), of.t, wire) || !coded.is_empty() =>
-                {
+                Some(wire) if self.needs_room(steps.of_group(of.group), of.t, wire) || !coded.is_empty() => {
                     (IN_PLACE / wire.words() * wire.size()) as u64
                 }
                 _ => return make(piece, of, brings),

@@ -231,9 +231,12 @@ fn granted(world: &World, client: u64) -> (Raw, PlanId) {
             blocks: std::iter::once(0..blocks).collect(),
             tensors: std::iter::once(0..1).collect(),
             partly: Some(Default::default()),
+            content: Default::default(),
+            weight: Default::default(),
             timeout_ms: 20_000,
             lent: false,
             given_up: None,
+            base: None,
         },
     );
     let grant = raw.receive_of(|message| matches!(message, Message::Grant { .. })).0.message;
