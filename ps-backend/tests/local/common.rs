@@ -315,8 +315,18 @@ impl Reference {
                     let sign = if update == 0.0 { 0.0 } else { update.signum() };
                     w * (1.0 - rate * decay) - rate * sign
                 }
-                Reducer::Average | Reducer::Easgd | Reducer::Sma | Reducer::Diloco => {
-                    unreachable!("models have tests of their own")
+                // What is sent of models and replicas.
+                Reducer::Average => w + sum / contributions.len() as f64,
+                Reducer::Easgd => w + sum,
+                Reducer::Sma => {
+                    self.slots[0][i] = if t == 1 { sum } else { momentum * m + sum };
+                    w + self.slots[0][i]
+                }
+                Reducer::Diloco => {
+                    let g = -sum / contributions.len() as f64;
+                    let m = if t == 1 { g } else { momentum * m + g };
+                    self.slots[0][i] = m;
+                    w - rate * (g + momentum * m)
                 }
                 Reducer::Assign => contributions.last().map_or(w, |last| f64::from(last[i])),
             };
