@@ -98,7 +98,7 @@ def test_clip_norm_is_refused_where_nothing_is_added_up(start_mount):
     mount = start_mount(size=SIZE, reducer="sgd", clip_norm=2.5)
     with raises(errno.EINVAL):
         mount.control("reducer", "assign")
-    assert "clip_norm (2.5) is for gradients, and reducer assign adds nothing up" in mount.stderr()
+    assert "clip_norm (2.5) is for gradients, and reducer assign takes none" in mount.stderr()
     mount.control("clip_norm", 0)
     mount.control("reducer", "assign")
     with raises(errno.EINVAL):

@@ -113,6 +113,7 @@ def test_wrong_weights_are_refused(start_mount):
             finally:
                 os.close(fd)
     assert (place / "weight").read_text() == "1\n"
+    assert "is not a number above 0" in (place / "error").read_text()
     weigh(mount, "a", 2)
     for reducer in ("assign", "easgd", "sma"):
         mount.control("reducer", reducer)

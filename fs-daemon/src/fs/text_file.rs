@@ -153,13 +153,15 @@ impl TextFile {
 }
 
 fn set_weight(tree: &ModelTree, id: LearnerId, offset: u64, data: &[u8]) -> CallResult<()> {
-    let invalid = |why: String| CallError::new(libc::EINVAL, format!("weight: {why}"));
-    let text = std::str::from_utf8(data).ok().filter(|_| offset == 0 && data.len() <= MAX_SETTING);
-    let text = text.ok_or_else(|| invalid("write the whole number at once".into()))?;
-    let weight = text.parse().map_err(|error: NoWeight| invalid(error.to_string()))?;
     let learner = tree.model.learner(id)?;
-    learner.set_weight(weight).map_err(|error| invalid(error.to_string()))?;
-    Ok(())
+    let invalid = |why: String| CallError::new(libc::EINVAL, format!("weight: {why}"));
+    let set = || {
+        let text = std::str::from_utf8(data).ok().filter(|_| offset == 0 && data.len() <= MAX_SETTING);
+        let text = text.ok_or_else(|| invalid("write the whole number at once".into()))?;
+        let weight = text.parse().map_err(|error: NoWeight| invalid(error.to_string()))?;
+        learner.set_weight(weight).map_err(|error| invalid(error.to_string()))
+    };
+    set().inspect_err(|error| learner.refusal.note(error, false))
 }
 
 fn invalid_value(name: &str, why: &str) -> CallError {
