@@ -397,7 +397,8 @@ fn check_found(wire: Wire, at: usize, value: f32, n: usize) {
     let mut acc = vec![0.0; n];
     assert_eq!(accumulate(wire, bytes.get(), &mut acc, true), want);
     let mut sources = [Source::Wire(&good); 6];
-    for reducer in Reducer::all() {
+    // The others compute as some of these do.
+    for reducer in Reducer::all().filter(|reducer| !reducer.content().is_weights()) {
         for (bad, least) in [(Source::Wire(bytes.get()), 1), (Source::Acc(&acc), 2)] {
             sources[0] = bad;
             (least..=6).for_each(|count| check_finite(wire, reducer, n, &sources[..count], want));

@@ -78,9 +78,7 @@ impl Writer {
     }
 
     fn commit(&self) {
-        let (sender, receiver) = channel();
-        self.contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
-        assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
+        commit(std::slice::from_ref(self));
     }
 
     /// The bytes of a tensor in the version with the last step.
@@ -99,6 +97,18 @@ impl Writer {
         let seen = decoded(dtype, &self.sees(tensor));
         let other = seen.iter().position(|&seen| seen != value);
         assert_eq!(other.map(|at| (at, seen[at])), None, "{tensor} is not all {value}");
+    }
+}
+
+/// All of them commit at once, so that nobody waits for another.
+fn commit(writers: &[Writer]) {
+    let (sender, receiver) = channel();
+    for writer in writers {
+        let sender = sender.clone();
+        writer.contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
+    }
+    for _ in writers {
+        assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
     }
 }
 
@@ -124,10 +134,8 @@ pub fn a_tensor_that_nobody_wrote_stays_as_it_is(way: &Way) {
             let settings = [&[("reducer", reducer)][..], &decays].concat();
             let (_site, writers) = job(way, learners, &settings);
             let step = |of: &dyn Fn(&Writer, usize)| {
-                writers.iter().enumerate().for_each(|(i, writer)| {
-                    of(writer, i);
-                    writer.commit();
-                });
+                writers.iter().enumerate().for_each(|(i, writer)| of(writer, i));
+                commit(&writers);
             };
             step(&|writer, _| writer.write_all(&ALL, 1.0));
             let before = ALL.map(|tensor| writers[0].sees(tensor));
@@ -159,10 +167,8 @@ pub fn adam_counts_its_steps_per_tensor(way: &Way) {
         let run = |steps: &[&[&str]]| {
             let (_site, writers) = job(way, learners, &settings);
             for step in steps {
-                for (writer, value) in writers.iter().zip([1.0, 3.0]) {
-                    writer.write_all(step, value);
-                    writer.commit();
-                }
+                writers.iter().zip([1.0, 3.0]).for_each(|(writer, value)| writer.write_all(step, value));
+                commit(&writers);
             }
             ALL.map(|tensor| writers[0].sees(tensor))
         };
