@@ -108,9 +108,7 @@ def test_sma_is_algorithm_2_of_crossbow(start_mount, dtype):
     for step in range(12):
         rate = 0.1 if step < 6 else 0.05
         if step == 6:
-            # Another learning rate: the algorithm begins anew from the central model.
             mount.control("learning_rate", 0.05)
-            replicas, before = [central] * 2, central
         read = learners.read()
         for weights, replica in zip(read, replicas, strict=True):
             np.testing.assert_allclose(weights, replica, rtol=0, atol=8 * DTYPES[dtype][1])
@@ -119,6 +117,9 @@ def test_sma_is_algorithm_2_of_crossbow(start_mount, dtype):
         corrections = [(replica - central) / 2 for replica in replicas]
         replicas = [model - correction for model, correction in zip(written, corrections, strict=True)]
         central, before = central + sum(corrections) + 0.75 * (central - before), central
+        if step == 6:
+            # Another learning rate: the algorithm begins anew from the next central model.
+            replicas, before = [central] * 2, central
     learners.read()
     np.testing.assert_allclose(array(mount.model / "weights", learners.dtype), central, rtol=0, atol=2e-5)
 
@@ -159,6 +160,34 @@ def test_an_open_replica_stays_as_it_is(start_mount):
         assert os.pread(fd, 4 * COUNT, 0) == weights.tobytes() == mapped[:]
         os.close(fd)
         mapped.close()
+
+
+@pytest.mark.also_on_network
+@pytest.mark.parametrize("consistency", ["async", "ssp(1)"])
+def test_a_learner_reads_its_replica_with_its_last_contribution(start_mount, consistency):
+    """Also where opens do not wait for other weights. What the replica loses, the model gets."""
+    mount, central = model(start_mount, 1, "easgd", consistency=consistency, elasticity=0.25)
+    place = mount.join("l")
+    for _ in range(20):
+        mount.contribute(array(place / "weights") + 1, learner="l")
+    replica, central_now = array(place / "weights"), array(mount.model / "weights")
+    np.testing.assert_allclose(replica + central_now, 2 * central + 20, atol=1e-4)
+
+
+@pytest.mark.also_on_network
+def test_replicas_begin_anew_under_another_reducer(start_mount):
+    mount, _ = model(start_mount, 1, "easgd", elasticity=0.25)
+    place = mount.join("l")
+    for _ in range(3):
+        mount.contribute(array(place / "weights") + 1, learner="l")
+    array(place / "weights")
+    mount.control("reducer", "assign")
+    mount.contribute(np.full(COUNT, 100, "<f4"), learner="l")
+    array(place / "weights")
+    mount.control("reducer", "easgd")
+    assert (array(place / "weights") == 100).all()
+    mount.contribute(array(place / "weights") + 1, learner="l")
+    assert (array(place / "weights") == 101).all()
 
 
 @pytest.mark.also_on_network
@@ -295,6 +324,10 @@ def test_replicas_are_for_learners_with_weights_of_their_own(start_mount):
 
 def test_bad_settings_of_averaging_are_refused(start_mount):
     mount, _ = model(start_mount, 1, "average")
+    with raises(errno.EINVAL):
+        mount.control("learners", 14)
+        mount.control("consistency", "async")
+    assert "max_versions (16) must be at least learners + 3 (17)" in mount.stderr()
     for name, value in [("elasticity", -0.1), ("elasticity", 1.5), ("elasticity", "nan"), ("clip_norm", 1), ("loss_scale", 8)]:
         with raises(errno.EINVAL):
             mount.control(name, value)

@@ -36,7 +36,7 @@ def give(mount, value, learner=None):
 def test_learners_join_with_mkdir(mounted):
     mount = mounted(learners=2)
     place = mount.join("a")
-    assert sorted(os.listdir(place)) == ["error", "gradients", "status", "version", "weights"]
+    assert sorted(os.listdir(place)) == ["error", "gradients", "status", "version", "weight", "weights"]
     assert (place / "version").read_text() == "0\n"
     assert "id: a\nincarnation: 1\n" in (place / "status").read_text()
     with raises(errno.EEXIST):

@@ -68,6 +68,21 @@ def test_models_and_sums_count_by_their_weight(start_mount, reducer):
 
 
 @pytest.mark.also_on_network
+def test_models_and_sums_count_by_their_weight__of_large_halves(start_mount):
+    """What is not written of a model is no change, whatever the weight."""
+    mount = start_mount(size=SIZE, block_size=BLOCK, dtype="f16", reducer="average")
+    large = np.full(SIZE // 2, 60_000, "<f2")
+    (mount.model / "weights").write_bytes(large.tobytes())
+    mount.wait_for_version(1)
+    place = mount.join("a")
+    weigh(mount, "a", 2)
+    (place / "weights").read_bytes()
+    mount.contribute(np.full(100, 60_032, "<f2"), learner="a")
+    large[:100] = 60_032
+    assert (place / "weights").read_bytes() == large.tobytes()
+
+
+@pytest.mark.also_on_network
 def test_a_weight_counts_from_the_next_contribution(start_mount):
     """Written in pieces, whole, in part or mapped."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum")
@@ -104,7 +119,7 @@ def test_a_weight_counts_from_the_next_contribution(start_mount):
 def test_wrong_weights_are_refused(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sgd")
     place = mount.join("a")
-    for text in ("0", "-1", "nan", "inf", "1e16", "many", ""):
+    for text in ("0", "-1", "1e-40", "nan", "inf", "1e16", "many", ""):
         with raises(errno.EINVAL):
             fd = os.open(place / "weight", os.O_WRONLY | os.O_TRUNC)
             try:
@@ -113,7 +128,7 @@ def test_wrong_weights_are_refused(start_mount):
             finally:
                 os.close(fd)
     assert (place / "weight").read_text() == "1\n"
-    assert "is not a number above 0" in (place / "error").read_text()
+    assert "is not a number from 1e-15" in (place / "error").read_text()
     weigh(mount, "a", 2)
     for reducer in ("assign", "easgd", "sma"):
         mount.control("reducer", reducer)

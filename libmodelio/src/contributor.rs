@@ -209,6 +209,8 @@ pub struct Contributor {
     idle: Condvar,
     traffic: Arc<Traffic>,
     waits: OnceLock<WaitHook>,
+    /// Whether the learner has ever had a replica.
+    has_replicas: AtomicBool,
     /// Whether its program reads weights of its own, and can have a replica.
     has_own_weights: bool,
 }
@@ -269,6 +271,7 @@ impl Contributor {
             idle: Condvar::new(),
             traffic,
             waits: OnceLock::new(),
+            has_replicas: AtomicBool::new(false),
             has_own_weights: true,
         })
     }

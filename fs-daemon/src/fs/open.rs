@@ -217,6 +217,7 @@ impl Fs {
             }
             File::Gradients => {
                 request.writable_contribution()?;
+                model.refuse_own_replica()?;
                 self.open_gradients(request, tree, model.join_own()?)
             }
             File::LearnerGradients(id) => {
@@ -226,6 +227,7 @@ impl Fs {
             File::Publish(number) => open_publish(request, tree, number, self.passthrough),
             File::Device if request.writes => {
                 request.no_append()?;
+                model.refuse_own_replica()?;
                 open_device(request, tree)
             }
             File::Device => {

@@ -75,6 +75,13 @@ impl ModelExports {
         let (model, kind) = self.kind(name).ok_or_else(|| gone("there is no such export any more"))?;
         let newest = || model.open_newest();
         let mut joined = false;
+        // Nothing tells a client of block devices from which version, or replica, it begins.
+        if matches!(kind, Kind::Gradients | Kind::Device | Kind::Learner(_))
+            && model.job.content().is_weights()
+        {
+            let what = format!("reducer {} takes models, which are written as files", model.job.reducer().0);
+            return Err(CallError::new(libc::EACCES, what));
+        }
         let (learner, reader) = match kind {
             Kind::Newest => return Ok(Face::Version(Arc::new(newest()?))),
             Kind::Following => return Ok(Face::Following(Following::new(model, newest()?).into())),

@@ -9,6 +9,7 @@ use libmodelio::contributor::{Contributor, Traffic};
 use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::reducer::Content;
 use libmodelio::wire::MAX_SMALL_MODEL;
 use parking_lot::Mutex;
 use ps_backend::server::local::LocalShard;
@@ -164,6 +165,21 @@ impl Model {
         self.learners.lock().insert(id, Arc::clone(&learner));
         tracing::info!(model = self.name, learner = name, "joined");
         Ok(learner)
+    }
+
+    /// The mount's own learner would contribute a replica, and can have none.
+    ///
+    /// # Errors
+    /// EACCES says what to do.
+    pub fn refuse_own_replica(&self) -> CallResult<()> {
+        if self.job.content() != Content::Replica {
+            return Ok(());
+        }
+        let what = format!(
+            "with reducer {} each learner has a replica of its own: mkdir learners/NAME, and use the files in it",
+            self.job.reducer().0
+        );
+        Err(CallError::new(libc::EACCES, what))
     }
 
     /// The mount's own learner, joining if it is not in the job. Waits for the job's answer then.

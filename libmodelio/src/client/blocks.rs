@@ -44,7 +44,7 @@ pub(super) struct Payload {
     pub(super) shard_checks: bool,
     /// The last source counts, and not the sum.
     pub(super) replaces: bool,
-    /// The written ranges of each source, if there are several sources and the last one counts.
+    /// The written ranges of each source, if there are several sources and the last one counts, or if the block is coded.
     pub(super) written: Vec<Written>,
     /// The form in which it crosses a network by TCP, if not in full.
     pub(super) coding: Option<Coding>,
@@ -80,13 +80,14 @@ impl Inner {
                 let checked: SmallVec<_> = staged.iter().map(|staged| staged.steady).collect();
                 let steady = checked.iter().all(|checked| *checked);
                 let written = |staged: &&Staged| staged.partly.as_ref()?.of(block).map(<[_]>::to_vec);
+                let coding = self.core.coding();
                 let written = match &staged[..] {
                     several @ [_, _, ..] if replaces => several.iter().map(written).collect(),
+                    all if coding.is_some() => all.iter().map(written).collect(),
                     _ => Vec::new(),
                 };
                 let sources = staged.into_iter().map(|staged| staged.region.clone()).collect();
                 let learners = of.iter().map(|(learner, _)| *learner).collect();
-                let coding = self.core.coding();
                 Some(Payload {
                     plan,
                     sources,
@@ -293,7 +294,7 @@ impl Shared {
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
         let summed = match &coding {
             Some((coding, residuals)) => residuals
-                .encode(&self.layout, (block, plan), *coding, &payloads, check, &mut out)
+                .encode(&self.layout, (block, plan), *coding, (&payloads, &written), check, &mut out)
                 .map(|()| Form::Coded(*coding)),
             None => sum::sum(&self.layout, block, &payloads, (replaces, &written), check, &mut out)
                 .map(Form::full)

@@ -34,8 +34,14 @@ pub enum FullBecause {
 }
 
 impl Inner {
-    /// Gives the memory of residuals back, once contributions go in full.
+    /// Forgets residuals, and gives their memory back, once contributions go in full. With another reducer or loss scale,
+    /// what was lost has another unit than what comes.
     pub(super) fn forget_residuals(&mut self) {
+        let controls = self.controls();
+        let unit = (controls.reducer, controls.hyper.loss_scale.to_bits());
+        if self.unit.replace(unit).is_some_and(|before| before != unit) {
+            self.residuals = None;
+        }
         if self.controls().wire.is_none() && self.core.coding().is_none() {
             self.residuals = None;
         }

@@ -306,7 +306,12 @@ impl Job {
 
     /// The number of learners in the job, on all mounts.
     pub fn learners(&self) -> usize {
-        self.shared.inner.lock().core.state().learners.len()
+        self.shared.inner.lock().core.state().members as usize
+    }
+
+    /// Replicas of the model begin anew with this version: from it on, no older ones are shown.
+    pub fn replicas_since(&self) -> Version {
+        self.shared.inner.lock().core.state().replicas_since
     }
 
     /// A version with this step of `learner`, if there is one here: the step's own, or that of a later step.

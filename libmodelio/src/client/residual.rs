@@ -6,10 +6,12 @@
 //! residuals become current, else they are forgotten. So what a form loses is sent once, however often plans are
 //! dropped.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use super::sum::Written;
 use crate::bytes::kernels::{self, Wire, coded};
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, PlanId};
@@ -84,7 +86,9 @@ impl Residuals {
     }
 
     /// Codes the sum of `parts`, each a whole block, and of what the block has lost before. With `check`, the parts are
-    /// searched for NaN and Inf. The last part counts for elements that cannot be reduced.
+    /// searched for NaN and Inf. The last part counts for elements that cannot be reduced. `written` has the ranges of each
+    /// part that were written, if not all were: of a tensor that nobody has written the shard takes nothing, so its
+    /// elements are sent as zeros, and keep what they have lost.
     ///
     /// # Errors
     /// [`NotCoded`].
@@ -93,7 +97,7 @@ impl Residuals {
         layout: &ModelLayout,
         (block, plan): (BlockId, PlanId),
         coding: Coding,
-        parts: &[&[u8]],
+        (parts, written): (&[&[u8]], &[Written]),
         check: bool,
         out: &mut Vec<u8>,
     ) -> Result<(), NotCoded> {
@@ -138,6 +142,13 @@ impl Residuals {
             element = range.end;
             let values = &mut of.pending[range.clone()];
             sum_to(kernels::bytes_mut(values))?;
+            if !is_written(written, &local) {
+                coded::encode(coding, values, here);
+                if let Some(lost) = of.current.get(range) {
+                    values.copy_from_slice(lost);
+                }
+                continue;
+            }
             if let Some(lost) = of.current.get(range) {
                 kernels::accumulate(Wire::F32, kernels::bytes(lost), values, false);
             }
@@ -149,6 +160,14 @@ impl Residuals {
         }
         Ok(())
     }
+}
+
+/// Whether one of the parts has bytes of this piece of a block.
+fn is_written(written: &[Written], piece: &Range<usize>) -> bool {
+    let overlaps =
+        |range: &Range<u32>| (range.start as usize) < piece.end && range.end as usize > piece.start;
+    written.is_empty()
+        || written.iter().any(|ranges| ranges.as_ref().is_none_or(|ranges| ranges.iter().any(overlaps)))
 }
 
 #[cfg(test)]
@@ -221,7 +240,7 @@ mod tests {
                     let (_, twice) = block_of(&layout, BlockId(block), plan);
                     let mut encode = |plan: u64, bytes: &[u8]| {
                         let at = (BlockId(block), PlanId(plan));
-                        residuals.encode(&layout, at, coding, &[bytes, bytes], true, &mut out).map(|()| out.clone())
+                        residuals.encode(&layout, at, coding, (&[bytes, bytes], &[]), true, &mut out).map(|()| out.clone())
                     };
                     let first = encode(plan, &bytes).unwrap();
                     if again >> block & 1 == 1 {
@@ -260,7 +279,7 @@ mod tests {
         bad[..4].copy_from_slice(&f32::NAN.to_le_bytes());
         let mut out = Vec::new();
         let mut encode = |plan, parts: &[&[u8]], check| {
-            residuals.encode(&layout, (BlockId(0), PlanId(plan)), Coding::Int8, parts, check, &mut out)
+            residuals.encode(&layout, (BlockId(0), PlanId(plan)), Coding::Int8, (parts, &[]), check, &mut out)
         };
         assert_eq!(encode(1, &[&good, &bad], true), Err(NotCoded::NonFinite(1)));
         assert_eq!(encode(1, &[&good, &bad], false), Ok(()));
@@ -270,5 +289,35 @@ mod tests {
         assert!(residuals.taken() >= 4 * 256);
         let of = residuals.blocks[0].lock();
         assert!(of.current.iter().chain(&of.pending).all(|left| left.is_finite()));
+    }
+
+    #[test]
+    fn a_tensor_that_nobody_has_written_keeps_what_it_has_lost() {
+        let (layout, block) = (layout(), BlockId(1));
+        let residuals = Residuals::new(2, PlanId(1));
+        let (bytes, values) = block_of(&layout, block, 3);
+        let coding: Coding = "topk(0.01)".parse().unwrap();
+        let mut came = vec![0.0; values.len()];
+        // All is written once, then only the first tensor, then all again.
+        let first = bytes.len() as u32 - 200;
+        let zeros = vec![0; bytes.len()];
+        for plan in 1..=240 {
+            residuals.begin(PlanId(plan), PlanId(plan - 1));
+            let parts: &[&[u8]] = if plan == 1 { &[&bytes] } else { &[&zeros] };
+            let written: &[Written] =
+                if (2..=120).contains(&plan) { &[Some(std::iter::once(0..first).collect())] } else { &[] };
+            let mut out = Vec::new();
+            residuals
+                .encode(&layout, (block, PlanId(plan)), coding, (parts, written), true, &mut out)
+                .unwrap();
+            let sent = decoded(&layout, block, coding, &out);
+            let counts = |at: usize| written.is_empty() || at < first as usize / 4;
+            came.iter_mut()
+                .zip(sent)
+                .enumerate()
+                .filter(|(at, _)| counts(*at))
+                .for_each(|(_, (came, sent))| *came += sent);
+        }
+        assert_eq!(came, values);
     }
 }

@@ -34,6 +34,7 @@ use crate::vocabulary::controls::Controls;
 use crate::vocabulary::controls::NonFinite;
 use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::reducer::Reducer;
 use crate::wire::{Message, ModelRecord, Refusal};
 
 /// The RDMA device, or why it could not be opened, and when.
@@ -60,6 +61,8 @@ pub(super) struct Inner {
     pub(super) spare: Vec<Vec<u8>>,
     /// What coded blocks have lost, as long as blocks are coded.
     pub(super) residuals: Option<Arc<Residuals>>,
+    /// The reducer that they are of, and the bits of the loss scale.
+    pub(super) unit: Option<(Reducer, u32)>,
     /// The form in force when the log last said where it has no effect.
     pub(super) said_coding: Option<Coding>,
     /// The pushing threads, for a shard in this process.
@@ -176,6 +179,7 @@ impl Inner {
             observed: Observed::new(),
             spare: Vec::new(),
             residuals: None,
+            unit: None,
             said_coding: None,
             pumps: Pumps::default(),
             checks_at: Now::ZERO,

@@ -150,7 +150,8 @@ impl Contributor {
             for missing in &gaps.missing {
                 let range = missing.start as usize..missing.end as usize;
                 // SAFETY: the state is `committing` and nothing is in flight, so no write is in these bytes.
-                unsafe { made.written.memory().bytes_mut(range) }.fill(0);
+                let gap = unsafe { made.written.memory().bytes_mut(range) };
+                made.fill(missing.clone(), gap);
             }
             // SAFETY: as above.
             let model = unsafe { made.written.memory().bytes(bytes.start as usize..bytes.end as usize) };
@@ -291,9 +292,6 @@ impl Contributor {
             self.send_abort();
         }
         let mut state = self.state.lock();
-        if result.is_err() && on_error == OnError::Aborts {
-            self.drop_replica(&mut state);
-        }
         if result.is_ok() || on_error == OnError::Aborts {
             let uses_staging = state.made.is_some();
             state.reset(result.is_ok());
@@ -311,12 +309,6 @@ impl Contributor {
         let outcome = result.map_err(ContributeError::from);
         joined.into_iter().for_each(|done| done(outcome.clone()));
         done(outcome);
-    }
-
-    /// The contribution is dropped, and so is its replica. A commit that timed out may have been taken: then it is not.
-    fn drop_replica(&self, state: &mut State) {
-        self.show_replicas(state);
-        state.step.inspect(|step| state.replicas.drop_from(*step));
     }
 
     /// Ends the wait for a commit that is under way, unless it is taken. The commit then fails with
@@ -352,7 +344,6 @@ impl Contributor {
             state = self.state.lock();
             (state.committing, state.aborting) = (false, false);
         }
-        self.drop_replica(&mut state);
         state.reset(false);
         let gone = std::mem::take(&mut state.gone);
         self.idle.notify_all();

@@ -19,7 +19,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::replicas::Replicas;
 use super::{Contributor, State, region};
 use crate::bytes::block::span;
 use crate::bytes::kernels::{self, Wire};
@@ -138,6 +137,16 @@ impl Made {
         finite || !self.rejects
     }
 
+    /// Fills bytes that were not written with those that give no change.
+    pub(super) fn fill(&self, bytes: Range<u64>, gap: &mut [u8]) {
+        match &self.way {
+            Way::Same => gap.fill(0),
+            Way::Difference(began) | Way::Correction { began, .. } => {
+                gap.copy_from_slice(began.weights(bytes));
+            }
+        }
+    }
+
     /// Nothing is sent of these bytes, which were not written: the learner's weights stay as it has read them.
     pub(super) fn leave_out(&self, bytes: Range<u64>, staging: &Region) {
         // SAFETY: the contribution is sealed, and its commit not sent.
@@ -181,20 +190,15 @@ impl Contributor {
 
     /// The replica that this version shows to the learner's program. None if it shows the model.
     pub fn replica(&self, version: Version) -> Option<Region> {
-        if self.job.content() != Content::Replica || !self.has_own_weights {
+        if !self.has_replicas.load(Ordering::Relaxed) {
             return None;
         }
         self.replica_at(&mut self.state.lock(), version)
     }
 
     fn replica_at(&self, state: &mut State, version: Version) -> Option<Region> {
-        let (reducer, hyper) = self.job.reducer();
-        if reducer.content() != Content::Replica {
-            return None;
-        }
-        state.replicas.follow(reducer, hyper.learning_rate);
         self.show_replicas(state);
-        state.replicas.at(version).cloned()
+        state.replicas.at(version, self.job.replicas_since()).cloned()
     }
 
     /// Commits that are part of a version now: it shows their replicas.
@@ -238,7 +242,9 @@ impl Contributor {
         if !content.is_weights() {
             let began = state.began.take();
             state.gone.extend(began);
-            state.replicas = Replicas::default();
+            let held = self.job.versions();
+            let is_held = |range: Range<Version>| held.iter().any(|version| range.contains(version));
+            state.replicas.let_go(self.job.replicas_since(), is_held);
             if weight == Weight::ONE {
                 state.written = None;
                 return Ok(None);
@@ -261,10 +267,11 @@ impl Contributor {
                 let began = self.began(state)?;
                 let held = self.job.versions();
                 let is_held = |range: Range<Version>| held.iter().any(|version| range.contains(version));
-                let next = match state.replicas.take_free(is_held) {
+                let next = match state.replicas.take_free(self.job.replicas_since(), is_held) {
                     Some(free) => free,
                     None => region(&self.job, "gradfs-replica")?,
                 };
+                self.has_replicas.store(true, Ordering::Relaxed);
                 Way::Correction { began, next, elasticity: elasticity(hyper.elasticity, self.job.learners()) }
             }
         };

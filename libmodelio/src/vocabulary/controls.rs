@@ -16,7 +16,7 @@ use crate::vocabulary::coding::{CODINGS, Coding, NoCoding};
 use crate::vocabulary::frozen::{Frozen, NoMatch};
 use crate::vocabulary::groups::{Groups, widest};
 use crate::vocabulary::ids::Version;
-use crate::vocabulary::reducer::{Aggregation, Domain, Hyper, PARAMETERS, Reducer, decimal};
+use crate::vocabulary::reducer::{Aggregation, Content, Domain, Hyper, PARAMETERS, Reducer, decimal};
 use crate::vocabulary::schedule::{NoSchedule, Rates, SCHEDULES, Schedule};
 use crate::vocabulary::tensor_rules::{RuleError, TensorRules};
 
@@ -476,7 +476,9 @@ impl Controls {
     /// Whether an open waits for the version with the learner's own step: unless said otherwise, in all consistencies
     /// but async.
     pub fn reads_own_step(&self) -> bool {
-        self.read_own_step.unwrap_or(self.consistency != Consistency::Async)
+        // Without its last contribution a replica would be corrected twice for the same.
+        self.reducer.content() == Content::Replica
+            || self.read_own_step.unwrap_or(self.consistency != Consistency::Async)
     }
 
     /// The hyper-parameters of the step that goes on from this version: with the learning rate that the schedule has then.
@@ -541,7 +543,7 @@ impl Controls {
                 self.consistency
             )));
         }
-        if self.staleness_aware && !self.reducer.reads("learning_rate") {
+        if self.staleness_aware && (!self.reducer.reads("learning_rate") || self.reducer.restarts()) {
             return Err(ControlError::Conflict(format!(
                 "staleness_aware (true) divides the learning rate, and reducer {} has none",
                 self.reducer
@@ -571,6 +573,18 @@ impl Controls {
             }
         }
         self.check_rules()?;
+        if self.reducer.content().is_weights()
+            && self.consistency != Consistency::Sync
+            && self.max_versions < self.learners.saturating_add(3)
+        {
+            return Err(ControlError::Conflict(format!(
+                "max_versions ({}) must be at least learners + 3 ({}) with reducer {} and consistency {}: each learner holds what it began from",
+                self.max_versions,
+                self.learners.saturating_add(3),
+                self.reducer,
+                self.consistency
+            )));
+        }
         if self.max_versions < self.retain.saturating_add(3) {
             return Err(ControlError::Conflict(format!(
                 "max_versions ({}) must be at least retain + 3 ({})",
@@ -718,7 +732,6 @@ impl Field<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vocabulary::reducer::Content;
 
     #[test]
     fn every_setting_reads_back_what_was_written() {

@@ -5,16 +5,17 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// The largest weight.
+/// The least and the largest weight. Products with them, and one by their sum, are finite and not zero in fp32, too.
+const LEAST: f64 = 1e-15;
 const MOST: f64 = 1e15;
 
-/// A finite number above zero, such as the tokens or samples behind a contribution. Two are equal if their bits are.
+/// A number above zero, such as the tokens or samples behind a contribution. Two are equal if their bits are.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weight(u64);
 
 /// A number that is no weight.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a number above 0, up to 1e15")]
+#[error("{0:?} is not a number from 1e-15 to 1e15")]
 pub struct NoWeight(String);
 
 impl Weight {
@@ -28,7 +29,7 @@ impl Weight {
 
     /// Whether it is a number that a weight can be. What a peer says may be any.
     pub fn is_valid(self) -> bool {
-        self.get() > 0.0 && self.get() <= MOST
+        (LEAST..=MOST).contains(&self.get())
     }
 }
 
@@ -64,14 +65,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn weights_are_finite_numbers_above_zero() {
+    fn weights_are_numbers_within_bounds() {
         for (text, weight) in [("1", 1.0), (" 0.25\n", 0.25), ("4096", 4096.0), ("1e15", 1e15)] {
             assert_eq!(text.parse::<Weight>().unwrap().get(), weight);
             assert_eq!(text.parse::<Weight>().unwrap().to_string().parse(), text.parse::<Weight>());
         }
-        for text in ["", "0", "-1", "NaN", "inf", "1e16", "many"] {
+        for text in ["", "0", "-1", "1e-16", "NaN", "inf", "1e16", "many"] {
             let error = text.parse::<Weight>().unwrap_err();
-            assert_eq!(error.to_string(), format!("{text:?} is not a number above 0, up to 1e15"));
+            assert_eq!(error.to_string(), format!("{text:?} is not a number from 1e-15 to 1e15"));
         }
         assert_eq!(Weight::default().get(), 1.0);
     }

@@ -735,6 +735,8 @@ pub struct JobState {
     pub grace_window: Option<Duration>,
     /// The learning rate of the newest version, if the staleness of its contribution counted.
     pub rate: Option<f32>,
+    /// Replicas of the model begin anew with this version.
+    pub replicas_since: Version,
 }
 
 /// One learner of a client.

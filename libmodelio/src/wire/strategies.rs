@@ -252,7 +252,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         vec(learner_state(), 0..4),
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
         (norm(), any::<Option<u64>>(), id64(PlanId)),
-        (any::<u32>(), proptest::option::of(0u64..1 << 60), proptest::option::of(0.0f32..9.0)),
+        (any::<u32>(), proptest::option::of(0u64..1 << 60), proptest::option::of(0.0f32..9.0), id64(Version)),
     )
         .prop_map(
             |(
@@ -263,7 +263,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 learners,
                 (late, late_more, away),
                 (norm, own_weights, made_by),
-                (newest_of, grace_window, rate),
+                (newest_of, grace_window, rate, replicas_since),
             )| JobState {
                 sequence,
                 version,
@@ -284,6 +284,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 newest_of,
                 grace_window: grace_window.map(Duration::from_nanos),
                 rate,
+                replicas_since,
             },
         )
 }

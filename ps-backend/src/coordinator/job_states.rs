@@ -42,6 +42,7 @@ impl CoordinatorCore {
             newest_of: self.core.newest_of(),
             grace_window: self.core.grace_window(),
             rate: self.core.rate(),
+            replicas_since: self.core.replicas_since(),
         }
     }
 

@@ -130,8 +130,10 @@ pub struct JobCore<S> {
     reducers: TensorReducers,
     /// The reducer of each tensor whose optimizer state exists.
     state_of: TensorReducers,
-    /// The state begins anew with the next version of which nothing has been computed.
-    restart: bool,
+    /// The state begins anew on top of this version.
+    restart: Option<Version>,
+    /// Replicas of the model begin anew with this version.
+    replicas_since: Version,
     /// All learners have left in the middle of a step. Learners are counted again after it.
     reform: bool,
     /// Whether the next version has a buffer.
@@ -164,7 +166,8 @@ impl<S: Clone> JobCore<S> {
             consistency: controls.consistency,
             state_of: reducers.clone(),
             reducers,
-            restart: false,
+            restart: None,
+            replicas_since: Version(0),
             params: None,
             of_tensors: OfTensors { frozen, groups: Groups::default() },
             controls,

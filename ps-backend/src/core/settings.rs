@@ -3,7 +3,7 @@
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::groups::{Groups, TensorReducers};
-use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
@@ -30,11 +30,14 @@ impl<S: Clone> JobCore<S> {
     pub fn set_controls(&mut self, mut controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
         controls.begin_schedule(&self.controls, self.version);
         let is_new = controls.learners != self.controls.learners;
-        let anew =
-            controls.reducer.restarts() && controls.hyper.learning_rate != self.controls.hyper.learning_rate;
+        let is_other = controls.hyper.learning_rate != self.controls.hyper.learning_rate;
+        // The coming version has corrections of the old replicas. Averaging begins anew from it.
+        if controls.reducer.restarts() && is_other && self.optimizer_steps.highest() > 0 {
+            self.replicas_since = self.version.next();
+            self.restart = Some(self.replicas_since);
+        }
         self.controls = controls;
         self.find_reducers();
-        self.restart |= anew;
         self.drop_pending_contents(actions);
         if is_new {
             self.form(now);
@@ -87,8 +90,12 @@ impl<S: Clone> JobCore<S> {
             return;
         }
         self.follow_consistency();
-        let anew = self.params.is_none() && std::mem::take(&mut self.restart);
+        let is_due = |at: &mut Version| *at <= self.version;
+        let anew = self.params.is_none() && self.restart.take_if(is_due).is_some();
         if self.params.is_none() && (self.state_of != self.reducers || anew) {
+            if !anew {
+                (self.replicas_since, self.restart) = (self.version, None);
+            }
             self.optimizer_steps = match anew {
                 true => TensorSteps::uniform(self.tensors, 0),
                 false => self.optimizer_steps.restarted(&self.state_of, &self.reducers),

@@ -53,6 +53,11 @@ impl<S: Clone> JobCore<S> {
         self.contributions_taken
     }
 
+    /// Replicas of the model begin anew with this version.
+    pub fn replicas_since(&self) -> Version {
+        self.replicas_since
+    }
+
     /// The number of contributions that the newest version has added. 0 if new weights were published.
     pub fn newest_of(&self) -> u32 {
         self.newest_of

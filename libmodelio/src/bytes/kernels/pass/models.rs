@@ -57,7 +57,11 @@ impl Pass for Correction<'_> {
         // The replica loses exactly what the central model gets, however that was rounded.
         let correction: L = get(*wire, out, piece);
         store(*wire, value - correction, next, piece);
-        correction.exponents(value.exponents(seen))
+        if wire.is_half() {
+            // The next replica was rounded, too, and coarsely.
+            store(*wire, value - get(*wire, next, piece), out, piece);
+        }
+        get::<L>(*wire, out, piece).exponents(value.exponents(seen))
     }
 }
 
