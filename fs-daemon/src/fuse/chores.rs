@@ -1,5 +1,6 @@
 //! The thread that may talk to the kernel on its own accord: it has names dropped that a new version moves, wakes who
-//! polls, and looks now and then at what waits. Another one ends waits for it that last too long.
+//! polls, and looks now and then at what is to be done. Another one ends waits: those that have lasted too long, and those
+//! of threads that a signal is to end.
 
 use std::io;
 use std::sync::{Arc, mpsc};
@@ -21,10 +22,14 @@ impl Started {
         let Started { calls, inbox } = self;
         let calls = Arc::downgrade(&calls);
         let others = calls.clone();
-        // A request of the other thread to the kernel may wait for a call that waits for that thread.
+        // A request of the other thread to the kernel may wait for a call, and that call for the other thread. So whatever
+        // ends a wait at its deadline is done here.
         std::thread::Builder::new().name("gradfs-late".into()).spawn(move || {
             while let Some(calls) = others.upgrade() {
-                calls.fs.trees().iter().for_each(|tree| tree.tensors_name.give_up(Instant::now()));
+                let now = Instant::now();
+                calls.fs.trees().iter().for_each(|tree| tree.tensors_name.give_up(now));
+                calls.waits.release_signalled();
+                calls.pending_exits.tick(now);
                 drop(calls);
                 std::thread::sleep(CHECK_INTERVAL);
             }
@@ -43,8 +48,6 @@ impl Started {
                 // Also where versions come all the time.
                 if checked.elapsed() >= CHECK_INTERVAL {
                     checked = Instant::now();
-                    calls.waits.release_signalled();
-                    calls.pending_exits.tick(Instant::now());
                     calls.fs.drop_leftovers(&*kernel);
                     calls.fs.trees().iter().for_each(|tree| tree.model.times.sample(&tree.model.job));
                     wait_log.check(calls.fs.trees().iter().map(|tree| &*tree.model));
