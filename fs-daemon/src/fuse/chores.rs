@@ -1,6 +1,6 @@
 //! The thread that may talk to the kernel on its own accord: it has names dropped that a new version moves, wakes who
-//! polls, and looks now and then at what is to be done. Another one ends waits: those that have lasted too long, and those
-//! of threads that a signal is to end.
+//! polls, and looks now and then at what is to be done. Another one ends waits: those that have lasted too long, and
+//! those of threads that a signal is to end.
 
 use std::io;
 use std::sync::{Arc, mpsc};
@@ -22,8 +22,8 @@ impl Started {
         let Started { calls, inbox } = self;
         let calls = Arc::downgrade(&calls);
         let others = calls.clone();
-        // A request of the other thread to the kernel may wait for a call, and that call for the other thread. So whatever
-        // ends a wait at its deadline is done here.
+        // A request of the other thread to the kernel may wait for a call, and that call for the other thread. So
+        // whatever ends a wait at its deadline is done here.
         std::thread::Builder::new().name("gradfs-late".into()).spawn(move || {
             while let Some(calls) = others.upgrade() {
                 let now = Instant::now();
