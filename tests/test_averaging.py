@@ -99,6 +99,22 @@ def test_easgd_is_elastic_averaging(start_mount, dtype, elasticity):
     np.testing.assert_allclose(array(mount.model / "weights", learners.dtype), central, rtol=0, atol=1e-5)
 
 
+def test_easgd_is_elastic_averaging__of_all_mounts_learners(cluster):
+    """The default elasticity is one by the number of learners in the job, wherever they are."""
+    one = cluster(1)
+    one.create("m", size=4 * COUNT, block_size=BLOCK, reducer="easgd", learners=2, timeout=20)
+    mounts = [one.mount(), one.mount()]
+    places = [mount.join(f"l{i}") for i, mount in enumerate(mounts)]
+    for replica in (0, 1, 1.5):
+        read = [array(place / "weights") for place in places]
+        assert all((weights == replica).all() for weights in read), [weights[0] for weights in read]
+        with ThreadPoolExecutor(2) as threads:
+            written = [(replica + 1 + np.zeros(COUNT, "<f4")).tobytes() for _ in places]
+            list(threads.map(lambda of: (of[0] / "gradients").write_bytes(of[1]), zip(places, written, strict=True)))
+    [array(place / "weights") for place in places]
+    assert (array(mounts[0].model / "weights") == 1.5).all()
+
+
 @pytest.mark.also_on_network
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sma_is_algorithm_2_of_crossbow(start_mount, dtype):

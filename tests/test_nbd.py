@@ -197,6 +197,16 @@ def test_an_export_follows_the_newest_version_at_each_flush(served):
     assert follower.ask(WRITE, 0, 4, payload=bytes(4))[0] == 1
 
 
+def test_models_that_are_averaged_are_not_written_as_block_devices(served):
+    mount, path = served
+    mount.control("reducer", "average")
+    for name in ("model", "model/gradients", "model/learners/a"):
+        with pytest.raises(LookupError, match="reducer average takes models, which are written as files"):
+            Client(path).go(name)
+    assert os.listdir(mount.model / "learners") == []
+    Client(path).go("model/weights")
+
+
 def test_wrong_requests_are_refused_and_change_nothing(served):
     mount, path = served
     weights = (mount.model / "weights").read_bytes()

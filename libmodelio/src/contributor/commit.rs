@@ -239,13 +239,13 @@ impl Contributor {
             let bad = (0..this.layout.blocks()).map(BlockId).find(|block| !whole(*block));
             this.traffic.written.fetch_add(this.layout.size(), Ordering::Relaxed);
             this.traffic.staged.fetch_add(this.layout.size(), Ordering::Relaxed);
+            if let Some(bad) = bad {
+                return this.commit_ended(OnError::Aborts, Err(ShardError::NonFinite(bad)), done);
+            }
             {
                 let mut state = this.state.lock();
                 state.ship(step, staging.key());
                 state.commits_replica(step);
-            }
-            if let Some(bad) = bad {
-                return this.commit_ended(OnError::Aborts, Err(ShardError::NonFinite(bad)), done);
             }
             let mut notice = CommitNotice::whole(&this.layout, staging, true);
             (notice.content, notice.weight) = (made.content(), made.weight());

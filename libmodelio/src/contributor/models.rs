@@ -242,9 +242,11 @@ impl Contributor {
         if !content.is_weights() {
             let began = state.began.take();
             state.gone.extend(began);
-            let held = self.job.versions();
-            let is_held = |range: Range<Version>| held.iter().any(|version| range.contains(version));
-            state.replicas.let_go(self.job.replicas_since(), is_held);
+            if self.has_replicas.load(Ordering::Relaxed) {
+                let held = self.job.versions();
+                let is_held = |range: Range<Version>| held.iter().any(|version| range.contains(version));
+                state.replicas.let_go(self.job.replicas_since(), is_held);
+            }
             if weight == Weight::ONE {
                 state.written = None;
                 return Ok(None);
