@@ -150,7 +150,7 @@ WRONG = [
     ("embedding frozen\nhead.* weight_decay=-1", "line 2: \"weight_decay=-1\": \"-1\" is not a finite number >= 0"),
     ("head.* learning_rate_scale=inf", "\"inf\" is not a finite number >= 0"),
     ("head.* reducer=assign", "reducer assign is for whole models: use one of sum, sgd,"),
-    ("head.* reducer=lars", "unknown reducer \"lars\": use one of sum, sgd,"),
+    ("head.* reducer=larc", "unknown reducer \"larc\": use one of sum, sgd,"),
     ("a name frozen", "? stands for a space"),
     ("head.* weight_decay=0\ntail.*", "no tensor has a name that matches the pattern \"tail.*\""),
     ("head.*\n*.bias frozen\nhead.bias frozen", "the rule for \"head.bias\" never counts"),

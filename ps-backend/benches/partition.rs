@@ -57,7 +57,13 @@ impl Bench {
             true => Work::Add { combine: self.reducer.combine() },
             false => {
                 let tensors = TensorSteps::uniform(self.store.partition().tensor_ends().len(), step.t);
-                Work::Reduce { step, tensors, groups: Groups::default(), fresh_state: base.0 == 0 }
+                Work::Reduce {
+                    step,
+                    tensors,
+                    groups: Groups::default(),
+                    factors: Default::default(),
+                    fresh_state: base.0 == 0,
+                }
             }
         };
         self.store.begin(base, work, true).unwrap()

@@ -42,7 +42,7 @@ impl MemoryUse {
         copies: Option<StateCopies>,
     ) -> MemoryUse {
         let staging = layout.size().saturating_mul(controls.learners.max(1).into());
-        let several = controls.learners > 1 || controls.reducer.measures(&controls.hyper);
+        let several = controls.learners > 1 || controls.measures();
         let adds_up = (several || copies.is_none()) && !sums_lie_in_versions(layout, controls, copies);
         let sums = if adds_up { layout.elements().saturating_mul(4) } else { 0 };
         MemoryUse { sums, staging, ..MemoryUse::kept(layout, controls, controls.retain.into(), copies) }
@@ -122,7 +122,7 @@ fn sums_lie_in_versions(layout: &ModelLayout, controls: &Controls, copies: Optio
         Some(copies) => copies == StateCopies::Single && controls.widest_reducer().state_slots() > 0,
     };
     in_place
-        && !controls.reducer.measures(&controls.hyper)
+        && !controls.measures()
         && controls.consistency == Consistency::Sync
         && types.all(|dtype| matches!(dtype, DType::F32 | DType::F64))
 }

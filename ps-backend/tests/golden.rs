@@ -6,17 +6,17 @@
 use std::collections::BTreeMap;
 
 use half::{bf16, f16};
-use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, accumulate, widen};
+use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, accumulate, bytes, squares, widen};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::dtype::DType;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::vocabulary::norm::Norm;
+use libmodelio::vocabulary::norm::{Norm, TensorSquares};
 use libmodelio::vocabulary::reducer::{Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Kept, Work};
 use ps_backend::partition::store::{Limits, PartitionStore, Payload};
-use ps_backend::reducers::{apply, measure};
+use ps_backend::reducers::{apply, factor, measure_tensor};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -93,7 +93,22 @@ impl Case {
                 pair.iter().zip([true, false]).for_each(|(bytes, first)| {
                     assert!(accumulate(wire, bytes, &mut sum, first));
                 });
-                step.norm = Some(Norm::new(step.scale() * measure(&step, wire, &[&sum]).sqrt()));
+                step.norm = Some(Norm::new(step.scale() * squares(wire, &[&sum]).sqrt()));
+            }
+            if reducer.is_layerwise() {
+                let mut sum = vec![0.0; words];
+                pair.iter().zip([true, false]).for_each(|(bytes, first)| {
+                    assert!(accumulate(wire, bytes, &mut sum, first));
+                });
+                let mut values = master.clone();
+                if !wire.is_half() {
+                    values.resize(words, 0.0);
+                    widen(wire, &weights, &mut values);
+                }
+                let mut measured = TensorSquares::default();
+                let slots = slots.each_ref().map(|slot| bytes(slot));
+                measure_tensor(&step, wire, &[&sum], &values, slots, &mut measured);
+                step.factor = Some(Norm::new(factor(&step, measured.norms())));
             }
             let (mut next, mut next_master) = (weights.clone(), master.clone());
             let [mut s0, mut s1] = slots.clone();
@@ -201,7 +216,13 @@ impl Groups {
             before = before.after(&next);
             let (reducer, hyper) = (controls.reducer, controls.hyper.clone());
             let step = Step { reducer, hyper, contributions: 2, t, ..Step::default() };
-            let work = Work::Reduce { step, tensors: next, groups: groups.clone(), fresh_state: t == 1 };
+            let work = Work::Reduce {
+                step,
+                tensors: next,
+                groups: groups.clone(),
+                factors: Default::default(),
+                fresh_state: t == 1,
+            };
             let job = store.begin(Version(t - 1), work, true).unwrap();
             let [first, second] =
                 [0.5, -0.5].map(|away| encode(wire, (0..elements).map(|i| gradient(t, i) + away)));

@@ -190,6 +190,7 @@ impl Case {
         let mut g = if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
         g = g.clamp(-limit, limit);
         let t = self.step.t as i32;
+        let factor = self.step.factor();
         let (new, state) = match self.step.reducer {
             Reducer::Sum => (f64::from(h.carry) * w + sum.clamp(-limit, limit), slots),
             Reducer::Assign => (values.last().map_or(w, |last| f64::from(last[i])), slots),
@@ -204,6 +205,11 @@ impl Case {
                 (w - lr * (mu * buffer - mean_change), [buffer, slots[1]])
             }
             Reducer::Sgd => (w - lr * (g + wd * w), slots),
+            Reducer::Lars => {
+                let g = factor * (g + wd * w);
+                let buffer = if t == 1 { g } else { mu * slots[0] + (1.0 - damp) * g };
+                (w - lr * buffer, [buffer, slots[1]])
+            }
             Reducer::Momentum | Reducer::Nesterov => {
                 g += wd * w;
                 let buffer = if t == 1 { g } else { mu * slots[0] + (1.0 - damp) * g };
@@ -231,8 +237,9 @@ impl Case {
                 let sign = if update == 0.0 { 0.0 } else { update.signum() };
                 (w * (1.0 - lr * wd) - lr * sign, [b2 * slots[0] + (1.0 - b2) * g, slots[1]])
             }
-            Reducer::Adam | Reducer::AdamW => {
-                let decoupled = self.step.reducer == Reducer::AdamW;
+            Reducer::Adam | Reducer::AdamW | Reducer::Lamb => {
+                let lr = factor * lr;
+                let decoupled = self.step.reducer != Reducer::Adam;
                 let w = if decoupled { w * (1.0 - lr * wd) } else { w };
                 g += if decoupled { 0.0 } else { wd * w };
                 let m = b1 * slots[0] + (1.0 - b1) * g;
@@ -316,6 +323,7 @@ fn case() -> impl Strategy<Value = Case> {
                 contributions,
                 t,
                 norm: norm.map(Norm::new),
+                factor: norm.filter(|_| reducer.is_layerwise()).map(|norm| Norm::new(norm / 4.0)),
                 ..Step::default()
             }
         });

@@ -42,7 +42,13 @@ fn version(store: &PartitionStore, base: u64, plans: usize, sources: usize) {
         ..Step::default()
     };
     let tensors = TensorSteps::uniform(1, step.t);
-    let work = Work::Reduce { step, tensors, groups: Groups::default(), fresh_state: base == 0 };
+    let work = Work::Reduce {
+        step,
+        tensors,
+        groups: Groups::default(),
+        factors: Default::default(),
+        fresh_state: base == 0,
+    };
     let job = store.begin(Version(base), work, true).unwrap();
     for block in (1..sources).flat_map(|_| blocks()) {
         assert!(job.add(block, Payload::Plain(&payload)).unwrap());

@@ -16,6 +16,7 @@ use crate::vocabulary::coding::{CODINGS, Coding, NoCoding};
 use crate::vocabulary::frozen::{Frozen, NoMatch};
 use crate::vocabulary::groups::{Groups, widest};
 use crate::vocabulary::ids::Version;
+use crate::vocabulary::norm::MOST_MEASURED;
 use crate::vocabulary::reducer::{Aggregation, Content, Domain, Hyper, PARAMETERS, Reducer, decimal};
 use crate::vocabulary::schedule::{NoSchedule, Rates, SCHEDULES, Schedule};
 use crate::vocabulary::tensor_rules::{RuleError, TensorRules};
@@ -496,11 +497,18 @@ impl Controls {
     /// order.
     ///
     /// # Errors
-    /// A pattern or a rule that means none of them.
+    /// A pattern or a rule that means none of them. Or the model has too many tensors for a layer-wise reducer.
     pub fn of_tensors<'a>(
         &self,
         names: impl ExactSizeIterator<Item = &'a str> + Clone,
     ) -> Result<(FixedBitSet, Groups), ControlError> {
+        let layerwise = self.reducers().find(|reducer| reducer.is_layerwise());
+        if let Some(reducer) = layerwise.filter(|_| names.len() > MOST_MEASURED) {
+            let count = names.len();
+            return Err(ControlError::Conflict(format!(
+                "reducer {reducer} measures each tensor, of {MOST_MEASURED} at most; the model has {count}"
+            )));
+        }
         let mut frozen = self.frozen.tensors(names.clone())?;
         let (by_rules, groups) = self.tensors.resolve(names)?;
         frozen.union_with(&by_rules);
@@ -510,6 +518,11 @@ impl Controls {
     /// The reducer of the model and those of rules.
     pub fn reducers(&self) -> impl Iterator<Item = Reducer> {
         std::iter::once(self.reducer).chain(self.tensors.reducers())
+    }
+
+    /// Whether a step must know norms before it can change a block: all of its contributions are added up first.
+    pub fn measures(&self) -> bool {
+        self.reducer.measures(&self.hyper) || self.reducers().any(Reducer::is_layerwise)
     }
 
     /// The one of them that keeps the most state.

@@ -95,6 +95,11 @@ impl Groups {
         std::iter::once(reducer).chain(self.overrides.iter().filter_map(|overrides| overrides.reducer))
     }
 
+    /// Whether the steps of some tensors depend on norms of those tensors, if `reducer` is the model's.
+    pub fn are_layerwise(&self, reducer: Reducer) -> bool {
+        self.reducers(reducer).any(Reducer::is_layerwise)
+    }
+
     /// The reducer that keeps the most state, if `reducer` is the model's.
     pub fn widest(&self, reducer: Reducer) -> Reducer {
         widest(self.reducers(reducer)).unwrap_or(reducer)
@@ -147,11 +152,6 @@ impl Steps {
     /// A group's, with `t` of the tensor that took the most steps.
     pub fn of_group(&self, group: GroupId) -> &Step {
         group.index().and_then(|index| self.groups.get(index)).unwrap_or(&self.model)
-    }
-
-    /// That of tensors of a group that take their step `t`.
-    pub fn of(&self, group: GroupId, t: u64) -> Step {
-        Step { t, ..self.of_group(group).clone() }
     }
 }
 
@@ -253,12 +253,12 @@ mod tests {
         let slow = Overrides { learning_rate_scale: Some(0.1), ..STILL };
         let steps = Groups::new([slow, NONE, PLAIN]).steps(&model);
         assert_eq!(*steps.model(), model);
-        let step = steps.of(GroupId(1), 4);
+        let step = steps.of_group(GroupId(1));
         // 0.001f32 * 0.1f32 is another number.
-        assert_eq!((step.hyper.learning_rate, step.hyper.weight_decay, step.t), (0.0001, 0.0, 4));
+        assert_eq!((step.hyper.learning_rate, step.hyper.weight_decay, step.t), (0.0001, 0.0, 9));
         assert_eq!((step.reducer, step.contributions), (Reducer::AdamW, 3));
         assert_eq!(steps.of_group(GroupId(2)).reducer, Reducer::Sgd);
-        assert_eq!(steps.of(GroupId::MODEL, 9), model);
+        assert_eq!(*steps.of_group(GroupId::MODEL), model);
         let huge = Overrides { learning_rate_scale: Some(f32::MAX), ..NONE };
         let fast = Step { hyper: Hyper { learning_rate: f32::MAX, ..Hyper::default() }, ..model };
         assert_eq!(Groups::new([huge]).steps(&fast).of_group(GroupId(1)).hyper.learning_rate, f32::MAX);

@@ -1,5 +1,5 @@
-//! The norm of a step's gradient, and the sum of squares that it is the root of. Shards add up the squares of their
-//! blocks, and the coordinator adds up the shards' sums. No addition rounds, so the norm depends neither on the order of
+//! The norms of a step's gradient and of single tensors, and the sums of squares that they are the roots of. Shards add up
+//! the squares of their blocks, and the coordinator adds up the shards' sums. No addition rounds, so the norm depends neither on the order of
 //! blocks nor on the shards that have them.
 
 use serde::{Deserialize, Serialize};
@@ -79,6 +79,109 @@ impl ExactSum {
     }
 }
 
+/// The most tensors whose norms are measured: a shard tells those of all in one message, whatever they are.
+pub const MOST_MEASURED: usize = 1400;
+
+/// The squares of a tensor's elements: how large its weights are, and how large the direction is in which the reducer
+/// would change them.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TensorSquares {
+    /// Of the newest version's weights.
+    pub weights: ExactSum,
+    /// Of the direction.
+    pub direction: ExactSum,
+}
+
+impl TensorSquares {
+    /// The norms of both.
+    pub fn norms(&self) -> TensorNorms {
+        let [weights, direction] = [&self.weights, &self.direction].map(|sum| sum.value().sqrt());
+        TensorNorms { weights, direction }
+    }
+
+    /// Adds others of the same tensor.
+    pub fn merge(&mut self, other: &TensorSquares) {
+        self.weights.merge(&other.weights);
+        self.direction.merge(&other.direction);
+    }
+}
+
+/// The norms of one tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TensorNorms {
+    /// Of the newest version's weights.
+    pub weights: f64,
+    /// Of the direction in which the reducer would change them.
+    pub direction: f64,
+}
+
+/// What a step must know before it can change a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Quantity {
+    /// The norm of the whole gradient.
+    Gradient,
+    /// The norms of each tensor whose reducer is layer-wise.
+    Tensors,
+}
+
+/// The sums of squares for a [`Quantity`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Squares {
+    /// Of the whole gradient.
+    Gradient(ExactSum),
+    /// Of each tensor of the model, in order. Those that are not measured have zeros.
+    Tensors(Vec<TensorSquares>),
+}
+
+impl Squares {
+    /// Nothing is measured yet, of a model with so many tensors.
+    pub fn new(quantity: Quantity, tensors: usize) -> Squares {
+        match quantity {
+            Quantity::Gradient => Squares::Gradient(ExactSum::default()),
+            Quantity::Tensors => Squares::Tensors(vec![TensorSquares::default(); tensors]),
+        }
+    }
+
+    /// Adds those of other blocks. False, and nothing changes, if they are of something else.
+    pub fn merge(&mut self, other: &Squares) -> bool {
+        match (self, other) {
+            (Squares::Gradient(sum), Squares::Gradient(other)) => sum.merge(other),
+            (Squares::Tensors(all), Squares::Tensors(others)) if all.len() == others.len() => {
+                all.iter_mut().zip(others).for_each(|(sum, other)| sum.merge(other));
+            }
+            _ => return false,
+        }
+        true
+    }
+}
+
+/// A factor on the step of each tensor, by runs of tensors with the same one. There are no runs if no tensor has a factor.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorFactors(Vec<(u32, Option<Norm>)>);
+
+impl TensorFactors {
+    /// The factors of tensors, in order.
+    pub fn new(of_tensors: impl IntoIterator<Item = Option<f64>>) -> TensorFactors {
+        let mut runs: Vec<(u32, Option<Norm>)> = Vec::new();
+        for factor in of_tensors {
+            let factor = factor.map(Norm::new);
+            match runs.last_mut() {
+                Some((count, same)) if *same == factor => *count += 1,
+                _ => runs.push((1, factor)),
+            }
+        }
+        if runs.iter().all(|(_, factor)| factor.is_none()) {
+            runs.clear();
+        }
+        TensorFactors(runs)
+    }
+
+    /// How many tensors in a row have which factor.
+    pub fn runs(&self) -> &[(u32, Option<Norm>)] {
+        &self.0
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -90,6 +193,34 @@ mod tests {
             sum.add(value);
             sum
         })
+    }
+
+    #[test]
+    fn the_squares_of_tensors_are_added_up_tensor_by_tensor() {
+        let of = |weights: f64, direction: f64| TensorSquares {
+            weights: sum(&[weights]),
+            direction: sum(&[direction]),
+        };
+        let mut all = Squares::new(Quantity::Tensors, 2);
+        assert!(all.merge(&Squares::Tensors(vec![of(9.0, 1.0), of(0.0, 5.0)])));
+        assert!(all.merge(&Squares::Tensors(vec![of(7.0, 3.0), of(0.0, 4.0)])));
+        let norms =
+            [TensorNorms { weights: 4.0, direction: 2.0 }, TensorNorms { weights: 0.0, direction: 3.0 }];
+        let Squares::Tensors(sums) = &all else { panic!() };
+        assert_eq!(sums.iter().map(TensorSquares::norms).collect::<Vec<_>>(), norms);
+        let before = all.clone();
+        assert!(
+            !all.merge(&Squares::Gradient(sum(&[1.0]))) && !all.merge(&Squares::new(Quantity::Tensors, 3))
+        );
+        assert_eq!(all, before);
+    }
+
+    #[test]
+    fn tensors_with_the_same_factor_are_one_run() {
+        let factors = TensorFactors::new([None, Some(0.5), Some(0.5), Some(f64::NAN), None]);
+        let counts: Vec<u32> = factors.runs().iter().map(|(count, _)| *count).collect();
+        assert_eq!(counts, [1, 2, 1, 1]);
+        assert_eq!(TensorFactors::new([None; 4]), TensorFactors::default());
     }
 
     #[test]

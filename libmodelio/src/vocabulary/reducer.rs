@@ -148,6 +148,10 @@ reducers! {
     AdaGrad: Sum, ["sum"], STEPS, [epsilon];
     /// Lion with decoupled weight decay. State: the running gradient.
     Lion: Sum, ["exp_avg"], STEPS, [beta1, beta2];
+    /// Momentum whose gradient is scaled, tensor by tensor, to a share of the weights' norm. State: the momentum buffer.
+    Lars: Sum, ["momentum_buffer"], STEPS, [momentum, dampening, trust_coefficient];
+    /// Adam whose step is scaled, tensor by tensor, to the weights' norm. State: first and second moment.
+    Lamb: Sum, ["exp_avg", "exp_avg_sq"], STEPS, [beta1, beta2, epsilon];
     /// `w'` is the value the last contribution holds; without one, `w` stays.
     Assign: Last, [], PUTS, [];
     /// `w' = w + mean of (learner's weights - what they began from)`.
@@ -233,6 +237,11 @@ impl Reducer {
     /// Whether a step must know the norm of the whole gradient before it can change a block.
     pub fn measures(self, hyper: &Hyper) -> bool {
         hyper.clip_norm > 0.0 && self.reads("clip_norm")
+    }
+
+    /// Whether the step of a tensor depends on norms of that tensor.
+    pub fn is_layerwise(self) -> bool {
+        matches!(self, Reducer::Lars | Reducer::Lamb)
     }
 
     /// Whether [`Hyper::aggregation`] applies, as it does to all optimizers.
@@ -377,7 +386,8 @@ parameters! {
     beta2 = 0.999, BELOW_ONE, "decay of the second moment; lion: of the running gradient";
     alpha = 0.99, BELOW_ONE, "decay of the mean square of the gradient";
     epsilon = 1e-8, POSITIVE, "added to the denominator";
-    weight_decay = 0.0, NOT_NEGATIVE, "pull towards zero, decoupled for adamw and lion";
+    weight_decay = 0.0, NOT_NEGATIVE, "pull towards zero, decoupled for adamw, lamb and lion";
+    trust_coefficient = 0.001, POSITIVE, "share of a tensor's norm that its step has at learning rate 1";
     carry = 1.0, FINITE, "how much of the old weights stays: 1 adds to them, 0 is an all-reduce";
     clip_norm = 0.0, NOT_NEGATIVE, "a gradient whose norm is larger is scaled down to it; 0 is never";
     clip_value = 0.0, NOT_NEGATIVE, "larger elements of a gradient are set to it, or to its negative; 0 is never";
@@ -411,6 +421,10 @@ pub struct Step {
     pub t: u64,
     /// The norm of the whole gradient, if the reducer [measures](Reducer::measures) it.
     pub norm: Option<Norm>,
+    /// The factor on the step of the tensor, if the reducer [is layer-wise](Reducer::is_layerwise). A plan has those of
+    /// all tensors beside its step.
+    #[serde(skip)]
+    pub factor: Option<Norm>,
 }
 
 impl Step {
@@ -422,6 +436,11 @@ impl Step {
         };
         let loss_scale = if self.hyper.loss_scale == 1.0 { 1.0 } else { decimal(self.hyper.loss_scale) };
         1.0 / contributions / loss_scale
+    }
+
+    /// The factor on the step of the tensor.
+    pub fn factor(&self) -> f64 {
+        self.factor.map_or(1.0, Norm::get)
     }
 }
 
@@ -443,7 +462,7 @@ mod tests {
 
     #[test]
     fn unknown_names_list_the_valid_ones() {
-        for text in ["", "SGD", " sgd", "sgd\n", "lars"] {
+        for text in ["", "SGD", " sgd", "sgd\n", "larc"] {
             let message = text.parse::<Reducer>().unwrap_err().to_string();
             assert!(message.starts_with(&format!("unknown reducer {text:?}: ")), "{message}");
             assert!(message.contains("sum, sgd, momentum, nesterov, adam, adamw,"), "{message}");

@@ -248,7 +248,7 @@ mod tests {
             ("a learning_rate_scale=NaN", "\"nan\" is not a finite number >= 0"),
             ("a learning_rate=1", "\"learning_rate=1\" is not frozen"),
             ("a reducer=assign", "reducer assign is for whole models: use one of sum, sgd, momentum"),
-            ("a reducer=lars", "unknown reducer \"lars\": use one of sum, sgd"),
+            ("a reducer=larc", "unknown reducer \"larc\": use one of sum, sgd"),
             ("a frozen frozen", "frozen stands there twice"),
             ("a reducer=sgd reducer=sgd", "reducer stands there twice"),
         ] {

@@ -7,8 +7,10 @@ use std::ops::Range;
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
-use crate::vocabulary::groups::{GroupId, Groups, TensorReducers};
+use crate::vocabulary::groups::{GroupId, Groups, Steps, TensorReducers};
 use crate::vocabulary::layout::{ModelLayout, PartitionLayout};
+use crate::vocabulary::norm::{Norm, TensorFactors};
+use crate::vocabulary::reducer::Step;
 
 /// A number for each tensor, by runs of tensors with the same number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,31 +117,122 @@ pub struct Treatment {
     pub t: u64,
     /// The group of the tensor.
     pub group: GroupId,
+    /// The factor on the tensor's step, if it has one.
+    pub factor: Option<Norm>,
 }
 
-/// The steps of the tensors, and their groups, for the bytes of a layout.
-#[derive(Clone, Debug, Default)]
-pub struct ByteSteps {
-    /// The end of each run, and its treatment.
-    runs: Vec<(u64, Treatment)>,
+impl Treatment {
+    /// The step that the elements take, of the steps of all groups.
+    pub fn step(self, steps: &Steps) -> Step {
+        Step { t: self.t, factor: self.factor, ..steps.of_group(self.group).clone() }
+    }
+}
+
+/// What the bytes of a layout have that their tensors have.
+#[derive(Clone, Debug)]
+pub struct ByTensor<T> {
+    /// The end of each run, and what it has.
+    runs: Vec<(u64, T)>,
+}
+
+/// How the bytes of a layout are reduced.
+pub type ByteSteps = ByTensor<Treatment>;
+
+impl<T> Default for ByTensor<T> {
+    fn default() -> ByTensor<T> {
+        ByTensor { runs: Vec::new() }
+    }
 }
 
 impl ByteSteps {
     /// For a whole model.
     pub fn of_model(layout: &ModelLayout, steps: &TensorSteps, groups: &Groups) -> ByteSteps {
-        ByteSteps::by_ends(steps, groups, |tensor| {
+        ByteSteps::by_ends((steps, groups, &TensorFactors::default()), |tensor| {
             layout.tensors().get(tensor).map(|tensor| tensor.bytes.end)
         })
     }
 
     /// For a partition of a model, in the partition's bytes.
-    pub fn of_partition(partition: &PartitionLayout, steps: &TensorSteps, groups: &Groups) -> ByteSteps {
-        let model = ByteSteps::by_ends(steps, groups, |tensor| partition.tensor_ends().get(tensor).copied());
+    pub fn of_partition(
+        partition: &PartitionLayout,
+        steps: &TensorSteps,
+        groups: &Groups,
+        factors: &TensorFactors,
+    ) -> ByteSteps {
+        let end_of = |tensor: usize| partition.tensor_ends().get(tensor).copied();
+        ByteSteps::by_ends((steps, groups, factors), end_of).within(partition)
+    }
+
+    fn by_ends(
+        (steps, groups, factors): (&TensorSteps, &Groups, &TensorFactors),
+        end_of: impl Fn(usize) -> Option<u64>,
+    ) -> ByteSteps {
+        let mut bytes = ByteSteps::default();
+        let mut at = 0;
+        // Behind the last run, and without any, tensors have the model's settings and no factor.
+        let mut groups = Countdown::new(groups.runs(), GroupId::MODEL);
+        let mut factors = Countdown::new(factors.runs(), None);
+        for &(mut count, t) in steps.runs() {
+            while count > 0 {
+                let ((of_group, group), (of_factor, factor)) = (groups.run(), factors.run());
+                let part = count.min(of_group).min(of_factor);
+                groups.pass(part);
+                factors.pass(part);
+                (count, at) = (count - part, at + part as usize);
+                if let Some(end) = end_of(at - 1) {
+                    bytes.push(end, Treatment { t, group, factor });
+                }
+            }
+        }
+        bytes
+    }
+}
+
+/// The runs of tensors that are still to come.
+struct Countdown<'a, T> {
+    rest: std::slice::Iter<'a, (u32, T)>,
+    left: u32,
+    of: T,
+    /// What tensors have behind the last run.
+    beyond: T,
+}
+
+impl<'a, T: Copy> Countdown<'a, T> {
+    fn new(runs: &'a [(u32, T)], beyond: T) -> Self {
+        Countdown { rest: runs.iter(), left: 0, of: beyond, beyond }
+    }
+
+    /// How many tensors come that have the same, and what they have.
+    fn run(&mut self) -> (u32, T) {
+        while self.left == 0 {
+            (self.left, self.of) = self.rest.next().copied().unwrap_or((u32::MAX, self.beyond));
+        }
+        (self.left, self.of)
+    }
+
+    fn pass(&mut self, count: u32) {
+        self.left -= count;
+    }
+}
+
+impl ByTensor<u32> {
+    /// The number of each tensor, in the bytes of a partition.
+    pub fn numbers(partition: &PartitionLayout) -> ByTensor<u32> {
+        let mut model = ByTensor::default();
+        partition.tensor_ends().iter().zip(0..).for_each(|(&end, tensor)| model.push(end, tensor));
+        model.within(partition)
+    }
+}
+
+impl<T: Copy + PartialEq> ByTensor<T> {
+    /// The same in the bytes of a partition of the model.
+    fn within(self, partition: &PartitionLayout) -> ByTensor<T> {
+        let model = self;
         if let [(_, of)] = model.runs[..] {
-            return ByteSteps { runs: vec![(partition.layout().size(), of)] };
+            return ByTensor { runs: vec![(partition.layout().size(), of)] };
         }
         let size = u64::from(partition.layout().block_size());
-        let mut local = ByteSteps::default();
+        let mut local = ByTensor::default();
         for (block, end) in partition.blocks().iter().zip((1..).map(|count| count * size)) {
             let start = u64::from(block.0) * size;
             for (bytes, of) in model.pieces(start..start + size) {
@@ -149,30 +242,7 @@ impl ByteSteps {
         local
     }
 
-    fn by_ends(steps: &TensorSteps, groups: &Groups, end_of: impl Fn(usize) -> Option<u64>) -> ByteSteps {
-        let mut bytes = ByteSteps::default();
-        let mut at = 0;
-        let mut groups = groups.runs().iter().copied();
-        // Behind the last run, and without any, tensors have the model's settings.
-        let mut next = || groups.next().unwrap_or((u32::MAX, GroupId::MODEL));
-        let (mut left, mut group) = next();
-        for &(mut count, t) in steps.runs() {
-            while count > 0 {
-                if left == 0 {
-                    (left, group) = next();
-                    continue;
-                }
-                let part = count.min(left);
-                (count, left, at) = (count - part, left - part, at + part as usize);
-                if let Some(end) = end_of(at - 1) {
-                    bytes.push(end, Treatment { t, group });
-                }
-            }
-        }
-        bytes
-    }
-
-    fn push(&mut self, end: u64, of: Treatment) {
+    fn push(&mut self, end: u64, of: T) {
         match self.runs.last_mut() {
             Some((last, _)) if *last >= end => {}
             Some((last, same)) if *same == of => *last = end,
@@ -181,8 +251,8 @@ impl ByteSteps {
         }
     }
 
-    /// `bytes` in pieces that have one treatment each. Allocates nothing.
-    pub fn pieces(&self, bytes: Range<u64>) -> impl Iterator<Item = (Range<u64>, Treatment)> {
+    /// `bytes` in pieces that have the same each. Allocates nothing.
+    pub fn pieces(&self, bytes: Range<u64>) -> impl Iterator<Item = (Range<u64>, T)> {
         let first = self.runs.partition_point(|(end, _)| *end <= bytes.start);
         let mut at = bytes.start;
         self.runs[first..].iter().map_while(move |&(end, of)| {
@@ -276,13 +346,13 @@ mod tests {
             let still = Overrides { weight_decay: Some(0.0), ..Overrides::default() };
             let of = |tensor: usize| if in_group[tensor] { still } else { Overrides::default() };
             let groups = Groups::new((0..sizes.len()).map(of));
-            let treatment = |tensor: usize| Treatment { t: steps.of(tensor), group: GroupId(in_group[tensor].into()) };
+            let treatment = |tensor: usize| Treatment { t: steps.of(tensor), group: GroupId(in_group[tensor].into()), factor: None };
             let mut blocks: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
             blocks.retain(|block| owned[block.index() % 64]);
             prop_assume!(!blocks.is_empty());
             let partition = layout.partition(&blocks).unwrap();
             let whole = ByteSteps::of_model(&layout, &steps, &groups);
-            let local = ByteSteps::of_partition(&partition, &steps, &groups);
+            let local = ByteSteps::of_partition(&partition, &steps, &groups, &TensorFactors::default());
             for (i, &block) in blocks.iter().enumerate() {
                 let (here, there) = (partition.layout().block_bytes(BlockId(i as u32)), layout.block_bytes(block));
                 let expected: Vec<_> = whole

@@ -20,7 +20,7 @@ use crate::vocabulary::groups::Groups;
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
-use crate::vocabulary::norm::{ExactSum, Norm};
+use crate::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Combine, Content, Reducer};
@@ -642,7 +642,7 @@ pub enum Message {
         /// The plan.
         plan: PlanId,
         /// The squares of all elements that count, added up.
-        squares: ExactSum,
+        squares: Squares,
     },
 
     // -- a client and a shard, again
@@ -821,6 +821,8 @@ pub enum Work {
         tensors: TensorSteps,
         /// What groups of tensors have in place of the step's reducer and hyper-parameters.
         groups: Groups,
+        /// The factors on the steps of single tensors.
+        factors: TensorFactors,
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },
@@ -836,6 +838,10 @@ pub enum Work {
         step: reducer::Step,
         /// As in `Reduce`: tensors of step 0 do not count.
         tensors: TensorSteps,
+        /// As in `Reduce`.
+        groups: Groups,
+        /// What is measured.
+        quantity: Quantity,
     },
 }
 

@@ -16,7 +16,7 @@ use crate::vocabulary::groups::{Groups, Overrides};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
-use crate::vocabulary::norm::{ExactSum, Norm};
+use crate::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorFactors, TensorSquares};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Combine, Content, Hyper, Reducer};
@@ -215,6 +215,7 @@ fn step() -> impl Strategy<Value = reducer::Step> {
         weight,
         t,
         norm,
+        factor: None,
     })
 }
 
@@ -241,6 +242,16 @@ fn exact_sum() -> impl Strategy<Value = ExactSum> {
         numbers.into_iter().for_each(|number| sum.add(number));
         sum
     })
+}
+
+fn squares() -> impl Strategy<Value = Squares> {
+    let tensor =
+        (exact_sum(), exact_sum()).prop_map(|(weights, direction)| TensorSquares { weights, direction });
+    prop_oneof![exact_sum().prop_map(Squares::Gradient), vec(tensor, 0..3).prop_map(Squares::Tensors)]
+}
+
+fn factors() -> impl Strategy<Value = TensorFactors> {
+    vec(proptest::option::of(any::<f64>()), 0..4).prop_map(TensorFactors::new)
 }
 
 fn job_state() -> impl Strategy<Value = JobState> {
@@ -301,13 +312,18 @@ fn partly() -> impl Strategy<Value = PartlyWritten> {
 
 fn plan() -> impl Strategy<Value = Plan> {
     let tensors = || vec((any::<u32>(), any::<u64>()), 0..4).prop_map(TensorSteps::from);
+    let quantity = prop_oneof![Just(Quantity::Gradient), Just(Quantity::Tensors)];
     let work = prop_oneof![
         prop_oneof![Just(Combine::Sum), Just(Combine::Last)].prop_map(|combine| Work::Add { combine }),
         any::<u64>().prop_map(|token| Work::Assign { token }),
-        (step(), tensors(), groups(), any::<bool>()).prop_map(|(step, tensors, groups, fresh_state)| {
-            Work::Reduce { step, tensors, groups, fresh_state }
+        (step(), tensors(), groups(), factors(), any::<bool>()).prop_map(
+            |(step, tensors, groups, factors, fresh_state)| {
+                Work::Reduce { step, tensors, groups, factors, fresh_state }
+            }
+        ),
+        (step(), tensors(), groups(), quantity).prop_map(|(step, tensors, groups, quantity)| {
+            Work::Measure { step, tensors, groups, quantity }
         }),
-        (step(), tensors()).prop_map(|(step, tensors)| Work::Measure { step, tensors }),
     ];
     let source = (id64(ClientId), block_ranges(), any::<bool>(), partly(), any::<bool>()).prop_map(
         |(client, blocks, check, partly, provisional)| PlanSource {
@@ -640,7 +656,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(version, region)| Message::VersionAt { version, region })
             .boxed(),
         (learner(), id64(Step)).prop_map(|(learner, step)| Message::WholeBlock { learner, step }).boxed(),
-        (id64(PlanId), exact_sum()).prop_map(|(plan, squares)| Message::Measured { plan, squares }).boxed(),
+        (id64(PlanId), squares()).prop_map(|(plan, squares)| Message::Measured { plan, squares }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Follow { plan }).boxed(),
         (id64(PlanId), block()).prop_map(|(plan, block)| Message::BlockAhead { plan, block }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Begun { plan }).boxed(),

@@ -10,6 +10,7 @@ use crate::bytes::crc32c::crc32c;
 use crate::vocabulary::block_ranges::RangesError;
 use crate::vocabulary::coding::Form;
 use crate::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
+use crate::vocabulary::norm::{ExactSum, MOST_MEASURED, Squares, TensorSquares};
 
 /// All bytes of a frame.
 fn whole(message: &Message, request: u64, epoch: Epoch, payload: &[u8]) -> Vec<u8> {
@@ -335,4 +336,19 @@ fn the_document_numbers_every_message() {
         let row = format!("| {number} | `{name}` |");
         assert!(document.contains(&row), "{row}");
     }
+}
+
+#[test]
+fn the_norms_of_as_many_tensors_as_there_may_be_fit_into_a_message() {
+    // Every power of two that a square can be.
+    let mut sum = ExactSum::default();
+    let wide: f64 = (0..53).map(|power| 2f64.powi(-power)).sum();
+    (-1022..1023).step_by(53).for_each(|power| sum.add(wide / 2.0 * 2f64.powi(power)));
+    let tensor = TensorSquares { weights: sum.clone(), direction: sum };
+    let squares = Squares::Tensors(vec![tensor; MOST_MEASURED]);
+    let message = Message::Measured { plan: PlanId(u64::MAX), squares };
+    let bytes = frame(&message, u64::MAX, Epoch(u64::MAX), &[]).unwrap();
+    assert!(bytes.len() > MAX_BODY as usize / 2, "{} bytes are not the worst case", bytes.len());
+    let (received, error) = receive(&bytes, &[]);
+    assert!(error.is_ok() && received.len() == 1, "{error:?}");
 }

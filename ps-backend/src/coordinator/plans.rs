@@ -7,7 +7,7 @@ use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::block_ranges::{self, BlockRanges, MAX_RANGES};
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
-use libmodelio::vocabulary::norm::ExactSum;
+use libmodelio::vocabulary::norm::Squares;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
 use super::senders::Sender;
@@ -40,8 +40,8 @@ pub(super) struct Run {
     stage: Stage,
     /// The plan takes new weights that are still being written. The job's core does not know of such a plan.
     is_open: bool,
-    /// The sum of the squares that shards have measured, if the plan measures.
-    squares: Option<ExactSum>,
+    /// The squares that shards have measured, added up, if the plan measures.
+    squares: Option<Squares>,
     /// The shards that have not answered the stage's message.
     waiting: BTreeSet<PartitionIndex>,
     repeat_at: Now,
@@ -153,8 +153,9 @@ impl CoordinatorCore {
                 }
             }
             Message::Measured { plan, squares } if plan == run.id && run.stage == Stage::Gathering => {
-                if let Some(all) = run.squares.as_mut().filter(|_| run.waiting.remove(&partition)) {
-                    all.merge(&squares);
+                let waits = run.waiting.contains(&partition);
+                if waits && run.squares.as_mut().is_some_and(|all| all.merge(&squares)) {
+                    run.waiting.remove(&partition);
                     if run.waiting.is_empty() {
                         self.conclude(now, actions);
                     }
@@ -293,7 +294,12 @@ impl CoordinatorCore {
         self.next_plan = PlanId(id.0 + 1);
         let waiting = (0..self.partitions).collect();
         let stage = Stage::Gathering;
-        let squares = matches!(work, core::Action::Measure { .. }).then(ExactSum::default);
+        let squares = match &work {
+            core::Action::Measure { quantity, tensors, .. } => {
+                Some(Squares::new(*quantity, tensors.tensors() as usize))
+            }
+            _ => None,
+        };
         let makes_version = !matches!(kind, Kind::Accumulate(_));
         let is_open = senders.iter().any(|sender| matches!(sender.payload, Granted::OpenWeights(_)));
         let repeat_at = now;
@@ -387,8 +393,8 @@ impl CoordinatorCore {
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
             Some(Kind::Accumulate(learners)) => {
-                let squares = self.run.as_ref().and_then(|run| Some(run.squares.as_ref()?.value()));
-                self.core.accumulated(&learners.clone(), squares, now, &mut wanted);
+                let squares = self.run.as_ref().and_then(|run| run.squares.as_ref());
+                self.core.accumulated(learners, squares, now, &mut wanted);
             }
             Some(Kind::Reduce | Kind::Assign) => {
                 self.awaits_buffer = self.in_process;

@@ -35,22 +35,24 @@ impl CoordinatorCore {
                 let senders = senders(contributions, accumulated, combine.replaces());
                 (Kind::Accumulate(learners), senders, Work::Add { combine: *combine })
             }
-            core::Action::Measure { contributions, step, tensors } => {
+            core::Action::Measure { contributions, step, tensors, groups, quantity } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
                 let senders = senders(contributions, std::iter::empty(), false);
                 let (step, tensors) = (step.clone(), tensors.clone());
-                (Kind::Accumulate(learners), senders, Work::Measure { step, tensors })
+                let (groups, quantity) = (groups.clone(), *quantity);
+                let work = Work::Measure { step, tensors, groups, quantity };
+                (Kind::Accumulate(learners), senders, work)
             }
             core::Action::Reduce(plan) => match &plan.work {
-                core::Work::Reduce { step, tensors, groups, fresh_state, inputs } => {
+                core::Work::Reduce { step, tensors, groups, factors, fresh_state, inputs } => {
                     let replaces = step.reducer.combine().replaces();
                     let (step, tensors) = (step.clone(), tensors.clone());
-                    let (groups, fresh_state) = (groups.clone(), *fresh_state);
+                    let (groups, factors, fresh_state) = (groups.clone(), factors.clone(), *fresh_state);
                     let mut senders = senders(inputs, self.core.accumulated_contributions(), replaces);
                     if let Some(open) = &plan.provisional {
                         self.add_open(open, &mut senders, replaces)?;
                     }
-                    (Kind::Reduce, senders, Work::Reduce { step, tensors, groups, fresh_state })
+                    (Kind::Reduce, senders, Work::Reduce { step, tensors, groups, factors, fresh_state })
                 }
                 core::Work::Assign { buffer } => {
                     let sender = Sender {

@@ -13,7 +13,7 @@ use std::ops::Range;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Step;
 use libmodelio::vocabulary::layout::DType;
-use libmodelio::vocabulary::norm::ExactSum;
+use libmodelio::vocabulary::norm::{ExactSum, Quantity, Squares};
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{Granted, Work};
 
@@ -251,13 +251,15 @@ fn a_step_that_needs_its_norm_is_measured_before_it_is_made() {
     bench.said.clear();
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    let Work::Measure { step, tensors } = &plan.work else { panic!("{plan:?}") };
+    let Work::Measure { step, tensors, quantity: Quantity::Gradient, .. } = &plan.work else {
+        panic!("{plan:?}")
+    };
     assert_eq!((step.contributions, step.norm, tensors.runs()), (2, None, &[(2, 1)][..]));
     assert_eq!(plan.sources.len(), 2);
     let measured = |value: f64| {
         let mut squares = ExactSum::default();
         squares.add(value);
-        Message::Measured { plan: plan.plan, squares }
+        Message::Measured { plan: plan.plan, squares: Squares::Gradient(squares) }
     };
     let says = |bench: &mut Bench, partition, request, message| {
         bench.coordinator.from_partition(partition, request, message, bench.now, &mut bench.said);

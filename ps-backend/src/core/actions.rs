@@ -8,6 +8,7 @@ use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
+use libmodelio::vocabulary::norm::{Quantity, TensorFactors};
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::reducer::{self, Combine, Content};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
@@ -75,6 +76,8 @@ pub enum Work<S> {
         tensors: TensorSteps,
         /// What groups of tensors have in place of the step's reducer and hyper-parameters.
         groups: Groups,
+        /// The factors on the steps of single tensors.
+        factors: TensorFactors,
         /// Optimizer state starts from zero.
         fresh_state: bool,
         /// The contributions that are not in the accumulator, by learner.
@@ -99,7 +102,7 @@ pub enum Action<S> {
         combine: Combine,
     },
     /// Like `Accumulate`, of all contributions that are not in the accumulator: there may be none. Then measure the
-    /// accumulator. [`JobCore::accumulated`] gets the sum of the squares of what counts.
+    /// accumulator. [`JobCore::accumulated`] gets the result.
     Measure {
         /// The contributions to add, by learner.
         contributions: Vec<Arc<Contribution<S>>>,
@@ -107,6 +110,10 @@ pub enum Action<S> {
         step: reducer::Step,
         /// The optimizer step of each tensor, as in [`Work::Reduce`].
         tensors: TensorSteps,
+        /// The groups of tensors, as in [`Work::Reduce`].
+        groups: Groups,
+        /// What is measured.
+        quantity: Quantity,
     },
     /// Compute a version, then call [`JobCore::reduced`]. If the plan is provisional, that must wait until it is
     /// sealed.

@@ -17,7 +17,7 @@ use libmodelio::vocabulary::controls::{Consistency, NonFinite};
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Committed, JobCore, Now, Pending, PendingKind, Phase, Place};
+use super::{Action, Committed, JobCore, Now, OfTensors, Pending, PendingKind, Phase, Place};
 
 /// After how many failures in a row the pauses grow no more: 2^5 versions.
 const MOST_DOUBLINGS: u32 = 5;
@@ -134,8 +134,8 @@ impl<S: Clone> JobCore<S> {
         if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
             return None;
         }
-        let (reducer, hyper, _) = self.params();
-        if reducer.measures(&hyper) {
+        let (reducer, hyper, OfTensors { groups, .. }) = self.params();
+        if reducer.measures(&hyper) || groups.are_layerwise(reducer) {
             return None;
         }
         // Values of several learners replace each other byte by byte, so a later commit may change a block that is

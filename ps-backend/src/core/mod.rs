@@ -55,7 +55,7 @@ use libmodelio::vocabulary::controls::{Consistency, Controls};
 use libmodelio::vocabulary::groups::{Groups, TensorReducers};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Version};
 pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
-use libmodelio::vocabulary::norm::Norm;
+use libmodelio::vocabulary::norm::{Norm, TensorNorms};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use serde::{Deserialize, Serialize};
@@ -117,6 +117,9 @@ pub struct JobCore<S> {
     measuring: bool,
     /// The sum of the squares of what the accumulator holds, if nothing was added since it was measured.
     squares: Option<f64>,
+    /// The norms of tensors, with the same condition.
+    #[serde(skip)]
+    norms: Option<Vec<TensorNorms>>,
     /// The norm behind the newest version, if its step had to know it.
     norm: Option<Norm>,
     /// The publication of new weights in the running plan.
@@ -190,6 +193,7 @@ impl<S: Clone> JobCore<S> {
             grace: Grace::default(),
             measuring: false,
             squares: None,
+            norms: None,
             norm: None,
             running_ticket: None,
             reform: false,

@@ -4,14 +4,16 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::groups::{GroupId, Groups};
 use libmodelio::vocabulary::ids::LearnerId;
-use libmodelio::vocabulary::norm::Norm;
+use libmodelio::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors, TensorNorms, TensorSquares};
 use libmodelio::vocabulary::reducer;
 
 use super::{
     Action, Committed, Contribution, JobCore, Now, OfTensors, Pending, PendingKind, Phase, Place, Plan,
     Ticket, Work, staleness,
 };
+use crate::reducers;
 
 impl<S: Clone> JobCore<S> {
     /// Reports whether the next version has a buffer.
@@ -20,16 +22,22 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// The contributions of an [`Action::Accumulate`] are in the accumulator. After an [`Action::Measure`], `squares` is
-    /// the sum of the squares.
+    /// The contributions of an [`Action::Accumulate`] are in the accumulator. After an [`Action::Measure`], `measured` has
+    /// the sums of the squares.
     pub fn accumulated(
         &mut self,
         learners: &[LearnerId],
-        squares: Option<f64>,
+        measured: Option<&Squares>,
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) {
-        (self.measuring, self.squares) = (false, squares);
+        self.measuring = false;
+        match measured {
+            // Nothing is added with the norms of tensors if the gradient was measured before.
+            Some(Squares::Tensors(all)) => self.norms = Some(all.iter().map(TensorSquares::norms).collect()),
+            Some(Squares::Gradient(sum)) => self.squares = Some(sum.value()),
+            None => (self.squares, self.norms) = (None, None),
+        }
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
             if !learners.contains(&committed.contribution.learner) {
                 continue;
@@ -37,7 +45,7 @@ impl<S: Clone> JobCore<S> {
             committed.place = Place::Accumulated;
             committed.undo = None;
             // The version follows a measurement at once, and answers its commits.
-            if let Some((ticket, _)) = committed.ticket.take_if(|_| squares.is_none()) {
+            if let Some((ticket, _)) = committed.ticket.take_if(|_| measured.is_none()) {
                 actions.push(Action::Reply(ticket, Ok(())));
             }
         }
@@ -52,7 +60,7 @@ impl<S: Clone> JobCore<S> {
         actions.push(Action::Published(self.version));
         match &plan.work {
             Work::Reduce { step, tensors, .. } => {
-                (self.norm, self.squares) = (step.norm, None);
+                (self.norm, self.squares, self.norms) = (step.norm, None, None);
                 self.rate = self.divides_by_staleness().then_some(step.hyper.learning_rate);
                 self.optimizer_steps = self.optimizer_steps.after(tensors);
                 self.end_step(now, actions);
@@ -184,11 +192,8 @@ impl<S: Clone> JobCore<S> {
             }
             return;
         }
-        let (reducer, hyper, _) = self.params();
-        let is_measured =
-            self.squares.is_some() && self.committed.iter().all(|c| c.place == Place::Accumulated);
-        if reducer.measures(&hyper) && !is_measured {
-            return self.measure(actions);
+        if let Some(quantity) = self.unmeasured() {
+            return self.measure(quantity, actions);
         }
         // Contributions that would have been accumulated are read in place, because the version is made now.
         for committed in &mut self.committed {
@@ -223,10 +228,11 @@ impl<S: Clone> JobCore<S> {
         let weight = weights.chain(provisional.iter().flat_map(|of| of.iter().map(|_| 1.0))).sum();
         let weight = Some(Norm::new(weight)).filter(|_| weight != f64::from(contributions));
         let t = tensors.highest();
-        let mut step = reducer::Step { reducer, hyper, contributions, weight, t, norm: None };
+        let mut step = reducer::Step { reducer, hyper, contributions, weight, t, norm: None, factor: None };
         step.norm = self.squares.map(|squares| Norm::new(step.scale() * squares.sqrt()));
+        let factors = self.norms.as_ref().map(|norms| factors(&groups, &step, norms)).unwrap_or_default();
         let fresh_state = self.optimizer_steps.highest() == 0;
-        let work = Work::Reduce { step, tensors, groups, fresh_state, inputs };
+        let work = Work::Reduce { step, tensors, groups, factors, fresh_state, inputs };
         Plan { work, provisional: provisional.cloned() }
     }
 
@@ -235,12 +241,27 @@ impl<S: Clone> JobCore<S> {
         self.is_accumulating() || self.waits_for_early()
     }
 
+    /// What the coming version must still know of its contributions, all of them together. The norms of tensors depend on
+    /// that of the gradient.
+    fn unmeasured(&self) -> Option<Quantity> {
+        let (reducer, hyper, OfTensors { groups, .. }) = self.params();
+        let all = self.committed.iter().all(|c| c.place == Place::Accumulated);
+        match (reducer.measures(&hyper), groups.are_layerwise(reducer)) {
+            (true, _) if !all || self.squares.is_none() => Some(Quantity::Gradient),
+            (_, true) if !all || self.norms.is_none() => Some(Quantity::Tensors),
+            _ => None,
+        }
+    }
+
     /// Adds up what is not accumulated, and measures all of it.
-    fn measure(&mut self, actions: &mut Vec<Action<S>>) {
-        (self.measuring, self.squares) = (true, None);
-        let Work::Reduce { step, tensors, .. } = self.reduce_plan(None).work else { return };
+    fn measure(&mut self, quantity: Quantity, actions: &mut Vec<Action<S>>) {
+        (self.measuring, self.norms) = (true, None);
+        if quantity == Quantity::Gradient {
+            self.squares = None;
+        }
+        let Work::Reduce { step, tensors, groups, .. } = self.reduce_plan(None).work else { return };
         let contributions = self.accumulate(|place| place != Place::Accumulated);
-        actions.push(Action::Measure { contributions, step, tensors });
+        actions.push(Action::Measure { contributions, step, tensors, groups, quantity });
     }
 
     fn run(&mut self, plan: Plan<S>, actions: &mut Vec<Action<S>>) {
@@ -289,4 +310,15 @@ impl<S: Clone> JobCore<S> {
         self.params = Some(self.params());
         contributions
     }
+}
+
+/// The factors on the steps of tensors with these norms.
+fn factors(groups: &Groups, step: &reducer::Step, norms: &[TensorNorms]) -> TensorFactors {
+    let steps = groups.steps(step);
+    let runs = groups.runs().iter().flat_map(|&(count, group)| std::iter::repeat_n(group, count as usize));
+    let of_tensors = norms.iter().zip(runs.chain(std::iter::repeat(GroupId::MODEL)));
+    TensorFactors::new(of_tensors.map(|(norms, group)| {
+        let step = steps.of_group(group);
+        step.reducer.is_layerwise().then(|| reducers::factor(step, *norms))
+    }))
 }

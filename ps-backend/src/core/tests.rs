@@ -7,6 +7,7 @@ mod giving_way;
 mod grace_jobs;
 mod groups;
 mod history;
+mod layerwise_jobs;
 mod losses;
 mod members;
 mod quorum_jobs;

@@ -35,6 +35,7 @@ use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
+use libmodelio::vocabulary::norm::TensorFactors;
 use libmodelio::vocabulary::reducer::{Combine, Reducer};
 use libmodelio::vocabulary::tensor_steps::{ByteSteps, TensorSteps};
 use libmodelio::wire::{Kept, Work};
@@ -46,7 +47,7 @@ pub use crate::region_store::Home;
 pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
 use crate::region_store::{How, Loading, MemoryError, RegionStore};
-use job::{Alive, Measure};
+use job::Alive;
 pub use job::{BlockInput, EarlyBlock, PartitionJob, Target};
 pub use kept::KeptState;
 pub use making::Making;
@@ -411,9 +412,9 @@ impl PartitionStore {
         let in_place = inner.changes_in_place(&work);
         let builder = match &work {
             Work::Add { .. } | Work::Measure { .. } => None,
-            Work::Reduce { step, tensors, groups, fresh_state } => {
+            Work::Reduce { step, tensors, groups, factors, fresh_state } => {
                 inner.store.prepare(groups.widest(step.reducer), *fresh_state)?;
-                let steps = ByteSteps::of_partition(partition, tensors, groups);
+                let steps = ByteSteps::of_partition(partition, tensors, groups, factors);
                 let adds_up = !step.reducer.combine().replaces();
                 let adds_there = in_place && adds_up && inner.adds_there && inner.store.versions_hold_sums();
                 let how = How { check, adds_there, leaves_masters: false, fresh_state: *fresh_state };
@@ -423,7 +424,8 @@ impl PartitionStore {
             Work::Assign { token } => {
                 let written = inner.store.lent(RegionKey(*token));
                 let all = TensorSteps::uniform(partition.tensor_ends().len(), 1);
-                let steps = ByteSteps::of_partition(partition, &all, &Groups::default());
+                let steps =
+                    ByteSteps::of_partition(partition, &all, &Groups::default(), &TensorFactors::default());
                 let how = How { check, leaves_masters: in_place, ..How::default() };
                 Some(inner.store.next_version(next, written, steps, how)?)
             }
@@ -432,9 +434,10 @@ impl PartitionStore {
             self.shared.sums.keep_raw();
         }
         let measure = match &work {
-            Work::Measure { step, tensors } => {
-                let counts = ByteSteps::of_partition(partition, tensors, &Groups::default());
-                Some(Measure::new(step.clone(), counts))
+            Work::Measure { step, tensors, groups, quantity } => {
+                let counts = ByteSteps::of_partition(partition, tensors, groups, &TensorFactors::default());
+                let steps = (groups.steps(step), counts);
+                Some(inner.store.measuring(partition, steps, *quantity).ok_or(PartitionError::Loading)?)
             }
             _ => None,
         };
@@ -449,8 +452,8 @@ impl PartitionStore {
     /// Sets the final steps of tensors, for a job that has begun before they were known. Blocks that are computed
     /// already do not change.
     pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps) {
-        if let (Some(builder), Work::Reduce { groups, .. }) = (job.builder(), job.work()) {
-            builder.seal(ByteSteps::of_partition(&self.shared.partition, tensors, groups));
+        if let (Some(builder), Work::Reduce { groups, factors, .. }) = (job.builder(), job.work()) {
+            builder.seal(ByteSteps::of_partition(&self.shared.partition, tensors, groups, factors));
         }
     }
 

@@ -1,9 +1,9 @@
 //! `adam` and `adamw`: steps along the first moment of the gradient, in units of the root of the second.
 
 use libmodelio::bytes::kernels::{Lanes, Op, Operands, Scalar};
-use libmodelio::vocabulary::reducer::Step;
+use libmodelio::vocabulary::reducer::{Hyper, Step};
 
-use super::gradient::{Gradient, written};
+use super::gradient::{Gradient, constant, written};
 use super::{Formula, Function, Reduce};
 
 pub struct Adam {
@@ -23,7 +23,7 @@ impl Reduce for Adam {
 }
 
 #[derive(Clone, Copy)]
-struct Moments<S> {
+pub struct Moments<S> {
     gradient: Gradient<S>,
     /// Factor on the weights: decoupled weight decay.
     keep: S,
@@ -37,7 +37,7 @@ struct Moments<S> {
 impl<S: Scalar> Moments<S> {
     fn new(step: &Step, decoupled: bool) -> Self {
         let h = &step.hyper;
-        let (rate, weight_decay) = (S::meant(h.learning_rate), S::meant(h.weight_decay));
+        let (rate, weight_decay) = (S::meant(h.learning_rate) * step.factor(), S::meant(h.weight_decay));
         let (beta1, beta2) = (written(h.beta1), written(h.beta2));
         let t = step.t.max(1) as f64;
         let correction1 = 1.0 - beta1.powf(t);
@@ -52,6 +52,13 @@ impl<S: Scalar> Moments<S> {
             rate: S::nearest(rate * correction2 / correction1),
             epsilon: S::nearest(S::meant(h.epsilon) * correction2),
         }
+    }
+
+    /// In place of the next weights: the step with decoupled decay, at learning rate 1.
+    pub fn direction(step: &Step) -> Self {
+        let hyper = Hyper { learning_rate: -1.0, ..step.hyper.clone() };
+        let step = Step { hyper, factor: None, ..step.clone() };
+        Self { keep: constant(step.hyper.weight_decay), ..Self::new(&step, true) }
     }
 
     fn constants(&self) -> [S; 9] {

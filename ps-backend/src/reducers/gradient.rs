@@ -44,6 +44,19 @@ impl<S: Scalar> Gradient<S> {
         Self { decay: constant(step.hyper.weight_decay), ..Self::plain(step) }
     }
 
+    /// The same, times a factor.
+    pub fn times(step: &Step, factor: f64) -> Self {
+        let limit = match step.hyper.clip_value {
+            0.0 => f64::INFINITY,
+            value => f64::meant(value) * factor,
+        };
+        Self {
+            scale: S::nearest(step.scale() * clip(step) * factor),
+            decay: S::nearest(f64::meant(step.hyper.weight_decay) * factor),
+            limit: S::nearest(limit),
+        }
+    }
+
     /// Without a penalty.
     pub fn plain(step: &Step) -> Self {
         let scale = S::nearest(step.scale() * clip(step));

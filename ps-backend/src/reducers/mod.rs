@@ -7,14 +7,17 @@
 //! enter its step size and epsilon.
 //!
 //! A block is reduced as soon as all of its contributions are there, while others are still on their way: a
-//! pass knows no block but its own, and makes nothing but the version. What it must know of all blocks, a plan before it
-//! measures. What is made for each learner, its client makes (`libmodelio::contributor`).
+//! pass knows no block but its own, and makes nothing but the version. What it must know of all blocks, or of all of a
+//! tensor, a plan before it measures. What is made for each learner, its client makes (`libmodelio::contributor`).
 
 mod adagrad;
 mod adam;
 mod assign;
 mod formula;
 mod gradient;
+mod lamb;
+mod lars;
+mod layerwise;
 mod lion;
 mod models;
 mod momentum;
@@ -22,22 +25,18 @@ mod rmsprop;
 mod sgd;
 mod sum;
 
-use libmodelio::bytes::kernels::{self, Operands, Wire};
+use libmodelio::bytes::kernels::Operands;
+use libmodelio::vocabulary::norm::TensorNorms;
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 
 pub use formula::{CONSTANTS, Formula, Function};
+pub use layerwise::{factor, measure_tensor, measured_slots};
 
 /// The arithmetic of a reducer, or of some that are much alike.
 trait Reduce: Sync {
     /// Compute the output of one segment. Returns whether every element of every source was finite; it need not
     /// look unless it is to `check`.
     fn pass(&self, step: &Step, operands: Operands<'_>, check: bool) -> bool;
-
-    /// The phase before the pass, of a step that [measures](Reducer::measures): what a piece of a tensor adds to the sum
-    /// of squares over all blocks. The piece's gradient is the sum of accumulators, before it is scaled.
-    fn measure(&self, wire: Wire, sums: &[&[f32]]) -> f64 {
-        kernels::squares(wire, sums)
-    }
 
     /// The pass as the kernels of a device compute it, with or without contributions.
     fn formula(&self, step: &Step, has_sums: bool) -> Formula;
@@ -46,6 +45,19 @@ trait Reduce: Sync {
     fn is_inert(&self, _: &Hyper) -> bool {
         false
     }
+}
+
+/// What a layer-wise reducer makes of the norms of a tensor.
+trait Layerwise: Sync {
+    /// The values of state for each element that the direction depends on.
+    fn slots(&self) -> usize;
+
+    /// Computes the direction in which the step would change the weights, in place of the weights. The step has no
+    /// factor. The state that comes with it does not count.
+    fn direction(&self, step: &Step, operands: Operands<'_>);
+
+    /// The factor on the step of a tensor with these norms, both above zero.
+    fn factor(&self, step: &Step, norms: TensorNorms) -> f64;
 }
 
 /// Every reducer's arithmetic.
@@ -60,10 +72,21 @@ fn of(reducer: Reducer) -> &'static dyn Reduce {
         Reducer::RmsProp => &rmsprop::RmsProp,
         Reducer::AdaGrad => &adagrad::AdaGrad,
         Reducer::Lion => &lion::Lion,
+        Reducer::Lars => &lars::Lars,
+        Reducer::Lamb => &lamb::Lamb,
         Reducer::Assign => &assign::Assign,
         Reducer::Average | Reducer::Easgd => &models::Average,
         Reducer::Sma => &models::Sma,
         Reducer::Diloco => &models::Diloco,
+    }
+}
+
+/// The part of a reducer that is layer-wise, if it is.
+fn layerwise(reducer: Reducer) -> Option<&'static dyn Layerwise> {
+    match reducer {
+        Reducer::Lars => Some(&lars::Lars),
+        Reducer::Lamb => Some(&lamb::Lamb),
+        _ => None,
     }
 }
 
@@ -81,14 +104,6 @@ fn of(reducer: Reducer) -> &'static dyn Reduce {
 pub fn apply(step: &Step, operands: Operands<'_>, check: bool) -> bool {
     operands.assert_complete(step.reducer.state_slots());
     of(step.reducer).pass(step, operands, check) || !check
-}
-
-/// Measure a piece of a tensor for a step: its part of the sum of squares over all blocks. No order of work changes it.
-///
-/// # Panics
-/// If lengths disagree, or there are no sums.
-pub fn measure(step: &Step, wire: Wire, sums: &[&[f32]]) -> f64 {
-    of(step.reducer).measure(wire, sums)
 }
 
 /// The formula by which a device computes the next version of elements, which have contributions or have none. Operation

@@ -51,6 +51,11 @@ impl<S: Scalar, const WEIGHTS: bool> Carried<S, WEIGHTS> {
         Self { carry: constant(step.hyper.carry), scale, limit: limit(step) }
     }
 
+    /// The gradient of a step, and nothing of the weights.
+    pub fn gradient(step: &Step) -> Self {
+        Self { carry: S::nearest(0.0), scale: S::nearest(step.scale() * clip(step)), limit: limit(step) }
+    }
+
     /// This share of the weights, and the sum times `scale`.
     pub fn with(carry: f64, scale: f64) -> Self {
         let limit = S::nearest(f64::INFINITY);

@@ -13,13 +13,10 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::coding::{Coding, Form};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
-use libmodelio::vocabulary::norm::ExactSum;
-use libmodelio::vocabulary::reducer::{Combine, Step};
-use libmodelio::vocabulary::tensor_steps::ByteSteps;
+use libmodelio::vocabulary::reducer::Combine;
 use smallvec::SmallVec;
 
 use super::elements::element_span;
-use crate::reducers;
 
 /// The number of contributions that are listed on the stack. More of them cost an allocation for each block.
 pub(super) const INLINE: usize = 16;
@@ -422,30 +419,6 @@ impl Accumulator {
             unsafe {
                 let bytes = other.sum.bytes(elements.start * 4..elements.end * 4);
                 kernels::accumulate(wire.wide(), bytes, self.sum.floats_mut(elements), false);
-            }
-        }
-    }
-
-    /// Measures a block of the sum of some accumulators for `step`, and adds it to `squares`. Bytes of step 0 in `counts`
-    /// do not count.
-    ///
-    /// # Safety
-    /// Nobody writes the block in the accumulators meanwhile.
-    pub(crate) unsafe fn measure(
-        sums: &[&Accumulator],
-        layout: &ModelLayout,
-        block: BlockId,
-        step: &Step,
-        counts: &ByteSteps,
-        squares: &mut ExactSum,
-    ) {
-        for segment in layout.segments(block) {
-            let Some(wire) = Wire::of(segment.dtype) else { continue };
-            for (bytes, _) in counts.pieces(segment.bytes.clone()).filter(|(_, of)| of.t > 0) {
-                let elements = element_span(&segment.cut(bytes), wire);
-                // SAFETY: passed on to the caller.
-                let sums = sums.iter().map(|sum| unsafe { sum.sums(elements.clone()) });
-                squares.add(reducers::measure(step, wire, &sums.collect::<SmallVec<[_; 2]>>()));
             }
         }
     }

@@ -280,22 +280,23 @@ impl Reference {
                 Aggregation::Mean => sum / contributions.len() as f64,
                 Aggregation::Sum => sum,
             };
-            let decoupled = matches!(reducer, Reducer::AdamW | Reducer::Lion);
+            let decoupled = matches!(reducer, Reducer::AdamW | Reducer::Lamb | Reducer::Lion);
             let g = if decoupled { mean } else { mean + decay * w };
             let [m, v] = [0, 1].map(|slot| self.slots[slot][i]);
             self.weights[i] = match reducer {
                 Reducer::Sum => f64::from(h.carry) * w + sum,
                 Reducer::Sgd => w - rate * g,
-                Reducer::Momentum | Reducer::Nesterov => {
+                // Layer-wise steps have the factor 1 here.
+                Reducer::Momentum | Reducer::Nesterov | Reducer::Lars => {
                     let m = if t == 1 { g } else { momentum * m + (1.0 - dampening) * g };
                     self.slots[0][i] = m;
                     w - rate * if reducer == Reducer::Nesterov { g + momentum * m } else { m }
                 }
-                Reducer::Adam | Reducer::AdamW => {
+                Reducer::Adam | Reducer::AdamW | Reducer::Lamb => {
                     let m = beta1 * m + (1.0 - beta1) * g;
                     let v = beta2 * v + (1.0 - beta2) * g * g;
                     (self.slots[0][i], self.slots[1][i]) = (m, v);
-                    let keep = if reducer == Reducer::AdamW { 1.0 - rate * decay } else { 1.0 };
+                    let keep = if decoupled { 1.0 - rate * decay } else { 1.0 };
                     let (m, v) = (m / (1.0 - beta1.powi(t)), v / (1.0 - beta2.powi(t)));
                     keep * w - rate * m / (v.sqrt() + epsilon)
                 }

@@ -3,7 +3,7 @@
 use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
-use libmodelio::vocabulary::norm::{ExactSum, Norm};
+use libmodelio::vocabulary::norm::{ExactSum, Norm, Quantity, Squares};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
@@ -85,7 +85,18 @@ fn measured(store: &PartitionStore, model: &ModelLayout, step: &Step, skips: &[u
     assert!(conclude(store, &job).unwrap().is_none());
     drop(job);
     let tensors = TensorSteps::from(vec![(1, 4), (1, 0), (3, 4)]);
-    let job = store.begin(Version(0), Work::Measure { step: step.clone(), tensors }, true).unwrap();
+    let job = store
+        .begin(
+            Version(0),
+            Work::Measure {
+                step: step.clone(),
+                tensors,
+                groups: Groups::default(),
+                quantity: Quantity::Gradient,
+            },
+            true,
+        )
+        .unwrap();
     for (local, block) in locals() {
         if !is_sent(block) {
             assert!(job.finish(local, None).unwrap());
@@ -95,7 +106,7 @@ fn measured(store: &PartitionStore, model: &ModelLayout, step: &Step, skips: &[u
         assert!(job.finish(local, Some(payload(2, *block))).unwrap());
         assert!(matches!(job.finish(local, None), Err(PartitionError::Complete(_))), "it is measured once");
     }
-    let squares = job.squares().unwrap();
+    let Some(Squares::Gradient(squares)) = job.squares() else { panic!("the gradient is measured") };
     drop(conclude(store, &job).unwrap());
     squares
 }
@@ -144,8 +155,13 @@ fn a_clipped_step_is_that_of_f64_and_the_same_on_any_partitions() {
         let mut weights = vec![0; model.size() as usize];
         for store in &shards {
             let tensors = TensorSteps::from(vec![(1, 4), (1, 0), (3, 4)]);
-            let work =
-                Work::Reduce { step: step.clone(), tensors, groups: Groups::default(), fresh_state: false };
+            let work = Work::Reduce {
+                step: step.clone(),
+                tensors,
+                groups: Groups::default(),
+                factors: Default::default(),
+                fresh_state: false,
+            };
             let job = store.begin(Version(0), work, false).unwrap();
             (0..store.partition().layout().blocks())
                 .for_each(|block| assert!(job.finish(BlockId(block), None).unwrap()));
@@ -180,16 +196,27 @@ fn what_is_refused_is_not_measured() {
     let store = store_of(partition_of(&model, |_| true));
     let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 1, t: 1, ..Step::default() };
     let tensors = TensorSteps::uniform(5, 1);
-    let job = store.begin(Version(0), Work::Measure { step, tensors }, true).unwrap();
+    let job = store
+        .begin(
+            Version(0),
+            Work::Measure { step, tensors, groups: Groups::default(), quantity: Quantity::Gradient },
+            true,
+        )
+        .unwrap();
     let nan: Vec<u8> = f32::NAN.to_le_bytes().repeat(BLOCK as usize / 4);
     assert!(!job.finish(BlockId(0), Some(Payload::Plain(&nan))).unwrap());
-    assert_eq!(job.squares(), Some(ExactSum::default()));
+    assert_eq!(job.squares(), Some(Squares::Gradient(ExactSum::default())));
     job.give_up();
     drop(job);
     // Nothing of the plan is left.
     let step = Step { reducer: Reducer::Sgd, hyper: hyper(), contributions: 1, t: 1, ..Step::default() };
-    let work = Work::Measure { step, tensors: TensorSteps::uniform(5, 1) };
+    let work = Work::Measure {
+        step,
+        tensors: TensorSteps::uniform(5, 1),
+        groups: Groups::default(),
+        quantity: Quantity::Gradient,
+    };
     let job = store.begin(Version(0), work, true).unwrap();
     (0..model.blocks()).for_each(|block| assert!(job.finish(BlockId(block), None).unwrap()));
-    assert_eq!(job.squares(), Some(ExactSum::default()));
+    assert_eq!(job.squares(), Some(Squares::Gradient(ExactSum::default())));
 }

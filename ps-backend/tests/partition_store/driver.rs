@@ -181,7 +181,7 @@ pub struct Twin {
 /// A version in which every tensor of the model is written.
 pub fn reduces_all(store: &PartitionStore, step: Step, fresh_state: bool) -> Work {
     let tensors = TensorSteps::uniform(store.partition().tensor_ends().len(), step.t);
-    Work::Reduce { step, tensors, groups: Groups::default(), fresh_state }
+    Work::Reduce { step, tensors, groups: Groups::default(), factors: Default::default(), fresh_state }
 }
 
 impl Twin {

@@ -68,7 +68,13 @@ impl<'a> Course<'a> {
     /// Makes a version of two contributions. To some blocks nobody contributes anything.
     fn step(&mut self, step: &Step, groups: &Groups, tensors: &TensorSteps, fresh_state: bool) {
         let step = Step { t: tensors.highest(), ..step.clone() };
-        let work = Work::Reduce { step, tensors: tensors.clone(), groups: groups.clone(), fresh_state };
+        let work = Work::Reduce {
+            step,
+            tensors: tensors.clone(),
+            groups: groups.clone(),
+            factors: Default::default(),
+            fresh_state,
+        };
         let job = self.store.begin(self.version, work, true).unwrap();
         let ([first, second], rest) = self.sent.split_first().unwrap();
         for block in (0..self.layout.blocks()).map(BlockId) {

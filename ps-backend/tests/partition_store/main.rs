@@ -11,6 +11,7 @@ mod doubles;
 mod driver;
 mod groups;
 mod in_place;
+mod layerwise;
 mod moving;
 mod partly;
 mod random;

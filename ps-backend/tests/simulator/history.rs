@@ -5,12 +5,12 @@ use std::ops::Add;
 
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
-use libmodelio::vocabulary::norm::Norm;
+use libmodelio::vocabulary::norm::{Norm, TensorFactors, TensorNorms};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Granted, Work};
 use ps_backend::core::MemberView;
 
-use crate::settings::tensors_of;
+use crate::settings::{first_tensor, tensors_of};
 use crate::state::{Block, Step as OptimizerStep, mix, squares};
 
 /// One contribution, or one write of weights.
@@ -150,6 +150,8 @@ pub struct History {
     pub sealed_plans: u64,
     /// Of these, those that several clients were still writing to when they began.
     pub sealed_together: u64,
+    /// Versions whose steps had to know the norms of tensors.
+    pub layerwise: u64,
     /// Versions whose steps had to know a norm.
     pub measured: u64,
     /// Versions that have enough contributions with `grace`, and that did not wait for all.
@@ -201,6 +203,7 @@ impl History {
             sealed: BTreeMap::new(),
             sealed_plans: 0,
             sealed_together: 0,
+            layerwise: 0,
             measured: 0,
             without_the_late: 0,
             ahead: BTreeMap::new(),
@@ -496,8 +499,9 @@ impl History {
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
         match &planned.work {
             Work::Assign { .. } => self.check_assigned(version, &before, &after),
-            Work::Reduce { step, fresh_state, .. } => {
+            Work::Reduce { step, factors, fresh_state, .. } => {
                 let step = step.clone();
+                self.check_factors(&step, &factors.clone(), &after);
                 let anew = (*fresh_state, planned.may_begin_anew);
                 self.check_reduced(version, plan, &step, anew, &before, &after);
             }
@@ -639,6 +643,29 @@ impl History {
         for uid in all {
             self.goes_in(uid, version);
         }
+    }
+
+    /// A layer-wise step has the factors of the norms that shards have measured.
+    fn check_factors(
+        &mut self,
+        step: &libmodelio::vocabulary::reducer::Step,
+        factors: &TensorFactors,
+        after: &[Block],
+    ) {
+        let tensors = (0..after.len() as u32).flat_map(tensors_of).max().map_or(0, |last| last + 1);
+        let mut norms = vec![TensorNorms::default(); tensors];
+        for (block, after) in (0..).zip(after) {
+            let of = &mut norms[first_tensor(block)];
+            of.weights += 1.0;
+            of.direction += squares(block, &after.weights.added);
+        }
+        let is_layerwise = step.reducer.is_layerwise();
+        let factor = |of: &TensorNorms| {
+            let norms = TensorNorms { weights: of.weights.sqrt(), direction: of.direction.sqrt() };
+            is_layerwise.then(|| ps_backend::reducers::factor(step, norms))
+        };
+        assert_eq!(*factors, TensorFactors::new(norms.iter().map(factor)), "{step:?}");
+        self.layerwise += u64::from(is_layerwise);
     }
 
     /// The block holds what the plans have of it, once each; in their order where that is kept, and always plan by

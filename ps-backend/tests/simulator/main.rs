@@ -48,6 +48,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("ended jobs", |world| u64::from(world.ended), 64),
     ("plans that were sealed", |world| world.history.sealed_plans, 2),
     ("plans that several clients wrote to and that were sealed", |world| world.history.sealed_together, 2),
+    ("layer-wise steps", |world| world.history.layerwise, 4),
     ("measured norms", |world| world.history.measured, 1),
     ("versions of a grace window that ended", |world| world.history.without_the_late, 4),
     ("blocks that came before", |world| world.early, 1),

@@ -86,6 +86,11 @@ pub fn tensors_of(block: u32) -> Range<usize> {
     (2 * block / 3) as usize..((2 * block + 1) / 3 + 1) as usize
 }
 
+/// The tensor that the block begins with.
+pub fn first_tensor(block: u32) -> usize {
+    tensors_of(block).start
+}
+
 fn one_of<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
     of[rng.usize(0..of.len())]
 }
@@ -126,7 +131,12 @@ impl Settings {
             let more =
                 [("consistency", "sync"), ("consistency", "async"), ("learners", "1"), ("learners", "2")];
             changes.extend(more);
-            changes.extend([("reducer", "assign"), ("reducer", "sgd"), ("min_learners", "1")]);
+            changes.extend([
+                ("reducer", "assign"),
+                ("reducer", "sgd"),
+                ("reducer", "lars"),
+                ("min_learners", "1"),
+            ]);
             changes.extend([("clip_norm", "1"), ("clip_norm", "0")]);
         }
         // Runs with the same seed are as they were before there were these settings, but for them.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
-use libmodelio::vocabulary::norm::ExactSum;
+use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
@@ -17,6 +17,7 @@ use crate::following::Follower;
 use crate::history::{Content, GARBAGE, Uid};
 use crate::memory::Memory;
 use crate::moving::Life;
+use crate::settings::first_tensor;
 use crate::state::{Block, Step, squares};
 use crate::world::{Body, Event, Node, Now, World};
 
@@ -228,6 +229,24 @@ impl Shard {
         matches!(self.plan.as_ref().map(|plan| &plan.work), Some(Work::Measure { .. }))
     }
 
+    /// The squares of all blocks that are measured. A tensor has the weight 1 in each block that begins with it, and the
+    /// block's squares.
+    fn squares(&self) -> Option<Squares> {
+        let Work::Measure { tensors, quantity, .. } = &self.plan.as_ref()?.work else { return None };
+        let mut squares = Squares::new(*quantity, tensors.tensors() as usize);
+        for (block, of_block) in &self.measured {
+            match &mut squares {
+                Squares::Gradient(sum) => sum.add(*of_block),
+                Squares::Tensors(all) => {
+                    let tensor = &mut all[first_tensor(self.mine[*block].0)];
+                    tensor.weights.add(1.0);
+                    tensor.direction.add(*of_block);
+                }
+            }
+        }
+        Some(squares)
+    }
+
     /// Nothing is added to the sums of a block any more.
     fn measure(&mut self, block: usize) {
         let sums = [&self.sealed[block], &self.open[block]].into_iter().flatten().flatten();
@@ -366,11 +385,9 @@ impl World {
                 }
                 Action::Ready(plan) => {
                     let shard = &self.shards[partition];
-                    let mut squares = ExactSum::default();
-                    shard.measured.values().for_each(|of_block| squares.add(*of_block));
-                    let ready = match shard.measures() {
-                        true => Message::Measured { plan, squares },
-                        false => Message::Ready { plan },
+                    let ready = match shard.squares() {
+                        Some(squares) => Message::Measured { plan, squares },
+                        None => Message::Ready { plan },
                     };
                     let all = if shard.measures() { shard.mine.len() } else { 0 };
                     assert_eq!(shard.measured.len(), all, "partition {partition}: plan {plan} is ready");

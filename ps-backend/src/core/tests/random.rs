@@ -39,7 +39,7 @@ enum Op {
     Tick(u64),
 }
 
-const CONTROLS: [(&str, &str); 35] = [
+const CONTROLS: [(&str, &str); 37] = [
     ("tensors", ""),
     ("tensors", "head reducer=momentum"),
     ("tensors", "*y reducer=adam weight_decay=0"),
@@ -69,6 +69,8 @@ const CONTROLS: [(&str, &str); 35] = [
     ("nonfinite", "accept"),
     ("clip_norm", "1"),
     ("clip_norm", "0"),
+    ("reducer", "lars"),
+    ("tensors", "head reducer=lamb"),
     ("warmup", "2"),
     ("warmup", "0"),
     ("schedule", "linear(5)"),

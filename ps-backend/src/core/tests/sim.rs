@@ -3,15 +3,21 @@
 //! are checked at every step.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Add;
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::vocabulary::groups::GroupId;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
-use libmodelio::vocabulary::norm::Norm;
+use libmodelio::vocabulary::norm::{
+    ExactSum, Norm, Quantity, Squares, TensorFactors, TensorNorms, TensorSquares,
+};
+use libmodelio::vocabulary::reducer;
 
 use super::super::*;
 use super::history::History;
+use crate::reducers;
 
 pub const BLOCKS: u32 = 4;
 
@@ -58,7 +64,9 @@ pub struct Sim {
     /// Contributions that are being accumulated.
     pub accumulations: Vec<Vec<Arc<Contribution<Uid>>>>,
     /// The accumulator is measured after that.
-    measures: bool,
+    measures: Option<(Quantity, reducer::Step)>,
+    /// The norms of tensors, if they were measured for the coming version.
+    norms: Option<Vec<TensorNorms>>,
     pub running: Option<Arc<Plan<Uid>>>,
     pub accumulator: BTreeMap<u32, Content>,
     /// Contributions of which a block has come early, by block.
@@ -104,7 +112,8 @@ impl Sim {
             replies: BTreeMap::new(),
             records: BTreeMap::new(),
             accumulations: Vec::new(),
-            measures: false,
+            measures: None,
+            norms: None,
             running: None,
             accumulator: BTreeMap::new(),
             back: BTreeMap::new(),
@@ -223,14 +232,23 @@ impl Sim {
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
                 self.accumulations.push(contributions);
             }
-            Action::Measure { contributions, step, .. } => {
+            Action::Measure { contributions, step, groups, quantity, .. } => {
                 assert!(self.accumulations.is_empty(), "one accumulation at a time");
                 assert!(self.running.is_none() && self.provisional.is_none() && self.has_buffer);
-                assert!(step.reducer.measures(&step.hyper) && step.norm.is_none());
+                let clips = step.reducer.measures(&step.hyper);
+                match quantity {
+                    Quantity::Gradient => assert!(clips && step.norm.is_none()),
+                    Quantity::Tensors => {
+                        assert!(groups.are_layerwise(step.reducer) && clips == step.norm.is_some());
+                        assert!(!clips || contributions.is_empty(), "the gradient was measured without them");
+                    }
+                }
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
-                self.history.begin(&self.core, step.contributions, &contributions);
+                if quantity == Quantity::Gradient || !clips {
+                    self.history.begin(&self.core, step.contributions, &contributions);
+                }
                 self.accumulations.push(contributions);
-                self.measures = true;
+                self.measures = Some((quantity, step));
             }
             Action::Reduce(plan) if plan.provisional.is_some() => {
                 assert!(self.running.is_none() && self.provisional.is_none());
@@ -270,14 +288,28 @@ impl Sim {
             }
             Action::Reduce(plan) => {
                 assert!(self.running.is_none() && self.provisional.is_none());
-                if let Work::Reduce { step, inputs, .. } = &plan.work {
+                if let Work::Reduce { step, inputs, groups, factors, .. } = &plan.work {
                     assert!(self.has_buffer && self.accumulations.is_empty());
                     let is_measured = step.reducer.measures(&step.hyper);
                     let blocks = (0..BLOCKS).flat_map(|block| self.sum(&plan, block));
-                    let norm = Norm::new(step.scale() * blocks.map(f64::from).sum::<f64>().sqrt());
+                    let norm = Norm::new(step.scale() * blocks.map(f64::from).fold(0.0, Add::add).sqrt());
                     assert_eq!(step.norm, is_measured.then_some(norm), "{step:?}");
+                    let is_layerwise = groups.are_layerwise(step.reducer);
+                    let norms = self.norms.take_if(|_| is_layerwise);
+                    let runs: Vec<_> = groups.runs().iter().map(|(count, group)| (*count, *group)).collect();
+                    let group_of = |tensor: u32| match &runs[..] {
+                        [(count, first), ..] if tensor < *count => *first,
+                        [_, (_, second)] => *second,
+                        _ => GroupId::MODEL,
+                    };
+                    let expected = norms.into_iter().flatten().zip(0..).map(|(norms, tensor)| {
+                        let step = groups.steps(step).of_group(group_of(tensor)).clone();
+                        step.reducer.is_layerwise().then(|| reducers::factor(&step, norms))
+                    });
+                    assert_eq!(*factors, TensorFactors::new(expected), "{step:?}");
+                    assert_eq!(factors.runs().is_empty(), !is_layerwise);
                     // A measured step began with its measurement.
-                    if !is_measured {
+                    if !is_measured && !is_layerwise {
                         self.history.begin(&self.core, step.contributions, inputs);
                     }
                 }
@@ -365,15 +397,20 @@ impl Sim {
         content
     }
 
+    /// What the accumulation under way measures.
+    pub fn measured(&self) -> Option<Quantity> {
+        self.measures.as_ref().map(|(quantity, _)| *quantity)
+    }
+
     pub fn accumulate_done(&mut self, ok: bool) {
         let Some(contributions) = self.accumulations.pop() else { return };
-        let measures = std::mem::take(&mut self.measures);
+        let measures = self.measures.take();
         for contribution in &contributions {
             let record = &self.records[&contribution.source];
             assert!(record.steady || !record.taken, "memory is accumulated that was given back");
         }
         if !ok {
-            if measures {
+            if measures.is_some() {
                 self.history.void();
             }
             // Every other one is to blame.
@@ -391,8 +428,29 @@ impl Sim {
         }
         let learners: Vec<_> = contributions.iter().map(|contribution| contribution.learner).collect();
         // A contribution's number stands for the squares of each of its blocks.
-        let squares = measures.then(|| self.accumulator.values().flatten().copied().map(f64::from).sum());
-        self.call(|core, now, actions| core.accumulated(&learners, squares, now, actions));
+        let sum = |blocks: &[&Content]| {
+            let mut sum = ExactSum::default();
+            blocks.iter().copied().flatten().for_each(|uid| sum.add(f64::from(*uid)));
+            sum
+        };
+        let squares = measures.map(|(quantity, _)| match quantity {
+            Quantity::Gradient => Squares::Gradient(sum(&self.accumulator.values().collect::<Vec<_>>())),
+            Quantity::Tensors => Squares::Tensors(
+                (0..TENSORS)
+                    .map(|tensor| {
+                        let of = self.accumulator.iter().filter(|(block, _)| tensor_of(**block) == tensor);
+                        let mut weights = ExactSum::default();
+                        weights.add(9.0);
+                        let direction = sum(&of.map(|(_, content)| content).collect::<Vec<_>>());
+                        TensorSquares { weights, direction }
+                    })
+                    .collect(),
+            ),
+        });
+        if let Some(Squares::Tensors(all)) = &squares {
+            self.norms = Some(all.iter().map(TensorSquares::norms).collect());
+        }
+        self.call(|core, now, actions| core.accumulated(&learners, squares.as_ref(), now, actions));
     }
 
     /// The payloads of these learners are gone, except for those that the shard holds itself.
@@ -427,7 +485,7 @@ impl Sim {
         }
         if accumulation_is_void {
             self.accumulations.clear();
-            if std::mem::take(&mut self.measures) {
+            if self.measures.take().is_some() {
                 self.history.void();
             }
         }

@@ -1,5 +1,6 @@
 //! Every placement, every order, every contradiction.
 
+use libmodelio::vocabulary::norm::Quantity;
 use libmodelio::vocabulary::reducer::Combine;
 
 use super::*;
@@ -52,6 +53,7 @@ impl Bench {
                 step: Default::default(),
                 tensors: Default::default(),
                 groups: Default::default(),
+                factors: Default::default(),
                 fresh_state: false,
             },
             Kind::Assign => Work::Assign { token: 0 },
@@ -135,7 +137,12 @@ fn a_sum_that_is_kept_makes_no_version() {
 #[test]
 fn sums_that_are_measured_are_kept_and_make_no_version() {
     let mut bench = Bench::new();
-    let work = Work::Measure { step: Default::default(), tensors: Default::default() };
+    let work = Work::Measure {
+        step: Default::default(),
+        tensors: Default::default(),
+        groups: Default::default(),
+        quantity: Quantity::Gradient,
+    };
     let plan = Plan { work, ..Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0, 1])]) };
     assert_eq!(bench.begin(plan), [Action::Compute(ONE, blocks([2]))], "nobody sends this block");
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), STORE);

@@ -201,6 +201,7 @@ impl World {
                 step: Default::default(),
                 tensors: Default::default(),
                 groups: Default::default(),
+                factors: Default::default(),
                 fresh_state: false,
             };
             let plan = Plan { id: PLAN, work, base: Version(0), sources, ordered: true, in_place: false };

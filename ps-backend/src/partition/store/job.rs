@@ -11,18 +11,16 @@ use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::groups::Steps;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::vocabulary::norm::ExactSum;
+use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::reducer::{Combine, Reducer, Step};
-use libmodelio::vocabulary::tensor_steps::ByteSteps;
 use libmodelio::wire::Work;
-use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::sums::Sums;
 use super::{PartitionError, Payload, check_payload};
 use crate::device::DeviceError;
 use crate::region_store::accumulator::{Accumulator, is_direct};
-use crate::region_store::{EarlyReader, Term, VersionBuilder, Written};
+use crate::region_store::{EarlyReader, Measuring, Term, VersionBuilder, Written};
 
 /// A thread is working on the block.
 const CLAIMED: u8 = 1;
@@ -48,7 +46,7 @@ pub struct PartitionJob {
     /// The old and the new version, if one is made.
     builder: Option<VersionBuilder>,
     /// The measurement of the sums, if the plan measures.
-    measure: Option<Measure>,
+    measure: Option<Measuring>,
     check: bool,
     /// Whether the version changes state in place, by [`Self::make`].
     in_place: bool,
@@ -58,24 +56,6 @@ pub struct PartitionJob {
     failed: OnceLock<DeviceError>,
     /// This is the last field: when it is dropped, nothing else is in use any more.
     alive: Arc<Alive>,
-}
-
-/// The measuring of sums.
-#[derive(Debug)]
-pub(super) struct Measure {
-    /// The step that needs the result.
-    step: Step,
-    /// Bytes of step 0 do not count.
-    counts: ByteSteps,
-    /// The squares of the blocks that are finished.
-    squares: Mutex<ExactSum>,
-}
-
-impl Measure {
-    /// For this step. `counts` has step 0 for bytes that do not count.
-    pub(super) fn new(step: Step, counts: ByteSteps) -> Measure {
-        Measure { step, counts, squares: Mutex::default() }
-    }
 }
 
 /// Tells the store that a job exists.
@@ -122,7 +102,7 @@ impl PartitionJob {
         (sums, tally): (Arc<Sums>, Arc<Tally>),
         work: Work,
         builder: Option<VersionBuilder>,
-        measure: Option<Measure>,
+        measure: Option<Measuring>,
         (check, in_place): (bool, bool),
     ) -> PartitionJob {
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
@@ -444,25 +424,20 @@ impl PartitionJob {
         self.failed.get().cloned()
     }
 
-    /// Adds the squares of a block's sum to those of the others. Nothing is added to the block any more.
-    fn measure(&self, block: BlockId, to: &Measure) -> Result<(), PartitionError> {
+    /// Measures a block, to which nothing is added any more.
+    fn measure(&self, block: BlockId, to: &Measuring) -> Result<(), PartitionError> {
         let claim = self.claim(block)?;
         let open = claim.holds().then(|| self.sums.open(block));
         let sums: SmallVec<[_; 2]> = self.sums.sealed(block).into_iter().chain(open).collect();
-        if !sums.is_empty() {
-            let Measure { step, counts, squares } = to;
-            let mut of_block = ExactSum::default();
-            // SAFETY: the block is claimed, and with it its sums.
-            unsafe { Accumulator::measure(&sums, &self.layout, block, step, counts, &mut of_block) };
-            squares.lock().merge(&of_block);
-        }
+        // SAFETY: the block is claimed, and with it its sums.
+        unsafe { to.block(block, &sums)? };
         claim.set(FINISHED);
         Ok(())
     }
 
-    /// The sum of the squares of all blocks, if the job measures them.
-    pub fn squares(&self) -> Option<ExactSum> {
-        self.measure.as_ref().map(|measure| measure.squares.lock().clone())
+    /// The sums of the squares of all blocks, if the job measures them.
+    pub fn squares(&self) -> Option<Squares> {
+        self.measure.as_ref().map(Measuring::squares)
     }
 
     /// Whether the open sum of `block` holds something.

@@ -100,7 +100,7 @@ impl Partition {
                 let why = format!("the plan is of {got} tensors, the model has {expected}");
                 return Err(Refusal::other(why));
             }
-            if let Work::Reduce { step, groups, .. } = &plan.work {
+            if let Work::Reduce { step, groups, .. } | Work::Measure { step, groups, .. } = &plan.work {
                 groups.check(expected, step.reducer).map_err(Refusal::other)?;
             }
         }

@@ -166,7 +166,13 @@ impl Bench {
 fn reduce() -> Work {
     let hyper = Hyper { carry: 0.5, ..Default::default() };
     let step = Step { reducer: Reducer::Sum, hyper, contributions: 1, t: 1, ..Step::default() };
-    Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), groups: Groups::default(), fresh_state: true }
+    Work::Reduce {
+        step,
+        tensors: TensorSteps::uniform(1, 1),
+        groups: Groups::default(),
+        factors: Default::default(),
+        fresh_state: true,
+    }
 }
 
 #[test]
@@ -209,7 +215,13 @@ fn sums_of_two_plans_are_one_batch_and_the_next_plan_waits_for_it() {
 
 fn momentum() -> Work {
     let step = Step { reducer: Reducer::Momentum, contributions: 1, t: 1, ..Step::default() };
-    Work::Reduce { step, tensors: TensorSteps::uniform(1, 1), groups: Groups::default(), fresh_state: true }
+    Work::Reduce {
+        step,
+        tensors: TensorSteps::uniform(1, 1),
+        groups: Groups::default(),
+        factors: Default::default(),
+        fresh_state: true,
+    }
 }
 
 #[test]

@@ -1,0 +1,179 @@
+//! The measuring of sums, block by block, for a step that must know norms before it can change anything.
+//!
+//! This module holds `unsafe`; the module above explains why it is sound.
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Arc;
+
+use libmodelio::bytes::kernels::{self, Wire};
+use libmodelio::vocabulary::groups::Steps;
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout, Segment};
+use libmodelio::vocabulary::norm::{ExactSum, Quantity, Squares, TensorSquares};
+use libmodelio::vocabulary::reducer::Step;
+use libmodelio::vocabulary::tensor_steps::{ByTensor, ByteSteps};
+use libmodelio::wire::Kept;
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+
+use super::accumulator::Accumulator;
+use super::elements::element_span;
+use super::{Keeping, RegionStore};
+use crate::device::DeviceError;
+use crate::reducers;
+
+/// What is measured for a step, and the outcome for the blocks that are finished. Many threads use it at once.
+#[derive(Debug)]
+pub(crate) struct Measuring {
+    layout: Arc<ModelLayout>,
+    /// The steps that need the result.
+    steps: Steps,
+    /// The bytes of each step. Those of step 0 do not count.
+    counts: ByteSteps,
+    /// For the norms of tensors: their numbers, and the newest version with its state.
+    tensors: Option<(ByTensor<u32>, Keeping)>,
+    squares: Mutex<Squares>,
+}
+
+impl RegionStore {
+    /// The measuring of a partition's blocks for these steps. None while no version is complete. Until it is dropped,
+    /// only computations that have begun may go on.
+    pub(crate) fn measuring(
+        &self,
+        partition: &PartitionLayout,
+        (steps, counts): (Steps, ByteSteps),
+        quantity: Quantity,
+    ) -> Option<Measuring> {
+        let tensors = match quantity {
+            Quantity::Gradient => None,
+            Quantity::Tensors => Some((ByTensor::numbers(partition), self.keeping()?)),
+        };
+        let squares = Mutex::new(Squares::new(quantity, partition.tensor_ends().len()));
+        Some(Measuring { layout: Arc::clone(&self.layout), steps, counts, tensors, squares })
+    }
+}
+
+impl Measuring {
+    /// The sums of the squares of all blocks that were measured.
+    pub(crate) fn squares(&self) -> Squares {
+        self.squares.lock().clone()
+    }
+
+    /// Measures a block. Its gradient is the sum of `sums`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`].
+    ///
+    /// # Safety
+    /// Nobody writes the block in the accumulators meanwhile.
+    pub(crate) unsafe fn block(&self, block: BlockId, sums: &[&Accumulator]) -> Result<(), DeviceError> {
+        match &self.tensors {
+            // SAFETY: passed on to the caller.
+            None if !sums.is_empty() => unsafe { self.gradient(block, sums) },
+            None => {}
+            // SAFETY: as above.
+            Some((numbers, newest)) => unsafe { self.of_tensors(block, sums, numbers, newest)? },
+        }
+        Ok(())
+    }
+
+    /// The pieces of a block that are reduced, each with its type and its treatment.
+    fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, Wire, Step)> {
+        let segments = self.layout.segments(block).iter();
+        let reduced = segments.filter_map(|segment| Some((segment, Wire::of(segment.dtype)?)));
+        reduced.flat_map(move |(segment, wire)| {
+            let pieces = self.counts.pieces(segment.bytes.clone()).filter(|(_, of)| of.t > 0);
+            pieces.map(move |(bytes, of)| (segment.cut(bytes), wire, of.step(&self.steps)))
+        })
+    }
+
+    /// # Safety
+    /// The conditions of [`Self::block`].
+    unsafe fn gradient(&self, block: BlockId, sums: &[&Accumulator]) {
+        let mut of_block = ExactSum::default();
+        for (piece, wire, _) in self.pieces(block) {
+            // SAFETY: passed on to the caller.
+            let sums = unsafe { sums_of(sums, element_span(&piece, wire)) };
+            of_block.add(kernels::squares(wire, &sums));
+        }
+        let merged = self.squares.lock().merge(&Squares::Gradient(of_block));
+        debug_assert!(merged, "the gradient is measured");
+    }
+
+    /// # Safety
+    /// The conditions of [`Self::block`].
+    unsafe fn of_tensors(
+        &self,
+        block: BlockId,
+        sums: &[&Accumulator],
+        numbers: &ByTensor<u32>,
+        newest: &Keeping,
+    ) -> Result<(), DeviceError> {
+        let slots_of = |step: &Step| reducers::measured_slots(step.reducer);
+        let pieces: Vec<_> = self.pieces(block).filter(|(_, _, step)| slots_of(step).is_some()).collect();
+        let Some(count) = pieces.iter().map(|(_, _, step)| slots_of(step).filter(|_| step.t > 1)).max()
+        else {
+            return Ok(());
+        };
+        let Some(first) =
+            self.layout.segments(block).iter().find(|segment| Wire::of(segment.dtype).is_some())
+        else {
+            return Ok(());
+        };
+        // A tensor's first step begins with state of zero, whatever the slots hold.
+        let count = count.unwrap_or(0);
+        let none = || Ok(Cow::Borrowed(&[][..]));
+        let slot =
+            |slot: usize| if slot < count { newest.bytes(block, Kept::Slot(slot as u8)) } else { none() };
+        let slots = [slot(0)?, slot(1)?];
+        let weights = newest.bytes(block, Kept::Weights)?;
+        let masters = newest.bytes(block, Kept::Masters)?;
+        let mut values = Vec::new();
+        let start = self.layout.block_bytes(block).start;
+        let mut of_block: Vec<(u32, TensorSquares)> = Vec::new();
+        for (piece, wire, step) in &pieces {
+            for (bytes, tensor) in numbers.pieces(piece.bytes.clone()) {
+                let piece = piece.cut(bytes);
+                let elements = element_span(&piece, *wire);
+                let local = (piece.bytes.start - start) as usize..(piece.bytes.end - start) as usize;
+                let place = 4 * (elements.start - first.element as usize)
+                    ..4 * (elements.end - first.element as usize);
+                let slots = slots.each_ref().map(|slot| match step.t {
+                    1 => &[],
+                    _ => slot.get(place.clone()).unwrap_or_default(),
+                });
+                values.resize(elements.len(), 0.0);
+                match masters.get(place) {
+                    Some(masters) if wire.is_half() => {
+                        kernels::bytes_mut(&mut values).copy_from_slice(masters)
+                    }
+                    _ => kernels::widen(*wire, &weights[local], &mut values),
+                }
+                // SAFETY: passed on to the caller.
+                let sums = unsafe { sums_of(sums, elements) };
+                if of_block.last().is_none_or(|(last, _)| *last != tensor) {
+                    of_block.push((tensor, TensorSquares::default()));
+                }
+                if let Some((_, squares)) = of_block.last_mut() {
+                    reducers::measure_tensor(step, *wire, &sums, &values, slots, squares);
+                }
+            }
+        }
+        if let Squares::Tensors(all) = &mut *self.squares.lock() {
+            for (tensor, squares) in &of_block {
+                all[*tensor as usize].merge(squares);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The elements of each sum.
+///
+/// # Safety
+/// Nobody writes them while the slices live.
+unsafe fn sums_of<'a>(sums: &[&'a Accumulator], elements: Range<usize>) -> SmallVec<[&'a [f32]; 2]> {
+    // SAFETY: passed on to the caller.
+    sums.iter().map(|sum| unsafe { sum.sums(elements.clone()) }).collect()
+}
