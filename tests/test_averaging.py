@@ -36,9 +36,9 @@ def gradient(weights, who, step):
 class Learners:
     """Learners of one mount that take their steps together."""
 
-    def __init__(self, mount, count, dtype="f32"):
+    def __init__(self, mount, count, dtype="f32", first=0):
         self.mount, self.dtype = mount, DTYPES[dtype][0]
-        self.places = [mount.join(f"l{i}") for i in range(count)]
+        self.places = [mount.join(f"l{i}") for i in range(first, first + count)]
         self.threads = ThreadPoolExecutor(count)
 
     def read(self):
@@ -138,6 +138,32 @@ def test_sma_is_algorithm_2_of_crossbow(start_mount, dtype):
             replicas, before = [central] * 2, central
     learners.read()
     np.testing.assert_allclose(array(mount.model / "weights", learners.dtype), central, rtol=0, atol=2e-5)
+
+
+def test_sma_has_two_levels(cluster):
+    """Two hosts of two learners each are Algorithm 2 with four learners, and one sum of each host goes to the shards."""
+    one = cluster(2)
+    size = 4 * COUNT
+    one.create("m", size=size, block_size=BLOCK, reducer="sma", learners=4, momentum=0.75, timeout=20)
+    mounts = [one.mount(), one.mount()]
+    hosts = [Learners(mount, 2, first=2 * host) for host, mount in enumerate(mounts)]
+    central = before = np.zeros(COUNT)
+    replicas, steps = [central] * 4, 5
+    for step in range(steps):
+        with ThreadPoolExecutor(2) as threads:
+            read = [weights for host in threads.map(Learners.read, hosts) for weights in host]
+            for weights, replica in zip(read, replicas, strict=True):
+                np.testing.assert_allclose(weights, replica, rtol=0, atol=2e-5)
+            written = [weights - 0.1 * gradient(weights, who, step) for who, weights in enumerate(read)]
+            list(threads.map(Learners.write, hosts, (written[:2], written[2:])))
+        corrections = [(replica - central) / 4 for replica in replicas]
+        replicas = [model - correction for model, correction in zip(written, corrections, strict=True)]
+        central, before = central + sum(corrections) + 0.75 * (central - before), central
+    for host, mount in zip(hosts, mounts, strict=True):
+        host.read()
+        # The reference model of each host is the central one.
+        np.testing.assert_allclose(array(mount.model / "weights"), central, rtol=0, atol=2e-5)
+        assert mount.status()["payload"]["pushed_bytes"] == steps * size
 
 
 @pytest.mark.also_on_network
