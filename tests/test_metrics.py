@@ -80,6 +80,8 @@ def are_those_of(mount, name):
     assert seen("gradfs_model_version", model=name) == status["version"]
     assert seen("gradfs_learners", model=name) == len(status["learners"])
     assert seen("gradfs_contributions_total", model=name) == status["contributions"]
+    for metric, key in {"gradfs_gradient_norm": "gradient_norm", "gradfs_learning_rate": "learning_rate"}.items():
+        assert [value for _, value in seen.all(metric)] == [status[key]] * (status[key] is not None), metric
     for metric, key in {
         "gradfs_written_bytes_total": "written_bytes",
         "gradfs_reduced_on_arrival_bytes_total": "reduced_on_arrival_bytes",
@@ -140,10 +142,14 @@ def test_metrics_of_a_mount_are_those_of_its_status(cluster, transport):
 
 @pytest.mark.one_process
 def test_metrics_of_one_process(start_mount):
-    mount = start_mount(size=3 * BLOCK, block_size=BLOCK, reducer="sum", metrics="[::1]:0" if has_ipv6() else ANY)
+    where = "[::1]:0" if has_ipv6() else ANY
+    mount = start_mount(size=3 * BLOCK, block_size=BLOCK, reducer="sgd", clip_norm=2, metrics=where)
+    are_those_of(mount, "model")
     mount.contribute(np.ones(3 * BLOCK // 4, "<f4"))
     _, seen = are_those_of(mount, "model")
     assert seen("gradfs_model_version", model="model") == 1
+    assert seen("gradfs_gradient_norm", model="model") == pytest.approx((3 * BLOCK / 4) ** 0.5)
+    assert seen("gradfs_learning_rate", model="model") == 0.01
     assert seen("gradfs_transport_info", model="model", shard=0, address="", transport="in-process") == 1
 
 

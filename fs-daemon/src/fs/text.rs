@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use libmodelio::client::core::PullReport;
-use libmodelio::vocabulary::controls::{Controls, SETTINGS};
-use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::reducer::decimal;
@@ -59,12 +59,6 @@ pub fn readme(trees: &[Arc<ModelTree>]) -> String {
         let _ = writeln!(text, "  {name:<14} {meaning}");
     }
     text
-}
-
-/// The learning rate that the version after this one is made with, if the reducer has one.
-fn learning_rate(controls: &Controls, newest: Version) -> Option<f64> {
-    let rate = || decimal(controls.hyper_after(newest).learning_rate);
-    controls.reducer.reads("learning_rate").then(rate)
 }
 
 /// The facts about the mount itself in `status.json`.
@@ -188,7 +182,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "contributions_of_newest_version": status.newest_of,
         "grace_window_seconds": status.grace_window.map(|window| round(window.as_secs_f64())),
         "gradient_norm": status.norm.map(Norm::get),
-        "learning_rate": learning_rate(&controls, status.version),
+        "learning_rate": controls.learning_rate_after(status.version),
         "stale_learning_rate": status.rate.map(decimal),
         "versions_in_memory": status.versions,
         "memory": {

@@ -6,8 +6,9 @@ use std::sync::atomic::Ordering;
 
 use libmodelio::client::ShardView;
 use libmodelio::transport::TransportKind;
+use libmodelio::vocabulary::norm::Norm;
 
-use super::page::{Histograms, PHASES, PHASES_HELP, Page, Payload, Share, TotalSeconds};
+use super::page::{Histograms, Number, PHASES, PHASES_HELP, Page, Payload, TotalSeconds};
 use crate::session::model::Model;
 
 /// The page, from what `status.json` is made of.
@@ -42,6 +43,16 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
     let contributions = page.counter(
         "gradfs_contributions_total",
         "Contributions that are part of a version, those of other mounts included.",
+        of_model,
+    )?;
+    let norm = page.number(
+        "gradfs_gradient_norm",
+        "The norm of the gradient behind the newest version; absent if it was not needed.",
+        of_model,
+    )?;
+    let rate = page.number(
+        "gradfs_learning_rate",
+        "The learning rate that the next version is made with; absent if the reducer has none.",
         of_model,
     )?;
     let written =
@@ -82,6 +93,12 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         version.set(&[name], status.version.0)?;
         learners.set(&[name], status.members.len() as u64)?;
         contributions.total(&[name], status.contributions)?;
+        for (of, value) in [
+            (&norm, status.norm.map(Norm::get)),
+            (&rate, model.job.controls().learning_rate_after(status.version)),
+        ] {
+            value.map_or(Ok(()), |value| of.set(&[name], value))?;
+        }
         blocks.total(&[name], status.blocks_on_arrival)?;
         written.total(&[name], model.traffic.written.load(Ordering::Relaxed))?;
         reduced.total(&[name], model.traffic.reduced_on_arrival.load(Ordering::Relaxed))?;
@@ -117,8 +134,8 @@ struct Waits {
     staleness: Histograms,
     phases: Histograms,
     stalled: TotalSeconds,
-    share: Share,
-    rates: Share,
+    share: Number,
+    rates: Number,
 }
 
 impl Waits {
@@ -141,12 +158,12 @@ impl Waits {
                 "How long the program of a learner has waited inside calls since it joined.",
                 of_learner,
             )?,
-            share: page.share(
+            share: page.number(
                 "gradfs_learner_stall_share",
                 "The share of its last steps that the program of a learner has waited, 0 to 1.",
                 of_learner,
             )?,
-            rates: page.share(
+            rates: page.number(
                 "gradfs_payload_bytes_per_second",
                 "Payload that was pushed and pulled, over the last 10 seconds.",
                 &["model", "direction"],

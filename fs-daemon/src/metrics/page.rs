@@ -31,8 +31,8 @@ pub struct Counter(IntCounterVec);
 /// Durations of one name that only grow, by labels.
 pub struct TotalSeconds(CounterVec);
 
-/// Shares of one name, by labels.
-pub struct Share(GaugeVec);
+/// Numbers of one name, by labels.
+pub struct Number(GaugeVec);
 
 /// Histograms of one name, by labels. Their counts are kept elsewhere: the page only tells them.
 #[derive(Clone)]
@@ -86,10 +86,10 @@ impl Page {
         Ok(TotalSeconds(totals))
     }
 
-    pub fn share(&self, name: &str, help: &str, labels: &[&str]) -> Result<Share, prometheus::Error> {
+    pub fn number(&self, name: &str, help: &str, labels: &[&str]) -> Result<Number, prometheus::Error> {
         let values = GaugeVec::new(Opts::new(name, help), labels)?;
         self.0.register(Box::new(values.clone()))?;
-        Ok(Share(values))
+        Ok(Number(values))
     }
 
     pub fn histograms(
@@ -141,7 +141,7 @@ impl TotalSeconds {
     }
 }
 
-impl Share {
+impl Number {
     pub fn set(&self, labels: &[&str], value: f64) -> Result<(), prometheus::Error> {
         self.0.get_metric_with_label_values(labels)?.set(value);
         Ok(())

@@ -493,6 +493,12 @@ impl Controls {
         hyper
     }
 
+    /// The learning rate of that step, if the reducer has one.
+    pub fn learning_rate_after(&self, version: Version) -> Option<f64> {
+        let rate = || decimal(self.hyper_after(version).learning_rate);
+        self.reducer.reads("learning_rate").then(rate)
+    }
+
     /// The tensors that are never reduced, and the groups of all tensors. `names` are those of the model's tensors, in
     /// order.
     ///
