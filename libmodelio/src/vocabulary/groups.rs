@@ -1,10 +1,13 @@
 //! Groups of tensors that are reduced each in its own way, like the parameter groups of torch's optimizers; and the
 //! reducer of each tensor. Plain data.
 
+use std::ops::Range;
+
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
-use crate::vocabulary::reducer::{Reducer, Step, decimal};
+use crate::vocabulary::norm::Norm;
+use crate::vocabulary::reducer::{Content, Reducer, Step, decimal};
 
 /// What the tensors of a group have in place of the model's settings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -18,10 +21,16 @@ pub struct Overrides {
 }
 
 impl Overrides {
+    /// Whether contributions to a model with this reducer hold values of the tensors, whose mean counts.
+    fn averages(&self, model: Reducer) -> bool {
+        model.content() == Content::Gradient && self.reducer.is_some_and(Reducer::averages_values)
+    }
+
     /// The step of the group in a version that has this step for the model.
     fn step(&self, of_model: &Step) -> Step {
         let mut step = of_model.clone();
         step.reducer = self.reducer.unwrap_or(step.reducer);
+        step.of_values = self.averages(of_model.reducer);
         if let Some(decay) = self.weight_decay {
             step.hyper.weight_decay = decay;
         }
@@ -54,6 +63,10 @@ pub struct Groups {
     overrides: Vec<Overrides>,
     /// How many tensors in a row are of which group. Empty without groups.
     tensors: Vec<(u32, GroupId)>,
+    /// By what the sums of how many tensors in a row are divided, where that is not as in the model's step. Empty if it
+    /// is nowhere.
+    #[serde(default)]
+    divisors: Vec<(u32, Option<Norm>)>,
 }
 
 impl Groups {
@@ -84,6 +97,47 @@ impl Groups {
         &self.tensors
     }
 
+    /// By what the sums of how many tensors in a row are divided, if it is something else than the weight of all
+    /// contributions. There are none if it is the same for all tensors.
+    pub fn divisors(&self) -> &[(u32, Option<Norm>)] {
+        &self.divisors
+    }
+
+    /// The tensors whose values are averaged in a model with this reducer, as ranges.
+    pub fn averaged(&self, model: Reducer) -> impl Iterator<Item = Range<usize>> {
+        let of = |group: GroupId| group.index().and_then(|index| self.overrides.get(index));
+        let mut end = 0;
+        let runs = self.tensors.iter().map(move |&(count, group)| {
+            end += count as usize;
+            (end - count as usize..end, group)
+        });
+        runs.filter(move |&(_, group)| of(group).is_some_and(|of| of.averages(model))).map(|(range, _)| range)
+    }
+
+    /// The groups in a version to which not all contributions bring values of all averaged tensors: `by` has what the sum
+    /// of such a tensor is divided by, if that is not the weight of all contributions.
+    #[must_use]
+    pub fn divided(&self, model: Reducer, by: impl Fn(usize) -> Option<Norm>) -> Groups {
+        let (mut divisors, mut at) = (Vec::new(), 0);
+        for tensor in self.averaged(model).flatten() {
+            if let Some(divisor) = by(tensor) {
+                push(&mut divisors, (tensor - at) as u32, None);
+                push(&mut divisors, 1, Some(divisor));
+                at = tensor + 1;
+            }
+        }
+        let tensors: usize = self.tensors.iter().map(|(count, _)| *count as usize).sum();
+        if at > 0 {
+            push(&mut divisors, (tensors - at) as u32, None);
+        }
+        Groups { divisors, ..self.clone() }
+    }
+
+    /// Whether tensors are in the same groups, whatever sums are divided by.
+    pub fn are_like(&self, other: &Groups) -> bool {
+        (&self.overrides, &self.tensors) == (&other.overrides, &other.tensors)
+    }
+
     /// The steps of all groups in a version that has this step for the model.
     pub fn steps(&self, of_model: &Step) -> Steps {
         let groups = self.overrides.iter().map(|overrides| overrides.step(of_model)).collect();
@@ -109,6 +163,10 @@ impl Groups {
         let got: u64 = self.tensors.iter().map(|(count, _)| u64::from(*count)).sum();
         if got != tensors && !(self.overrides.is_empty() && self.tensors.is_empty()) {
             return Err(format!("the groups are of {got} tensors, the model has {tensors}"));
+        }
+        let divided: u64 = self.divisors.iter().map(|(count, _)| u64::from(*count)).sum();
+        if divided != tensors && !self.divisors.is_empty() {
+            return Err(format!("the divisors are of {divided} tensors, the model has {tensors}"));
         }
         if let Some((_, group)) =
             self.tensors.iter().find(|(_, group)| group.index() >= Some(self.overrides.len()))
@@ -149,9 +207,11 @@ impl Steps {
         group.index().and_then(|index| self.groups.get(index)).unwrap_or(&self.model)
     }
 
-    /// That of tensors of a group that take their step `t`.
-    pub fn of(&self, group: GroupId, t: u64) -> Step {
-        Step { t, ..self.of_group(group).clone() }
+    /// That of tensors of a group that take their step `t`, and whose sums are divided by this if it is not the weight of
+    /// all contributions.
+    pub fn of(&self, group: GroupId, t: u64, divisor: Option<Norm>) -> Step {
+        let step = self.of_group(group);
+        Step { t, weight: divisor.or(step.weight), ..step.clone() }
     }
 }
 
@@ -253,15 +313,36 @@ mod tests {
         let slow = Overrides { learning_rate_scale: Some(0.1), ..STILL };
         let steps = Groups::new([slow, NONE, PLAIN]).steps(&model);
         assert_eq!(*steps.model(), model);
-        let step = steps.of(GroupId(1), 4);
+        let step = steps.of(GroupId(1), 4, None);
         // 0.001f32 * 0.1f32 is another number.
         assert_eq!((step.hyper.learning_rate, step.hyper.weight_decay, step.t), (0.0001, 0.0, 4));
         assert_eq!((step.reducer, step.contributions), (Reducer::AdamW, 3));
         assert_eq!(steps.of_group(GroupId(2)).reducer, Reducer::Sgd);
-        assert_eq!(steps.of(GroupId::MODEL, 9), model);
+        assert_eq!(steps.of(GroupId::MODEL, 9, None), model);
         let huge = Overrides { learning_rate_scale: Some(f32::MAX), ..NONE };
         let fast = Step { hyper: Hyper { learning_rate: f32::MAX, ..Hyper::default() }, ..model };
         assert_eq!(Groups::new([huge]).steps(&fast).of_group(GroupId(1)).hyper.learning_rate, f32::MAX);
+    }
+
+    #[test]
+    fn averaged_tensors_have_divisors_of_their_own() {
+        let averaged = Overrides { reducer: Some(Reducer::Average), ..NONE };
+        let groups = Groups::new([NONE, averaged, averaged, PLAIN, averaged]);
+        assert_eq!(groups.averaged(Reducer::Adam).collect::<Vec<_>>(), [1..3, 4..5]);
+        assert_eq!(groups.averaged(Reducer::Average).count(), 0, "all of it is models");
+        assert_eq!(groups.divided(Reducer::Adam, |_| None), groups);
+        let by = |tensor| (tensor == 2).then(|| Norm::new(0.5));
+        let divided = groups.divided(Reducer::Adam, by);
+        assert_eq!(divided.divisors(), [(2, None), (1, Some(Norm::new(0.5))), (2, None)]);
+        assert!(divided.are_like(&groups) && divided != groups);
+        assert!(divided.check(5, Reducer::Adam).is_ok());
+        let wrong = Groups { divisors: vec![(4, None)], ..groups.clone() };
+        assert!(wrong.check(5, Reducer::Adam).unwrap_err().contains("divisors are of 4 tensors"));
+        let steps = divided.steps(&Step { reducer: Reducer::Adam, contributions: 2, ..Step::default() });
+        let [adam, average] = [0, 1].map(|group| steps.of(GroupId(group), 3, None));
+        assert!(average.of_values && !adam.of_values && average.reducer == Reducer::Average);
+        assert_eq!(steps.of(GroupId(1), 3, by(2)).scale(), 2.0);
+        assert_eq!(average.scale(), 0.5);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::vocabulary::groups::{GroupId, Groups, TensorReducers};
 use crate::vocabulary::layout::{ModelLayout, PartitionLayout};
+use crate::vocabulary::norm::Norm;
 
 /// A number for each tensor, by runs of tensors with the same number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,6 +116,8 @@ pub struct Treatment {
     pub t: u64,
     /// The group of the tensor.
     pub group: GroupId,
+    /// By what its sum is divided to be a mean, if that is not the weight of all contributions.
+    pub divisor: Option<Norm>,
 }
 
 /// The steps of the tensors, and their groups, for the bytes of a layout.
@@ -152,20 +155,15 @@ impl ByteSteps {
     fn by_ends(steps: &TensorSteps, groups: &Groups, end_of: impl Fn(usize) -> Option<u64>) -> ByteSteps {
         let mut bytes = ByteSteps::default();
         let mut at = 0;
-        let mut groups = groups.runs().iter().copied();
         // Behind the last run, and without any, tensors have the model's settings.
-        let mut next = || groups.next().unwrap_or((u32::MAX, GroupId::MODEL));
-        let (mut left, mut group) = next();
+        let (mut of_groups, mut divisors) = (Rest::new(groups.runs()), Rest::new(groups.divisors()));
         for &(mut count, t) in steps.runs() {
             while count > 0 {
-                if left == 0 {
-                    (left, group) = next();
-                    continue;
-                }
-                let part = count.min(left);
-                (count, left, at) = (count - part, left - part, at + part as usize);
+                let part = count.min(of_groups.left()).min(divisors.left());
+                let (group, divisor) = (of_groups.take(part), divisors.take(part));
+                (count, at) = (count - part, at + part as usize);
                 if let Some(end) = end_of(at - 1) {
-                    bytes.push(end, Treatment { t, group });
+                    bytes.push(end, Treatment { t, group, divisor });
                 }
             }
         }
@@ -193,11 +191,46 @@ impl ByteSteps {
     }
 }
 
+/// The rest of some runs of tensors.
+struct Rest<'a, T> {
+    runs: &'a [(u32, T)],
+    /// How many tensors of the first run are taken.
+    taken: u32,
+}
+
+impl<'a, T: Copy + Default> Rest<'a, T> {
+    fn new(runs: &'a [(u32, T)]) -> Rest<'a, T> {
+        let mut rest = Rest { runs, taken: 0 };
+        rest.take(0);
+        rest
+    }
+
+    /// The tensors that are left of the first run. It is not empty.
+    fn left(&self) -> u32 {
+        self.runs.first().map_or(u32::MAX, |(count, _)| count - self.taken)
+    }
+
+    /// Takes so many tensors of the first run, and returns what it says of them.
+    fn take(&mut self, count: u32) -> T {
+        let of = self.runs.first().map_or(T::default(), |&(_, of)| of);
+        self.taken += count;
+        while let Some((count, _)) = self.runs.first().filter(|(count, _)| *count <= self.taken) {
+            self.taken -= count;
+            self.runs = &self.runs[1..];
+        }
+        if self.runs.is_empty() {
+            self.taken = 0;
+        }
+        of
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use crate::vocabulary::groups::Overrides;
     use crate::vocabulary::ids::BlockId;
     use crate::vocabulary::layout::DType;
+    use crate::vocabulary::norm::Norm;
     use crate::vocabulary::reducer::Reducer;
     use proptest::prelude::*;
 
@@ -273,10 +306,15 @@ mod tests {
             let layout = ModelLayout::new(tensors.collect(), 64 << 10).unwrap();
             let runs: Vec<(u32, u64)> = at.iter().take(sizes.len()).map(|&step| (1, step)).collect();
             let steps = TensorSteps::from(runs.clone());
-            let still = Overrides { weight_decay: Some(0.0), ..Overrides::default() };
-            let of = |tensor: usize| if in_group[tensor] { still } else { Overrides::default() };
-            let groups = Groups::new((0..sizes.len()).map(of));
-            let treatment = |tensor: usize| Treatment { t: steps.of(tensor), group: GroupId(in_group[tensor].into()) };
+            let averaged = Overrides { reducer: Some(Reducer::Average), ..Overrides::default() };
+            let of = |tensor: usize| if in_group[tensor] { averaged } else { Overrides::default() };
+            let by = |tensor: usize| (at[tensor] == 2).then(|| Norm::new(tensor as f64 / 2.0));
+            let groups = Groups::new((0..sizes.len()).map(of)).divided(Reducer::Adam, by);
+            let treatment = |tensor: usize| Treatment {
+                t: steps.of(tensor),
+                group: GroupId(in_group[tensor].into()),
+                divisor: by(tensor).filter(|_| in_group[tensor]),
+            };
             let mut blocks: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
             blocks.retain(|block| owned[block.index() % 64]);
             prop_assume!(!blocks.is_empty());

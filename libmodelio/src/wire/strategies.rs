@@ -215,17 +215,19 @@ fn step() -> impl Strategy<Value = reducer::Step> {
         weight,
         t,
         norm,
+        ..reducer::Step::default()
     })
 }
 
 fn groups() -> impl Strategy<Value = Groups> {
     let overrides = (proptest::option::of(reducer()), proptest::option::of(0.0f32..1.0), any::<Option<u8>>());
-    vec(overrides, 0..4).prop_map(|all| {
-        Groups::new(all.into_iter().map(|(reducer, weight_decay, scale)| Overrides {
+    (vec(overrides, 0..4), norm()).prop_map(|(all, divisor)| {
+        let groups = Groups::new(all.into_iter().map(|(reducer, weight_decay, scale)| Overrides {
             reducer,
             weight_decay,
             learning_rate_scale: scale.map(f32::from),
-        }))
+        }));
+        groups.divided(Reducer::Sgd, |tensor| divisor.filter(|_| tensor < 2))
     })
 }
 

@@ -10,7 +10,7 @@ use libmodelio::vocabulary::reducer;
 
 use super::{
     Action, Committed, Contribution, JobCore, Now, OfTensors, Pending, PendingKind, Phase, Place, Plan,
-    Ticket, Work, staleness,
+    Tensors, Ticket, Work, staleness,
 };
 
 impl<S: Clone> JobCore<S> {
@@ -210,24 +210,43 @@ impl<S: Clone> JobCore<S> {
         if provisional.is_none() && self.early.is_none() && self.divides_by_staleness() {
             hyper = staleness::of_stale(hyper, self.staleness());
         }
-        let mut written = FixedBitSet::with_capacity(self.tensors);
-        if provisional.is_some() {
-            written.insert_range(..);
-        }
-        self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
-        written.difference_with(&frozen.0);
+        let written = self.written(&frozen, provisional.is_some());
         let tensors = self.optimizer_steps.next(&written);
         let contributions = (self.committed.len() + provisional.map_or(0, BTreeSet::len)) as u32;
         // Those that are not committed count once: no block is sent early of others.
         let weights = self.committed.iter().map(|committed| committed.contribution.weight.get());
         let weight = weights.chain(provisional.iter().flat_map(|of| of.iter().map(|_| 1.0))).sum();
+        let groups = groups.divided(reducer, |tensor| {
+            let without = |committed: &&Committed<S>| !committed.contribution.tensors.contains(tensor);
+            let lacks = written.contains(tensor) && self.committed.iter().any(|of| without(&of));
+            lacks.then(|| Norm::new(self.weight_of(tensor, provisional)))
+        });
         let weight = Some(Norm::new(weight)).filter(|_| weight != f64::from(contributions));
         let t = tensors.highest();
-        let mut step = reducer::Step { reducer, hyper, contributions, weight, t, norm: None };
+        let mut step = reducer::Step { reducer, hyper, contributions, weight, t, ..reducer::Step::default() };
         step.norm = self.squares.map(|squares| Norm::new(step.scale() * squares.sqrt()));
         let fresh_state = self.optimizer_steps.highest() == 0;
         let work = Work::Reduce { step, tensors, groups, fresh_state, inputs };
         Plan { work, provisional: provisional.cloned() }
+    }
+
+    /// The tensors that the coming version reduces. A provisional one may reduce any.
+    fn written(&self, frozen: &Tensors, is_provisional: bool) -> FixedBitSet {
+        let mut written = FixedBitSet::with_capacity(self.tensors);
+        if is_provisional {
+            written.insert_range(..);
+        }
+        self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
+        written.difference_with(&frozen.0);
+        written
+    }
+
+    /// The weight of the contributions that have written a tensor. Those that are still written may do so: a block of the
+    /// tensor is computed before their commit only if each of them has sent it.
+    fn weight_of(&self, tensor: usize, provisional: Option<&BTreeSet<LearnerId>>) -> f64 {
+        let brings = |committed: &&Committed<S>| committed.contribution.tensors.contains(tensor);
+        let committed = self.committed.iter().filter(brings).map(|of| of.contribution.weight.get());
+        committed.sum::<f64>() + provisional.map_or(0, BTreeSet::len) as f64
     }
 
     /// Whether the memory that the coming version is made in or from is still in use.
@@ -238,7 +257,11 @@ impl<S: Clone> JobCore<S> {
     /// Adds up what is not accumulated, and measures all of it.
     fn measure(&mut self, actions: &mut Vec<Action<S>>) {
         (self.measuring, self.squares) = (true, None);
-        let Work::Reduce { step, tensors, .. } = self.reduce_plan(None).work else { return };
+        let Work::Reduce { step, groups, .. } = self.reduce_plan(None).work else { return };
+        // Values of averaged tensors are no part of the gradient.
+        let mut counts = self.written(&self.params().2.frozen, false);
+        groups.averaged(step.reducer).for_each(|averaged| counts.set_range(averaged, false));
+        let tensors = self.optimizer_steps.next(&counts);
         let contributions = self.accumulate(|place| place != Place::Accumulated);
         actions.push(Action::Measure { contributions, step, tensors });
     }

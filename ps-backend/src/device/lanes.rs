@@ -158,7 +158,7 @@ impl Lanes {
                 }
                 device.record(self.there, lane.uploaded)?;
                 device.wait(self.kernels, lane.uploaded)?;
-                let step = steps.of(of.group, of.t);
+                let step = steps.of(of.group, of.t, of.divisor);
                 let formula = reducers::formula(&step, !at.is_empty());
                 let slots = places.slots.map(|slot| slot.map(|slot| words(slot, run)));
                 for slot in slots.into_iter().take(step.reducer.state_slots()).flatten().filter(|_| *anew) {

@@ -108,9 +108,10 @@ impl Plan {
                 Work::Reduce { step, groups, fresh_state, .. },
                 Work::Reduce { step: other, groups: others, fresh_state: fresh, .. },
             ) => {
-                // The highest step of a tensor is known only when the plan is sealed.
+                // The highest step of a tensor is known only when the plan is sealed, and so is which contributions bring
+                // values of averaged tensors.
                 let alike = |step: &reducer::Step| reducer::Step { t: 0, ..step.clone() };
-                alike(step) == alike(other) && groups == others && fresh_state == fresh
+                alike(step) == alike(other) && groups.are_like(others) && fresh_state == fresh
             }
             (work, other) => work == other,
         };

@@ -446,10 +446,10 @@ impl PartitionStore {
         Ok(Arc::new(job))
     }
 
-    /// Sets the final steps of tensors, for a job that has begun before they were known. Blocks that are computed
-    /// already do not change.
-    pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps) {
-        if let (Some(builder), Work::Reduce { groups, .. }) = (job.builder(), job.work()) {
+    /// Sets the final steps of tensors, and their groups with what their sums are divided by, for a job that has begun
+    /// before they were known. Blocks that are computed already do not change.
+    pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps, groups: &Groups) {
+        if let (Some(builder), Work::Reduce { .. }) = (job.builder(), job.work()) {
             builder.seal(ByteSteps::of_partition(&self.shared.partition, tensors, groups));
         }
     }

@@ -332,7 +332,7 @@ impl VersionBuilder {
             // Beside others in the block that change without contributions.
             let is_inert = terms.is_empty() && reducers::is_inert(step);
             if t > 0 && brings != Brings::Nobody && !is_inert {
-                let step = reducer::Step { t, ..step.clone() };
+                let step = steps.of(of.group, t, of.divisor);
                 // SAFETY: states and masters are owned by block, like the buffers they belong to.
                 finite &=
                     unsafe { self.reduce(wire, &step, counts, elements, (weights, output), state_before) };

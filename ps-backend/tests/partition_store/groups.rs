@@ -158,6 +158,55 @@ fn a_tensor_has_the_bits_of_a_model_of_its_group() {
     }
 }
 
+/// Beside optimizers, with what counts for gradients alone.
+#[test]
+fn an_averaged_tensor_is_the_mean_of_the_values() {
+    use libmodelio::vocabulary::norm::Norm;
+    use libmodelio::vocabulary::reducer::Aggregation;
+
+    for model in &models() {
+        let (weights, sent) = (common::initial_weights(model), Sent::new(model, 2));
+        let count = model.tensors().len();
+        let averaged = Overrides { reducer: Some(Reducer::Average), ..Overrides::default() };
+        let is_averaged = |tensor: usize| [true, false, true, true, false, true, false][tensor];
+        let of = |tensor| if is_averaged(tensor) { averaged } else { Overrides::default() };
+        // Tensor 3 is in some contributions alone, which count half.
+        let by = |tensor| (tensor == 3).then(|| Norm::new(0.5));
+        let mut all = Vec::new();
+        for (home, reducer) in homes::all().iter().flat_map(|home| mixable().map(move |of| (home, of))) {
+            let groups = Groups::new((0..count).map(of)).divided(reducer, by);
+            let mut course = Course::new((model, &weights), groups.widest(reducer), home, &sent.0);
+            let mut step = base(reducer);
+            (step.hyper.loss_scale, step.hyper.aggregation) = (64.0, Aggregation::Sum);
+            step.norm = Some(Norm::new(1e9));
+            course.step(&step, &groups, &TensorSteps::uniform(count, 1), true);
+            all.push((format!("{reducer}, {home:?}"), course.weights()));
+        }
+        let [first, second] = sent.0[0].each_ref().map(|sent| common::decode(model, sent));
+        let before = common::decode(model, &weights);
+        let (what, one) = &all[0];
+        let got = common::decode(model, one);
+        let mut at = 0;
+        for (i, tensor) in model.tensors().iter().enumerate() {
+            let bytes = tensor.bytes.start as usize..tensor.bytes.end as usize;
+            let size = bytes.len() / tensor.shape.iter().product::<usize>();
+            for (what, other) in all.iter().filter(|_| is_averaged(i)) {
+                assert!(other[bytes.clone()] == one[bytes.clone()], "tensor {i}, {what}");
+            }
+            for byte in bytes.step_by(size) {
+                let brings = (byte / BLOCK as usize + 1) % 4 != 0;
+                let mean = (first[at] + second[at]) / if i == 3 { 0.5 } else { 2.0 };
+                let want = if brings { mean } else { before[at] };
+                // `decode` does not read doubles.
+                let counts = is_averaged(i) && tensor.dtype != DType::F64;
+                let close = (got[at] - want).abs() <= want.abs() / 100.0;
+                assert!(close || !counts, "tensor {i}, {what}: {} is not {want}", got[at]);
+                at += 1;
+            }
+        }
+    }
+}
+
 #[test]
 fn a_tensor_with_another_reducer_begins_with_state_of_zero() {
     let model = model(&[DType::F32]);

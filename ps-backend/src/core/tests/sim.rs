@@ -8,6 +8,7 @@ use std::sync::Arc;
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::layout::DType;
 use libmodelio::vocabulary::norm::Norm;
 
 use super::super::*;
@@ -21,6 +22,13 @@ pub const TENSORS: usize = 2;
 /// The tensor of a block.
 fn tensor_of(block: u32) -> usize {
     block as usize / 2
+}
+
+/// By what the sum of a tensor is divided, if that is not the number of all contributions.
+fn divisor_of(groups: &Groups, tensor: usize) -> Option<Norm> {
+    let runs = groups.divisors().iter();
+    let mut all = runs.flat_map(|&(count, divisor)| std::iter::repeat_n(divisor, count as usize));
+    all.nth(tensor).flatten()
 }
 
 /// A contribution, under a name of its own.
@@ -74,8 +82,8 @@ pub struct Sim {
     last_reducers: [Option<Reducer>; TENSORS],
     /// Versions that have changed each tensor since the state was zero.
     steps: [u64; TENSORS],
-    /// The steps of the tensors of blocks that came early.
-    early: BTreeMap<u32, u64>,
+    /// The steps of the tensors of blocks that came early, and the divisors of their sums.
+    early: BTreeMap<u32, (u64, Option<Norm>)>,
     /// The provisional plan under way.
     pub provisional: Option<Arc<Plan<Uid>>>,
     pub left: Vec<(LearnerId, LeaveReason)>,
@@ -147,14 +155,17 @@ impl Sim {
         let open = self.provisional.as_ref().and_then(|plan| plan.provisional.as_ref());
         // A block of a later step is not part of the plan.
         let Some(open) = open.filter(|_| self.core.is_early(learner)) else { return false };
-        let Some(Work::Reduce { tensors, .. }) = self.provisional.as_ref().map(|plan| &plan.work) else {
+        let Some(Work::Reduce { tensors, groups, .. }) = self.provisional.as_ref().map(|plan| &plan.work)
+        else {
             return false;
         };
+        let tensor = tensor_of(block);
+        let early = (tensors.of(tensor), divisor_of(groups, tensor));
         let came = self.back.entry(block).or_default();
         came.insert(uid);
         // When all have come that may come, the block is computed.
         if came.len() == open.len() {
-            self.early.insert(block, tensors.of(tensor_of(block)));
+            self.early.insert(block, early);
         }
         true
     }
@@ -327,9 +338,9 @@ impl Sim {
     }
 
     pub fn set(&mut self, name: &str, value: &str) {
-        let names = ["head", "body"];
+        let tensors = ["head", "body"].map(|name| (name, DType::F32));
         if let Ok(controls) = self.core.controls().with(name, value)
-            && let Ok((frozen, groups)) = controls.of_tensors(names.into_iter())
+            && let Ok((frozen, groups)) = controls.of_tensors(tensors.into_iter())
         {
             self.core.set_tensors(frozen, groups);
             self.call(|core, now, actions| core.set_controls(controls, now, actions));
@@ -500,7 +511,15 @@ impl Sim {
                 );
             }
             for (block, early) in std::mem::take(&mut self.early) {
-                assert_eq!(early, tensors.of(tensor_of(block)), "the step of block {block}");
+                let tensor = tensor_of(block);
+                let sealed = (tensors.of(tensor), divisor_of(groups, tensor));
+                assert_eq!(early, sealed, "the step and divisor of block {block}");
+            }
+            for tensor in groups.averaged(step.reducer).flatten().filter(|&tensor| is_written(tensor)) {
+                let of_tensor = version.iter().filter(|(block, _)| tensor_of(**block) == tensor);
+                let writers: BTreeSet<Uid> = of_tensor.flat_map(|(_, uids)| uids).copied().collect();
+                let divisor = divisor_of(groups, tensor).map_or(f64::from(step.contributions), Norm::get);
+                assert_eq!(divisor, writers.len() as f64, "tensor {tensor} is the mean of what was written");
             }
             self.accumulator.clear();
         }

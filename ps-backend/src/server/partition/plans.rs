@@ -132,8 +132,8 @@ impl Partition {
         }
         match &state.job {
             Some((of, job)) if seals && *of == id => {
-                if let Work::Reduce { tensors, .. } = &work {
-                    self.store.seal(job, tensors);
+                if let Work::Reduce { tensors, groups, .. } = &work {
+                    self.store.seal(job, tensors, groups);
                 }
             }
             _ if begins || seals => state.starting = Some((id, base, work, check)),
@@ -308,10 +308,10 @@ impl Partition {
             let job = self.store.begin(base, work, check)?;
             state = self.state.lock();
             // The plan may have been sealed meanwhile.
-            if let Some((_, _, Work::Reduce { tensors, .. }, _)) = &state.starting
+            if let Some((_, _, Work::Reduce { tensors, groups, .. }, _)) = &state.starting
                 && !state.core.is_provisional()
             {
-                self.store.seal(&job, tensors);
+                self.store.seal(&job, tensors, groups);
             }
             if state.core.wants(plan) {
                 state.job = Some((plan, job));
