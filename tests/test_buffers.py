@@ -187,26 +187,31 @@ def test_who_writes_nothing_of_an_averaged_tensor_does_not_count(start_mount, mo
         assert mount.version() == version + 1
 
 
-def test_who_writes_nothing_of_an_averaged_tensor_does_not_count__while_plans_begin_early(cluster, model):
-    """One learner has written all, before it is known that the other one writes no buffers."""
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_who_writes_nothing_of_an_averaged_tensor_does_not_count__while_plans_begin_early(
+    cluster, model, first, count
+):
+    """Blocks are sent before it is known that one learner writes no buffers, on its own mount or beside the other."""
     one = cluster(2)
     one.create("m", model=model(), learners=2, **SETTINGS)
-    mounts = {name: one.mount(transport="tcp") for name in "ab"}
+    near = one.mount(transport="tcp")
+    mounts = {"a": near, "b": near if count == 1 else one.mount(transport="tcp")}
     files = {}
     for name, mount in mounts.items():
-        files[name] = open(mount.join(name) / "gradients", "wb", buffering=0)
-    for at, data in contribution(of(0, 3, 40)):
-        os.pwrite(files["a"].fileno(), data, at)
-    for at, data in contribution(of(0)):
-        os.pwrite(files["b"].fileno(), data, at)
-    time.sleep(0.5)
+        files[name] = os.open(mount.join(name) / "gradients", os.O_WRONLY)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda file: os.fsync(file.fileno()), files.values()))
+        for name, values in sorted({"a": of(0, 3, 40), "b": of(0)}.items(), reverse=first == "b"):
+            for at, data in contribution(values):
+                os.pwrite(files[name], data, at)
+            ended = threads.submit(os.fsync, files[name])
+            time.sleep(0.3)
+        ended.result()
     for mount in mounts.values():
         mount.catch_up()
         expect(mount, 1, 3, 40)
     for file in files.values():
-        file.close()
+        os.close(file)
 
 
 @pytest.mark.also_on_network
@@ -297,7 +302,7 @@ def test_averaged_tensors_go_on_after_a_snapshot(start_mount, gradfs, model, tmp
     step(mounts, {"a": of(1, 3, 40), "b": of(1, 5, 8)})
     saved = gradfs("save", mount.model, tmp_path / "saved")
     assert saved.returncode == 0, saved.stderr
-    again = start_mount(model=tmp_path / "saved")
+    again = start_mount("--from", tmp_path / "saved", name="m")
     expect(again, 1, 4, 24)
     assert again.control("tensors") == RULE
     mounts = {name: again for name in "ab"}

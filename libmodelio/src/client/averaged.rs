@@ -1,7 +1,8 @@
 //! The tensors whose values a rule averages in a model of gradients. A client must know them, because of such a tensor a
-//! contribution brings all or nothing, and its values cross a network as they are.
+//! contribution brings all or nothing, its values cross a network as they are, and a plan that has begun early must know who
+//! brings them.
 
-use std::ops::Range;
+use fixedbitset::FixedBitSet;
 
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::layout::ModelLayout;
@@ -18,10 +19,10 @@ pub struct Averaged {
 }
 
 impl Averaged {
-    /// Follows the settings.
-    pub fn follow(&mut self, layout: &ModelLayout, controls: &Controls) {
+    /// Follows the settings. Returns whether they are others than before.
+    pub fn follow(&mut self, layout: &ModelLayout, controls: &Controls) -> bool {
         if (self.of.0, &self.of.1) == (controls.reducer, &controls.tensors) {
-            return;
+            return false;
         }
         self.of = (controls.reducer, controls.tensors.clone());
         self.tensors.clear();
@@ -31,6 +32,7 @@ impl Averaged {
             let groups = controls.tensors.resolve(names).map(|(_, groups)| groups).unwrap_or_default();
             self.tensors.extend(groups.averaged(controls.reducer).flatten());
         }
+        true
     }
 
     /// Their numbers, in order.
@@ -38,14 +40,12 @@ impl Averaged {
         &self.tensors
     }
 
-    /// Whether one of them has bytes in this range.
-    pub fn overlaps(&self, layout: &ModelLayout, bytes: &Range<u64>) -> bool {
-        let of = |tensor: usize| &layout.tensors()[tensor].bytes;
-        let first = self.tensors.partition_point(|&tensor| of(tensor).end <= bytes.start);
-        self.tensors[first..].iter().map(|&tensor| of(tensor)).any(|of| {
-            // Behind the range there may be one that is empty, and no byte of it is there.
-            of.start < bytes.end && !of.is_empty()
-        })
+    /// The blocks that have bytes of them.
+    pub fn blocks(&self, layout: &ModelLayout) -> FixedBitSet {
+        let mut blocks = FixedBitSet::with_capacity(layout.blocks() as usize);
+        let of = |tensor: &usize| layout.blocks_of(layout.tensors()[*tensor].bytes.clone());
+        blocks.extend(self.tensors.iter().flat_map(of).map(|block| block.index()));
+        blocks
     }
 }
 
@@ -56,18 +56,14 @@ mod tests {
 
     #[test]
     fn the_averaged_tensors_follow_from_the_rules_and_the_models_reducer() {
-        let sizes = [("a", 3), ("bn.mean", 5), ("none", 0), ("bn.var", 4), ("b", 7)];
+        let sizes = [("a", 20_000), ("bn.mean", 5), ("none", 0), ("bn.var", 20_000), ("b", 7)];
         let tensors = sizes.map(|(name, count)| (name.to_owned(), DType::F32, vec![count]));
         let layout = ModelLayout::new(tensors.to_vec(), 64 << 10).unwrap();
         let rules = Controls::default().with("tensors", "bn.* reducer=average\nnone reducer=average").unwrap();
         let mut averaged = Averaged::default();
-        averaged.follow(&layout, &rules);
+        assert!(averaged.follow(&layout, &rules) && !averaged.follow(&layout, &rules));
         assert_eq!(averaged.tensors(), [1, 2, 3]);
-        for (bytes, overlaps) in
-            [(0..12, false), (0..13, true), (12..14, true), (40..48, true), (48..76, false), (0..76, true)]
-        {
-            assert_eq!(averaged.overlaps(&layout, &bytes), overlaps, "{bytes:?}");
-        }
+        assert_eq!(averaged.blocks(&layout).ones().collect::<Vec<_>>(), [1, 2]);
         averaged.follow(&layout, &rules.with("reducer", "average").unwrap());
         assert_eq!(averaged.tensors(), [0usize; 0], "all of it is models");
         averaged.follow(&layout, &rules.with("tensors", "bn.* frozen").unwrap());

@@ -38,7 +38,9 @@ impl Inner {
     /// Forgets residuals, and gives their memory back, once contributions go in full. With another reducer or loss scale,
     /// what was lost has another unit than what comes; and so it has if other tensors are averaged.
     pub(super) fn forget_residuals(&mut self, layout: &ModelLayout) {
-        self.averaged.follow(layout, &self.core.state().controls);
+        if self.averaged.follow(layout, &self.core.state().controls) {
+            self.core.set_averaged(self.averaged.blocks(layout));
+        }
         let controls = self.controls();
         let averaged = self.averaged.tensors().to_vec();
         let unit = Some((controls.reducer, controls.hyper.loss_scale.to_bits(), averaged));
@@ -79,10 +81,7 @@ impl Shared {
         coding: Coding,
         sources: usize,
     ) -> Option<(Coding, Arc<Residuals>)> {
-        if self.is_small(inner) || sources == 0 {
-            return None;
-        }
-        if inner.averaged.overlaps(&self.layout, &self.layout.block_bytes(block)) {
+        if self.is_small(inner) || sources == 0 || inner.core.averages(block) {
             return None;
         }
         let full = sum::shape(&self.layout, block, sources, false).1;
