@@ -59,7 +59,8 @@ mod tests {
         let sizes = [("a", 20_000), ("bn.mean", 5), ("none", 0), ("bn.var", 20_000), ("b", 7)];
         let tensors = sizes.map(|(name, count)| (name.to_owned(), DType::F32, vec![count]));
         let layout = ModelLayout::new(tensors.to_vec(), 64 << 10).unwrap();
-        let rules = Controls::default().with("tensors", "bn.* reducer=average\nnone reducer=average").unwrap();
+        let rules =
+            Controls::default().with("tensors", "bn.* reducer=average\nnone reducer=average").unwrap();
         let mut averaged = Averaged::default();
         assert!(averaged.follow(&layout, &rules) && !averaged.follow(&layout, &rules));
         assert_eq!(averaged.tensors(), [1, 2, 3]);

@@ -156,9 +156,8 @@ impl Contributor {
         let is_part = |tensor: &&Tensor| {
             let missing = |block: BlockId| {
                 let (bytes, of) = (self.layout.block_bytes(block), &tensor.bytes);
-                let within = |range: &Range<u64>| {
-                    range.end.min(of.end).saturating_sub(range.start.max(of.start))
-                };
+                let within =
+                    |range: &Range<u64>| range.end.min(of.end).saturating_sub(range.start.max(of.start));
                 let gaps = gaps.binary_search_by_key(&block, |gaps| gaps.block).ok().map(|at| &gaps[at]);
                 match gaps {
                     _ if !sent.contains(block.index()) => within(&bytes),

@@ -614,9 +614,8 @@ impl Controls {
                 self.reducer
             )));
         }
-        let sums = |reducer: &Reducer| {
-            reducer.averages() != self.reducer.averages() && !reducer.averages_values()
-        };
+        let sums =
+            |reducer: &Reducer| reducer.averages() != self.reducer.averages() && !reducer.averages_values();
         let has_mean = self.hyper.aggregation == Aggregation::Mean;
         match self.tensors.reducers().find(sums).filter(|_| has_mean && self.hyper.clip_norm > 0.0) {
             Some(other) => Err(ControlError::Conflict(format!(

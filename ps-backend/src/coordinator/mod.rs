@@ -148,7 +148,8 @@ impl CoordinatorCore {
         patience: Now,
     ) -> Result<CoordinatorCore, ControlError> {
         let (blocks, tensors, names) = (layout.blocks(), layout.tensors().len(), names(layout));
-        let (frozen, groups) = controls.of_tensors(names.iter().map(|(name, dtype)| (name.as_str(), *dtype)))?;
+        let (frozen, groups) =
+            controls.of_tensors(names.iter().map(|(name, dtype)| (name.as_str(), *dtype)))?;
         let mut core = JobCore::new(blocks, tensors, controls);
         core.set_tensors(frozen, groups);
         Ok(CoordinatorCore {

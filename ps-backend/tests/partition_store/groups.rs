@@ -194,7 +194,7 @@ fn an_averaged_tensor_is_the_mean_of_the_values() {
                 assert!(other[bytes.clone()] == one[bytes.clone()], "tensor {i}, {what}");
             }
             for byte in bytes.step_by(size) {
-                let brings = (byte / BLOCK as usize + 1) % 4 != 0;
+                let brings = !(byte / BLOCK as usize + 1).is_multiple_of(4);
                 let mean = (first[at] + second[at]) / if i == 3 { 0.5 } else { 2.0 };
                 let want = if brings { mean } else { before[at] };
                 // `decode` does not read doubles.

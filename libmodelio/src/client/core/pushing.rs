@@ -384,7 +384,9 @@ impl ClientCore {
         for key in of {
             some |= match (self.held.get(key), self.learners.get(&key.0).and_then(|known| known.ahead(key.1)))
             {
-                (Some(held), _) if self.averages(block) && !held.whole.contains(block.index()) => return false,
+                (Some(held), _) if self.averages(block) && !held.whole.contains(block.index()) => {
+                    return false;
+                }
                 (Some(held), _) => held.whole.contains(block.index()),
                 (None, Some(ahead)) if ahead.whole.contains(block.index()) => true,
                 (None, _) => return false,
