@@ -136,6 +136,24 @@ def test_an_averaged_tensor_is_the_mean_of_what_learners_wrote__of_all_types(sta
         expect(mount, 1, mean + 1, 24, dtype)
 
 
+@pytest.mark.also_on_network
+@pytest.mark.parametrize("consistency", ["async", "ssp(1)"])
+def test_an_averaged_tensor_is_the_mean_of_what_learners_wrote__one_a_version(start_mount, model, consistency):
+    """That of the newest contribution, whatever its staleness."""
+    settings = {**SETTINGS, "consistency": consistency, "staleness_aware": True, "learning_rate": 0}
+    mount = start_mount(model=model(), learners=2, **settings)
+    mounts = {name: mount for name in "ab"}
+    for name in mounts:
+        mount.join(name)
+    for version, (name, values) in enumerate([("a", (3, 40)), ("b", (5, 8)), ("a", (7, None)), ("b", (None, 9))]):
+        step({name: mount}, {name: of(1, *values)})
+        mount.wait_for_version(version + 1)
+        want = weights(mount)
+        for tensor, value in zip(("bn.running_mean", "bn.running_var"), values):
+            assert value is None or want[tensor] == value
+    expect(mount, 1, 7, 9)
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("wire", ["full", "int8", "topk(0.01)"])
 def test_an_averaged_tensor_is_the_mean_of_what_learners_wrote__on_several_mounts(cluster, model, transport, wire):
