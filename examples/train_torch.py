@@ -9,8 +9,8 @@ The parameters are loaded from a safetensors file. The gradients are written whe
 layer to the first as autograd has them ready: a block goes on its way as soon as it is whole. The optimizer is
 in the mount.
 
-With `make_digits_model.py digits.safetensors --convolutional` the model has BatchNorm. Its buffers (running means and
-variances) are computed by each learner and are no parameters: loading them from the mount in each step would reset them.
+With `make_digits_model.py digits.safetensors --convolutional` the model has BatchNorm. Of its running means and variances,
+each learner writes its own values, and a rule has the mount average them.
 """
 
 import os
@@ -61,12 +61,20 @@ def network_of(layout):
     return Convolutions(layout) if "convolution1.weight" in layout.tensors else Perceptron(layout)
 
 
-def load_parameters(network, weights):
-    """Loads the parameters from a safetensors file; buffers keep what this process has computed."""
+RULE = "*.running_* reducer=average"
+
+
+def running(network):
+    """The buffers that are averaged."""
+    return [(name, buffer) for name, buffer in network.named_buffers() if ".running_" in name]
+
+
+def load(network, weights):
+    """Loads parameters and running statistics from a safetensors file."""
     tensors = load_file(weights)
     with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            parameter.copy_(tensors[name])
+        for name, tensor in [*network.named_parameters(), *running(network)]:
+            tensor.copy_(tensors[name])
 
 
 def train(directory, layout, network, epochs, clock, on_epoch):
@@ -78,7 +86,7 @@ def train(directory, layout, network, epochs, clock, on_epoch):
         # can be before the next step is ours.
         open(directory / "weights", "rb").close()
         clock.lap("open")
-        load_parameters(network, weights)
+        load(network, weights)
         clock.lap("read")
 
     for epoch, batches in enumerate(epochs):
@@ -88,6 +96,8 @@ def train(directory, layout, network, epochs, clock, on_epoch):
             torch.nn.functional.cross_entropy(network(images), labels).backward()
             clock.lap("compute")
             with open(directory / "gradients", "wb") as file:
+                for name, buffer in running(network):
+                    os.pwrite(file.fileno(), buffer.numpy(), layout.tensors[name][0])
                 for name, parameter in reversed(list(network.named_parameters())):
                     os.pwrite(file.fileno(), parameter.grad.numpy(), layout.tensors[name][0])
                 clock.lap("write")
@@ -165,11 +175,12 @@ def main():
     layout = Layout(job.model)
     first = configure(job)
     alone, trained = network_of(layout), network_of(layout)
-    load_parameters(alone, job.model / "weights.safetensors")
+    if running(trained):
+        (job.model / "control" / "tensors").write_text(RULE)
+    load(alone, job.model / "weights.safetensors")
     clocks, accuracies = zip(*run_learners(learner, job))
-    load_parameters(trained, job.model / "weights.safetensors")
+    load(trained, job.model / "weights.safetensors")
     last = int((job.model / "version").read_text())
-    # The first learner's network: buffers are each learner's own.
     report(clocks, accuracies[0], last)
     if job.check:
         train_alone(job, alone)

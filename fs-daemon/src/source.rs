@@ -84,8 +84,8 @@ impl Source {
     /// # Errors
     /// A model of which no tensor can be reduced, unless the reducer is `assign`: its training would change nothing.
     pub fn check_types(&self, name: &str, controls: &Controls) -> Result<(), Error> {
-        let names = self.layout.tensors().iter().map(|tensor| tensor.name.as_str());
-        let of_tensors = controls.of_tensors(names);
+        let tensors = self.layout.tensors().iter().map(|tensor| (tensor.name.as_str(), tensor.dtype));
+        let of_tensors = controls.of_tensors(tensors);
         of_tensors.map_err(|error| Error::usage(format!("model {name}: {error}")))?;
         let tensors = self.layout.tensors();
         controls.check_trainable(self.layout.is_trainable()).map_err(|error| {

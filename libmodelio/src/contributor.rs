@@ -49,6 +49,12 @@ pub enum ContributeError {
     /// The written bytes end in the middle of an element.
     #[error("what was written ends at byte {0}, in the middle of an element; the contribution is dropped")]
     HalfElement(u64),
+    /// An averaged tensor was written in part.
+    #[error(
+        "a part of tensor {0:?} was written, whose values a rule in control/tensors averages: write all of it or \
+         nothing; the contribution is dropped"
+    )]
+    PartOfAveraged(String),
     /// An earlier contribution of this learner is still being committed.
     #[error("the previous contribution is still being committed")]
     Busy,

@@ -201,7 +201,7 @@ impl Groups {
         let layout = ModelLayout::new(tensors.to_vec(), 64 << 10).unwrap();
         let names = || layout.tensors().iter().map(|tensor| tensor.name.as_str());
         assert!(names().eq(TENSORS.iter().map(|(name, _)| *name)));
-        let (frozen, groups) = controls.of_tensors(names()).unwrap();
+        let (frozen, groups) = controls.of_tensors(names().map(|name| (name, dtype))).unwrap();
         let partition = layout.partition(&[BlockId(0)]).unwrap();
         let store = PartitionStore::new(partition, controls.widest_reducer(), Limits::default()).unwrap();
         let elements = TENSORS.iter().map(|(_, count)| *count as u64).sum();

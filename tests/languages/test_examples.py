@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -43,7 +44,7 @@ def test_two_learners_in_torch(digits):
     assert "check passed" in example("train_torch.py", digits, "--check")
 
 
-def test_buffers_of_batch_norm_stay_the_learners_own(start_mount, tmp_path):
+def test_running_statistics_of_batch_norm_are_averaged(start_mount, tmp_path):
     """A network with BatchNorm learns in its learners as it does in one process, and is as good when it is evaluated."""
     for module in ("sklearn", "torch", "safetensors.torch"):
         pytest.importorskip(module)
@@ -51,6 +52,9 @@ def test_buffers_of_batch_norm_stay_the_learners_own(start_mount, tmp_path):
     example("make_digits_model.py", file, "--convolutional")
     model = start_mount(model=file, lifetime=DEADLINE).model
     assert "check passed" in example("train_torch.py", model, "--epochs", "5", "--check")
+    assert (model / "control" / "tensors").read_text() == "*.running_* reducer=average\n"
+    for name in ("norm1.running_mean", "norm2.running_mean"):
+        assert np.load(model / "tensors" / f"{name}.npy").any(), name
 
 
 def test_the_check_can_fail(digits):

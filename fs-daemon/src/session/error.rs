@@ -84,9 +84,9 @@ impl From<ContributeError> for CallError {
         match error {
             ContributeError::Shard(error) => error.into(),
             ContributeError::Refused(refused) => refused.into(),
-            ContributeError::HalfElement(_) | ContributeError::Writing => {
-                CallError::new(libc::EINVAL, error.to_string())
-            }
+            ContributeError::HalfElement(_)
+            | ContributeError::PartOfAveraged(_)
+            | ContributeError::Writing => CallError::new(libc::EINVAL, error.to_string()),
             ContributeError::Busy => CallError::new(libc::EBUSY, error.to_string()),
             ContributeError::Dropped => CallError::new(libc::EIO, error.to_string()),
         }

@@ -9,6 +9,7 @@ use super::sum;
 use crate::transport::TransportKind;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, PlanId};
+use crate::vocabulary::layout::ModelLayout;
 
 /// Why contributions cross the network in full, whatever the setting is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
@@ -35,13 +36,18 @@ pub enum FullBecause {
 
 impl Inner {
     /// Forgets residuals, and gives their memory back, once contributions go in full. With another reducer or loss scale,
-    /// what was lost has another unit than what comes.
-    pub(super) fn forget_residuals(&mut self) {
+    /// what was lost has another unit than what comes; and so it has if other tensors are averaged.
+    pub(super) fn forget_residuals(&mut self, layout: &ModelLayout) {
+        if self.averaged.follow(layout, &self.core.state().controls) {
+            self.core.set_averaged(self.averaged.blocks(layout));
+        }
         let controls = self.controls();
-        let unit = (controls.reducer, controls.hyper.loss_scale.to_bits());
-        if self.unit.replace(unit).is_some_and(|before| before != unit) {
+        let averaged = self.averaged.tensors().to_vec();
+        let unit = Some((controls.reducer, controls.hyper.loss_scale.to_bits(), averaged));
+        if self.unit != unit && self.unit.is_some() {
             self.residuals = None;
         }
+        self.unit = unit;
         if self.controls().wire.is_none() && self.core.coding().is_none() {
             self.residuals = None;
         }
@@ -65,8 +71,8 @@ impl Shared {
         }
     }
 
-    /// How a block of so many sources is coded: `None` if the form would not be shorter. A form that is as long brings
-    /// what the block has lost before.
+    /// How a block of so many sources is coded: `None` if the form would not be shorter, or if the block has values that
+    /// are averaged. A form that is as long brings what the block has lost before.
     pub(super) fn codes(
         &self,
         inner: &mut Inner,
@@ -75,7 +81,7 @@ impl Shared {
         coding: Coding,
         sources: usize,
     ) -> Option<(Coding, Arc<Residuals>)> {
-        if self.is_small(inner) || sources == 0 {
+        if self.is_small(inner) || sources == 0 || inner.core.averages(block) {
             return None;
         }
         let full = sum::shape(&self.layout, block, sources, false).1;

@@ -180,6 +180,11 @@ impl Job {
         (inner.controls().reducer, inner.controls().hyper.clone())
     }
 
+    /// The tensors of which learners write values that are averaged, in a model of gradients. They are sorted.
+    pub fn averaged(&self) -> Vec<usize> {
+        self.shared.inner.lock().averaged.tensors().to_vec()
+    }
+
     // -- versions
 
     /// The newest version that can be read here.

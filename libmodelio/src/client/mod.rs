@@ -18,6 +18,7 @@
 //! | `versions` | the versions that the client shows |
 //! | `sum` | sums of contributions, before they cross the network |
 
+mod averaged;
 mod blocks;
 mod coding;
 mod connections;

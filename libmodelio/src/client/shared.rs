@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::averaged::Averaged;
 use super::core::{Action, ClientCore, Now, Token};
 use super::inquiry::{Inquiry, Unconfirmed};
 use super::late::Late;
@@ -61,8 +62,10 @@ pub(super) struct Inner {
     pub(super) spare: Vec<Vec<u8>>,
     /// What coded blocks have lost, as long as blocks are coded.
     pub(super) residuals: Option<Arc<Residuals>>,
-    /// The reducer that they are of, and the bits of the loss scale.
-    pub(super) unit: Option<(Reducer, u32)>,
+    /// The reducer that they are of, the bits of the loss scale, and the tensors that are averaged.
+    pub(super) unit: Option<(Reducer, u32, Vec<usize>)>,
+    /// The tensors whose values are averaged.
+    pub(super) averaged: Averaged,
     /// The form in force when the log last said where it has no effect.
     pub(super) said_coding: Option<Coding>,
     /// The pushing threads, for a shard in this process.
@@ -180,6 +183,7 @@ impl Inner {
             spare: Vec::new(),
             residuals: None,
             unit: None,
+            averaged: Averaged::default(),
             said_coding: None,
             pumps: Pumps::default(),
             checks_at: Now::ZERO,
@@ -522,7 +526,7 @@ impl Shared {
                 if let Some(residuals) = &inner.residuals {
                     residuals.begin(plan, counted);
                 }
-                inner.forget_residuals();
+                inner.forget_residuals(&self.layout);
             }
             Action::Release(learner, step) => {
                 inner.sources.remove(&(learner, step));
@@ -541,7 +545,7 @@ impl Shared {
                     after.gives_back = true;
                 }
                 inner.late.update(inner.core.state());
-                inner.forget_residuals();
+                inner.forget_residuals(&self.layout);
                 self.say_coding(inner);
                 // A pull that is put off may be due before the keeper would look.
                 if inner.core.pull_due().is_some_and(|due| due < inner.checks_at) {

@@ -3,10 +3,12 @@
 //! While the message is under way, the state is `committing` and not locked, because the answer may wake callers of
 //! this contributor.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use fixedbitset::FixedBitSet;
 use parking_lot::Mutex;
 
 use super::models::Made;
@@ -14,6 +16,7 @@ use super::{ContributeError, Contributor, STUCK, Share, State};
 use crate::tracker::Gaps;
 use crate::transport::{CommitNotice, Region, ShardError};
 use crate::vocabulary::ids::{BlockId, Step};
+use crate::vocabulary::layout::Tensor;
 use crate::vocabulary::partly::MAX_PIECES;
 use crate::vocabulary::reducer::Content;
 use crate::vocabulary::weight::Weight;
@@ -83,7 +86,7 @@ impl Contributor {
     /// Waits for writes in flight, and fills partly written blocks up with zeros. On success the state is
     /// `committing`.
     fn seal(&self, timeout: Duration) -> Result<Option<(Step, CommitNotice)>, ContributeError> {
-        let (step, gaps, staging, made) = {
+        let (step, gaps, sent, staging, made) = {
             let mut state = self.settled();
             if state.committing {
                 return Err(ContributeError::Busy);
@@ -103,12 +106,16 @@ impl Contributor {
             }
             let Some(step) = state.step else { return Ok(None) };
             state.committing = true;
-            (step, state.tracker.seal(), state.staging.clone(), state.made.clone())
+            let gaps = state.tracker.seal();
+            (step, gaps, state.tracker.sent_blocks().clone(), state.staging.clone(), state.made.clone())
         };
         let missing = || gaps.iter().flat_map(|gaps| &gaps.missing);
         let mut cuts = missing().flat_map(|range| [range.start, range.end]);
         if let Some(half) = cuts.find(|&cut| self.layout.splits_element(cut)) {
             return Err(self.unseal(ContributeError::HalfElement(half)));
+        }
+        if let Some(tensor) = self.part_of_averaged(&gaps, &sent) {
+            return Err(self.unseal(ContributeError::PartOfAveraged(tensor)));
         }
         match &made {
             None => missing().for_each(|missing| {
@@ -141,6 +148,27 @@ impl Contributor {
             lendable: true,
         };
         Ok(Some((step, notice)))
+    }
+
+    /// An averaged tensor of which a part was written. Zeros in the rest would be taken for values.
+    fn part_of_averaged(&self, gaps: &[Gaps], sent: &FixedBitSet) -> Option<String> {
+        let mut averaged = self.job.averaged().into_iter().map(|tensor| &self.layout.tensors()[tensor]);
+        let is_part = |tensor: &&Tensor| {
+            let missing = |block: BlockId| {
+                let (bytes, of) = (self.layout.block_bytes(block), &tensor.bytes);
+                let within =
+                    |range: &Range<u64>| range.end.min(of.end).saturating_sub(range.start.max(of.start));
+                let gaps = gaps.binary_search_by_key(&block, |gaps| gaps.block).ok().map(|at| &gaps[at]);
+                match gaps {
+                    _ if !sent.contains(block.index()) => within(&bytes),
+                    Some(gaps) => gaps.missing.iter().map(within).sum(),
+                    None => 0,
+                }
+            };
+            let missing: u64 = self.layout.blocks_of(tensor.bytes.clone()).map(missing).sum();
+            0 < missing && missing < tensor.bytes.end - tensor.bytes.start
+        };
+        averaged.find(is_part).map(|tensor| tensor.name.clone())
     }
 
     /// Makes the payload of blocks that were written in part, and completes the next replica.

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use strum::EnumString;
 
 use crate::vocabulary::coding::{CODINGS, Coding, NoCoding};
+use crate::vocabulary::dtype::DType;
 use crate::vocabulary::frozen::{Frozen, NoMatch};
 use crate::vocabulary::groups::{Groups, widest};
 use crate::vocabulary::ids::Version;
@@ -499,24 +500,35 @@ impl Controls {
         self.reducer.reads("learning_rate").then(rate)
     }
 
-    /// The tensors that are never reduced, and the groups of all tensors. `names` are those of the model's tensors, in
-    /// order.
+    /// The tensors that are never reduced, and the groups of all tensors. `tensors` are the names and types of the
+    /// model's, in order.
     ///
     /// # Errors
-    /// A pattern or a rule that means none of them. Or the model has too many tensors for a layer-wise reducer.
+    /// A pattern or a rule that means none of them, or one that averages what is no number. Or the model has too many
+    /// tensors for a layer-wise reducer.
     pub fn of_tensors<'a>(
         &self,
-        names: impl ExactSizeIterator<Item = &'a str> + Clone,
+        tensors: impl ExactSizeIterator<Item = (&'a str, DType)> + Clone,
     ) -> Result<(FixedBitSet, Groups), ControlError> {
         let layerwise = self.reducers().find(|reducer| reducer.is_layerwise());
-        if let Some(reducer) = layerwise.filter(|_| names.len() > MOST_MEASURED) {
-            let count = names.len();
+        if let Some(reducer) = layerwise.filter(|_| tensors.len() > MOST_MEASURED) {
+            let count = tensors.len();
             return Err(ControlError::Conflict(format!(
                 "reducer {reducer} measures each tensor, of {MOST_MEASURED} at most; the model has {count}"
             )));
         }
+        let names = tensors.clone().map(|(name, _)| name);
         let mut frozen = self.frozen.tensors(names.clone())?;
         let (by_rules, groups) = self.tensors.resolve(names)?;
+        let mut averaged = FixedBitSet::with_capacity(tensors.len());
+        groups.averaged(self.reducer).for_each(|range| averaged.insert_range(range));
+        let mut averaged = tensors.enumerate().filter(|(tensor, _)| averaged.contains(*tensor));
+        if let Some((_, (name, dtype))) = averaged.find(|(_, (_, dtype))| !dtype.is_reducible()) {
+            return Err(ControlError::Conflict(format!(
+                "tensors: a rule with reducer=average counts for {name:?}, which is {dtype}: a mean is of floats \
+                 (f32, f64, bf16 or f16), so leave that tensor out"
+            )));
+        }
         frozen.union_with(&by_rules);
         Ok((frozen, groups))
     }
@@ -580,9 +592,9 @@ impl Controls {
         for of in PARAMETERS.iter().filter(|of| ["clip_norm", "clip_value", "loss_scale"].contains(&of.name))
         {
             let ignores = |reducer: &Reducer| !reducer.reads(of.name);
-            if let Some(reducer) =
-                self.reducers().find(ignores).filter(|_| of.get(&self.hyper) != of.get(&default))
-            {
+            // Rules may name another one that ignores it: `average` takes values of single tensors as they are.
+            let ignoring = Some(&self.reducer).filter(|reducer| ignores(reducer));
+            if let Some(reducer) = ignoring.filter(|_| of.get(&self.hyper) != of.get(&default)) {
                 return Err(ControlError::Conflict(format!(
                     "{} ({}) is for gradients, and reducer {reducer} takes none: set it to {} first",
                     of.name,
@@ -622,7 +634,8 @@ impl Controls {
                 self.reducer
             )));
         }
-        let sums = |reducer: &Reducer| reducer.averages() != self.reducer.averages();
+        let sums =
+            |reducer: &Reducer| reducer.averages() != self.reducer.averages() && !reducer.averages_values();
         let has_mean = self.hyper.aggregation == Aggregation::Mean;
         match self.tensors.reducers().find(sums).filter(|_| has_mean && self.hyper.clip_norm > 0.0) {
             Some(other) => Err(ControlError::Conflict(format!(

@@ -1,10 +1,12 @@
 //! Groups of tensors that are reduced each in its own way, like the parameter groups of torch's optimizers; and the
 //! reducer of each tensor. Plain data.
 
+use std::ops::Range;
+
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
-use crate::vocabulary::reducer::{Reducer, Step, decimal};
+use crate::vocabulary::reducer::{Content, Reducer, Step, decimal};
 
 /// What the tensors of a group have in place of the model's settings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -18,10 +20,16 @@ pub struct Overrides {
 }
 
 impl Overrides {
+    /// Whether contributions to a model with this reducer hold values of the tensors, whose mean counts.
+    fn averages(&self, model: Reducer) -> bool {
+        model.content() == Content::Gradient && self.reducer.is_some_and(Reducer::averages_values)
+    }
+
     /// The step of the group in a version that has this step for the model.
     fn step(&self, of_model: &Step) -> Step {
         let mut step = of_model.clone();
         step.reducer = self.reducer.unwrap_or(step.reducer);
+        step.of_values = self.averages(of_model.reducer);
         if let Some(decay) = self.weight_decay {
             step.hyper.weight_decay = decay;
         }
@@ -82,6 +90,17 @@ impl Groups {
     /// How many tensors in a row are of which group. There are none if all tensors have the model's settings.
     pub fn runs(&self) -> &[(u32, GroupId)] {
         &self.tensors
+    }
+
+    /// The tensors whose values are averaged in a model with this reducer, as ranges.
+    pub fn averaged(&self, model: Reducer) -> impl Iterator<Item = Range<usize>> {
+        let of = |group: GroupId| group.index().and_then(|index| self.overrides.get(index));
+        let mut end = 0;
+        let runs = self.tensors.iter().map(move |&(count, group)| {
+            end += count as usize;
+            (end - count as usize..end, group)
+        });
+        runs.filter(move |&(_, group)| of(group).is_some_and(|of| of.averages(model))).map(|(range, _)| range)
     }
 
     /// The steps of all groups in a version that has this step for the model.
@@ -262,6 +281,18 @@ mod tests {
         let huge = Overrides { learning_rate_scale: Some(f32::MAX), ..NONE };
         let fast = Step { hyper: Hyper { learning_rate: f32::MAX, ..Hyper::default() }, ..model };
         assert_eq!(Groups::new([huge]).steps(&fast).of_group(GroupId(1)).hyper.learning_rate, f32::MAX);
+    }
+
+    #[test]
+    fn averaged_tensors_have_steps_of_values() {
+        let averaged = Overrides { reducer: Some(Reducer::Average), ..NONE };
+        let groups = Groups::new([NONE, averaged, averaged, PLAIN, averaged]);
+        assert_eq!(groups.averaged(Reducer::Adam).collect::<Vec<_>>(), [1..3, 4..5]);
+        assert_eq!(groups.averaged(Reducer::Average).count(), 0, "all of it is models");
+        let steps = groups.steps(&Step { reducer: Reducer::Adam, contributions: 2, ..Step::default() });
+        let [adam, average] = [0, 1].map(|group| steps.of_group(GroupId(group)));
+        assert!(average.of_values && !adam.of_values && average.reducer == Reducer::Average);
+        assert_eq!(average.scale(), 0.5);
     }
 
     #[test]

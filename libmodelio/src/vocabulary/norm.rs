@@ -155,7 +155,8 @@ impl Squares {
     }
 }
 
-/// A factor on the step of each tensor, by runs of tensors with the same one. There are no runs if no tensor has a factor.
+/// A factor of each tensor, by runs of tensors with the same one: on its step, or on the sum of its values. There are no
+/// runs if no tensor has a factor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorFactors(Vec<(u32, Option<Norm>)>);
 
@@ -174,6 +175,21 @@ impl TensorFactors {
             runs.clear();
         }
         TensorFactors(runs)
+    }
+
+    /// The number of tensors.
+    pub fn tensors(&self) -> u64 {
+        self.0.iter().map(|&(count, _)| u64::from(count)).sum()
+    }
+
+    /// The factor of one tensor.
+    pub fn of(&self, tensor: usize) -> Option<f64> {
+        let mut end = 0;
+        let run = self.0.iter().find(|(count, _)| {
+            end += *count as usize;
+            tensor < end
+        });
+        run.and_then(|&(_, factor)| factor).map(Norm::get)
     }
 
     /// How many tensors in a row have which factor.

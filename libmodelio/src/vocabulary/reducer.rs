@@ -154,7 +154,8 @@ reducers! {
     Lamb: Sum, ["exp_avg", "exp_avg_sq"], STEPS, [beta1, beta2, epsilon];
     /// `w'` is the value the last contribution holds; without one, `w` stays.
     Assign: Last, [], PUTS, [];
-    /// `w' = w + mean of (learner's weights - what they began from)`.
+    /// `w' = w + mean of (learner's weights - what they began from)`. Of single tensors in a model of gradients, `w'` is the
+    /// mean of the values that learners have written.
     Average: Sum, [], MEANS, [];
     /// Elastic averaging: `w'` is `w` plus the corrections of the replicas.
     Easgd: Sum, [], PULLS, [];
@@ -183,10 +184,17 @@ impl Reducer {
         self.facts().combine
     }
 
-    /// Whether some tensors of a model can have this reducer while others have `other`: what one contribution brings is
-    /// gradients, or else all of it is something else.
-    pub fn mixes_with(self, other: Reducer) -> bool {
-        self == other || [self, other].map(Reducer::content) == [Content::Gradient; 2]
+    /// Whether some tensors can have this reducer in a model whose own is `model`: what one contribution brings is
+    /// gradients, and perhaps values of averaged tensors, or else all of it is something else.
+    pub fn mixes_with(self, model: Reducer) -> bool {
+        let adds = self.content() == Content::Gradient;
+        self == model || model.content() == Content::Gradient && (adds || self.averages_values())
+    }
+
+    /// Whether some tensors of a model of gradients can have this reducer. Of these tensors, learners write their
+    /// values, and the mean of the values is the next one.
+    pub fn averages_values(self) -> bool {
+        self == Reducer::Average
     }
 
     /// Whether the reducer takes elements of all types: elements that are not floats can replace others, but
@@ -421,20 +429,27 @@ pub struct Step {
     pub t: u64,
     /// The norm of the whole gradient, if the reducer [measures](Reducer::measures) it.
     pub norm: Option<Norm>,
-    /// The factor on the step of the tensor, if the reducer [is layer-wise](Reducer::is_layerwise). A plan has those of
-    /// all tensors beside its step.
+    /// The factor of the tensor, which a plan has beside its step: on the step of a [layer-wise](Reducer::is_layerwise)
+    /// reducer, or on the sum of values, if that is not one by their weight.
     #[serde(skip)]
     pub factor: Option<Norm>,
+    /// Contributions hold values of these tensors, in a model of gradients. A whole model's step does not say so.
+    #[serde(skip)]
+    pub of_values: bool,
 }
 
 impl Step {
-    /// The factor that makes the gradient of the sum of contributions.
+    /// The factor that makes the gradient of the sum of contributions, or the mean of the sum of values.
     pub fn scale(&self) -> f64 {
+        if let Some(factor) = self.factor.filter(|_| self.of_values) {
+            return factor.get();
+        }
         let contributions = match self.reducer.takes_mean(&self.hyper) {
             true => self.weight.map_or(f64::from(self.contributions.max(1)), Norm::get),
             false => 1.0,
         };
-        let loss_scale = if self.hyper.loss_scale == 1.0 { 1.0 } else { decimal(self.hyper.loss_scale) };
+        let is_scaled = self.hyper.loss_scale != 1.0 && !self.of_values;
+        let loss_scale = if is_scaled { decimal(self.hyper.loss_scale) } else { 1.0 };
         1.0 / contributions / loss_scale
     }
 
@@ -457,6 +472,35 @@ mod tests {
         }
         for aggregation in Aggregation::iter() {
             assert_eq!(aggregation.to_string().parse(), Ok(aggregation));
+        }
+    }
+
+    #[test]
+    fn a_mean_of_values_has_no_loss_scale_and_no_other_aggregation() {
+        let hyper = Hyper { loss_scale: 8.0, aggregation: Aggregation::Sum, ..Hyper::default() };
+        let sgd = Step { hyper, contributions: 4, ..Step::default() };
+        let values = Step { reducer: Reducer::Average, of_values: true, ..sgd.clone() };
+        assert_eq!((sgd.scale(), values.scale()), (0.125, 0.25));
+        let weighed = Step { weight: Some(Norm::new(2.0)), ..values };
+        assert_eq!(weighed.scale(), 0.5);
+        let brought_by_one = Step { factor: Some(Norm::new(1.0)), ..weighed };
+        assert_eq!(brought_by_one.scale(), 1.0);
+    }
+
+    #[test]
+    fn tensors_of_a_model_have_reducers_that_take_what_it_brings() {
+        use Reducer::{Adam, Assign, Average, Diloco, Sum};
+        for (of_tensors, of_model, mixes) in [
+            (Sum, Adam, true),
+            (Average, Adam, true),
+            (Average, Average, true),
+            (Average, Diloco, false),
+            (Average, Assign, false),
+            (Diloco, Adam, false),
+            (Assign, Adam, false),
+            (Adam, Average, false),
+        ] {
+            assert_eq!(of_tensors.mixes_with(of_model), mixes, "{of_tensors} in a model of {of_model}");
         }
     }
 

@@ -139,13 +139,14 @@ fn number(word: &str, parameter: &str, value: &str) -> Result<f32, NoRule> {
 }
 
 fn reducer(value: &str) -> Result<Reducer, NoRule> {
-    let adds = || Reducer::all().filter(|reducer| reducer.content() == Content::Gradient);
-    adds().find(|reducer| reducer.name() == value).ok_or_else(|| {
+    let fits = |of: &Reducer| of.content() == Content::Gradient || of.averages_values();
+    let known = || Reducer::all().filter(fits);
+    known().find(|reducer| reducer.name() == value).ok_or_else(|| {
         let why = match value.parse::<Reducer>() {
             Ok(other) => format!("reducer {other} is for whole models"),
             Err(_) => format!("unknown reducer {value:?}"),
         };
-        NoRule(format!("{why}: use one of {}", adds().map(Reducer::name).collect::<Vec<_>>().join(", ")))
+        NoRule(format!("{why}: use one of {}", known().map(Reducer::name).collect::<Vec<_>>().join(", ")))
     })
 }
 

@@ -117,7 +117,7 @@ pub struct Treatment {
     pub t: u64,
     /// The group of the tensor.
     pub group: GroupId,
-    /// The factor on the tensor's step, if it has one.
+    /// The factor of the tensor, if it has one.
     pub factor: Option<Norm>,
 }
 
@@ -146,8 +146,13 @@ impl<T> Default for ByTensor<T> {
 
 impl ByteSteps {
     /// For a whole model.
-    pub fn of_model(layout: &ModelLayout, steps: &TensorSteps, groups: &Groups) -> ByteSteps {
-        ByteSteps::by_ends((steps, groups, &TensorFactors::default()), |tensor| {
+    pub fn of_model(
+        layout: &ModelLayout,
+        steps: &TensorSteps,
+        groups: &Groups,
+        factors: &TensorFactors,
+    ) -> ByteSteps {
+        ByteSteps::by_ends((steps, groups, factors), |tensor| {
             layout.tensors().get(tensor).map(|tensor| tensor.bytes.end)
         })
     }
@@ -343,16 +348,22 @@ mod tests {
             let layout = ModelLayout::new(tensors.collect(), 64 << 10).unwrap();
             let runs: Vec<(u32, u64)> = at.iter().take(sizes.len()).map(|&step| (1, step)).collect();
             let steps = TensorSteps::from(runs.clone());
-            let still = Overrides { weight_decay: Some(0.0), ..Overrides::default() };
-            let of = |tensor: usize| if in_group[tensor] { still } else { Overrides::default() };
+            let averaged = Overrides { reducer: Some(Reducer::Average), ..Overrides::default() };
+            let of = |tensor: usize| if in_group[tensor] { averaged } else { Overrides::default() };
             let groups = Groups::new((0..sizes.len()).map(of));
-            let treatment = |tensor: usize| Treatment { t: steps.of(tensor), group: GroupId(in_group[tensor].into()), factor: None };
+            let by = |tensor: usize| (at[tensor] == 2).then_some(tensor as f64 / 2.0);
+            let factors = TensorFactors::new((0..sizes.len()).map(by));
+            let treatment = |tensor: usize| Treatment {
+                t: steps.of(tensor),
+                group: GroupId(in_group[tensor].into()),
+                factor: by(tensor).map(Norm::new),
+            };
             let mut blocks: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
             blocks.retain(|block| owned[block.index() % 64]);
             prop_assume!(!blocks.is_empty());
             let partition = layout.partition(&blocks).unwrap();
-            let whole = ByteSteps::of_model(&layout, &steps, &groups);
-            let local = ByteSteps::of_partition(&partition, &steps, &groups, &TensorFactors::default());
+            let whole = ByteSteps::of_model(&layout, &steps, &groups, &factors);
+            let local = ByteSteps::of_partition(&partition, &steps, &groups, &factors);
             for (i, &block) in blocks.iter().enumerate() {
                 let (here, there) = (partition.layout().block_bytes(BlockId(i as u32)), layout.block_bytes(block));
                 let expected: Vec<_> = whole

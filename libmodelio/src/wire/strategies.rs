@@ -215,7 +215,7 @@ fn step() -> impl Strategy<Value = reducer::Step> {
         weight,
         t,
         norm,
-        factor: None,
+        ..reducer::Step::default()
     })
 }
 

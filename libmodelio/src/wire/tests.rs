@@ -343,7 +343,7 @@ fn the_norms_of_as_many_tensors_as_there_may_be_fit_into_a_message() {
     // Every power of two that a square can be.
     let mut sum = ExactSum::default();
     let wide: f64 = (0..53).map(|power| 2f64.powi(-power)).sum();
-    (-1022..1023).step_by(53).for_each(|power| sum.add(wide / 2.0 * 2f64.powi(power)));
+    (-1021..1023).step_by(53).for_each(|power| sum.add(wide / 2.0 * 2f64.powi(power)));
     let tensor = TensorSquares { weights: sum.clone(), direction: sum };
     let squares = Squares::Tensors(vec![tensor; MOST_MEASURED]);
     let message = Message::Measured { plan: PlanId(u64::MAX), squares };

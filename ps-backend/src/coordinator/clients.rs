@@ -408,7 +408,8 @@ impl CoordinatorCore {
                 let controls = controls.map_err(|error| refused(&error))?;
                 core.may_set(&controls).map_err(|error| refused(&error))?;
                 controls.check_trainable(self.is_trainable).map_err(|error| refused(&error))?;
-                let of_tensors = controls.of_tensors(self.names.iter().map(String::as_str));
+                let tensors = self.names.iter().map(|(name, dtype)| (name.as_str(), *dtype));
+                let of_tensors = controls.of_tensors(tensors);
                 let (frozen, groups) = of_tensors.map_err(|error| refused(&error))?;
                 core.set_tensors(frozen, groups);
                 core.set_controls(controls, now, &mut wanted);

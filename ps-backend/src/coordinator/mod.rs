@@ -25,7 +25,7 @@ use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
-use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 pub use libmodelio::vocabulary::phase::AWAY;
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{Message, Refusal};
@@ -79,9 +79,9 @@ pub struct CoordinatorCore {
     core: JobCore<Source>,
     blocks: u32,
     tensors: u32,
-    /// The names of the tensors.
+    /// The names and types of the tensors.
     #[serde(skip)]
-    names: Arc<[String]>,
+    names: Arc<[(String, DType)]>,
     /// Whether the model has a tensor that can be reduced.
     #[serde(skip)]
     is_trainable: bool,
@@ -132,8 +132,8 @@ pub struct CoordinatorCore {
     made_by: PlanId,
 }
 
-fn names(layout: &ModelLayout) -> Arc<[String]> {
-    layout.tensors().iter().map(|tensor| tensor.name.clone()).collect()
+fn names(layout: &ModelLayout) -> Arc<[(String, DType)]> {
+    layout.tensors().iter().map(|tensor| (tensor.name.clone(), tensor.dtype)).collect()
 }
 
 impl CoordinatorCore {
@@ -148,7 +148,8 @@ impl CoordinatorCore {
         patience: Now,
     ) -> Result<CoordinatorCore, ControlError> {
         let (blocks, tensors, names) = (layout.blocks(), layout.tensors().len(), names(layout));
-        let (frozen, groups) = controls.of_tensors(names.iter().map(String::as_str))?;
+        let (frozen, groups) =
+            controls.of_tensors(names.iter().map(|(name, dtype)| (name.as_str(), *dtype)))?;
         let mut core = JobCore::new(blocks, tensors, controls);
         core.set_tensors(frozen, groups);
         Ok(CoordinatorCore {

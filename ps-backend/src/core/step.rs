@@ -6,12 +6,12 @@ use std::sync::Arc;
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::groups::{GroupId, Groups};
 use libmodelio::vocabulary::ids::LearnerId;
-use libmodelio::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors, TensorNorms, TensorSquares};
+use libmodelio::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors, TensorSquares};
 use libmodelio::vocabulary::reducer;
 
 use super::{
     Action, Committed, Contribution, JobCore, Now, OfTensors, Pending, PendingKind, Phase, Place, Plan,
-    Ticket, Work, staleness,
+    Tensors, Ticket, Work, staleness,
 };
 use crate::reducers;
 
@@ -215,12 +215,7 @@ impl<S: Clone> JobCore<S> {
         if provisional.is_none() && self.early.is_none() && self.divides_by_staleness() {
             hyper = staleness::of_stale(hyper, self.staleness());
         }
-        let mut written = FixedBitSet::with_capacity(self.tensors);
-        if provisional.is_some() {
-            written.insert_range(..);
-        }
-        self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
-        written.difference_with(&frozen.0);
+        let written = self.written(&frozen, provisional.is_some());
         let tensors = self.optimizer_steps.next(&written);
         let contributions = (self.committed.len() + provisional.map_or(0, BTreeSet::len)) as u32;
         // Those that are not committed count once: no block is sent early of others.
@@ -228,12 +223,59 @@ impl<S: Clone> JobCore<S> {
         let weight = weights.chain(provisional.iter().flat_map(|of| of.iter().map(|_| 1.0))).sum();
         let weight = Some(Norm::new(weight)).filter(|_| weight != f64::from(contributions));
         let t = tensors.highest();
-        let mut step = reducer::Step { reducer, hyper, contributions, weight, t, norm: None, factor: None };
+        let mut step = reducer::Step { reducer, hyper, contributions, weight, t, ..reducer::Step::default() };
         step.norm = self.squares.map(|squares| Norm::new(step.scale() * squares.sqrt()));
-        let factors = self.norms.as_ref().map(|norms| factors(&groups, &step, norms)).unwrap_or_default();
+        let factors = self.factors(&groups, &step, &written, provisional);
         let fresh_state = self.optimizer_steps.highest() == 0;
         let work = Work::Reduce { step, tensors, groups, factors, fresh_state, inputs };
         Plan { work, provisional: provisional.cloned() }
+    }
+
+    /// The tensors that the coming version reduces. A provisional one may reduce any.
+    fn written(&self, frozen: &Tensors, is_provisional: bool) -> FixedBitSet {
+        let mut written = FixedBitSet::with_capacity(self.tensors);
+        if is_provisional {
+            written.insert_range(..);
+        }
+        self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
+        written.difference_with(&frozen.0);
+        written
+    }
+
+    /// The factors of tensors: on the steps of those that were measured, and on the sums of values that not all
+    /// contributions bring.
+    fn factors(
+        &self,
+        groups: &Groups,
+        step: &reducer::Step,
+        written: &FixedBitSet,
+        provisional: Option<&BTreeSet<LearnerId>>,
+    ) -> TensorFactors {
+        if self.norms.is_none() && groups.averaged(step.reducer).next().is_none() {
+            return TensorFactors::default();
+        }
+        let steps = groups.steps(step);
+        let runs =
+            groups.runs().iter().flat_map(|&(count, group)| std::iter::repeat_n(group, count as usize));
+        let groups = runs.chain(std::iter::repeat(GroupId::MODEL));
+        TensorFactors::new((0..self.tensors).zip(groups).map(|(tensor, group)| {
+            let step = steps.of_group(group);
+            let without = |committed: &Committed<S>| !committed.contribution.tensors.contains(tensor);
+            if step.of_values {
+                let lacks = written.contains(tensor) && self.committed.iter().any(without);
+                return lacks.then(|| 1.0 / self.weight_of(tensor, provisional));
+            }
+            let norms = self.norms.as_ref().filter(|_| step.reducer.is_layerwise())?;
+            norms.get(tensor).map(|norms| reducers::factor(step, *norms))
+        }))
+    }
+
+    /// The weight of the contributions that have written a tensor. Those that are still written may do so: a block of the
+    /// tensor is computed before their commit only if each of them has sent it.
+    fn weight_of(&self, tensor: usize, provisional: Option<&BTreeSet<LearnerId>>) -> f64 {
+        let brings = |committed: &&Committed<S>| committed.contribution.tensors.contains(tensor);
+        let committed = self.committed.iter().filter(brings).map(|of| of.contribution.weight.get());
+        committed.sum::<f64>() + provisional.map_or(0, BTreeSet::len) as f64
     }
 
     /// Whether the memory that the coming version is made in or from is still in use.
@@ -259,7 +301,11 @@ impl<S: Clone> JobCore<S> {
         if quantity == Quantity::Gradient {
             self.squares = None;
         }
-        let Work::Reduce { step, tensors, groups, .. } = self.reduce_plan(None).work else { return };
+        let Work::Reduce { step, groups, .. } = self.reduce_plan(None).work else { return };
+        // Values of averaged tensors are no part of the gradient.
+        let mut counts = self.written(&self.params().2.frozen, false);
+        groups.averaged(step.reducer).for_each(|averaged| counts.set_range(averaged, false));
+        let tensors = self.optimizer_steps.next(&counts);
         let contributions = self.accumulate(|place| place != Place::Accumulated);
         actions.push(Action::Measure { contributions, step, tensors, groups, quantity });
     }
@@ -310,15 +356,4 @@ impl<S: Clone> JobCore<S> {
         self.params = Some(self.params());
         contributions
     }
-}
-
-/// The factors on the steps of tensors with these norms.
-fn factors(groups: &Groups, step: &reducer::Step, norms: &[TensorNorms]) -> TensorFactors {
-    let steps = groups.steps(step);
-    let runs = groups.runs().iter().flat_map(|&(count, group)| std::iter::repeat_n(group, count as usize));
-    let of_tensors = norms.iter().zip(runs.chain(std::iter::repeat(GroupId::MODEL)));
-    TensorFactors::new(of_tensors.map(|(norms, group)| {
-        let step = steps.of_group(group);
-        step.reducer.is_layerwise().then(|| reducers::factor(step, *norms))
-    }))
 }

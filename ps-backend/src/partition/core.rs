@@ -108,7 +108,7 @@ impl Plan {
                 Work::Reduce { step, groups, fresh_state, .. },
                 Work::Reduce { step: other, groups: others, fresh_state: fresh, .. },
             ) => {
-                // The highest step of a tensor is known only when the plan is sealed.
+                // The highest step of a tensor is known only when the plan is sealed, and so are the factors.
                 let alike = |step: &reducer::Step| reducer::Step { t: 0, ..step.clone() };
                 alike(step) == alike(other) && groups == others && fresh_state == fresh
             }

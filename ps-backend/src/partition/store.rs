@@ -449,10 +449,10 @@ impl PartitionStore {
         Ok(Arc::new(job))
     }
 
-    /// Sets the final steps of tensors, for a job that has begun before they were known. Blocks that are computed
-    /// already do not change.
-    pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps) {
-        if let (Some(builder), Work::Reduce { groups, factors, .. }) = (job.builder(), job.work()) {
+    /// Sets the final steps and factors of tensors, for a job that has begun before they were known. Blocks that are
+    /// computed already do not change.
+    pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps, factors: &TensorFactors) {
+        if let (Some(builder), Work::Reduce { groups, .. }) = (job.builder(), job.work()) {
             builder.seal(ByteSteps::of_partition(&self.shared.partition, tensors, groups, factors));
         }
     }

@@ -6,6 +6,7 @@
 //!
 //! - Elastic averaging adds the corrections to the central model (Zhang et al., *Deep learning with Elastic Averaging
 //!   SGD*, equation 4).
+//! - Of averaged tensors in a model of gradients, learners send the values themselves: their mean is the next value.
 //! - SMA adds them with momentum (*Crossbow*, Algorithm 2): `z' = z + m'`, where `m' = z' - z` is `μm + Σ`.
 //! - DiLoCo steps by Nesterov momentum along the pseudo-gradient, which is the mean difference with the other sign.
 
@@ -17,23 +18,33 @@ use super::momentum::{Running, Way};
 use super::sum::Carried;
 use super::{Formula, Function, Reduce};
 
-/// The mean or the sum of the contributions, added to the weights.
+/// The mean or the sum of the contributions, added to the weights, or in their place if it is one of values.
 pub struct Average;
 
 impl Average {
-    fn op<S: Scalar>(step: &Step) -> Carried<S, true> {
-        Carried::with(1.0, step.scale())
+    fn op<S: Scalar, const WEIGHTS: bool>(step: &Step) -> Carried<S, WEIGHTS> {
+        Carried::with(if WEIGHTS { 1.0 } else { 0.0 }, step.scale())
+    }
+
+    fn formula<const WEIGHTS: bool>(step: &Step, function: Function) -> Formula {
+        let single = Self::op::<f32, WEIGHTS>(step).constants();
+        Formula::new(function, single, Self::op::<f64, WEIGHTS>(step).constants())
     }
 }
 
 impl Reduce for Average {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
-        operands.reduce(|| Self::op(step), || Self::op(step))
+        match step.of_values {
+            true => operands.reduce(|| Self::op::<_, false>(step), || Self::op::<_, false>(step)),
+            false => operands.reduce(|| Self::op::<_, true>(step), || Self::op::<_, true>(step)),
+        }
     }
 
     fn formula(&self, step: &Step, _: bool) -> Formula {
-        let single = Self::op::<f32>(step).constants();
-        Formula::new(Function::Carried, single, Self::op::<f64>(step).constants())
+        match step.of_values {
+            true => Self::formula::<false>(step, Function::Scaled),
+            false => Self::formula::<true>(step, Function::Carried),
+        }
     }
 
     fn is_inert(&self, _: &Hyper) -> bool {

@@ -7,6 +7,7 @@ use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::groups::{GroupId, Groups, Overrides};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::norm::TensorFactors;
 use libmodelio::vocabulary::reducer::{Content, Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
@@ -67,12 +68,24 @@ impl<'a> Course<'a> {
 
     /// Makes a version of two contributions. To some blocks nobody contributes anything.
     fn step(&mut self, step: &Step, groups: &Groups, tensors: &TensorSteps, fresh_state: bool) {
+        self.step_with(step, groups, &TensorFactors::default(), tensors, fresh_state);
+    }
+
+    /// The same with factors of tensors.
+    fn step_with(
+        &mut self,
+        step: &Step,
+        groups: &Groups,
+        factors: &TensorFactors,
+        tensors: &TensorSteps,
+        fresh_state: bool,
+    ) {
         let step = Step { t: tensors.highest(), ..step.clone() };
         let work = Work::Reduce {
             step,
             tensors: tensors.clone(),
             groups: groups.clone(),
-            factors: Default::default(),
+            factors: factors.clone(),
             fresh_state,
         };
         let job = self.store.begin(self.version, work, true).unwrap();
@@ -159,6 +172,55 @@ fn a_tensor_has_the_bits_of_a_model_of_its_group() {
                 let bytes = tensor.bytes.start as usize..tensor.bytes.end as usize;
                 let is_same = got[bytes.clone()] == want[kind_of(i)][bytes];
                 assert!(is_same, "tensor {i} of {:?}, the model has {reducer}, {home:?}", kinds[kind_of(i)]);
+            }
+        }
+    }
+}
+
+/// Beside optimizers, with what counts for gradients alone.
+#[test]
+fn an_averaged_tensor_is_the_mean_of_the_values() {
+    use libmodelio::vocabulary::norm::Norm;
+    use libmodelio::vocabulary::reducer::Aggregation;
+
+    for model in &models() {
+        let (weights, sent) = (common::initial_weights(model), Sent::new(model, 2));
+        let count = model.tensors().len();
+        let averaged = Overrides { reducer: Some(Reducer::Average), ..Overrides::default() };
+        let is_averaged = |tensor: usize| [true, false, true, true, false, true, false][tensor];
+        let of = |tensor| if is_averaged(tensor) { averaged } else { Overrides::default() };
+        // Tensor 3 is in some contributions alone, which count half.
+        let factors = TensorFactors::new((0..count).map(|tensor| (tensor == 3).then_some(2.0)));
+        let mut all = Vec::new();
+        for (home, reducer) in homes::all().iter().flat_map(|home| mixable().map(move |of| (home, of))) {
+            let groups = Groups::new((0..count).map(of));
+            let mut course = Course::new((model, &weights), groups.widest(reducer), home, &sent.0);
+            let mut step = base(reducer);
+            (step.hyper.loss_scale, step.hyper.aggregation) = (64.0, Aggregation::Sum);
+            step.norm = Some(Norm::new(1e9));
+            course.step_with(&step, &groups, &factors, &TensorSteps::uniform(count, 1), true);
+            all.push((format!("{reducer}, {home:?}"), course.weights()));
+        }
+        let [first, second] = sent.0[0].each_ref().map(|sent| common::decode(model, sent));
+        let before = common::decode(model, &weights);
+        let (what, one) = &all[0];
+        let got = common::decode(model, one);
+        let mut at = 0;
+        for (i, tensor) in model.tensors().iter().enumerate() {
+            let bytes = tensor.bytes.start as usize..tensor.bytes.end as usize;
+            let size = bytes.len() / tensor.shape.iter().product::<usize>();
+            for (what, other) in all.iter().filter(|_| is_averaged(i)) {
+                assert!(other[bytes.clone()] == one[bytes.clone()], "tensor {i}, {what}");
+            }
+            for byte in bytes.step_by(size) {
+                let brings = !(byte / BLOCK as usize + 1).is_multiple_of(4);
+                let mean = (first[at] + second[at]) / if i == 3 { 0.5 } else { 2.0 };
+                let want = if brings { mean } else { before[at] };
+                // `decode` does not read doubles.
+                let counts = is_averaged(i) && tensor.dtype != DType::F64;
+                let close = (got[at] - want).abs() <= want.abs() / 100.0;
+                assert!(close || !counts, "tensor {i}, {what}: {} is not {want}", got[at]);
+                at += 1;
             }
         }
     }

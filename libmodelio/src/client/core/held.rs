@@ -27,6 +27,15 @@ pub(super) struct Held {
     pub(super) left_at: Option<u64>,
 }
 
+impl Held {
+    /// Those of `blocks` that are not known to be written as a whole.
+    pub(super) fn lacks(&self, blocks: &FixedBitSet) -> FixedBitSet {
+        let mut lacks = blocks.clone();
+        lacks.difference_with(&self.whole);
+        lacks
+    }
+}
+
 impl ClientCore {
     pub(super) fn bits(&self, ranges: &[Range<u32>]) -> FixedBitSet {
         let mut bits = FixedBitSet::with_capacity(self.blocks);

@@ -169,6 +169,8 @@ pub struct ClientCore {
     in_process: bool,
     /// Contributions go with their commits.
     sends_with_commits: bool,
+    /// The blocks of tensors whose values are averaged.
+    averaged: FixedBitSet,
 }
 
 impl ClientCore {
@@ -197,6 +199,7 @@ impl ClientCore {
             of_others: None,
             over: PlanId(0),
             given_up: None,
+            averaged: FixedBitSet::new(),
             shown: None,
             pull: None,
             shortage: None,

@@ -335,14 +335,18 @@ impl ClientCore {
 
     /// The blocks that may be sent while the plan is provisional: those that each contribution has as a whole which is
     /// not committed yet, and of which one contribution at least has a whole. (Before the plan is sealed, nobody knows
-    /// what is written of a block that is whole nowhere.)
+    /// what is written of a block that is whole nowhere.) Of averaged tensors, each one must have it as a whole: nobody
+    /// knows before who brings no values.
     fn ready(&self, of: &[(LearnerId, Step)]) -> FixedBitSet {
         let mut some = FixedBitSet::with_capacity(self.blocks);
         let mut all = FixedBitSet::with_capacity(self.blocks);
         all.insert_range(..);
         for key in of {
             match (self.held.get(key), self.learners.get(&key.0).and_then(|known| known.ahead(key.1))) {
-                (Some(held), _) => some.union_with(&held.whole),
+                (Some(held), _) => {
+                    some.union_with(&held.whole);
+                    all.difference_with(&held.lacks(&self.averaged));
+                }
                 (None, Some(ahead)) => {
                     some.union_with(&ahead.whole);
                     all.intersect_with(&ahead.whole);
@@ -354,10 +358,23 @@ impl ClientCore {
         some
     }
 
-    /// The blocks of committed contributions, those that are written in part included.
+    /// The blocks of tensors whose values are averaged, by the newest settings.
+    pub fn set_averaged(&mut self, blocks: FixedBitSet) {
+        self.averaged = blocks;
+    }
+
+    /// Whether values of such a tensor are in the block.
+    pub fn averages(&self, block: BlockId) -> bool {
+        self.averaged.contains(block.index())
+    }
+
+    /// The blocks of committed contributions that may be sent while contributions of other clients are open. Those that
+    /// are written in part are among them, except of averaged tensors.
     fn all_held(&self, of: &[(LearnerId, Step)]) -> FixedBitSet {
         let mut all = FixedBitSet::with_capacity(self.blocks);
-        of.iter().filter_map(|key| self.held.get(key)).for_each(|held| all.union_with(&held.blocks));
+        let held = || of.iter().filter_map(|key| self.held.get(key));
+        held().for_each(|held| all.union_with(&held.blocks));
+        held().for_each(|held| all.difference_with(&held.lacks(&self.averaged)));
         all
     }
 
@@ -367,6 +384,9 @@ impl ClientCore {
         for key in of {
             some |= match (self.held.get(key), self.learners.get(&key.0).and_then(|known| known.ahead(key.1)))
             {
+                (Some(held), _) if self.averages(block) && !held.whole.contains(block.index()) => {
+                    return false;
+                }
                 (Some(held), _) => held.whole.contains(block.index()),
                 (None, Some(ahead)) if ahead.whole.contains(block.index()) => true,
                 (None, _) => return false,

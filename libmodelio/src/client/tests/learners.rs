@@ -414,6 +414,28 @@ fn a_commit_frees_the_blocks_that_waited_for_its_learner() {
 }
 
 #[test]
+fn a_block_of_averaged_tensors_is_not_sent_early_if_a_learner_of_its_client_does_not_have_it_whole() {
+    let mut bench = Bench::two_write();
+    let mut averaged = fixedbitset::FixedBitSet::with_capacity(3);
+    averaged.insert_range(1..3);
+    bench.core.set_averaged(averaged);
+    for block in 0..3 {
+        bench.whole(L, block);
+    }
+    bench.whole(M, 1);
+    let mut partly = PartlyWritten::default();
+    partly.insert(BlockId(2), vec![0..4]);
+    bench.commits(M, 1..3, partly);
+    assert_eq!(bench.sent(), [0, 1]);
+    bench.commits(L, 0..3, PartlyWritten::default());
+    assert!(bench.sent().is_empty(), "others may be writing");
+    let of = vec![(L, Step(1)), (M, Step(1))];
+    let payload = Granted::Contributions { of, replaces: false, open: None, turn: None };
+    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
+    assert_eq!(bench.sent(), [2]);
+}
+
+#[test]
 fn where_the_order_counts_a_block_is_sent_in_its_turn_and_the_coordinator_is_told() {
     let grant = |turn| Message::Grant {
         plan: PlanId(7),

@@ -72,6 +72,47 @@ fn a_tensor_whose_reducer_changes_begins_anew_alone() {
     assert_eq!(version(&mut sim, ids[0]), [(Sgd, 1), (Momentum, 5)]);
 }
 
+/// The factors of both tensors in the running plan.
+fn factors(sim: &Sim) -> [Option<f64>; 2] {
+    let Work::Reduce { factors, .. } = &sim.running.as_ref().expect("a plan").work else { panic!() };
+    [0, 1].map(|tensor| factors.of(tensor))
+}
+
+#[test]
+fn an_averaged_tensor_is_divided_by_the_contributions_that_bring_it() {
+    let (mut sim, ids) = job("3", &["a", "b", "c"]);
+    sim.set("tensors", "head reducer=average");
+    let brings = [[0, 1, 2, 3].as_slice(), &[2, 3], &[0, 1]];
+    // All bring all; then one brings no values, and then two.
+    for (of, expected) in
+        [([0, 0, 0], None), ([0, 1, 0], Some(0.5)), ([1, 1, 2], Some(1.0)), ([1, 1, 1], None)]
+    {
+        for (id, of) in ids.iter().zip(of) {
+            let (step, uid) = open(&mut sim, *id);
+            sim.commit(id.0, step, uid, blocks(brings[of].iter().copied()), true, 1_000);
+        }
+        assert_eq!(factors(&sim), [expected, None], "{of:?}");
+        let (_, numbers) = planned(&sim);
+        assert_eq!(numbers[0] == 0, of == [1; 3], "nobody brings it");
+        sim.reduce_done(true);
+    }
+}
+
+#[test]
+fn a_plan_that_has_begun_early_learns_who_brings_values() {
+    let (sim, ids) = job("2", &["a", "b"]);
+    let mut sim = sim.on_a_network();
+    sim.set("tensors", "head reducer=average");
+    let opened = [0, 1].map(|of| open(&mut sim, ids[of]));
+    assert!(sim.comes(ids[0].0, opened[0].1, 2));
+    for ((step, uid), (id, of)) in opened.into_iter().zip(ids.iter().zip([0..4, 2..4])) {
+        sim.comes(id.0, uid, 2);
+        sim.commit(id.0, step, uid, blocks(of), true, 1_000);
+    }
+    assert_eq!(factors(&sim), [Some(1.0), None]);
+    sim.reduce_done(true);
+}
+
 #[test]
 fn rules_are_fixed_once_a_plan_has_begun() {
     let (mut sim, ids) = early_job("1", &["a"]);

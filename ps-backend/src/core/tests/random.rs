@@ -39,11 +39,13 @@ enum Op {
     Tick(u64),
 }
 
-const CONTROLS: [(&str, &str); 37] = [
+const CONTROLS: [(&str, &str); 39] = [
     ("tensors", ""),
     ("tensors", "head reducer=momentum"),
     ("tensors", "*y reducer=adam weight_decay=0"),
     ("tensors", "head learning_rate_scale=0.5"),
+    ("tensors", "head reducer=average"),
+    ("tensors", "head reducer=average\nbody reducer=momentum"),
     ("reducer", "sgd"),
     ("reducer", "adam"),
     ("reducer", "assign"),

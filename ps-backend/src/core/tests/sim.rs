@@ -10,9 +10,8 @@ use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::groups::GroupId;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
-use libmodelio::vocabulary::norm::{
-    ExactSum, Norm, Quantity, Squares, TensorFactors, TensorNorms, TensorSquares,
-};
+use libmodelio::vocabulary::layout::DType;
+use libmodelio::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorNorms, TensorSquares};
 use libmodelio::vocabulary::reducer;
 
 use super::super::*;
@@ -82,8 +81,8 @@ pub struct Sim {
     last_reducers: [Option<Reducer>; TENSORS],
     /// Versions that have changed each tensor since the state was zero.
     steps: [u64; TENSORS],
-    /// The steps of the tensors of blocks that came early.
-    early: BTreeMap<u32, u64>,
+    /// The steps of the tensors of blocks that came early, and the factors.
+    early: BTreeMap<u32, (u64, Option<f64>)>,
     /// The provisional plan under way.
     pub provisional: Option<Arc<Plan<Uid>>>,
     pub left: Vec<(LearnerId, LeaveReason)>,
@@ -156,14 +155,17 @@ impl Sim {
         let open = self.provisional.as_ref().and_then(|plan| plan.provisional.as_ref());
         // A block of a later step is not part of the plan.
         let Some(open) = open.filter(|_| self.core.is_early(learner)) else { return false };
-        let Some(Work::Reduce { tensors, .. }) = self.provisional.as_ref().map(|plan| &plan.work) else {
+        let Some(Work::Reduce { tensors, factors, .. }) = self.provisional.as_ref().map(|plan| &plan.work)
+        else {
             return false;
         };
+        let tensor = tensor_of(block);
+        let early = (tensors.of(tensor), factors.of(tensor));
         let came = self.back.entry(block).or_default();
         came.insert(uid);
         // When all have come that may come, the block is computed.
         if came.len() == open.len() {
-            self.early.insert(block, tensors.of(tensor_of(block)));
+            self.early.insert(block, early);
         }
         true
     }
@@ -302,12 +304,15 @@ impl Sim {
                         [_, (_, second)] => *second,
                         _ => GroupId::MODEL,
                     };
-                    let expected = norms.into_iter().flatten().zip(0..).map(|(norms, tensor)| {
+                    let averaged: Vec<usize> = groups.averaged(step.reducer).flatten().collect();
+                    for (norms, tensor) in norms.iter().flatten().zip(0..) {
                         let step = groups.steps(step).of_group(group_of(tensor)).clone();
-                        step.reducer.is_layerwise().then(|| reducers::factor(&step, norms))
-                    });
-                    assert_eq!(*factors, TensorFactors::new(expected), "{step:?}");
-                    assert_eq!(factors.runs().is_empty(), !is_layerwise);
+                        let factor = step.reducer.is_layerwise().then(|| reducers::factor(&step, *norms));
+                        let is_averaged = averaged.contains(&(tensor as usize));
+                        assert!(is_averaged || factors.of(tensor as usize) == factor, "{step:?}");
+                    }
+                    assert_eq!(norms.is_some(), is_layerwise);
+                    assert!(is_layerwise || !averaged.is_empty() || factors.runs().is_empty());
                     // A measured step began with its measurement.
                     if !is_measured && !is_layerwise {
                         self.history.begin(&self.core, step.contributions, inputs);
@@ -359,9 +364,9 @@ impl Sim {
     }
 
     pub fn set(&mut self, name: &str, value: &str) {
-        let names = ["head", "body"];
+        let tensors = ["head", "body"].map(|name| (name, DType::F32));
         if let Ok(controls) = self.core.controls().with(name, value)
-            && let Ok((frozen, groups)) = controls.of_tensors(names.into_iter())
+            && let Ok((frozen, groups)) = controls.of_tensors(tensors.into_iter())
         {
             self.core.set_tensors(frozen, groups);
             self.call(|core, now, actions| core.set_controls(controls, now, actions));
@@ -523,7 +528,7 @@ impl Sim {
     pub fn reduce_done(&mut self, buffer: bool) {
         let Some(plan) = self.running.take() else { return };
         let mut version = BTreeMap::new();
-        if let Work::Reduce { step, tensors, groups, fresh_state, .. } = &plan.work {
+        if let Work::Reduce { step, tensors, groups, factors, fresh_state, .. } = &plan.work {
             self.history.published();
             self.has_buffer = buffer;
             for block in 0..BLOCKS {
@@ -558,7 +563,19 @@ impl Sim {
                 );
             }
             for (block, early) in std::mem::take(&mut self.early) {
-                assert_eq!(early, tensors.of(tensor_of(block)), "the step of block {block}");
+                let tensor = tensor_of(block);
+                let sealed = (tensors.of(tensor), factors.of(tensor));
+                assert_eq!(early, sealed, "the step and factor of block {block}");
+            }
+            for tensor in groups.averaged(step.reducer).flatten().filter(|&tensor| is_written(tensor)) {
+                let of_tensor = version.iter().filter(|(block, _)| tensor_of(**block) == tensor);
+                let writers: BTreeSet<Uid> = of_tensor.flat_map(|(_, uids)| uids).copied().collect();
+                let factor = factors.of(tensor).unwrap_or(1.0 / f64::from(step.contributions));
+                assert_eq!(
+                    factor,
+                    1.0 / writers.len() as f64,
+                    "tensor {tensor} is the mean of what was written"
+                );
             }
             self.accumulator.clear();
         }

@@ -100,6 +100,12 @@ impl Partition {
                 let why = format!("the plan is of {got} tensors, the model has {expected}");
                 return Err(Refusal::other(why));
             }
+            if let Work::Reduce { factors, .. } = &plan.work
+                && ![0, expected].contains(&factors.tensors())
+            {
+                let got = factors.tensors();
+                return Err(Refusal::other(format!("factors of {got} tensors, the model has {expected}")));
+            }
             if let Work::Reduce { step, groups, .. } | Work::Measure { step, groups, .. } = &plan.work {
                 groups.check(expected, step.reducer).map_err(Refusal::other)?;
             }
@@ -132,8 +138,8 @@ impl Partition {
         }
         match &state.job {
             Some((of, job)) if seals && *of == id => {
-                if let Work::Reduce { tensors, .. } = &work {
-                    self.store.seal(job, tensors);
+                if let Work::Reduce { tensors, factors, .. } = &work {
+                    self.store.seal(job, tensors, factors);
                 }
             }
             _ if begins || seals => state.starting = Some((id, base, work, check)),
@@ -308,10 +314,10 @@ impl Partition {
             let job = self.store.begin(base, work, check)?;
             state = self.state.lock();
             // The plan may have been sealed meanwhile.
-            if let Some((_, _, Work::Reduce { tensors, .. }, _)) = &state.starting
+            if let Some((_, _, Work::Reduce { tensors, factors, .. }, _)) = &state.starting
                 && !state.core.is_provisional()
             {
-                self.store.seal(&job, tensors);
+                self.store.seal(&job, tensors, factors);
             }
             if state.core.wants(plan) {
                 state.job = Some((plan, job));

@@ -1,0 +1,73 @@
+//! The tensors whose values a rule averages in a model of gradients. A client must know them, because of such a tensor a
+//! contribution brings all or nothing, its values cross a network as they are, and a plan that has begun early must know who
+//! brings them.
+
+use fixedbitset::FixedBitSet;
+
+use crate::vocabulary::controls::Controls;
+use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::reducer::Reducer;
+use crate::vocabulary::tensor_rules::TensorRules;
+
+/// The averaged tensors of a model, by the newest settings.
+#[derive(Debug, Default)]
+pub struct Averaged {
+    /// The settings that they follow from.
+    of: (Reducer, TensorRules),
+    /// Their numbers, in order.
+    tensors: Vec<usize>,
+}
+
+impl Averaged {
+    /// Follows the settings. Returns whether they are others than before.
+    pub fn follow(&mut self, layout: &ModelLayout, controls: &Controls) -> bool {
+        if (self.of.0, &self.of.1) == (controls.reducer, &controls.tensors) {
+            return false;
+        }
+        self.of = (controls.reducer, controls.tensors.clone());
+        self.tensors.clear();
+        if controls.tensors.reducers().any(Reducer::averages_values) {
+            let names = layout.tensors().iter().map(|tensor| tensor.name.as_str());
+            // The coordinator has checked that the rules fit the model.
+            let groups = controls.tensors.resolve(names).map(|(_, groups)| groups).unwrap_or_default();
+            self.tensors.extend(groups.averaged(controls.reducer).flatten());
+        }
+        true
+    }
+
+    /// Their numbers, in order.
+    pub fn tensors(&self) -> &[usize] {
+        &self.tensors
+    }
+
+    /// The blocks that have bytes of them.
+    pub fn blocks(&self, layout: &ModelLayout) -> FixedBitSet {
+        let mut blocks = FixedBitSet::with_capacity(layout.blocks() as usize);
+        let of = |tensor: &usize| layout.blocks_of(layout.tensors()[*tensor].bytes.clone());
+        blocks.extend(self.tensors.iter().flat_map(of).map(|block| block.index()));
+        blocks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vocabulary::layout::DType;
+
+    #[test]
+    fn the_averaged_tensors_follow_from_the_rules_and_the_models_reducer() {
+        let sizes = [("a", 20_000), ("bn.mean", 5), ("none", 0), ("bn.var", 20_000), ("b", 7)];
+        let tensors = sizes.map(|(name, count)| (name.to_owned(), DType::F32, vec![count]));
+        let layout = ModelLayout::new(tensors.to_vec(), 64 << 10).unwrap();
+        let rules =
+            Controls::default().with("tensors", "bn.* reducer=average\nnone reducer=average").unwrap();
+        let mut averaged = Averaged::default();
+        assert!(averaged.follow(&layout, &rules) && !averaged.follow(&layout, &rules));
+        assert_eq!(averaged.tensors(), [1, 2, 3]);
+        assert_eq!(averaged.blocks(&layout).ones().collect::<Vec<_>>(), [1, 2]);
+        averaged.follow(&layout, &rules.with("reducer", "average").unwrap());
+        assert_eq!(averaged.tensors(), [0usize; 0], "all of it is models");
+        averaged.follow(&layout, &rules.with("tensors", "bn.* frozen").unwrap());
+        assert_eq!(averaged.tensors(), [0usize; 0]);
+    }
+}
