@@ -1,14 +1,14 @@
 //! Summing one block of several contributions before it crosses the network.
 //!
 //! Sums are made in fp32 (f64 for f64 tensors), in the order of the contributions. On the wire, sums of
-//! half-precision tensors stay fp32, so nothing is rounded twice.
+//! narrower tensors stay fp32, so nothing is rounded twice.
 
 use std::ops::Range;
 
 use crate::bytes::block::is_finite;
 use crate::bytes::kernels::{self, Wire};
 use crate::vocabulary::ids::BlockId;
-use crate::vocabulary::layout::{DType, ModelLayout, Segment};
+use crate::vocabulary::layout::{ModelLayout, Segment};
 
 /// The bytes of a sum that all contributions are added to before the next bytes. They stay in the cache meanwhile.
 const CHUNK: usize = 8 << 10;
@@ -20,13 +20,10 @@ pub type Written = Option<Vec<Range<u32>>>;
 /// and its length in bytes.
 pub fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> (bool, usize) {
     let bytes = |segment: &Segment| (segment.bytes.end - segment.bytes.start) as usize;
-    let widened = |segment: &Segment| match segment.dtype {
-        DType::F16 | DType::BF16 => 2 * bytes(segment),
-        _ => bytes(segment),
-    };
+    let widened = |segment: &Segment| segment.dtype.widening() * bytes(segment);
     let segments = layout.segments(block);
     let plain = replaces || count < 2;
-    let wide = !plain && segments.iter().any(|s| matches!(s.dtype, DType::F16 | DType::BF16));
+    let wide = !plain && segments.iter().any(|s| s.dtype.is_narrow());
     (wide, segments.iter().map(|segment| if wide { widened(segment) } else { bytes(segment) }).sum())
 }
 
@@ -123,6 +120,8 @@ pub fn sum_to(
 #[allow(clippy::single_range_in_vec_init)] // lists of ranges that happen to have one
 mod tests {
     use half::{bf16, f16};
+
+    use crate::vocabulary::layout::DType;
 
     use super::*;
 

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use strum::EnumString;
 
 use crate::vocabulary::coding::{CODINGS, Coding, NoCoding};
+use crate::vocabulary::dtype::REDUCIBLE;
 use crate::vocabulary::frozen::{Frozen, NoMatch};
 use crate::vocabulary::groups::{Groups, widest};
 use crate::vocabulary::ids::Version;
@@ -357,7 +358,7 @@ impl Controls {
             return Ok(());
         }
         Err(ControlError::Conflict(format!(
-            "no tensor can be trained: reducer {} takes f32, f64, bf16 and f16",
+            "no tensor can be trained: reducer {} takes {REDUCIBLE}",
             self.reducer
         )))
     }

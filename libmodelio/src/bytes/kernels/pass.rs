@@ -6,7 +6,7 @@
 pub(super) mod models;
 
 use super::level::Kernel;
-use super::line::{LANES, Line, RawHalf};
+use super::line::{LANES, Line, RawHalf, RawQuarter};
 use super::op::Op;
 use super::{Source, Wire, elements};
 
@@ -56,11 +56,12 @@ impl Split {
         let stream = largest >= STREAM_FROM && outputs.clone().all(|output| misaligned(output, head) == 0);
         let head = if stream { head } else { 0 };
         let whole = (elements - head) / LANES;
-        // Halves fill a line of memory in pairs.
-        let paired = if outputs.clone().any(|(_, size)| size == 2) { whole & !1 } else { whole };
+        // Halves fill a line of memory in pairs, and quarters in fours.
+        let least = outputs.clone().map(|(_, size)| size).min().unwrap_or(4).min(4);
+        let filled = whole & !(4 / least - 1);
         let at = head + whole * LANES;
         let tail = Piece { at, count: elements - at };
-        Self { head, whole, streamed: if stream { paired } else { 0 }, tail }
+        Self { head, whole, streamed: if stream { filled } else { 0 }, tail }
     }
 }
 
@@ -81,13 +82,12 @@ fn run<L: Line>(mut pass: impl Pass) -> bool {
         let piece = Piece { at: split.head + line * LANES, count: LANES };
         seen = pass.piece::<L>(seen, piece, line < split.streamed);
     }
-    // Up to a line of memory, which is two lines of halves.
-    let first = split.head.min(LANES);
-    let heads = [Piece { at: 0, count: first }, Piece { at: first, count: split.head - first }];
-    for ragged in heads.into_iter().chain([split.tail]) {
-        if ragged.count > 0 {
-            seen = pass.piece::<L>(seen, ragged, false);
-        }
+    // Up to a line of memory, which is two lines of halves, or four of quarters.
+    for at in (0..split.head).step_by(LANES) {
+        seen = pass.piece::<L>(seen, Piece { at, count: LANES.min(split.head - at) }, false);
+    }
+    if split.tail.count > 0 {
+        seen = pass.piece::<L>(seen, split.tail, false);
     }
     if split.streamed > 0 {
         L::fence();
@@ -118,6 +118,8 @@ fn get<L: Line>(wire: Wire, src: &[u8], piece: Piece) -> L {
         Wire::F32 => line(src, piece, L::load),
         Wire::F16 => line(src, piece, L::load_f16),
         Wire::BF16 => line(src, piece, L::load_bf16),
+        Wire::E4M3 => line(src, piece, L::load_e4m3),
+        Wire::E5M2 => line(src, piece, L::load_e5m2),
     }
 }
 
@@ -147,22 +149,45 @@ unsafe fn put<L: Line>(value: L, dst: &mut [u8], piece: Piece, stream: bool) {
     }
 }
 
-/// Store `value` at `piece` in the half type `wire`. With `stream`, the first line of a pair waits in
-/// `staged` for the second: streaming half a line at a time halves the bandwidth.
+/// Lines of a narrow type that wait for the rest of a line of memory: streaming less at a time halves the bandwidth, and
+/// more.
+#[derive(Default)]
+pub struct Staged {
+    half: RawHalf,
+    quarters: [RawQuarter; 4],
+}
+
+/// Store `value` at `piece` in the narrow type `wire`. With `stream`, the first lines of a line of memory wait in `staged`
+/// for the last.
 ///
 /// # Safety
-/// With `stream`, the piece is a whole line, its pair is 64-byte aligned in `dst`, and both lines of it
+/// With `stream`, the piece is a whole line, its pair or four is 64-byte aligned in `dst`, and all lines of it
 /// come one after the other.
 #[inline(always)]
-unsafe fn put_half<L: Line>(
+unsafe fn put_narrow<L: Line>(
     wire: Wire,
     value: L,
     dst: &mut [u8],
     piece: Piece,
     stream: bool,
-    staged: &mut RawHalf,
+    staged: &mut Staged,
 ) {
-    let half = if wire == Wire::F16 { value.to_f16() } else { value.to_bf16() };
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match wire {
+            Wire::F16 => put_half::<L>(value.to_f16(), dst, piece, stream, &mut staged.half),
+            Wire::BF16 => put_half::<L>(value.to_bf16(), dst, piece, stream, &mut staged.half),
+            Wire::E4M3 => put_quarter::<L>(value.to_e4m3(), dst, piece, stream, &mut staged.quarters),
+            Wire::E5M2 => put_quarter::<L>(value.to_e5m2(), dst, piece, stream, &mut staged.quarters),
+            Wire::F64 | Wire::F32 => unreachable!(),
+        }
+    }
+}
+
+/// # Safety
+/// The conditions of [`put_narrow`].
+#[inline(always)]
+unsafe fn put_half<L: Line>(half: RawHalf, dst: &mut [u8], piece: Piece, stream: bool, staged: &mut RawHalf) {
     let part = &mut dst[piece.at * 2..][..piece.count * 2];
     if !stream {
         part.copy_from_slice(&half[..piece.count * 2]);
@@ -173,6 +198,31 @@ unsafe fn put_half<L: Line>(
         unsafe {
             L::stream_half(*staged, first);
             L::stream_half(half, second);
+        }
+    }
+}
+
+/// # Safety
+/// The conditions of [`put_narrow`].
+#[inline(always)]
+unsafe fn put_quarter<L: Line>(
+    quarter: RawQuarter,
+    dst: &mut [u8],
+    piece: Piece,
+    stream: bool,
+    staged: &mut [RawQuarter; 4],
+) {
+    let part = &mut dst[piece.at..][..piece.count];
+    if !stream {
+        part.copy_from_slice(&quarter[..piece.count]);
+        return;
+    }
+    let number = part.as_ptr().addr() / LANES % 4;
+    staged[number] = quarter;
+    if number == 3 {
+        for (quarter, dst) in staged.iter().zip(dst[piece.at - 48..][..64].as_chunks_mut().0) {
+            // SAFETY: aligned, says the caller, and `run` fences.
+            unsafe { L::stream_quarter(*quarter, dst) };
         }
     }
 }
@@ -189,8 +239,8 @@ pub struct Reduce<'a, O, const N: usize> {
     pub master: Option<(&'a [u8], &'a mut [u8])>,
     /// The slots, as many as the operation has.
     pub slots: [(&'a [u8], &'a mut [u8]); 2],
-    /// Half a line on its way; any value at first.
-    pub staged: RawHalf,
+    /// Parts of a line on their way; any value at first.
+    pub staged: Staged,
 }
 
 impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
@@ -246,7 +296,7 @@ impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
             if wire == Wire::F32 {
                 put(w, self.weights.1, piece, stream);
             } else {
-                put_half(wire, w, self.weights.1, piece, stream, &mut self.staged);
+                put_narrow(wire, w, self.weights.1, piece, stream, &mut self.staged);
             }
             if N == 0
                 && let Some((_, master)) = &mut self.master

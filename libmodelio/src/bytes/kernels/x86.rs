@@ -8,7 +8,8 @@
 use std::arch::x86_64::*;
 use std::ops::{Add, Div, Mul, Sub};
 
-use super::line::{INFINITY, Lanes, Line, MAGNITUDE, Raw, RawHalf};
+use super::fp8::{self, Format};
+use super::line::{INFINITY, Lanes, Line, MAGNITUDE, Raw, RawHalf, RawQuarter};
 
 /// One 512-bit register. Needs avx512f.
 #[derive(Clone, Copy)]
@@ -81,6 +82,30 @@ impl Lanes for Avx512 {
     }
 }
 
+impl Avx512 {
+    /// The lanes in a type of 8 bits, as [`fp8`] does it for one number.
+    #[inline(always)]
+    fn narrow<const SHIFT: u32>(self, of: Format) -> RawQuarter {
+        // SAFETY: entered with avx512f; the register is 16 plain bytes.
+        unsafe {
+            let all = |bits: u32| _mm512_set1_epi32(bits as i32);
+            let bits = _mm512_castps_si512(self.0);
+            let magnitude = _mm512_and_si512(bits, all(MAGNITUDE));
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<SHIFT>(bits), all(1));
+            let sum = _mm512_add_epi32(_mm512_add_epi32(magnitude, all(of.round(SHIFT))), odd);
+            let rounded = _mm512_min_epu32(_mm512_srli_epi32::<SHIFT>(sum), all(of.most));
+            let sum = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(of.rounder));
+            let subnormal = _mm512_sub_epi32(_mm512_castps_si512(sum), all(of.rounder.to_bits()));
+            let is_small = _mm512_cmplt_epi32_mask(magnitude, all(of.normal));
+            let number = _mm512_mask_mov_epi32(rounded, is_small, subnormal);
+            let is_nan = _mm512_cmpge_epi32_mask(magnitude, all(of.nan_from));
+            let number = _mm512_mask_mov_epi32(number, is_nan, all(fp8::NAN));
+            let sign = _mm512_and_si512(_mm512_srli_epi32::<24>(bits), all(0x80));
+            std::mem::transmute(_mm512_cvtepi32_epi8(_mm512_or_si512(number, sign)))
+        }
+    }
+}
+
 impl Line for Avx512 {
     #[inline(always)]
     fn load(src: &Raw) -> Self {
@@ -101,6 +126,25 @@ impl Line for Avx512 {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(src.as_ptr().cast()));
             Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
         }
+    }
+
+    #[inline(always)]
+    fn load_e4m3(src: &RawQuarter) -> Self {
+        // SAFETY: entered with avx512f.
+        unsafe {
+            let wide = _mm512_mul_ps(_mm512_cvtph_ps(e4m3_halves(src)), _mm512_set1_ps(fp8::E4M3_SCALE));
+            let bits = _mm512_castps_si512(wide);
+            let magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(MAGNITUDE as i32));
+            let is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(fp8::E4M3_480 as i32));
+            let quiet = _mm512_set1_epi32(fp8::QUIET as i32);
+            Self(_mm512_castsi512_ps(_mm512_mask_or_epi32(bits, is_nan, bits, quiet)))
+        }
+    }
+
+    #[inline(always)]
+    fn load_e5m2(src: &RawQuarter) -> Self {
+        // SAFETY: entered with avx512f.
+        Self(unsafe { _mm512_cvtph_ps(e5m2_halves(src)) })
     }
 
     #[inline(always)]
@@ -131,6 +175,16 @@ impl Line for Avx512 {
     }
 
     #[inline(always)]
+    fn to_e4m3(self) -> RawQuarter {
+        self.narrow::<{ fp8::E4M3_SHIFT }>(fp8::E4M3)
+    }
+
+    #[inline(always)]
+    fn to_e5m2(self) -> RawQuarter {
+        self.narrow::<{ fp8::E5M2_SHIFT }>(fp8::E5M2)
+    }
+
+    #[inline(always)]
     unsafe fn stream(self, dst: &mut Raw) {
         // SAFETY: entered with avx512f; 64 writable bytes, which the caller has aligned.
         unsafe { _mm512_stream_ps(dst.as_mut_ptr().cast(), self.0) }
@@ -140,6 +194,12 @@ impl Line for Avx512 {
     unsafe fn stream_half(half: RawHalf, dst: &mut RawHalf) {
         // SAFETY: the caller aligned `dst`.
         unsafe { Avx2::stream_half(half, dst) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream_quarter(quarter: RawQuarter, dst: &mut RawQuarter) {
+        // SAFETY: the caller aligned `dst`.
+        unsafe { Avx2::stream_quarter(quarter, dst) }
     }
 
     #[inline(always)]
@@ -177,7 +237,79 @@ impl Line for Avx512 {
     }
 }
 
+/// Sixteen numbers of E4M3 as those of binary16 that are smaller by a factor.
+#[inline(always)]
+fn e4m3_halves(src: &RawQuarter) -> __m256i {
+    // SAFETY: entered with avx2; 16 readable bytes, and the load takes any address.
+    unsafe {
+        let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(src.as_ptr().cast()));
+        _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(fp8::E4M3_HALF as i16))
+    }
+}
+
+/// Sixteen numbers of E5M2 as the same of binary16.
+#[inline(always)]
+fn e5m2_halves(src: &RawQuarter) -> __m256i {
+    // SAFETY: entered with avx2; 16 readable bytes, and the load takes any address.
+    unsafe { _mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(_mm_loadu_si128(src.as_ptr().cast()))) }
+}
+
 impl Avx2 {
+    /// Half of the lanes in a type of 8 bits, as [`fp8`] does it for one number.
+    #[inline(always)]
+    fn narrow_lanes<const SHIFT: i32>(lanes: __m256, of: Format) -> __m256i {
+        // SAFETY: entered with avx2.
+        unsafe {
+            let all = |bits: u32| _mm256_set1_epi32(bits as i32);
+            let bits = _mm256_castps_si256(lanes);
+            let magnitude = _mm256_and_si256(bits, all(MAGNITUDE));
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<SHIFT>(bits), all(1));
+            let sum = _mm256_add_epi32(_mm256_add_epi32(magnitude, all(of.round(SHIFT as u32))), odd);
+            let rounded = _mm256_min_epu32(_mm256_srli_epi32::<SHIFT>(sum), all(of.most));
+            let sum = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(of.rounder));
+            let subnormal = _mm256_sub_epi32(_mm256_castps_si256(sum), all(of.rounder.to_bits()));
+            let is_small = _mm256_cmpgt_epi32(all(of.normal), magnitude);
+            let number = _mm256_blendv_epi8(rounded, subnormal, is_small);
+            let is_nan = _mm256_cmpgt_epi32(magnitude, all(of.nan_from - 1));
+            let number = _mm256_blendv_epi8(number, all(fp8::NAN), is_nan);
+            let sign = _mm256_and_si256(_mm256_srli_epi32::<24>(bits), all(0x80));
+            _mm256_or_si256(number, sign)
+        }
+    }
+
+    #[inline(always)]
+    fn narrow<const SHIFT: i32>(self, of: Format) -> RawQuarter {
+        let [low, high] = [self.0, self.1].map(|lanes| Self::narrow_lanes::<SHIFT>(lanes, of));
+        // SAFETY: entered with avx2; the register is 16 plain bytes.
+        unsafe {
+            // The pack works within 128-bit halves: the permutation puts the quarters in order.
+            let halves = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
+            let [low, high] = [_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves)];
+            std::mem::transmute(_mm_packus_epi16(low, high))
+        }
+    }
+
+    /// Sixteen numbers of binary16.
+    #[inline(always)]
+    fn of_halves(halves: __m256i) -> Self {
+        // SAFETY: entered with avx2 and f16c.
+        unsafe {
+            let [low, high] = [_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves)];
+            Self(_mm256_cvtph_ps(low), _mm256_cvtph_ps(high))
+        }
+    }
+
+    /// What E4M3 would have as 480 is NaN.
+    #[inline(always)]
+    fn with_nan(lanes: __m256) -> __m256 {
+        // SAFETY: entered with avx2.
+        unsafe {
+            let is_nan = _mm256_cmpeq_epi32(Self::magnitudes(lanes), _mm256_set1_epi32(fp8::E4M3_480 as i32));
+            let quiet = _mm256_and_si256(is_nan, _mm256_set1_epi32(fp8::QUIET as i32));
+            _mm256_or_ps(lanes, _mm256_castsi256_ps(quiet))
+        }
+    }
+
     #[inline(always)]
     fn bf16_lanes(lanes: __m256) -> __m256i {
         // SAFETY: entered with avx2.
@@ -271,6 +403,17 @@ impl Line for Avx2 {
     }
 
     #[inline(always)]
+    fn load_e4m3(src: &RawQuarter) -> Self {
+        let wide = Self::of_halves(e4m3_halves(src)) * Self::splat(fp8::E4M3_SCALE);
+        Self(Self::with_nan(wide.0), Self::with_nan(wide.1))
+    }
+
+    #[inline(always)]
+    fn load_e5m2(src: &RawQuarter) -> Self {
+        Self::of_halves(e5m2_halves(src))
+    }
+
+    #[inline(always)]
     fn store(self, dst: &mut Raw) {
         let dst = dst.as_mut_ptr().cast::<f32>();
         // SAFETY: entered with avx2; 64 writable bytes, and the stores take any address.
@@ -302,6 +445,16 @@ impl Line for Avx2 {
     }
 
     #[inline(always)]
+    fn to_e4m3(self) -> RawQuarter {
+        self.narrow::<{ fp8::E4M3_SHIFT as i32 }>(fp8::E4M3)
+    }
+
+    #[inline(always)]
+    fn to_e5m2(self) -> RawQuarter {
+        self.narrow::<{ fp8::E5M2_SHIFT as i32 }>(fp8::E5M2)
+    }
+
+    #[inline(always)]
     unsafe fn stream(self, dst: &mut Raw) {
         let dst = dst.as_mut_ptr().cast::<f32>();
         // SAFETY: entered with avx2; 64 writable bytes, which the caller has aligned.
@@ -315,6 +468,14 @@ impl Line for Avx2 {
     unsafe fn stream_half(half: RawHalf, dst: &mut RawHalf) {
         // SAFETY: entered with avx2; 32 writable bytes, which the caller has aligned.
         unsafe { _mm256_stream_si256(dst.as_mut_ptr().cast(), std::mem::transmute::<RawHalf, __m256i>(half)) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream_quarter(quarter: RawQuarter, dst: &mut RawQuarter) {
+        // SAFETY: sse2 is part of x86_64; 16 writable bytes, which the caller has aligned.
+        unsafe {
+            _mm_stream_si128(dst.as_mut_ptr().cast(), std::mem::transmute::<RawQuarter, __m128i>(quarter))
+        }
     }
 
     #[inline(always)]
