@@ -9,6 +9,8 @@ import pytest
 from filetools import read_safetensors, write_safetensors
 from refusals import refused
 
+pytestmark = pytest.mark.also_on_network
+
 TYPES = ["f8_e4m3", "f8_e5m2"]
 ELEMENTS = 150_001
 

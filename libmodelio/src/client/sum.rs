@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_sum_of_many_chunks_has_the_bits_of_a_loop() {
-        let types: [Element; 4] = [
+        let types: [Element; 5] = [
             (DType::F64, |x| x.to_le_bytes().into(), |b| f64::from_le_bytes(b.try_into().unwrap())),
             (
                 DType::F32,
@@ -161,6 +161,12 @@ mod tests {
                 DType::BF16,
                 |x| bf16::from_f64(x).to_le_bytes().into(),
                 |b| bf16::from_le_bytes(b.try_into().unwrap()).into(),
+            ),
+            // The upper half of a binary16.
+            (
+                DType::E5M2,
+                |x| vec![f16::from_f64(x).to_le_bytes()[1]],
+                |b| f16::from_le_bytes([0, b[0]]).into(),
             ),
         ];
         for (dtype, encode, decode) in types {

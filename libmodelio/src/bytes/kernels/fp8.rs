@@ -10,7 +10,9 @@
 //! infinity NaN. So a finite number stays finite, and one that is not can be seen. E5M2 is the upper half of a binary16, and
 //! overflows to infinity as that does. NaN becomes 0x7f. All keep their sign.
 
-use super::line::{INFINITY, MAGNITUDE, f16_to_f32, select};
+/// Bits of fp32: infinity, and all but the sign.
+const INFINITY: u32 = f32::INFINITY.to_bits();
+const MAGNITUDE: u32 = 0x7fff_ffff;
 
 /// A type of 8 bits, as the bits of fp32 are brought into it.
 #[derive(Clone, Copy)]
@@ -72,8 +74,10 @@ fn narrow<const SHIFT: u32>(of: Format, value: f32) -> u8 {
     let odd = (magnitude >> SHIFT) & 1;
     let rounded = magnitude.wrapping_add(of.round(SHIFT)).wrapping_add(odd) >> SHIFT;
     let subnormal = (f32::from_bits(magnitude) + of.rounder).to_bits().wrapping_sub(of.rounder.to_bits());
-    let number = select(magnitude < of.normal, subnormal, rounded.min(of.most));
-    (select(magnitude >= of.nan_from, NAN, number) | ((bits >> 24) & 0x80)) as u8
+    // Both are computed, so that loops vectorise.
+    let number = if magnitude < of.normal { subnormal } else { rounded.min(of.most) };
+    let code = if magnitude >= of.nan_from { NAN } else { number };
+    (code | ((bits >> 24) & 0x80)) as u8
 }
 
 #[inline(always)]
@@ -82,11 +86,19 @@ pub fn e4m3_to_f32(code: u8) -> f32 {
     // The smallest number is 2^-9. Nothing here is a subnormal of fp32, which CPUs multiply slowly.
     let subnormal = (magnitude as f32 * (1.0 / 512.0)).to_bits();
     let normal = (magnitude << E4M3_SHIFT) + E4M3.bias;
-    let number = select(magnitude < 8, subnormal, normal) | select(magnitude == NAN, QUIET, 0);
-    f32::from_bits(number | (u32::from(code & 0x80) << 24))
+    let number = if magnitude < 8 { subnormal } else { normal };
+    let quiet = if magnitude == NAN { QUIET } else { 0 };
+    f32::from_bits(number | quiet | (u32::from(code & 0x80) << 24))
 }
 
 #[inline(always)]
 pub fn e5m2_to_f32(code: u8) -> f32 {
-    f16_to_f32(u16::from(code) << 8)
+    let magnitude = u32::from(code & 0x7f);
+    // The smallest number is 2^-16.
+    let subnormal = (magnitude as f32 * (1.0 / 65_536.0)).to_bits();
+    let bits = magnitude << E5M2_SHIFT;
+    let number = if magnitude < 4 { subnormal } else { bits + E5M2.bias };
+    let quiet = if magnitude > E5M2.most { QUIET } else { INFINITY };
+    let value = if magnitude >= E5M2.most { bits | quiet } else { number };
+    f32::from_bits(value | (u32::from(code & 0x80) << 24))
 }

@@ -262,12 +262,12 @@ fn halves(lanes: [u16; LANES]) -> RawHalf {
 
 /// `yes` where `mask` holds, else `no`: both are computed, so that loops vectorise.
 #[inline(always)]
-pub fn select(mask: bool, yes: u32, no: u32) -> u32 {
+fn select(mask: bool, yes: u32, no: u32) -> u32 {
     if mask { yes } else { no }
 }
 
 #[inline(always)]
-pub fn f16_to_f32(half: u16) -> f32 {
+fn f16_to_f32(half: u16) -> f32 {
     let magnitude = u32::from(half & 0x7fff) << 13;
     // Moves the exponent from binary16's bias to binary32's, and normalises subnormals on the way.
     let scaled = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
