@@ -87,6 +87,16 @@ impl Wire {
         !matches!(self, Self::F64 | Self::F32)
     }
 
+    /// The code of 8 bits from which on magnitudes are not finite.
+    #[inline]
+    fn finite_codes(self) -> Option<u8> {
+        match self {
+            Self::E4M3 => Some(0x7f),
+            Self::E5M2 => Some(0x7c),
+            _ => None,
+        }
+    }
+
     /// The type of its sums, masters and optimizer state.
     #[inline]
     pub fn wide(self) -> Self {
@@ -336,6 +346,9 @@ pub fn stream_copy(src: &[u8], dst: &mut [u8]) {
 /// If the lengths disagree or are not whole elements.
 pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
     assert_eq!(src.len(), dst.len(), "copy");
+    if let Some(below) = wire.finite_codes() {
+        return dispatch(pass::CopyCodes { src, dst, below });
+    }
     if wire.is_narrow() {
         // Widened and narrowed again, which changes no finite number: each byte is read once.
         let input = Input { weights: src, master: None, slots: [&[], &[]] };
@@ -389,6 +402,7 @@ pub fn all_finite(wire: Wire, src: &[u8]) -> bool {
     elements(wire, src);
     match wire {
         Wire::F64 => dispatch(double::Finite { src }),
+        _ if let Some(below) = wire.finite_codes() => dispatch(pass::FiniteCodes { src, below }),
         _ => dispatch(pass::Finite { wire, src }),
     }
 }

@@ -95,17 +95,18 @@ fn run<L: Line>(mut pass: impl Pass) -> bool {
     L::finite(seen)
 }
 
-/// The `N`-byte line at `piece`, zero-padded where the piece is shorter.
+/// The `N`-byte line at `piece`, or in `room`, zero-padded, where the piece is shorter. The caller loads it: in a function
+/// that is passed here, the compiler may leave each instruction a call.
 #[inline(always)]
-fn line<const N: usize, L>(src: &[u8], piece: Piece, load: impl Fn(&[u8; N]) -> L) -> L {
+fn line<'a, const N: usize>(src: &'a [u8], piece: Piece, room: &'a mut Option<[u8; N]>) -> &'a [u8; N] {
     let size = N / LANES;
     let part = &src[piece.at * size..][..piece.count * size];
     match part.first_chunk::<N>() {
-        Some(line) => load(line),
+        Some(line) => line,
         None => {
-            let mut padded = [0; N];
+            let padded = room.insert([0; N]);
             padded[..part.len()].copy_from_slice(part);
-            load(&padded)
+            padded
         }
     }
 }
@@ -115,11 +116,11 @@ fn get<L: Line>(wire: Wire, src: &[u8], piece: Piece) -> L {
     match wire {
         // Doubles have passes of their own; see `apply` and its like.
         Wire::F64 => unreachable!(),
-        Wire::F32 => line(src, piece, L::load),
-        Wire::F16 => line(src, piece, L::load_f16),
-        Wire::BF16 => line(src, piece, L::load_bf16),
-        Wire::E4M3 => line(src, piece, L::load_e4m3),
-        Wire::E5M2 => line(src, piece, L::load_e5m2),
+        Wire::F32 => L::load(line(src, piece, &mut None)),
+        Wire::F16 => L::load_f16(line(src, piece, &mut None)),
+        Wire::BF16 => L::load_bf16(line(src, piece, &mut None)),
+        Wire::E4M3 => L::load_e4m3(line(src, piece, &mut None)),
+        Wire::E5M2 => L::load_e5m2(line(src, piece, &mut None)),
     }
 }
 
@@ -366,6 +367,63 @@ impl Kernel for Copy<'_> {
         }
         tail.copy_from_slice(src_tail);
         L::fence();
+    }
+}
+
+/// Whether all magnitudes of elements of 8 bits are below a code, which tells numbers from others.
+pub struct FiniteCodes<'a> {
+    pub src: &'a [u8],
+    pub below: u8,
+}
+
+impl Kernel for FiniteCodes<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> bool {
+        self.src.iter().fold(0, |most, code| (code & 0x7f).max(most)) < self.below
+    }
+}
+
+/// The same of what is copied.
+pub struct CopyCodes<'a> {
+    pub src: &'a [u8],
+    pub dst: &'a mut [u8],
+    pub below: u8,
+}
+
+impl Kernel for CopyCodes<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> bool {
+        let Self { src, dst, below } = self;
+        let stream = dst.len() >= STREAM_FROM;
+        let (head, rest) = dst.split_at_mut(dst.as_ptr().align_offset(64).min(dst.len()));
+        let (src_head, src) = src.split_at(head.len());
+        let (lines, tail) = rest.as_chunks_mut::<64>();
+        let (src_lines, src_tail) = src.as_chunks::<64>();
+        let mut most = [0; 64];
+        for (src, dst) in src_lines.iter().zip(lines) {
+            // What is checked is what was loaded, and so what is stored.
+            let (line, mut codes) = (L::load(src), [0; 64]);
+            line.store(&mut codes);
+            most.iter_mut().zip(codes).for_each(|(most, code)| *most = (code & 0x7f).max(*most));
+            if stream {
+                // SAFETY: the lines start after `head`, at a multiple of 64 bytes; the fence follows.
+                unsafe { line.stream(dst) };
+            } else {
+                line.store(dst);
+            }
+        }
+        if stream {
+            L::fence();
+        }
+        for (src, dst) in src_head.iter().zip(head).chain(src_tail.iter().zip(tail)) {
+            *dst = *src;
+            most[0] = most[0].max(*dst & 0x7f);
+        }
+        most.iter().all(|most| *most < below)
     }
 }
 

@@ -5,11 +5,14 @@
 //! are the only callers, and run only where the CPU was seen to have the features; every SAFETY comment
 //! below that says "entered" rests on that.
 
+mod codes;
+
 use std::arch::x86_64::*;
 use std::ops::{Add, Div, Mul, Sub};
 
-use super::fp8::{self, Format};
+use super::fp8;
 use super::line::{INFINITY, Lanes, Line, MAGNITUDE, Raw, RawHalf, RawQuarter};
+use codes::{e4m3_halves, e5m2_halves};
 
 /// One 512-bit register. Needs avx512f.
 #[derive(Clone, Copy)]
@@ -78,30 +81,6 @@ impl Lanes for Avx512 {
             let above = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, zero), one);
             let below = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(self.0, zero), one);
             Self(_mm512_sub_ps(above, below))
-        }
-    }
-}
-
-impl Avx512 {
-    /// The lanes in a type of 8 bits, as [`fp8`] does it for one number.
-    #[inline(always)]
-    fn narrow<const SHIFT: u32>(self, of: Format) -> RawQuarter {
-        // SAFETY: entered with avx512f; the register is 16 plain bytes.
-        unsafe {
-            let all = |bits: u32| _mm512_set1_epi32(bits as i32);
-            let bits = _mm512_castps_si512(self.0);
-            let magnitude = _mm512_and_si512(bits, all(MAGNITUDE));
-            let odd = _mm512_and_si512(_mm512_srli_epi32::<SHIFT>(bits), all(1));
-            let sum = _mm512_add_epi32(_mm512_add_epi32(magnitude, all(of.round(SHIFT))), odd);
-            let rounded = _mm512_min_epu32(_mm512_srli_epi32::<SHIFT>(sum), all(of.most));
-            let sum = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(of.rounder));
-            let subnormal = _mm512_sub_epi32(_mm512_castps_si512(sum), all(of.rounder.to_bits()));
-            let is_small = _mm512_cmplt_epi32_mask(magnitude, all(of.normal));
-            let number = _mm512_mask_mov_epi32(rounded, is_small, subnormal);
-            let is_nan = _mm512_cmpge_epi32_mask(magnitude, all(of.nan_from));
-            let number = _mm512_mask_mov_epi32(number, is_nan, all(fp8::NAN));
-            let sign = _mm512_and_si512(_mm512_srli_epi32::<24>(bits), all(0x80));
-            std::mem::transmute(_mm512_cvtepi32_epi8(_mm512_or_si512(number, sign)))
         }
     }
 }
@@ -237,79 +216,7 @@ impl Line for Avx512 {
     }
 }
 
-/// Sixteen numbers of E4M3 as those of binary16 that are smaller by a factor.
-#[inline(always)]
-fn e4m3_halves(src: &RawQuarter) -> __m256i {
-    // SAFETY: entered with avx2; 16 readable bytes, and the load takes any address.
-    unsafe {
-        let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(src.as_ptr().cast()));
-        _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(fp8::E4M3_HALF as i16))
-    }
-}
-
-/// Sixteen numbers of E5M2 as the same of binary16.
-#[inline(always)]
-fn e5m2_halves(src: &RawQuarter) -> __m256i {
-    // SAFETY: entered with avx2; 16 readable bytes, and the load takes any address.
-    unsafe { _mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(_mm_loadu_si128(src.as_ptr().cast()))) }
-}
-
 impl Avx2 {
-    /// Half of the lanes in a type of 8 bits, as [`fp8`] does it for one number.
-    #[inline(always)]
-    fn narrow_lanes<const SHIFT: i32>(lanes: __m256, of: Format) -> __m256i {
-        // SAFETY: entered with avx2.
-        unsafe {
-            let all = |bits: u32| _mm256_set1_epi32(bits as i32);
-            let bits = _mm256_castps_si256(lanes);
-            let magnitude = _mm256_and_si256(bits, all(MAGNITUDE));
-            let odd = _mm256_and_si256(_mm256_srli_epi32::<SHIFT>(bits), all(1));
-            let sum = _mm256_add_epi32(_mm256_add_epi32(magnitude, all(of.round(SHIFT as u32))), odd);
-            let rounded = _mm256_min_epu32(_mm256_srli_epi32::<SHIFT>(sum), all(of.most));
-            let sum = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(of.rounder));
-            let subnormal = _mm256_sub_epi32(_mm256_castps_si256(sum), all(of.rounder.to_bits()));
-            let is_small = _mm256_cmpgt_epi32(all(of.normal), magnitude);
-            let number = _mm256_blendv_epi8(rounded, subnormal, is_small);
-            let is_nan = _mm256_cmpgt_epi32(magnitude, all(of.nan_from - 1));
-            let number = _mm256_blendv_epi8(number, all(fp8::NAN), is_nan);
-            let sign = _mm256_and_si256(_mm256_srli_epi32::<24>(bits), all(0x80));
-            _mm256_or_si256(number, sign)
-        }
-    }
-
-    #[inline(always)]
-    fn narrow<const SHIFT: i32>(self, of: Format) -> RawQuarter {
-        let [low, high] = [self.0, self.1].map(|lanes| Self::narrow_lanes::<SHIFT>(lanes, of));
-        // SAFETY: entered with avx2; the register is 16 plain bytes.
-        unsafe {
-            // The pack works within 128-bit halves: the permutation puts the quarters in order.
-            let halves = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
-            let [low, high] = [_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves)];
-            std::mem::transmute(_mm_packus_epi16(low, high))
-        }
-    }
-
-    /// Sixteen numbers of binary16.
-    #[inline(always)]
-    fn of_halves(halves: __m256i) -> Self {
-        // SAFETY: entered with avx2 and f16c.
-        unsafe {
-            let [low, high] = [_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves)];
-            Self(_mm256_cvtph_ps(low), _mm256_cvtph_ps(high))
-        }
-    }
-
-    /// What E4M3 would have as 480 is NaN.
-    #[inline(always)]
-    fn with_nan(lanes: __m256) -> __m256 {
-        // SAFETY: entered with avx2.
-        unsafe {
-            let is_nan = _mm256_cmpeq_epi32(Self::magnitudes(lanes), _mm256_set1_epi32(fp8::E4M3_480 as i32));
-            let quiet = _mm256_and_si256(is_nan, _mm256_set1_epi32(fp8::QUIET as i32));
-            _mm256_or_ps(lanes, _mm256_castsi256_ps(quiet))
-        }
-    }
-
     #[inline(always)]
     fn bf16_lanes(lanes: __m256) -> __m256i {
         // SAFETY: entered with avx2.
