@@ -117,4 +117,4 @@ def refused_up(gradfs, tmp_path, *args, words, code=None, env=None):
     return done.stderr
 
 
-ONES = {"f32": ONE, "f16": struct.pack("<e", 1.0), "bf16": ONE[2:]}
+ONES = {"f32": ONE, "f16": struct.pack("<e", 1.0), "bf16": ONE[2:], "f8_e4m3": b"\x38", "f8_e5m2": b"\x3c"}

@@ -28,6 +28,9 @@ NONFINITE = {
     "f32": [struct.pack("<f", float(x)) for x in ("nan", "inf", "-inf")] + [struct.pack("<I", 0x7F800001)],
     "f16": [struct.pack("<e", float(x)) for x in ("nan", "inf", "-inf")] + [struct.pack("<H", 0x7C01)],
     "bf16": [struct.pack("<H", x) for x in (0x7FC0, 0x7F80, 0xFF80, 0x7F81)],
+    # There is no infinity in E4M3.
+    "f8_e4m3": [b"\xff", b"\x7f"],
+    "f8_e5m2": [b"\x7e", b"\x7c", b"\xfc", b"\x7d"],
 }
 
 
@@ -109,7 +112,13 @@ def test_nan_and_inf_are_taken_where_they_are_wanted(start_mount, way, dtype):
     mount.contribute(nan)
     got = mount.weights()[:size]
     bits = int.from_bytes(got, "little")
-    exponent, fraction = {"f32": (0x7F800000, 0x7FFFFF), "f16": (0x7C00, 0x3FF), "bf16": (0x7F80, 0x7F)}[dtype]
+    exponent, fraction = {
+        "f32": (0x7F800000, 0x7FFFFF),
+        "f16": (0x7C00, 0x3FF),
+        "bf16": (0x7F80, 0x7F),
+        "f8_e4m3": (0x78, 0x07),
+        "f8_e5m2": (0x7C, 0x03),
+    }[dtype]
     assert bits & exponent == exponent and bits & fraction, f"{got.hex()} is no NaN"
     assert mount.version() == 4
 

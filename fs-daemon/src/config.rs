@@ -26,7 +26,7 @@ use crate::checkpoint;
 use crate::error::Error;
 
 /// Element types of a blank model.
-pub const DTYPES: &[&str] = &["f32", "f64", "f16", "bf16", "u8"];
+pub const DTYPES: &[&str] = &["f32", "f64", "f16", "bf16", "f8_e4m3", "f8_e5m2", "u8"];
 const DEFAULT_BLOCK_SIZE: u32 = 256 << 10;
 const MIN_BLOCK_SIZE: u64 = 64 << 10;
 const MAX_BLOCK_SIZE: u64 = 4 << 20;
@@ -123,7 +123,7 @@ pub enum ModelSource {
     Blank {
         /// Its size, a positive multiple of the element size.
         bytes: u64,
-        /// Its element type: `F32`, `F64`, `F16` or `BF16`.
+        /// Its element type: one that is reduced, or `U8`.
         dtype: DType,
     },
 }

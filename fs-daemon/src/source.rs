@@ -8,6 +8,7 @@ use std::path::Path;
 
 use libmodelio::formats::safetensors::{self, CopyRange, Header};
 use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::dtype::REDUCIBLE;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
@@ -104,7 +105,7 @@ impl Source {
         if !left.is_empty() {
             tracing::warn!(
                 model = name,
-                "{} never trained, as reducers take f32, f64, bf16 and f16: {}",
+                "{} never trained, as reducers take {REDUCIBLE}: {}",
                 if left.len() == 1 { "a tensor is" } else { "some tensors are" },
                 named(left.into_iter())
             );

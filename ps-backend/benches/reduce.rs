@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use libmodelio::bytes::kernels::{
-    Input, Operands, Output, Source, Wire, accumulate, all_finite, stream_copy,
+    Input, Operands, Output, Source, Wire, accumulate, all_finite, copy_checked, stream_copy,
 };
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use ps_backend::reducers::apply;
 
+/// The types that are measured.
+const WIRES: [Wire; 5] = [Wire::F32, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 const REQUEST: usize = 1 << 20;
 const BLOCK: usize = 256 << 10;
 const PAGE: usize = 4096;
@@ -84,7 +86,7 @@ fn benches(c: &mut Criterion) {
 
     let mut group = c.benchmark_group("accumulate");
     group.throughput(Throughput::Bytes(REQUEST as u64));
-    for wire in [Wire::F32, Wire::F16, Wire::BF16] {
+    for wire in WIRES {
         let (count, end) = (BLOCK / wire.size(), ELEMENTS * wire.size());
         for (name, first) in [("first", true), ("add", false)] {
             group.bench_function(BenchmarkId::new(name, format!("{wire:?}")), |b| {
@@ -96,14 +98,23 @@ fn benches(c: &mut Criterion) {
             });
         }
     }
-    group.bench_function("all_finite", |b| {
-        b.iter_custom(|n| requests.time(n, end, |src, _| assert!(all_finite(Wire::F32, src))))
-    });
+    for wire in WIRES {
+        group.bench_function(BenchmarkId::new("all_finite", format!("{wire:?}")), |b| {
+            b.iter_custom(|n| requests.time(n, end, |src, _| assert!(all_finite(wire, src))))
+        });
+        group.bench_function(BenchmarkId::new("copy_checked", format!("{wire:?}")), |b| {
+            b.iter_custom(|n| {
+                requests.time(n, end, |src, at| {
+                    assert!(copy_checked(wire, src, &mut weights_out[at..][..BLOCK]));
+                })
+            })
+        });
+    }
     group.finish();
 
     let mut group = c.benchmark_group("apply");
     group.throughput(Throughput::Bytes(REQUEST as u64));
-    for (reducer, wire) in Reducer::all().flat_map(|r| [Wire::F32, Wire::F16, Wire::BF16].map(|w| (r, w))) {
+    for (reducer, wire) in Reducer::all().flat_map(|r| WIRES.map(|w| (r, w))) {
         let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 3, ..Step::default() };
         let end = ELEMENTS * wire.size();
         let has_master = wire != Wire::F32;

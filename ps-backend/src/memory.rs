@@ -21,7 +21,7 @@ const SUMS: u64 = 1;
 pub struct MemoryUse {
     /// Versions, and the one that is made.
     pub versions: u64,
-    /// fp32 masters of half-precision weights.
+    /// fp32 masters of narrower weights.
     pub masters: u64,
     /// Optimizer state.
     pub state: u64,
@@ -74,7 +74,7 @@ impl MemoryUse {
         copies: Option<StateCopies>,
     ) -> MemoryUse {
         let copies = copies.map_or(0, StateCopies::count);
-        let halves = layout.tensors().iter().any(|tensor| matches!(tensor.dtype, DType::F16 | DType::BF16));
+        let halves = layout.tensors().iter().any(|tensor| tensor.dtype.is_narrow());
         // fp32, of all elements.
         let arrays = |count: usize| layout.elements().saturating_mul(4 * (copies * count) as u64);
         MemoryUse {

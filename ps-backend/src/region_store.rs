@@ -107,7 +107,7 @@ pub enum MemoryError {
 #[derive(Debug)]
 pub struct RegionStore {
     layout: Arc<ModelLayout>,
-    has_halves: bool,
+    has_narrow: bool,
     versions_hold_sums: bool,
     versions: Versions,
     back: Option<Arc<VersionBuffer>>,
@@ -149,13 +149,13 @@ impl RegionStore {
             }
         };
         let blocks = layout.blocks();
-        let has_halves = (0..blocks)
+        let has_narrow = (0..blocks)
             .flat_map(|block| layout.segments(BlockId(block)))
-            .any(|segment| matches!(segment.dtype, DType::F16 | DType::BF16));
+            .any(|segment| segment.dtype.is_narrow());
         let front = VersionBuffer::allocate(&layout, RegionKey(1), 0)?;
         front.region.memory().prefault()?;
         let mut store = RegionStore {
-            has_halves,
+            has_narrow,
             versions_hold_sums: lies_like_sums(&layout),
             versions: Versions::loading(front),
             back: None,
@@ -203,7 +203,7 @@ impl RegionStore {
 
     /// Whether a version by this reducer changes state that cannot be restored. Then it is computed once it counts.
     pub(crate) fn changes_in_place(&self, reducer: Reducer) -> bool {
-        self.arrays.is_some() || self.state.len() == 1 && (self.has_halves || reducer.state_slots() > 0)
+        self.arrays.is_some() || self.state.len() == 1 && (self.has_narrow || reducer.state_slots() > 0)
     }
 
     /// The memory on a device, if the model has some.
@@ -247,7 +247,7 @@ impl RegionStore {
                 let stamp = if side == 0 { 0 } else { VOID };
                 state.stamps = (0..blocks).map(|_| AtomicU64::new(stamp)).collect();
             }
-            if self.has_halves && state.master.is_none() {
+            if self.has_narrow && state.master.is_none() {
                 state.master = Some(new()?);
             }
             for (i, slot) in state.slots.iter_mut().enumerate() {
@@ -464,7 +464,7 @@ impl RegionStore {
         let wanted = reducer.state_slots();
         let is_there = |state: &Arc<StateBuffer>| {
             let slots = state.slots[..wanted].iter().all(Option::is_some);
-            !state.stamps.is_empty() && slots && state.master.is_some() == self.has_halves
+            !state.stamps.is_empty() && slots && state.master.is_some() == self.has_narrow
         };
         let takes_new = fresh && self.slots_used && wanted > 0;
         if let Some(arrays) = &self.arrays {

@@ -19,6 +19,12 @@ use ps_backend::partition::store::{Limits, PartitionStore, Payload};
 use ps_backend::reducers::{apply, factor, measure_tensor};
 use serde::Deserialize;
 
+#[path = "support/fp8.rs"]
+mod fp8;
+
+/// The types whose masters are compared.
+const NARROW: [Wire; 4] = [Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
+
 #[derive(Deserialize)]
 struct Golden {
     elements: usize,
@@ -62,8 +68,28 @@ fn encode(wire: Wire, values: impl Iterator<Item = f64>) -> Vec<u8> {
         Wire::F32 => (value as f32).to_le_bytes().to_vec(),
         Wire::F16 => f16::from_f64(value).to_le_bytes().to_vec(),
         Wire::BF16 => bf16::from_f64(value).to_le_bytes().to_vec(),
+        Wire::E4M3 | Wire::E5M2 => vec![fp8::code(wire, value)],
     };
     values.flat_map(one).collect()
+}
+
+fn has_8_bits(wire: Wire) -> bool {
+    wire.size() == 1
+}
+
+/// Contributions whose sum is exactly that of `values`: several of types that have too few bits for one.
+fn contributions(wire: Wire, values: impl Iterator<Item = f64>) -> Vec<Vec<u8>> {
+    if !has_8_bits(wire) {
+        return vec![encode(wire, values)];
+    }
+    let (mut rest, mut all) = (values.collect::<Vec<_>>(), Vec::new());
+    while rest.iter().any(|value| *value != 0.0) {
+        let part = encode(wire, rest.iter().copied());
+        rest.iter_mut().zip(&part).for_each(|(value, code)| *value -= fp8::value(wire, *code));
+        all.push(part);
+    }
+    assert!(all.len() < 6, "{} contributions", all.len());
+    all
 }
 
 impl Case {
@@ -72,36 +98,37 @@ impl Case {
         Controls::default().with_all(settings.chain([("reducer", self.reducer.as_str())])).unwrap()
     }
 
-    /// The weights after all steps, of two contributions each; of 16-bit types their masters.
+    /// The weights after all steps, of two learners' contributions each; of narrow types their masters.
     fn run(&self, wire: Wire, elements: u64, steps: u64) -> Vec<f64> {
         let Controls { reducer, hyper, .. } = self.controls();
         let mut weights = encode(wire, (0..elements).map(weight));
-        let mut master = vec![0.0; if wire.is_half() { elements as usize } else { 0 }];
-        if wire.is_half() {
+        let mut master = vec![0.0; if wire.is_narrow() { elements as usize } else { 0 }];
+        if wire.is_narrow() {
             widen(wire, &weights, &mut master);
+        }
+        if has_8_bits(wire) {
+            // The type has too few bits for the weights that torch begins with.
+            master = (0..elements).map(|i| weight(i) as f32).collect();
         }
         let words = elements as usize * wire.words();
         let mut slots = [0, 1].map(|slot| vec![0f32; if slot < reducer.state_slots() { words } else { 0 }]);
         let scale = f64::from(hyper.loss_scale);
         for t in 1..=steps {
-            let pair =
-                [0.5, -0.5].map(|away| encode(wire, (0..elements).map(|i| (gradient(t, i) + away) * scale)));
-            let sources = pair.each_ref().map(|bytes| Source::Wire(bytes));
+            let pair = [0.5, -0.5]
+                .map(|away| contributions(wire, (0..elements).map(|i| (gradient(t, i) + away) * scale)));
+            let all = pair.concat();
+            let sources: Vec<_> = all.iter().map(|bytes| Source::Wire(bytes)).collect();
             let mut step = Step { reducer, hyper: hyper.clone(), contributions: 2, t, ..Step::default() };
+            let mut sum = vec![0.0; words];
+            all.iter().enumerate().for_each(|(at, bytes)| {
+                assert!(accumulate(wire, bytes, &mut sum, at == 0));
+            });
             if reducer.measures(&hyper) {
-                let mut sum = vec![0.0; words];
-                pair.iter().zip([true, false]).for_each(|(bytes, first)| {
-                    assert!(accumulate(wire, bytes, &mut sum, first));
-                });
                 step.norm = Some(Norm::new(step.scale() * squares(wire, &[&sum]).sqrt()));
             }
             if reducer.is_layerwise() {
-                let mut sum = vec![0.0; words];
-                pair.iter().zip([true, false]).for_each(|(bytes, first)| {
-                    assert!(accumulate(wire, bytes, &mut sum, first));
-                });
                 let mut values = master.clone();
-                if !wire.is_half() {
+                if !wire.is_narrow() {
                     values.resize(words, 0.0);
                     widen(wire, &weights, &mut values);
                 }
@@ -114,12 +141,12 @@ impl Case {
             let [mut s0, mut s1] = slots.clone();
             let input = Input {
                 weights: &weights,
-                master: wire.is_half().then_some(&master),
+                master: wire.is_narrow().then_some(&master),
                 slots: [&slots[0], &slots[1]],
             };
             let output = Output {
                 weights: &mut next,
-                master: wire.is_half().then_some(&mut next_master),
+                master: wire.is_narrow().then_some(&mut next_master),
                 slots: [&mut s0, &mut s1],
             };
             assert!(apply(&step, Operands { wire, sources: &sources, input, output }, true));
@@ -127,7 +154,7 @@ impl Case {
         }
         match wire {
             Wire::F64 | Wire::F32 => decode(wire, &weights),
-            Wire::F16 | Wire::BF16 => master.into_iter().map(f64::from).collect(),
+            _ => master.into_iter().map(f64::from).collect(),
         }
     }
 
@@ -144,7 +171,7 @@ fn optimizers_end_where_torch_does() {
     let Golden { elements, steps, cases } = golden();
     for case in &cases {
         let of_torch = case.error(&case.f32);
-        for wire in [Wire::F64, Wire::F32, Wire::F16, Wire::BF16] {
+        for wire in [Wire::F64, Wire::F32].into_iter().chain(NARROW) {
             let error = case.error(&case.run(wire, elements as u64, steps));
             let most = if wire == Wire::F64 { 1e-13 } else { of_torch.max(1e-6) };
             let what = format!("{} {:?} of {wire:?}", case.reducer, case.settings);
@@ -192,7 +219,7 @@ fn decode(wire: Wire, bytes: &[u8]) -> Vec<f64> {
 }
 
 impl Groups {
-    /// The weights of each tensor after all steps, of two contributions each; of 16-bit types their masters.
+    /// The weights of each tensor after all steps, of two learners' contributions each; of narrow types their masters.
     fn run(&self, (wire, dtype): (Wire, DType), steps: u64) -> BTreeMap<String, Vec<f64>> {
         let settings = self.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         let settings = settings.chain([("reducer", self.reducer.as_str())]);
@@ -206,6 +233,10 @@ impl Groups {
         let store = PartitionStore::new(partition, controls.widest_reducer(), Limits::default()).unwrap();
         let elements = TENSORS.iter().map(|(_, count)| *count as u64).sum();
         assert!(store.load(BlockId(0), &encode(wire, (0..elements).map(weight))).unwrap());
+        if has_8_bits(wire) {
+            let masters = encode(Wire::F32, (0..elements).map(weight));
+            assert!(store.load_piece(BlockId(0), Kept::Masters, &masters).unwrap());
+        }
         store.finish_loading().unwrap();
         let mut written = fixedbitset::FixedBitSet::with_capacity(TENSORS.len());
         written.insert_range(..);
@@ -224,17 +255,20 @@ impl Groups {
                 fresh_state: t == 1,
             };
             let job = store.begin(Version(t - 1), work, true).unwrap();
+            // Gradients that the type has too few bits for come as sums.
+            let sent = if has_8_bits(wire) { Wire::F32 } else { wire };
             let [first, second] =
-                [0.5, -0.5].map(|away| encode(wire, (0..elements).map(|i| gradient(t, i) + away)));
-            assert!(job.add(BlockId(0), Payload::Plain(&first)).unwrap());
-            assert!(job.finish(BlockId(0), Some(Payload::Plain(&second))).unwrap());
+                [0.5, -0.5].map(|away| encode(sent, (0..elements).map(|i| gradient(t, i) + away)));
+            let payload = |bytes| if sent == wire { Payload::Plain(bytes) } else { Payload::Wide(bytes) };
+            assert!(job.add(BlockId(0), payload(&first)).unwrap());
+            assert!(job.finish(BlockId(0), Some(payload(&second))).unwrap());
             if job.is_in_place() {
                 store.make(&job).unwrap().block(BlockId(0)).unwrap();
             }
             assert!(store.conclude(&job).unwrap().is_none());
         }
         let kept = store.keep().unwrap();
-        let what = if wire.is_half() { Kept::Masters } else { Kept::Weights };
+        let what = if wire.is_narrow() { Kept::Masters } else { Kept::Weights };
         let mut all = decode(wire, &kept.bytes(BlockId(0), what).unwrap()).into_iter();
         TENSORS
             .iter()
@@ -256,6 +290,8 @@ fn groups_of_tensors_end_where_torchs_parameter_groups_do() {
         (Wire::F32, DType::F32),
         (Wire::F16, DType::F16),
         (Wire::BF16, DType::BF16),
+        (Wire::E4M3, DType::E4M3),
+        (Wire::E5M2, DType::E5M2),
     ];
     let GoldenGroups { steps, cases } =
         serde_json::from_str(include_str!("golden/torch_groups.json")).unwrap();

@@ -11,7 +11,10 @@ use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use proptest::prelude::*;
 use ps_backend::reducers::apply;
 
-const WIRES: [Wire; 3] = [Wire::F32, Wire::F16, Wire::BF16];
+#[path = "support/fp8.rs"]
+mod fp8;
+
+const WIRES: [Wire; 5] = [Wire::F32, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 
 /// Elements of `T` that start `offset` elements after a 64-byte boundary.
 struct Placed<T> {
@@ -66,6 +69,7 @@ fn encode(wire: Wire, values: &[f32]) -> Vec<u8> {
         Wire::F32 => value.to_le_bytes().to_vec(),
         Wire::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
         Wire::BF16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+        Wire::E4M3 | Wire::E5M2 => vec![fp8::code(wire, value.into())],
     };
     values.iter().flat_map(one).collect()
 }
@@ -75,6 +79,7 @@ fn decode(wire: Wire, bytes: &[u8]) -> Vec<f32> {
         (Wire::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
         (Wire::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
         (Wire::BF16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+        (Wire::E4M3 | Wire::E5M2, &[code]) => fp8::value(wire, code) as f32,
         _ => unreachable!("element size"),
     };
     bytes.chunks(wire.size()).map(one).collect()
@@ -263,11 +268,15 @@ impl Case {
             assert_eq!(outcome.weights, encode(self.wire, master), "weights are not the rounded master");
         }
         let new = outcome.master.clone().unwrap_or_else(|| decode(self.wire, &outcome.weights));
-        let ulp = match (self.wire, self.master) {
-            (Wire::F16, false) => 1.0 / 2048.0,
-            (Wire::BF16, false) => 1.0 / 256.0,
-            _ => 0.0,
+        // Of normal numbers, and below them.
+        let (ulp, least) = match (self.wire, self.master) {
+            (Wire::F16, false) => (1.0 / 2048.0, 0.0),
+            (Wire::BF16, false) => (1.0 / 256.0, 0.0),
+            (Wire::E4M3, false) => (1.0 / 16.0, 2f64.powi(-10)),
+            (Wire::E5M2, false) => (1.0 / 8.0, 2f64.powi(-17)),
+            _ => (0.0, 0.0),
         };
+        let largest = if self.wire == Wire::E4M3 && !self.master { 448.0 } else { f64::INFINITY };
 
         let values: Vec<_> = (0..self.sources.len()).map(|i| self.source_values(i)).collect();
         let old = self.master_values();
@@ -279,7 +288,8 @@ impl Case {
                 let error = (f64::from(got) - want).abs();
                 assert!(error <= 1e-6 * size + rounding, "element {i}: got {got}, want {want}");
             };
-            close(new[i], w, w.abs() * ulp);
+            let w = w.clamp(-largest, largest);
+            close(new[i], w, w.abs() * ulp + least);
             for (slot, want) in outcome.slots.iter().zip(after) {
                 if let Some(&got) = slot.get(i) {
                     close(got, want, 0.0);
@@ -422,15 +432,20 @@ fn a_bad_value_is_found_at_every_position_in_every_source() {
             Wire::F32 => f32::MAX,
             Wire::F16 => f16::MAX.to_f32(),
             Wire::BF16 => bf16::MAX.to_f32(),
+            Wire::E4M3 => 448.0,
+            Wire::E5M2 => 57_344.0,
         };
         let check = |at, value, n| with_level(level, || check_found(wire, at, value, n)).unwrap();
         for (n, at) in [1, 16, 50].into_iter().flat_map(|n| (0..n).map(move |at| (n, at))) {
-            let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
-            let good = [largest, -largest, 0.0, f32::MIN_POSITIVE];
-            bad.into_iter().chain(good).for_each(|value| check(at, value, n));
+            check(at, f32::NAN, n);
+            // A position is found as for NaN, whatever the value is.
+            if [0, n / 2, n - 1].contains(&at) {
+                let others = [f32::INFINITY, f32::NEG_INFINITY, largest, -largest, 0.0, f32::MIN_POSITIVE];
+                others.into_iter().for_each(|value| check(at, value, n));
+            }
         }
         // In the ragged ends of streamed blocks as well.
-        (0..8200).step_by(421).chain([10, 26, 8187, 8199]).for_each(|at| check(at, f32::NAN, 8200));
+        (0..8200).step_by(1021).chain([10, 26, 8187, 8199]).for_each(|at| check(at, f32::NAN, 8200));
         check(0, 0.0, 8200);
     }
 }

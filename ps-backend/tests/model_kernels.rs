@@ -4,13 +4,17 @@
 use half::{bf16, f16};
 use libmodelio::bytes::kernels::{Level, Wire, correction, difference, with_level};
 
-const WIRES: [Wire; 4] = [Wire::F64, Wire::F32, Wire::F16, Wire::BF16];
+#[path = "support/fp8.rs"]
+mod fp8;
+
+const WIRES: [Wire; 6] = [Wire::F64, Wire::F32, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 
 fn encode(wire: Wire, values: &[f64]) -> Vec<u8> {
     let one = |value: &f64| match wire {
         Wire::F64 => value.to_le_bytes().to_vec(),
         Wire::F16 => f16::from_f32(*value as f32).to_le_bytes().to_vec(),
         Wire::BF16 => bf16::from_f32(*value as f32).to_le_bytes().to_vec(),
+        Wire::E4M3 | Wire::E5M2 => vec![fp8::code(wire, f64::from(*value as f32))],
         _ => (*value as f32).to_le_bytes().to_vec(),
     };
     values.iter().flat_map(one).collect()
@@ -21,6 +25,7 @@ fn decode(wire: Wire, bytes: &[u8]) -> Vec<f64> {
         Wire::F64 => f64::from_le_bytes(bytes.try_into().unwrap()),
         Wire::F16 => f16::from_le_bytes(bytes.try_into().unwrap()).to_f64(),
         Wire::BF16 => bf16::from_le_bytes(bytes.try_into().unwrap()).to_f64(),
+        Wire::E4M3 | Wire::E5M2 => fp8::value(wire, bytes[0]),
         _ => f32::from_le_bytes(bytes.try_into().unwrap()).into(),
     };
     bytes.chunks(wire.size()).map(one).collect()
@@ -70,9 +75,10 @@ fn a_correction_is_taken_off_the_replica_as_it_was_rounded() {
         let corrections = encode(wire, &replica.iter().zip(&central).map(one).collect::<Vec<_>>());
         let rest = model.iter().zip(decode(wire, &corrections)).map(|(model, c)| rounded(wire, model - c));
         let rest = encode(wire, &rest.collect::<Vec<_>>());
-        // What a half replica loses is rounded with it.
+        // What a narrow replica loses is rounded with it.
         let lost = model.iter().zip(decode(wire, &rest)).map(|(model, rest)| model - rest);
-        let corrections = if wire.is_half() { encode(wire, &lost.collect::<Vec<_>>()) } else { corrections };
+        let corrections =
+            if wire.is_narrow() { encode(wire, &lost.collect::<Vec<_>>()) } else { corrections };
         for level in Level::available() {
             let [model, replica, central] = [&model, &replica, &central].map(|values| encode(wire, values));
             let [mut out, mut next] = [vec![0; model.len()], vec![0; model.len()]];

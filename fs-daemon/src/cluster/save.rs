@@ -124,7 +124,7 @@ fn save_from_shards(
     let fetched = Fetched::Copy(copies.snapshot);
     let epoch = record.epoch;
     let owner = |block| map.owner(epoch, block).map_err(Refusal::other);
-    let mut source = Shards::new(record.generation, fetched, record.block_size, addresses, owner);
+    let mut source = Shards::new(record.generation, fetched, &layout, addresses, owner);
     write(config, head, &mut source, interrupt)
 }
 

@@ -218,6 +218,10 @@ fn blank_models_have_whole_elements() {
         ("float16", DType::F16),
         ("bfloat16", DType::BF16),
         ("torch.bfloat16", DType::BF16),
+        ("fp8_e4m3", DType::E4M3),
+        ("torch.float8_e4m3fn", DType::E4M3),
+        ("F8_E5M2", DType::E5M2),
+        ("float8_e5m2", DType::E5M2),
     ] {
         let source = ModelSource::Blank { bytes: 1 << 20, dtype };
         assert_eq!(blank(&[("dtype", text)]).unwrap().models[0].source, source, "{text}");

@@ -30,7 +30,7 @@ pub enum FullBecause {
     #[strum(to_string = "reducer assign takes values as they are")]
     Replaces,
     /// Its elements have no other form.
-    #[strum(to_string = "the model has no fp32, fp16 or bf16 tensor")]
+    #[strum(to_string = "the model has no tensor of fp32 or a narrower type")]
     NoTensor,
 }
 

@@ -1,14 +1,14 @@
 //! Summing one block of several contributions before it crosses the network.
 //!
 //! Sums are made in fp32 (f64 for f64 tensors), in the order of the contributions. On the wire, sums of
-//! half-precision tensors stay fp32, so nothing is rounded twice.
+//! narrower tensors stay fp32, so nothing is rounded twice.
 
 use std::ops::Range;
 
 use crate::bytes::block::is_finite;
 use crate::bytes::kernels::{self, Wire};
 use crate::vocabulary::ids::BlockId;
-use crate::vocabulary::layout::{DType, ModelLayout, Segment};
+use crate::vocabulary::layout::{ModelLayout, Segment};
 
 /// The bytes of a sum that all contributions are added to before the next bytes. They stay in the cache meanwhile.
 const CHUNK: usize = 8 << 10;
@@ -20,13 +20,10 @@ pub type Written = Option<Vec<Range<u32>>>;
 /// and its length in bytes.
 pub fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> (bool, usize) {
     let bytes = |segment: &Segment| (segment.bytes.end - segment.bytes.start) as usize;
-    let widened = |segment: &Segment| match segment.dtype {
-        DType::F16 | DType::BF16 => 2 * bytes(segment),
-        _ => bytes(segment),
-    };
+    let widened = |segment: &Segment| segment.dtype.widening() * bytes(segment);
     let segments = layout.segments(block);
     let plain = replaces || count < 2;
-    let wide = !plain && segments.iter().any(|s| matches!(s.dtype, DType::F16 | DType::BF16));
+    let wide = !plain && segments.iter().any(|s| s.dtype.is_narrow());
     (wide, segments.iter().map(|segment| if wide { widened(segment) } else { bytes(segment) }).sum())
 }
 
@@ -124,6 +121,8 @@ pub fn sum_to(
 mod tests {
     use half::{bf16, f16};
 
+    use crate::vocabulary::layout::DType;
+
     use super::*;
 
     fn bytes(values: &[f32]) -> Vec<u8> {
@@ -146,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_sum_of_many_chunks_has_the_bits_of_a_loop() {
-        let types: [Element; 4] = [
+        let types: [Element; 5] = [
             (DType::F64, |x| x.to_le_bytes().into(), |b| f64::from_le_bytes(b.try_into().unwrap())),
             (
                 DType::F32,
@@ -162,6 +161,12 @@ mod tests {
                 DType::BF16,
                 |x| bf16::from_f64(x).to_le_bytes().into(),
                 |b| bf16::from_le_bytes(b.try_into().unwrap()).into(),
+            ),
+            // The upper half of a binary16.
+            (
+                DType::E5M2,
+                |x| vec![f16::from_f64(x).to_le_bytes()[1]],
+                |b| f16::from_le_bytes([0, b[0]]).into(),
             ),
         ];
         for (dtype, encode, decode) in types {

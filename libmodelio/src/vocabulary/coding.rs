@@ -81,7 +81,7 @@ impl Coding {
 
     /// Whether tensors of this type have elements that are coded.
     pub fn is_of(dtype: DType) -> bool {
-        matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+        dtype == DType::F32 || dtype.is_narrow()
     }
 
     /// The elements of a segment that this is the form of. `None` if the segment travels as it is.
@@ -90,6 +90,7 @@ impl Coding {
         match segment.dtype {
             DType::F32 => Some(bytes / 4),
             DType::F16 | DType::BF16 => Some(bytes / 2),
+            DType::E4M3 | DType::E5M2 => Some(bytes),
             DType::F64 | DType::Opaque(_) => None,
         }
     }
@@ -155,9 +156,9 @@ impl FromStr for Coding {
 pub enum Form {
     /// The block as it lies in the model.
     Plain,
-    /// The same segments in the same order, with half-precision elements as fp32.
+    /// The same segments in the same order, with narrower elements as fp32.
     Wide,
-    /// The same segments in the same order, with fp32 and half-precision elements in this form.
+    /// The same segments in the same order, with fp32 and narrower elements in this form.
     Coded(Coding),
 }
 
@@ -215,12 +216,13 @@ mod tests {
             ("b".into(), DType::F64, vec![3]),
             ("c".into(), DType::Opaque(safetensors::Dtype::U8), vec![5]),
             ("d".into(), DType::BF16, vec![256]),
+            ("e".into(), DType::E4M3, vec![100]),
         ];
         let layout = ModelLayout::new(tensors, 64 << 10).unwrap();
         let bytes = |coding: Coding| coding.block_bytes(&layout, BlockId(0));
         let as_they_are = 24 + 5;
-        assert_eq!(bytes(Coding::Bf16), 600 + 512 + as_they_are);
-        assert_eq!(bytes(Coding::Int8), 300 + 8 + 256 + 4 + as_they_are);
-        assert_eq!(bytes(top(100_000)), 8 * (30 + 26) + as_they_are);
+        assert_eq!(bytes(Coding::Bf16), 600 + 512 + 200 + as_they_are);
+        assert_eq!(bytes(Coding::Int8), 300 + 8 + 256 + 4 + 100 + 4 + as_they_are);
+        assert_eq!(bytes(top(100_000)), 8 * (30 + 26 + 10) + as_they_are);
     }
 }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use strum::EnumString;
 
 use crate::vocabulary::coding::{CODINGS, Coding, NoCoding};
-use crate::vocabulary::dtype::DType;
+use crate::vocabulary::dtype::{DType, REDUCIBLE};
 use crate::vocabulary::frozen::{Frozen, NoMatch};
 use crate::vocabulary::groups::{Groups, widest};
 use crate::vocabulary::ids::Version;
@@ -359,7 +359,7 @@ impl Controls {
             return Ok(());
         }
         Err(ControlError::Conflict(format!(
-            "no tensor can be trained: reducer {} takes f32, f64, bf16 and f16",
+            "no tensor can be trained: reducer {} takes {REDUCIBLE}",
             self.reducer
         )))
     }
@@ -526,7 +526,7 @@ impl Controls {
         if let Some((_, (name, dtype))) = averaged.find(|(_, (_, dtype))| !dtype.is_reducible()) {
             return Err(ControlError::Conflict(format!(
                 "tensors: a rule with reducer=average counts for {name:?}, which is {dtype}: a mean is of floats \
-                 (f32, f64, bf16 or f16), so leave that tensor out"
+                 ({REDUCIBLE}), so leave that tensor out"
             )));
         }
         frozen.union_with(&by_rules);

@@ -158,7 +158,7 @@ pub struct Tensor {
 
 /// A maximal run of bytes inside one block with one element type.
 ///
-/// Reducible segments (`F64`, `F32`, `F16`, `BF16`) begin and end on element boundaries.
+/// Reducible segments (all but opaque ones) begin and end on element boundaries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// Byte range in the model's flat range; never crosses a block boundary.
@@ -203,6 +203,7 @@ pub struct ModelLayout {
     /// `segments[first_segment[b]..first_segment[b + 1]]` are block `b`'s.
     first_segment: Vec<u32>,
     elements: u64,
+    widening: usize,
     /// Indices into `tensors`, by rising name.
     by_name: Vec<u32>,
 }
@@ -263,7 +264,9 @@ impl ModelLayout {
         let runs = typed_runs(&tensors);
         let elements = runs.iter().map(Segment::elements).sum();
         let (segments, first_segment) = (Vec::new(), Vec::new());
-        let layout = ModelLayout { tensors, size, block_size, segments, first_segment, elements, by_name };
+        let widening = tensors.iter().map(|tensor| tensor.dtype.widening()).max().unwrap_or(1);
+        let layout =
+            ModelLayout { tensors, size, block_size, segments, first_segment, elements, widening, by_name };
         let header = header_bytes(layout.tensors(), &BTreeMap::new()).len();
         if header > MAX_HEADER_BYTES - METADATA_ROOM {
             return Err(LayoutError::HeaderTooLarge(header));
@@ -314,6 +317,11 @@ impl ModelLayout {
     /// model, in values of 32 bits.
     pub fn elements(&self) -> u64 {
         self.elements
+    }
+
+    /// The most that [`DType::widening`] says of the model's tensors.
+    pub fn widening(&self) -> usize {
+        self.widening
     }
 
     /// Whether the model has a tensor that reducers other than `assign` take.

@@ -9,6 +9,7 @@ use super::{
 };
 use crate::vocabulary::block_ranges::{self, BlockRanges, RangesError};
 use crate::vocabulary::coding::Form;
+use crate::vocabulary::dtype::MOST_WIDENING;
 use crate::vocabulary::ids::Epoch;
 use crate::vocabulary::layout::MAX_BLOCK_SIZE;
 use crate::vocabulary::partly::PartlyWritten;
@@ -26,8 +27,10 @@ impl Message {
     /// can be stricter: see [`super::Received::expect_payload`].
     pub fn payload_limits(&self) -> RangeInclusive<u32> {
         match self {
-            // Half-precision elements take twice their room as fp32. A coded block is shorter than a full one.
-            Message::Push { form: Form::Wide | Form::Coded(_), .. } => 1..=2 * MAX_BLOCK_SIZE,
+            // Narrow elements take more room as fp32. A coded block is shorter than a full one.
+            Message::Push { form: Form::Wide | Form::Coded(_), .. } => {
+                1..=MOST_WIDENING as u32 * MAX_BLOCK_SIZE
+            }
             Message::Push { form: Form::Plain, .. } | Message::Block { .. } | Message::BlockAhead { .. } => {
                 1..=MAX_BLOCK_SIZE
             }
@@ -41,8 +44,8 @@ impl Message {
             | Message::Captured { .. }
             | Message::BeginAt { .. }
             | Message::Switch => 1..=MAX_PAYLOAD,
-            // Half-precision elements have masters and optimizer state of twice their room.
-            Message::Fetched | Message::Load { .. } => 0..=2 * MAX_BLOCK_SIZE,
+            // Narrow elements have masters and optimizer state of more than their room.
+            Message::Fetched | Message::Load { .. } => 0..=MOST_WIDENING as u32 * MAX_BLOCK_SIZE,
             Message::Text => 0..=MAX_PAYLOAD,
             Message::Commit { .. } | Message::State(_) => 0..=MAX_SMALL_MODEL,
             _ => 0..=0,

@@ -524,7 +524,7 @@ pub enum Message {
         plan: PlanId,
         /// The block.
         block: BlockId,
-        /// Whether the block is a sum: its half-precision elements are fp32.
+        /// Whether the block is a sum: its narrower elements are fp32.
         wide: bool,
         /// Whether the plan was provisional, as in `Push`.
         ahead: bool,

@@ -14,7 +14,7 @@ use crate::vocabulary::ids::ShardId;
 pub enum Kept {
     /// Its bytes.
     Weights,
-    /// fp32 masters, of all reducible elements, if some are of half precision.
+    /// fp32 masters, of all reducible elements, if some are of a narrower type.
     Masters,
     /// A slot of the optimizer's state, of all reducible elements: 0 or 1.
     Slot(u8),

@@ -19,7 +19,7 @@ use super::{Accelerator, DeviceError, Does, Memory, Runs, Stream};
 /// One of the arrays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Array {
-    /// Weights, or masters of 16-bit weights.
+    /// Weights, or masters of narrow weights.
     Values,
     /// Optimizer state.
     Slot(usize),

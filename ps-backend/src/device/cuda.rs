@@ -151,7 +151,7 @@ impl Cuda {
                 self.reduce.insert((function, wire), kernel);
             }
         }
-        for wire in kernels::WIRES.into_iter().filter(|wire| wire.is_half()) {
+        for wire in kernels::WIRES.into_iter().filter(|wire| wire.is_narrow()) {
             self.adopt.insert(wire, kernel(kernels::adopting(wire))?);
         }
         Ok(())

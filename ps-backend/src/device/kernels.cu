@@ -1,8 +1,8 @@
 // The kernels of a GPU: one pass over elements of a model, in place, as libmodelio::bytes::kernels makes it on a CPU.
 //
 // A run of elements has one type, one formula and one step. A kernel adds up the run's sums in their order, computes the
-// next value and state of each element, and stores them where it has read them. Of 16-bit elements the values are fp32
-// masters, and the rounded weights go to `out`.
+// next value and state of each element, and stores them where it has read them. Of narrow elements, which have 16 or
+// 8 bits, the values are fp32 masters, and the rounded weights go to `out`.
 //
 // The formulas are those of ps-backend/src/reducers, operation for operation, so that a GPU and a CPU make the same bits
 // (except that one NaN may be another). So the compiler must fuse nothing (-fmad=false), keep subnormal numbers, and
@@ -10,17 +10,18 @@
 //
 // scripts/build-ptx makes kernels.ptx of this file.
 
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // The memory of a run, as `device::cuda` passes it. Each pointer is to the first element of the run. All arrays of 32-bit
-// words have the same distance from a 16-byte boundary, and `out` has half of that.
+// words have the same distance from a 16-byte boundary, and `out` has half of that, or a quarter for elements of 8 bits.
 struct Run {
     u32 *values;
     u32 *slots[2];
     const u32 *sums[2];
-    u16 *out;
+    void *out;
     u64 count;
     u32 sum_count;
     u32 unused;
@@ -136,14 +137,17 @@ struct Direction {
     }
 };
 
-// The types of elements, with their way to 16 bits and back: to nearest even, and NaNs stay NaNs.
+// The types of elements, with their way to 16 or 8 bits and back: to nearest even, and NaNs stay NaNs. `Code` is a weight,
+// and `Four` four of them.
 
 struct F32 {
-    static const bool HALF = false;
+    static const bool NARROW = false;
 };
 
 struct F16 {
-    static const bool HALF = true;
+    static const bool NARROW = true;
+    typedef u16 Code;
+    typedef ushort4 Four;
     __device__ __forceinline__ static u16 narrow(float value) {
         u32 bits = __float_as_uint(value);
         u32 magnitude = bits & 0x7fffffff;
@@ -164,13 +168,48 @@ struct F16 {
 };
 
 struct BF16 {
-    static const bool HALF = true;
+    static const bool NARROW = true;
+    typedef u16 Code;
+    typedef ushort4 Four;
     __device__ __forceinline__ static u16 narrow(float value) {
         u32 bits = __float_as_uint(value);
         u32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
         return (u16)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
     }
     __device__ __forceinline__ static float widen(u16 half) { return __uint_as_float((u32)half << 16); }
+};
+
+// The types of 8 bits are those of libmodelio/src/bytes/kernels/fp8.rs. `BIAS` is what the exponents' biases differ by, one
+// ulp of `ROUNDER` is the smallest number, and magnitudes from `NAN_FROM` on become NaN.
+template <int SHIFT, u32 BIAS, int ROUNDER, u32 MOST, u32 NAN_FROM>
+struct Byte {
+    static const bool NARROW = true;
+    typedef u8 Code;
+    typedef uchar4 Four;
+    __device__ __forceinline__ static u8 narrow(float value) {
+        u32 bits = __float_as_uint(value);
+        u32 magnitude = bits & 0x7fffffff;
+        u32 rounded = (magnitude + (1u << (SHIFT - 1)) - 1 + ((magnitude >> SHIFT) & 1) - (BIAS << 23)) >> SHIFT;
+        u32 subnormal = __float_as_uint(__uint_as_float(magnitude) + (float)ROUNDER) - __float_as_uint((float)ROUNDER);
+        u32 number = magnitude < ((BIAS + 1) << 23) ? subnormal : min(rounded, MOST);
+        return (u8)((magnitude >= NAN_FROM ? 0x7f : number) | ((bits >> 24) & 0x80));
+    }
+};
+
+// Without infinity: what is too large becomes the largest number.
+struct E4M3 : Byte<20, 120, 16384, 0x7e, 0x7f800000> {
+    __device__ __forceinline__ static float widen(u8 code) {
+        u32 magnitude = code & 0x7f;
+        u32 subnormal = __float_as_uint((float)magnitude * (1.0f / 512.0f));
+        u32 number = magnitude < 8 ? subnormal : (magnitude << 20) + (120u << 23);
+        u32 quiet = magnitude == 0x7f ? 0x7fc00000 : 0;
+        return __uint_as_float(number | quiet | (u32)(code & 0x80) << 24);
+    }
+};
+
+// The upper half of binary16.
+struct E5M2 : Byte<21, 112, 128, 0x7c, 0x7f800001> {
+    __device__ __forceinline__ static float widen(u8 code) { return F16::widen((u16)(code << 8)); }
 };
 
 __device__ __forceinline__ u64 thread() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
@@ -192,7 +231,7 @@ __device__ __forceinline__ void one(const Run &run, u64 at, const float *k) {
     run.values[at] = __float_as_uint(w);
     if (Op::SLOTS > 0) run.slots[0][at] = __float_as_uint(s0);
     if (Op::SLOTS > 1) run.slots[1][at] = __float_as_uint(s1);
-    if constexpr (Type::HALF) run.out[at] = Type::narrow(w);
+    if constexpr (Type::NARROW) ((typename Type::Code *)run.out)[at] = Type::narrow(w);
 }
 
 // Four elements, whose arrays are aligned to 16 bytes.
@@ -215,10 +254,13 @@ __device__ __forceinline__ void four(const Run &run, u64 at, const float *k) {
     store4(run.values, at, w);
     if (Op::SLOTS > 0) store4(run.slots[0], at, s0);
     if (Op::SLOTS > 1) store4(run.slots[1], at, s1);
-    if constexpr (Type::HALF) {
-        ushort4 half =
-            make_ushort4(Type::narrow(w.x), Type::narrow(w.y), Type::narrow(w.z), Type::narrow(w.w));
-        *(ushort4 *)(run.out + at) = half;
+    if constexpr (Type::NARROW) {
+        typename Type::Four codes;
+        codes.x = Type::narrow(w.x);
+        codes.y = Type::narrow(w.y);
+        codes.z = Type::narrow(w.z);
+        codes.w = Type::narrow(w.w);
+        *(typename Type::Four *)((typename Type::Code *)run.out + at) = codes;
     }
 }
 
@@ -257,12 +299,13 @@ __device__ __forceinline__ void doubles(const Run &run, const double *k) {
     }
 }
 
-// New 16-bit weights were written: where a weight is the old one, its master stays, with the precision that the weight
+// New narrow weights were written: where a weight is the old one, its master stays, with the precision that the weight
 // does not show.
 template <typename Type>
-__device__ __forceinline__ void adopt(float *values, const u16 *before, const u16 *after, u64 count) {
+__device__ __forceinline__ void adopt(
+    float *values, const typename Type::Code *before, const typename Type::Code *after, u64 count) {
     for (u64 at = thread(); at < count; at += threads()) {
-        u16 weight = after[at];
+        typename Type::Code weight = after[at];
         if (weight != before[at]) values[at] = Type::widen(weight);
     }
 }
@@ -279,6 +322,14 @@ __device__ __forceinline__ void adopt(float *values, const u16 *before, const u1
     extern "C" __global__ void name##_bf16(Run run, Constants<float> c) {                               \
         typedef float S;                                                                                \
         floats<__VA_ARGS__, BF16>(run, c.k);                                                            \
+    }                                                                                                   \
+    extern "C" __global__ void name##_e4m3(Run run, Constants<float> c) {                               \
+        typedef float S;                                                                                \
+        floats<__VA_ARGS__, E4M3>(run, c.k);                                                            \
+    }                                                                                                   \
+    extern "C" __global__ void name##_e5m2(Run run, Constants<float> c) {                               \
+        typedef float S;                                                                                \
+        floats<__VA_ARGS__, E5M2>(run, c.k);                                                            \
     }                                                                                                   \
     extern "C" __global__ void name##_f64(Run run, Constants<double> c) {                               \
         typedef double S;                                                                               \
@@ -303,4 +354,10 @@ extern "C" __global__ void adopt_f16(float *values, const u16 *before, const u16
 }
 extern "C" __global__ void adopt_bf16(float *values, const u16 *before, const u16 *after, u64 count) {
     adopt<BF16>(values, before, after, count);
+}
+extern "C" __global__ void adopt_e4m3(float *values, const u8 *before, const u8 *after, u64 count) {
+    adopt<E4M3>(values, before, after, count);
+}
+extern "C" __global__ void adopt_e5m2(float *values, const u8 *before, const u8 *after, u64 count) {
+    adopt<E5M2>(values, before, after, count);
 }

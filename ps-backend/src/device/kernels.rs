@@ -8,7 +8,7 @@ use crate::reducers::Function;
 pub(super) const PTX: &str = include_str!("kernels.ptx");
 
 /// All types of elements.
-pub(super) const WIRES: [Wire; 4] = [Wire::F32, Wire::F64, Wire::F16, Wire::BF16];
+pub(super) const WIRES: [Wire; 6] = [Wire::F32, Wire::F64, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 
 /// The end of a kernel's name.
 fn suffix(wire: Wire) -> &'static str {
@@ -17,6 +17,8 @@ fn suffix(wire: Wire) -> &'static str {
         Wire::F32 => "f32",
         Wire::F16 => "f16",
         Wire::BF16 => "bf16",
+        Wire::E4M3 => "e4m3",
+        Wire::E5M2 => "e5m2",
     }
 }
 
@@ -25,7 +27,7 @@ pub(super) fn reducing(function: Function, wire: Wire) -> String {
     format!("{}_{}", function.name(), suffix(wire))
 }
 
-/// The name of the kernel that takes over new weights of 16 bits.
+/// The name of the kernel that takes over new weights of a narrow type.
 pub(super) fn adopting(wire: Wire) -> String {
     format!("adopt_{}", suffix(wire))
 }
@@ -57,7 +59,7 @@ mod tests {
                 assert!(has(reducing(function, wire)), "{function:?} of {wire:?}");
             }
         }
-        assert!([Wire::F16, Wire::BF16].into_iter().all(|wire| has(adopting(wire))));
+        assert!(WIRES.into_iter().filter(|wire| wire.is_narrow()).all(|wire| has(adopting(wire))));
     }
 
     #[test]

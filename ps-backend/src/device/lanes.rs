@@ -4,7 +4,7 @@
 //! the device for the sums of one run. A run's sums are copied there, its kernel waits for that, and the copy of its
 //! weights waits for the kernel. So while one run is computed, the sums of the next ones are on their way, and so are the
 //! weights of earlier ones. A lane's memory is used again by a later run: its sums wait for the kernel that has read those
-//! before, and its kernel waits for the copy of 16-bit weights.
+//! before, and its kernel waits for the copy of narrow weights.
 //!
 //! One stream copies in each direction. More would share the device's copy engines, and those of one direction would take
 //! those of the other.
@@ -29,16 +29,16 @@ const LANES: usize = 4;
 const MARGIN: usize = 4;
 /// Bytes of a lane's room for one sum. The rooms begin at multiples of 256 bytes.
 const SUM: usize = ((MOST + MARGIN) * 4).next_multiple_of(256);
-/// Bytes of a lane's room for 16-bit weights.
-const HALVES: usize = ((MOST + MARGIN) * 2).next_multiple_of(256);
+/// Bytes of a lane's room for narrow weights, of 16 bits at most.
+const NARROW: usize = ((MOST + MARGIN) * 2).next_multiple_of(256);
 
 /// The bytes of a device that [`Lanes`] take.
-pub const BYTES: u64 = (LANES * (2 * SUM + HALVES)) as u64;
+pub const BYTES: u64 = (LANES * (2 * SUM + NARROW)) as u64;
 
 /// The arrays of a model on the device.
 #[derive(Clone, Copy, Debug)]
 pub struct Places<'a> {
-    /// Weights, and masters of 16-bit weights.
+    /// Weights, and masters of narrow weights.
     pub values: &'a Memory,
     /// Optimizer state.
     pub slots: [Option<&'a Memory>; 2],
@@ -76,8 +76,8 @@ struct Lane {
     copied: Event,
     /// Room for two sums.
     sums: Memory,
-    /// Room for 16-bit weights.
-    halves: Memory,
+    /// Room for narrow weights.
+    narrow: Memory,
 }
 
 impl Lanes {
@@ -91,8 +91,8 @@ impl Lanes {
         let mut lanes = Vec::new();
         for _ in 0..LANES {
             let [uploaded, computed, copied] = [streams.event()?, streams.event()?, streams.event()?];
-            let (sums, halves) = (Memory::take(device, 2 * SUM)?, Memory::take(device, HALVES)?);
-            lanes.push(Lane { uploaded, computed, copied, sums, halves });
+            let (sums, narrow) = (Memory::take(device, 2 * SUM)?, Memory::take(device, NARROW)?);
+            lanes.push(Lane { uploaded, computed, copied, sums, narrow });
         }
         // From here on, the lanes close them.
         (streams.streams, streams.events) = Default::default();
@@ -165,7 +165,7 @@ impl Lanes {
                     // SAFETY: the caller has this run's elements for itself.
                     unsafe { device.clear(self.kernels, slot, run.words.len() * 4)? };
                 }
-                let out = run.wire.is_half().then(|| lane.halves.at(phase(run) * 2..HALVES));
+                let out = run.wire.is_narrow().then(|| lane.narrow.at(phase(run) * run.wire.size()..NARROW));
                 if out.is_some() {
                     device.wait(self.kernels, lane.copied)?;
                 }
@@ -186,22 +186,22 @@ impl Lanes {
                 device.record(self.back, lane.copied)
             }
             Does::Adopt => {
-                let halves = run.wire.is_half();
+                let is_narrow = run.wire.is_narrow();
                 // SAFETY: nobody writes the versions, the caller has this run's elements for itself, and the kernel that has
                 // read the lane's room was waited for.
                 unsafe {
                     let after = versions.back.bytes(run.bytes.clone());
-                    let [old, new] = match halves {
+                    let [old, new] = match is_narrow {
                         true => [0, 1].map(|number| lane.sum(number, run)),
                         false => [values; 2],
                     };
-                    if halves {
+                    if is_narrow {
                         device.upload(self.there, versions.front.bytes(run.bytes.clone()), old)?;
                     }
                     device.upload(self.there, after, new)?;
                     device.record(self.there, lane.uploaded)?;
                     device.wait(self.kernels, lane.uploaded)?;
-                    if halves {
+                    if is_narrow {
                         let count = run.words.len();
                         let adoption = Adoption { wire: run.wire, count, values, before: old, after: new };
                         device.adopt(self.kernels, &adoption)?;

@@ -75,18 +75,18 @@ pub struct Launch<'a> {
     pub formula: &'a Formula,
     /// The number of elements.
     pub count: usize,
-    /// The weights, or the masters of 16-bit weights.
+    /// The weights, or the masters of narrow weights.
     pub values: Address,
     /// State, as much as the formula has.
     pub slots: [Option<Address>; 2],
     /// Sums of contributions, which are added up in this order. All arrays of words have the same distance from a multiple
     /// of 16 bytes.
     pub sums: &'a [Address],
-    /// The place of 16-bit weights, with half of that distance.
+    /// The place of narrow weights, with a half of that distance, or a quarter if they have 8 bits.
     pub out: Option<Address>,
 }
 
-/// New weights of 16 bits: where a weight is the old one, its master stays.
+/// New weights of a narrow type: where a weight is the old one, its master stays.
 #[derive(Clone, Copy, Debug)]
 pub struct Adoption {
     /// The type of the weights.
@@ -191,7 +191,7 @@ pub trait Device: Send + Sync + Debug {
     /// See above. The arrays have room for the elements.
     unsafe fn reduce(&self, stream: Stream, launch: &Launch<'_>) -> Result<(), DeviceError>;
 
-    /// Takes over new weights of 16 bits.
+    /// Takes over new weights of a narrow type.
     ///
     /// # Errors
     /// [`DeviceError::Failed`].

@@ -39,9 +39,9 @@ pub enum Payload<'a> {
     /// The block as it lies in the model.
     Plain(&'a [u8]),
     /// The same segments in the same order, with reducible elements as fp32, or as F64 if they are. Sums of several
-    /// half-precision contributions lose nothing on their way.
+    /// narrower contributions lose nothing on their way.
     Wide(&'a [u8]),
-    /// The same segments in the same order, with the elements of fp32 and half-precision tensors in a lossy form.
+    /// The same segments in the same order, with the elements of fp32 and narrower tensors in a lossy form.
     Coded(Coding, &'a [u8]),
 }
 

@@ -176,7 +176,7 @@ impl Loading {
         }
         let Some(master) = &self.state.master else { return Ok(()) };
         for segment in self.layout.segments(block) {
-            let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { continue };
+            let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_narrow()) else { continue };
             // SAFETY: passed on to the caller.
             unsafe {
                 let weights = self.front.region.memory().bytes(span(&segment.bytes));
@@ -186,7 +186,7 @@ impl Loading {
         Ok(())
     }
 
-    /// Copies a block's weights to the device, as masters if they are of 16 bits.
+    /// Copies a block's weights to the device, as masters if their type is narrow.
     ///
     /// # Safety
     /// The conditions of [`Self::filled`].
@@ -197,7 +197,7 @@ impl Loading {
             let elements = element_span(segment, wire);
             // SAFETY: passed on to the caller.
             let weights = unsafe { self.front.region.memory().bytes(span(&segment.bytes)) };
-            if wire.is_half() {
+            if wire.is_narrow() {
                 wide.resize(elements.len(), 0.0);
                 kernels::widen(wire, weights, &mut wide);
                 arrays.write(Array::Values, elements.start * 4, kernels::bytes(&wide))?;

@@ -164,7 +164,8 @@ impl VersionBuilder {
 
     /// Whether `step` changes state of such elements in place.
     fn changes_in_place(&self, step: &reducer::Step, wire: Wire) -> bool {
-        self.has_one_copy() && (step.reducer.state_slots() > 0 || wire.is_half() && !self.how.leaves_masters)
+        self.has_one_copy()
+            && (step.reducer.state_slots() > 0 || wire.is_narrow() && !self.how.leaves_masters)
     }
 
     /// Whether elements that take their step `t` begin with state of zero, whatever the slots hold.
@@ -193,7 +194,7 @@ impl VersionBuilder {
     pub(crate) unsafe fn keep_masters(&self, block: BlockId) {
         let (Some(old), Some(new)) = (&self.old_state.master, &self.new_state.master) else { return };
         for segment in self.layout.segments(block) {
-            let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { continue };
+            let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_narrow()) else { continue };
             let elements = element_span(segment, wire);
             // SAFETY: passed on to the caller; the old state is immutable while its version is the newest.
             let (weights, master) = unsafe {
@@ -276,9 +277,9 @@ impl VersionBuilder {
             let wide = wide_at..wide_at + elements.len() * 4;
             wide_at = wide.end;
             let mut aligned = ALIGNED.take();
-            // At most one of the terms is wide and half-precision: earlier payloads are in a sum.
+            // At most one of the terms is wide and of a narrow type: earlier payloads are in a sum.
             let sent = terms.iter().find_map(|term| match term {
-                Term::Sent(Payload::Wide(bytes)) if wire.is_half() => Some(&bytes[wide.clone()]),
+                Term::Sent(Payload::Wide(bytes)) if wire.is_narrow() => Some(&bytes[wide.clone()]),
                 _ => None,
             });
             let sent = sent.map(|bytes| floats(bytes, &mut aligned));
@@ -405,7 +406,7 @@ impl VersionBuilder {
         before: &mut [f32],
     ) -> bool {
         let (old, new) = (&self.old_state, &self.new_state);
-        let wants_master = wire.is_half() && !self.how.leaves_masters;
+        let wants_master = wire.is_narrow() && !self.how.leaves_masters;
         let none = || -> &mut [f32] { &mut [] };
         let at = before.len().max(3) / 3;
         let mut before = before.chunks_mut(at);

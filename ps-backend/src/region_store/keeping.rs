@@ -77,7 +77,7 @@ impl Keeping {
     fn mapping(&self, block: BlockId, what: Kept) -> &Option<Mapping> {
         match what {
             Kept::Weights => &None,
-            Kept::Masters if has_halves(&self.layout, block) => &self.state.master,
+            Kept::Masters if has_narrow(&self.layout, block) => &self.state.master,
             Kept::Masters => &None,
             Kept::Slot(slot) => self.state.slots.get(usize::from(slot)).unwrap_or(&None),
         }
@@ -88,13 +88,13 @@ impl Keeping {
         let range = state_bytes(&self.layout, block);
         let array = match what {
             Kept::Slot(slot) => Array::Slot(usize::from(slot)),
-            _ if has_halves(&self.layout, block) => Array::Values,
+            _ if has_narrow(&self.layout, block) => Array::Values,
             _ => return Ok(Vec::new()),
         };
         let start = range.start;
         let mut bytes = arrays.read(array, range)?.unwrap_or_default();
         for segment in self.layout.segments(block).iter().filter(|_| array == Array::Values) {
-            let Some(wire) = Wire::of(segment.dtype).filter(|wire| !wire.is_half()) else { continue };
+            let Some(wire) = Wire::of(segment.dtype).filter(|wire| !wire.is_narrow()) else { continue };
             let elements = element_span(segment, wire);
             bytes[elements.start * 4 - start..elements.end * 4 - start].fill(0);
         }
@@ -114,7 +114,7 @@ impl Loading {
                 }
             }
             Kept::Masters => {
-                let wanted = has_halves(&self.layout, block) && self.has_masters();
+                let wanted = has_narrow(&self.layout, block) && self.has_masters();
                 if wanted { !bytes.is_empty() && of_state() } else { bytes.is_empty() }
             }
             Kept::Slot(_) => of_state(),
@@ -128,7 +128,7 @@ impl Loading {
 
     /// The kinds of data that `block` has room for, besides its weights.
     pub(crate) fn wants(&self, block: BlockId) -> Vec<Kept> {
-        let masters = self.has_masters() && has_halves(&self.layout, block);
+        let masters = self.has_masters() && has_narrow(&self.layout, block);
         let slots = match &self.arrays {
             Some(arrays) => arrays.slots(),
             None => self.state.slots.iter().flatten().count(),
@@ -190,7 +190,9 @@ impl Loading {
                 arrays.write(Array::Slot(usize::from(slot)), start, bytes)
             }
             Kept::Masters => self.layout.segments(block).iter().try_for_each(|segment| {
-                let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { return Ok(()) };
+                let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_narrow()) else {
+                    return Ok(());
+                };
                 let elements = element_span(segment, wire);
                 let masters = &bytes[elements.start * 4 - start..elements.end * 4 - start];
                 arrays.write(Array::Values, elements.start * 4, masters)
@@ -207,7 +209,7 @@ impl Loading {
 pub fn kept_range(layout: &ModelLayout, block: BlockId, what: Kept) -> Range<u64> {
     match what {
         Kept::Weights => layout.block_bytes(block),
-        Kept::Masters if !has_halves(layout, block) => 0..0,
+        Kept::Masters if !has_narrow(layout, block) => 0..0,
         Kept::Masters | Kept::Slot(_) => {
             let Range { start, end } = state_bytes(layout, block);
             start as u64..end as u64
@@ -229,7 +231,7 @@ fn state_bytes(layout: &ModelLayout, block: BlockId) -> Range<usize> {
 }
 
 /// Whether some of the block's elements have masters.
-fn has_halves(layout: &ModelLayout, block: BlockId) -> bool {
+fn has_narrow(layout: &ModelLayout, block: BlockId) -> bool {
     let mut wires = layout.segments(block).iter().filter_map(|segment| Wire::of(segment.dtype));
-    wires.any(|wire| wire.is_half())
+    wires.any(|wire| wire.is_narrow())
 }

@@ -145,7 +145,7 @@ impl Measuring {
                 });
                 values.resize(elements.len(), 0.0);
                 match masters.get(place) {
-                    Some(masters) if wire.is_half() => {
+                    Some(masters) if wire.is_narrow() => {
                         kernels::bytes_mut(&mut values).copy_from_slice(masters)
                     }
                     _ => kernels::widen(*wire, &weights[local], &mut values),

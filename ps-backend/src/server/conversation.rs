@@ -591,8 +591,10 @@ impl Conversation for Peer {
             Kind::Control { .. } => Limits { payload: MAX_SMALL_MODEL, ..Limits::MAX },
             Kind::Coordinator(_) => Limits { payload: 0, ..Limits::MAX },
             Kind::Data(data) => {
-                let block = data.partition.layout().block_size();
-                Limits { payload: 2 * block.min(MAX_BLOCK_SIZE), ..Limits::MAX }
+                let layout = data.partition.layout();
+                // Two, because blocks of fp32 have forms of that length.
+                let most = layout.widening().max(2) as u32;
+                Limits { payload: most * layout.block_size().min(MAX_BLOCK_SIZE), ..Limits::MAX }
             }
             Kind::Admin => Limits { payload: MAX_PAYLOAD, ..Limits::MAX },
         }

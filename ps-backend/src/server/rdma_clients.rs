@@ -195,8 +195,9 @@ impl RdmaClient {
         link: &Link,
     ) -> Result<(), Refusal> {
         let block = partition.layout().block_size();
-        self.most_bytes = longest_region(partition.model_bytes(), block);
-        self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(client, link));
+        self.most_bytes = longest_region(partition.model_bytes(), partition.layout());
+        self.seat =
+            Some(rdma.slots(longest_sum(partition.layout())).map_err(Refusal::other)?.join(client, link));
         let shown = partition.shown(self.queue_pair.device())?;
         let RemoteMemory { address, key } = shown.place(partition.store())?;
         self.shown = Some(shown);

@@ -80,8 +80,7 @@ impl ShmClient {
 
     /// The connection is for this model.
     pub(super) fn serve(&mut self, partition: &Arc<Partition>) {
-        self.borrowed =
-            Regions::new(shm::longest_region(partition.model_bytes(), partition.layout().block_size()));
+        self.borrowed = Regions::new(shm::longest_region(partition.model_bytes(), partition.layout()));
     }
 
     /// The message that must be sent before all others.

@@ -96,9 +96,8 @@ pub(super) fn state_tensors(head: &Head, layout: &ModelLayout) -> (Vec<StateTens
             let bytes = state_bytes(tensor);
             let of = at..at + bytes;
             at += bytes;
-            let is_half = matches!(tensor.dtype, DType::F16 | DType::BF16);
             let kind = match what {
-                Kept::Masters if is_half => "master",
+                Kept::Masters if tensor.dtype.is_narrow() => "master",
                 // The reducer of a tensor may keep less than those of others.
                 Kept::Slot(slot) => match head.record.reducer_of(index) {
                     reducer if usize::from(slot) < reducer.state_slots() => reducer.state_name(slot.into()),

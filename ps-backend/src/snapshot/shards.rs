@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, ShardId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Message, Refusal};
 
 use super::{Piece, Sink, SnapshotError, Source};
@@ -54,18 +55,18 @@ struct Asked {
 }
 
 impl<'a> Shards<'a> {
-    /// The data of a model in blocks of `block_size`, from the shards at these addresses; `owner` names the
+    /// The data of a model in blocks of `layout`, from the shards at these addresses; `owner` names the
     /// shard of a block.
     pub fn new(
         generation: Generation,
         fetched: Fetched,
-        block_size: u32,
+        layout: &ModelLayout,
         addresses: impl IntoIterator<Item = (ShardId, String)>,
         owner: impl Fn(BlockId) -> Result<ShardId, Refusal> + 'a,
     ) -> Shards<'a> {
         let peer = |(shard, address)| (shard, Peer { address, connection: None, losses: 0 });
-        // Masters and state of half-precision elements take twice the elements' room.
-        let piece_bytes = block_size as usize * 2;
+        // Masters and state of narrow elements take more than the elements' room.
+        let piece_bytes = layout.block_size() as usize * layout.widening();
         let peers = addresses.into_iter().map(peer).collect();
         Shards { generation, fetched, piece_bytes, owner: Box::new(owner), peers }
     }

@@ -25,6 +25,8 @@ fn head(optimizer: Reducer, stepped: u64) -> Head {
         ("none".to_owned(), DType::F32, vec![0, 4]),
         ("h".to_owned(), DType::BF16, vec![7, 5003]),
         ("g".to_owned(), DType::F16, vec![]),
+        ("e".to_owned(), DType::E4M3, vec![40_003]),
+        ("f".to_owned(), DType::E5M2, vec![3, 9]),
         ("i".to_owned(), DType::from_name("U8").unwrap(), vec![31]),
     ];
     let count = tensors.len();
@@ -80,7 +82,7 @@ fn verified(dir: &Path) -> Result<Reader, SnapshotError> {
     Ok(reader)
 }
 
-/// Compares the received pieces. Masters are kept only for halves.
+/// Compares the received pieces. Masters are kept only for narrow types.
 struct Compare<'a>(&'a ModelLayout, usize);
 
 impl Sink for Compare<'_> {
@@ -88,14 +90,12 @@ impl Sink for Compare<'_> {
         let range = kept_range(self.0, block, what);
         let mut wanted = expected((block, what), &range);
         if what == Kept::Masters {
-            let mut halves = vec![false; wanted.len()];
-            for segment in
-                self.0.segments(block).iter().filter(|s| matches!(s.dtype, DType::F16 | DType::BF16))
-            {
+            let mut narrow = vec![false; wanted.len()];
+            for segment in self.0.segments(block).iter().filter(|s| s.dtype.is_narrow()) {
                 let from = (segment.element * 4 - range.start) as usize;
-                halves[from..from + segment.elements() as usize * 4].fill(true);
+                narrow[from..from + segment.elements() as usize * 4].fill(true);
             }
-            wanted.iter_mut().zip(&halves).filter(|(_, half)| !**half).for_each(|(byte, _)| *byte = 0);
+            wanted.iter_mut().zip(&narrow).filter(|(_, narrow)| !**narrow).for_each(|(byte, _)| *byte = 0);
         }
         assert_eq!(bytes, wanted, "{what:?} of block {block}");
         self.1 += 1;
@@ -138,8 +138,9 @@ fn a_tensor_has_the_state_of_its_own_reducer() {
     let (dir, mut head) = (TempDir::new().unwrap(), head(Reducer::Adam, 3));
     let plain = Overrides { reducer: Some(Reducer::Sgd), ..Overrides::default() };
     let heavy = Overrides { reducer: Some(Reducer::Momentum), ..plain };
-    let groups = Groups::new([Overrides::default(), plain, plain, heavy, heavy, Overrides::default()]);
-    head.record.reducers = Some(TensorReducers::new(6, Reducer::Adam, &groups));
+    let groups =
+        Groups::new([Overrides::default(), plain, plain, heavy, heavy, heavy, plain, Overrides::default()]);
+    head.record.reducers = Some(TensorReducers::new(8, Reducer::Adam, &groups));
     write(dir.path(), &head, PIECE_SIZE, false).unwrap();
     verified(dir.path()).unwrap();
     let mut reader = Reader::open(dir.path(), None).unwrap();

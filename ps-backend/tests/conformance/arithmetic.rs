@@ -1,24 +1,30 @@
-//! Arithmetic: halves are added up in full precision, and reducers compute their formulas.
+//! Arithmetic: narrow types are added up in full precision, and reducers compute their formulas.
 
 use half::{bf16, f16};
+use libmodelio::bytes::kernels::Wire;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use crate::site::{BLOCK, Learner, Way, done};
+use crate::support::fp8;
 
-/// fp32, halves and integers, in blocks that hold several of them.
+/// fp32, narrower types and integers, in blocks that hold several of them.
 fn mixed() -> ModelLayout {
     let tensors = vec![
         ("full".to_owned(), DType::F32, vec![20_003]),
         ("ids".to_owned(), DType::parse("I32").unwrap(), vec![101]),
         ("brain".to_owned(), DType::BF16, vec![30_002]),
         ("half".to_owned(), DType::F16, vec![17_010]),
+        ("fine".to_owned(), DType::E4M3, vec![12_003]),
+        ("wide".to_owned(), DType::E5M2, vec![7_001]),
     ];
     ModelLayout::new(tensors, BLOCK as u32).unwrap()
 }
 
-/// Bytes of the model in which each number is `value`, and each other byte `other`.
+/// Bytes of the model in which each number is `value`, and each other byte `other`. Of 8 bits, numbers from 2040 on are
+/// smaller by 2040.
 fn bytes(layout: &ModelLayout, value: f32, other: u8) -> Vec<u8> {
     let mut all = Vec::new();
+    let small = f64::from(if value < 2040.0 { value } else { value - 2040.0 });
     for tensor in layout.tensors() {
         all.resize(tensor.bytes.start as usize, other);
         let count: usize = tensor.shape.iter().product();
@@ -26,6 +32,8 @@ fn bytes(layout: &ModelLayout, value: f32, other: u8) -> Vec<u8> {
             DType::F32 => value.to_le_bytes().repeat(count),
             DType::BF16 => bf16::from_f32(value).to_le_bytes().repeat(count),
             DType::F16 => f16::from_f32(value).to_le_bytes().repeat(count),
+            DType::E4M3 => vec![fp8::code(Wire::E4M3, small); count],
+            DType::E5M2 => vec![fp8::code(Wire::E5M2, small); count],
             _ => vec![other; 4 * count],
         });
     }
@@ -46,7 +54,8 @@ pub fn halves_are_added_up_in_full_precision(way: &Way) {
     let [a, b] = site.two_ends();
     let layout = a.job.layout();
     let (one, other) = (a.join("a"), b.join("b"));
-    // What a half does not have is kept all the same: fp16 has nothing between 2048 and 2050, bf16 nothing to 2064.
+    // What a half does not have is kept all the same: fp16 has nothing between 2048 and 2050, bf16 nothing to 2064. E4M3 has
+    // nothing between 8 and 9, and E5M2 nothing to 10.
     let steps = [2047.0, 0.25, 0.25, 8.0];
     let (mut sum, mut version) = (0.0, 0);
     for step in steps {

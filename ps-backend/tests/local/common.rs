@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use half::{bf16, f16};
+use libmodelio::bytes::kernels::Wire;
 use libmodelio::client::{self, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share};
 use libmodelio::transport::{Attached, LeaveReason, Region, ShardError};
@@ -15,6 +16,8 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
 use ps_backend::partition::executor::{Cpu, Executor};
 use ps_backend::server::local;
+
+use crate::support::fp8;
 
 pub const LONG: Duration = Duration::from_secs(20);
 pub const BLOCK: u32 = 64 << 10;
@@ -175,6 +178,8 @@ pub fn mixed_layout() -> ModelLayout {
         ("w".to_owned(), DType::F32, vec![40_003]),
         ("b".to_owned(), DType::BF16, vec![30_001]),
         ("h".to_owned(), DType::F16, vec![17_011]),
+        ("e".to_owned(), DType::E4M3, vec![23_003]),
+        ("f".to_owned(), DType::E5M2, vec![9_007]),
     ];
     ModelLayout::new(tensors, BLOCK).unwrap()
 }
@@ -197,6 +202,8 @@ pub fn encode(layout: &ModelLayout, fill: u8, value: impl Fn(usize) -> f32) -> V
         match dtype {
             DType::F32 => bytes[at..at + 4].copy_from_slice(&value(i).to_le_bytes()),
             DType::BF16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value(i)).to_le_bytes()),
+            DType::E4M3 => bytes[at] = fp8::code(Wire::E4M3, value(i).into()),
+            DType::E5M2 => bytes[at] = fp8::code(Wire::E5M2, value(i).into()),
             _ => bytes[at..at + 2].copy_from_slice(&f16::from_f32(value(i)).to_le_bytes()),
         }
     }
@@ -208,6 +215,8 @@ pub fn decode(layout: &ModelLayout, bytes: &[u8]) -> Vec<f32> {
         .map(|(at, _, dtype)| match dtype {
             DType::F32 => f32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()),
             DType::BF16 => bf16::from_le_bytes(bytes[at..at + 2].try_into().unwrap()).to_f32(),
+            DType::E4M3 => fp8::value(Wire::E4M3, bytes[at]) as f32,
+            DType::E5M2 => fp8::value(Wire::E5M2, bytes[at]) as f32,
             _ => f16::from_le_bytes(bytes[at..at + 2].try_into().unwrap()).to_f32(),
         })
         .collect()
@@ -225,7 +234,7 @@ pub fn elements(layout: &ModelLayout) -> impl Iterator<Item = (usize, usize, DTy
     })
 }
 
-/// Some number of few bits for element `i`: exact in every type.
+/// Some number of few bits for element `i`: exact in every type but those of 8 bits.
 pub fn noise(seed: usize, i: usize) -> f32 {
     let mixed = (i.wrapping_mul(2_654_435_761) ^ seed.wrapping_mul(40_503)) >> 5;
     (mixed % 64) as f32 / 16.0 - 2.0
@@ -346,6 +355,8 @@ impl Reference {
             let relative = match dtype {
                 DType::F32 => 2e-5,
                 DType::BF16 => 1.0 / 250.0,
+                DType::E4M3 => 1.0 / 15.0,
+                DType::E5M2 => 1.0 / 7.0,
                 _ => 1.0 / 2_000.0,
             };
             let want = self.weights[i];

@@ -245,9 +245,7 @@ pub fn half_precision_accumulates_in_masters() {
     for _ in 0..64 {
         learner.contribute(&ones).unwrap();
     }
-    let after = decode(&job.layout, &job.weights());
-    let moved = before.iter().zip(&after).filter(|(b, a)| (*b - *a - 1.0 / 64.0).abs() < 1.0 / 120.0).count();
-    assert_eq!(moved, before.len());
+    assert!(job.weights() == encode(&job.layout, 0x5a, |i| before[i] - 1.0 / 64.0));
 }
 
 #[test]
@@ -263,7 +261,8 @@ pub fn new_weights_in_part_keep_the_rest_and_its_masters() {
     let data = gradient(&job.layout, 5);
     let mut expected = before.clone();
     // Over an odd byte in the bf16 part, over a border of types and of blocks.
-    let ranges = [3..11, 65_530..65_541, 161_001..161_004, 200_001..200_003, 220_831..220_900];
+    let ranges =
+        [3..11, 65_530..65_541, 161_001..161_004, 200_001..200_003, 220_831..220_900, 260_001..260_077];
     for range in ranges.clone() {
         publisher.write(range.start as u64, &data[range.clone()]).unwrap();
         expected[range.clone()].copy_from_slice(&data[range]);
@@ -285,6 +284,10 @@ pub fn new_weights_in_part_keep_the_rest_and_its_masters() {
         let written = ranges.iter().any(|range| range.start < at + size && at < range.end);
         let (from, steps) = if written { (expected[i], 32.0) } else { (start[i], 64.0) };
         let want = from - steps / 4096.0;
+        if size == 1 {
+            assert!((after[i] - want).abs() <= want.abs() / 7.0, "{at} {dtype}: {} {want}", after[i]);
+            continue;
+        }
         assert!((after[i] - want).abs() <= want.abs().max(1.0) / 250.0, "{at} {dtype}: {} {want}", after[i]);
         if !written && want.abs() < 1.0 {
             assert!((after[i] - want).abs() <= 1.0 / 500.0, "{at} {dtype}: {} {want}", after[i]);

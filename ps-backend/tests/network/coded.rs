@@ -115,6 +115,8 @@ fn other_types_travel_as_they_are() {
         ("double".to_owned(), DType::F64, vec![5_001]),
         ("ids".to_owned(), DType::parse("I32").unwrap(), vec![101]),
         ("brain".to_owned(), DType::BF16, vec![40_002]),
+        ("fine".to_owned(), DType::E4M3, vec![90_001]),
+        ("wide".to_owned(), DType::E5M2, vec![50_003]),
     ];
     let layout = ModelLayout::new(tensors, BLOCK).unwrap();
     let world = World::of(1, &layout, &[("reducer", "sum"), ("learners", "2"), ("wire", "int8")], TCP);
@@ -126,6 +128,8 @@ fn other_types_travel_as_they_are() {
         third.to_le_bytes().repeat(5_001),
         7u32.to_le_bytes().repeat(101),
         bf16::from_f32(2.0).to_le_bytes().repeat(40_002),
+        vec![0x40; 90_001],
+        vec![0x40; 50_003],
     ]
     .concat();
     std::thread::scope(|scope| {
@@ -146,6 +150,8 @@ fn other_types_travel_as_they_are() {
         (third + third).to_le_bytes().repeat(5_001),
         vec![0; 404],
         bf16::from_f32(4.0).to_le_bytes().repeat(40_002),
+        vec![0x48; 90_001],
+        vec![0x44; 50_003],
     ]
     .concat();
     assert!(got == expected);

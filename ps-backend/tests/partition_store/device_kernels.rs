@@ -6,9 +6,9 @@ use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use ps_backend::device::{Accelerator, Adoption, Launch, Memory};
 use ps_backend::reducers;
 
-use crate::support::homes;
+use crate::support::{fp8, homes};
 
-const WIRES: [Wire; 4] = [Wire::F32, Wire::F64, Wire::F16, Wire::BF16];
+const WIRES: [Wire; 6] = [Wire::F32, Wire::F64, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 
 /// Any bits: numbers of all sizes, among them subnormal ones, infinities and NaN.
 fn words(random: &mut fastrand::Rng, count: usize, wild: bool) -> Vec<f32> {
@@ -78,6 +78,7 @@ fn assert_same(wire: Wire, got: &[u8], want: &[u8], what: &str) {
         Wire::F64 => f64::from_le_bytes(*bytes.first_chunk().unwrap()).is_nan(),
         Wire::F16 => half::f16::from_le_bytes(*bytes.first_chunk().unwrap()).is_nan(),
         Wire::BF16 => half::bf16::from_le_bytes(*bytes.first_chunk().unwrap()).is_nan(),
+        Wire::E4M3 | Wire::E5M2 => fp8::value(wire, bytes[0]).is_nan(),
     };
     assert_eq!(got.len(), want.len());
     for (at, (got, want)) in got.chunks(wire.size()).zip(want.chunks(wire.size())).enumerate() {
@@ -152,7 +153,8 @@ fn check(accelerator: &Accelerator, random: &mut fastrand::Rng, wire: Wire, step
     let slot = |number: usize| slots.get(number).map_or(&[][..], Vec::as_slice);
     let (mut master, mut new_slots) = (values.clone(), slots.clone());
     let mut weights = vec![0; count * wire.size()];
-    let before = if wire.is_half() { vec![0; count * 2] } else { kernels::bytes(&values).to_vec() };
+    let before =
+        if wire.is_narrow() { vec![0; count * wire.size()] } else { kernels::bytes(&values).to_vec() };
     let mut rest = new_slots.iter_mut();
     let mut next = || rest.next().map_or(&mut [][..], Vec::as_mut_slice);
     let sources: Vec<Source<'_>> = match step.reducer {
@@ -165,12 +167,12 @@ fn check(accelerator: &Accelerator, random: &mut fastrand::Rng, wire: Wire, step
         sources: &sources,
         input: Input {
             weights: &before,
-            master: wire.is_half().then_some(&values),
+            master: wire.is_narrow().then_some(&values),
             slots: [slot(0), slot(1)],
         },
         output: Output {
             weights: &mut weights,
-            master: wire.is_half().then_some(&mut master),
+            master: wire.is_narrow().then_some(&mut master),
             slots: [next(), next()],
         },
     };
@@ -186,7 +188,8 @@ fn check(accelerator: &Accelerator, random: &mut fastrand::Rng, wire: Wire, step
             Source::Wire(_) => unreachable!("all are sums"),
         })
         .collect();
-    let out = wire.is_half().then(|| There::new(accelerator, phase * 2, &vec![0; count * 2]));
+    let out =
+        wire.is_narrow().then(|| There::new(accelerator, phase * wire.size(), &vec![0; count * wire.size()]));
     let formula = reducers::formula(step, !sources.is_empty());
     let addresses: Vec<_> = device_sums.iter().map(There::address).collect();
     let launch = Launch {
@@ -205,7 +208,7 @@ fn check(accelerator: &Accelerator, random: &mut fastrand::Rng, wire: Wire, step
     device.synchronize(stream).unwrap();
     device.close_stream(stream);
     let wide = wire.wide();
-    let result = if wire.is_half() { kernels::bytes(&master) } else { &weights };
+    let result = if wire.is_narrow() { kernels::bytes(&master) } else { &weights };
     assert_same(wide, &on_device.bytes(accelerator), result, &format!("values: {what}"));
     if let Some(out) = &out {
         assert_same(wire, &out.bytes(accelerator), &weights, &format!("weights: {what}"));
@@ -236,12 +239,12 @@ fn every_formula_makes_the_cpu_s_bits() {
 #[test]
 fn a_master_stays_where_its_weight_does() {
     for accelerator in homes::devices() {
-        for wire in [Wire::F16, Wire::BF16] {
-            // Every number of 16 bits.
+        for wire in WIRES.into_iter().filter(|wire| wire.is_narrow()) {
+            // Every number of 16 bits, and many times those of 8.
             let new: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
             let mut old = new.clone();
             old.iter_mut().step_by(7).for_each(|byte| *byte ^= 1);
-            let count = new.len() / 2;
+            let count = new.len() / wire.size();
             let before = vec![0.1; count];
             let mut want = before.clone();
             kernels::widen_changed(wire, &old, &new, &mut want);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use common::{BLOCK, Reference, decode, elements, encode, initial_weights, noise};
-use libmodelio::bytes::kernels;
+use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::vocabulary::coding::{Coding, Form};
 use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::ids::{BlockId, Version};
@@ -17,6 +17,7 @@ use ps_backend::partition::store::{
 use ps_backend::state_copies::StateCopies;
 
 use crate::common;
+use crate::support::fp8;
 use crate::watching::Watcher;
 
 /// Several blocks of each type, and blocks in which types change.
@@ -27,6 +28,8 @@ pub fn model() -> ModelLayout {
         ("w".to_owned(), DType::F32, vec![60_003]),
         ("b".to_owned(), DType::BF16, vec![70_001]),
         ("h".to_owned(), DType::F16, vec![50_011]),
+        ("e".to_owned(), DType::E4M3, vec![70_007]),
+        ("f".to_owned(), DType::E5M2, vec![30_005]),
     ];
     ModelLayout::new(tensors, BLOCK).unwrap()
 }
@@ -51,6 +54,15 @@ pub enum Way {
 
 pub const WAYS: [Way; 5] = [Way::Plain, Way::Wide, Way::Shifted, Way::InPlace, Way::Coded];
 
+/// The noise as an element of the type has it.
+fn number(dtype: DType, seed: usize, i: usize) -> f32 {
+    let exact = noise(seed, i);
+    match Wire::of(dtype) {
+        Some(wire) if wire.size() == 1 => fp8::value(wire, fp8::code(wire, exact.into())) as f32,
+        _ => exact,
+    }
+}
+
 /// What one source sends.
 #[derive(Clone, Debug)]
 pub struct Source {
@@ -73,7 +85,8 @@ impl Source {
             .flat_map(|segment| {
                 if segment.dtype.is_reducible() {
                     let values = segment.element..segment.element + segment.elements();
-                    values.flat_map(|i| noise(self.seed, i as usize).to_le_bytes()).collect()
+                    let dtype = segment.dtype;
+                    values.flat_map(|i| number(dtype, self.seed, i as usize).to_le_bytes()).collect()
                 } else {
                     let range = segment.bytes.start - start..segment.bytes.end - start;
                     plain[range.start as usize..range.end as usize].to_vec()
@@ -92,7 +105,8 @@ impl Source {
                     return plain[range.start as usize..range.end as usize].to_vec();
                 };
                 let first = segment.element as usize;
-                let mut values: Vec<f32> = (first..first + count).map(|i| noise(self.seed, i)).collect();
+                let mut values: Vec<f32> =
+                    (first..first + count).map(|i| number(segment.dtype, self.seed, i)).collect();
                 let mut out = vec![0; coding.bytes(count)];
                 kernels::coded::encode(coding, &mut values, &mut out);
                 assert!(values.iter().all(|left| *left == 0.0));

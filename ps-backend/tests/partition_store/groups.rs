@@ -29,7 +29,7 @@ fn model(types: &[DType]) -> ModelLayout {
 
 fn models() -> [ModelLayout; 2] {
     // The sums of the first lie in its versions.
-    [model(&[DType::F32]), model(&[DType::F32, DType::BF16, DType::F64, DType::F16])]
+    [model(&[DType::F32]), model(&[DType::F32, DType::BF16, DType::F64, DType::E4M3, DType::F16])]
 }
 
 /// What all courses on a layout get: two contributions to each version, by the version before it.

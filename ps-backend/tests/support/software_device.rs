@@ -352,15 +352,15 @@ impl Device for Software {
         let bytes = count * wire.words() * 4;
         let slots = &slots[..formula.function.slots()];
         let slots: Vec<Address> = slots.iter().map(|slot| slot.expect("a slot")).collect();
-        assert_eq!(out.is_some(), wire.is_half(), "16-bit weights have a place of their own");
+        assert_eq!(out.is_some(), wire.is_narrow(), "narrow weights have a place of their own");
         // A kernel reads and writes 16 bytes at once.
         let phases = slots.iter().chain(&sums).chain([&values]).map(|at| at.0 % 16);
-        let phases: Vec<u64> = phases.chain(out.map(|at| at.0 % 8 * 2)).collect();
+        let phases: Vec<u64> = phases.chain(out.map(|at| at.0 * (4 / wire.size()) as u64 % 16)).collect();
         assert!(phases.iter().all(|phase| *phase == phases[0] && phase % 4 == 0), "{phases:?}");
         let writes = slots.iter().chain([&values]).map(|at| (device_range(*at, bytes), true));
         let reads = sums.iter().map(|at| (device_range(*at, bytes), false));
-        let half = out.map(|at| (device_range(at, count * 2), true));
-        let uses: Vec<_> = writes.chain(reads).chain(half).collect();
+        let narrow = out.map(|at| (device_range(at, count * wire.size()), true));
+        let uses: Vec<_> = writes.chain(reads).chain(narrow).collect();
         self.lock().launches += 1;
         self.order(stream, "a kernel", &uses, move |memory| {
             let words = count * wire.words();
@@ -374,19 +374,19 @@ impl Device for Software {
             let unread = vec![0; count * wire.size()];
             let slot = |number: usize| old.get(number).map_or(&[][..], Vec::as_slice);
             let input = Input {
-                weights: if wire.is_half() { &unread } else { kernels::bytes(&before) },
-                master: wire.is_half().then_some(&before),
+                weights: if wire.is_narrow() { &unread } else { kernels::bytes(&before) },
+                master: wire.is_narrow().then_some(&before),
                 slots: [slot(0), slot(1)],
             };
             let mut new_slots = new.iter_mut();
             let mut next = || new_slots.next().map_or(&mut [][..], Vec::as_mut_slice);
             let output = Output {
                 weights: &mut weights,
-                master: wire.is_half().then_some(&mut master),
+                master: wire.is_narrow().then_some(&mut master),
                 slots: [next(), next()],
             };
             compute(&formula, Operands { wire, sources: &sources, input, output });
-            let result = if wire.is_half() { kernels::bytes(&master) } else { &weights };
+            let result = if wire.is_narrow() { kernels::bytes(&master) } else { &weights };
             memory.bytes(values.0, bytes).copy_from_slice(result);
             for (at, slot) in slots.iter().zip(&new) {
                 memory.bytes(at.0, bytes).copy_from_slice(kernels::bytes(slot));
@@ -399,11 +399,11 @@ impl Device for Software {
 
     unsafe fn adopt(&self, stream: Stream, adoption: &Adoption) -> Result<(), DeviceError> {
         let &Adoption { wire, count, values, before, after } = adoption;
-        assert!(wire.is_half());
-        let reads = [before, after].map(|at| (device_range(at, count * 2), false));
+        assert!(wire.is_narrow());
+        let reads = [before, after].map(|at| (device_range(at, count * wire.size()), false));
         let uses = [&reads[..], &[(device_range(values, count * 4), true)]].concat();
         self.order(stream, "a kernel that adopts", &uses, move |memory| {
-            let [old, new] = [before, after].map(|at| memory.bytes(at.0, count * 2).to_vec());
+            let [old, new] = [before, after].map(|at| memory.bytes(at.0, count * wire.size()).to_vec());
             let mut masters = memory.words(values.0, count);
             kernels::widen_changed(wire, &old, &new, &mut masters);
             memory.bytes(values.0, count * 4).copy_from_slice(kernels::bytes(&masters));

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 use super::Wire;
 use super::level::{Kernel, dispatch};
-use super::line::{INFINITY, LANES, Line, MAGNITUDE, RawHalf};
+use super::line::{INFINITY, LANES, Line, MAGNITUDE, RawHalf, RawQuarter};
 use super::pass::{Accumulate, bytes_mut};
 use crate::vocabulary::coding::{Coding, GROUP};
 
@@ -38,14 +38,11 @@ pub enum Fault {
     Order(u32),
 }
 
-/// The largest code of int8, and the largest number of fp8.
+/// The largest code of int8, and the largest number of fp8, which is E4M3.
 const INT8: f32 = 127.0;
 const FP8: f32 = 448.0;
 /// Adding it rounds a small number to a whole one, which the lowest bits of the sum then are.
 const ROUND: f32 = 12_582_912.0;
-/// The smallest normal number of fp8, and the bits by which its exponent differs from that of fp32.
-const FP8_NORMAL: u32 = 121 << 23;
-const FP8_BIAS: u32 = 120 << 23;
 
 /// Puts values into their form. What the form loses of each stays in `values`; it is zero for NaN and Inf.
 ///
@@ -191,13 +188,7 @@ impl Kernel for Groups<'_> {
                     codes.fill(0);
                     values.fill(0.0);
                 }
-                scale if self.fp8 => {
-                    let inverse = 1.0 / scale;
-                    for (value, code) in values.iter_mut().zip(codes) {
-                        *code = to_fp8(*value * inverse);
-                        *value -= from_fp8(*code) * scale;
-                    }
-                }
+                scale if self.fp8 => to_fp8::<L>(scale, values, codes),
                 scale => {
                     let inverse = 1.0 / scale;
                     for (value, code) in values.iter_mut().zip(codes) {
@@ -229,25 +220,45 @@ fn scale_of(values: &[f32], greatest: f32) -> f32 {
     }
 }
 
-/// The nearest code; of two, the even one.
+/// The nearest codes. What they lose stays in `values`.
 #[inline(always)]
-fn to_fp8(value: f32) -> u8 {
-    let bits = value.to_bits();
-    let magnitude = bits & MAGNITUDE;
-    let rounded = magnitude.wrapping_add(0x7_ffff + ((magnitude >> 20) & 1)).wrapping_sub(FP8_BIAS) >> 20;
-    // One ulp of 2^14 is the smallest number of fp8: the addition rounds to a multiple of it.
-    let subnormal = (f32::from_bits(magnitude) + 16_384.0).to_bits().wrapping_sub(16_384.0f32.to_bits());
-    let code = if magnitude < FP8_NORMAL { subnormal } else { rounded.min(0x7e) };
-    (code | ((bits >> 24) & 0x80)) as u8
+fn to_fp8<L: Line>(scale: f32, values: &mut [f32], codes: &mut [u8]) {
+    let (lines, rest) = bytes_mut(values).as_chunks_mut();
+    let (whole, rest_codes) = codes.split_at_mut(LANES * lines.len());
+    for (line, codes) in lines.iter_mut().zip(whole.as_chunks_mut().0) {
+        *codes = codes_of::<L>(scale, line);
+    }
+    if !rest.is_empty() {
+        let mut padded = [0; 4 * LANES];
+        padded[..rest.len()].copy_from_slice(rest);
+        let codes = codes_of::<L>(scale, &mut padded);
+        rest.copy_from_slice(&padded[..rest.len()]);
+        rest_codes.copy_from_slice(&codes[..rest_codes.len()]);
+    }
 }
 
 #[inline(always)]
-fn from_fp8(code: u8) -> f32 {
-    let magnitude = u32::from(code & 0x7f);
-    // The smallest number is 2^-9.
-    let subnormal = (magnitude as f32 * (1.0 / 512.0)).to_bits();
-    let value = if magnitude < 8 { subnormal } else { (magnitude << 20) + FP8_BIAS };
-    f32::from_bits(value | (u32::from(code & 0x80) << 24))
+fn codes_of<L: Line>(scale: f32, values: &mut [u8; 4 * LANES]) -> RawQuarter {
+    let value = L::load(values);
+    let codes = (value * L::splat(1.0 / scale)).to_e4m3();
+    (value - L::load_e4m3(&codes) * L::splat(scale)).store(values);
+    codes
+}
+
+/// The values of codes.
+#[inline(always)]
+fn from_fp8<L: Line>(scale: f32, codes: &[u8], values: &mut [f32]) {
+    let (lines, rest) = bytes_mut(values).as_chunks_mut();
+    let (whole, rest_codes) = codes.split_at(LANES * lines.len());
+    for (codes, line) in whole.as_chunks().0.iter().zip(lines) {
+        (L::load_e4m3(codes) * L::splat(scale)).store(line);
+    }
+    if !rest.is_empty() {
+        let (mut padded, mut line) = ([0; LANES], [0; 4 * LANES]);
+        padded[..rest_codes.len()].copy_from_slice(rest_codes);
+        (L::load_e4m3(&padded) * L::splat(scale)).store(&mut line);
+        rest.copy_from_slice(&line[..rest.len()]);
+    }
 }
 
 struct Scaled<'a> {
@@ -272,7 +283,7 @@ impl Kernel for Scaled<'_> {
             let (here, rest) = out.split_at_mut(count);
             let (of_here, others) = codes.split_at(count);
             if fp8 {
-                here.iter_mut().zip(of_here).for_each(|(value, code)| *value = from_fp8(*code) * scale);
+                from_fp8::<L>(scale, of_here, here);
             } else {
                 here.iter_mut()
                     .zip(of_here)

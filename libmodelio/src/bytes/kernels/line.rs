@@ -7,6 +7,8 @@
 use std::array::from_fn;
 use std::ops::{Add, Div, Mul, Sub};
 
+use super::fp8;
+
 /// Lanes of a line.
 pub const LANES: usize = 16;
 
@@ -15,6 +17,9 @@ pub type Raw = [u8; 64];
 
 /// Sixteen half-precision values as bytes, at any address.
 pub type RawHalf = [u8; 32];
+
+/// Sixteen values of 8 bits as bytes, at any address.
+pub type RawQuarter = [u8; 16];
 
 /// The unit that arithmetic is written over: several numbers of one type.
 pub trait Lanes:
@@ -55,12 +60,18 @@ pub trait Line: Lanes<Scalar = f32> {
     fn load(src: &Raw) -> Self;
     fn load_f16(src: &RawHalf) -> Self;
     fn load_bf16(src: &RawHalf) -> Self;
+    fn load_e4m3(src: &RawQuarter) -> Self;
+    fn load_e5m2(src: &RawQuarter) -> Self;
 
     fn store(self, dst: &mut Raw);
     /// Round to nearest even, NaNs stay NaNs.
     fn to_f16(self) -> RawHalf;
     /// Round to nearest even, NaNs stay NaNs.
     fn to_bf16(self) -> RawHalf;
+    /// As [`super::fp8`] says.
+    fn to_e4m3(self) -> RawQuarter;
+    /// As [`super::fp8`] says.
+    fn to_e5m2(self) -> RawQuarter;
 
     /// Store past the caches.
     ///
@@ -72,6 +83,11 @@ pub trait Line: Lanes<Scalar = f32> {
     /// # Safety
     /// `dst` is 32-byte aligned, and [`Line::fence`] follows before another thread may look.
     unsafe fn stream_half(half: RawHalf, dst: &mut RawHalf);
+    /// Like [`Line::stream`], for a quarter of a line.
+    ///
+    /// # Safety
+    /// `dst` is 16-byte aligned, and [`Line::fence`] follows before another thread may look.
+    unsafe fn stream_quarter(quarter: RawQuarter, dst: &mut RawQuarter);
     /// Order streamed stores before what follows.
     fn fence();
     /// Ask for the line at `ptr`, which may point anywhere.
@@ -160,6 +176,16 @@ impl Line for Portable {
     }
 
     #[inline(always)]
+    fn load_e4m3(src: &RawQuarter) -> Self {
+        Self(src.map(fp8::e4m3_to_f32))
+    }
+
+    #[inline(always)]
+    fn load_e5m2(src: &RawQuarter) -> Self {
+        Self(src.map(fp8::e5m2_to_f32))
+    }
+
+    #[inline(always)]
     fn store(self, dst: &mut Raw) {
         for (dst, lane) in dst.as_chunks_mut::<4>().0.iter_mut().zip(self.0) {
             *dst = lane.to_le_bytes();
@@ -177,6 +203,16 @@ impl Line for Portable {
     }
 
     #[inline(always)]
+    fn to_e4m3(self) -> RawQuarter {
+        self.0.map(fp8::f32_to_e4m3)
+    }
+
+    #[inline(always)]
+    fn to_e5m2(self) -> RawQuarter {
+        self.0.map(fp8::f32_to_e5m2)
+    }
+
+    #[inline(always)]
     unsafe fn stream(self, dst: &mut Raw) {
         self.store(dst);
     }
@@ -184,6 +220,11 @@ impl Line for Portable {
     #[inline(always)]
     unsafe fn stream_half(half: RawHalf, dst: &mut RawHalf) {
         *dst = half;
+    }
+
+    #[inline(always)]
+    unsafe fn stream_quarter(quarter: RawQuarter, dst: &mut RawQuarter) {
+        *dst = quarter;
     }
 
     #[inline(always)]

@@ -11,6 +11,7 @@
 
 pub mod coded;
 mod double;
+mod fp8;
 mod level;
 mod line;
 #[cfg(target_arch = "aarch64")]
@@ -42,6 +43,10 @@ pub enum Wire {
     F16,
     /// The upper half of a binary32.
     BF16,
+    /// 8 bits, 4 of them of exponent, without infinity.
+    E4M3,
+    /// The upper half of a binary16.
+    E5M2,
 }
 
 impl Wire {
@@ -53,6 +58,8 @@ impl Wire {
             DType::F32 => Some(Wire::F32),
             DType::F16 => Some(Wire::F16),
             DType::BF16 => Some(Wire::BF16),
+            DType::E4M3 => Some(Wire::E4M3),
+            DType::E5M2 => Some(Wire::E5M2),
             DType::Opaque(_) => None,
         }
     }
@@ -64,6 +71,7 @@ impl Wire {
             Self::F64 => 8,
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
+            Self::E4M3 | Self::E5M2 => 1,
         }
     }
 
@@ -75,8 +83,18 @@ impl Wire {
 
     /// Whether its arithmetic is wider than the type, so that its weights have masters.
     #[inline]
-    pub fn is_half(self) -> bool {
-        matches!(self, Self::F16 | Self::BF16)
+    pub fn is_narrow(self) -> bool {
+        !matches!(self, Self::F64 | Self::F32)
+    }
+
+    /// The code of 8 bits from which on magnitudes are not finite.
+    #[inline]
+    fn finite_codes(self) -> Option<u8> {
+        match self {
+            Self::E4M3 => Some(0x7f),
+            Self::E5M2 => Some(0x7c),
+            _ => None,
+        }
     }
 
     /// The type of its sums, masters and optimizer state.
@@ -109,7 +127,7 @@ impl Source<'_> {
 pub struct Input<'a> {
     /// Weights in the segment's wire type, at any address.
     pub weights: &'a [u8],
-    /// fp32 master of half-precision weights. Without one the weights are widened and rounded again at
+    /// fp32 master of narrow weights. Without one the weights are widened and rounded again at
     /// each step; F32 and F64 have none.
     pub master: Option<&'a [f32]>,
     /// State; slots that the operation does not have are empty. For F64, these are the bytes of f64.
@@ -119,13 +137,13 @@ pub struct Input<'a> {
 /// The place of the next version: the same lengths as in [`Input`], and the same parts.
 ///
 /// Large outputs are fastest where equal elements of all parts lie equally far from a 64-byte boundary
-/// (halves: half as far), and where no input lies less than 128 bytes before an output modulo 4096: the CPU
+/// (halves: half as far; 8 bits: a quarter), and where no input lies less than 128 bytes before an output modulo 4096: the CPU
 /// takes such a load to depend on the store before it, which costs up to half of the speed.
 #[derive(Debug)]
 pub struct Output<'a> {
-    /// Weights in the segment's wire type; for half types, the master rounded to nearest even.
+    /// Weights in the segment's wire type; for narrow types, the master rounded to nearest even.
     pub weights: &'a mut [u8],
-    /// fp32 master of half-precision weights.
+    /// fp32 master of narrow weights.
     pub master: Option<&'a mut [f32]>,
     /// State; slots that the operation does not have are empty.
     pub slots: [&'a mut [f32]; 2],
@@ -163,7 +181,7 @@ impl Operands<'_> {
         let n = elements(*wire, input.weights);
         assert_eq!(output.weights.len(), input.weights.len(), "output weights");
         assert!(sources.iter().all(|source| source.elements(*wire) == n), "a source is not of {n} elements");
-        assert!(wire.is_half() || input.master.is_none(), "{wire:?} weights are their own master");
+        assert!(wire.is_narrow() || input.master.is_none(), "{wire:?} weights are their own master");
         assert_eq!(input.master.map(<[f32]>::len), output.master.as_ref().map(|out| out.len()), "masters");
         assert!(input.master.is_none_or(|master| master.len() == n), "the master is not of {n} elements");
         for slot in 0..2 {
@@ -225,7 +243,7 @@ impl Operands<'_> {
             weights: (input.weights, output.weights),
             master: input.master.map(bytes).zip(output.master.map(bytes_mut)),
             slots: [(bytes(input.slots[0]), bytes_mut(slot0)), (bytes(input.slots[1]), bytes_mut(slot1))],
-            staged: [0; 32],
+            staged: pass::Staged::default(),
         })
     }
 }
@@ -281,24 +299,32 @@ pub fn widen(wire: Wire, src: &[u8], dst: &mut [f32]) {
     accumulate(wire, src, dst, true);
 }
 
-/// fp32 master copy from half-precision weights, of those elements that differ from `old` ones.
+/// fp32 master copy from narrow weights, of those elements that differ from `old` ones.
 ///
 /// # Panics
-/// If the lengths disagree.
+/// If the lengths disagree, or the type is not narrow.
 pub fn widen_changed(wire: Wire, old: &[u8], new: &[u8], master: &mut [f32]) {
+    assert!(wire.is_narrow(), "{wire:?} weights are their own master");
+    assert_eq!([old.len(), new.len()], [wire.size() * master.len(); 2], "master copy");
+    match wire.size() {
+        1 => widen_changed_of::<1>(wire, old, new, master),
+        _ => widen_changed_of::<2>(wire, old, new, master),
+    }
+}
+
+fn widen_changed_of<const SIZE: usize>(wire: Wire, old: &[u8], new: &[u8], master: &mut [f32]) {
     /// Elements that are widened at once.
     const PIECE: usize = 1024;
-    assert_eq!((old.len(), new.len()), (2 * master.len(), 2 * master.len()), "master copy");
     let mut wide = [0.0; PIECE];
-    let pieces = old.chunks(2 * PIECE).zip(new.chunks(2 * PIECE)).zip(master.chunks_mut(PIECE));
+    let pieces = old.chunks(SIZE * PIECE).zip(new.chunks(SIZE * PIECE)).zip(master.chunks_mut(PIECE));
     for ((old, new), master) in pieces {
         if old == new {
             continue;
         }
         let wide = &mut wide[..master.len()];
         widen(wire, new, wide);
-        let halves = old.as_chunks::<2>().0.iter().zip(new.as_chunks::<2>().0);
-        for ((master, wide), (old, new)) in master.iter_mut().zip(wide).zip(halves) {
+        let both = old.as_chunks::<SIZE>().0.iter().zip(new.as_chunks::<SIZE>().0);
+        for ((master, wide), (old, new)) in master.iter_mut().zip(wide).zip(both) {
             *master = if old == new { *master } else { *wide };
         }
     }
@@ -320,7 +346,10 @@ pub fn stream_copy(src: &[u8], dst: &mut [u8]) {
 /// If the lengths disagree or are not whole elements.
 pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
     assert_eq!(src.len(), dst.len(), "copy");
-    if wire.is_half() {
+    if let Some(below) = wire.finite_codes() {
+        return dispatch(pass::CopyCodes { src, dst, below });
+    }
+    if wire.is_narrow() {
         // Widened and narrowed again, which changes no finite number: each byte is read once.
         let input = Input { weights: src, master: None, slots: [&[], &[]] };
         let output = Output { weights: dst, master: None, slots: [&mut [], &mut []] };
@@ -373,6 +402,7 @@ pub fn all_finite(wire: Wire, src: &[u8]) -> bool {
     elements(wire, src);
     match wire {
         Wire::F64 => dispatch(double::Finite { src }),
+        _ if let Some(below) = wire.finite_codes() => dispatch(pass::FiniteCodes { src, below }),
         _ => dispatch(pass::Finite { wire, src }),
     }
 }

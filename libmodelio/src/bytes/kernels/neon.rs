@@ -10,7 +10,8 @@ use std::arch::asm;
 use std::array::from_fn;
 use std::ops::{Add, Div, Mul, Sub};
 
-use super::line::{INFINITY, Lanes, Line, MAGNITUDE, Raw, RawHalf};
+use super::fp8::{self, Format};
+use super::line::{INFINITY, Lanes, Line, MAGNITUDE, Raw, RawHalf, RawQuarter};
 
 /// Registers of a line.
 const QUARTERS: usize = 4;
@@ -125,6 +126,50 @@ fn store_halves(line: Neon, short: impl Fn(float32x4_t) -> uint16x4_t) -> RawHal
     raw
 }
 
+/// Sixteen floats of the codes at `src`, which `halves` makes numbers of binary16.
+#[inline(always)]
+fn load_quarters(src: &RawQuarter, halves: impl Fn(uint8x8_t) -> uint16x8_t) -> Neon {
+    let parts = src.as_chunks::<8>().0;
+    // SAFETY: entered with neon; 8 readable bytes each, and the load of bytes takes any address.
+    let [low, high] = [0, 1].map(|i| halves(unsafe { vld1_u8(parts[i].as_ptr()) }));
+    // SAFETY: entered with neon.
+    let quarters =
+        unsafe { [vget_low_u16(low), vget_high_u16(low), vget_low_u16(high), vget_high_u16(high)] };
+    Neon(quarters.map(widened))
+}
+
+/// Four floats in a type of 8 bits, as [`fp8`] does it for one number.
+#[inline(always)]
+fn codes<const SHIFT: i32>(lanes: float32x4_t, of: Format) -> uint16x4_t {
+    // SAFETY: entered with neon.
+    unsafe {
+        let bits = vreinterpretq_u32_f32(lanes);
+        let magnitude = vandq_u32(bits, vdupq_n_u32(MAGNITUDE));
+        let odd = vandq_u32(vshrq_n_u32::<SHIFT>(bits), vdupq_n_u32(1));
+        let sum = vaddq_u32(vaddq_u32(magnitude, vdupq_n_u32(of.round(SHIFT as u32))), odd);
+        let rounded = vminq_u32(vshrq_n_u32::<SHIFT>(sum), vdupq_n_u32(of.most));
+        let sum = vaddq_f32(vreinterpretq_f32_u32(magnitude), vdupq_n_f32(of.rounder));
+        let subnormal = vsubq_u32(vreinterpretq_u32_f32(sum), vdupq_n_u32(of.rounder.to_bits()));
+        let number = vbslq_u32(vcltq_u32(magnitude, vdupq_n_u32(of.normal)), subnormal, rounded);
+        let is_nan = vcgeq_u32(magnitude, vdupq_n_u32(of.nan_from));
+        let number = vbslq_u32(is_nan, vdupq_n_u32(fp8::NAN), number);
+        vmovn_u32(vorrq_u32(number, vandq_u32(vshrq_n_u32::<24>(bits), vdupq_n_u32(0x80))))
+    }
+}
+
+/// The codes of all lanes.
+#[inline(always)]
+fn store_quarters<const SHIFT: i32>(line: Neon, of: Format) -> RawQuarter {
+    let [a, b, c, d] = line.0.map(|lanes| codes::<SHIFT>(lanes, of));
+    let mut raw = [0; 16];
+    // SAFETY: entered with neon; 16 writable bytes, and the store of bytes takes any address.
+    unsafe {
+        let [low, high] = [vmovn_u16(vcombine_u16(a, b)), vmovn_u16(vcombine_u16(c, d))];
+        vst1q_u8(raw.as_mut_ptr(), vcombine_u8(low, high));
+    }
+    raw
+}
+
 /// Stores two registers past the caches.
 ///
 /// # Safety
@@ -163,6 +208,30 @@ impl Line for Neon {
     }
 
     #[inline(always)]
+    fn load_e4m3(src: &RawQuarter) -> Self {
+        // Numbers of binary16 that are smaller by a factor.
+        // SAFETY: entered with neon.
+        let small = load_quarters(src, |codes| unsafe {
+            let wide = vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(codes)));
+            vandq_u16(vshlq_n_u16::<7>(wide), vdupq_n_u16(fp8::E4M3_HALF))
+        });
+        let wide = small * Self::splat(fp8::E4M3_SCALE);
+        // SAFETY: entered with neon. What would be 480 is NaN.
+        Self(wide.0.map(|lanes| unsafe {
+            let bits = vreinterpretq_u32_f32(lanes);
+            let magnitude = vandq_u32(bits, vdupq_n_u32(MAGNITUDE));
+            let is_nan = vceqq_u32(magnitude, vdupq_n_u32(fp8::E4M3_480));
+            vreinterpretq_f32_u32(vorrq_u32(bits, vandq_u32(is_nan, vdupq_n_u32(fp8::QUIET))))
+        }))
+    }
+
+    #[inline(always)]
+    fn load_e5m2(src: &RawQuarter) -> Self {
+        // SAFETY: entered with neon.
+        load_quarters(src, |codes| unsafe { vshlq_n_u16::<8>(vmovl_u8(codes)) })
+    }
+
+    #[inline(always)]
     fn store(self, dst: &mut Raw) {
         for (part, lanes) in dst.as_chunks_mut::<16>().0.iter_mut().zip(self.0) {
             // SAFETY: entered with neon; 16 writable bytes, and the store of bytes takes any address.
@@ -178,6 +247,16 @@ impl Line for Neon {
     #[inline(always)]
     fn to_bf16(self) -> RawHalf {
         store_halves(self, shortened)
+    }
+
+    #[inline(always)]
+    fn to_e4m3(self) -> RawQuarter {
+        store_quarters::<{ fp8::E4M3_SHIFT as i32 }>(self, fp8::E4M3)
+    }
+
+    #[inline(always)]
+    fn to_e5m2(self) -> RawQuarter {
+        store_quarters::<{ fp8::E5M2_SHIFT as i32 }>(self, fp8::E5M2)
     }
 
     #[inline(always)]
@@ -197,6 +276,12 @@ impl Line for Neon {
         let src = half.as_ptr();
         // SAFETY: entered with neon; 32 readable and 32 writable bytes.
         unsafe { stream_pair(vld1q_u8(src), vld1q_u8(src.add(16)), dst.as_mut_ptr()) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream_quarter(quarter: RawQuarter, dst: &mut RawQuarter) {
+        // There is no such store of one register.
+        *dst = quarter;
     }
 
     #[inline(always)]

@@ -6,7 +6,7 @@
 pub(super) mod models;
 
 use super::level::Kernel;
-use super::line::{LANES, Line, RawHalf};
+use super::line::{LANES, Line, RawHalf, RawQuarter};
 use super::op::Op;
 use super::{Source, Wire, elements};
 
@@ -56,11 +56,12 @@ impl Split {
         let stream = largest >= STREAM_FROM && outputs.clone().all(|output| misaligned(output, head) == 0);
         let head = if stream { head } else { 0 };
         let whole = (elements - head) / LANES;
-        // Halves fill a line of memory in pairs.
-        let paired = if outputs.clone().any(|(_, size)| size == 2) { whole & !1 } else { whole };
+        // Halves fill a line of memory in pairs, and quarters in fours.
+        let least = outputs.clone().map(|(_, size)| size).min().unwrap_or(4).min(4);
+        let filled = whole & !(4 / least - 1);
         let at = head + whole * LANES;
         let tail = Piece { at, count: elements - at };
-        Self { head, whole, streamed: if stream { paired } else { 0 }, tail }
+        Self { head, whole, streamed: if stream { filled } else { 0 }, tail }
     }
 }
 
@@ -81,13 +82,12 @@ fn run<L: Line>(mut pass: impl Pass) -> bool {
         let piece = Piece { at: split.head + line * LANES, count: LANES };
         seen = pass.piece::<L>(seen, piece, line < split.streamed);
     }
-    // Up to a line of memory, which is two lines of halves.
-    let first = split.head.min(LANES);
-    let heads = [Piece { at: 0, count: first }, Piece { at: first, count: split.head - first }];
-    for ragged in heads.into_iter().chain([split.tail]) {
-        if ragged.count > 0 {
-            seen = pass.piece::<L>(seen, ragged, false);
-        }
+    // Up to a line of memory, which is two lines of halves, or four of quarters.
+    for at in (0..split.head).step_by(LANES) {
+        seen = pass.piece::<L>(seen, Piece { at, count: LANES.min(split.head - at) }, false);
+    }
+    if split.tail.count > 0 {
+        seen = pass.piece::<L>(seen, split.tail, false);
     }
     if split.streamed > 0 {
         L::fence();
@@ -95,17 +95,18 @@ fn run<L: Line>(mut pass: impl Pass) -> bool {
     L::finite(seen)
 }
 
-/// The `N`-byte line at `piece`, zero-padded where the piece is shorter.
+/// The `N`-byte line at `piece`, or in `room`, zero-padded, where the piece is shorter. The caller loads it: in a function
+/// that is passed here, the compiler may leave each instruction a call.
 #[inline(always)]
-fn line<const N: usize, L>(src: &[u8], piece: Piece, load: impl Fn(&[u8; N]) -> L) -> L {
+fn line<'a, const N: usize>(src: &'a [u8], piece: Piece, room: &'a mut Option<[u8; N]>) -> &'a [u8; N] {
     let size = N / LANES;
     let part = &src[piece.at * size..][..piece.count * size];
     match part.first_chunk::<N>() {
-        Some(line) => load(line),
+        Some(line) => line,
         None => {
-            let mut padded = [0; N];
+            let padded = room.insert([0; N]);
             padded[..part.len()].copy_from_slice(part);
-            load(&padded)
+            padded
         }
     }
 }
@@ -115,9 +116,11 @@ fn get<L: Line>(wire: Wire, src: &[u8], piece: Piece) -> L {
     match wire {
         // Doubles have passes of their own; see `apply` and its like.
         Wire::F64 => unreachable!(),
-        Wire::F32 => line(src, piece, L::load),
-        Wire::F16 => line(src, piece, L::load_f16),
-        Wire::BF16 => line(src, piece, L::load_bf16),
+        Wire::F32 => L::load(line(src, piece, &mut None)),
+        Wire::F16 => L::load_f16(line(src, piece, &mut None)),
+        Wire::BF16 => L::load_bf16(line(src, piece, &mut None)),
+        Wire::E4M3 => L::load_e4m3(line(src, piece, &mut None)),
+        Wire::E5M2 => L::load_e5m2(line(src, piece, &mut None)),
     }
 }
 
@@ -147,22 +150,45 @@ unsafe fn put<L: Line>(value: L, dst: &mut [u8], piece: Piece, stream: bool) {
     }
 }
 
-/// Store `value` at `piece` in the half type `wire`. With `stream`, the first line of a pair waits in
-/// `staged` for the second: streaming half a line at a time halves the bandwidth.
+/// Lines of a narrow type that wait for the rest of a line of memory: streaming less at a time halves the bandwidth, and
+/// more.
+#[derive(Default)]
+pub struct Staged {
+    half: RawHalf,
+    quarters: [RawQuarter; 4],
+}
+
+/// Store `value` at `piece` in the narrow type `wire`. With `stream`, the first lines of a line of memory wait in `staged`
+/// for the last.
 ///
 /// # Safety
-/// With `stream`, the piece is a whole line, its pair is 64-byte aligned in `dst`, and both lines of it
+/// With `stream`, the piece is a whole line, its pair or four is 64-byte aligned in `dst`, and all lines of it
 /// come one after the other.
 #[inline(always)]
-unsafe fn put_half<L: Line>(
+unsafe fn put_narrow<L: Line>(
     wire: Wire,
     value: L,
     dst: &mut [u8],
     piece: Piece,
     stream: bool,
-    staged: &mut RawHalf,
+    staged: &mut Staged,
 ) {
-    let half = if wire == Wire::F16 { value.to_f16() } else { value.to_bf16() };
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match wire {
+            Wire::F16 => put_half::<L>(value.to_f16(), dst, piece, stream, &mut staged.half),
+            Wire::BF16 => put_half::<L>(value.to_bf16(), dst, piece, stream, &mut staged.half),
+            Wire::E4M3 => put_quarter::<L>(value.to_e4m3(), dst, piece, stream, &mut staged.quarters),
+            Wire::E5M2 => put_quarter::<L>(value.to_e5m2(), dst, piece, stream, &mut staged.quarters),
+            Wire::F64 | Wire::F32 => unreachable!(),
+        }
+    }
+}
+
+/// # Safety
+/// The conditions of [`put_narrow`].
+#[inline(always)]
+unsafe fn put_half<L: Line>(half: RawHalf, dst: &mut [u8], piece: Piece, stream: bool, staged: &mut RawHalf) {
     let part = &mut dst[piece.at * 2..][..piece.count * 2];
     if !stream {
         part.copy_from_slice(&half[..piece.count * 2]);
@@ -173,6 +199,31 @@ unsafe fn put_half<L: Line>(
         unsafe {
             L::stream_half(*staged, first);
             L::stream_half(half, second);
+        }
+    }
+}
+
+/// # Safety
+/// The conditions of [`put_narrow`].
+#[inline(always)]
+unsafe fn put_quarter<L: Line>(
+    quarter: RawQuarter,
+    dst: &mut [u8],
+    piece: Piece,
+    stream: bool,
+    staged: &mut [RawQuarter; 4],
+) {
+    let part = &mut dst[piece.at..][..piece.count];
+    if !stream {
+        part.copy_from_slice(&quarter[..piece.count]);
+        return;
+    }
+    let number = part.as_ptr().addr() / LANES % 4;
+    staged[number] = quarter;
+    if number == 3 {
+        for (quarter, dst) in staged.iter().zip(dst[piece.at - 48..][..64].as_chunks_mut().0) {
+            // SAFETY: aligned, says the caller, and `run` fences.
+            unsafe { L::stream_quarter(*quarter, dst) };
         }
     }
 }
@@ -189,8 +240,8 @@ pub struct Reduce<'a, O, const N: usize> {
     pub master: Option<(&'a [u8], &'a mut [u8])>,
     /// The slots, as many as the operation has.
     pub slots: [(&'a [u8], &'a mut [u8]); 2],
-    /// Half a line on its way; any value at first.
-    pub staged: RawHalf,
+    /// Parts of a line on their way; any value at first.
+    pub staged: Staged,
 }
 
 impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
@@ -246,7 +297,7 @@ impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
             if wire == Wire::F32 {
                 put(w, self.weights.1, piece, stream);
             } else {
-                put_half(wire, w, self.weights.1, piece, stream, &mut self.staged);
+                put_narrow(wire, w, self.weights.1, piece, stream, &mut self.staged);
             }
             if N == 0
                 && let Some((_, master)) = &mut self.master
@@ -316,6 +367,63 @@ impl Kernel for Copy<'_> {
         }
         tail.copy_from_slice(src_tail);
         L::fence();
+    }
+}
+
+/// Whether all magnitudes of elements of 8 bits are below a code, which tells numbers from others.
+pub struct FiniteCodes<'a> {
+    pub src: &'a [u8],
+    pub below: u8,
+}
+
+impl Kernel for FiniteCodes<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> bool {
+        self.src.iter().fold(0, |most, code| (code & 0x7f).max(most)) < self.below
+    }
+}
+
+/// The same of what is copied.
+pub struct CopyCodes<'a> {
+    pub src: &'a [u8],
+    pub dst: &'a mut [u8],
+    pub below: u8,
+}
+
+impl Kernel for CopyCodes<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<L: Line>(self) -> bool {
+        let Self { src, dst, below } = self;
+        let stream = dst.len() >= STREAM_FROM;
+        let (head, rest) = dst.split_at_mut(dst.as_ptr().align_offset(64).min(dst.len()));
+        let (src_head, src) = src.split_at(head.len());
+        let (lines, tail) = rest.as_chunks_mut::<64>();
+        let (src_lines, src_tail) = src.as_chunks::<64>();
+        let mut most = [0; 64];
+        for (src, dst) in src_lines.iter().zip(lines) {
+            // What is checked is what was loaded, and so what is stored.
+            let (line, mut codes) = (L::load(src), [0; 64]);
+            line.store(&mut codes);
+            most.iter_mut().zip(codes).for_each(|(most, code)| *most = (code & 0x7f).max(*most));
+            if stream {
+                // SAFETY: the lines start after `head`, at a multiple of 64 bytes; the fence follows.
+                unsafe { line.stream(dst) };
+            } else {
+                line.store(dst);
+            }
+        }
+        if stream {
+            L::fence();
+        }
+        for (src, dst) in src_head.iter().zip(head).chain(src_tail.iter().zip(tail)) {
+            *dst = *src;
+            most[0] = most[0].max(*dst & 0x7f);
+        }
+        most.iter().all(|most| *most < below)
     }
 }
 

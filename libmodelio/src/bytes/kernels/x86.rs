@@ -5,10 +5,14 @@
 //! are the only callers, and run only where the CPU was seen to have the features; every SAFETY comment
 //! below that says "entered" rests on that.
 
+mod codes;
+
 use std::arch::x86_64::*;
 use std::ops::{Add, Div, Mul, Sub};
 
-use super::line::{INFINITY, Lanes, Line, MAGNITUDE, Raw, RawHalf};
+use super::fp8;
+use super::line::{INFINITY, Lanes, Line, MAGNITUDE, Raw, RawHalf, RawQuarter};
+use codes::{e4m3_halves, e5m2_halves};
 
 /// One 512-bit register. Needs avx512f.
 #[derive(Clone, Copy)]
@@ -104,6 +108,25 @@ impl Line for Avx512 {
     }
 
     #[inline(always)]
+    fn load_e4m3(src: &RawQuarter) -> Self {
+        // SAFETY: entered with avx512f.
+        unsafe {
+            let wide = _mm512_mul_ps(_mm512_cvtph_ps(e4m3_halves(src)), _mm512_set1_ps(fp8::E4M3_SCALE));
+            let bits = _mm512_castps_si512(wide);
+            let magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(MAGNITUDE as i32));
+            let is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(fp8::E4M3_480 as i32));
+            let quiet = _mm512_set1_epi32(fp8::QUIET as i32);
+            Self(_mm512_castsi512_ps(_mm512_mask_or_epi32(bits, is_nan, bits, quiet)))
+        }
+    }
+
+    #[inline(always)]
+    fn load_e5m2(src: &RawQuarter) -> Self {
+        // SAFETY: entered with avx512f.
+        Self(unsafe { _mm512_cvtph_ps(e5m2_halves(src)) })
+    }
+
+    #[inline(always)]
     fn store(self, dst: &mut Raw) {
         // SAFETY: entered with avx512f; 64 writable bytes, and the store takes any address.
         unsafe { _mm512_storeu_ps(dst.as_mut_ptr().cast(), self.0) }
@@ -131,6 +154,16 @@ impl Line for Avx512 {
     }
 
     #[inline(always)]
+    fn to_e4m3(self) -> RawQuarter {
+        self.narrow::<{ fp8::E4M3_SHIFT }>(fp8::E4M3)
+    }
+
+    #[inline(always)]
+    fn to_e5m2(self) -> RawQuarter {
+        self.narrow::<{ fp8::E5M2_SHIFT }>(fp8::E5M2)
+    }
+
+    #[inline(always)]
     unsafe fn stream(self, dst: &mut Raw) {
         // SAFETY: entered with avx512f; 64 writable bytes, which the caller has aligned.
         unsafe { _mm512_stream_ps(dst.as_mut_ptr().cast(), self.0) }
@@ -140,6 +173,12 @@ impl Line for Avx512 {
     unsafe fn stream_half(half: RawHalf, dst: &mut RawHalf) {
         // SAFETY: the caller aligned `dst`.
         unsafe { Avx2::stream_half(half, dst) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream_quarter(quarter: RawQuarter, dst: &mut RawQuarter) {
+        // SAFETY: the caller aligned `dst`.
+        unsafe { Avx2::stream_quarter(quarter, dst) }
     }
 
     #[inline(always)]
@@ -271,6 +310,17 @@ impl Line for Avx2 {
     }
 
     #[inline(always)]
+    fn load_e4m3(src: &RawQuarter) -> Self {
+        let wide = Self::of_halves(e4m3_halves(src)) * Self::splat(fp8::E4M3_SCALE);
+        Self(Self::with_nan(wide.0), Self::with_nan(wide.1))
+    }
+
+    #[inline(always)]
+    fn load_e5m2(src: &RawQuarter) -> Self {
+        Self::of_halves(e5m2_halves(src))
+    }
+
+    #[inline(always)]
     fn store(self, dst: &mut Raw) {
         let dst = dst.as_mut_ptr().cast::<f32>();
         // SAFETY: entered with avx2; 64 writable bytes, and the stores take any address.
@@ -302,6 +352,16 @@ impl Line for Avx2 {
     }
 
     #[inline(always)]
+    fn to_e4m3(self) -> RawQuarter {
+        self.narrow::<{ fp8::E4M3_SHIFT as i32 }>(fp8::E4M3)
+    }
+
+    #[inline(always)]
+    fn to_e5m2(self) -> RawQuarter {
+        self.narrow::<{ fp8::E5M2_SHIFT as i32 }>(fp8::E5M2)
+    }
+
+    #[inline(always)]
     unsafe fn stream(self, dst: &mut Raw) {
         let dst = dst.as_mut_ptr().cast::<f32>();
         // SAFETY: entered with avx2; 64 writable bytes, which the caller has aligned.
@@ -315,6 +375,14 @@ impl Line for Avx2 {
     unsafe fn stream_half(half: RawHalf, dst: &mut RawHalf) {
         // SAFETY: entered with avx2; 32 writable bytes, which the caller has aligned.
         unsafe { _mm256_stream_si256(dst.as_mut_ptr().cast(), std::mem::transmute::<RawHalf, __m256i>(half)) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream_quarter(quarter: RawQuarter, dst: &mut RawQuarter) {
+        // SAFETY: sse2 is part of x86_64; 16 writable bytes, which the caller has aligned.
+        unsafe {
+            _mm_stream_si128(dst.as_mut_ptr().cast(), std::mem::transmute::<RawQuarter, __m128i>(quarter))
+        }
     }
 
     #[inline(always)]

@@ -270,8 +270,9 @@ impl<M: PeerMemory> Named<M> {
         let (wide, len) = sum::shape(layout, block, count, payload.replaces);
         let made = match self.slots.take() {
             Some(slots) => Ok(slots),
-            None => Slots::new(shm::longest_sum(layout.block_size()))
-                .inspect(|slots| shared.of_connections.add(&slots.memory)),
+            None => {
+                Slots::new(shm::longest_sum(layout)).inspect(|slots| shared.of_connections.add(&slots.memory))
+            }
         };
         let mut slots = match made {
             Ok(slots) => slots,

@@ -179,7 +179,7 @@ impl Shared {
                 }
                 Err(error) => return this.without(FastPath::SharedMemory, route, &error.to_string()),
             };
-            let longest = shm::longest_region(this.layout.size(), this.layout.block_size());
+            let longest = shm::longest_region(this.layout.size(), &this.layout);
             let memory = OfHost {
                 descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
                 lent: Lender::default(),

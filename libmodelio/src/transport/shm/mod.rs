@@ -33,6 +33,8 @@ pub use ring::{Broken, End, RING, Wants};
 pub use setup::{Meeting, SetupError, listen, meet, receive};
 pub use threads::Threads;
 
+use crate::vocabulary::layout::ModelLayout;
+
 /// The identity of this machine: processes with the same one can share memory. It has the boot ID and the
 /// network namespace, because names of sockets belong to the namespace.
 pub fn host() -> String {
@@ -44,13 +46,13 @@ pub fn host() -> String {
 /// The most sums that a client makes ahead on one connection.
 pub const SUMS: u32 = 16;
 
-/// The length of the longest sum of a block with `block` bytes. Half-precision elements take twice their size.
-pub fn longest_sum(block: u32) -> usize {
-    2 * block as usize
+/// The length of the longest sum of a block. Elements of narrow types take more than their size: most often twice that.
+pub fn longest_sum(layout: &ModelLayout) -> usize {
+    layout.widening().max(2) * layout.block_size() as usize
 }
 
-/// The length of the longest useful region for a model of `bytes` bytes in blocks of `block` bytes: a contribution, a
+/// The length of the longest useful region for a model of `bytes` bytes in blocks of `layout`: a contribution, a
 /// version, or the sums of a connection.
-pub fn longest_region(bytes: u64, block: u32) -> u64 {
-    bytes.max(u64::from(SUMS) * longest_sum(block) as u64)
+pub fn longest_region(bytes: u64, layout: &ModelLayout) -> u64 {
+    bytes.max(u64::from(SUMS) * longest_sum(layout) as u64)
 }

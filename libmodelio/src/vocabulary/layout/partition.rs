@@ -80,6 +80,7 @@ impl ModelLayout {
             segments,
             first_segment,
             elements,
+            widening: self.widening,
             by_name: Vec::new(),
         };
         let tensor_ends = self.tensors.iter().map(|tensor| tensor.bytes.end).collect();

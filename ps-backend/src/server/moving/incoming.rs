@@ -154,9 +154,10 @@ impl IncomingPartition {
                 }
             }
         }
-        let (fetched, block_size) = (Fetched::Newest(epoch, version), self.moved.record.block_size);
+        let fetched = Fetched::Newest(epoch, version);
         let addresses = self.moved.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
-        let mut there = Shards::new(generation, fetched, block_size, addresses, |_| Ok(self.off));
+        let layout = store.partition().layout();
+        let mut there = Shards::new(generation, fetched, layout, addresses, |_| Ok(self.off));
         let came = there.send(&mut others.into_iter(), &mut taken);
         came.and_then(|()| taken.load.finish()).map_err(refusal)
     }

@@ -2,7 +2,7 @@
 //!
 //! They take a block just after it was written, and it is sent soon. So nothing is streamed past the caches.
 
-use super::{Line, Pass, Piece, Split, Wire, elements, get, get_cold, put, put_half};
+use super::{Line, Pass, Piece, Split, Staged, Wire, elements, get, get_cold, put, put_narrow};
 
 /// `out = scale * (model - base)`, or `scale * model` without a base.
 pub struct Difference<'a> {
@@ -57,7 +57,7 @@ impl Pass for Correction<'_> {
         // The replica loses exactly what the central model gets, however that was rounded.
         let correction: L = get(*wire, out, piece);
         store(*wire, value - correction, next, piece);
-        if wire.is_half() {
+        if wire.is_narrow() {
             // The next replica was rounded, too, and coarsely.
             store(*wire, value - get(*wire, next, piece), out, piece);
         }
@@ -71,7 +71,7 @@ fn store<L: Line>(wire: Wire, value: L, dst: &mut [u8], piece: Piece) {
     unsafe {
         match wire {
             Wire::F32 => put(value, dst, piece, false),
-            _ => put_half(wire, value, dst, piece, false, &mut [0; 32]),
+            _ => put_narrow(wire, value, dst, piece, false, &mut Staged::default()),
         }
     }
 }
