@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from filetools import BLOCK, bf16, from_bf16, raises, write_safetensors
+from filetools import BLOCK, bf16, eventually, from_bf16, raises, write_safetensors
 
 # As torch orders a model with BatchNorm; `running_var` begins in one block and ends in the next but one.
 SHAPES = {"conv": 900, "bn.weight": 40, "bn.running_mean": 2000, "bn.running_var": 2 * BLOCK // 4 + 100, "head": 20_000}
@@ -289,6 +289,50 @@ def test_a_rule_that_averages_what_is_no_float_is_refused(start_mount, model):
     assert '"bn.num_batches_tracked", which is I64: a mean is of floats' in mount.stderr()
     for rules in ("bn.num* frozen\nbn.* reducer=average", RULE):
         mount.control("tensors", rules)
+
+
+@pytest.mark.also_on_network
+def test_a_buffer_that_one_learner_writes_is_assigned(start_mount, model):
+    mount = start_mount(model=model(), learners=3, **SETTINGS)
+    mounts = dict.fromkeys("abc", mount)
+    for name in mounts:
+        mount.join(name)
+    for value in (3.1, -7.3):
+        step(mounts, {"a": of(0, value, value), "b": of(0), "c": of(0)})
+        expect(mount, 1, np.float32(value), np.float32(value))
+
+
+@pytest.mark.also_on_network
+@pytest.mark.parametrize("settings", [{}, {"consistency": "quorum(2)"}, {"deterministic": True}], ids=str)
+def test_the_averaged_tensors_stay_while_contributions_are_in(start_mount, model, settings):
+    mount = start_mount(model=model(), learners=2, **SETTINGS, **settings)
+    for name in "ab":
+        mount.join(name)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(contribute, mount, "a", of(0.5, 3, 4))
+        eventually(lambda: mount.status()["committed_for_next_version"] == 1)
+        for rules in ("", "bn.running_mean reducer=average", "bn.* frozen", "* weight_decay=0"):
+            with raises(errno.EINVAL):
+                mount.control("tensors", rules)
+        with raises(errno.EINVAL):
+            mount.control("frozen", "*_mean")
+        assert "values of averaged tensors" in mount.stderr()
+        # What averages the same tensors can be set.
+        mount.control("tensors", f"{RULE}\nhead weight_decay=0")
+        contribute(mount, "b", of(0.5, 5, 8))
+        first.result()
+    mount.catch_up()
+    expect(mount, 0.5, 4, 6)
+    with open(mount.place("a") / "gradients", "wb", buffering=0) as file:
+        # A whole block would begin a plan.
+        os.pwrite(file.fileno(), bytes(400), 0)
+        mount.control("tensors", "bn.running_mean reducer=average\nbn.running_var frozen")
+        with raises(errno.EACCES):
+            os.fsync(file.fileno())
+    assert "others of its tensors averaged than when it was begun" in mount.stderr()
+    mount.catch_up()
+    step(dict.fromkeys("ab", mount), {"a": of(0.25, 1, 7), "b": of(0.25, 3, 9)})
+    expect(mount, 0.25, 2, 6)
 
 
 def test_rules_that_average_go_only_with_gradients(start_mount, model):

@@ -2,6 +2,7 @@
 reducers"."""
 
 import errno
+import time
 from functools import partial
 
 import numpy as np
@@ -145,6 +146,40 @@ def test_a_layerwise_job_goes_on_after_a_snapshot(start_mount, tmp_path, gradfs)
     first.kill()
     second = start_mount("--from", tmp_path / "saved", name="m")
     assert run(second, pairs[2:]).weights("a") == whole
+
+
+@pytest.mark.parametrize("reducer", ["lars", "lamb"])
+def test_a_nan_makes_its_tensor_nan(start_mount, tmp_path, reducer):
+    path, _ = model(tmp_path)
+    mount = start_mount(model=path, reducer=reducer, nonfinite="accept", **{**SETTINGS, "learners": 1})
+    gradient = next(iter(gradients(1)))[0]
+    gradient[TENSORS["a.weight"] // 2] = float("nan")
+    mount.contribute(gradient)
+    mount.catch_up()
+    for name, part in split(array(mount.model / "weights")).items():
+        assert np.isnan(part).all() if name == "a.weight" else np.isfinite(part).all(), name
+
+
+def test_new_weights_are_measured_anew(start_mount):
+    """A blank model has its weights published while the step that they are for is measured, or before or after that."""
+    count = 1 << 20
+    for wait in (0, 0.01, 0.02, 0.05, 0.2):
+        mount = start_mount(size=4 * count, block_size=BLOCK, reducer="lars", learning_rate=1, trust_coefficient=0.01)
+        published = []
+
+        def publish():
+            time.sleep(wait)
+            try:
+                (mount.model / "publish").write_bytes(np.full(count, 3, "<f4").tobytes())
+                published.append(True)
+            except PermissionError:
+                pass  # The first step was faster.
+
+        Threads().run(lambda: mount.contribute(np.full(count, 2, "<f4")), publish)
+        mount.catch_up()
+        # The gradient is as large as the weights times 0.01, or as it is where the weights are zero.
+        want = 3 - 0.03 if published else -2
+        np.testing.assert_allclose(array(mount.model / "weights"), want, rtol=1e-5)
 
 
 def test_a_layerwise_reducer_of_too_many_tensors_is_refused(start_mount, tmp_path):

@@ -11,7 +11,7 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
 # What this speaks.
 HEADER_BYTES = HEADER.size + 4
-PROTOCOL = 9
+PROTOCOL = 10
 ROLES = {"control": 0, "data": 1, "coordinator": 2, "admin": 3}
 # What a test waits for an answer, a welcome or the end of a connection.
 PATIENCE = 8

@@ -130,6 +130,8 @@ struct State {
     began: Option<Arc<Began>>,
     /// How the payload of the open contribution is made, if it is not what is written.
     made: Option<Arc<Made>>,
+    /// The tensors whose values were averaged when the contribution was opened.
+    averaged: Arc<[usize]>,
     /// Where parts of blocks are kept that a payload is made of.
     written: Option<Region>,
     replicas: Replicas,
@@ -260,6 +262,7 @@ impl Contributor {
             finals: FinalParts::new(layout.blocks()),
             began: None,
             made: None,
+            averaged: Arc::default(),
             written: None,
             replicas: Replicas::default(),
             weight: Weight::ONE,
@@ -443,7 +446,7 @@ impl Contributor {
             state.spare_unused += 1;
             state.spare.take_if(|_| state.spare_unused >= UNUSED_FOR);
         }
-        (state.step, state.made) = (Some(step), made);
+        (state.step, state.made, state.averaged) = (Some(step), made, self.job.averaged());
         Ok(step)
     }
 

@@ -32,10 +32,10 @@ pub struct MemoryUse {
 }
 
 impl MemoryUse {
-    /// Of a model in this process (`gradfs up`) with `control/learners` learners, once all of them have contributed. The
-    /// host's memory has so many copies of optimizer state, or a device has it. A
-    /// learner that maps `gradients` takes as much as one whose contribution is staged, but what is mapped by several is
-    /// added up before the last of them has come. So is everything that is measured.
+    /// Of a model in this process (`gradfs up`) with `control/learners` learners, once all of them have contributed.
+    /// The host's memory has so many copies of optimizer state, or a device has it. A learner that maps `gradients`
+    /// takes as much as one whose contribution is staged, but what is mapped by several is added up before the last of
+    /// them has come. So is everything that is measured.
     pub fn of_one_process(
         layout: &ModelLayout,
         controls: &Controls,

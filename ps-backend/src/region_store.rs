@@ -5,12 +5,12 @@
 //! counts. Stamps identify what it left in the next buffer: each block of a buffer has the number of the version whose
 //! value it holds.
 //!
-//! Optimizer state and fp32 masters are double, too, or there is one copy of them ([`StateCopies`]). One copy is changed
-//! in place, which cannot be undone: a version that changes it is computed once it counts. Until then its contributions
-//! are added up.
+//! Optimizer state and fp32 masters are double, too, or there is one copy of them ([`StateCopies`]). One copy is
+//! changed in place, which cannot be undone: a version that changes it is computed once it counts. Until then its
+//! contributions are added up.
 //!
-//! Of a model on a device ([`crate::device`]) they lie there, with a copy of the newest weights. The device changes them in
-//! place, and every version by it is computed once it counts.
+//! Of a model on a device ([`crate::device`]) they lie there, with a copy of the newest weights. The device changes
+//! them in place, and every version by it is computed once it counts.
 //!
 //! This module and those below it may hold `unsafe`: they turn shared mappings into slices. That is sound because
 //! blocks have owners. A published version is never written before it is recycled, which waits for its pins. The
@@ -368,8 +368,8 @@ impl RegionStore {
         }
     }
 
-    /// Why there is no memory for the next version, if there is none and readers hold all buffers that exist, for longer
-    /// than the kernel takes to tell that a program has closed a version.
+    /// Why there is no memory for the next version, if there is none and readers hold all buffers that exist, for
+    /// longer than the kernel takes to tell that a program has closed a version.
     pub fn shortage(&self) -> Option<&str> {
         let lasts = self.shortage.as_ref().filter(|(since, _)| since.elapsed() >= GRACE);
         lasts.map(|(_, why)| why.as_str())
@@ -409,9 +409,9 @@ impl RegionStore {
         self.back.is_some() || self.total() < max
     }
 
-    /// The plan that used the next version's buffer was dropped. If somebody still reads blocks there, the buffer is left to
-    /// the readers, and the next version gets another one. False if `max` buffers are left to readers already: then the
-    /// next plan waits for them.
+    /// The plan that used the next version's buffer was dropped. If somebody still reads blocks there, the buffer is
+    /// left to the readers, and the next version gets another one. False if `max` buffers are left to readers already:
+    /// then the next plan waits for them.
     pub(crate) fn leave_to_readers(&mut self, max: usize) -> bool {
         let Some(back) = self.back.as_ref().filter(|back| back.is_read_early()) else { return true };
         self.left.retain(|left| left.strong_count() > 0);
@@ -473,8 +473,8 @@ impl RegionStore {
         self.has_buffer() && !takes_new && self.state.iter().all(is_there)
     }
 
-    /// Whether to make one more buffer ahead: fewer than `count` are there for the next version and later ones, and none
-    /// is being made.
+    /// Whether to make one more buffer ahead: fewer than `count` are there for the next version and later ones, and
+    /// none is being made.
     pub fn wants_spares(&mut self, count: usize, max: usize) -> bool {
         let there = usize::from(self.back.is_some()) + self.free.len();
         there < count && self.coming == 0 && self.total() < max

@@ -47,7 +47,7 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
     )?;
     let norm = page.number(
         "gradfs_gradient_norm",
-        "The norm of the gradient behind the newest version; absent if it was not needed.",
+        "The norm of the gradient behind the newest version; absent if it was not needed, or is NaN or Inf.",
         of_model,
     )?;
     let rate = page.number(
@@ -94,7 +94,7 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         learners.set(&[name], status.members.len() as u64)?;
         contributions.total(&[name], status.contributions)?;
         for (of, value) in [
-            (&norm, status.norm.map(Norm::get)),
+            (&norm, status.norm.map(Norm::get).filter(|norm| norm.is_finite())),
             (&rate, model.job.controls().learning_rate_after(status.version)),
         ] {
             value.map_or(Ok(()), |value| of.set(&[name], value))?;

@@ -1,42 +1,46 @@
-//! The tensors whose values a rule averages in a model of gradients. A client must know them, because of such a tensor a
-//! contribution brings all or nothing, its values cross a network as they are, and a plan that has begun early must know who
+//! The tensors whose values a rule averages in a model of gradients. A client must know them: a contribution brings all
+//! or nothing of such a tensor, its values cross a network as they are, and a plan that has begun early must know who
 //! brings them.
+
+use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 
 use crate::vocabulary::controls::Controls;
+use crate::vocabulary::frozen::Frozen;
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::reducer::Reducer;
 use crate::vocabulary::tensor_rules::TensorRules;
 
-/// The averaged tensors of a model, by the newest settings.
+/// The averaged tensors of a model, by the newest settings. Frozen ones are not among them.
 #[derive(Debug, Default)]
 pub struct Averaged {
     /// The settings that they follow from.
-    of: (Reducer, TensorRules),
+    of: (Reducer, TensorRules, Frozen),
     /// Their numbers, in order.
-    tensors: Vec<usize>,
+    tensors: Arc<[usize]>,
 }
 
 impl Averaged {
     /// Follows the settings. Returns whether they are others than before.
     pub fn follow(&mut self, layout: &ModelLayout, controls: &Controls) -> bool {
-        if (self.of.0, &self.of.1) == (controls.reducer, &controls.tensors) {
+        if (self.of.0, &self.of.1, &self.of.2) == (controls.reducer, &controls.tensors, &controls.frozen) {
             return false;
         }
-        self.of = (controls.reducer, controls.tensors.clone());
-        self.tensors.clear();
+        self.of = (controls.reducer, controls.tensors.clone(), controls.frozen.clone());
+        self.tensors = Arc::default();
         if controls.tensors.reducers().any(Reducer::averages_values) {
-            let names = layout.tensors().iter().map(|tensor| tensor.name.as_str());
+            let tensors = layout.tensors().iter().map(|tensor| (tensor.name.as_str(), tensor.dtype));
             // The coordinator has checked that the rules fit the model.
-            let groups = controls.tensors.resolve(names).map(|(_, groups)| groups).unwrap_or_default();
-            self.tensors.extend(groups.averaged(controls.reducer).flatten());
+            let (frozen, groups) = controls.of_tensors(tensors).unwrap_or_default();
+            let averaged = groups.averaged(controls.reducer).flatten();
+            self.tensors = averaged.filter(|tensor| !frozen.contains(*tensor)).collect();
         }
         true
     }
 
     /// Their numbers, in order.
-    pub fn tensors(&self) -> &[usize] {
+    pub fn tensors(&self) -> &Arc<[usize]> {
         &self.tensors
     }
 
@@ -63,11 +67,13 @@ mod tests {
             Controls::default().with("tensors", "bn.* reducer=average\nnone reducer=average").unwrap();
         let mut averaged = Averaged::default();
         assert!(averaged.follow(&layout, &rules) && !averaged.follow(&layout, &rules));
-        assert_eq!(averaged.tensors(), [1, 2, 3]);
+        assert_eq!(averaged.tensors()[..], [1, 2, 3]);
         assert_eq!(averaged.blocks(&layout).ones().collect::<Vec<_>>(), [1, 2]);
+        averaged.follow(&layout, &rules.with("frozen", "*.mean").unwrap());
+        assert_eq!(averaged.tensors()[..], [2, 3], "what is frozen is not averaged");
         averaged.follow(&layout, &rules.with("reducer", "average").unwrap());
-        assert_eq!(averaged.tensors(), [0usize; 0], "all of it is models");
+        assert_eq!(averaged.tensors()[..], [0usize; 0], "all of it is models");
         averaged.follow(&layout, &rules.with("tensors", "bn.* frozen").unwrap());
-        assert_eq!(averaged.tensors(), [0usize; 0]);
+        assert_eq!(averaged.tensors()[..], [0usize; 0]);
     }
 }

@@ -35,14 +35,14 @@ pub enum FullBecause {
 }
 
 impl Inner {
-    /// Forgets residuals, and gives their memory back, once contributions go in full. With another reducer or loss scale,
-    /// what was lost has another unit than what comes; and so it has if other tensors are averaged.
+    /// Forgets residuals, and gives their memory back, once contributions go in full. With another reducer or loss
+    /// scale, what was lost has another unit than what comes; and so it has if other tensors are averaged.
     pub(super) fn forget_residuals(&mut self, layout: &ModelLayout) {
         if self.averaged.follow(layout, &self.core.state().controls) {
             self.core.set_averaged(self.averaged.blocks(layout));
         }
         let controls = self.controls();
-        let averaged = self.averaged.tensors().to_vec();
+        let averaged = Arc::clone(self.averaged.tensors());
         let unit = Some((controls.reducer, controls.hyper.loss_scale.to_bits(), averaged));
         if self.unit != unit && self.unit.is_some() {
             self.residuals = None;
@@ -71,8 +71,8 @@ impl Shared {
         }
     }
 
-    /// How a block of so many sources is coded: `None` if the form would not be shorter, or if the block has values that
-    /// are averaged. A form that is as long brings what the block has lost before.
+    /// How a block of so many sources is coded: `None` if the form would not be shorter, or if the block has values
+    /// that are averaged. A form that is as long brings what the block has lost before.
     pub(super) fn codes(
         &self,
         inner: &mut Inner,

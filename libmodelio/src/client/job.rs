@@ -153,8 +153,8 @@ impl Job {
         Region::new(memory, RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed)))
     }
 
-    /// Registered memory was let go of. Shards on this host that have it mapped are told at once, for the kernel keeps it
-    /// until they let go of it, too.
+    /// Registered memory was let go of. Shards on this host that have it mapped are told at once, for the kernel keeps
+    /// it until they let go of it, too.
     pub fn tell_gone(&self) {
         self.shared.inner.lock().wake_all();
     }
@@ -181,8 +181,8 @@ impl Job {
     }
 
     /// The tensors of which learners write values that are averaged, in a model of gradients. They are sorted.
-    pub fn averaged(&self) -> Vec<usize> {
-        self.shared.inner.lock().averaged.tensors().to_vec()
+    pub fn averaged(&self) -> Arc<[usize]> {
+        Arc::clone(self.shared.inner.lock().averaged.tensors())
     }
 
     // -- versions

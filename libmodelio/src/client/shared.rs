@@ -63,7 +63,7 @@ pub(super) struct Inner {
     /// What coded blocks have lost, as long as blocks are coded.
     pub(super) residuals: Option<Arc<Residuals>>,
     /// The reducer that they are of, the bits of the loss scale, and the tensors that are averaged.
-    pub(super) unit: Option<(Reducer, u32, Vec<usize>)>,
+    pub(super) unit: Option<(Reducer, u32, Arc<[usize]>)>,
     /// The tensors whose values are averaged.
     pub(super) averaged: Averaged,
     /// The form in force when the log last said where it has no effect.
@@ -561,8 +561,9 @@ impl Shared {
                 let is_first = !inner.core.shows_any();
                 inner.versions.publish(version);
                 self.shown(inner, version, self.local.is_none(), after, more);
-                // A thread waits for the first version. The keeper takes a spare buffer for those that are pulled: if one
-                // is lacking only later, its next check by itself finds that. The next pull may be put off, and due soon.
+                // A thread waits for the first version. The keeper takes a spare buffer for those that are pulled: if
+                // one is lacking only later, its next check by itself finds that. The next pull may be put off, and due
+                // soon.
                 let (retain, max) = inner.bounds();
                 if is_first || self.local.is_none() && inner.versions.lacks_spare(retain, max) {
                     self.rouse();

@@ -15,6 +15,7 @@ use super::models::Made;
 use super::{ContributeError, Contributor, STUCK, Share, State};
 use crate::tracker::Gaps;
 use crate::transport::{CommitNotice, Region, ShardError};
+use crate::vocabulary::groups::{AveragedMark, Contents};
 use crate::vocabulary::ids::{BlockId, Step};
 use crate::vocabulary::layout::Tensor;
 use crate::vocabulary::partly::MAX_PIECES;
@@ -107,14 +108,16 @@ impl Contributor {
             let Some(step) = state.step else { return Ok(None) };
             state.committing = true;
             let gaps = state.tracker.seal();
-            (step, gaps, state.tracker.sent_blocks().clone(), state.staging.clone(), state.made.clone())
+            let (sent, staging) = (state.tracker.sent_blocks().clone(), state.staging.clone());
+            (step, gaps, sent, staging, state.made.clone())
         };
+        let (averaged, contents) = self.contents();
         let missing = || gaps.iter().flat_map(|gaps| &gaps.missing);
         let mut cuts = missing().flat_map(|range| [range.start, range.end]);
         if let Some(half) = cuts.find(|&cut| self.layout.splits_element(cut)) {
             return Err(self.unseal(ContributeError::HalfElement(half)));
         }
-        if let Some(tensor) = self.part_of_averaged(&gaps, &sent) {
+        if let Some(tensor) = self.part_of_averaged(&averaged, &gaps, &sent) {
             return Err(self.unseal(ContributeError::PartOfAveraged(tensor)));
         }
         match &made {
@@ -142,7 +145,7 @@ impl Contributor {
             unchecked: state.unchecked.clone(),
             tensors: state.tensors.clone(),
             partly: Some(&state.partly).filter(|partly| partly.pieces() <= MAX_PIECES).cloned(),
-            content: made.as_ref().map_or(Content::Gradient, |made| made.content()),
+            contents,
             weight: made.map_or(Weight::ONE, |made| made.weight()),
             staging,
             lendable: true,
@@ -150,9 +153,18 @@ impl Contributor {
         Ok(Some((step, notice)))
     }
 
+    /// What the open contribution holds, and the tensors of which it has values.
+    fn contents(&self) -> (Arc<[usize]>, Contents) {
+        let state = self.state.lock();
+        let content = state.made.as_ref().map_or(Content::Gradient, |made| made.content());
+        let averaged = Arc::clone(&state.averaged);
+        let mark = AveragedMark::of(averaged.iter().copied());
+        (averaged, Contents { content, averaged: mark })
+    }
+
     /// An averaged tensor of which a part was written. Zeros in the rest would be taken for values.
-    fn part_of_averaged(&self, gaps: &[Gaps], sent: &FixedBitSet) -> Option<String> {
-        let mut averaged = self.job.averaged().into_iter().map(|tensor| &self.layout.tensors()[tensor]);
+    fn part_of_averaged(&self, averaged: &[usize], gaps: &[Gaps], sent: &FixedBitSet) -> Option<String> {
+        let mut averaged = averaged.iter().map(|&tensor| &self.layout.tensors()[tensor]);
         let is_part = |tensor: &&Tensor| {
             let missing = |block: BlockId| {
                 let (bytes, of) = (self.layout.block_bytes(block), &tensor.bytes);
@@ -242,7 +254,8 @@ impl Contributor {
         drop(state);
         self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
         self.traffic.reduced_on_arrival.fetch_add(self.layout.size(), Ordering::Relaxed);
-        let notice = CommitNotice::whole(&self.layout, self.mapped().clone(), false);
+        let mut notice = CommitNotice::whole(&self.layout, self.mapped().clone(), false);
+        notice.contents = self.contents().1;
         // The program still has the values in its mapping. Nothing of this commit may stay for the next one.
         self.send_commit(step, notice, timeout, OnError::Aborts, done);
     }
@@ -276,7 +289,7 @@ impl Contributor {
                 state.commits_replica(step);
             }
             let mut notice = CommitNotice::whole(&this.layout, staging, true);
-            (notice.content, notice.weight) = (made.content(), made.weight());
+            (notice.contents, notice.weight) = (this.contents().1, made.weight());
             notice.unchecked.clear();
             this.send_commit(step, notice, timeout, OnError::Aborts, done);
         };
@@ -346,8 +359,8 @@ impl Contributor {
         let _ = self.job.withdraw(self.learner);
     }
 
-    /// Drops the open contribution, and the shard's part of it, and what is final of the mapping. Returns whether something
-    /// was written. It does nothing while a commit is under way.
+    /// Drops the open contribution, and the shard's part of it, and what is final of the mapping. Returns whether
+    /// something was written. It does nothing while a commit is under way.
     pub fn abort(&self) -> bool {
         let mut state = self.state.lock();
         // A running copy ends within microseconds. The deadline is for a stuck machine.

@@ -9,10 +9,10 @@ use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::mmap::Mapping;
+use crate::vocabulary::groups::Contents;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
-use crate::vocabulary::reducer::Content;
 use crate::vocabulary::weight::Weight;
 
 /// The transport that bytes go by. It is named at start, in `status.json` and in messages.
@@ -110,8 +110,8 @@ pub struct CommitNotice {
     /// The written ranges of partly written blocks; the rest is zero. `None` if there are more than
     /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces. Then the contribution cannot be one of values.
     pub partly: Option<PartlyWritten>,
-    /// What the learner has written.
-    pub content: Content,
+    /// What it holds.
+    pub contents: Contents,
     /// How much it counts beside others: its payload is multiplied by that.
     pub weight: Weight,
     /// The learner's staging region.
@@ -136,7 +136,7 @@ impl CommitNotice {
             unchecked: blocks,
             tensors: all(layout.tensors().len()),
             partly: Some(PartlyWritten::default()),
-            content: Content::Gradient,
+            contents: Contents::default(),
             weight: Weight::ONE,
             staging,
             lendable,

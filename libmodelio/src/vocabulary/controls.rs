@@ -483,7 +483,8 @@ impl Controls {
             || self.read_own_step.unwrap_or(self.consistency != Consistency::Async)
     }
 
-    /// The hyper-parameters of the step that goes on from this version: with the learning rate that the schedule has then.
+    /// The hyper-parameters of the step that goes on from this version: with the learning rate that the schedule has
+    /// then.
     pub fn hyper_after(&self, version: Version) -> Hyper {
         let mut hyper = self.hyper.clone();
         if self.schedule != Schedule::Constant || self.warmup > 0 {

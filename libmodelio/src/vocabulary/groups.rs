@@ -147,6 +147,39 @@ impl Groups {
     }
 }
 
+/// A mark of the set of tensors whose values are averaged, by which two sets are told apart: a hash. That of no tensor
+/// is the default, and no other set has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AveragedMark(pub u32);
+
+impl AveragedMark {
+    /// Of these tensors, in order.
+    pub fn of(tensors: impl IntoIterator<Item = usize>) -> AveragedMark {
+        // FNV-1a, by whole numbers. Only the empty set has zero.
+        let mark = tensors.into_iter().fold(None, |mark: Option<u64>, tensor| {
+            let before = mark.unwrap_or(0xCBF2_9CE4_8422_2325);
+            Some((before ^ tensor as u64).wrapping_mul(0x0000_0100_0000_01B3))
+        });
+        AveragedMark(mark.map_or(0, |mark| ((mark >> 32) as u32 ^ mark as u32).max(1)))
+    }
+}
+
+/// What a contribution holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Contents {
+    /// What its learner has written.
+    pub content: Content,
+    /// The tensors of which that is values, if they are averaged in a model of gradients.
+    pub averaged: AveragedMark,
+}
+
+/// Without averaged tensors.
+impl From<Content> for Contents {
+    fn from(content: Content) -> Contents {
+        Contents { content, ..Contents::default() }
+    }
+}
+
 /// The steps of the groups of a version.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Steps {
@@ -281,6 +314,14 @@ mod tests {
         let huge = Overrides { learning_rate_scale: Some(f32::MAX), ..NONE };
         let fast = Step { hyper: Hyper { learning_rate: f32::MAX, ..Hyper::default() }, ..model };
         assert_eq!(Groups::new([huge]).steps(&fast).of_group(GroupId(1)).hyper.learning_rate, f32::MAX);
+    }
+
+    #[test]
+    fn sets_of_averaged_tensors_have_marks_of_their_own() {
+        let sets = [vec![], vec![0], vec![1], vec![0, 1], vec![1, 2], vec![0, 1, 2], vec![1_000]];
+        let marks: Vec<_> = sets.iter().map(|set| AveragedMark::of(set.iter().copied())).collect();
+        assert_eq!(marks[0], AveragedMark::default());
+        assert!(marks.iter().enumerate().all(|(at, mark)| !marks[..at].contains(mark)), "{marks:?}");
     }
 
     #[test]

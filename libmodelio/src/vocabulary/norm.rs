@@ -1,6 +1,6 @@
-//! The norms of a step's gradient and of single tensors, and the sums of squares that they are the roots of. Shards add up
-//! the squares of their blocks, and the coordinator adds up the shards' sums. No addition rounds, so the norm depends neither on the order of
-//! blocks nor on the shards that have them.
+//! The norms of a step's gradient and of single tensors, and the sums of squares that they are the roots of. Shards add
+//! up the squares of their blocks, and the coordinator adds up the shards' sums. No addition rounds, so the norm
+//! depends neither on the order of blocks nor on the shards that have them.
 
 use serde::{Deserialize, Serialize};
 
@@ -155,8 +155,8 @@ impl Squares {
     }
 }
 
-/// A factor of each tensor, by runs of tensors with the same one: on its step, or on the sum of its values. There are no
-/// runs if no tensor has a factor.
+/// A factor of each tensor, by runs of tensors with the same one: on its step, or on the sum of its values. There are
+/// no runs if no tensor has a factor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorFactors(Vec<(u32, Option<Norm>)>);
 

@@ -35,8 +35,8 @@ pub enum Content {
     Values,
     /// The weights that the learner has come to, beginning from a version. What is sent is their difference.
     Model,
-    /// The weights that the learner has come to, beginning from its own replica of the model. What is sent is the replica's
-    /// correction.
+    /// The weights that the learner has come to, beginning from its own replica of the model. What is sent is the
+    /// replica's correction.
     Replica,
 }
 
@@ -51,8 +51,8 @@ impl Content {
         }
     }
 
-    /// Whether a reducer that takes `other` can take such contributions. Bytes can be gradients or values, as the reducer
-    /// takes them; differences and corrections are nothing else.
+    /// Whether a reducer that takes `other` can take such contributions. Bytes can be gradients or values, as the
+    /// reducer takes them; differences and corrections are nothing else.
     pub fn fits(self, other: Content) -> bool {
         self == other || !self.is_weights() && !other.is_weights()
     }
@@ -99,9 +99,9 @@ const MEANS: Kind = Kind { content: Content::Model, reads: &[] };
 /// Those by which the learners' replicas and the model attract each other.
 const PULLS: Kind = Kind { content: Content::Replica, reads: &["elasticity"] };
 
-/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, its kind,
-/// and which hyper-parameters it reads besides those of its kind. A reducer's name in lower case is its word in control
-/// files, messages and help.
+/// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, its
+/// kind, and which hyper-parameters it reads besides those of its kind. A reducer's name in lower case is its word in
+/// control files, messages and help.
 macro_rules! reducers {
     ($($(#[$about:meta])* $name:ident: $combine:ident, [$($state:literal),*], $kind:ident, [$($read:ident),*];)*) => {
         /// How contributions become the next weights.
@@ -148,14 +148,15 @@ reducers! {
     AdaGrad: Sum, ["sum"], STEPS, [epsilon];
     /// Lion with decoupled weight decay. State: the running gradient.
     Lion: Sum, ["exp_avg"], STEPS, [beta1, beta2];
-    /// Momentum whose gradient is scaled, tensor by tensor, to a share of the weights' norm. State: the momentum buffer.
+    /// Momentum whose gradient is scaled, tensor by tensor, to a share of the weights' norm. State: the momentum
+    /// buffer.
     Lars: Sum, ["momentum_buffer"], STEPS, [momentum, dampening, trust_coefficient];
     /// Adam whose step is scaled, tensor by tensor, to the weights' norm. State: first and second moment.
     Lamb: Sum, ["exp_avg", "exp_avg_sq"], STEPS, [beta1, beta2, epsilon];
     /// `w'` is the value the last contribution holds; without one, `w` stays.
     Assign: Last, [], PUTS, [];
-    /// `w' = w + mean of (learner's weights - what they began from)`. Of single tensors in a model of gradients, `w'` is the
-    /// mean of the values that learners have written.
+    /// `w' = w + mean of (learner's weights - what they began from)`. Of single tensors in a model of gradients, `w'`
+    /// is the mean of the values that learners have written.
     Average: Sum, [], MEANS, [];
     /// Elastic averaging: `w'` is `w` plus the corrections of the replicas.
     Easgd: Sum, [], PULLS, [];
@@ -213,7 +214,8 @@ impl Reducer {
         matches!(self.content(), Content::Gradient | Content::Model)
     }
 
-    /// Whether another learning rate makes the averaging begin anew: the replicas and the momentum of the central model.
+    /// Whether another learning rate makes the averaging begin anew: the replicas and the momentum of the central
+    /// model.
     pub fn restarts(self) -> bool {
         self == Reducer::Sma
     }

@@ -16,14 +16,14 @@ use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::{BlockRanges, TensorRanges};
 use crate::vocabulary::coding::Form;
 use crate::vocabulary::controls::Controls;
-use crate::vocabulary::groups::Groups;
+use crate::vocabulary::groups::{Contents, Groups};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
 use crate::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::reducer::{self, Combine, Content, Reducer};
+use crate::vocabulary::reducer::{self, Combine, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 use crate::vocabulary::weight::Weight;
 
@@ -127,8 +127,8 @@ pub enum Message {
         /// The written parts of blocks that were written in part; the rest is zero. None if there are too
         /// many pieces.
         partly: Option<PartlyWritten>,
-        /// What the learner has written.
-        content: Content,
+        /// What it holds.
+        contents: Contents,
         /// How much the contribution counts beside others. Its payload is multiplied by that.
         weight: Weight,
         /// For how long it may wait to be taken, in milliseconds.
@@ -199,8 +199,8 @@ pub enum Message {
         /// The learner of the contribution; none for new weights.
         learner: Option<LearnerId>,
     },
-    /// Acknowledges answers, and states the numbers of the client's requests. Not answered. It is the first message over
-    /// a connection. Requests with other numbers over an earlier connection were somebody else's.
+    /// Acknowledges answers, and states the numbers of the client's requests. Not answered. It is the first message
+    /// over a connection. Requests with other numbers over an earlier connection were somebody else's.
     AckThrough {
         /// The client has every answer up to this number, and will not ask again.
         request: u64,
@@ -401,8 +401,8 @@ pub enum Message {
         /// settings allow.
         hold_ms: u32,
     },
-    /// Take the memory of a partition under a new block map, beside what there is. The payload is a [`super::Moved`], as
-    /// of `Switch`. Answered by `Done`.
+    /// Take the memory of a partition under a new block map, beside what there is. The payload is a [`super::Moved`],
+    /// as of `Switch`. Answered by `Done`.
     Prepare {
         /// The number of the attempt: the numbers of a model's attempts rise.
         attempt: u64,
@@ -555,8 +555,8 @@ pub enum Message {
         /// Their name for it.
         snapshot: u64,
     },
-    /// Take the memory for a copy; or, once that is there, begin no plan from now on, for 10 s at most. Said again, it is about
-    /// the version that is the newest then. Answered by `Pinned`.
+    /// Take the memory for a copy; or, once that is there, begin no plan from now on, for 10 s at most. Said again, it
+    /// is about the version that is the newest then. Answered by `Pinned`.
     Pin {
         /// The life of the model.
         generation: Generation,
@@ -617,8 +617,8 @@ pub enum Message {
         /// The version.
         version: Version,
     },
-    /// A version, which is all of a region of the shard's. It has a request's number, and is answered by `Done` when the
-    /// client does not show the version any more.
+    /// A version, which is all of a region of the shard's. It has a request's number, and is answered by `Done` when
+    /// the client does not show the version any more.
     VersionAt {
         /// The version.
         version: Version,
@@ -627,8 +627,8 @@ pub enum Message {
     },
 
     // -- a client to the coordinator, again
-    /// The contribution that a learner writes has a whole block, its first one: a plan may begin that takes its blocks as
-    /// they come. Not answered. Where it is lost, the plan begins with the commit.
+    /// The contribution that a learner writes has a whole block, its first one: a plan may begin that takes its blocks
+    /// as they come. Not answered. Where it is lost, the plan begins with the commit.
     WholeBlock {
         /// The learner.
         learner: LearnerId,
@@ -646,8 +646,9 @@ pub enum Message {
     },
 
     // -- a client and a shard, again
-    /// Send each block of the version that this plan makes as soon as it is computed. Answered by a `BlockAhead` for each
-    /// block, over any of the client's connections that ask for the same plan. Nothing more comes if the plan is dropped.
+    /// Send each block of the version that this plan makes as soon as it is computed. Answered by a `BlockAhead` for
+    /// each block, over any of the client's connections that ask for the same plan. Nothing more comes if the plan is
+    /// dropped.
     Follow {
         /// The plan.
         plan: PlanId,
@@ -668,14 +669,14 @@ pub enum Message {
     },
 
     // -- a client to the coordinator, once more
-    /// New weights that are being written have a whole block, the first one: a plan may begin that takes their blocks as
-    /// they come. Not answered. If this is lost, the plan begins with the `Assign`.
+    /// New weights that are being written have a whole block, the first one: a plan may begin that takes their blocks
+    /// as they come. Not answered. If this is lost, the plan begins with the `Assign`.
     WholeWeights {
         /// The token that the `Assign` will have.
         token: u64,
     },
-    /// The client has sent these blocks, in its turn, for a provisional plan in which clients take turns. The next client
-    /// may send them now. Not answered. If this is lost, the repeated grant has it said again.
+    /// The client has sent these blocks, in its turn, for a provisional plan in which clients take turns. The next
+    /// client may send them now. Not answered. If this is lost, the repeated grant has it said again.
     SentAhead {
         /// The plan.
         plan: PlanId,
@@ -703,7 +704,8 @@ pub struct JobState {
     pub version: Version,
     /// Plans up to this one are over.
     pub over: PlanId,
-    /// The last number that the client has acknowledged by `AckThrough`. None if it has not done so over this connection.
+    /// The last number that the client has acknowledged by `AckThrough`. None if it has not done so over this
+    /// connection.
     pub acked_through: Option<u64>,
     /// The settings.
     pub controls: Controls,
@@ -777,8 +779,8 @@ pub enum Granted {
     },
     /// The new weights of this token.
     Weights(u64),
-    /// The new weights of this token, which are still being written: the plan is provisional. A block is sent once it is
-    /// whole. The grant is repeated as `Weights` when all are written.
+    /// The new weights of this token, which are still being written: the plan is provisional. A block is sent once it
+    /// is whole. The grant is repeated as `Weights` when all are written.
     OpenWeights(u64),
 }
 

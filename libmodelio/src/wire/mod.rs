@@ -48,11 +48,12 @@ pub const MAX_PAYLOAD: u32 = 16 << 20;
 /// A connection whose hello is not complete by then ends.
 pub const HELLO_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Numbers of requests that a client may skip: those that it gave up while it was not connected, and all of them where the
-/// coordinator has forgotten it. A number that is further ahead is refused.
+/// Numbers of requests that a client may skip: those that it gave up while it was not connected, and all of them where
+/// the coordinator has forgotten it. A number that is further ahead is refused.
 pub const MAX_SKIPPED: u64 = 1 << 32;
 
-/// The highest number of a plan, a version or a state of a job that a coordinator is believed: nobody gets so far in years.
+/// The highest number of a plan, a version or a state of a job that a coordinator is believed: nobody gets so far in
+/// years.
 pub const MAX_NUMBER: u64 = 1 << 48;
 
 /// How long what a peer sends may be, in bytes.
@@ -76,20 +77,19 @@ impl Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u16)]
 pub enum Protocol {
-    /// The second one. New in it: `Commit` names tensors, and `Work::Reduce`
-    /// gives the optimizer step of each tensor. `Touch` tells of learners whose last process has
-    /// exited, and a learner can leave for that reason; a `State` names learners that are late and shards that are away.
-    /// `Commit` says whether its memory is lent, and a shard says `Torn` of a plan that has read memory for too long.
-    /// `Commit` and the sources of a plan name the written bytes of blocks that were written in part.
-    /// The greeting of a coordinator says which of its plans are over, and a shard refuses plans by their numbers.
-    /// `OutOfFiles` is among the errors of a shard.
+    /// The second one. New in it: `Commit` names tensors, and `Work::Reduce` gives the optimizer step of each tensor.
+    /// `Touch` tells of learners whose last process has exited, and a learner can leave for that reason; a `State`
+    /// names learners that are late and shards that are away. `Commit` says whether its memory is lent, and a shard
+    /// says `Torn` of a plan that has read memory for too long. `Commit` and the sources of a plan name the written
+    /// bytes of blocks that were written in part. The greeting of a coordinator says which of its plans are over, and a
+    /// shard refuses plans by their numbers. `OutOfFiles` is among the errors of a shard.
     ///
     /// This program does not speak it any more.
     V2 = 2,
-    /// Settings, phases of jobs, reducers and their steps are values instead of text. A plan may be
-    /// provisional: it is granted for one contribution that is still being written, `Commit` seals it and
-    /// names the plan under which its blocks were sent. `WholeBlock` says that there is a block to begin such a plan with.
-    /// `PullWhole` asks a shard on the same host for a whole version, which `VersionAt` names where it lies.
+    /// Settings, phases of jobs, reducers and their steps are values instead of text. A plan may be provisional: it is
+    /// granted for one contribution that is still being written, `Commit` seals it and names the plan under which its
+    /// blocks were sent. `WholeBlock` says that there is a block to begin such a plan with. `PullWhole` asks a shard on
+    /// the same host for a whole version, which `VersionAt` names where it lies.
     ///
     /// This program does not speak it any more.
     V3 = 3,
@@ -113,16 +113,21 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V8 = 8,
-    /// A contribution says what its learner has written: gradients, a model, or a replica, how much it counts, and which
-    /// version the learner had opened. There is the consistency `grace`. Settings have rules for tensors, and
-    /// the work of a plan has groups of tensors.
-    /// `Push` says in which form its payload is, and `Grant` which plan of the client's was the last to count.
+    /// A contribution says what its learner has written: gradients, a model, or a replica, how much it counts, and
+    /// which version the learner had opened. There is the consistency `grace`. Settings have rules for tensors, and the
+    /// work of a plan has groups of tensors. `Push` says in which form its payload is, and `Grant` which plan of the
+    /// client's was the last to count.
+    ///
+    /// This program does not speak it any more.
     V9 = 9,
+    /// Shards measure tensors, and a plan has factors for them. A contribution says of which tensors it has values.
+    /// There are the reducers `lars` and `lamb`.
+    V10 = 10,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V9;
+    pub const NEWEST: Protocol = Protocol::V10;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -135,7 +140,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            9 => Ok(Protocol::V9),
+            10 => Ok(Protocol::V10),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -12,7 +12,7 @@ use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::BlockRanges;
 use crate::vocabulary::coding::{Coding, Form};
 use crate::vocabulary::controls::Controls;
-use crate::vocabulary::groups::{Groups, Overrides};
+use crate::vocabulary::groups::{AveragedMark, Contents, Groups, Overrides};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
@@ -68,6 +68,11 @@ fn reason() -> impl Strategy<Value = LeaveReason> {
         Just(LeaveReason::LeaseExpired),
         Just(LeaveReason::Exited)
     ]
+}
+
+fn contents() -> impl Strategy<Value = Contents> {
+    let mark = any::<u32>().prop_map(AveragedMark);
+    (content(), mark).prop_map(|(content, averaged)| Contents { content, averaged })
 }
 
 fn content() -> impl Strategy<Value = Content> {
@@ -458,13 +463,13 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         (
             (learner(), id64(Step), block_ranges(), block_ranges()),
-            (proptest::option::of(partly()), content(), weight(), any::<u32>(), any::<bool>()),
+            (proptest::option::of(partly()), contents(), weight(), any::<u32>(), any::<bool>()),
             (proptest::option::of(id64(PlanId)), proptest::option::of(id64(Version))),
         )
             .prop_map(
                 |(
                     (learner, step, blocks, tensors),
-                    (partly, content, weight, timeout_ms, lent),
+                    (partly, contents, weight, timeout_ms, lent),
                     (given_up, base),
                 )| {
                     Message::Commit {
@@ -473,7 +478,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
                         blocks,
                         tensors,
                         partly,
-                        content,
+                        contents,
                         weight,
                         timeout_ms,
                         lent,

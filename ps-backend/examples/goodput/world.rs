@@ -289,7 +289,7 @@ impl World {
             sent: all.clone(),
             tensors: all,
             partly: Some(Default::default()),
-            content: Default::default(),
+            contents: Default::default(),
             weight: Default::default(),
             base: None,
             source: uid,

@@ -334,7 +334,7 @@ impl CoordinatorCore {
                 blocks,
                 tensors,
                 partly,
-                content,
+                contents,
                 weight,
                 timeout_ms,
                 lent,
@@ -365,7 +365,7 @@ impl CoordinatorCore {
                     sent,
                     tensors,
                     partly,
-                    content,
+                    contents,
                     weight,
                     base,
                     source,
@@ -406,11 +406,11 @@ impl CoordinatorCore {
                     Refusal::Control(error.to_string().chars().take(MAX_REASON).collect())
                 };
                 let controls = controls.map_err(|error| refused(&error))?;
-                core.may_set(&controls).map_err(|error| refused(&error))?;
                 controls.check_trainable(self.is_trainable).map_err(|error| refused(&error))?;
                 let tensors = self.names.iter().map(|(name, dtype)| (name.as_str(), *dtype));
                 let of_tensors = controls.of_tensors(tensors);
                 let (frozen, groups) = of_tensors.map_err(|error| refused(&error))?;
+                core.may_set(&controls, &frozen, &groups).map_err(|error| refused(&error))?;
                 core.set_tensors(frozen, groups);
                 core.set_controls(controls, now, &mut wanted);
                 self.changed = true;

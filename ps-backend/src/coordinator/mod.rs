@@ -187,8 +187,8 @@ impl CoordinatorCore {
         CoordinatorCore { shards: shards.into(), ..self }
     }
 
-    /// Plans may begin while their last contribution is written. Its client sends blocks as they become whole, and keeps
-    /// them.
+    /// Plans may begin while their last contribution is written. Its client sends blocks as they become whole, and
+    /// keeps them.
     #[must_use]
     pub fn with_provisional_plans(self) -> CoordinatorCore {
         CoordinatorCore { core: self.core.with_provisional_plans().of_staged_blocks(), ..self }
@@ -310,7 +310,8 @@ impl CoordinatorCore {
         }
     }
 
-    /// Counts the clients whose sums the next plan may have: those of learners, also of some that have committed and left.
+    /// Counts the clients whose sums the next plan may have: those of learners, also of some that have committed and
+    /// left.
     fn count_clients(&mut self) {
         let left = self.core.unread().map(|(_, source)| &source.client);
         let two_sums = are_two_at_most(self.owners.values().chain(left));

@@ -33,8 +33,8 @@ pub(super) struct Run {
     work: core::Action<Source>,
     kind: Kind,
     senders: Vec<Sender>,
-    /// If the senders take turns while the plan is provisional: for each of them, the blocks that it has sent, and those
-    /// that it never will send.
+    /// If the senders take turns while the plan is provisional: for each of them, the blocks that it has sent, and
+    /// those that it never will send.
     turns: Option<Vec<FixedBitSet>>,
     start: Message,
     stage: Stage,
@@ -196,8 +196,8 @@ impl CoordinatorCore {
         }
     }
 
-    /// Whether the plan under way lacks blocks that are committed, and whose memory the shard has for as long as it needs
-    /// it: those of this learner, or new weights.
+    /// Whether the plan under way lacks blocks that are committed, and whose memory the shard has for as long as it
+    /// needs it: those of this learner, or new weights.
     pub(super) fn needs(&self, plan: PlanId, learner: Option<LearnerId>) -> bool {
         let is_lent = |learner| self.core.unread().any(|(of, _)| of == learner);
         self.run.as_ref().is_some_and(|run| run.id == plan && run.stage == Stage::Gathering)

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
-use libmodelio::vocabulary::groups::Groups;
+use libmodelio::vocabulary::groups::{Contents, Groups};
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::norm::{Quantity, TensorFactors};
 use libmodelio::vocabulary::partly::PartlyWritten;
-use libmodelio::vocabulary::reducer::{self, Combine, Content};
+use libmodelio::vocabulary::reducer::{self, Combine};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::vocabulary::weight::Weight;
 use serde::{Deserialize, Serialize};
@@ -37,10 +37,11 @@ pub struct Contribution<S> {
     /// The written ranges of partly written blocks. `None` if there are too many pieces for values.
     pub partly: Option<PartlyWritten>,
     /// What its learner has written.
-    pub content: Content,
+    pub contents: Contents,
     /// How much it counts beside others. Its payload is multiplied by that.
     pub weight: Weight,
-    /// The version that its learner had last opened when it was committed. `None` if it has opened none since it joined.
+    /// The version that its learner had last opened when it was committed. `None` if it has opened none since it
+    /// joined.
     pub base: Option<Version>,
     /// The place of its payload.
     pub source: S,

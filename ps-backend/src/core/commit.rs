@@ -1,9 +1,9 @@
 //! Requests that begin or end a contribution or publication.
 
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::groups::Contents;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
-use libmodelio::vocabulary::reducer::Content;
 use libmodelio::vocabulary::weight::Weight;
 
 use super::{
@@ -76,7 +76,7 @@ impl<S: Clone> JobCore<S> {
         if !matches!(member.phase, Phase::Open { step: open, .. } if open == step) {
             return Err(ShardError::StepOutOfOrder { got: step, expected: member.step.next() });
         }
-        self.refuse_content(contribution.content, contribution.weight)?;
+        self.refuse_contents(contribution.contents, contribution.weight)?;
         let Contribution { sent, tensors, .. } = contribution;
         if sent.len() != self.blocks {
             return Err(ShardError::NotAllowed(
@@ -106,33 +106,37 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The reducer may have changed while the contribution was written.
-    fn refuse_content(&self, content: Content, weight: Weight) -> Result<(), ShardError> {
-        let reducer = self.params().0;
+    fn refuse_contents(&self, contents: Contents, weight: Weight) -> Result<(), ShardError> {
+        let (reducer, _, of_tensors) = self.params();
         if weight != Weight::ONE && !reducer.takes_weighted() {
             return Err(ShardError::NotAllowed(format!(
                 "the contribution has weight {weight}, and reducer {reducer} takes only 1: write 1 to the learner's weight"
             )));
         }
-        if content.fits(reducer.content()) {
-            return Ok(());
+        if !contents.content.fits(reducer.content()) {
+            return Err(ShardError::NotAllowed(format!(
+                "the contribution is one of {}, and the reducer is {reducer} now: write it again",
+                contents.content.name()
+            )));
         }
-        Err(ShardError::NotAllowed(format!(
-            "the contribution is one of {}, and the reducer is {reducer} now: write it again",
-            content.name()
-        )))
+        if contents.averaged != of_tensors.averaged(reducer) {
+            let why = "the rules have others of its tensors averaged than when it was begun: write it again";
+            return Err(ShardError::NotAllowed(why.into()));
+        }
+        Ok(())
     }
 
     /// Refuses commits that are not taken yet and are not what the reducer takes.
     pub(super) fn drop_pending_contents(&mut self, actions: &mut Vec<Action<S>>) {
         let of = |pending: &Pending<S>| match &pending.kind {
             PendingKind::Commit { contribution } => {
-                Some((contribution.learner, contribution.content, contribution.weight))
+                Some((contribution.learner, contribution.contents, contribution.weight))
             }
             PendingKind::Assign { .. } => None,
         };
         let waiting: Vec<_> = self.pending.iter().filter_map(of).collect();
-        for (learner, content, weight) in waiting {
-            if let Err(error) = self.refuse_content(content, weight) {
+        for (learner, contents, weight) in waiting {
+            if let Err(error) = self.refuse_contents(contents, weight) {
                 self.drop_pending_commit(learner, error, actions);
             }
         }

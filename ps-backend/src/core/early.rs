@@ -1,11 +1,12 @@
 //! Plans that begin early, while contributions to them are still written.
 //!
-//! A synchronous job has one such plan a version for all that take part in it. Elsewhere the plan is for one contribution:
-//! the last one that can change the result or, if every contribution makes a version, that of the only learner who writes.
+//! A synchronous job has one such plan a version for all that take part in it. Elsewhere the plan is for one
+//! contribution: the last one that can change the result or, if every contribution makes a version, that of the only
+//! learner who writes.
 //!
-//! On a network all blocks are staged. In one process, blocks of the only contribution that is missing are not: they are
-//! reduced where their program has them. So the plan of all gives way to one for the last of them, as long as that learner
-//! has no whole block.
+//! On a network all blocks are staged. In one process, blocks of the only contribution that is missing are not: they
+//! are reduced where their program has them. So the plan of all gives way to one for the last of them, as long as that
+//! learner has no whole block.
 //!
 //! A plan that is dropped was sent in vain. If others than its learner can make it so, a version has one such plan at
 //! most, and if those of several versions in a row are dropped, more and more versions go without.
@@ -22,7 +23,8 @@ use super::{Action, Committed, JobCore, Now, OfTensors, Pending, PendingKind, Ph
 /// After how many failures in a row the pauses grow no more: 2^5 versions.
 const MOST_DOUBLINGS: u32 = 5;
 
-/// A learner that has committed waits at least this long for the others. A plan that is dropped costs as much as was sent.
+/// A learner that has committed waits at least this long for the others. A plan that is dropped costs as much as was
+/// sent.
 const PATIENCE: Now = Now::from_secs(1);
 
 /// The provisional plan under way.
@@ -45,8 +47,8 @@ impl Early {
 /// Whether plans may begin early, by what became of earlier ones.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Speculation {
-    /// The number of plans that were dropped since one counted, of those that others than their learner can drop. (Others
-    /// succeed where these fail: when the others have committed, the last one has a plan of its own.)
+    /// The number of plans that were dropped since one counted, of those that others than their learner can drop.
+    /// (Others succeed where these fail: when the others have committed, the last one has a plan of its own.)
     failures: u32,
     /// No such plan begins on top of an older version.
     resumes_at: Version,
@@ -93,8 +95,8 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Those that have committed to the plan which has begun early wait for the others as long again as it has lasted,
-    /// or longer. If that does not do, their contributions are accumulated. In one process nothing is sent again, so they
-    /// need not wait longer than that.
+    /// or longer. If that does not do, their contributions are accumulated. In one process nothing is sent again, so
+    /// they need not wait longer than that.
     pub(super) fn be_patient(&mut self, now: Now) {
         let Some(early) = &self.early else { return };
         let least = if self.staged { PATIENCE } else { self.accumulate_patience };
@@ -161,23 +163,23 @@ impl<S: Clone> JobCore<S> {
         open.iter().any(|learner| self.has_block(*learner)).then_some(open)
     }
 
-    /// Whether a plan that begins early takes the contributions of all learners. They can be sent again if it is dropped,
-    /// and the version needs all of them.
+    /// Whether a plan that begins early takes the contributions of all learners. They can be sent again if it is
+    /// dropped, and the version needs all of them.
     fn takes_all_at_once(&self) -> bool {
         (self.staged || self.missing().nth(1).is_some())
             && self.consistency == Consistency::Sync
             && self.speculation.is_on(self.version)
     }
 
-    /// Whether a shard may add up sums as they come, and the version has the same bits. Otherwise clients send each block
-    /// in their order.
+    /// Whether a shard may add up sums as they come, and the version has the same bits. Otherwise clients send each
+    /// block in their order.
     pub fn order_does_not_matter(&self) -> bool {
         // Of two NaNs, the first one stays.
         self.two_sums && self.controls.nonfinite == NonFinite::Reject
     }
 
-    /// Sets whether the learners have two clients at most. Each client sends one sum of its learners' contributions, added
-    /// in the learners' order.
+    /// Sets whether the learners have two clients at most. Each client sends one sum of its learners' contributions,
+    /// added in the learners' order.
     pub fn set_two_sums(&mut self, two_sums: bool) {
         self.two_sums = two_sums;
     }
@@ -187,8 +189,8 @@ impl<S: Clone> JobCore<S> {
         matches!(phase, Some(Phase::Open { step: open, .. }) if *open == step)
     }
 
-    /// The contribution that `learner` writes to `step` has a whole block. A plan may begin that takes its blocks as they
-    /// come.
+    /// The contribution that `learner` writes to `step` has a whole block. A plan may begin that takes its blocks as
+    /// they come.
     pub fn is_whole(&mut self, learner: LearnerId, step: Step, now: Now, actions: &mut Vec<Action<S>>) {
         let phase = self.members.get_mut(&learner).map(|member| &mut member.phase);
         if let Some(Phase::Open { step: open, has_block }) = phase
@@ -269,8 +271,9 @@ impl<S: Clone> JobCore<S> {
         self.early.is_some() && committed.place == Place::Kept && !committed.contribution.steady
     }
 
-    /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does another
-    /// consistency that may free who waits. A learner that has committed waits for the others, but only for so long.
+    /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does
+    /// another consistency that may free who waits. A learner that has committed waits for the others, but only for so
+    /// long.
     pub(super) fn give_way(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let Some(early) = self.early.as_ref().filter(|early| early.staged) else { return };
         let waits = |pending: &Pending<S>| match &pending.kind {

@@ -16,8 +16,9 @@
 //! waited for other learners about as long as it took to write it: it is accumulated instead. A learner's commits
 //! stay, whatever becomes of the learner.
 //!
-//! A step that must know the norm of its whole gradient (`clip_norm`) has two plans, and none begins early. The first one
-//! adds up all contributions and measures the sums ([`Action::Measure`]); the second one computes the version from them.
+//! A step that must know the norm of its whole gradient (`clip_norm`) has two plans, and none begins early. The first
+//! one adds up all contributions and measures the sums ([`Action::Measure`]); the second one computes the version from
+//! them.
 //!
 //! Memory does not grow with the learners. Payloads wait at the clients, and one fp32 accumulator takes those whose
 //! memory is needed before the version is made (iRDMA §IV-C).

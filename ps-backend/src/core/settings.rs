@@ -48,12 +48,16 @@ impl<S: Clone> JobCore<S> {
 
     /// Checks that these settings are possible now.
     ///
-    /// # Errors
-    /// Contributions that were taken as gradients have too many pieces to be values. Or contributions that were taken are
-    /// not what the reducer takes.
-    pub fn may_set(&self, controls: &Controls) -> Result<(), ControlError> {
+    /// # Errors Contributions that were taken as gradients have too many pieces to be values. Or contributions that
+    /// were taken are not what the reducer takes, or have values of other tensors than those that would be averaged.
+    pub fn may_set(
+        &self,
+        controls: &Controls,
+        frozen: &FixedBitSet,
+        groups: &Groups,
+    ) -> Result<(), ControlError> {
         let content = controls.reducer.content();
-        let taken = self.committed.iter().map(|committed| committed.contribution.content);
+        let taken = self.committed.iter().map(|committed| committed.contribution.contents.content);
         let mut others = taken.chain(self.params.as_ref().map(|(reducer, ..)| reducer.content()));
         if let Some(other) = others.find(|other| !other.fits(content)) {
             return Err(ControlError::Conflict(format!(
@@ -61,6 +65,15 @@ impl<S: Clone> JobCore<S> {
                 other.name(),
                 controls.reducer
             )));
+        }
+        let of_tensors = OfTensors { frozen: Tensors(frozen.clone()), groups: groups.clone() };
+        let mark = of_tensors.averaged(controls.reducer);
+        let taken = self.committed.iter().map(|committed| committed.contribution.contents.averaged);
+        let begun = self.params.as_ref().map(|(reducer, _, of_tensors)| of_tensors.averaged(*reducer));
+        if taken.chain(begun).any(|of| of != mark) {
+            let why = "the coming version has contributions with values of averaged tensors, and the rules would \
+                       have others averaged: set them once that version is out";
+            return Err(ControlError::Conflict(why.into()));
         }
         let replaces = |controls: &Controls| controls.reducer.combine().replaces();
         let assigns = replaces(controls) && !replaces(&self.controls);
@@ -109,8 +122,8 @@ impl<S: Clone> JobCore<S> {
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
         let writes = |member: &Member| self.takes_part(member) && is_open(member);
         let has_begun = !self.committed.is_empty() || self.members.values().any(writes);
-        // If no step has begun, learners that came in a dropped one need not wait for the next. Before the job is formed,
-        // all take part.
+        // If no step has begun, learners that came in a dropped one need not wait for the next. Before the job is
+        // formed, all take part.
         if !(self.formed && has_begun) {
             for member in self.members.values_mut() {
                 member.joined_at = member.joined_at.min(version);

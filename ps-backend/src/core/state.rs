@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::vocabulary::groups::Groups;
+use libmodelio::vocabulary::groups::{AveragedMark, Groups};
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use serde::{Deserialize, Serialize};
@@ -104,6 +104,12 @@ pub(super) struct OfTensors {
 }
 
 impl OfTensors {
+    /// The mark of the tensors whose values are averaged in a model with this reducer.
+    pub(super) fn averaged(&self, reducer: Reducer) -> AveragedMark {
+        let averaged = self.groups.averaged(reducer).flatten();
+        AveragedMark::of(averaged.filter(|tensor| !self.frozen.0.contains(*tensor)))
+    }
+
     /// Whether they can be of a model with so many tensors and this reducer.
     pub(super) fn is_sound(&self, tensors: usize, reducer: Reducer) -> bool {
         self.frozen.0.len() == tensors && self.groups.check(tensors as u64, reducer).is_ok()

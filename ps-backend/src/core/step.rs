@@ -22,8 +22,8 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// The contributions of an [`Action::Accumulate`] are in the accumulator. After an [`Action::Measure`], `measured` has
-    /// the sums of the squares.
+    /// The contributions of an [`Action::Accumulate`] are in the accumulator. After an [`Action::Measure`], `measured`
+    /// has the sums of the squares.
     pub fn accumulated(
         &mut self,
         learners: &[LearnerId],
@@ -67,6 +67,8 @@ impl<S: Clone> JobCore<S> {
             }
             Work::Assign { .. } => {
                 (self.norm, self.newest_of, self.rate) = (None, 0, None);
+                // They were those of other weights.
+                self.norms = None;
                 // The step goes on: a learner that came in the middle of it still waits for the next one.
                 let version = self.version;
                 for member in self.members.values_mut().filter(|member| member.joined_at >= version) {
@@ -270,8 +272,8 @@ impl<S: Clone> JobCore<S> {
         }))
     }
 
-    /// The weight of the contributions that have written a tensor. Those that are still written may do so: a block of the
-    /// tensor is computed before their commit only if each of them has sent it.
+    /// The weight of the contributions that have written a tensor. Those that are still written may do so: a block of
+    /// the tensor is computed before their commit only if each of them has sent it.
     fn weight_of(&self, tensor: usize, provisional: Option<&BTreeSet<LearnerId>>) -> f64 {
         let brings = |committed: &&Committed<S>| committed.contribution.tensors.contains(tensor);
         let committed = self.committed.iter().filter(brings).map(|of| of.contribution.weight.get());
@@ -283,8 +285,8 @@ impl<S: Clone> JobCore<S> {
         self.is_accumulating() || self.waits_for_early()
     }
 
-    /// What the coming version must still know of its contributions, all of them together. The norms of tensors depend on
-    /// that of the gradient.
+    /// What the coming version must still know of its contributions, all of them together. The norms of tensors depend
+    /// on that of the gradient.
     fn unmeasured(&self) -> Option<Quantity> {
         let (reducer, hyper, OfTensors { groups, .. }) = self.params();
         let all = self.committed.iter().all(|c| c.place == Place::Accumulated);

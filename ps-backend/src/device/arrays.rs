@@ -1,8 +1,8 @@
 //! The memory of a model on a device: its weights or their masters, and optimizer state.
 //!
-//! Elements lie there in the order in which sums have them, one word each, and two of F64. The arrays belong to the newest
-//! version, and are changed in place when the next one counts. If the device fails meanwhile, they have no meaning any
-//! more: every later use of them fails, and names that failure.
+//! Elements lie there in the order in which sums have them, one word each, and two of F64. The arrays belong to the
+//! newest version, and are changed in place when the next one counts. If the device fails meanwhile, they have no
+//! meaning any more: every later use of them fails, and names that failure.
 //!
 //! This module holds `unsafe`: it orders copies. It is sound because no function returns before they are done.
 

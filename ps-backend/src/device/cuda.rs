@@ -4,8 +4,8 @@
 //! (`kernels.ptx`, which `scripts/build-ptx` makes of `kernels.cu`), and the driver compiles them for the GPU when the
 //! device is opened.
 //!
-//! This module holds `unsafe`: calls of the driver. Handles come from the driver, and live as long as the device. Whoever
-//! orders work keeps to the rules of [`Device`].
+//! This module holds `unsafe`: calls of the driver. Handles come from the driver, and live as long as the device.
+//! Whoever orders work keeps to the rules of [`Device`].
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};

@@ -2,15 +2,15 @@
 //!
 //! There are three streams: of copies to the device, of kernels, and of copies from the device. Each lane has memory on
 //! the device for the sums of one run. A run's sums are copied there, its kernel waits for that, and the copy of its
-//! weights waits for the kernel. So while one run is computed, the sums of the next ones are on their way, and so are the
-//! weights of earlier ones. A lane's memory is used again by a later run: its sums wait for the kernel that has read those
-//! before, and its kernel waits for the copy of narrow weights.
+//! weights waits for the kernel. So while one run is computed, the sums of the next ones are on their way, and so are
+//! the weights of earlier ones. A lane's memory is used again by a later run: its sums wait for the kernel that has
+//! read those before, and its kernel waits for the copy of narrow weights.
 //!
-//! One stream copies in each direction. More would share the device's copy engines, and those of one direction would take
-//! those of the other.
+//! One stream copies in each direction. More would share the device's copy engines, and those of one direction would
+//! take those of the other.
 //!
-//! This module holds `unsafe`. It is sound because [`Lanes::run`] returns only when no work that it has ordered is left,
-//! also if it fails.
+//! This module holds `unsafe`. It is sound because [`Lanes::run`] returns only when no work that it has ordered is
+//! left, also if it fails.
 
 use std::sync::Arc;
 
@@ -148,8 +148,8 @@ impl Lanes {
                 let mut at = SmallVec::<[Address; 2]>::new();
                 for (number, sum) in sums.iter().enumerate() {
                     let to = lane.sum(number, run);
-                    // SAFETY: the caller keeps the sum as it is, and the kernel that has read the lane's room was waited
-                    // for.
+                    // SAFETY: the caller keeps the sum as it is, and the kernel that has read the lane's room was
+                    // waited for.
                     unsafe {
                         let from = sum.bytes(run.words.start * 4..run.words.end * 4);
                         device.upload(self.there, from, to)?;
@@ -172,13 +172,13 @@ impl Lanes {
                 let count = run.words.len() / run.wire.words();
                 let launch =
                     Launch { wire: run.wire, formula: &formula, count, values, slots, sums: &at, out };
-                // SAFETY: the caller has this run's elements for itself. The sums have come, and the room for weights is
-                // free: both were waited for.
+                // SAFETY: the caller has this run's elements for itself. The sums have come, and the room for weights
+                // is free: both were waited for.
                 unsafe { device.reduce(self.kernels, &launch)? };
                 device.record(self.kernels, lane.computed)?;
                 device.wait(self.back, lane.computed)?;
-                // SAFETY: the caller has this run's bytes of the version for itself. If its sum lies there, the kernel, which
-                // was waited for, has read it.
+                // SAFETY: the caller has this run's bytes of the version for itself. If its sum lies there, the kernel,
+                // which was waited for, has read it.
                 unsafe {
                     let to = versions.back.bytes_mut(run.bytes.clone());
                     device.download(self.back, out.unwrap_or(values), to)?;
@@ -187,8 +187,8 @@ impl Lanes {
             }
             Does::Adopt => {
                 let is_narrow = run.wire.is_narrow();
-                // SAFETY: nobody writes the versions, the caller has this run's elements for itself, and the kernel that has
-                // read the lane's room was waited for.
+                // SAFETY: nobody writes the versions, the caller has this run's elements for itself, and the kernel
+                // that has read the lane's room was waited for.
                 unsafe {
                     let after = versions.back.bytes(run.bytes.clone());
                     let [old, new] = match is_narrow {

@@ -79,8 +79,8 @@ pub struct Launch<'a> {
     pub values: Address,
     /// State, as much as the formula has.
     pub slots: [Option<Address>; 2],
-    /// Sums of contributions, which are added up in this order. All arrays of words have the same distance from a multiple
-    /// of 16 bytes.
+    /// Sums of contributions, which are added up in this order. All arrays of words have the same distance from a
+    /// multiple of 16 bytes.
     pub sums: &'a [Address],
     /// The place of narrow weights, with a half of that distance, or a quarter if they have 8 bits.
     pub out: Option<Address>,

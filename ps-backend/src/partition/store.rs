@@ -390,10 +390,10 @@ impl PartitionStore {
 
     /// Begins a plan from version `base`. `check` asks to search for NaN and Inf.
     ///
-    /// # Errors
-    /// [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it), somebody
-    /// reads what is kept, or too many slow readers read blocks of dropped plans, and [`PartitionError::NoBuffer`], pass. [`PartitionError::Base`],
-    /// [`PartitionError::Loading`], [`PartitionError::Memory`], [`PartitionError::Device`].
+    /// # Errors [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold
+    /// it), somebody reads what is kept, or too many slow readers read blocks of dropped plans, and
+    /// [`PartitionError::NoBuffer`], pass. [`PartitionError::Base`], [`PartitionError::Loading`],
+    /// [`PartitionError::Memory`], [`PartitionError::Device`].
     pub fn begin(&self, base: Version, work: Work, check: bool) -> Result<Arc<PartitionJob>, PartitionError> {
         let mut inner = self.shared.inner.lock();
         let newest = inner.ready()?;
@@ -573,8 +573,8 @@ impl PartitionStore {
         inner.limits.retain = inner.limits.retain.max(count);
     }
 
-    /// Makes a buffer with its pages, if fewer than `count` are there for the next version and later ones. False if none
-    /// was needed.
+    /// Makes a buffer with its pages, if fewer than `count` are there for the next version and later ones. False if
+    /// none was needed.
     ///
     /// # Errors
     /// When there is no memory.
@@ -614,8 +614,8 @@ impl PartitionStore {
         self.shared.inner.lock().store.memory().map(Arc::clone).collect()
     }
 
-    /// The memory of sums, into which payloads can come (see [`PartitionJob::destination`]). From the next plan on, they
-    /// come nowhere else.
+    /// The memory of sums, into which payloads can come (see [`PartitionJob::destination`]). From the next plan on,
+    /// they come nowhere else.
     pub fn sum_memory(&self) -> [Arc<Mapping>; 2] {
         self.shared.inner.lock().adds_there = false;
         self.shared.sums.memory().map(Arc::clone)
@@ -646,7 +646,8 @@ impl PartitionStore {
         self.shared.inner.lock().store.arrays().is_some()
     }
 
-    /// The memory of a device in use: of weights and masters, and of optimizer state. `None` if the model is not on one.
+    /// The memory of a device in use: of weights and masters, and of optimizer state. `None` if the model is not on
+    /// one.
     pub fn device_bytes(&self) -> Option<(u64, u64)> {
         self.shared.inner.lock().store.arrays().map(|arrays| arrays.bytes())
     }

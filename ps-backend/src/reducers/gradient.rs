@@ -14,8 +14,8 @@ pub fn written(beta: f32) -> f64 {
     (f64::from(beta) * 1e7).round() / 1e7
 }
 
-/// The factor by which the step's gradient is clipped, as torch's `clip_grad_norm_` computes it. Of a norm that is NaN it
-/// is NaN.
+/// The factor by which the step's gradient is clipped, as torch's `clip_grad_norm_` computes it. Of a norm that is NaN
+/// it is NaN.
 pub fn clip(step: &Step) -> f64 {
     let Some(norm) = step.norm else { return 1.0 };
     let factor = f64::meant(step.hyper.clip_norm) / (norm.get() + 1e-6);

@@ -1,6 +1,6 @@
 //! `lars`: momentum whose gradient is scaled, tensor by tensor, to a share of the weights' norm (You, Gitman, Ginsburg,
-//! *Large Batch Training of Convolutional Networks*, Algorithm 1; the learning rate is outside of the momentum buffer, as
-//! in torch's SGD).
+//! *Large Batch Training of Convolutional Networks*, Algorithm 1; the learning rate is outside of the momentum buffer,
+//! as in torch's SGD).
 
 use libmodelio::bytes::kernels::{Operands, Scalar};
 use libmodelio::vocabulary::norm::TensorNorms;

@@ -13,9 +13,9 @@ const PIECE: usize = 512;
 const WORDS: usize = 2 * PIECE;
 
 /// Adds a piece of a tensor to its squares: those of its weights, and of the direction in which the step would change
-/// them. The gradient is the sum of accumulators, or zero if there are none. Weights are fp32 (of F64 f64), their masters if
-/// they have some. `slots` are the bytes of the state before the step, and empty if it is zero. The outcome depends on the
-/// number of elements, and not on the order of work.
+/// them. The gradient is the sum of accumulators, or zero if there are none. Weights are fp32 (of F64 f64), their
+/// masters if they have some. `slots` are the bytes of the state before the step, and empty if it is zero. The outcome
+/// depends on the number of elements, and not on the order of work.
 ///
 /// # Panics
 /// If lengths disagree, or the reducer is not layer-wise.
@@ -60,10 +60,11 @@ pub fn measured_slots(reducer: Reducer) -> Option<usize> {
     layerwise(reducer).map(Layerwise::slots)
 }
 
-/// The factor on the step of a tensor, of a layer-wise reducer. Tensors whose weights or whose direction are zero have 1.
+/// The factor on the step of a tensor, of a layer-wise reducer. Tensors whose weights or whose direction are zero have
+/// 1. Of a norm that is NaN it is NaN.
 pub fn factor(step: &Step, norms: TensorNorms) -> f64 {
     match layerwise(step.reducer) {
-        Some(reducer) if norms.weights > 0.0 && norms.direction > 0.0 => reducer.factor(step, norms),
+        Some(reducer) if norms.weights != 0.0 && norms.direction != 0.0 => reducer.factor(step, norms),
         _ => 1.0,
     }
 }

@@ -1,10 +1,10 @@
 //! The arithmetic of the reducers: it turns the contributions to a segment into the next weights, in one pass
 //! of [`libmodelio::bytes::kernels`].
 //!
-//! A reducer is a file here, its line in [`of`], and its entry in the table of [`libmodelio::vocabulary::reducer`], which
-//! also has the hyper-parameters and answers what everybody else asks of a reducer.
-//! Operation for operation they do what PyTorch's single-tensor implementations do, except that Adam's two bias corrections
-//! enter its step size and epsilon.
+//! A reducer is a file here, its line in [`of`], and its entry in the table of [`libmodelio::vocabulary::reducer`],
+//! which also has the hyper-parameters and answers what everybody else asks of a reducer. Operation for operation they
+//! do what PyTorch's single-tensor implementations do, except that Adam's two bias corrections enter its step size and
+//! epsilon.
 //!
 //! A block is reduced as soon as all of its contributions are there, while others are still on their way: a
 //! pass knows no block but its own, and makes nothing but the version. What it must know of all blocks, or of all of a
@@ -56,7 +56,7 @@ trait Layerwise: Sync {
     /// factor. The state that comes with it does not count.
     fn direction(&self, step: &Step, operands: Operands<'_>);
 
-    /// The factor on the step of a tensor with these norms, both above zero.
+    /// The factor on the step of a tensor with these norms, neither of them zero.
     fn factor(&self, step: &Step, norms: TensorNorms) -> f64;
 }
 
@@ -106,8 +106,8 @@ pub fn apply(step: &Step, operands: Operands<'_>, check: bool) -> bool {
     of(step.reducer).pass(step, operands, check) || !check
 }
 
-/// The formula by which a device computes the next version of elements, which have contributions or have none. Operation
-/// for operation it does what [`apply`] does.
+/// The formula by which a device computes the next version of elements, which have contributions or have none.
+/// Operation for operation it does what [`apply`] does.
 pub fn formula(step: &Step, has_sums: bool) -> Formula {
     of(step.reducer).formula(step, has_sums)
 }

@@ -186,8 +186,8 @@ impl VersionBuilder {
         Some(sum)
     }
 
-    /// After [`Self::block`]: where the weight is still that of the newest version, so is the master, with the precision
-    /// that the weight does not show.
+    /// After [`Self::block`]: where the weight is still that of the newest version, so is the master, with the
+    /// precision that the weight does not show.
     ///
     /// # Safety
     /// The block is this thread's alone in the next version. With one copy of the state, the version counts.
@@ -411,8 +411,8 @@ impl VersionBuilder {
         let at = before.len().max(3) / 3;
         let mut before = before.chunks_mut(at);
         let anew = self.begins_anew(step, step.t);
-        // SAFETY: the old state is immutable while its version is the newest, and is copied before if it is the new one.
-        // The new elements belong to this thread.
+        // SAFETY: the old state is immutable while its version is the newest, and is copied before if it is the new
+        // one. The new elements belong to this thread.
         unsafe {
             let input = Input {
                 weights,

@@ -54,8 +54,8 @@ pub fn halves_are_added_up_in_full_precision(way: &Way) {
     let [a, b] = site.two_ends();
     let layout = a.job.layout();
     let (one, other) = (a.join("a"), b.join("b"));
-    // What a half does not have is kept all the same: fp16 has nothing between 2048 and 2050, bf16 nothing to 2064. E4M3 has
-    // nothing between 8 and 9, and E5M2 nothing to 10.
+    // What a half does not have is kept all the same: fp16 has nothing between 2048 and 2050, bf16 nothing to 2064.
+    // E4M3 has nothing between 8 and 9, and E5M2 nothing to 10.
     let steps = [2047.0, 0.25, 0.25, 8.0];
     let (mut sum, mut version) = (0.0, 0);
     for step in steps {

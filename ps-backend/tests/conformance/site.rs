@@ -327,7 +327,7 @@ impl Learner {
             unchecked: none,
             tensors: FixedBitSet::with_capacity(self.end.job.layout().tensors().len()),
             partly: Some(Default::default()),
-            content: Default::default(),
+            contents: Default::default(),
             weight: Default::default(),
             staging: rooms[step.0 as usize % 2].clone(),
             lendable: true,

@@ -312,7 +312,7 @@ fn nonsense_is_refused_and_changes_nothing() {
             unchecked,
             tensors: set(job.layout.tensors().len()),
             partly: Some(Default::default()),
-            content: Default::default(),
+            contents: Default::default(),
             weight: Default::default(),
             staging: learner.writes.mapped().clone(),
             lendable: true,

@@ -87,7 +87,9 @@ fn run(reducer: Reducer, consistency: &str, count: usize) {
 
 #[test]
 pub fn synchronous_reducers_match_the_reference() {
-    for reducer in Reducer::all().filter(|reducer| reducer.content() == Content::Gradient) {
+    // Layer-wise steps have factors of tensors, which the reference does not know.
+    let plain = |reducer: &Reducer| reducer.content() == Content::Gradient && !reducer.is_layerwise();
+    for reducer in Reducer::all().filter(plain) {
         for learners in 1..=4 {
             run(reducer, "sync", learners);
         }

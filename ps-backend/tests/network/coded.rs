@@ -237,7 +237,7 @@ fn granted(world: &World, client: u64) -> (Raw, PlanId) {
             blocks: std::iter::once(0..blocks).collect(),
             tensors: std::iter::once(0..1).collect(),
             partly: Some(Default::default()),
-            content: Default::default(),
+            contents: Default::default(),
             weight: Default::default(),
             timeout_ms: 20_000,
             lent: false,

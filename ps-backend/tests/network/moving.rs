@@ -83,7 +83,7 @@ fn lives_through(coordinator_moves: bool) {
         blocks,
         tensors,
         partly: Some(Default::default()),
-        content: Default::default(),
+        contents: Default::default(),
         weight: Default::default(),
         timeout_ms: 20_000,
         lent: false,

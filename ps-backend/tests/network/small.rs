@@ -33,7 +33,7 @@ fn committed(learner: LearnerId, step: u64) -> Message {
         blocks: std::iter::once(0..BLOCKS).collect(),
         tensors: std::iter::once(0..1).collect(),
         partly: Some(Default::default()),
-        content: Default::default(),
+        contents: Default::default(),
         weight: Default::default(),
         timeout_ms: 20_000,
         lent: false,

@@ -253,7 +253,7 @@ impl World {
             blocks,
             tensors,
             partly,
-            content: Default::default(),
+            contents: Default::default(),
             weight: Default::default(),
             timeout_ms,
             lent,

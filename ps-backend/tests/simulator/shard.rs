@@ -229,8 +229,8 @@ impl Shard {
         matches!(self.plan.as_ref().map(|plan| &plan.work), Some(Work::Measure { .. }))
     }
 
-    /// The squares of all blocks that are measured. A tensor has the weight 1 in each block that begins with it, and the
-    /// block's squares.
+    /// The squares of all blocks that are measured. A tensor has the weight 1 in each block that begins with it, and
+    /// the block's squares.
     fn squares(&self) -> Option<Squares> {
         let Work::Measure { tensors, quantity, .. } = &self.plan.as_ref()?.work else { return None };
         let mut squares = Squares::new(*quantity, tensors.tensors() as usize);

@@ -1,10 +1,10 @@
 //! A device in software, which refuses what a real one would do wrongly now and then.
 //!
 //! Work is done as late as possible: when somebody waits for it, and no sooner. So a result that is used before it was
-//! waited for is wrong each time. Besides, every access to memory has its place in an order of what happens before what,
-//! as streams, events and waits make it. Two accesses of which one writes, and that no order holds apart, are a race, and
-//! end the test. So do copies and kernels out of bounds, memory that is used after it was given back or given back while
-//! it is used, and whatever is left when the device ends.
+//! waited for is wrong each time. Besides, every access to memory has its place in an order of what happens before
+//! what, as streams, events and waits make it. Two accesses of which one writes, and that no order holds apart, are a
+//! race, and end the test. So do copies and kernels out of bounds, memory that is used after it was given back or given
+//! back while it is used, and whatever is left when the device ends.
 //!
 //! Kernels are computed by the CPU's, with formulas that are written anew here.
 

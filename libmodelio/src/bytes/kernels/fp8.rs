@@ -1,5 +1,5 @@
-//! The two types of 8 bits, of OCP's "8-bit floating point specification": what narrowing to them needs, and both ways for
-//! one number.
+//! The two types of 8 bits, of OCP's "8-bit floating point specification": what narrowing to them needs, and both ways
+//! for one number.
 //!
 //! | | sign, exponent, mantissa | largest | smallest | Inf | NaN |
 //! |---|---|---|---|---|---|
@@ -7,8 +7,8 @@
 //! | E5M2 | 1, 5 (bias 15), 2 | 57344 | 2^-16 | 0x7c | 0x7d to 0x7f |
 //!
 //! Narrowing rounds to nearest even. E4M3 has no infinity: a finite number beyond the largest becomes the largest, and
-//! infinity NaN. So a finite number stays finite, and one that is not can be seen. E5M2 is the upper half of a binary16, and
-//! overflows to infinity as that does. NaN becomes 0x7f. All keep their sign.
+//! infinity NaN. So a finite number stays finite, and one that is not can be seen. E5M2 is the upper half of a
+//! binary16, and overflows to infinity as that does. NaN becomes 0x7f. All keep their sign.
 
 /// Bits of fp32: infinity, and all but the sign.
 const INFINITY: u32 = f32::INFINITY.to_bits();

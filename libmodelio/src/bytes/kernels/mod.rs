@@ -136,9 +136,9 @@ pub struct Input<'a> {
 
 /// The place of the next version: the same lengths as in [`Input`], and the same parts.
 ///
-/// Large outputs are fastest where equal elements of all parts lie equally far from a 64-byte boundary
-/// (halves: half as far; 8 bits: a quarter), and where no input lies less than 128 bytes before an output modulo 4096: the CPU
-/// takes such a load to depend on the store before it, which costs up to half of the speed.
+/// Large outputs are fastest where equal elements of all parts lie equally far from a 64-byte boundary (halves: half as
+/// far; 8 bits: a quarter), and where no input lies less than 128 bytes before an output modulo 4096: the CPU takes
+/// such a load to depend on the store before it, which costs up to half of the speed.
 #[derive(Debug)]
 pub struct Output<'a> {
     /// Weights in the segment's wire type; for narrow types, the master rounded to nearest even.
@@ -373,9 +373,9 @@ pub fn difference(wire: Wire, scale: f64, model: &[u8], base: Option<&[u8]>, out
     }
 }
 
-/// `out` is the correction `elasticity * (replica - central)` of the replica that a learner began from. `next`, its next
-/// replica, is `model`, the weights that it has come to, less the correction. Returns whether the model and the correction
-/// are finite.
+/// `out` is the correction `elasticity * (replica - central)` of the replica that a learner began from. `next`, its
+/// next replica, is `model`, the weights that it has come to, less the correction. Returns whether the model and the
+/// correction are finite.
 ///
 /// # Panics
 /// If the lengths disagree or are not whole elements.

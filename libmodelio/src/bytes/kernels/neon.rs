@@ -1,9 +1,9 @@
 //! Lines in NEON registers.
 //!
-//! As in `x86`, the methods are always inlined into the entry function of [`super::level`], which enables the feature, and
-//! runs only where the CPU was seen to have it; every SAFETY comment below that says "entered" rests on that. Instructions
-//! that the standard library has no stable function for, or only one that asks for half-precision arithmetic, are written
-//! as assembly. All of them are in every ARMv8 with NEON.
+//! As in `x86`, the methods are always inlined into the entry function of [`super::level`], which enables the feature,
+//! and runs only where the CPU was seen to have it; every SAFETY comment below that says "entered" rests on that.
+//! Instructions that the standard library has no stable function for, or only one that asks for half-precision
+//! arithmetic, are written as assembly. All of them are in every ARMv8 with NEON.
 
 use std::arch::aarch64::*;
 use std::arch::asm;

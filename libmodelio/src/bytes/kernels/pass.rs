@@ -95,8 +95,8 @@ fn run<L: Line>(mut pass: impl Pass) -> bool {
     L::finite(seen)
 }
 
-/// The `N`-byte line at `piece`, or in `room`, zero-padded, where the piece is shorter. The caller loads it: in a function
-/// that is passed here, the compiler may leave each instruction a call.
+/// The `N`-byte line at `piece`, or in `room`, zero-padded, where the piece is shorter. The caller loads it: in a
+/// function that is passed here, the compiler may leave each instruction a call.
 #[inline(always)]
 fn line<'a, const N: usize>(src: &'a [u8], piece: Piece, room: &'a mut Option<[u8; N]>) -> &'a [u8; N] {
     let size = N / LANES;
@@ -150,16 +150,16 @@ unsafe fn put<L: Line>(value: L, dst: &mut [u8], piece: Piece, stream: bool) {
     }
 }
 
-/// Lines of a narrow type that wait for the rest of a line of memory: streaming less at a time halves the bandwidth, and
-/// more.
+/// Lines of a narrow type that wait for the rest of a line of memory: streaming less at a time halves the bandwidth,
+/// and more.
 #[derive(Default)]
 pub struct Staged {
     half: RawHalf,
     quarters: [RawQuarter; 4],
 }
 
-/// Store `value` at `piece` in the narrow type `wire`. With `stream`, the first lines of a line of memory wait in `staged`
-/// for the last.
+/// Store `value` at `piece` in the narrow type `wire`. With `stream`, the first lines of a line of memory wait in
+/// `staged` for the last.
 ///
 /// # Safety
 /// With `stream`, the piece is a whole line, its pair or four is 64-byte aligned in `dst`, and all lines of it

@@ -79,8 +79,8 @@ pub enum Action {
     Answer(Token, Result<Message, Refusal>),
     /// The outcome of [`ClientCore::await_step`].
     Awaited(Token, Result<Version, ShardError>),
-    /// The client may send blocks for this plan from now on, and for none before it. Of the plans that had contributions
-    /// of the client's, `counted` is the newest that counts.
+    /// The client may send blocks for this plan from now on, and for none before it. Of the plans that had
+    /// contributions of the client's, `counted` is the newest that counts.
     Begins {
         /// The plan.
         plan: PlanId,

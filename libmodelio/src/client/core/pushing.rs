@@ -10,8 +10,8 @@ use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
-/// So many blocks of a contribution that is still written are sent together, if they come fast. Each wake-up of connections
-/// costs CPU time, and the commit wakes them for the rest.
+/// So many blocks of a contribution that is still written are sent together, if they come fast. Each wake-up of
+/// connections costs CPU time, and the commit wakes them for the rest.
 const AHEAD_BLOCKS: usize = 4;
 
 /// A block is sent at once if connections have not been woken for so long.
@@ -318,8 +318,8 @@ impl ClientCore {
         }
     }
 
-    /// A contribution is committed while its plan is still provisional. Blocks of others may have waited for it, and its
-    /// own may be sent.
+    /// A contribution is committed while its plan is still provisional. Blocks of others may have waited for it, and
+    /// its own may be sent.
     pub(super) fn commits_ahead(&mut self, key: (LearnerId, Step), actions: &mut Vec<Action>) {
         let waits = |outgoing: &Outgoing| {
             // Without another contribution in it, the plan of one process is about to be sealed.
@@ -433,8 +433,8 @@ impl ClientCore {
     }
 
     /// A block of the contribution that `learner` writes is whole. It lies where it can be sent from until
-    /// [`Action::Release`]. Returns `None`, and does nothing, if the learner is gone, the step is not open, or its commit
-    /// was sent. Only the first block allocates memory.
+    /// [`Action::Release`]. Returns `None`, and does nothing, if the learner is gone, the step is not open, or its
+    /// commit was sent. Only the first block allocates memory.
     pub fn offered(
         &mut self,
         learner: LearnerId,
@@ -610,8 +610,8 @@ impl ClientCore {
         self.whole((learner, step)).is_some_and(|whole| whole.contains(block.index()))
     }
 
-    /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been. When there
-    /// is no more, the coordinator is told what was sent, if it must know.
+    /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been. When
+    /// there is no more, the coordinator is told what was sent, if it must know.
     pub fn next_push(
         &mut self,
         partition: PartitionIndex,

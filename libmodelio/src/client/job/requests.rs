@@ -188,8 +188,8 @@ impl Job {
         self.shared.local.is_some()
     }
 
-    /// Whether staged blocks of the learner may still be read for a plan that was dropped. The caller stages in other memory
-    /// from now on. The second call returns false.
+    /// Whether staged blocks of the learner may still be read for a plan that was dropped. The caller stages in other
+    /// memory from now on. The second call returns false.
     pub fn take_strays(&self, learner: LearnerId) -> bool {
         self.shared.inner.lock().core.take_strays(learner)
     }
@@ -222,7 +222,7 @@ impl Job {
         {
             return done(Err(ShardError::NonFinite(bad)));
         }
-        let CommitNotice { sent, tensors, partly, content, weight, staging, lendable, .. } = notice;
+        let CommitNotice { sent, tensors, partly, contents, weight, staging, lendable, .. } = notice;
         let ranges = block_ranges::from_bits(&sent)
             .and_then(|blocks| Ok((blocks, block_ranges::from_bits(&tensors)?)));
         let Ok((blocks, tensors)) = ranges else {
@@ -239,7 +239,7 @@ impl Job {
             blocks,
             tensors,
             partly,
-            content,
+            contents,
             weight,
             timeout_ms,
             lent,
@@ -305,8 +305,9 @@ impl Job {
         });
     }
 
-    /// Calls `done` when an open as `learner`, or as none, shows what it must, or `timeout` is over. That is the version
-    /// with the learner's own step, if the settings say so, and the newest one if versions are pulled on demand.
+    /// Calls `done` when an open as `learner`, or as none, shows what it must, or `timeout` is over. That is the
+    /// version with the learner's own step, if the settings say so, and the newest one if versions are pulled on
+    /// demand.
     pub fn await_fresh(&self, learner: Option<LearnerId>, timeout: Duration, done: Done<Version>) {
         if let Err(error) = self.shared.refuse_if_ending() {
             return done(Err(error));

@@ -51,8 +51,8 @@ pub(super) trait PeerMemory: Send {
     /// The path.
     const FAST: FastPath;
 
-    /// Whether a device reads lent memory, which it can do only as long as that is in this process. A shard that maps it
-    /// has it for itself.
+    /// Whether a device reads lent memory, which it can do only as long as that is in this process. A shard that maps
+    /// it has it for itself.
     const IS_READ_BY_DEVICE: bool;
 
     /// The number of threads that serve such connections.
@@ -145,7 +145,8 @@ pub(super) struct Named<M> {
     since_asked: usize,
     /// The bytes that are named before it is asked again.
     run: usize,
-    /// The requests that asked for an answer, and have none yet. Each keeps the memory that a device may read till then.
+    /// The requests that asked for an answer, and have none yet. Each keeps the memory that a device may read till
+    /// then.
     unsaid: VecDeque<(u64, Option<Arc<Mapping>>)>,
     /// The number of the last request. Pushes from slots have numbers up to [`SLOTS`].
     last_request: u64,
@@ -193,8 +194,8 @@ impl<M: PeerMemory> Named<M> {
         Ok(region)
     }
 
-    /// The request number of the next block that is named where it lies, in `memory`. It is 0 unless the shard must answer
-    /// when it has used this block and those before it.
+    /// The request number of the next block that is named where it lies, in `memory`. It is 0 unless the shard must
+    /// answer when it has used this block and those before it.
     ///
     /// It must for each block of a contribution that is still written, if a device reads it. The end of a plan that is
     /// dropped says nothing of reads that are under way. Only the answer does, so the memory is kept until it comes.
@@ -264,8 +265,8 @@ impl<M: PeerMemory> Named<M> {
                 return Outcome::Ready;
             }
         }
-        // The block is a sum, or was not searched, or lies in memory that cannot be lent: private memory, or one region too
-        // many.
+        // The block is a sum, or was not searched, or lies in memory that cannot be lent: private memory, or one region
+        // too many.
         let count = payload.sources.len();
         let (wide, len) = sum::shape(layout, block, count, payload.replaces);
         let made = match self.slots.take() {

@@ -226,7 +226,7 @@ fn payload_of_a_step_that_is_not_the_open_one_is_released() {
                 blocks: vec![0..4],
                 tensors,
                 partly,
-                content: Default::default(),
+                contents: Default::default(),
                 weight: Default::default(),
                 timeout_ms: 1000,
                 lent: false,

@@ -236,7 +236,7 @@ impl World {
                     blocks,
                     tensors,
                     partly: Some(Default::default()),
-                    content: Default::default(),
+                    contents: Default::default(),
                     weight: Default::default(),
                     timeout_ms: seconds * 1000,
                     lent: false,

@@ -378,7 +378,7 @@ impl Bench {
             blocks: vec![blocks],
             tensors: vec![0..1],
             partly: Some(partly),
-            content: Default::default(),
+            contents: Default::default(),
             weight: Default::default(),
             timeout_ms: 10_000,
             lent: false,

@@ -144,7 +144,7 @@ fn blocks_that_are_not_of_the_plan_are_not_sent() {
             given_up: None,
             base: None,
             partly: Some(Default::default()),
-            content: Default::default(),
+            contents: Default::default(),
             weight: Default::default(),
         },
         10,

@@ -114,7 +114,7 @@ fn nobodys_lease_ends_because_the_job_is_held() {
         blocks,
         tensors,
         partly: Some(Default::default()),
-        content: Default::default(),
+        contents: Default::default(),
         weight: Default::default(),
         timeout_ms: 1 << 30,
         lent: false,

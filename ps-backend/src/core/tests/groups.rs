@@ -1,10 +1,11 @@
 //! Promises of jobs whose settings have rules for single tensors. The simulation has two: `head` and `body`.
 
+use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::groups::Steps;
 use libmodelio::vocabulary::ids::Version;
 
 use super::super::*;
-use super::sim::{Id, Sim, blocks, early_job, everything, job, open};
+use super::sim::{Id, Sim, blocks, early_job, everything, job, ok, open};
 
 /// The steps of the running plan, and the number of each tensor's.
 fn planned(sim: &Sim) -> ([Steps; 2], [u64; 2]) {
@@ -96,6 +97,38 @@ fn an_averaged_tensor_is_divided_by_the_contributions_that_bring_it() {
         assert_eq!(numbers[0] == 0, of == [1; 3], "nobody brings it");
         sim.reduce_done(true);
     }
+}
+
+#[test]
+fn the_averaged_tensors_stay_while_contributions_to_the_version_are_in() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    sim.set("tensors", "head reducer=average");
+    let averaged = sim.averaged();
+    everything(&mut sim, ids[0], true);
+    for rules in ["", "body reducer=average", "* reducer=average", "head frozen"] {
+        sim.set("tensors", rules);
+        assert_eq!(sim.averaged(), averaged, "{rules:?}");
+    }
+    // Rules that average the same tensors can be set.
+    sim.set("tensors", "head reducer=average\nbody weight_decay=0");
+    assert_eq!(sim.core.controls().tensors.to_string().lines().count(), 2);
+    everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    sim.set("tensors", "");
+    assert_ne!(sim.averaged(), averaged);
+}
+
+#[test]
+fn a_contribution_with_values_of_other_tensors_is_refused() {
+    let (mut sim, ids) = job("1", &["a"]);
+    let (step, uid) = open(&mut sim, ids[0]);
+    let before = sim.averaged();
+    sim.set("tensors", "head reducer=average");
+    let now = sim.averaged();
+    let ticket = sim.commit_begun_with(before, ids[0].0, step, uid);
+    assert!(matches!(&sim.replies[&ticket], Err(ShardError::NotAllowed(why)) if why.contains("averaged")));
+    let ticket = sim.commit_begun_with(now, ids[0].0, step, uid);
+    assert!(!sim.replies.contains_key(&ticket) || ok(&sim, ticket));
 }
 
 #[test]

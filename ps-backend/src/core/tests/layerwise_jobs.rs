@@ -82,6 +82,20 @@ fn what_comes_meanwhile_is_measured_from_the_gradient_on() {
 }
 
 #[test]
+fn new_weights_are_measured_anew() {
+    let (mut sim, ids) = job(&[("reducer", "lars")], &["a"]);
+    everything(&mut sim, ids[0], true);
+    let assign = sim.assign(1_000);
+    sim.accumulate_done(true);
+    // The new weights are version 1. Then the step begins again, and measures them.
+    sim.reduce_done(true);
+    assert!(ok(&sim, assign));
+    assert_eq!((sim.measured(), sim.core.version()), (Some(Quantity::Tensors), Version(1)));
+    sim.finish_work();
+    assert_eq!(sim.core.version(), Version(2));
+}
+
+#[test]
 fn a_measuring_that_fails_is_done_again() {
     let (mut sim, ids) = job(&[("reducer", "lars"), ("clip_norm", "1")], &["a"]);
     let (a, _) = everything(&mut sim, ids[0], true);

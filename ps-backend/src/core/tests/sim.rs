@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
-use libmodelio::vocabulary::groups::GroupId;
+use libmodelio::vocabulary::groups::{AveragedMark, Contents, GroupId};
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::DType;
 use libmodelio::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorNorms, TensorSquares};
@@ -65,7 +65,7 @@ pub struct Sim {
     /// The accumulator is measured after that.
     measures: Option<(Quantity, reducer::Step)>,
     /// The norms of tensors, if they were measured for the coming version.
-    norms: Option<Vec<TensorNorms>>,
+    norms: Option<(usize, Vec<TensorNorms>)>,
     pub running: Option<Arc<Plan<Uid>>>,
     pub accumulator: BTreeMap<u32, Content>,
     /// Contributions of which a block has come early, by block.
@@ -73,6 +73,8 @@ pub struct Sim {
     pub has_buffer: bool,
     /// The version that a commit names.
     base: Option<Version>,
+    /// The averaged tensors that a commit names, if not those of now.
+    begun_with: Option<AveragedMark>,
     /// The contributions that each version added, block by block.
     pub versions: Vec<BTreeMap<u32, Content>>,
     /// The reducer of each tensor whose state there is.
@@ -118,6 +120,7 @@ impl Sim {
             back: BTreeMap::new(),
             has_buffer: true,
             base: None,
+            begun_with: None,
             versions: vec![BTreeMap::new()],
             last_reducers: [None; TENSORS],
             steps: [0; TENSORS],
@@ -305,7 +308,10 @@ impl Sim {
                         _ => GroupId::MODEL,
                     };
                     let averaged: Vec<usize> = groups.averaged(step.reducer).flatten().collect();
-                    for (norms, tensor) in norms.iter().flatten().zip(0..) {
+                    let of_version =
+                        norms.as_ref().is_none_or(|(versions, _)| *versions == self.versions.len());
+                    assert!(of_version, "the norms are those of other weights");
+                    for (norms, tensor) in norms.iter().flat_map(|(_, norms)| norms).zip(0..) {
                         let step = groups.steps(step).of_group(group_of(tensor)).clone();
                         let factor = step.reducer.is_layerwise().then(|| reducers::factor(&step, *norms));
                         let is_averaged = averaged.contains(&(tensor as usize));
@@ -367,6 +373,7 @@ impl Sim {
         let tensors = ["head", "body"].map(|name| (name, DType::F32));
         if let Ok(controls) = self.core.controls().with(name, value)
             && let Ok((frozen, groups)) = controls.of_tensors(tensors.into_iter())
+            && self.core.may_set(&controls, &frozen, &groups).is_ok()
         {
             self.core.set_tensors(frozen, groups);
             self.call(|core, now, actions| core.set_controls(controls, now, actions));
@@ -453,7 +460,7 @@ impl Sim {
             ),
         });
         if let Some(Squares::Tensors(all)) = &squares {
-            self.norms = Some(all.iter().map(TensorSquares::norms).collect());
+            self.norms = Some((self.versions.len(), all.iter().map(TensorSquares::norms).collect()));
         }
         self.call(|core, now, actions| core.accumulated(&learners, squares.as_ref(), now, actions));
     }
@@ -584,7 +591,8 @@ impl Sim {
         self.call(|core, now, actions| core.reduced(ready, now, actions));
     }
 
-    /// The running plan comes upon NaN in the first contribution whose commit can be taken back; false when there is none.
+    /// The running plan comes upon NaN in the first contribution whose commit can be taken back; false when there is
+    /// none.
     pub fn reduce_refused(&mut self) -> bool {
         let Some(Work::Reduce { inputs, .. }) = self.running.as_ref().map(|plan| &plan.work) else {
             return false;
@@ -622,6 +630,13 @@ impl Sim {
         assert!(contributions as usize >= uids.len());
     }
 
+    /// The mark of the tensors that are averaged now.
+    pub fn averaged(&self) -> AveragedMark {
+        let (reducer, _, of_tensors) = self.core.params();
+        of_tensors.averaged(reducer)
+    }
+
+    /// A contribution that was begun with the tensors averaged that are averaged now.
     pub fn commit(
         &mut self,
         learner: LearnerId,
@@ -642,7 +657,10 @@ impl Sim {
             sent,
             tensors,
             partly: Some(Default::default()),
-            content: Default::default(),
+            contents: Contents {
+                averaged: self.begun_with.unwrap_or_else(|| self.averaged()),
+                ..Contents::default()
+            },
             weight: Default::default(),
             base: self.base,
             source: uid,
@@ -652,6 +670,20 @@ impl Sim {
         self.call(|core, now, actions| {
             core.commit(ticket, step, contribution, deadline, now, actions);
         });
+        ticket
+    }
+
+    /// Commits a contribution to all blocks that was begun with these tensors averaged.
+    pub fn commit_begun_with(
+        &mut self,
+        averaged: AveragedMark,
+        learner: LearnerId,
+        step: Step,
+        uid: Uid,
+    ) -> Ticket {
+        self.begun_with = Some(averaged);
+        let ticket = self.commit(learner, step, uid, blocks(0..BLOCKS), true, 1_000);
+        self.begun_with = None;
         ticket
     }
 

@@ -203,8 +203,8 @@ impl PartitionJob {
         Ok(finite || !self.check)
     }
 
-    /// Adds a payload to the open sum of `block`. Returns whether all of it is finite. If it is not, and that matters, the
-    /// sum is void.
+    /// Adds a payload to the open sum of `block`. Returns whether all of it is finite. If it is not, and that matters,
+    /// the sum is void.
     fn add_one(&self, block: BlockId, input: BlockInput<'_>) -> Result<bool, PartitionError> {
         let combine = self.work.combine().ok_or(PartitionError::AssignsOnly)?;
         let BlockInput { payload, written, check } = input;
@@ -277,8 +277,8 @@ impl PartitionJob {
 
     /// Computes `block` of the next version from the sealed sum, the open sum and the `last` payload, as far as they
     /// exist. Without any of them the block is carried over, or decays, as the reducer requires. A job that measures
-    /// adds these up instead, and measures the sum. Returns whether all of the payload is finite, or true if that does not matter. If it is not, the block is not computed. An Inf
-    /// that results from adding up is nobody's fault.
+    /// adds these up instead, and measures the sum. Returns whether all of the payload is finite, or true if that does
+    /// not matter. If it is not, the block is not computed. An Inf that results from adding up is nobody's fault.
     ///
     /// # Errors
     /// [`PartitionError::AddsOnly`], and the errors of [`Self::add`].

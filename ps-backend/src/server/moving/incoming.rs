@@ -1,5 +1,5 @@
-//! The partition of a shard under a block map that is not in force yet. Its blocks come from the partition that the shard
-//! has, and from the shard that the move leaves; the coordinator's state comes from the present coordinator.
+//! The partition of a shard under a block map that is not in force yet. Its blocks come from the partition that the
+//! shard has, and from the shard that the move leaves; the coordinator's state comes from the present coordinator.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,7 +52,8 @@ pub(in crate::server) struct IncomingPartition {
 }
 
 impl IncomingPartition {
-    /// The partition for a move, with nothing in it yet. `make` takes its memory, if it is not that of the one `before`.
+    /// The partition for a move, with nothing in it yet. `make` takes its memory, if it is not that of the one
+    /// `before`.
     pub(super) fn new(
         (attempt, off): (u64, ShardId),
         moved: Moved,
@@ -96,7 +97,8 @@ impl IncomingPartition {
         }
     }
 
-    /// Begins to fetch its blocks, as they are at a version with the state of this reducer. Does nothing the second time.
+    /// Begins to fetch its blocks, as they are at a version with the state of this reducer. Does nothing the second
+    /// time.
     pub(super) fn fill(
         self: &Arc<IncomingPartition>,
         version: Version,

@@ -333,8 +333,8 @@ impl Partition {
         Ok(())
     }
 
-    /// Blocks that came with a commit are granted. They go to their places when the plan has its memory. If they cannot,
-    /// the client sends them.
+    /// Blocks that came with a commit are granted. They go to their places when the plan has its memory. If they
+    /// cannot, the client sends them.
     fn is_granted(self: &Arc<Partition>, granted: Granted) {
         {
             let mut state = self.state.lock();
@@ -419,8 +419,8 @@ impl Partition {
         self.executor.execute(Batch { plan, pass: Pass::Make(making, blocks), done });
     }
 
-    /// Takes a buffer with its pages if readers hold all that the next version could have. Until there is memory for it,
-    /// the plan tries again and again, so not each failure is logged.
+    /// Takes a buffer with its pages if readers hold all that the next version could have. Until there is memory for
+    /// it, the plan tries again and again, so not each failure is logged.
     fn add_buffer(&self) {
         let Err(error) = self.store.add_spare(1) else { return };
         let mut said = self.said_short.lock();
