@@ -26,6 +26,8 @@ WHOLE = b"\1\0"
 # No provisional plan, and no version that the learner has opened.
 NO_PLAN = b"\0"
 ONE = 0x3FF0_0000_0000_0000
+# With values of no averaged tensor.
+GRADIENT = (0, 0)
 NO_BASE = b"\0"
 HELLO_DEADLINE = 5
 CLIENTS = itertools.count(1000)
@@ -380,7 +382,7 @@ def test_requests_that_make_no_sense_are_refused(world):
         (other,) = [learner["id"] for learner in coordinator["learners"] if learner["name"] == "t"]
         for name, fields in [
             ("Leave", (other, 0)), ("Open", (other,)), ("Abort", (other,)), ("Withdraw", (other,)),
-            ("Commit", (other, 1, [(0, BLOCKS)], ALL_TENSORS, WHOLE, 0, ONE, 100, False, NO_PLAN, NO_BASE)),
+            ("Commit", (other, 1, [(0, BLOCKS)], ALL_TENSORS, WHOLE, GRADIENT, ONE, 100, False, NO_PLAN, NO_BASE)),
         ]:
             assert ask(name, *fields) == ("unknown learner", other), "another client's learner"
         kind, why = ask("SetControl", "reducer", "median")
@@ -395,10 +397,10 @@ def test_a_learner_of_a_stray_client_commits_out_of_order(world):
         joined = peer.request("Join", "stray", request=1, epoch=world.epoch)
         assert joined.name == "Joined"
         learner = joined.fields.number()
-        commit = peer.request("Commit", learner, 7, [(0, BLOCKS)], ALL_TENSORS, WHOLE, 0, ONE, 100, False, NO_PLAN, NO_BASE, request=2, epoch=world.epoch)
+        commit = peer.request("Commit", learner, 7, [(0, BLOCKS)], ALL_TENSORS, WHOLE, GRADIENT, ONE, 100, False, NO_PLAN, NO_BASE, request=2, epoch=world.epoch)
         assert commit.name == "Refused" and commit.fields == ("step out of order", 7, 1)
         for request, outside in enumerate([([(0, BLOCKS + 1)], ALL_TENSORS), ([(0, BLOCKS)], [(0, 2)])], 3):
-            answer = peer.request("Commit", learner, 1, *outside, WHOLE, 0, ONE, 100, False, NO_PLAN, NO_BASE, request=request, epoch=world.epoch)
+            answer = peer.request("Commit", learner, 1, *outside, WHOLE, GRADIENT, ONE, 100, False, NO_PLAN, NO_BASE, request=request, epoch=world.epoch)
             assert answer.name == "Refused" and answer.fields == ("out of range",)
         again = peer.request("Join", "stray", request=1, epoch=world.epoch)
         assert again.name == "Joined" and again.fields.number() == learner, "a request that is repeated is answered again"
@@ -429,10 +431,10 @@ def test_lengths_beyond_their_limits_end_the_connection(world, role):
 @pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 1)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(5, 6), (0, 1)]])
 def test_blocks_that_are_no_set_end_the_connection(world, ranges):
     with world.peer("control") as peer:
-        peer.say("Commit", 1, 1, ranges, ALL_TENSORS, WHOLE, 0, ONE, 100, False, NO_PLAN, NO_BASE, request=1, epoch=world.epoch)
+        peer.say("Commit", 1, 1, ranges, ALL_TENSORS, WHOLE, GRADIENT, ONE, 100, False, NO_PLAN, NO_BASE, request=1, epoch=world.epoch)
         no_frame(peer, "blocks of Commit", "a set", "")
     with world.peer("control") as peer:
-        peer.say("Commit", 1, 1, [(0, BLOCKS)], ranges, WHOLE, 0, ONE, 100, False, NO_PLAN, NO_BASE, request=1, epoch=world.epoch)
+        peer.say("Commit", 1, 1, [(0, BLOCKS)], ranges, WHOLE, GRADIENT, ONE, 100, False, NO_PLAN, NO_BASE, request=1, epoch=world.epoch)
         no_frame(peer, "blocks of Commit", "a set", "")
 
 
@@ -442,7 +444,7 @@ def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world)
     with world.peer("control") as peer:
         joined = peer.request("Join", "liar", request=1, epoch=world.epoch)
         learner = joined.fields.number()
-        peer.say("Commit", learner, 1, [(0, BLOCKS)], ALL_TENSORS, WHOLE, 0, ONE, 5000, False, NO_PLAN, NO_BASE, request=2, epoch=world.epoch)
+        peer.say("Commit", learner, 1, [(0, BLOCKS)], ALL_TENSORS, WHOLE, GRADIENT, ONE, 5000, False, NO_PLAN, NO_BASE, request=2, epoch=world.epoch)
         peer.hear_of("Grant")
         # And says no more: its connection is given up, or it is.
         world.trains(deadline=12)

@@ -2,7 +2,7 @@
 job goes on. A training goes on meanwhile."""
 
 import pytest
-from test_cluster_bad_input import BLOCKS, CLIENTS, NO_BASE, NO_PLAN, ONE, WHOLE, World, refusal
+from test_cluster_bad_input import BLOCKS, CLIENTS, GRADIENT, NO_BASE, NO_PLAN, ONE, WHOLE, World, refusal
 from wire import Closed, Peer
 
 FAR = [1 << 63, (1 << 64) - 2, (1 << 64) - 1]
@@ -93,7 +93,7 @@ def test_a_client_goes_on_after_somebody_has_used_its_number(world, number):
     with connects(world, client) as peer:
         again = peer.request("Join", f"n{client}", request=1, epoch=world.epoch)
         assert again.name == "Joined" and again.fields.number() == learner, "the answer was not heard"
-        commit = ("Commit", learner, number, [(0, BLOCKS)], [(0, 1)], WHOLE, 0, ONE, 100, False, NO_PLAN, NO_BASE)
+        commit = ("Commit", learner, number, [(0, BLOCKS)], [(0, 1)], WHOLE, GRADIENT, ONE, 100, False, NO_PLAN, NO_BASE)
         assert peer.request(*commit, request=2, epoch=world.epoch).fields == ("step out of order", number, 1)
         assert peer.request("Leave", learner, 0, request=3, epoch=world.epoch).name == "Done"
 
