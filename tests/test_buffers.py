@@ -329,7 +329,7 @@ def test_the_averaged_tensors_stay_while_contributions_are_in(start_mount, model
         mount.control("tensors", "bn.running_mean reducer=average\nbn.running_var frozen")
         with raises(errno.EACCES):
             os.fsync(file.fileno())
-    assert "others of its tensors averaged than when it was begun" in mount.stderr()
+    assert "other tensors are averaged now than when the contribution was begun" in mount.stderr()
     mount.catch_up()
     step(dict.fromkeys("ab", mount), {"a": of(0.25, 1, 7), "b": of(0.25, 3, 9)})
     expect(mount, 0.25, 2, 6)

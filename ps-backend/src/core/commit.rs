@@ -120,7 +120,7 @@ impl<S: Clone> JobCore<S> {
             )));
         }
         if contents.averaged != of_tensors.averaged(reducer) {
-            let why = "the rules have others of its tensors averaged than when it was begun: write it again";
+            let why = "other tensors are averaged now than when the contribution was begun: write it again";
             return Err(ShardError::NotAllowed(why.into()));
         }
         Ok(())
