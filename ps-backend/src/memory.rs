@@ -43,7 +43,8 @@ impl MemoryUse {
     ) -> MemoryUse {
         let staging = layout.size().saturating_mul(controls.learners.max(1).into());
         let several = controls.learners > 1 || controls.measures();
-        let adds_up = (several || copies.is_none()) && !sums_lie_in_versions(layout, controls, copies);
+        let first = several || changes_in_place(layout, controls, copies);
+        let adds_up = first && !sums_lie_in_versions(layout, controls, copies);
         let sums = if adds_up { layout.elements().saturating_mul(4) } else { 0 };
         MemoryUse { sums, staging, ..MemoryUse::kept(layout, controls, controls.retain.into(), copies) }
     }
@@ -111,6 +112,17 @@ impl MemoryUse {
     pub fn items(&self) -> [(&'static str, u64); 5] {
         let MemoryUse { versions, masters, state, sums, staging } = *self;
         [("versions", versions), ("masters", masters), ("state", state), ("sums", sums), ("staging", staging)]
+    }
+}
+
+/// Whether a version changes state or masters in place. Then it is computed once it counts, and contributions are added up
+/// until then.
+fn changes_in_place(layout: &ModelLayout, controls: &Controls, copies: Option<StateCopies>) -> bool {
+    let is_narrow = || layout.tensors().iter().any(|tensor| tensor.dtype.is_narrow());
+    match copies {
+        None => true,
+        Some(StateCopies::Single) => controls.widest_reducer().state_slots() > 0 || is_narrow(),
+        Some(StateCopies::Double) => false,
     }
 }
 

@@ -30,6 +30,10 @@ fn one_formula_counts_versions_masters_state_sums_and_staging() {
     // Half as many bytes an element: masters, moments and sums weigh double.
     assert_eq!(process(DType::BF16, &adam, Some(Double)), [5, 4, 8, 2, 2]);
     assert_eq!(process(DType::BF16, &adam, Some(Single)), [5, 2, 4, 2, 2]);
+    // Masters change in place, so contributions are added up before that, of one learner, too.
+    assert_eq!(process(DType::BF16, &plain, Some(Single)), [2, 2, 0, 2, 1]);
+    assert_eq!(process(DType::BF16, &plain, Some(Double)), [2, 4, 0, 0, 1]);
+    assert_eq!(process(DType::E4M3, &plain, Some(Single)), [2, 4, 0, 4, 1]);
     let shard = |controls, copies| mib(MemoryUse::of_partition(&layout(DType::F32), controls, copies));
     assert_eq!(shard(&adam, Some(Double)), [2, 0, 4, 1, 0]);
     assert_eq!(shard(&adam, Some(Single)), [2, 0, 2, 0, 0]);
