@@ -127,14 +127,11 @@ impl Case {
                 step.norm = Some(Norm::new(step.scale() * squares(wire, &[&sum]).sqrt()));
             }
             if reducer.is_layerwise() {
-                let mut values = master.clone();
-                if !wire.is_narrow() {
-                    values.resize(words, 0.0);
-                    widen(wire, &weights, &mut values);
-                }
+                let values =
+                    if wire.is_narrow() { (Wire::F32, bytes(&master)) } else { (wire, &weights[..]) };
                 let mut measured = TensorSquares::default();
                 let slots = slots.each_ref().map(|slot| bytes(slot));
-                measure_tensor(&step, wire, &[&sum], &values, slots, &mut measured);
+                measure_tensor(&step, wire, &[&sum], values, slots, &mut measured);
                 step.factor = Some(Norm::new(factor(&step, measured.norms())));
             }
             let (mut next, mut next_master) = (weights.clone(), master.clone());

@@ -153,7 +153,7 @@ impl Contributor {
         Ok(Some((step, notice)))
     }
 
-    /// What the open contribution holds, and the tensors of which it has values.
+    /// The tensors of which the open contribution has values, and its contents as a commit names them.
     fn contents(&self) -> (Arc<[usize]>, Contents) {
         let state = self.state.lock();
         let content = state.made.as_ref().map_or(Content::Gradient, |made| made.content());

@@ -110,7 +110,7 @@ pub struct CommitNotice {
     /// The written ranges of partly written blocks; the rest is zero. `None` if there are more than
     /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces. Then the contribution cannot be one of values.
     pub partly: Option<PartlyWritten>,
-    /// What it holds.
+    /// Its contents.
     pub contents: Contents,
     /// How much it counts beside others: its payload is multiplied by that.
     pub weight: Weight,

@@ -164,20 +164,13 @@ impl AveragedMark {
     }
 }
 
-/// What a contribution holds.
+/// The contents of a contribution.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Contents {
-    /// What its learner has written.
+    /// The kind of data that its learner has written.
     pub content: Content,
-    /// The tensors of which that is values, if they are averaged in a model of gradients.
+    /// The tensors of which it has values, because they are averaged in a model of gradients.
     pub averaged: AveragedMark,
-}
-
-/// Without averaged tensors.
-impl From<Content> for Contents {
-    fn from(content: Content) -> Contents {
-        Contents { content, ..Contents::default() }
-    }
 }
 
 /// The steps of the groups of a version.

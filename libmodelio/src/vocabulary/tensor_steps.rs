@@ -8,7 +8,7 @@ use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
 use crate::vocabulary::groups::{GroupId, Groups, Steps, TensorReducers};
-use crate::vocabulary::layout::{ModelLayout, PartitionLayout};
+use crate::vocabulary::layout::PartitionLayout;
 use crate::vocabulary::norm::{Norm, TensorFactors};
 use crate::vocabulary::reducer::Step;
 
@@ -145,18 +145,6 @@ impl<T> Default for ByTensor<T> {
 }
 
 impl ByteSteps {
-    /// For a whole model.
-    pub fn of_model(
-        layout: &ModelLayout,
-        steps: &TensorSteps,
-        groups: &Groups,
-        factors: &TensorFactors,
-    ) -> ByteSteps {
-        ByteSteps::by_ends((steps, groups, factors), |tensor| {
-            layout.tensors().get(tensor).map(|tensor| tensor.bytes.end)
-        })
-    }
-
     /// For a partition of a model, in the partition's bytes.
     pub fn of_partition(
         partition: &PartitionLayout,
@@ -272,7 +260,7 @@ impl<T: Copy + PartialEq> ByTensor<T> {
 mod tests {
     use crate::vocabulary::groups::Overrides;
     use crate::vocabulary::ids::BlockId;
-    use crate::vocabulary::layout::DType;
+    use crate::vocabulary::layout::{DType, ModelLayout};
     use crate::vocabulary::reducer::Reducer;
     use proptest::prelude::*;
 
@@ -362,7 +350,8 @@ mod tests {
             blocks.retain(|block| owned[block.index() % 64]);
             prop_assume!(!blocks.is_empty());
             let partition = layout.partition(&blocks).unwrap();
-            let whole = ByteSteps::of_model(&layout, &steps, &groups, &factors);
+            let end_of = |tensor: usize| layout.tensors().get(tensor).map(|tensor| tensor.bytes.end);
+            let whole = ByteSteps::by_ends((&steps, &groups, &factors), end_of);
             let local = ByteSteps::of_partition(&partition, &steps, &groups, &factors);
             for (i, &block) in blocks.iter().enumerate() {
                 let (here, there) = (partition.layout().block_bytes(BlockId(i as u32)), layout.block_bytes(block));

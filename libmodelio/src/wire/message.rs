@@ -127,7 +127,7 @@ pub enum Message {
         /// The written parts of blocks that were written in part; the rest is zero. None if there are too
         /// many pieces.
         partly: Option<PartlyWritten>,
-        /// What it holds.
+        /// Its contents.
         contents: Contents,
         /// How much the contribution counts beside others. Its payload is multiplied by that.
         weight: Weight,

@@ -36,7 +36,7 @@ pub struct Contribution<S> {
     pub tensors: FixedBitSet,
     /// The written ranges of partly written blocks. `None` if there are too many pieces for values.
     pub partly: Option<PartlyWritten>,
-    /// What its learner has written.
+    /// Its contents.
     pub contents: Contents,
     /// How much it counts beside others. Its payload is multiplied by that.
     pub weight: Weight,

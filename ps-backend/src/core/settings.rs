@@ -48,7 +48,8 @@ impl<S: Clone> JobCore<S> {
 
     /// Checks that these settings are possible now.
     ///
-    /// # Errors Contributions that were taken as gradients have too many pieces to be values. Or contributions that
+    /// # Errors
+    /// Contributions that were taken as gradients have too many pieces to be values. Or contributions that
     /// were taken are not what the reducer takes, or have values of other tensors than those that would be averaged.
     pub fn may_set(
         &self,

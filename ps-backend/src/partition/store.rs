@@ -390,7 +390,8 @@ impl PartitionStore {
 
     /// Begins a plan from version `base`. `check` asks to search for NaN and Inf.
     ///
-    /// # Errors [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold
+    /// # Errors
+    /// [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold
     /// it), somebody reads what is kept, or too many slow readers read blocks of dropped plans, and
     /// [`PartitionError::NoBuffer`], pass. [`PartitionError::Base`], [`PartitionError::Loading`],
     /// [`PartitionError::Memory`], [`PartitionError::Device`].

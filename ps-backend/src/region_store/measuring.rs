@@ -129,7 +129,6 @@ impl Measuring {
         let slots = [slot(0)?, slot(1)?];
         let weights = newest.bytes(block, Kept::Weights)?;
         let masters = newest.bytes(block, Kept::Masters)?;
-        let mut values = Vec::new();
         let start = self.layout.block_bytes(block).start;
         let mut of_block: Vec<(u32, TensorSquares)> = Vec::new();
         for (piece, wire, step) in &pieces {
@@ -143,20 +142,17 @@ impl Measuring {
                     1 => &[],
                     _ => slot.get(place.clone()).unwrap_or_default(),
                 });
-                values.resize(elements.len(), 0.0);
-                match masters.get(place) {
-                    Some(masters) if wire.is_narrow() => {
-                        kernels::bytes_mut(&mut values).copy_from_slice(masters)
-                    }
-                    _ => kernels::widen(*wire, &weights[local], &mut values),
-                }
+                let weights = match masters.get(place) {
+                    Some(masters) if wire.is_narrow() => (Wire::F32, masters),
+                    _ => (*wire, &weights[local]),
+                };
                 // SAFETY: passed on to the caller.
                 let sums = unsafe { sums_of(sums, elements) };
                 if of_block.last().is_none_or(|(last, _)| *last != tensor) {
                     of_block.push((tensor, TensorSquares::default()));
                 }
                 if let Some((_, squares)) = of_block.last_mut() {
-                    reducers::measure_tensor(step, *wire, &sums, &values, slots, squares);
+                    reducers::measure_tensor(step, *wire, &sums, weights, slots, squares);
                 }
             }
         }

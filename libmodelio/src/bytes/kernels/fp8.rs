@@ -17,7 +17,7 @@ const MAGNITUDE: u32 = 0x7fff_ffff;
 /// A type of 8 bits, as the bits of fp32 are brought into it.
 #[derive(Clone, Copy)]
 pub struct Format {
-    /// What the exponents' biases differ by, in fp32's place.
+    /// The difference of the exponents' biases, in the place of fp32's exponent.
     pub bias: u32,
     /// The smallest normal number.
     pub normal: u32,
@@ -42,7 +42,8 @@ pub const E5M2: Format =
 pub const NAN: u32 = 0x7f;
 
 impl Format {
-    /// What is added to a magnitude, besides its lowest bit that is kept, so that cutting it off rounds.
+    /// The number to add to a magnitude, besides the lowest bit that is kept, before the lower bits are cut off. So it is
+    /// rounded.
     #[inline(always)]
     pub const fn round(self, shift: u32) -> u32 {
         ((1 << (shift - 1)) - 1_u32).wrapping_sub(self.bias)

@@ -28,7 +28,7 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// Those of `blocks` that are not known to be written as a whole.
+    /// The blocks among these that are not known to be written as a whole.
     pub(super) fn lacks(&self, blocks: &FixedBitSet) -> FixedBitSet {
         let mut lacks = blocks.clone();
         lacks.difference_with(&self.whole);
