@@ -187,6 +187,21 @@ def test_the_log_is_lines_of_text_or_json(start_mount, tmp_path):
     assert mount.stderr() == ""
 
 
+def test_a_refusal_in_the_log_names_model_learner_and_process(start_mount, tmp_path):
+    log = tmp_path / "log.json"
+    mount = start_mount("--log-format", "json", "--log-file", log, size="64KiB", name="policy", reducer="sum")
+    learner = mount.join("a")
+    with pytest.raises(OSError):
+        mount.control("learning_rate", "fast")
+    with pytest.raises(OSError):
+        (learner / "gradients").write_bytes(b"abc")
+    with pytest.raises(OSError):
+        mount.join(".x")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all((line["model"], line["pid"]) == ("policy", os.getpid()) for line in lines), lines
+    assert {line["call"]: line.get("learner") for line in lines} == {"write": None, "close": "a", "mkdir": None}, lines
+
+
 def test_the_log_is_lines_of_text_or_json__the_last_error(gradfs, tmp_path):
     done = gradfs("up", "--size", "64KiB", tmp_path / "none", env={"GRADFS_LOG_FORMAT": "json"})
     (line,) = done.stderr.splitlines()

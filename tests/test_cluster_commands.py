@@ -182,6 +182,19 @@ def test_a_shard_that_comes_later_takes_new_models(cluster):
     assert array(mount.model / "weights")[0] == 2
 
 
+def test_new_models_go_to_shards_with_room_and_little_load(cluster):
+    """A model of one shard goes to the one that holds the least; a striped one is coordinated by it."""
+    one = cluster(3)
+    for number in range(6):
+        one.create(f"m{number}", size="256KiB", block_size="64KiB", reducer="sum", shards=1)
+    shards = one.status()["shards"]
+    assert [len(shard["models"]) for shard in shards] == [2, 2, 2]
+    assert all(shard["memory_available"] > 0 for shard in shards)
+    one.create("large", size="512KiB", block_size="64KiB", reducer="sum", shards=1)
+    made = one.create("striped", *SMALL)
+    assert "on 3 shard(s), coordinated by shard 2" in made
+
+
 def test_a_drained_shard_takes_no_more_models(cluster):
     one = cluster(3)
     one.create("m", size="256KiB", block_size="64KiB", reducer="sum", shards=3)

@@ -29,13 +29,15 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use fuser::{
-    Config, Errno, FileHandle, FopenFlags, INodeNo, MountOption, Notifier, ReplyOpen, Session, SessionACL,
+    Config, Errno, FileHandle, FopenFlags, INodeNo, MountOption, Notifier, ReplyOpen, Request, Session,
+    SessionACL,
 };
 use libmodelio::bytes::mmap::Mapping;
 use parking_lot::Mutex;
 
 use self::calls::Calls;
 use self::opening::Opened;
+use self::refusals::Caller;
 use crate::fs::filesystem::Fs;
 use crate::fs::moved_names::Kernel;
 use crate::fs::open::Way;
@@ -116,6 +118,11 @@ impl Kernel for Announcer {
 impl Binding {
     fn fs(&self) -> &Arc<Fs> {
         &self.calls.fs
+    }
+
+    /// Who makes a call, on the file that it names.
+    fn caller(&self, call: &'static str, ino: INodeNo, request: &Request) -> Caller {
+        Caller { fs: Arc::clone(&self.calls.fs), call, ino: ino.0, tid: request.pid() }
     }
 
     /// How long the kernel may keep the name in `parent` that led to `ino`.

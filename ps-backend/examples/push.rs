@@ -61,7 +61,7 @@ impl Bench {
             layout: &layout,
             metadata: BTreeMap::new(),
             controls: &controls,
-            shards: 1,
+            shards: Some(1),
             record: None,
         };
         let zeros = &|(block, _): Piece, bytes: &mut Vec<u8>| {

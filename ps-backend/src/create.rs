@@ -1,5 +1,7 @@
 //! Making and deleting a model on the shards of a registry: from the side of whoever asks for it.
 
+mod placing;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,9 +17,12 @@ use libmodelio::wire::{Kept, Message, ModelRecord, Moved, RecordError, ShardReco
 
 use libmodelio::vocabulary::controls::Controls;
 
+use self::placing::{Candidate, choose};
 use crate::core::JobRecord;
+use crate::memory::MemoryUse;
 use crate::region_store::kept_range;
 use crate::snapshot::{self, Piece, SnapshotError};
+use crate::state_copies::StateCopies;
 
 /// A model that is to be made.
 #[derive(Debug)]
@@ -30,8 +35,8 @@ pub struct NewModel<'a> {
     pub metadata: BTreeMap<String, String>,
     /// Settings.
     pub controls: &'a Controls,
-    /// Shards to stripe it over.
-    pub shards: usize,
+    /// Shards to stripe it over; without a number all that have room for their part.
+    pub shards: Option<usize>,
     /// The record of the job that it goes on from, if it begins at a snapshot.
     pub record: Option<&'a JobRecord>,
 }
@@ -98,6 +103,8 @@ fn too_few(draining: &[String]) -> String {
 
 /// The time for a small request.
 const PROMPT: Duration = Duration::from_secs(10);
+/// The time for a shard to say what it has. A shard that does not answer is asked for blocks only if there is no other.
+const ASKED: Duration = Duration::from_secs(2);
 /// The time for a request that takes memory. A gigabyte takes seconds if the kernel has to find the memory first.
 const PATIENT: Duration = Duration::from_secs(300);
 /// The time to send a block. A link may be slow.
@@ -119,14 +126,16 @@ pub fn create(
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<ModelRecord, CreateError> {
     let shards = registry.shards(Instant::now() + PROMPT)?;
-    let (draining, mut there): (Vec<_>, Vec<_>) = shards.into_iter().partition(|shard| shard.draining);
+    let (draining, there): (Vec<_>, Vec<_>) = shards.into_iter().partition(|shard| shard.draining);
     // A shard without blocks is no shard of the model.
-    let wanted = new.shards.min(new.layout.blocks() as usize);
-    if there.len() < wanted || wanted == 0 {
+    let blocks = new.layout.blocks() as usize;
+    let wanted = new.shards.unwrap_or(1);
+    if there.len() < wanted.min(blocks) || wanted == 0 {
         let draining = draining.iter().map(|shard| format!("{} at {}", shard.shard, shard.address)).collect();
-        return Err(CreateError::TooFewShards { wanted: new.shards, there: there.len(), draining });
+        return Err(CreateError::TooFewShards { wanted, there: there.len(), draining });
     }
-    there.truncate(wanted);
+    let needed = MemoryUse::of_partition(new.layout, new.controls, Some(StateCopies::default()));
+    let there = choose(ask(there), new.shards, blocks, needed.total());
     let ids: Vec<ShardId> = there.iter().map(|shard| shard.shard).collect();
     let map = BlockMap::striped(new.layout.blocks(), &ids)?;
     let mut random = [0; 8];
@@ -146,6 +155,33 @@ pub fn create(
         return Err(error);
     }
     Ok(record)
+}
+
+/// Asks all shards at once what they hold, and what memory they have left.
+fn ask(shards: Vec<ShardRecord>) -> Vec<Candidate> {
+    let standing = |shard: &ShardRecord| {
+        let until = Instant::now() + ASKED;
+        let mut peer = AdminPeer::connect(&shard.address, until).ok()?;
+        match peer.request(&Message::Status, &[], until).ok()? {
+            (Message::Text, status) => serde_json::from_slice(&status).ok(),
+            _ => None,
+        }
+    };
+    std::thread::scope(|scope| {
+        let asked: Vec<_> = shards
+            .into_iter()
+            .map(|record| {
+                let of = record.clone();
+                (record, std::thread::Builder::new().spawn_scoped(scope, move || standing(&of)))
+            })
+            .collect();
+        let candidate =
+            |(record, answer): (ShardRecord, io::Result<std::thread::ScopedJoinHandle<'_, _>>)| {
+                let standing = answer.ok().and_then(|answer| answer.join().ok()).flatten();
+                Candidate { record, standing }
+            };
+        asked.into_iter().map(candidate).collect()
+    })
 }
 
 /// Tells the registry that all blocks are there. If the registry is out of reach, this repeats the request for a while.

@@ -248,7 +248,7 @@ pub struct CreateArgs {
     blank: BlankArgs,
     #[command(flatten, next_help_heading = "Model")]
     snapshot: FromArgs,
-    /// Shards to stripe it over [default: all that there are]
+    /// Shards to stripe it over, the least loaded first [default: all that have room for their part]
     #[arg(long, value_name = "N")]
     shards: Option<String>,
 

@@ -1,6 +1,6 @@
 //! `gradfs create` and `gradfs delete`.
 
-use libmodelio::registry::{Registry as _, RegistryError};
+use libmodelio::registry::RegistryError;
 use ps_backend::create::{self, CreateError, NewModel};
 use ps_backend::snapshot::SnapshotError;
 
@@ -11,7 +11,7 @@ use crate::source::Source;
 
 use crate::interrupt::Interrupt;
 
-use super::{deadline, explain_new_registry, registry, registry_error};
+use super::{explain_new_registry, registry, registry_error};
 
 /// Makes a model on the shards of a registry.
 ///
@@ -32,20 +32,12 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     let snapshot =
         source.verified_snapshot(&go_on).map_err(|error| interrupt.why().map_or(error, interrupted))?;
     let registry = registry(&config.registry);
-    let shards = match config.shards {
-        Some(shards) => usize::from(shards),
-        None => {
-            let shards = registry.shards(deadline());
-            let shards = shards.map_err(|error| registry_error(&config.registry, error))?;
-            shards.iter().filter(|shard| !shard.draining).count().max(1)
-        }
-    };
     let new = NewModel {
         name,
         layout: &source.layout,
         metadata: source.metadata.clone(),
         controls: &config.controls,
-        shards,
+        shards: config.shards.map(usize::from),
         record: snapshot.as_ref().map(|snapshot| &snapshot.head().record),
     };
     let progress = Progress::bytes(source.layout.size(), format!("sending {name}"));
@@ -64,7 +56,10 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     progress.finish();
     let record = record.map_err(|error| match interrupt.why() {
         Some(why) => interrupted(why),
-        None => Error::new(format!("cannot create {name}")).caused_by(error),
+        None => match error {
+            CreateError::Registry(why @ RegistryError::Peer(_)) => registry_error(&config.registry, why),
+            error => Error::new(format!("cannot create {name}")).caused_by(error),
+        },
     })?;
     let mut owners: Vec<_> = record.owners.iter().map(|(shard, _)| shard.0).collect();
     owners.sort_unstable();

@@ -77,6 +77,18 @@ impl Fs {
         self.trees.get(usize::from(index)).ok_or_else(CallError::not_found)
     }
 
+    /// The model that an inode is of, and the learner whose file it is: what a line of the log names.
+    pub fn whose(&self, ino: u64) -> (Option<Arc<Model>>, Option<String>) {
+        let Some(Node::Model(index, file)) = Node::from_ino(ino) else { return (None, None) };
+        let Ok(tree) = self.tree(index) else { return (None, None) };
+        let model = &tree.model;
+        let learner = match file {
+            File::Gradients | File::Device => Some(model.own_name.clone()),
+            file => file.learner().and_then(|id| model.learner(id).ok()).map(|learner| learner.name.clone()),
+        };
+        (Some(Arc::clone(model)), learner)
+    }
+
     /// The facts about the mount in `status.json`, besides the model.
     pub(super) fn mount_status(&self) -> MountStatus {
         (self.status)()

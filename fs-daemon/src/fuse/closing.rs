@@ -111,14 +111,20 @@ pub(super) fn settle(open: Arc<ProgramFile>, settling: Settling) {
 
 /// A violent end has left it: nothing of it counts.
 fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
+    let model = file.written_tree().map(|tree| tree.model.name.as_str());
     let OpenFile::Contribution { contribution, .. } = file else {
-        return tracing::warn!(pid, "{exit} while it wrote weights: nothing has changed");
+        return tracing::warn!(model, pid, "{exit} while it wrote weights: nothing has changed");
     };
     let learner = contribution.learner();
     let what = format!("process {pid} {exit} in mid-write: its contribution is dropped");
     // The first file of the program that is settled drops the contribution.
     if contribution.abort(&CallError::new(libc::EIO, what)) {
-        tracing::warn!(learner = learner.name, pid, "{exit} in mid-write: its contribution is dropped");
+        tracing::warn!(
+            model,
+            learner = learner.name,
+            pid,
+            "{exit} in mid-write: its contribution is dropped"
+        );
     }
     learner.report_use();
 }
@@ -127,16 +133,17 @@ fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
 fn end_unfinished(open: Arc<ProgramFile>, settling: Settling) {
     let of_report = Arc::clone(&open);
     let report = move |outcome: CallResult<()>| {
+        let model = of_report.file.written_tree().map(|tree| tree.model.name.as_str());
         match (&of_report.file, outcome) {
             (OpenFile::Contribution { contribution, .. }, outcome) => {
                 let learner = contribution.learner();
                 learner.report_use();
                 if let Err(error) = outcome {
                     let what = "its contribution is dropped";
-                    tracing::warn!(learner = learner.name, "closed at exit: {error}; {what}");
+                    tracing::warn!(model, learner = learner.name, "closed at exit: {error}; {what}");
                 }
             }
-            (_, Err(error)) => tracing::warn!("weights closed at exit: {error}"),
+            (_, Err(error)) => tracing::warn!(model, "weights closed at exit: {error}"),
             (_, Ok(())) => {}
         }
         drop(settling);

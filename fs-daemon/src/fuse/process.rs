@@ -192,7 +192,8 @@ fn ending_in_status(status: &str) -> Option<Ending> {
     }
 }
 
-fn thread_group(tid: u32) -> Option<u32> {
+/// The process of thread `tid`.
+pub(super) fn thread_group(tid: u32) -> Option<u32> {
     if tid == 0 {
         return None;
     }

@@ -4,12 +4,17 @@
 //! The log shows a few lines of each kind in an interval. One line counts the omitted ones, when the next
 //! call is refused after that, or when the mount ends. Refusals are of one kind if call, errno and sentence
 //! are the same, except for numbers and quotations in the sentence: another block is the same mistake,
-//! another file is not.
+//! another file is not, and neither is another model.
+//!
+//! Each line names the model, the learner if the file is a learner's, and the process.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::process::thread_group;
+use crate::fs::filesystem::Fs;
 use crate::session::error::CallError;
 
 /// How long what is shown of a kind counts.
@@ -23,21 +28,41 @@ const KINDS: usize = 64;
 /// The log is the process's, so this is as well.
 static LIMIT: Mutex<Limit> = Mutex::new(Limit::new());
 
-/// Logs a refusal: an ordinary one at a level that has to be asked for, others as a warning unless there were
-/// too many.
-pub(super) fn log(call: &'static str, error: &CallError) {
-    if error.is_quiet() {
-        tracing::debug!(call, "{error}");
-        return;
-    }
-    let now = Instant::now();
-    log_left_out(now);
-    // A statement of its own: writing a line may take long, and others need the lock meanwhile.
-    let shown = LIMIT.lock().admits(now, call, error);
-    if shown {
-        tracing::warn!(call, "{error}");
-    } else {
-        tracing::debug!(call, "{error}");
+/// Who makes a call, and on what.
+pub(super) struct Caller {
+    /// The filesystem, which knows whose file it is.
+    pub fs: Arc<Fs>,
+    /// The call's name.
+    pub call: &'static str,
+    /// The file, or the directory of the name.
+    pub ino: u64,
+    /// The thread that calls; 0 in a PID namespace that is not ours.
+    pub tid: u32,
+}
+
+impl Caller {
+    /// Logs a refusal: an ordinary one at a level that has to be asked for, others as a warning unless there were
+    /// too many.
+    pub(super) fn log(&self, error: &CallError) {
+        let Caller { fs, call, ino, tid } = self;
+        let is_quiet = error.is_quiet();
+        if is_quiet && !tracing::enabled!(tracing::Level::DEBUG) {
+            return;
+        }
+        let (model, learner) = fs.whose(*ino);
+        let (model, learner) = (model.as_ref().map(|model| model.name.as_str()), learner.as_deref());
+        let now = Instant::now();
+        let shown = !is_quiet && {
+            log_left_out(now);
+            // The lock is not held for the line: writing it may take long, and others need the lock meanwhile.
+            LIMIT.lock().admits(now, call, model, error)
+        };
+        let pid = || thread_group(*tid).or((*tid != 0).then_some(*tid));
+        if shown {
+            tracing::warn!(call, model, learner, pid = pid(), "{error}");
+        } else {
+            tracing::debug!(call, model, learner, pid = pid(), "{error}");
+        }
     }
 }
 
@@ -48,8 +73,9 @@ pub(super) fn log_rest() {
 
 fn log_left_out(now: Instant) {
     loop {
-        let Some(Kind { call, error, left_out, .. }) = LIMIT.lock().take_over(now) else { return };
-        tracing::warn!(call, "{left_out} more like this within {} s: {error}", INTERVAL.as_secs());
+        let Some(Kind { call, model, error, left_out, .. }) = LIMIT.lock().take_over(now) else { return };
+        let model = model.as_deref();
+        tracing::warn!(call, model, "{left_out} more like this within {} s: {error}", INTERVAL.as_secs());
     }
 }
 
@@ -62,6 +88,7 @@ struct Limit {
 #[derive(Debug)]
 struct Kind {
     call: &'static str,
+    model: Option<String>,
     /// The first.
     error: CallError,
     since: Instant,
@@ -82,9 +109,12 @@ impl Limit {
 
     /// Whether the refusal of `call` is to be shown; counts it either way. Allocates only for refusals that
     /// are shown.
-    fn admits(&mut self, now: Instant, call: &'static str, error: &CallError) -> bool {
-        let first = || Kind { call, error: error.clone(), since: now, shown: 0, left_out: 0 };
-        let kind = self.place(call, error).get_or_insert_with(first);
+    fn admits(&mut self, now: Instant, call: &'static str, model: Option<&str>, error: &CallError) -> bool {
+        let first = || {
+            let model = model.map(str::to_owned);
+            Kind { call, model, error: error.clone(), since: now, shown: 0, left_out: 0 }
+        };
+        let kind = self.place(call, model, error).get_or_insert_with(first);
         if kind.shown < LINES {
             kind.shown += 1;
             true
@@ -96,9 +126,11 @@ impl Limit {
 
     /// The place that counts the refusal: its kind's place, else a free one. When all places are taken, it is
     /// the place of any refusal of the same call and errno, or else of the last that came.
-    fn place(&mut self, call: &str, error: &CallError) -> &mut Option<Kind> {
+    fn place(&mut self, call: &str, model: Option<&str>, error: &CallError) -> &mut Option<Kind> {
         let same_call = |kind: &Kind| kind.call == call && kind.error.errno == error.errno;
-        let same = |kind: &Kind| same_call(kind) && alike(&kind.error.message, &error.message);
+        let same = |kind: &Kind| {
+            same_call(kind) && kind.model.as_deref() == model && alike(&kind.error.message, &error.message)
+        };
         let find = |wanted: &dyn Fn(&Option<Kind>) -> bool| self.kinds.iter().position(wanted);
         let place = find(&|slot| slot.as_ref().is_some_and(same))
             .or_else(|| find(&Option::is_none))
@@ -134,7 +166,7 @@ mod tests {
 
     /// How many of `count` equal refusals are shown.
     fn shown(limit: &mut Limit, now: Instant, call: &'static str, error: &CallError, count: u32) -> u32 {
-        (0..count).map(|_| u32::from(limit.admits(now, call, error))).sum()
+        (0..count).map(|_| u32::from(limit.admits(now, call, None, error))).sum()
     }
 
     #[test]
@@ -157,7 +189,7 @@ mod tests {
         for i in 0..100 {
             let now = start + SECOND * i * 3;
             assert!(limit.take_over(now).is_none());
-            assert!(limit.admits(now, "write", &error), "{i}");
+            assert!(limit.admits(now, "write", None, &error), "{i}");
         }
         assert!(limit.take_over(start + SECOND * 1_000).is_none());
         assert!(limit.kinds.iter().all(Option::is_none));
@@ -175,6 +207,7 @@ mod tests {
         ] {
             assert_eq!(shown(&mut limit, now, call, &other, 1_000), LINES, "{call}, {other:?}");
         }
+        assert!(limit.admits(now, "write", Some("other"), &error), "of another model");
     }
 
     #[test]
@@ -182,7 +215,12 @@ mod tests {
         let (mut limit, now) = (Limit::new(), Instant::now());
         let shown = (0..1_000).filter(|i| {
             let name = "x".repeat(i % 50);
-            limit.admits(now, "write", &refusal(libc::EINVAL, &format!("block {i} of \"{name}\" was sent")))
+            limit.admits(
+                now,
+                "write",
+                None,
+                &refusal(libc::EINVAL, &format!("block {i} of \"{name}\" was sent")),
+            )
         });
         assert_eq!(shown.count(), LINES as usize);
         assert!(alike("\"a\" is 1", "\"b\" is 22"));
@@ -195,10 +233,10 @@ mod tests {
         let (mut limit, now) = (Limit::new(), Instant::now());
         let sentence = |i: usize| "x".repeat(i + 1);
         for i in 0..KINDS {
-            assert!(limit.admits(now, "write", &refusal(libc::EINVAL, &sentence(i))));
+            assert!(limit.admits(now, "write", None, &refusal(libc::EINVAL, &sentence(i))));
         }
         let lines = |call, errno, limit: &mut Limit| {
-            (KINDS..1_000).filter(|&i| limit.admits(now, call, &refusal(errno, &sentence(i)))).count()
+            (KINDS..1_000).filter(|&i| limit.admits(now, call, None, &refusal(errno, &sentence(i)))).count()
         };
         assert_eq!(lines("write", libc::EINVAL, &mut limit), LINES as usize - 1, "of the first's");
         assert_eq!(lines("close", libc::EFBIG, &mut limit), LINES as usize - 1, "of the last's");

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use fuser::{Errno, FileAttr, FileType, INodeNo, ReplyEmpty, ReplyXattr};
 
-use super::refusals;
+use super::refusals::Caller;
 use crate::fs::attr::{Attributes, Keep};
 use crate::session::error::{CallError, Done};
 
@@ -43,17 +43,19 @@ pub(super) fn attr_ttl(a: &Attributes) -> Duration {
     }
 }
 
-/// The errno of a refused call, whose sentence goes into the log.
-pub(super) fn errno(call: &'static str, error: &CallError) -> Errno {
-    refusals::log(call, error);
-    Errno::from_i32(error.errno)
+impl Caller {
+    /// The errno of the refused call, whose sentence goes into the log.
+    pub(super) fn refused(&self, error: &CallError) -> Errno {
+        self.log(error);
+        Errno::from_i32(error.errno)
+    }
 }
 
 /// Answers a call that has no result but its end.
-pub(super) fn answer(call: &'static str, reply: ReplyEmpty) -> Done<()> {
+pub(super) fn answer(caller: Caller, reply: ReplyEmpty) -> Done<()> {
     Box::new(move |outcome| match outcome {
         Ok(()) => reply.ok(),
-        Err(error) => reply.error(errno(call, &error)),
+        Err(error) => reply.error(caller.refused(&error)),
     })
 }
 

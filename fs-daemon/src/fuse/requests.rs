@@ -16,7 +16,7 @@ use fuser::{
 
 use super::Binding;
 use super::calls::Wake;
-use super::reply::{answer, attr, attr_ttl, errno, send_xattr};
+use super::reply::{answer, attr, attr_ttl, send_xattr};
 use crate::session::error::CallError;
 
 /// Bytes of a request: the kernel's limit unless it was raised, and the best size for throughput.
@@ -50,13 +50,14 @@ impl Filesystem for Binding {
         Ok(())
     }
 
-    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+    fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let caller = self.caller("lookup", parent, request);
         match self.fs().lookup(parent.0, name) {
             Ok(a) => {
                 let name_ttl = self.name_ttl(parent.0, a.ino);
                 reply.entry_with_ttls(&attr_ttl(&a), &name_ttl, &attr(&a), Generation(0));
             }
-            Err(error) => reply.error(errno("lookup", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 
@@ -64,10 +65,11 @@ impl Filesystem for Binding {
         self.fs().forget(ino.0, count);
     }
 
-    fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+    fn getattr(&self, request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+        let caller = self.caller("getattr", ino, request);
         match self.fs().attributes(ino.0) {
             Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
-            Err(error) => reply.error(errno("getattr", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 
@@ -89,6 +91,7 @@ impl Filesystem for Binding {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
+        let caller = self.caller("setattr", ino, request);
         let outcome = if mode.or(uid).or(gid).is_some() {
             Err(CallError::new(libc::EPERM, "modes and owners are fixed"))
         } else if let Some(size) = size {
@@ -98,7 +101,7 @@ impl Filesystem for Binding {
         };
         match outcome.and_then(|()| self.fs().attributes(ino.0)) {
             Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
-            Err(error) => reply.error(errno("setattr", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 
@@ -111,19 +114,21 @@ impl Filesystem for Binding {
         _umask: u32,
         reply: ReplyEntry,
     ) {
+        let caller = self.caller("mkdir", parent, request);
         self.fs().make_dir(
             parent.0,
             name,
             (request.uid(), request.gid()),
             Box::new(move |outcome| match outcome {
                 Ok(a) => reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0)),
-                Err(error) => reply.error(errno("mkdir", &error)),
+                Err(error) => reply.error(caller.refused(&error)),
             }),
         );
     }
 
-    fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        self.fs().remove_dir(parent.0, name, answer("rmdir", reply));
+    fn rmdir(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let caller = self.caller("rmdir", parent, request);
+        self.fs().remove_dir(parent.0, name, answer(caller, reply));
     }
 
     fn unlink(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
@@ -170,6 +175,7 @@ impl Filesystem for Binding {
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let caller = self.caller("open", ino, request);
         let this = Binding { calls: Arc::clone(&self.calls), backings: Arc::clone(&self.backings) };
         self.calls.open(
             ino.0,
@@ -177,15 +183,15 @@ impl Filesystem for Binding {
             request.pid(),
             Box::new(move |outcome| match outcome {
                 Ok(opened) => this.opened(reply, &opened),
-                Err(error) => reply.error(errno("open", &error)),
+                Err(error) => reply.error(caller.refused(&error)),
             }),
         );
     }
 
     fn read(
         &self,
-        _request: &Request,
-        _ino: INodeNo,
+        request: &Request,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         size: u32,
@@ -193,16 +199,17 @@ impl Filesystem for Binding {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        let caller = self.caller("read", ino, request);
         self.calls.read(fh.0, offset, size as usize, |outcome| match outcome {
             Ok(bytes) => reply.data(bytes),
-            Err(error) => reply.error(errno("read", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         });
     }
 
     fn write(
         &self,
         request: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         data: &[u8],
@@ -211,27 +218,30 @@ impl Filesystem for Binding {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
+        let caller = self.caller("write", ino, request);
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = data.len() as u32;
         self.calls.write(fh.0, offset, data, from_mapping, request.pid(), move |outcome| match outcome {
             Ok(()) => reply.written(written),
-            Err(error) => reply.error(errno("write", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         });
     }
 
     fn flush(
         &self,
         request: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         fh: FileHandle,
         _lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
-        self.calls.flush(fh.0, request.pid(), answer("close", reply));
+        let caller = self.caller("close", ino, request);
+        self.calls.flush(fh.0, request.pid(), answer(caller, reply));
     }
 
-    fn fsync(&self, request: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        self.calls.fsync(fh.0, request.pid(), answer("fsync", reply));
+    fn fsync(&self, request: &Request, ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        let caller = self.caller("fsync", ino, request);
+        self.calls.fsync(fh.0, request.pid(), answer(caller, reply));
     }
 
     fn release(
@@ -251,30 +261,32 @@ impl Filesystem for Binding {
 
     fn readdir(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _fh: FileHandle,
         offset: u64,
         mut reply: ReplyDirectory,
     ) {
+        let caller = self.caller("readdir", ino, request);
         let listed = self.fs().list(ino.0, offset, |entry| {
             let kind = if entry.is_dir { FileType::Directory } else { FileType::RegularFile };
             !reply.add(INodeNo(entry.ino), entry.next, kind, &entry.name)
         });
         match listed {
             Ok(()) => reply.ok(),
-            Err(error) => reply.error(errno("readdir", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 
     fn readdirplus(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _fh: FileHandle,
         offset: u64,
         mut reply: ReplyDirectoryPlus,
     ) {
+        let caller = self.caller("readdirplus", ino, request);
         let listed = self.fs().list(ino.0, offset, |entry| {
             // The kernel takes no interest in these two, and never forgets them.
             let is_dots = entry.name == "." || entry.name == "..";
@@ -291,7 +303,7 @@ impl Filesystem for Binding {
         });
         match listed {
             Ok(()) => reply.ok(),
-            Err(error) => reply.error(errno("readdirplus", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 
@@ -301,20 +313,22 @@ impl Filesystem for Binding {
         reply.statfs(space.blocks, space.free, space.free, space.files, 0, size, 255, size);
     }
 
-    fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+    fn getxattr(&self, request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let caller = self.caller("getxattr", ino, request);
         match self.fs().xattr(ino.0, name.to_str().unwrap_or_default()) {
             Ok(value) => send_xattr(reply, size, value.as_bytes()),
-            Err(error) => reply.error(errno("getxattr", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 
-    fn listxattr(&self, _request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+    fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        let caller = self.caller("listxattr", ino, request);
         match self.fs().xattrs(ino.0) {
             Ok(names) => {
                 let list: Vec<u8> = names.iter().flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect();
                 send_xattr(reply, size, &list);
             }
-            Err(error) => reply.error(errno("listxattr", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 
@@ -333,14 +347,15 @@ impl Filesystem for Binding {
 
     fn poll(
         &self,
-        _request: &Request,
-        _ino: INodeNo,
+        request: &Request,
+        ino: INodeNo,
         fh: FileHandle,
         notifier: PollNotifier,
         events: PollEvents,
         flags: PollFlags,
         reply: ReplyPoll,
     ) {
+        let caller = self.caller("poll", ino, request);
         let wake = flags.contains(PollFlags::FUSE_POLL_SCHEDULE_NOTIFY).then(|| {
             Box::new(move || {
                 if let Err(error) = notifier.notify() {
@@ -355,7 +370,7 @@ impl Filesystem for Binding {
                 reply.poll(events & (reading | PollEvents::POLLOUT | PollEvents::POLLWRNORM))
             }
             Ok(false) => reply.poll(PollEvents::empty()),
-            Err(error) => reply.error(errno("poll", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 
@@ -436,17 +451,18 @@ impl Filesystem for Binding {
 
     fn fallocate(
         &self,
-        _request: &Request,
-        _ino: INodeNo,
+        request: &Request,
+        ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         length: u64,
         mode: i32,
         reply: ReplyEmpty,
     ) {
+        let caller = self.caller("fallocate", ino, request);
         match self.calls.fallocate(fh.0, mode, offset, length) {
             Ok(()) => reply.ok(),
-            Err(error) => reply.error(errno("fallocate", &error)),
+            Err(error) => reply.error(caller.refused(&error)),
         }
     }
 }

@@ -124,7 +124,7 @@ impl Watches {
         }
         learner.user_came();
         if let Err(error) = watcher.watch(process, key) {
-            tracing::warn!(%error, learner = learner.name, "its process cannot be watched; the lease decides");
+            tracing::warn!(%error, model = model.name, learner = learner.name, pid = tgid, "its process cannot be watched; the lease decides");
             learner.has_unseen_user();
             self.unwatch(key);
         }
@@ -146,11 +146,12 @@ impl Watches {
     /// may have been one of many (a shell's `dd`): `control/linger` and the lease decide.
     fn ended(&self, key: u64, exit: Exit) {
         let _nobody_opens = self.opening.write();
-        let Some((Watched { model, learner, .. }, alone)) = self.unwatch(key) else { return };
+        let Some((Watched { model, learner, process }, alone)) = self.unwatch(key) else { return };
         // Others that share the learner go on. The contribution that the victim left open is settled with its
         // file.
         if let (Exit::Signal(_), true, true) = (exit, alone, model.learner(learner.id).is_ok()) {
-            tracing::warn!(model = model.name, learner = learner.name, "its process {exit}");
+            let pid = process.tgid();
+            tracing::warn!(model = model.name, learner = learner.name, pid, "its process {exit}");
             // The learner may have left by itself meanwhile.
             model.send_leave(learner.id, LeaveReason::Died);
         }

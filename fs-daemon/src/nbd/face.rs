@@ -203,7 +203,8 @@ impl LearnerFace {
         let answered = move |outcome: CallResult<()>| {
             if let Err(error) = outcome {
                 let learner = &self.contribution.learner().name;
-                tracing::warn!(learner, %error, "what a client of a block device had written does not count");
+                let model = &self.model.name;
+                tracing::warn!(model, learner, %error, "what a client of a block device had written does not count");
             }
         };
         contribution.commit(Ending::Close, Box::new(answered));

@@ -174,14 +174,16 @@ impl Learner {
         if self.job.controls().learners < 2 || !self.contributor.wants_pages() {
             return;
         }
-        let (contributor, learner) = (Arc::clone(&self.contributor), self.name.clone());
+        let (contributor, job, learner) =
+            (Arc::clone(&self.contributor), Arc::clone(&self.job), self.name.clone());
         let prefault = move || {
             if let Err(error) = contributor.prefault() {
-                tracing::warn!(%error, learner, "pre-faulting the staging region");
+                tracing::warn!(%error, model = job.model(), learner, "pre-faulting the staging region");
             }
         };
         if let Err(error) = std::thread::Builder::new().name("gradfs-prefault".into()).spawn(prefault) {
-            tracing::warn!(%error, "no thread to pre-fault a staging region");
+            let (model, learner) = (self.job.model(), &self.name);
+            tracing::warn!(%error, model, learner, "no thread to pre-fault a staging region");
         }
     }
 

@@ -122,29 +122,29 @@ impl Shared {
                 inner.versions.add_spare(memory, max);
             }
             // Pulls use the buffers that exist, or log that there is none.
-            (Err(error), shared) => {
-                let is_first = |shared: Arc<Shared>| shared.inner.lock().versions.no_spare();
-                if shared.is_some_and(is_first) {
-                    tracing::warn!(%error, "no memory for a version ahead");
+            (Err(error), Some(shared)) => {
+                if shared.inner.lock().versions.no_spare() {
+                    tracing::warn!(model = %shared.model, %error, "no memory for a version ahead");
                 }
             }
-            (Ok(_), None) => {}
+            (_, None) => {}
         };
         if let Err(error) = std::thread::Builder::new().name("client-memory".into()).spawn(take) {
-            tracing::warn!(%error, "no thread to take memory for a version ahead");
+            tracing::warn!(model = %self.model, %error, "no thread to take memory for a version ahead");
             self.inner.lock().versions.no_spare();
         }
     }
 
     /// Takes the pages of a buffer that is pulled into already, beside the pull. Readers held all that have pages.
     fn touch(&self, memory: Arc<Mapping>) {
+        let model = self.model.clone();
         let take = move || {
             if let Err(error) = memory.prefault() {
-                tracing::warn!(%error, "no memory for all of a version");
+                tracing::warn!(%model, %error, "no memory for all of a version");
             }
         };
         if let Err(error) = std::thread::Builder::new().name("client-memory".into()).spawn(take) {
-            tracing::warn!(%error, "no thread to take memory for a version");
+            tracing::warn!(model = %self.model, %error, "no thread to take memory for a version");
         }
     }
 
@@ -195,7 +195,7 @@ impl Shared {
             Err(error) => {
                 // Each connection tries again and again, so the log says this only now and then.
                 if inner.core.lacks_memory(error.to_string(), self.now()) {
-                    tracing::error!(%error, "no memory for another version here: opens that need a newer one fail");
+                    tracing::error!(model = %self.model, %error, "no memory for another version here: opens that need a newer one fail");
                 }
                 self.rouse_keeper(inner);
                 return false;

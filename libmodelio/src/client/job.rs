@@ -108,6 +108,11 @@ pub struct Job {
 }
 
 impl Job {
+    /// The model's name.
+    pub fn model(&self) -> &str {
+        &self.shared.model
+    }
+
     /// The layout.
     pub fn layout(&self) -> &Arc<ModelLayout> {
         &self.shared.layout
@@ -400,7 +405,7 @@ impl Job {
         shared.stop();
         let threads = Arc::clone(&shared.inner.lock().routes.threads);
         if let Err(error) = threads.shut_down(Duration::from_secs(2)) {
-            tracing::warn!(%error, "connections through shared memory");
+            tracing::warn!(model = %shared.model, %error, "connections through shared memory");
         }
         #[cfg(feature = "rdma")]
         let endpoint = shared.rdma_endpoint.lock().clone();
@@ -412,7 +417,7 @@ impl Job {
         if let Some(reactor) = self.reactor.lock().take().and_then(Arc::into_inner)
             && let Err(error) = reactor.shut_down(Duration::from_secs(2))
         {
-            tracing::warn!(%error, "connections");
+            tracing::warn!(model = %shared.model, %error, "connections");
         }
     }
 }

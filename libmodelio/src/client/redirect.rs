@@ -268,7 +268,7 @@ impl Shared {
             }
         };
         if let Err(error) = std::thread::Builder::new().name("client-registry".into()).spawn(ask) {
-            tracing::warn!(%error, "no thread to ask the registry");
+            tracing::warn!(model = %self.model, %error, "no thread to ask the registry");
             self.asked();
         }
     }

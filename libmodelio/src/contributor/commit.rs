@@ -370,7 +370,7 @@ impl Contributor {
                 // Bytes may still come into the region, so it cannot be used again yet.
                 let what = "a write of the dropped contribution is stuck";
                 state.failed = Some(ShardError::TimedOut(what.into()).into());
-                tracing::error!(learner = %self.learner, what);
+                tracing::error!(model = self.job.model(), learner = %self.learner, what);
                 return true;
             }
         }
@@ -397,7 +397,7 @@ impl Contributor {
     pub(super) fn send_abort(&self) {
         if let Err(error) = self.job.abort(self.learner) {
             // A learner that is gone has no contribution open either.
-            tracing::debug!(learner = %self.learner, %error, "dropping a contribution");
+            tracing::debug!(model = self.job.model(), learner = %self.learner, %error, "dropping a contribution");
         }
     }
 }

@@ -99,6 +99,7 @@ impl Shared {
             "checksum": self.options.checksum.name(),
             "device": self.executor.device().map_or("cpu", |device| device.name()),
             "threads": self.options.threads,
+            "memory_available": memory::available(),
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
             "registry_announcements": self.table.as_ref().map(|table| table.announcements()),

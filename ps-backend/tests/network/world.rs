@@ -218,7 +218,14 @@ pub fn blank(
     shards: usize,
 ) -> ModelRecord {
     let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-    let new = NewModel { name, layout, metadata: BTreeMap::new(), controls: &controls, shards, record: None };
+    let new = NewModel {
+        name,
+        layout,
+        metadata: BTreeMap::new(),
+        controls: &controls,
+        shards: Some(shards),
+        record: None,
+    };
     let zeros = &|(block, _): Piece, bytes: &mut Vec<u8>| {
         let block = layout.block_bytes(block);
         bytes.clear();

@@ -278,7 +278,7 @@ impl<M: PeerMemory> Named<M> {
         let mut slots = match made {
             Ok(slots) => slots,
             Err(error) => {
-                tracing::error!(%error, "no memory for sums");
+                tracing::error!(model = %shared.model, %error, "no memory for sums");
                 return Outcome::Dropped;
             }
         };
