@@ -296,7 +296,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "also_on_network: runs a second time with its models on shards on a network")
     config.addinivalue_line("markers", "one_process: of `gradfs up` alone; left out with --network")
     config.addinivalue_line("markers", "rdma_vm: in virtual machines that have RDMA (rdmavm.py), slow")
-    config.addinivalue_line("markers", "rdma_vm_full: of those, what scripts/test leaves to --all-rdma-vm")
+    config.addinivalue_line("markers", "rdma_vm_few: of those, what scripts/test runs without --all-rdma-vm")
 
 
 def marked(item, name):

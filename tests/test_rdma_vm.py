@@ -16,7 +16,7 @@ from rdmavm import CANNOT_BE_HAD, CRASHED, OUT_OF_TIME, SCRIPT, both_providers, 
 pytestmark = pytest.mark.rdma_vm
 
 
-def call(*words, timeout=60, **environment):
+def call(*words, timeout=600, **environment):
     """Runs scripts/rdma-vm for what ends without a machine."""
     return subprocess.run(
         [SCRIPT, *words], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -83,16 +83,16 @@ def test_a_command_that_takes_too_long_is_ended(vm):  # noqa: F811
 def test_no_machine_is_left_behind(vm, number):  # noqa: F811
     process = subprocess.Popen([SCRIPT, "run", "--two", "--", "sleep", "100"], stderr=subprocess.DEVNULL)
     try:
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 600
         while len(pids := machines_of(process.pid)) < 2:
             assert process.poll() is None and time.monotonic() < give_up
             time.sleep(0.05)
         process.send_signal(number)
-        assert process.wait(20) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+        assert process.wait(600) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
     finally:
         process.kill()
         process.wait()
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 600
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < give_up, left
         time.sleep(0.05)
@@ -103,14 +103,14 @@ def test_a_setup_that_is_interrupted_leaves_nothing_half(tmp_path):
         [SCRIPT, "setup"], env={**os.environ, "GRADFS_RDMA_VM": str(tmp_path)}, stderr=subprocess.DEVNULL
     )
     try:
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 600
         while not list(tmp_path.glob("partial.*/*")):
             if process.poll() == CANNOT_BE_HAD:
                 pytest.skip("this machine cannot have virtual machines")
             assert process.poll() is None and time.monotonic() < give_up
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 130
+        assert process.wait(600) == 130
     finally:
         process.kill()
         process.wait()

@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use world::World;
 
 /// Runs that are made unless the environment says otherwise.
-const SEEDS: u64 = 2000;
+const SEEDS: u64 = 500;
 
 fn number(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
