@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 from conftest import LIFETIME, Mount, flags, gradfs_binary, pause
+from patience import HANGS, Limit
 from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
 
-START_DEADLINE = 15
-STOP_DEADLINE = 10
+START_DEADLINE = STOP_DEADLINE = HANGS
 # Options of `gradfs up` that belong to the mount; all others are the model's.
 OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "uid", "gid", "umask", "io", "transport", "connections", "metrics", "nbd", "insecure"}
 
@@ -34,7 +34,7 @@ def _before_exec():
     signal.alarm(LIFETIME)
 
 
-def run(*args, timeout=30):
+def run(*args, timeout=HANGS):
     """A command of gradfs to its end."""
     return subprocess.run(
         [str(gradfs_binary()), *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -137,8 +137,8 @@ class NetworkMount(Mount):
             newest = self.coordinator_version()
         except (OSError, Closed, KeyError):
             return
-        end = time.monotonic() + deadline
-        while super().version() < newest and time.monotonic() < end:
+        limit = Limit(deadline)
+        while super().version() < newest and not limit.over():
             time.sleep(0.001)
 
     def version(self):
@@ -370,7 +370,7 @@ class Proxy:
                 return
             try:
                 host, port = self.target.rsplit(":", 1)
-                far = socket.create_connection((host, int(port)), timeout=5)
+                far = socket.create_connection((host, int(port)), timeout=HANGS)
                 far.settimeout(None)
             except OSError:
                 near.close()

@@ -24,14 +24,14 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import HANGS, Limit
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # A daemon that outlives this is killed, so that a test that waits for it fails instead of hanging.
-LIFETIME = 120
+LIFETIME = 2 * HANGS
 # To load a model and mount, and to unmount.
-START_DEADLINE = 30
-STOP_DEADLINE = 20
+START_DEADLINE = STOP_DEADLINE = HANGS
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,7 +76,7 @@ def write_all(path, data, offset=0, flags=os.O_WRONLY):
         os.close(fd)
 
 
-def pause(pid, deadline=5):
+def pause(pid, deadline=HANGS):
     """SIGSTOP, and waits until every thread of the process has stopped: the signal alone takes its time, in which
     threads may come and go."""
     os.kill(pid, signal.SIGSTOP)
@@ -257,11 +257,11 @@ class Mount:
     def version(self):
         return int((self.model / "version").read_text())
 
-    def wait_for_version(self, version, deadline=10):
+    def wait_for_version(self, version, deadline=HANGS):
         """Waits until `version` or a later one is there; returns it."""
-        end = time.monotonic() + deadline
+        limit = Limit(deadline)
         while (now := self.version()) < version:
-            if time.monotonic() > end:
+            if limit.over():
                 pytest.fail(f"version {version} did not come within {deadline} s; it is {now}\n{self.stderr()}")
             time.sleep(0.002)
         return now
@@ -381,7 +381,7 @@ def cluster():
 def gradfs():
     """Runs the binary with arguments to its end; returns a subprocess.CompletedProcess with texts."""
 
-    def run(*args, timeout=30, env=None):
+    def run(*args, timeout=HANGS, env=None):
         return subprocess.run(
             [str(gradfs_binary()), *map(str, args)],
             stdin=subprocess.DEVNULL,

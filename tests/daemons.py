@@ -10,12 +10,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from conftest import gradfs_binary
+from patience import HANGS
 
 ONE = struct.pack("<f", 1.0)
 BLOCK = 64 << 10
@@ -31,7 +31,7 @@ def small(start_mount, **options):
 
 def up_refused(gradfs, mountpoint, *words):
     """`gradfs up` on `mountpoint` must fail, saying `words`; returns what it said."""
-    done = gradfs("up", "--size", "64KiB", "--reducer", "sum", mountpoint, timeout=20)
+    done = gradfs("up", "--size", "64KiB", "--reducer", "sum", mountpoint, timeout=300)
     assert done.returncode == 1, done
     assert done.stderr.startswith("gradfs: error: ") and "panicked" not in done.stderr, done.stderr
     assert done.stdout == ""
@@ -55,13 +55,13 @@ class Child:
         if ready:
             assert self.line() == "ready"
 
-    def line(self, timeout=10):
+    def line(self, timeout=HANGS):
         if not select.select([self.process.stdout], [], [], timeout)[0]:
             self.process.kill()
             pytest.fail(f"the child said nothing for {timeout} s")
         return self.process.stdout.readline().strip()
 
-    def end(self, timeout=10):
+    def end(self, timeout=HANGS):
         """Its output, once it has ended by itself."""
         try:
             out, err = self.process.communicate(timeout=timeout)
@@ -73,7 +73,7 @@ class Child:
     def kill(self):
         self.process.kill()
         try:
-            self.process.wait(10)
+            self.process.wait(300)
         except subprocess.TimeoutExpired:
             pytest.fail("the child cannot be killed: it hangs in the kernel")
 
@@ -91,7 +91,7 @@ def child():
     for one in children:
         if one.process.poll() is None:
             one.process.kill()
-            one.process.wait(10)
+            one.process.wait(300)
         for stream in (one.process.stdin, one.process.stdout, one.process.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.close()
@@ -109,7 +109,7 @@ def in_namespace(place, setup, script):
     up = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups {binary} up --size 64KiB --reducer sum --no-passthrough"
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", f"up='{up}'; {setup} && {{ {script}; }}", binary, root, scratch],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=40, cwd="/", check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, cwd="/", check=False,
     )
     return done
 
@@ -125,7 +125,7 @@ def place_for_all():
 def die(mount):
     """kill -9; the dead mount stays where it is."""
     mount.process.kill()
-    mount.process.wait(10)
+    mount.process.wait(300)
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,10 @@ import time
 
 import numpy as np
 import pytest
+from patience import HANGS, Limit
 
 # A program started by a test is killed after this many seconds.
-PROGRAM_DEADLINE = 40
+PROGRAM_DEADLINE = HANGS
 
 BLOCK = 64 << 10
 # Not a multiple of the block or of a page; six blocks and a bit.
@@ -107,18 +108,18 @@ def outcome(call, *arguments):
 
 @contextlib.contextmanager
 def takes(at_least, at_most):
-    """The block takes between so many seconds."""
-    start = time.monotonic()
+    """The block takes between so many seconds; the most are of a machine that is not busy."""
+    limit = Limit(at_most)
     yield
-    took = time.monotonic() - start
-    assert at_least <= took <= at_most, f"took {took:.3f} s"
+    took = limit.taken()
+    assert took >= at_least and not limit.over(), f"took {took:.3f} s"
 
 
-def eventually(condition, deadline=5):
+def eventually(condition, deadline=HANGS):
     """Waits until `condition()` holds; returns what it says."""
-    end = time.monotonic() + deadline
+    limit = Limit(deadline)
     while not (result := condition()):
-        assert time.monotonic() < end, f"did not come true within {deadline} s"
+        assert not limit.over(), f"did not come true within {limit.taken():.0f} s"
         time.sleep(0.005)
     return result
 

@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from patience import HANGS, Limit
 
 ONE = struct.pack("<f", 1.0)
 BLOCK = 64 << 10
@@ -49,14 +50,14 @@ def nothing_changes(mount, one=ONE):
     assert mount.running()
 
 
-def said(mount, *words, deadline=2):
+def said(mount, *words):
     """Waits until a line of the daemon's log holds all `words`."""
-    end = time.monotonic() + deadline
+    limit = Limit(HANGS)
     while True:
         lines = mount.stderr().splitlines()
         if any(all(word in line for word in words) for line in lines):
             return
-        assert time.monotonic() < end, f"no line of the log holds {words}:\n" + "\n".join(lines[-20:])
+        assert not limit.over(), f"no line of the log holds {words}:\n" + "\n".join(lines[-20:])
         time.sleep(0.01)
 
 
@@ -93,7 +94,7 @@ def safetensors(header, data=b"", length=None):
 def up(gradfs, mnt, *args, env=None):
     """`gradfs up ARGS MNT`, which must end by itself."""
     try:
-        return gradfs("up", *args, mnt, timeout=6, env=env)
+        return gradfs("up", *args, mnt, timeout=300, env=env)
     except subprocess.TimeoutExpired:
         mounted = os.path.ismount(mnt)
         subprocess.run(["umount", "-l", mnt], stderr=subprocess.DEVNULL, check=False)

@@ -102,5 +102,5 @@ def test_a_binary_that_is_none_ends_the_run(script, binary, why, tmp_path):
         (tmp_path / name).touch()
     only = "list" if script == "bench" else "gradfs"
     command = [REPOSITORY / "scripts" / script, "--no-build", "--only", only, "--against", binary]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"CARGO_TARGET_DIR": str(tmp_path)})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={"CARGO_TARGET_DIR": str(tmp_path)})
     assert done.returncode == 1 and f"--against {binary}" in done.stderr and why in done.stderr, done.stderr

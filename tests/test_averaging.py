@@ -102,7 +102,7 @@ def test_easgd_is_elastic_averaging(start_mount, dtype, elasticity):
 def test_easgd_is_elastic_averaging__of_all_mounts_learners(cluster):
     """The default elasticity is one by the number of learners in the job, wherever they are."""
     one = cluster(1)
-    one.create("m", size=4 * COUNT, block_size=BLOCK, reducer="easgd", learners=2, timeout=20)
+    one.create("m", size=4 * COUNT, block_size=BLOCK, reducer="easgd", learners=2, timeout=200)
     mounts = [one.mount(), one.mount()]
     places = [mount.join(f"l{i}") for i, mount in enumerate(mounts)]
     for replica in (0, 1, 1.5):
@@ -144,7 +144,7 @@ def test_sma_has_two_levels(cluster):
     """Two hosts of two learners each are Algorithm 2 with four learners, and one sum of each host goes to the shards."""
     one = cluster(2)
     size = 4 * COUNT
-    one.create("m", size=size, block_size=BLOCK, reducer="sma", learners=4, momentum=0.75, timeout=20)
+    one.create("m", size=size, block_size=BLOCK, reducer="sma", learners=4, momentum=0.75, timeout=200)
     mounts = [one.mount(), one.mount()]
     hosts = [Learners(mount, 2, first=2 * host) for host, mount in enumerate(mounts)]
     central = before = np.zeros(COUNT)

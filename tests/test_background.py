@@ -14,12 +14,13 @@ import pytest
 
 from conftest import gradfs_binary
 from daemons import ONE, as_root, in_namespace, is_mounted, place_for_all
+from patience import HANGS
 
 # What the command says of the process that goes on.
 GOES_ON = re.compile(r"ready in the background as process (\d+), log (\S+) \((.*) ends it\)")
 
 
-def wait_until(what, deadline=20):
+def wait_until(what, deadline=HANGS):
     end = time.monotonic() + deadline
     while not (found := what()):
         assert time.monotonic() < end, "it has not come true"
@@ -46,7 +47,7 @@ def start(gradfs, tmp_path):
 
     def start(*args, root=None, log=None):
         log = log or tmp_path / f"{args[0]}-{len(started)}.log"
-        done = gradfs(*args, "--background", "--log-file", log, timeout=60)
+        done = gradfs(*args, "--background", "--log-file", log, timeout=300)
         assert done.returncode == 0, done
         found = GOES_ON.search(done.stdout)
         assert found and found[2] == str(log), done
@@ -116,7 +117,7 @@ def test_failures_are_those_of_the_foreground(gradfs, tmp_path, mnt):
         (["shard", "--listen", "192.0.2.1:7070"], 1, ["192.0.2.1"]),
         (["up", "--size", "64KiB", mnt, "--log-file", tmp_path / "none/log"], 1, ["cannot open the log"]),
     ]:
-        done = gradfs(*args, "--background", *([] if "--log-file" in args else log), timeout=60)
+        done = gradfs(*args, "--background", *([] if "--log-file" in args else log), timeout=300)
         assert done.returncode == code and done.stdout == "", done
         assert done.stderr.count("gradfs: error: ") == 1 and all(word in done.stderr for word in words), done
     assert not is_mounted(mnt)
@@ -142,14 +143,14 @@ def test_ctrl_c_before_it_is_ready_ends_the_daemon_too(starting):
     process, daemon = starting
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == -signal.SIGINT
+    assert process.wait(300) == -signal.SIGINT
     wait_until(lambda: is_gone(daemon))
 
 
 def test_failures_are_those_of_the_foreground__a_daemon_that_is_killed(starting):
     process, daemon = starting
     os.kill(daemon, signal.SIGKILL)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1 and "SIGKILL has ended the daemon before it was ready" in err, err
 
 
@@ -162,7 +163,7 @@ def test_the_log_is_lines_of_text_or_json__in_the_background(mnt):
         "$0" unmount "$1" && cat /var/log/gradfs/*.log && ls /var/log/gradfs
     """
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, gradfs_binary(), mnt], capture_output=True, text=True, timeout=60, check=False
+        ["unshare", "-m", "sh", "-c", script, gradfs_binary(), mnt], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done
     *_, name = done.stdout.splitlines()

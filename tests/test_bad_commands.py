@@ -84,17 +84,17 @@ def test_a_bad_command_line_is_refused_by_name(gradfs, tmp_path, fault):
 
 
 def test_a_negative_size_as_two_words_is_refused(gradfs, tmp_path):
-    done = gradfs("up", "--size", "-5", tmp_path, timeout=10)
+    done = gradfs("up", "--size", "-5", tmp_path, timeout=300)
     assert done.returncode == 2 and "-5" in done.stderr and "--size" in done.stderr, done.stderr
 
 
 def test_a_missing_mountpoint_argument_is_named(gradfs):
-    done = gradfs("up", "--size", "1MiB", timeout=10)
+    done = gradfs("up", "--size", "1MiB", timeout=300)
     assert done.returncode == 2 and "mountpoint" in done.stderr, done.stderr
 
 
 def test_a_model_file_in_place_of_the_mountpoint_is_recognised(gradfs, tmp_path):
-    done = gradfs("up", "--size", "1MiB", tmp_path / "a.safetensors", timeout=10)
+    done = gradfs("up", "--size", "1MiB", tmp_path / "a.safetensors", timeout=300)
     assert done.returncode == 2 and "looks like a model file" in done.stderr, done.stderr
 
 

@@ -30,7 +30,7 @@ def test_gradients_are_clipped_by_their_global_norm(start_mount, reducer, aggreg
     clip_norm, rate = 200.0, 0.1
     mount = start_mount(
         size=SIZE, block_size=BLOCK, reducer=reducer, aggregation=aggregation, clip_norm=clip_norm, learning_rate=rate,
-        learners=2, timeout=20,
+        learners=2, timeout=200,
     )  # fmt: skip
     for name in "ab":
         mount.join(name)
@@ -154,7 +154,7 @@ def test_gradients_are_divided_by_the_loss_scale(start_mount):
     for scale in (1, 4096):
         mount = start_mount(
             size=SIZE, block_size=BLOCK, dtype="f16", reducer="adam", loss_scale=scale, clip_norm=0.25,
-            clip_value=0.0005, learners=2, timeout=20,
+            clip_value=0.0005, learners=2, timeout=200,
         )  # fmt: skip
         generator = np.random.RandomState(4)
         for name in "ab":

@@ -39,7 +39,7 @@ def squatter(address, way="mute", user=None):
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(300)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_shard_that_is_stopped_for_a_moment_is_waited_for(cluster):
     time.sleep(2.7)
     assert not mounting.done()
     other.resume()
-    mount = mounting.result(10)
+    mount = mounting.result(300)
     trains(mount)
     assert {shard["transport"] for shard in mount.status()["shards"]} == {"shm"}
 

@@ -293,7 +293,7 @@ def test_a_create_that_is_interrupted_leaves_nothing(slow, number):
     time.sleep(1)
     with takes(0, 15):
         child.send_signal(number)
-        stdout, stderr = child.communicate(timeout=30)
+        stdout, stderr = child.communicate(timeout=300)
     assert child.returncode == 1 and stdout == "", stderr
     assert f"creating m was interrupted by {number.name}: nothing is left of it" in stderr, stderr
     slow.proxies[0].rule = None
@@ -311,10 +311,10 @@ def test_a_model_that_is_not_there_yet_keeps_no_mount_out(slow, tmp_path):
     assert "still being created" in mount.stderr()
     refused(slow.run("mount", tmp_path, "coming"), "coming is still being created")
     child.kill()
-    child.communicate(timeout=10)
+    child.communicate(timeout=300)
     assert "not all blocks are there" in slow.run("status").stdout
     slow.proxies[0].rule = None
-    assert slow.run("delete", "coming", timeout=40).returncode == 0
+    assert slow.run("delete", "coming", timeout=300).returncode == 0
     slow.create("coming", *SMALL)
 
 
@@ -359,5 +359,5 @@ def test_a_shard_whose_own_address_is_the_registrys_becomes_the_registry(tmp_pat
 
 def test_create_asks_the_registry_of_this_host():
     alone = ["unshare", "--map-root-user", "--net", gradfs_binary(), "create", "x", *SMALL]
-    done = subprocess.run(alone, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(alone, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False)
     refused(done, "the registry at localhost:7070 cannot be asked")

@@ -12,7 +12,7 @@ def pair(cluster):
     one = cluster(0)
     proxy = one.proxy()
     one.add_shard(proxy=proxy)
-    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=20, lease=15)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, lease=15)
     mounts = [one.mount(), one.mount()]
     for mount, name in zip(mounts, "ab"):
         mount.join(name)

@@ -90,7 +90,7 @@ def test_killed_writer_leaves_no_half_step_on_a_network(cluster):
     child = program(WRITER, a.place("a") / "gradients")
     hear(child)
     child.kill()
-    child.communicate(timeout=10)
+    child.communicate(timeout=300)
     eventually(lambda: not a.place("a").exists())
     give(b, 1, "b")
     assert only(b, "b") == 1, "the other goes on, and nothing of the killed one counts"
@@ -104,7 +104,7 @@ def test_a_killed_mount_holds_the_others_up_for_the_lease_alone(cluster):
     Threads().run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
     with stays(b, "b"):
         os.kill(a.pid, signal.SIGKILL)
-        a.process.wait(10)
+        a.process.wait(300)
         with takes(0, LEASE + 2):
             give(b, 10, "b")
             assert only(b, "b") == 12
@@ -312,7 +312,7 @@ def test_connections_that_are_lost_again_and_again_lose_nothing(cluster, role):
             time.sleep(0.03)
     finally:
         stop.set()
-        disturber.result(5)
+        disturber.result(300)
     assert one.coordinator("m")["contributions"] == 10
 
 
@@ -370,7 +370,7 @@ def test_a_stopped_shard_holds_requests_up_until_their_deadlines__also_writes_of
 
 
 def test_a_shard_that_was_stopped_for_longer_than_the_lease_lets_nobody_go(cluster):
-    one = model(cluster(2), timeout=10)
+    one = model(cluster(2), timeout=200)
     mount = one.mount()
     place = mount.join("a")
     give(mount, 1, "a")
@@ -418,7 +418,7 @@ def test_a_killed_shard_is_an_error_and_no_hang(cluster):
 
 
 def test_delete_cuts_off_whoever_uses_it__also_of_a_job_that_has_failed(cluster):
-    one = model(cluster(2), shards=2, timeout=60, lease=30)
+    one = model(cluster(2), shards=2, timeout=200, lease=30)
     mount = one.mount()
     give(mount, 1)
     assert only(mount) == 1
@@ -453,7 +453,7 @@ def test_a_killed_coordinator_is_an_error_and_no_hang(cluster):
 
 
 def test_a_killed_coordinator_is_an_error_and_no_hang__of_a_job_that_has_failed(cluster):
-    one = model(cluster(3), timeout=60)
+    one = model(cluster(3), timeout=200)
     mounts = one.mount(), one.mount()
     give(mounts[0], 1)
     for mount in mounts:
@@ -485,7 +485,7 @@ def has_failed(mount, **waits):
 @pytest.mark.parametrize("registry", ["in it", "elsewhere"])
 def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cluster, registry):
     """Also what waits already; also once there is another model of the name."""
-    one = model(cluster(2), timeout=60, lease=30, learners=2)
+    one = model(cluster(2), timeout=200, lease=30, learners=2)
     mounts = one.mount(), one.mount()
     for mount, name in zip(mounts, "ab"):
         mount.join(name)
@@ -503,7 +503,7 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cl
     coordinator.kill()
     one.add_shard(listen=coordinator.address)
     with takes(0, 12):
-        assert waiting.result(20) == "EIO"
+        assert waiting.result(300) == "EIO"
         for mount in mounts:
             has_failed(mount, deadline=10)
     # The registry may have to hear of the model first, from the shard that still has a partition of it.
@@ -517,7 +517,7 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cl
 
 
 def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__also_where_it_was_never_met(cluster):
-    one = model(cluster(2), shards=1, timeout=20, lease=30)
+    one = model(cluster(2), shards=1, timeout=200, lease=30)
     away, other = one.mount(), one.mount()
     give(away, 1)
     for mount in (away, other):
@@ -550,7 +550,7 @@ def test_a_partition_that_heals_loses_nothing(cluster):
     for proxy in proxies:
         proxy.release()
     for future in waiting:
-        future.result(10)
+        future.result(300)
     assert only(a, "a") == only(b, "b") == 22
 
 
@@ -629,7 +629,7 @@ def test_learners_that_end_while_the_network_is_down_leave(cluster):
 
 
 def test_a_learner_whose_last_process_exits_leaves_after_linger__for_other_mounts_too(cluster):
-    one = model(cluster(2), learners=2, timeout=30, lease=20, linger=1)
+    one = model(cluster(2), learners=2, timeout=200, lease=20, linger=1)
     a, b = one.mount(), one.mount()
     b.join("b")
     child = program(WRITER, a.join("a") / "gradients")
@@ -663,7 +663,7 @@ def cut_off(one, proxies):
 
 
 def test_a_learner_whose_last_process_exits_leaves_after_linger__also_while_its_mount_is_cut_off(cluster):
-    one, proxies = proxied(cluster, learners=2, timeout=30, lease=20, linger=1)
+    one, proxies = proxied(cluster, learners=2, timeout=200, lease=20, linger=1)
     b = one.mount()
     a, cut, mend = cut_off(one, proxies)
     a.join("a"), b.join("b")
@@ -695,13 +695,14 @@ def test_leases_expire__but_not_of_a_learner_that_was_opened_while_its_mount_was
 
 
 def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__on_all_mounts_and_by_the_command(cluster):
-    one = model(cluster(2), learners=2, timeout=30, lease=0)
+    one = model(cluster(2), learners=2, timeout=200, lease=0)
     a, b = one.mount(), one.mount()
     a.join("slow"), b.join("b")
+    began = time.time()
     give(b, 1, "b")
     for mount in (a, b):
-        (late,) = eventually(lambda mount=mount: mount.status()["waits_for_learners"], deadline=9)
-        assert late["id"] == "slow" and 4 < time.time() - late["since_unix_seconds"] < 12
+        (late,) = eventually(lambda mount=mount: mount.status()["waits_for_learners"])
+        assert late["id"] == "slow" and began - 1 < late["since_unix_seconds"] < time.time() - 4
     shown = one.run("status")
     assert "m: waiting for" in shown.stdout and "s for learners: slow" in shown.stdout and shown.returncode == 0
     (job,) = one.status()["jobs"]
@@ -716,8 +717,8 @@ def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__on_all_mounts_and_by
 
 @pytest.mark.parametrize("which", ["the coordinator", "another"])
 def test_a_job_that_waits_for_a_shard_says_for_which_and_since_when(cluster, which):
-    one = model(cluster(3), shards=3, timeout=60, lease=30)
-    mount = one.mount(metrics="127.0.0.1:0")
+    one = model(cluster(3), shards=3, timeout=200, lease=30)
+    mount, before = one.mount(metrics="127.0.0.1:0"), time.time()
     give(mount, 1)
     assert only(mount) == 1 and one.run("status").returncode == 0
     assert mount.status()["waits_for_shards"] == []
@@ -734,16 +735,16 @@ def test_a_job_that_waits_for_a_shard_says_for_which_and_since_when(cluster, whi
     (away,) = eventually(lambda: mount.status()["waits_for_shards"], deadline=6)
     assert mount.status()["state"] == "waiting"
     assert (away["id"], away["address"]) == (victim.number, victim.address)
-    assert abs(away["since_unix_seconds"] - began) < 1.5 and "refused" in away["because"]
+    assert before < away["since_unix_seconds"] < time.time() and "refused" in away["because"]
     assert time.time() - began > 1.9
     eventually(lambda: one.run("status").returncode == 3, deadline=6)
     said = f"m: waiting for shard {victim.number} at {victim.address}, not reached for "
     assert said in one.run("status").stdout
     (job,) = one.status()["jobs"]
     assert job["state"] == "waiting" and job["waits_for_shards"][0]["shard"] == victim.number
-    assert 1 < job["waits_for_shards"][0]["seconds"] < time.time() - began + 4
+    assert 1 < job["waits_for_shards"][0]["seconds"] < time.time() - before + 1
     scraped = Metrics(mount)
-    assert 2 <= scraped("gradfs_shard_unreachable_seconds", model="m", shard=victim.number) < time.time() - began + 1
+    assert 2 <= scraped("gradfs_shard_unreachable_seconds", model="m", shard=victim.number) < time.time() - before + 1
     others = [value for labels, value in scraped.all("gradfs_shard_unreachable_seconds")]
     assert sorted(others)[:-1] == [0] * (len(others) - 1)
     logs = [mount.stderr] + ([coordinator.stderr] if victim is not coordinator else [])
@@ -756,7 +757,7 @@ def test_a_job_that_waits_for_a_shard_says_for_which_and_since_when(cluster, whi
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_job_that_waits_for_a_shard_goes_on_when_it_is_there_again(cluster, which):
-    one, proxies = proxied(cluster, timeout=60, lease=30)
+    one, proxies = proxied(cluster, timeout=200, lease=30)
     mount = one.mount()
     give(mount, 1)
     assert only(mount) == 1
@@ -768,7 +769,7 @@ def test_a_job_that_waits_for_a_shard_goes_on_when_it_is_there_again(cluster, wh
     time.sleep(0.5)
     assert not waiting.done()
     proxies[which].target = target
-    waiting.result(10)
+    waiting.result(300)
     eventually(lambda: mount.status()["state"] == "running")
     assert mount.status()["waits_for_shards"] == [] and only(mount) == 11
     eventually(lambda: one.run("status").returncode == 0)

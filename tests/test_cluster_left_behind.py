@@ -37,7 +37,7 @@ def connections(pid):
     return count
 
 
-def until(true, deadline=10):
+def until(true, deadline=300):
     end = time.monotonic() + deadline
     while not true():
         assert time.monotonic() < end

@@ -14,7 +14,7 @@ def mounts(cluster, request):
     """Two mounts of a model on some shards. With one shard over shared memory they show the shard's own memory."""
     transport, shards = request.param
     one = cluster(shards)
-    one.create("m", size=SIZE, block_size=BLOCK, reducer="assign", timeout=20)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="assign", timeout=200)
     return [one.mount(transport=transport) for _ in range(2)]
 
 
@@ -78,10 +78,10 @@ def test_a_publisher_pulls_none_of_its_own_weights__and_several_publish_at_once(
 
     watchers = [threads.start(watch, mount) for mount in mounts]
     for writer in [threads.start(publish, mount, 100 * at) for at, mount in enumerate(mounts)]:
-        writer.result(60)
+        writer.result(300)
     stop.set()
     for watcher in watchers:
-        watcher.result(10)
+        watcher.result(300)
     a, b = mounts
     eventually(lambda: a.version() == b.version() == 30)
     assert a.weights() == b.weights()
@@ -94,7 +94,7 @@ def pushed(mount):
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_new_weights_travel_while_they_are_written(cluster, transport):
     one = cluster(2)
-    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="assign", timeout=20)
+    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="assign", timeout=200)
     writes, reads = (one.mount(transport=transport) for _ in range(2))
     for version, name in enumerate(["publish", "weights", "publish"], 1):
         data, before = filled(writes, version).tobytes(), pushed(writes)

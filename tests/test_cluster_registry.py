@@ -125,7 +125,7 @@ class Training:
         """Nothing was lost, and nothing counted twice."""
         self.over.set()
         for thread in self.threads:
-            thread.join(30)
+            thread.join(300)
         assert not self.errors, self.errors
         for mount in self.mounts:
             assert shown(mount) == sum(self.steps)
@@ -209,7 +209,7 @@ def test_a_coordinator_stays_with_the_shard_that_has_the_blocks(apart):
     proxy = one.proxy()
     one.add_shard()
     one.add_shard(proxy=proxy)
-    model(one, consistency="async", timeout=30)
+    model(one, consistency="async", timeout=200)
     assert one.coordinator_shard("m") is one.shards[0]
     training = Training(one)
     # Away for as long as the registry is new, and the connections with it.
@@ -317,7 +317,7 @@ def test_a_hung_shard_drops_the_partition_of_a_deleted_model(apart):
             model(one)
         hung.pause()
         try:
-            deleted = one.run("delete", "m", timeout=40)
+            deleted = one.run("delete", "m", timeout=300)
             assert deleted.returncode == 0 and deleted.stdout == "gradfs: deleted m\n"
             said = [line for line in deleted.stderr.splitlines() if "not confirmed" in line]
             assert len(said) == 1 and hung.address in said[0], deleted.stderr
@@ -335,7 +335,7 @@ def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart, owners
     coordinator = one.coordinator_shard("m")
     coordinator.pause()
     try:
-        assert one.run("delete", "m", timeout=40).returncode == 0
+        assert one.run("delete", "m", timeout=300).returncode == 0
         one.table.anew()
         other = next(shard for shard in one.shards if shard is not coordinator)
         eventually(lambda: other.address in addresses(one).values(), deadline=HEARD)
@@ -382,7 +382,7 @@ def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_partition_up(apar
 
     way.rule = rule
     with ThreadPoolExecutor() as pool:
-        drained = pool.submit(one.run, "drain", left.address, timeout=60).result(60)
+        drained = pool.submit(one.run, "drain", left.address, timeout=300).result(300)
         # It has moved; but only the shard itself can say that nothing is left there.
         assert drained.returncode == 1 and "does not answer" in drained.stderr, drained.stderr
     assert one.partition(coordinator, "m")["epoch"] == 2
@@ -408,7 +408,7 @@ def test_a_model_that_is_made_while_the_registry_is_away_is_there_or_not(apart, 
     if comes_back:
         time.sleep(1)
         one.table.start()
-    done = made.result(40)
+    done = made.result(300)
     if comes_back:
         assert done.returncode == 0, done.stderr
         knows(one, "m")

@@ -19,7 +19,7 @@ def is_all(data, value):
 def test_versions_shown_from_the_shards_memory_hold_nobody_up(cluster):
     """One mount's readers hold all that it may show, and more versions than that are made by another one."""
     one = cluster(1)
-    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=1, timeout=10, max_versions=MOST)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=1, timeout=200, max_versions=MOST)
     trains, reads = one.mount(transport="shm"), one.mount(transport="shm")
     ones = np.ones(ELEMENTS, "<f4")
     held = []

@@ -61,7 +61,7 @@ def test_versions_are_those_of_one_process(job, start_mount):
     for reducer in ("sum", "adamw", "nesterov"):
         settings = {"reducer": reducer, "learners": 2, "learning_rate": 0.1, "deterministic": True}
         _, (a, b) = job(**settings)
-        alone = start_mount(size=SIZE, block_size=BLOCK, timeout=20, **settings)
+        alone = start_mount(size=SIZE, block_size=BLOCK, timeout=200, **settings)
         mounts = {"x": a, "y": b}
         generator, threads = np.random.RandomState(5), Threads()
         for name, mount in mounts.items():
@@ -82,7 +82,7 @@ def test_learners_of_one_mount_cross_the_network_once(cluster):
     one = cluster()
     proxy = one.proxy()
     shard = one.add_shard(proxy=proxy)
-    one.create("m", size=16 * BLOCK, block_size=BLOCK, reducer="sum", learners=4, timeout=20, deterministic=True)
+    one.create("m", size=16 * BLOCK, block_size=BLOCK, reducer="sum", learners=4, timeout=200, deterministic=True)
     mount = one.mount()
     blocks = one.partition(shard, "m")["blocks"]
     names = [f"l{i}" for i in range(4)]
@@ -193,7 +193,7 @@ def test_deterministic_is_bit_for_bit_on_all_mounts(job):
                 began.append(threads.start(mount.contribute, parts[i], 0, name))
                 time.sleep(0.01)  # So that they come in this order, about.
             for future in began:
-                future.result(20)
+                future.result(300)
         ends.add(a.weights())
         assert a.weights() == b.weights()
         one.clean_up()
@@ -218,7 +218,7 @@ def test_weights_written_on_one_mount_appear_whole_on_the_others(job):
             eventually(lambda value=value: value in seen)
     eventually(lambda: only(b) == 20)
     stop.set()
-    watcher.result(10)
+    watcher.result(300)
 
 
 def test_settings_changed_on_one_mount_show_on_the_others(job):

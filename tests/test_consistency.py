@@ -248,7 +248,7 @@ def test_ssp_bounds_the_lead(mounted, s):
     time.sleep(0.2)
     assert not ahead.done() and mount.version() == s + 2, "c is still more than s steps behind"
     give(mount, 100, "c")
-    ahead.result(10)
+    ahead.result(300)
     assert mount.version() == s + 4 and only(mount) == s + 112
 
 
@@ -273,7 +273,7 @@ def test_ssp_bounds_the_lead__until_the_slowest_leaves(mounted):
     time.sleep(0.1)
     assert not ahead.done()
     mount.leave("b")
-    ahead.result(10)
+    ahead.result(300)
     assert mount.version() == 2 and only(mount) == 2
 
 
@@ -346,7 +346,7 @@ def trained(mount, order, pauses):
             futures.append(threads.start(learn, NAMES[at], contributions(mount, step)[at]))
             time.sleep(order.choice(pauses))
         for future in futures:
-            future.result(20)
+            future.result(300)
     assert mount.version() == STEPS
     return mount.weights()
 
@@ -384,7 +384,7 @@ def test_deterministic_is_bit_for_bit__so_what_is_mapped_waits_for_its_version(m
         time.sleep(0.1)
         assert not waits.done()
         give(mount, 10, "b")
-        waits.result(10)
+        waits.result(300)
         assert mount.version() == 1 and only(mount) == 11
 
 

@@ -82,7 +82,7 @@ def test_a_mountpoint_inside_a_dead_mount_is_refused(start_mount, gradfs):
 
 
 def test_kill_of_the_daemon_fails_every_call_at_once(start_mount, child):
-    mount = small(start_mount, learners=2, timeout=60)
+    mount = small(start_mount, learners=2, timeout=200)
     mount.join("a"), mount.join("b")
     mount.contribute(ONE, learner="a")
     blocked = child(
@@ -114,7 +114,7 @@ def test_kill_of_the_daemon_fails_every_call_at_once(start_mount, child):
     begin = time.monotonic()
     die(mount)
     for one in [blocked, writer, poller]:
-        out, err = one.end(timeout=7)
+        out, err = one.end(timeout=300)
         assert out and all(int(number) in GONE for number in out.split()), (out, err)
     assert time.monotonic() - begin < 6.5
     assert os.pread(weights, 8 * BLOCK, 0) == bytes(4 * BLOCK), "the version stays readable"
@@ -171,7 +171,7 @@ def test_kill_of_a_stopped_daemon_frees_who_waits(start_mount, child):
     tell(waits)
     time.sleep(0.2)
     die(mount)
-    assert int(waits.end(timeout=5)[0]) in GONE
+    assert int(waits.end(timeout=300)[0]) in GONE
 
 
 def test_a_stopped_daemon_does_not_hang_who_wants_its_mountpoint(start_mount, gradfs):

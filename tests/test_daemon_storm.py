@@ -36,7 +36,7 @@ def test_a_learner_that_is_killed_in_mid_write_leaves_no_half_step(start_mount, 
     victim.kill()
     assert mount.wait_for_version(1) == 1
     assert (mount.weights() == data) is True, "the other's step, all of it and nothing else"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 300
     while (mount.model / "learners/killed").exists():
         assert time.monotonic() < deadline, "the killed learner is still in the job"
         time.sleep(0.01)
@@ -51,7 +51,7 @@ def test_the_only_learner_that_is_killed_in_mid_write_leaves_no_half_step(start_
     for round_ in range(3):
         victim = child(WRITE_AND_WAIT, mount.model / "gradients")
         victim.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 300
         # This process has contributed as the same learner, so that one stays; the victim's bytes go.
         while any(learner["phase"] == "writing" for learner in mount.status()["learners"]):
             assert time.monotonic() < deadline, "the killed writer's contribution is still open"
@@ -193,14 +193,14 @@ def test_storm(start_mount, child, way):
     try:
         storms = [child(STORM, mount.root, seed + i, 4) for i in range(5)]
         for i, one in enumerate(storms):
-            out, err = one.end(timeout=25)
+            out, err = one.end(timeout=300)
             assert len(out.split()) == 2, f"the storm ended with {one.process.returncode}: {out}{err}"
             count, done = map(int, out.split())
             print(f"seed {seed + i}: {done} of {count} calls succeeded")
             assert done > 100, out + err
     finally:
         stop.set()
-        helper.join(20)
+        helper.join(300)
     assert mount.running(), mount.stderr()[-3000:]
     assert "panicked" not in mount.stderr(), mount.stderr()[-3000:]
     for name in os.listdir(mount.model / "learners"):
@@ -263,7 +263,7 @@ def test_tensors_lead_to_the_version_that_was_told__removing_a_file_beside_its_f
     calls = [("gradients", "unlink"), ("tensors/weights.npy", "stat"), ("tensors", "stat")]
     children = [child(STEP, model / "gradients"), *(child(CALL, model / name, call) for name, call in calls)]
     for one in children:
-        assert one.process.wait(20) == 0
+        assert one.process.wait(300) == 0
     version = mount.version()
     mount.contribute(ONE)
     assert mount.wait_for_version(version + 1) == version + 1

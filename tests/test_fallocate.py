@@ -269,7 +269,7 @@ def test_nan_in_final_bytes_is_reported_at_fsync(mounted):
         values[step * BLOCK // 4] = 1
         os.posix_fallocate(fd, 0, SIZE)
         os.fsync(fd)
-        closes.result(20)
+        closes.result(300)
         assert mount.version() == step and only(mount, "a") == 3 * step
     os.close(fd)
 

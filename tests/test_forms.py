@@ -17,7 +17,7 @@ def numbers(size, seed):
 def over_tcp(cluster, **options):
     """A mount of a model that is read and written over TCP."""
     one = cluster(1)
-    one.create("m", block_size=BLOCK, timeout=20, **{"size": SIZE, "reducer": "sum", **options})
+    one.create("m", block_size=BLOCK, timeout=200, **{"size": SIZE, "reducer": "sum", **options})
     return one.mount(transport="tcp")
 
 
@@ -55,7 +55,7 @@ def test_what_a_form_loses_comes_with_the_next_contributions(cluster, name):
     def step(*contributions):
         done = [threads.start(mount.contribute, data, 0, of) for of, data in zip(learners, contributions)]
         for each in done:
-            each.result(20)
+            each.result(300)
         return array(mount.model / "learners" / "a" / "weights")
 
     for seed in range(0, 6, 2):

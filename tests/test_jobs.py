@@ -230,7 +230,7 @@ def test_below_min_learners_the_job_stops(mounted):
     time.sleep(0.1)
     mount.leave("b")
     with raises(errno.ECANCELED):
-        waiting.result(10)
+        waiting.result(300)
     assert mount.status()["state"] == "stopped" and mount.version() == 0
     with raises(errno.ECANCELED):
         give(mount, 1, "a")
@@ -417,7 +417,7 @@ def test_killed_learner_leaves_the_job(mounted):
         hear(child)
         if violent:
             child.kill()
-            child.communicate(timeout=10)
+            child.communicate(timeout=300)
             eventually(lambda: not place.exists())
         else:
             go(child)

@@ -38,7 +38,7 @@ class Tree:
     def check(self, *arguments):
         """(exit status, what it prints, errors last)."""
         command = [SCRIPT, "--root", self.root, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         return done.returncode, done.stdout + done.stderr
 
     def passes(self, *arguments):

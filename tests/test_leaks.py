@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import Limit
 
 ONE = struct.pack("<f", 1.0)
 BLOCK = 64 << 10
@@ -38,10 +39,10 @@ def usage(mount):
 
 def settle(mount, most, deadline=5):
     """The daemon's usage once it is at most `most`, or its usage at the deadline."""
-    end = time.monotonic() + deadline
+    limit = Limit(deadline)
     while True:
         now = usage(mount)
-        if all(now[name] <= bound for name, bound in most.items()) or time.monotonic() > end:
+        if all(now[name] <= bound for name, bound in most.items()) or limit.over():
             return now
         time.sleep(0.05)
 
@@ -161,8 +162,8 @@ def test_the_memory_of_a_mapped_publication_goes_with_its_file(start_mount):
     assert maps() == 3
     for fd in fds:
         os.close(fd)
-    end = time.monotonic() + 5
-    while maps() > 0 and time.monotonic() < end:
+    limit = Limit(5)
+    while maps() > 0 and not limit.over():
         time.sleep(0.02)
     assert maps() == 0
 
@@ -269,7 +270,7 @@ def test_versions_leak_nothing_while_readers_come_and_go(start_mount):
             mount.contribute(full)
         stop.set()
         for reader in readers:
-            reader.join(20)
+            reader.join(300)
         assert not failures, failures[:3]
         assert mount.version() == 2_050
         # The kernel keeps names of old versions until the daemon has it drop them.
@@ -316,7 +317,7 @@ def test_readers_of_tensors_never_meet_estale(start_mount):
     finally:
         stop.set()
         for reader in readers:
-            reader.join(20)
+            reader.join(300)
     assert not failures, failures[:3]
 
 
@@ -444,7 +445,7 @@ def test_killed_readers_and_writers_leak_nothing(start_mount):
             assert victim.stdout.readline() == b"ready\n"
             victim.send_signal(signal.SIGKILL)
         for victim in victims:
-            victim.wait(10)
+            victim.wait(300)
             victim.stdout.close()
 
     kill(1)
@@ -453,7 +454,7 @@ def test_killed_readers_and_writers_leak_nothing(start_mount):
         for _ in range(50):
             kill(1)
         assert mount.version() == 0
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 300
         while os.listdir(mount.model / "learners"):
             assert time.monotonic() < deadline, "a killed learner is still in the job"
             time.sleep(0.02)

@@ -11,6 +11,7 @@ import pytest
 from filetools import (
     BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, outcome, program, raises, shell, takes
 )
+from patience import Limit
 
 LEASE = 1
 
@@ -60,11 +61,11 @@ def continued(holder):
 
 def tried(call, *arguments):
     """Repeats what times out until it does not; returns how often it did, and the seconds it took."""
-    start, timeouts = time.monotonic(), 0
+    limit, timeouts = Limit(8), 0
     while (end := outcome(call, *arguments)) != "done":
         timeouts += 1
-        assert end == "ETIMEDOUT" and time.monotonic() < start + 8
-    return timeouts, time.monotonic() - start
+        assert end == "ETIMEDOUT" and not limit.over()
+    return timeouts, limit.taken()
 
 
 # The timeout is shorter than the lease, as long, and longer: 4, of which the wait must not take all.
@@ -87,7 +88,7 @@ def test_leases_expire__of_who_stops_in_a_contribution(start_mount, shards, cons
     waits = [threads.start(both, *job) for job in zip(mounts, holders)]
     for (timeout, length), mount, holder, wait in zip(cases, mounts, holders, waits):
         job = f"{consistency}, {length} bytes, timeout {timeout}"
-        timeouts, took = wait.result(20)
+        timeouts, took = wait.result(300)
         assert took < 3.5 * LEASE, job
         weights = array(mount.place("b") / "weights")
         if consistency == "async" and (length == 4 or shards):
@@ -130,7 +131,7 @@ def test_leases_expire__before_those_who_wait_time_out(start_mount):
         assert (array(mount.place("a") / "weights") == 66).all()
     eventually(lambda: not mount.place("b").exists())
     holder.kill()
-    holder.communicate(timeout=10)
+    holder.communicate(timeout=300)
 
 
 def test_leases_expire__not_while_nobody_waits(start_mount):
@@ -180,7 +181,7 @@ def one_step(place, then="ends", status=0):
 
 @pytest.mark.parametrize("then", ["ends", "fails"])
 def test_a_learner_whose_last_process_exits_leaves_after_linger__while_others_wait_for_it(start_mount, then):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=30, lease=20)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, lease=20)
     assert mount.control("linger") == "2"
     mount.control("linger", 1)
     mount.join("a"), mount.join("b")
@@ -199,7 +200,7 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__while_others_wa
 
 def test_a_learner_that_comes_back_within_linger_stays(start_mount):
     """A script whose steps are processes of their own, which pause for longer than nobody waits for."""
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=30, lease=20, linger=3)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, lease=20, linger=3)
     place = mount.join("a")
     mount.join("b")
     mount.weights()
@@ -212,7 +213,7 @@ def test_a_learner_that_comes_back_within_linger_stays(start_mount):
         for step in 1, 2, 3:
             mount.contribute(filled(mount, 1), learner="b")
             assert (array(mount.place("b") / "weights") == 2 * step).all()
-        steps.result(20)
+        steps.result(300)
     finally:
         gradient.unlink()
     assert place.exists()
@@ -233,7 +234,7 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__and_no_other_on
         finish(first)
     elif case == "a signal":
         first.kill()
-        first.communicate(timeout=10)
+        first.communicate(timeout=300)
         eventually(lambda: not mount.place("a").exists(), deadline=2)
         return
     mount.contribute(filled(mount, 10), learner="b")
@@ -249,7 +250,7 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__and_no_other_on
 
 def test_what_exit_leaves_open_counts__though_the_learner_does_not_linger(start_mount):
     """A learner that leaves at once keeps its contribution."""
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=10, lease=20, linger=0)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, lease=20, linger=0)
     mount.join("a"), mount.join("b")
     mount.contribute(filled(mount, 10), learner="b")
     code = "fd = os.open(argv[0], os.O_WRONLY)\nos.write(fd, bytes([0, 0, 128, 63]) * int(argv[1]))\nos._exit(0)"
@@ -259,7 +260,7 @@ def test_what_exit_leaves_open_counts__though_the_learner_does_not_linger(start_
 
 
 def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__before_all_have_joined(start_mount):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=30)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200)
     mount.join("a")
     mount.contribute(filled(mount, 1), learner="a")
     assert mount.status()["waits_for_more_learners"] == 0
@@ -269,16 +270,17 @@ def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__before_all_have_join
 
 
 def test_after_5_s_of_waiting_it_is_said_who_is_waited_for(start_mount):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=30, lease=0)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=0)
     for name in ("a", "slow", "b"):
         mount.join(name)
     mount.contribute(filled(mount, 1), learner="a")
     began = time.time()
     mount.contribute(filled(mount, 1), learner="b")
+    waited = time.time()
     time.sleep(3)
     assert mount.status()["waits_for_learners"] == []
     (late,) = eventually(lambda: mount.status()["waits_for_learners"], deadline=6)
-    assert late["id"] == "slow" and abs(late["since_unix_seconds"] - began) < 1.5, (late, began)
+    assert late["id"] == "slow" and began - 1 < late["since_unix_seconds"] < waited + 1, (late, began, waited)
     line = "s for slow"
     eventually(lambda: line in mount.stderr())
     time.sleep(2.5)

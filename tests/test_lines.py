@@ -11,7 +11,7 @@ SCRIPT = REPOSITORY / "scripts/lines"
 
 def lines(root, *arguments):
     """{row: its numbers} of what the script prints."""
-    done = subprocess.run([SCRIPT, "--root", root, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([SCRIPT, "--root", root, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = (re.split(r"  +", line) for line in done.stdout.splitlines())
     return {row[0]: row[1:] for row in rows if row[0]}
@@ -115,7 +115,7 @@ def test_long_files_are_listed_and_the_median_is_of_all_lines(crate):
 def test_a_revision_and_the_difference_from_it(crate):
     def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
-        subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True, timeout=60)
+        subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True, timeout=300)
 
     root = crate(a="fn f() {}\n", b="fn g() {}\n")
     git("init")
@@ -135,5 +135,5 @@ def test_a_revision_and_the_difference_from_it(crate):
 
 def test_a_source_that_is_none_is_named(crate):
     root = crate(a='const A: &str = "no end;\n')
-    done = subprocess.run([SCRIPT, "--root", root], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([SCRIPT, "--root", root], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "one/src/a.rs: line 1: a string has no end" in done.stderr

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import REPOSITORY, gradfs_binary
 from filetools import BLOCK, eventually
+from patience import Limit
 
 # At the end: what the tests call by the same name is theirs.
 sys.path.append(str(REPOSITORY / "scripts/lib"))
@@ -62,7 +63,7 @@ class Learners:
     def end(self):
         for process in self.processes:
             process.stdin.close()
-            process.wait(20)
+            process.wait(300)
 
 
 @pytest.fixture
@@ -76,10 +77,10 @@ def learners():
 
 def settled(mount, group, learners):
     """The accounts, and what the kernel says, once they no longer change: threads take and give back memory."""
-    before, end = None, time.monotonic() + 10
+    before, limit = None, Limit(10)
     while True:
         now = mount.status()["memory"], group.bytes() - learners.anonymous_bytes()
-        if now == before or time.monotonic() > end:
+        if now == before or limit.over():
             return now
         before = now
         time.sleep(0.2)

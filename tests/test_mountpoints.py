@@ -42,14 +42,14 @@ def test_a_link_to_a_directory_is_a_mountpoint(tmp_path):
         [gradfs_binary(), "up", "--size", "64KiB", "--reducer", "sum", link], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while not (link / "model").exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         (link / "model/gradients").write_bytes(ONE)
         assert (real / "model/version").read_text() == "1\n"
-        assert subprocess.run([gradfs_binary(), "unmount", link], timeout=20, check=False).returncode == 0
-        assert process.wait(5) == 0
+        assert subprocess.run([gradfs_binary(), "unmount", link], timeout=300, check=False).returncode == 0
+        assert process.wait(300) == 0
         assert link.is_symlink() and not is_mounted(real)
     finally:
         process.kill()
@@ -86,7 +86,7 @@ def test_already_mounted_and_named_in_other_ways(start_mount, gradfs, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(mount.root)
     for name in [link, f"{mount.root}/", f"{mount.root}/../{mount.root.name}/."]:
-        done = gradfs("up", "--size", "64KiB", name, timeout=20)
+        done = gradfs("up", "--size", "64KiB", name, timeout=300)
         assert done.returncode == 1 and "already mounted by" in done.stderr, done
     mount.contribute(ONE)
     assert mount.wait_for_version(1) == 1
@@ -102,7 +102,7 @@ def test_of_several_that_race_for_a_mountpoint_one_wins(tmp_path):
             for _ in range(5)
         ]
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 300
             while sum(racer.poll() is None for racer in racers) > 1 or not (mnt / "model").exists():
                 assert time.monotonic() < deadline, [racer.poll() for racer in racers]
                 time.sleep(0.01)
@@ -133,7 +133,7 @@ def test_the_hint_about_mounts_finds_them(start_mount, gradfs, tmp_path):
     done = gradfs("unmount", tmp_path)
     assert done.returncode == 1 and "nothing is mounted" in done.stderr, done
     (command,) = re.findall(r"hint: (findmnt .*) lists", done.stderr)
-    listed = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    listed = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert str(mount.root) in listed.stdout, (command, listed)
 
 
@@ -159,7 +159,7 @@ def test_something_else_mounted_over_a_live_mount(start_mount, gradfs):
         done = gradfs("unmount", mount.root)
         assert done.returncode == 1 and "tmpfs" in done.stderr, done
         mount.process.send_signal(signal.SIGTERM)
-        mount.process.wait(10)
+        mount.process.wait(300)
         assert (mount.root / "precious").exists(), "the daemon has unmounted what was not its own"
         assert (mount.root / "precious").read_text() == "kept"
     finally:

@@ -31,7 +31,7 @@ def in_namespaces(child):
     def start(code, reducer, *flags):
         under = ["unshare", *flags, "--fork", "--kill-child"]
         try:
-            tried = subprocess.run([*under, "true"], capture_output=True, text=True, timeout=10, check=False)
+            tried = subprocess.run([*under, "true"], capture_output=True, text=True, timeout=300, check=False)
         except FileNotFoundError:
             pytest.skip("unshare is not installed")
         if tried.returncode != 0:
@@ -46,7 +46,7 @@ def in_namespaces(child):
 
 def end(process):
     """Its output to the end, as JSON."""
-    out, err = process.end(timeout=30)
+    out, err = process.end(timeout=300)
     assert process.process.returncode == 0, out + err
     return json.loads(out)
 

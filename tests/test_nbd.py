@@ -37,7 +37,7 @@ def export(uri, name):
 
 
 def run(*words, **options):
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, **options).stdout
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=True, **options).stdout
 
 
 @pytest.fixture

@@ -341,7 +341,7 @@ one.shutdown(), two.shutdown()
 """
     program = f"URI = {uri!r}\n{shell}"
     # Debian's module is of Debian's Python.
-    done = subprocess.run(["/usr/bin/python3", "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["/usr/bin/python3", "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and re.fullmatch(r"ENOSPC\n", done.stdout), done
     assert weights(mount)[123:128] == b"s\0\0\0l" and weights(mount)[7:10] == b"fua"
 

@@ -170,7 +170,7 @@ def test_a_model_that_is_deleted_or_moved_under_a_connection_disturbs_nothing_el
         errno, why = goes.ask(FLUSH)
     assert errno == 5 and why, "what was written since counts nowhere, and the reason is told"
     assert reads.ask(READ, 0, SIZE) == (0, bytes(SIZE)), "the version that it was opened on"
-    assert three.run("drain", three.shards[1].address, timeout=60).returncode == 0
+    assert three.run("drain", three.shards[1].address, timeout=300).returncode == 0
     assert moves.ask(WRITE, SIZE // 2, SIZE // 2, payload=ones[SIZE // 2 :]) == (0, b"")
     errno, why = moves.ask(FLUSH)
     assert errno == 0, why

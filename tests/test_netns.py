@@ -83,7 +83,7 @@ def steps_said(learner):
     return learner.said().count("step ")
 
 
-def wait_until(condition, what, deadline=20):
+def wait_until(condition, what, deadline=300):
     end = time.monotonic() + deadline
     while not condition():
         assert time.monotonic() < end, f"not within {deadline} s: {what}"
@@ -102,7 +102,7 @@ def environment():
 def test_training_over_delay_and_loss_equals_one_process():
     """The digits: two learners and two shards on hosts of their own, 1 ms and 0.1% loss each way."""
     command = [SCRIPT, "demo", "--delay", "1ms", "--loss", "0.1%", "--epochs", "5", "--deadline", "60"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     if done.returncode == NOT_PERMITTED:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -120,7 +120,7 @@ def test_many_learners_take_many_steps(cluster):
 
 
 def test_a_partition_that_heals_within_the_lease_loses_and_doubles_nothing(cluster):
-    two = cluster(2, 2, lease=8, timeout=30)
+    two = cluster(2, 2, lease=8, timeout=200)
     learners = [start_learner(two, rank, 40, "--pause", "0.02") for rank in range(2)]
     wait_until(lambda: steps_said(learners[0]) >= 5, "five steps")
     two.hosts.cut("learner1")
@@ -136,7 +136,7 @@ def test_a_partition_that_heals_within_the_lease_loses_and_doubles_nothing(clust
 
 def test_a_partition_longer_than_the_lease_makes_the_others_go_on(cluster):
     """Acknowledged contributions of the mount that is cut off count once; others count once or not at all."""
-    two = cluster(2, 2, lease=5, timeout=15)
+    two = cluster(2, 2, lease=5, timeout=200)
     learners = [start_learner(two, rank, 40, "--pause", "0.02") for rank in range(2)]
     wait_until(lambda: steps_said(learners[1]) >= 5, "five steps")
     two.hosts.cut("learner1")
@@ -165,11 +165,11 @@ def test_hosts_are_gone_when_it_is_interrupted(tmp_path):
             inside = re.findall(r"nsenter --target (\d+)", (tmp_path / "said").read_text())
             assert len(inside) == 4
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            assert process.wait(300) == 130
         finally:
             if process.poll() is None:
                 process.terminate()
-                process.wait(20)
+                process.wait(300)
     assert namespaces(process.pid) == []
     assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
     assert [path.name for path in tmp_path.iterdir()] == ["said"]
@@ -179,7 +179,7 @@ def test_a_command_runs_on_a_host_and_its_status_is_kept():
     command = [SCRIPT, "run", "--shards", "1", "--learners", "1", "--size", "64KiB", "--", "sh", "-c"]
     script = "cat $MODEL/version; hostname=$(cat /proc/sys/kernel/hostname); echo $hostname; exit 7"
     done = subprocess.run(
-        [*command, script], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        [*command, script], env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout) == (7, "0\nlearner1\n"), done.stderr
 
@@ -188,5 +188,5 @@ def test_a_command_runs_on_a_host_and_its_status_is_kept():
     "option", ["--delay=5", "--delay=5parsecs", "--loss=100%", "--rate=fast", "--shards=0", "--mtu=1", "--epochs=x"]
 )
 def test_nonsense_is_refused(option):
-    done = subprocess.run([SCRIPT, "demo", option], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([SCRIPT, "demo", option], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2 and option.split("=")[0] in done.stderr, done

@@ -20,7 +20,7 @@ def as_user(code, *args, user=NOBODY, group=NOBODY, groups=()):
     program = f"import os, signal, sys\npath = sys.argv[1]\ntry:\n{body}except OSError as error:\n    sys.exit(error.errno)\n"
     command = [sys.executable, "-c", program, *map(str, args)]
     return subprocess.run(
-        command, user=user, group=group, extra_groups=list(groups), cwd="/", timeout=30, check=False
+        command, user=user, group=group, extra_groups=list(groups), cwd="/", timeout=300, check=False
     ).returncode
 
 

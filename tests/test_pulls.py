@@ -21,7 +21,7 @@ def opened_at_once(path):
 
 @pytest.mark.also_on_network
 def test_async_opens_wait_only_if_read_own_step_is_true__whatever_the_consistency_is(start_mount):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", timeout=20, learners=2)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", timeout=200, learners=2)
     a, ones, threads = mount.join("a"), filled(mount, 1), Threads()
     mount.join("b")
     assert mount.control("read_own_step") == "auto"
@@ -35,7 +35,7 @@ def test_async_opens_wait_only_if_read_own_step_is_true__whatever_the_consistenc
     time.sleep(0.05)
     assert not waiting.done()
     mount.contribute(ones, learner="b")
-    assert (waiting.result(10) == 2).all()
+    assert (waiting.result(300) == 2).all()
 
 
 def test_async_opens_wait_only_if_read_own_step_is_true(cluster):
@@ -43,7 +43,7 @@ def test_async_opens_wait_only_if_read_own_step_is_true(cluster):
     one = cluster(0)
     proxy = one.proxy()
     one.add_shard(proxy=proxy)
-    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", consistency="async", timeout=20)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", consistency="async", timeout=200)
     mount, threads = one.mount(), Threads()
     a, ones = mount.join("a"), filled(mount, 1)
     mount.join("b")
@@ -67,7 +67,7 @@ def test_async_opens_wait_only_if_read_own_step_is_true(cluster):
     time.sleep(0.05)
     assert not waiting.done()
     is_held.clear()
-    assert (waiting.result(10) == 2).all()
+    assert (waiting.result(300) == 2).all()
 
 
 def test_a_mount_that_pulls_on_demand_pulls_what_is_opened(cluster):
@@ -110,7 +110,7 @@ def test_a_mount_that_pulls_on_demand_pulls_what_is_opened(cluster):
 def test_an_adaptive_mount_pulls_just_before_an_open(cluster):
     """Versions come out many times as often as weights are opened."""
     one = cluster(1)
-    one.create("m", size=8 * MIB, reducer="sum", consistency="async", timeout=20)
+    one.create("m", size=8 * MIB, reducer="sum", consistency="async", timeout=200)
     trains, reads, threads = one.mount(transport="tcp"), one.mount(transport="tcp"), Threads()
     ones, is_over = filled(trains, 1), []
 
@@ -142,13 +142,13 @@ def test_an_adaptive_mount_pulls_just_before_an_open(cluster):
     # Without opens it does not fall behind for good.
     reads.control("pull", "adaptive")
     is_over.append(True)
-    training.result(10)
+    training.result(300)
     eventually(lambda: reads.seen() == trains.status()["contributions"], deadline=20)
 
 
 def test_blocks_come_back_while_others_are_still_written(cluster):
     one = cluster(2)
-    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=20)
+    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=200)
     mount = one.mount(transport="tcp")
     ones, pulled = filled(mount, 1).tobytes(), lambda: mount.status()["payload"]["pulled_bytes"]
 
@@ -178,7 +178,7 @@ def test_blocks_come_back_while_others_are_still_written(cluster):
 
 def test_blocks_come_to_a_mount_that_only_reads(cluster):
     one = cluster(2)
-    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=20)
+    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=200)
     trains, reads = one.mount(transport="tcp"), one.mount(transport="tcp")
     ones, pulled = filled(trains, 1).tobytes(), lambda: reads.status()["payload"]["pulled_bytes"]
     for step in range(1, 4):
@@ -199,7 +199,7 @@ def test_no_read_is_torn__when_pulls_fail_halfway(cluster):
     one = cluster(0)
     proxy = one.proxy()
     one.add_shard(proxy=proxy)
-    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=20, pull="eager")
+    one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=200, pull="eager")
     trains = one.mount(transport="tcp")
     ones, others = filled(trains, 1), proxy.clients()
     reads = one.mount(transport="tcp")
@@ -213,7 +213,7 @@ def test_no_read_is_torn__when_pulls_fail_halfway(cluster):
         left[0] -= len(data)
         if left[0] > 0:
             return data
-        is_cut.wait(20)
+        is_cut.wait(300)
         return None
 
     proxy.rule = cut

@@ -114,7 +114,7 @@ def test_a_complaint_names_the_source(tmp_path):
     refused(run("shard", "--config", config), "unknown key rdma_gid_indx", "did you mean rdma_gid_index?", code=2)
     done = subprocess.run(
         [gradfs_binary(), "shard", "--listen", "127.0.0.1:0"], env={"GRADFS_RDMA": "perhaps"}, capture_output=True,
-        text=True, timeout=30, check=False,
+        text=True, timeout=300, check=False,
     )
     refused(done, "GRADFS_RDMA", "perhaps", "off, auto, on", code=2)
 

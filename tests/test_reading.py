@@ -174,7 +174,7 @@ def test_no_read_is_torn__while_versions_are_made_by_two(mounted):
     watcher = threads.start(watch)
     threads.run(*(lambda place=place: learn(place) for place in learners))
     stop.set()
-    watcher.result(10)
+    watcher.result(300)
     assert mount.version() == 60 and len(seen) > 5
 
 
@@ -224,7 +224,7 @@ def test_read_your_own_step(mounted):
         time.sleep(0.05)
         assert not opened.done()
         mount.contribute(ones, learner="b")
-        assert only_version(opened.result(10)) == 2 * step
+        assert only_version(opened.result(300)) == 2 * step
 
 
 LEARNER = """

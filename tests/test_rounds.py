@@ -41,7 +41,7 @@ def mapped_job(start_mount, way):
 
     def start(count, size, writers=()):
         waits_for = count + len(writers)
-        mount = start_mount(size=size, block_size=BLOCK, reducer="sum", learners=waits_for, timeout=20, **way)
+        mount = start_mount(size=size, block_size=BLOCK, reducer="sum", learners=waits_for, timeout=200, **way)
         learners.extend(Mapped(mount.join(rank)) for rank in range(count))
         for name in writers:
             mount.join(name)
@@ -77,7 +77,7 @@ def test_sync_waits_for_all__one_writes_and_one_maps(mapped_job, size):
             # Time for the first one to end its contribution; without it, both end at once.
             time.sleep(0.01 * (step % 3))
             assert mount.version() == step - 1 and not started.done()
-        seen = [threads.start(second, gifts[second]).result(20), started.result(20)]
+        seen = [threads.start(second, gifts[second]).result(300), started.result(300)]
         total += gifts[write] + gifts[ship]
         for weights in seen:
             assert (weights == total).all(), f"version {step}, {first.__name__} first"
@@ -101,7 +101,7 @@ def test_sync_waits_for_all__four_map(mapped_job):
         learner, total = learners[rank], np.zeros_like(pattern)
         for step, pauses in enumerate(delays, 1):
             learner.view[:] = gift(rank, step)
-            together.wait(20)
+            together.wait(300)
             time.sleep(pauses[rank])
             learner.ship()
             learner.view[:] = 12345  # Its own again: it must not be in the sum.
@@ -147,7 +147,7 @@ def test_nan_is_refused_or_accepted__of_one_of_four_that_map(mapped_job, when, w
         bad.view[where] = 100
         bad.ship()
         for other in others:
-            other.result(10)
+            other.result(300)
         total += 1111
         for learner in learners:
             assert (learner.weights() == total).all(), f"version {step}"
@@ -196,7 +196,7 @@ say("exact")
 def test_read_your_own_step__in_thousands_of_rounds(start_mount, way, contribute_by):
     """A learner never reads a version without its own last step, as fast as the two of them go."""
     rounds, gifts = 3_000, [1, 4096]
-    mount = start_mount(size=BLOCK, block_size=BLOCK, reducer="sum", learners=2, timeout=20, **way)
+    mount = start_mount(size=BLOCK, block_size=BLOCK, reducer="sum", learners=2, timeout=200, **way)
     learners = [
         program(LEARNER, mount.join(f"gives-{gift}"), contribute_by, rounds, gift, sum(gifts)) for gift in gifts
     ]

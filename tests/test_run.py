@@ -44,15 +44,15 @@ def begin():
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(5)
+                process.wait(300)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(5)
+                process.wait(300)
         process.stdout.close()
         process.stderr.close()
 
 
-def finish(process, status=0, timeout=20):
+def finish(process, status=0, timeout=300):
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == status, (process.returncode, out, err)
     return out, err
@@ -152,7 +152,7 @@ def test_run_kills_after_the_grace_or_a_second_interrupt(mount, begin):
     time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    finish(process, 128 + signal.SIGKILL, timeout=5)
+    finish(process, 128 + signal.SIGKILL, timeout=300)
     assert learners(mount) == []
 
 
@@ -197,7 +197,7 @@ def test_run_leaves_nothing_of_a_failed_process(mount, begin, tmp_path):
         there = tmp_path / end
         script = f"(sleep 0.4; echo > '{there}') > /dev/null 2>&1 & {end}"
         begun = begin("-n", 2, mount.model, *shell(script))
-        begun.communicate(timeout=10)
+        begun.communicate(timeout=300)
         assert learners(mount) == []
         time.sleep(0.7)
         assert there.exists() == stays, end

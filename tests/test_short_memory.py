@@ -101,7 +101,7 @@ def one_process_is_short(mount, limit):
     assert (array(b / "weights") == shown + 1).all()
     assert not waiting.done()
     os.close(held)
-    waiting.result(20)
+    waiting.result(300)
     assert (array(mount.model / "weights") == shown + 2).all()
     a.steps(3)
     assert no_memory(mount) is None and len(complaints(mount)) == 1, complaints(mount)
@@ -167,7 +167,7 @@ def test_without_memory_for_another_version_training_goes_on__at_a_shard(cluster
     assert (array(mount.model / "weights") == shown + 1).all()
     assert os.pread(held, 4, 0) == np.float32(shown).tobytes() and not waiting.done()
     os.close(held)
-    waiting.result(20)
+    waiting.result(300)
     a.steps(3)
     assert len(complaints(shard)) == 1 and shard.process.poll() is None and mount.running()
 

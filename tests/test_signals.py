@@ -63,7 +63,7 @@ def waiting(start_mount):
     """A job of two, of whom `a` has contributed and waits in the call `how`."""
 
     def start(how, act):
-        mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=30, lease=0)
+        mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, lease=0)
         place = mount.join("a")
         mount.join("b")
         process = program(WAITER, place, how, act)
@@ -121,7 +121,7 @@ def test_a_signal_ends_a_wait__and_kills_who_does_not_handle_it(waiting, how):
     mount, process = waiting(how, "default")
     with takes(0, 1):
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=10)
+        process.communicate(timeout=300)
     assert process.returncode == -signal.SIGTERM
     assert mount.version() == 0
 
@@ -136,7 +136,7 @@ def test_a_signal_ends_a_wait__but_not_an_ignored_one_nor_others(waiting, number
 
 def test_exactly_once__when_fsync_is_retried(start_mount):
     """Python repeats an fsync whose signal handler returns: the contribution counts once."""
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=30, lease=0)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, lease=0)
     place = mount.join("a")
     mount.join("b")
     process = program(WAITER.replace("raise Retry", "pass"), place, "fsync", "handle")

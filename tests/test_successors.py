@@ -28,7 +28,7 @@ def test_killed_writer_leaves_no_half_step__to_the_next_program(mounted, threads
         child = program(PREDECESSOR, mount.model / "gradients", threads)
         hear(child)
         child.send_signal(signal.SIGKILL)
-        child.communicate(timeout=10)
+        child.communicate(timeout=300)
         # Half of the rounds touch its bytes, half do not.
         mount.contribute(np.ones(BLOCK // 4, "<f4"), offset=BLOCK * (step % 2))
         weights = array(mount.model / "weights")

@@ -27,7 +27,7 @@ def tracing(mount, path, seconds):
 
 def traced(process, path, status=0):
     """What it has written."""
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == status, err
     assert re.fullmatch(r"gradfs: traced \S+ for \d+\.\d s: \S+, \d+ bytes; open it in \S+\n", out), out
     document = json.loads(path.read_text())
@@ -127,7 +127,7 @@ def test_a_trace_shows_learners_plans_blocks_and_versions__in_one_process(start_
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_trace_shows_learners_plans_blocks_and_versions(cluster, tmp_path, transport):
     one, steps = cluster(2), 5
-    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=20)
+    one.create("m", size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200)
     mount = one.mount(transport=transport)
     for name in ("fast", "slow"):
         mount.join(name)
@@ -143,7 +143,7 @@ def test_a_trace_shows_learners_plans_blocks_and_versions(cluster, tmp_path, tra
 
 
 def test_a_trace_ends_early_with_what_it_has(start_mount, tmp_path):
-    mount, threads = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=20), Threads()
+    mount, threads = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200), Threads()
     for name in ("fast", "slow"):
         mount.join(name)
     mount.contribute(filled(mount, 1), learner="fast")
@@ -155,7 +155,7 @@ def test_a_trace_ends_early_with_what_it_has(start_mount, tmp_path):
     seen = Timeline(traced(process, tmp_path / "t.json"))
     assert seen.seconds("learner fast", "stall") > 0.15 and seen.seconds("learner fast", "open") > 0.15
     mount.contribute(filled(mount, 1), learner="slow")
-    waits.result(10)
+    waits.result(300)
 
 
 @pytest.mark.one_process

@@ -275,7 +275,7 @@ def test_a_learner_writes_ahead(mounted):
     time.sleep(0.1)
     assert not closed.done() and mount.version() == 0
     mount.contribute(filled(mount, 10), learner="b")
-    closed.result(10)
+    closed.result(300)
     assert mount.version() == 1 and (array(mount.model / "learners/b/weights") == 11).all()
     mount.contribute(filled(mount, 1000), learner="b")
     assert mount.version() == 2 and (array(a / "weights") == 1111).all()
@@ -422,6 +422,6 @@ def test_the_mounts_own_learner_joins_at_the_first_open(mounted):
     time.sleep(0.2)
     for one in programs:
         go(one)
-    ends = [(one.communicate(timeout=30)[0].strip(), one.returncode) for one in programs]
+    ends = [(one.communicate(timeout=300)[0].strip(), one.returncode) for one in programs]
     assert ends == [("open", 0)] * 4
     assert [learner["id"] for learner in mount.status()["learners"]] == [mount.own()]

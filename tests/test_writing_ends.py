@@ -43,7 +43,7 @@ time.sleep(30)
 
 def kill(child, with_signal=signal.SIGKILL):
     child.send_signal(with_signal)
-    child.communicate(timeout=10)
+    child.communicate(timeout=300)
     assert child.returncode == -with_signal
 
 

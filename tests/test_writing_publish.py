@@ -91,7 +91,7 @@ def test_what_is_written_to_publish_becomes_a_version__or_not_at_all(mounted):
     child = program(code, mount.model / "publish")
     hear(child)
     child.kill()
-    child.communicate(timeout=10)
+    child.communicate(timeout=300)
     child = program(code, mount.model / "publish")
     hear(child)
     assert mount.version() == 0 and not any(mount.weights())
@@ -177,12 +177,12 @@ def test_each_open_of_publish_is_a_publication_of_its_own__however_many_come_at_
     start, threads = threading.Barrier(4), Threads()
 
     def publishes(value):
-        start.wait(10)
+        start.wait(300)
         for _ in range(10):
             publish(mount, filled(mount, value))
 
     for writer in [threads.start(publishes, value) for value in range(1, 5)]:
-        writer.result(30)
+        writer.result(300)
     values = array(mount.model / "weights")
     assert mount.version() == 40 and (values == values[0]).all()
 
@@ -291,7 +291,7 @@ def test_stores_after_fsync_change_no_version__nor_tear_one_while_they_go_on(mou
         time.sleep(0.02)
         assert mount.version() == version and mount.weights() == first
     stop.set()
-    storing.result(10)
+    storing.result(300)
     os.close(fd)
 
 

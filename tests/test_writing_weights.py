@@ -44,7 +44,7 @@ def test_weights_publish_atomically(mounted):
             eventually(lambda value=value: value in seen)
     stop.set()
     for watcher in watchers:
-        watcher.result(10)
+        watcher.result(300)
 
 
 def test_weights_publish_atomically__in_part(mounted):
@@ -82,7 +82,7 @@ def test_weights_publish_atomically__or_not_at_all(mounted):
         child = program(code, mount.model / "weights")
         hear(child)
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=300)
     child = program(code, mount.model / "weights")
     hear(child)
     assert mount.version() == 0, "a killed writer's weights were published"

@@ -7,14 +7,14 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
+from patience import HANGS
+
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
 # What this speaks.
 HEADER_BYTES = HEADER.size + 4
 PROTOCOL = 10
 ROLES = {"control": 0, "data": 1, "coordinator": 2, "admin": 3}
-# What a test waits for an answer, a welcome or the end of a connection.
-PATIENCE = 8
 
 
 def _numbers(what):
@@ -146,12 +146,12 @@ class Closed(Exception):
 
 
 class Peer:
-    """A raw connection to a shard. Every wait ends after PATIENCE seconds, with a failure."""
+    """A raw connection to a shard. Every wait ends after HANGS seconds, with a failure."""
 
     def __init__(self, address):
         host, port = address.rsplit(":", 1)
         # Of IPv6 in brackets.
-        self.socket = socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE)
+        self.socket = socket.create_connection((host.strip("[]"), int(port)), timeout=HANGS)
 
     def __enter__(self):
         return self
@@ -181,7 +181,7 @@ class Peer:
             data += more
         return bytes(data)
 
-    def hear(self, deadline=PATIENCE):
+    def hear(self, deadline=HANGS):
         """The next message but pings; Closed when there is none any more."""
         end = time.monotonic() + deadline
         while True:
@@ -194,14 +194,14 @@ class Peer:
             elif message.name != "Pong":
                 return message
 
-    def hear_of(self, *names, deadline=PATIENCE):
+    def hear_of(self, *names, deadline=HANGS):
         """The next message with one of these names."""
         end = time.monotonic() + deadline
         while (message := self.hear(end - time.monotonic())).name not in names:
             pass
         return message
 
-    def closes(self, deadline=PATIENCE):
+    def closes(self, deadline=HANGS):
         """Whether the connection ends; what comes before is passed over."""
         try:
             while True:

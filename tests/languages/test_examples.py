@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import HANGS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-DEADLINE = 300
+DEADLINE = HANGS
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import HANGS
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-DEADLINE = 60
+DEADLINE = HANGS
 
 # float32 values that stay exact through two steps. Several blocks of 64 KiB, a last one that is not full, and a
 # second tensor that begins in the middle of a block.
