@@ -1,8 +1,10 @@
 """Snapshots: a job is saved while it runs, and goes on from there, as docs/semantics.md promises it under "Snapshots"."""
 
 import errno
+import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -241,8 +243,42 @@ def test_a_directory_holds_one_snapshot_unless_it_is_replaced__nor_by_one_that_t
         [str(gradfs_binary()), "save", "--replace", str(mount.model), str(saved)], preexec_fn=little_room,
         capture_output=True, text=True, timeout=300, check=False,
     )
-    assert done.returncode == 1 and f"{saved}/model.safetensors.partial: " in done.stderr, done
+    assert done.returncode == 1 and re.search(f"{saved}/model.safetensors.[0-9a-f]{{16}}: ", done.stderr), done
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+
+
+def test_a_save_that_fails_leaves_nothing(start_mount, tmp_path):
+    """The disk is full at one of its files; at each number of bytes another one is the first that does not fit."""
+    mount = start_mount(size="64KiB", reducer="adam")
+    mount.contribute(np.ones(16 << 10, "<f4").tobytes())
+
+    def limited(most):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    folder = tmp_path / "s"
+    command = [str(gradfs_binary()), "save", str(mount.model), str(folder)]
+    for most in (64, 1000, 66_000):
+        done = subprocess.run(command, preexec_fn=lambda most=most: limited(most), capture_output=True, text=True,
+                              timeout=60, check=False)
+        assert done.returncode == 1 and "File too large" in done.stderr, done
+        assert not folder.exists()
+    folder.mkdir()
+    done = subprocess.run(command, preexec_fn=lambda: limited(1000), capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1 and not os.listdir(folder)
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+def test_two_saves_do_not_write_into_one_directory_at_a_time(start_mount, gradfs, tmp_path):
+    mount = start_mount(size="64KiB", reducer="adam")
+    folder = tmp_path / "s"
+    folder.mkdir()
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    for replaces in ([], ["--replace"]):
+        assert f"another gradfs save writes into {folder}" in save(gradfs, *replaces, mount.model, folder, status=1)
+    os.close(fd)
+    save(gradfs, mount.model, folder)
 
 
 def test_a_save_leaves_alone_what_belongs_to_no_snapshot(start_mount, gradfs, model, tmp_path):

@@ -65,6 +65,9 @@ impl From<SnapshotError> for Error {
             SnapshotError::Occupied(_) => {
                 "name another directory; --replace would remove it, and all files there with names as a snapshot's"
             }
+            SnapshotError::Nested(_) => "name another directory",
+            SnapshotError::Busy(_) => "name another directory, or wait until it has ended",
+            SnapshotError::Replaced(_) => "try again when gradfs save has ended",
             SnapshotError::Damaged { .. } | SnapshotError::Tensors { .. } => {
                 "nothing was changed; copy the snapshot again from where it was saved, or use another one"
             }

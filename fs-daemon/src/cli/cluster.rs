@@ -113,7 +113,7 @@ Examples:
 In one process it goes on by gradfs up --from /backup/llama /mnt/job.
 
 The directory gets model.safetensors (in pieces with an index if it is large), optimizer.safetensors with \
-tensors named as torch's state, and manifest.json, which is written last: without it there is no snapshot. \
+tensors named as torch's state, and manifest.json, which takes its place last: until then the directory holds what it held before. \
 The job stands still only while its memory is copied.";
 
 const DELETE_EXAMPLES: &str = "\

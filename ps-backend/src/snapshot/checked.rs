@@ -1,13 +1,15 @@
-//! Files with a checksum for each block: written from start to end under a temporary name, and read to be compared.
+//! Files with a checksum for each block: written from start to end, and read to be compared.
 
-use std::fs::File;
-use std::io::{self, Read, Write};
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use libmodelio::bytes::crc32c::{Crc32c, crc32c};
 use serde::{Deserialize, Serialize};
 
 use super::SnapshotError;
+use super::directory::{Directory, changed};
 
 /// The manifest's facts about a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,16 +18,6 @@ pub(super) struct Checksums {
     pub bytes: u64,
     /// CRC32C of each block, 8 hexadecimal digits one behind the other.
     pub crc32c: String,
-}
-
-/// The suffix of files that are not finished.
-const PARTIAL: &str = ".partial";
-
-/// The temporary name of a file.
-pub(super) fn partial(path: &Path) -> PathBuf {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(PARTIAL);
-    path.with_file_name(name)
 }
 
 /// A file that is being written.
@@ -39,10 +31,9 @@ pub(super) struct Writing {
 }
 
 impl Writing {
-    /// Begins `name` in `dir`, under its temporary name.
-    pub(super) fn create(dir: &Path, name: &str, block_size: u32) -> Result<Writing, SnapshotError> {
-        let path = partial(&dir.join(name));
-        let file = File::create(&path).map_err(SnapshotError::file(&path))?;
+    /// Begins `name` in `dir`.
+    pub(super) fn create(dir: &Directory, name: &str, block_size: u32) -> Result<Writing, SnapshotError> {
+        let (path, file) = dir.create(name)?;
         let checksums = Checksums { name: name.to_owned(), bytes: 0, crc32c: String::new() };
         Ok(Writing {
             path,
@@ -85,66 +76,58 @@ impl Writing {
         if self.in_block > 0 {
             self.end_block();
         }
-        self.file.sync_all().map_err(SnapshotError::file(&self.path))?;
+        sync(&self.path, &self.file)?;
         Ok(self.checksums)
     }
 }
 
-/// Opens a file that a manifest names.
+/// Has a file on its disk.
+pub(super) fn sync(path: &Path, file: &File) -> Result<(), SnapshotError> {
+    file.sync_all().map_err(SnapshotError::file(path))?;
+    changed("synced");
+    Ok(())
+}
+
+/// Opens a file of a snapshot. What is no regular file could keep its reader waiting.
 pub(super) fn open(path: &Path) -> Result<File, SnapshotError> {
-    File::open(path).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => SnapshotError::damaged(path, "it is missing, and the manifest names it"),
-        _ => SnapshotError::file(path)(error),
-    })
+    let failed = SnapshotError::file(path);
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(&failed)?;
+    match file.metadata().map_err(&failed)?.is_file() {
+        true => Ok(file),
+        false => Err(SnapshotError::damaged(path, "it is no regular file")),
+    }
 }
 
 /// Compares a file with its checksums. Calls `read` with the number of bytes that were read.
 pub(super) fn verify(
-    dir: &Path,
+    (path, file): &(PathBuf, File),
     expected: &Checksums,
     block_size: u32,
     read: &mut dyn FnMut(u64) -> Result<(), SnapshotError>,
 ) -> Result<(), SnapshotError> {
-    let path = dir.join(&expected.name);
-    let failed = SnapshotError::file(&path);
-    let mut file = open(&path)?;
+    let failed = SnapshotError::file(path);
     let len = file.metadata().map_err(&failed)?.len();
     let blocks = expected.bytes.div_ceil(u64::from(block_size));
     if expected.crc32c.len() as u64 != blocks * 8 || !expected.crc32c.is_ascii() {
         let why = format!("the manifest has no checksums of its {blocks} blocks");
-        return Err(SnapshotError::damaged(&path, why));
+        return Err(SnapshotError::damaged(path, why));
     }
     if len != expected.bytes {
         let why = format!("it has {len} bytes, not {}", expected.bytes);
-        return Err(SnapshotError::damaged(&path, why));
+        return Err(SnapshotError::damaged(path, why));
     }
     let mut bytes = vec![0; block_size as usize];
-    let mut left = len;
+    let mut at = 0;
     for (block, sum) in expected.crc32c.as_bytes().chunks(8).enumerate() {
-        let bytes = &mut bytes[..left.min(block_size.into()) as usize];
-        file.read_exact(bytes).map_err(&failed)?;
+        let bytes = &mut bytes[..(len - at).min(block_size.into()) as usize];
+        file.read_exact_at(bytes, at).map_err(&failed)?;
         let got = format!("{:08x}", crc32c(bytes));
         if got.as_bytes() != sum {
-            let from = block as u64 * u64::from(block_size);
-            let why = format!("block {block} of it (from byte {from} on) is not what was written");
-            return Err(SnapshotError::damaged(&path, why));
+            let why = format!("block {block} of it (from byte {at} on) is not what was written");
+            return Err(SnapshotError::damaged(path, why));
         }
-        left -= bytes.len() as u64;
+        at += bytes.len() as u64;
         read(bytes.len() as u64)?;
     }
     Ok(())
-}
-
-/// Makes renames in a directory durable.
-pub(super) fn sync_dir(dir: &Path) -> Result<(), SnapshotError> {
-    let synced = File::open(dir).and_then(|dir| dir.sync_all());
-    synced.map_err(SnapshotError::file(dir))
-}
-
-/// Removes a file that may not be there.
-pub(super) fn remove(path: &Path) -> Result<(), SnapshotError> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(SnapshotError::file(path)(error)),
-        _ => Ok(()),
-    }
 }

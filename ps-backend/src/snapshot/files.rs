@@ -12,6 +12,8 @@ use libmodelio::wire::Kept;
 
 use super::{Head, kinds};
 
+/// The description of a snapshot, which is written last.
+pub const MANIFEST: &str = "manifest.json";
 /// The file of the optimizer's state and of masters.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 const MODEL: &str = "model.safetensors";

@@ -1,16 +1,17 @@
 //! `manifest.json`: the subject of a snapshot, and the checksums of all of its files, its own last. It is
 //! written last, so a directory without it is no snapshot.
 
+use std::io::{Read as _, Write as _};
 use std::path::Path;
 
 use libmodelio::bytes::crc32c::crc32c;
 use serde::{Deserialize, Serialize};
 
-use super::checked::{Checksums, partial, sync_dir};
+use super::checked::{Checksums, open, sync};
+use super::directory::{Directory, is_id};
+use super::files::MANIFEST;
 use super::{Head, SnapshotError};
 
-/// Its name.
-pub const MANIFEST: &str = "manifest.json";
 /// The format that this release writes and reads.
 const FORMAT: u64 = 1;
 /// The text before the manifest's own checksum.
@@ -23,12 +24,15 @@ pub(super) struct Manifest {
     pub format: u64,
     #[serde(flatten)]
     pub head: Head,
+    /// Until a file has its place, it has [`own_name`](super::directory::own_name) with this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
     pub files: Vec<Checksums>,
 }
 
 impl Manifest {
-    pub(super) fn new(head: Head, files: Vec<Checksums>) -> Manifest {
-        Manifest { format: FORMAT, head, files }
+    pub(super) fn new(head: Head, id: &str, files: Vec<Checksums>) -> Manifest {
+        Manifest { format: FORMAT, head, id: Some(id.to_owned()), files }
     }
 
     fn encode(&self) -> Result<String, serde_json::Error> {
@@ -39,28 +43,25 @@ impl Manifest {
         Ok(text)
     }
 
-    /// Writes it. From now on the directory is a snapshot.
-    pub(super) fn write(&self, dir: &Path) -> Result<(), SnapshotError> {
-        let path = dir.join(MANIFEST);
-        let failed = SnapshotError::file(&path);
+    /// Writes it under its own name. When it has its place, the directory is this snapshot.
+    pub(super) fn write(&self, dir: &Directory) -> Result<(), SnapshotError> {
         let text = self.encode().map_err(|error| SnapshotError::Invalid(error.to_string()))?;
-        let temporary = partial(&path);
-        std::fs::write(&temporary, text).map_err(&failed)?;
-        let synced = std::fs::File::open(&temporary).and_then(|file| file.sync_all());
-        synced.and_then(|()| std::fs::rename(&temporary, &path)).map_err(&failed)?;
-        sync_dir(dir)
+        let (path, mut file) = dir.create(MANIFEST)?;
+        file.write_all(text.as_bytes()).map_err(SnapshotError::file(&path))?;
+        sync(&path, &file)
     }
 
     /// Reads it.
     pub(super) fn read(dir: &Path) -> Result<Manifest, SnapshotError> {
         let path = dir.join(MANIFEST);
-        let bytes = match std::fs::read(&path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound && dir.is_dir() => {
+        let mut file = match open(&path) {
+            Err(error) if error.is_missing() && dir.is_dir() => {
                 return Err(SnapshotError::NoManifest(dir.to_owned()));
             }
-            Err(error) => return Err(SnapshotError::file(&path)(error)),
+            opened => opened?,
         };
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(SnapshotError::file(&path))?;
         let damaged = |why: String| SnapshotError::damaged(&path, why);
         // In another format, only the number can be relied on.
         #[derive(Deserialize)]
@@ -78,6 +79,11 @@ impl Manifest {
         if format!("{:08x}", crc32c(body.as_bytes())) != checksum {
             return Err(damaged("it is not what was written: its checksum is another one".into()));
         }
-        serde_json::from_str(&text).map_err(|error| damaged(format!("it cannot be read: {error}")))
+        let manifest: Manifest =
+            serde_json::from_str(&text).map_err(|error| damaged(format!("it cannot be read: {error}")))?;
+        match &manifest.id {
+            Some(id) if !is_id(id) => Err(damaged(format!("{id:?} is no identity of a snapshot"))),
+            _ => Ok(manifest),
+        }
     }
 }

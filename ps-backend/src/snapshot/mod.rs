@@ -13,12 +13,14 @@
 //! | `shards` | the copies on the shards of a model, over the network: a source |
 //! | `files` | which files a directory has, and where in them each piece lies |
 //! | `manifest` | `manifest.json`, without which a directory is no snapshot |
+//! | `directory` | a directory that is written into: its lock, names, and removals |
 //! | `checked` | files with a checksum for each block |
 //! | `writer`, `reader` | a directory as a sink, and as a source |
 //! | `load` | the memory of a partition as a sink |
 
 mod checked;
 mod copied;
+mod directory;
 mod files;
 mod head;
 mod load;
@@ -44,9 +46,9 @@ use crate::partition::store::PartitionError;
 use crate::region_store::kept_range;
 
 pub use copied::Copied;
+pub use files::MANIFEST;
 pub use head::{Head, settings};
 pub use load::Load;
-pub use manifest::MANIFEST;
 pub use reader::Reader;
 pub use shards::{Fetched, Shards};
 pub use stream::{Stream, StreamHead, head_bytes};
@@ -75,6 +77,15 @@ pub enum SnapshotError {
     /// A directory without a snapshot that has a file of which a snapshot's would take the place.
     #[error("{} is there, and belongs to no snapshot", .0.display())]
     Occupied(PathBuf),
+    /// A directory that has another one inside, where a snapshot has a file.
+    #[error("{} is a directory, and the snapshot has a file of that name", .0.display())]
+    Nested(PathBuf),
+    /// Another save has the lock of the directory.
+    #[error("another gradfs save writes into {}", .0.display())]
+    Busy(PathBuf),
+    /// A directory whose snapshot was replaced, again and again, while it was opened.
+    #[error("the snapshot in {} is being replaced", .0.display())]
+    Replaced(PathBuf),
     /// A file that is not as it was written.
     #[error("{}: {why}", path.display())]
     Damaged {
@@ -146,9 +157,14 @@ pub enum SnapshotError {
 }
 
 impl SnapshotError {
-    fn file(path: &Path) -> impl Fn(io::Error) -> SnapshotError {
+    fn file(path: &Path) -> impl Fn(io::Error) -> SnapshotError + use<> {
         let path = path.to_owned();
         move |error| SnapshotError::File { path: path.clone(), error }
+    }
+
+    /// Whether a file is not there.
+    fn is_missing(&self) -> bool {
+        matches!(self, SnapshotError::File { error, .. } if error.kind() == io::ErrorKind::NotFound)
     }
 
     fn damaged(path: &Path, why: impl Into<String>) -> SnapshotError {

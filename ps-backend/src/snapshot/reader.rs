@@ -11,17 +11,22 @@ use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::Kept;
 
 use super::checked::{open, verify};
-use super::files::{Extent, Extents, OPTIMIZER, StateTensor, state_tensors};
-use super::manifest::{MANIFEST, Manifest};
+use super::directory::own_name;
+use super::files::{Extent, Extents, MANIFEST, OPTIMIZER, StateTensor, state_tensors};
+use super::manifest::Manifest;
 use super::{Head, Piece, Sink, SnapshotError, Source};
 use crate::region_store::kept_range;
 
-/// A directory that holds a snapshot.
+/// How often a directory is opened whose snapshot is replaced meanwhile.
+const TRIES: u32 = 3;
+
+/// A directory that holds a snapshot. All of its files are open, so one that replaces it disturbs nothing.
 #[derive(Debug)]
 pub struct Reader {
     dir: PathBuf,
     manifest: Manifest,
     layout: ModelLayout,
+    /// In the order of the manifest.
     files: Vec<(PathBuf, File)>,
     extents: Extents,
 }
@@ -32,7 +37,18 @@ impl Reader {
     /// # Errors
     /// [`SnapshotError`] for a directory that is no snapshot.
     pub fn open(dir: &Path, block_size: Option<u32>) -> Result<Reader, SnapshotError> {
-        let manifest = Manifest::read(dir)?;
+        for _ in 0..TRIES {
+            let manifest = Manifest::read(dir)?;
+            let opened = Reader::of(dir, manifest.clone(), block_size);
+            // The files of a snapshot go only when another manifest has taken the place of its own.
+            if Manifest::read(dir).is_ok_and(|now| now == manifest) {
+                return opened;
+            }
+        }
+        Err(SnapshotError::Replaced(dir.to_owned()))
+    }
+
+    fn of(dir: &Path, manifest: Manifest, block_size: Option<u32>) -> Result<Reader, SnapshotError> {
         let head = &manifest.head;
         let in_manifest = |error: SnapshotError| {
             SnapshotError::damaged(&dir.join(MANIFEST), format!("it describes no snapshot: {error}"))
@@ -79,7 +95,20 @@ impl Reader {
         read: &mut dyn FnMut(u64) -> Result<(), SnapshotError>,
     ) -> Result<(), SnapshotError> {
         let block_size = self.manifest.head.block_size;
-        self.manifest.files.iter().try_for_each(|file| verify(&self.dir, file, block_size, read))
+        let mut files = self.files.iter().zip(&self.manifest.files);
+        files.try_for_each(|(file, expected)| verify(file, expected, block_size, read))
+    }
+
+    /// Opens a file that the manifest names, in its place or before it has that.
+    fn open_file(&self, name: &str) -> Result<(PathBuf, File), SnapshotError> {
+        let own = self.manifest.id.as_ref().map(|id| self.dir.join(own_name(name, id)));
+        for path in own.into_iter().chain([self.dir.join(name)]) {
+            match open(&path) {
+                Err(error) if error.is_missing() => {}
+                opened => return Ok((path, opened?)),
+            }
+        }
+        Err(SnapshotError::damaged(&self.dir.join(name), "it is missing, and the manifest names it"))
     }
 
     fn find_tensors(&mut self) -> Result<(), SnapshotError> {
@@ -90,11 +119,11 @@ impl Reader {
                 let why = format!("it names the file {:?}: a plain name is expected", file.name);
                 return Err(SnapshotError::damaged(&self.dir.join(MANIFEST), why));
             }
+            let (path, opened) = self.open_file(&file.name)?;
             if !file.name.ends_with(".safetensors") {
+                self.files.push((path, opened));
                 continue;
             }
-            let path = self.dir.join(&file.name);
-            let opened = open(&path)?;
             let len = opened.metadata().map_err(SnapshotError::file(&path))?.len();
             if len != file.bytes {
                 let why = format!("it has {len} bytes, not {}", file.bytes);

@@ -11,7 +11,8 @@ use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use tempfile::TempDir;
 
-use super::files::INDEX;
+use super::directory::watch;
+use super::files::{INDEX, is_of_snapshot};
 use super::*;
 use crate::core::LearnerRecord;
 
@@ -269,6 +270,146 @@ fn a_snapshot_is_there_until_another_one_is_complete() {
     write(dir.path(), &head, PIECE_SIZE, true).unwrap();
     assert_eq!(names(dir.path()), ["manifest.json", "model.safetensors", "optimizer.safetensors"]);
     assert_eq!(*verified(dir.path()).unwrap().head(), head);
+}
+
+/// What a command has left that was killed after any change of the directory, is a whole snapshot or none.
+#[test]
+fn a_save_that_is_killed_anywhere_leaves_the_old_snapshot_or_the_new_one() {
+    // Nothing was there; the old one has other files, and the same ones; a killed command has left it half in place.
+    for (before, after) in
+        [(None, 50_000), (Some(50_000), PIECE_SIZE), (Some(PIECE_SIZE), PIECE_SIZE), (Some(1), 50_000)]
+    {
+        let dir = TempDir::new().unwrap();
+        let (old, new) = (head(Reducer::Adam, 3), head(Reducer::Sgd, 5));
+        if let Some(piece_size) = before {
+            write(dir.path(), &old, piece_size, false).unwrap();
+        }
+        let (path, expected) = (dir.path().to_owned(), new.clone());
+        let (mut is_new, mut is_durable, mut unsynced) = (false, true, 0);
+        watch(Box::new(move |what| {
+            match what {
+                "create" => (is_durable, unsynced) = (false, unsynced + 1),
+                "synced" => unsynced -= 1,
+                "sync" => is_durable = true,
+                "switch" => {
+                    assert!(is_durable && unsynced == 0, "all that the manifest names is on the disk");
+                    (is_new, is_durable) = (true, false);
+                }
+                "place" | "remove" => {
+                    assert!(is_durable || !is_new, "the manifest is on the disk before others go")
+                }
+                _ => unreachable!("{what}"),
+            }
+            let found = verified(&path).map(|reader| reader.head().clone());
+            match (is_new, before) {
+                (true, _) => assert_eq!(found.unwrap(), expected, "{what}"),
+                (false, Some(_)) => assert_eq!(found.unwrap(), old, "{what}"),
+                (false, None) => assert!(matches!(found, Err(SnapshotError::NoManifest(_))), "{what}"),
+            }
+        }));
+        write(dir.path(), &new, after, true).unwrap();
+        watch(Box::new(|_| ()));
+        assert!(
+            names(dir.path()).iter().all(|name| name == MANIFEST || is_of_snapshot(name)),
+            "{:?}",
+            names(dir.path())
+        );
+    }
+}
+
+/// Copies the directory after each change; each copy is one of a command that was killed there.
+#[test]
+fn a_save_goes_on_where_another_was_killed() {
+    let (dir, copies) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    write(dir.path(), &head(Reducer::Adam, 3), 50_000, false).unwrap();
+    let (from, to) = (dir.path().to_owned(), copies.path().to_owned());
+    let mut count = 0;
+    watch(Box::new(move |_| {
+        count += 1;
+        let copy = to.join(format!("{count}"));
+        fs::create_dir(&copy).unwrap();
+        for name in names(&from) {
+            fs::copy(from.join(&name), copy.join(name)).unwrap();
+        }
+    }));
+    write(dir.path(), &head(Reducer::Sgd, 3), PIECE_SIZE, true).unwrap();
+    watch(Box::new(|_| ()));
+    let new = head(Reducer::Momentum, 4);
+    for copy in names(copies.path()) {
+        let copy = copies.path().join(copy);
+        // One that fails leaves the snapshot, and nothing of the command before.
+        let stopped = Writer::create(&copy, new.clone(), PIECE_SIZE, true).unwrap();
+        let before = verified(&copy).unwrap().head().clone();
+        drop(stopped);
+        assert_eq!(*verified(&copy).unwrap().head(), before);
+        write(&copy, &new, PIECE_SIZE, true).unwrap();
+        assert_eq!(names(&copy), ["manifest.json", "model.safetensors", "optimizer.safetensors"]);
+        assert_eq!(*verified(&copy).unwrap().head(), new);
+    }
+}
+
+#[test]
+fn two_saves_do_not_write_into_one_directory_at_a_time() {
+    let parent = TempDir::new().unwrap();
+    let (dir, head) = (parent.path().join("new"), head(Reducer::Adam, 3));
+    for replaces in [false, true] {
+        let first = Writer::create(&dir, head.clone(), PIECE_SIZE, replaces).unwrap();
+        let second = write(&dir, &head, PIECE_SIZE, replaces).expect_err("another one writes");
+        assert!(matches!(&second, SnapshotError::Busy(at) if *at == dir), "{second}");
+        let mut source = Numbers(head.layout(BLOCK).unwrap());
+        first.write(&mut source, &mut |_| Ok(())).unwrap();
+        verified(&dir).unwrap();
+    }
+}
+
+#[test]
+fn a_snapshot_is_read_to_its_end_while_another_one_replaces_it() {
+    let (dir, old) = (TempDir::new().unwrap(), head(Reducer::Adam, 3));
+    write(dir.path(), &old, PIECE_SIZE, false).unwrap();
+    let mut reader = Reader::open(dir.path(), None).unwrap();
+    write(dir.path(), &head(Reducer::Sgd, 3), PIECE_SIZE, true).unwrap();
+    reader.verify(&mut |_| Ok(())).unwrap();
+    let layout = reader.layout().clone();
+    reader.send(&mut pieces(&layout, kinds(&old.record)), &mut Compare(&layout, 0)).unwrap();
+}
+
+#[test]
+fn a_save_follows_no_link_and_waits_for_no_pipe() {
+    let (dir, victim, head) = (TempDir::new().unwrap(), TempDir::new().unwrap(), head(Reducer::Adam, 3));
+    let precious = victim.path().join("precious");
+    fs::write(&precious, "mine").unwrap();
+    for name in ["model.safetensors", "optimizer.safetensors", "manifest.json.0123456789abcdef"] {
+        std::os::unix::fs::symlink(&precious, dir.path().join(name)).unwrap();
+    }
+    nix::unistd::mkfifo(&dir.path().join(MANIFEST), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let error = Reader::open(dir.path(), None).expect_err("a pipe is no manifest").to_string();
+    assert!(error.contains("no regular file"), "{error}");
+    write(dir.path(), &head, PIECE_SIZE, true).unwrap();
+    verified(dir.path()).unwrap();
+    assert_eq!(fs::read(&precious).unwrap(), b"mine");
+    assert_eq!(names(dir.path()), ["manifest.json", "model.safetensors", "optimizer.safetensors"]);
+    // A directory makes way for nobody.
+    fs::remove_file(dir.path().join("optimizer.safetensors")).unwrap();
+    fs::create_dir(dir.path().join("optimizer.safetensors")).unwrap();
+    let refused = write(dir.path(), &head, PIECE_SIZE, true).expect_err("a directory is there");
+    assert!(matches!(refused, SnapshotError::Nested(_)), "{refused}");
+}
+
+/// A snapshot of the release before: its files have no other names, and its manifest says nothing of them.
+#[test]
+fn a_snapshot_without_an_identity_is_read_and_replaced() {
+    let (dir, head) = (TempDir::new().unwrap(), head(Reducer::Adam, 3));
+    write(dir.path(), &head, PIECE_SIZE, false).unwrap();
+    let path = dir.path().join(MANIFEST);
+    let text = fs::read_to_string(&path).unwrap();
+    let (body, _) = text.rsplit_once(",\n\"checksum\"").unwrap();
+    let (start, id) = body.split_once(",\"id\":\"").unwrap();
+    let body = format!("{start}{}", &id[17..]);
+    let crc = libmodelio::bytes::crc32c::crc32c(body.as_bytes());
+    fs::write(&path, format!("{body},\n\"checksum\": \"{crc:08x}\"}}\n")).unwrap();
+    assert_eq!(*verified(dir.path()).unwrap().head(), head);
+    write(dir.path(), &head, PIECE_SIZE, true).unwrap();
+    verified(dir.path()).unwrap();
 }
 
 #[test]

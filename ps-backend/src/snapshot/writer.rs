@@ -1,16 +1,17 @@
 //! A directory as a [`Sink`]: writes the files of a snapshot.
 //!
-//! Files are written under temporary names. They take their places only when all of them are on the disk, and
-//! the manifest comes last. So a directory that holds a snapshot keeps it until then, and a directory without
-//! a manifest holds none.
+//! Files are written under names of their own. When all of them are on the disk, the manifest takes its place, and that
+//! alone decides what the directory holds: the snapshot before, or this one. After that the files take their places, and
+//! those that no manifest names go.
 
 use std::path::{Path, PathBuf};
 
 use libmodelio::vocabulary::layout::ModelLayout;
 
-use super::checked::{Checksums, Writing, partial, remove, sync_dir};
-use super::files::{FileLayout, INDEX, is_of_snapshot};
-use super::manifest::{MANIFEST, Manifest};
+use super::checked::{Checksums, Writing};
+use super::directory::{Directory, names};
+use super::files::{FileLayout, INDEX, MANIFEST, is_of_snapshot};
+use super::manifest::Manifest;
 use super::{Head, Piece, Sink, SnapshotError, Source, kinds, pieces};
 use crate::region_store::kept_range;
 
@@ -19,7 +20,8 @@ pub const PIECE_SIZE: u64 = 5_000_000_000;
 
 /// A directory that is being written.
 pub struct Writer {
-    dir: PathBuf,
+    dir: Directory,
+    path: PathBuf,
     /// Whether the directory was made for this snapshot.
     made: bool,
     head: Head,
@@ -35,37 +37,55 @@ impl Writer {
     /// Refuses a directory that holds a snapshot, or a file with the name of a snapshot's, unless they are to be replaced.
     ///
     /// # Errors
-    /// [`SnapshotError::Exists`], [`SnapshotError::Occupied`]; the system's error.
+    /// [`SnapshotError::Exists`], [`SnapshotError::Occupied`], [`SnapshotError::Nested`]; the system's error.
     pub fn check(dir: &Path, replaces: bool) -> Result<(), SnapshotError> {
-        if replaces || !dir.is_dir() {
+        if !dir.is_dir() {
             return Ok(());
         }
-        if dir.join(MANIFEST).exists() {
-            return Err(SnapshotError::Exists(dir.to_owned()));
+        for name in names(dir)? {
+            let path = dir.join(&name);
+            let is_manifest = name == MANIFEST;
+            if !is_manifest && !is_of_snapshot(&name) {
+                continue;
+            }
+            if path.symlink_metadata().is_ok_and(|entry| entry.is_dir()) {
+                return Err(SnapshotError::Nested(path));
+            }
+            match replaces {
+                true => {}
+                false if is_manifest => return Err(SnapshotError::Exists(dir.to_owned())),
+                false => return Err(SnapshotError::Occupied(path)),
+            }
         }
-        match named_as_ours(dir)?.first() {
-            Some(name) => Err(SnapshotError::Occupied(dir.join(name))),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Begins one, in files of the model of `piece_size` bytes at most. `replaces`: a snapshot that is there goes when this
     /// one is complete, and so do files with the names of a snapshot's.
     ///
     /// # Errors
-    /// [`SnapshotError::Exists`], [`SnapshotError::Occupied`]; the system's error.
+    /// As [`Self::check`], and [`SnapshotError::Busy`].
     pub fn create(dir: &Path, head: Head, piece_size: u64, replaces: bool) -> Result<Writer, SnapshotError> {
-        let failed = SnapshotError::file(dir);
+        let layout = head.layout(head.block_size)?;
+        let file_layout = FileLayout::new(&head, &layout, piece_size);
+        let path = dir.to_owned();
         let made = match std::fs::create_dir(dir) {
             Ok(()) => true,
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && dir.is_dir() => false,
-            Err(error) => return Err(failed(error)),
+            Err(error) => return Err(SnapshotError::file(dir)(error)),
         };
-        Writer::check(dir, replaces)?;
-        let layout = head.layout(head.block_size)?;
-        let file_layout = FileLayout::new(&head, &layout, piece_size);
-        let (dir, done) = (dir.to_owned(), Vec::new());
-        Ok(Writer { dir, made, head, layout, file_layout, writing: None, done, complete: false })
+        let dir = Directory::lock(&path)?;
+        let done = Vec::new();
+        let writer =
+            Writer { dir, path, made, head, layout, file_layout, writing: None, done, complete: false };
+        Writer::check(&writer.path, replaces)?;
+        match Manifest::read(&writer.path) {
+            Ok(before) => writer.dir.remove_leftovers(before.id.as_deref())?,
+            Err(SnapshotError::NoManifest(_)) => writer.dir.remove_leftovers(None)?,
+            // It may name any of them. They go when it has been replaced.
+            Err(_) => {}
+        }
+        Ok(writer)
     }
 
     /// Bytes that are to be written.
@@ -132,20 +152,17 @@ impl Writer {
     }
 
     fn complete(&mut self) -> Result<(), SnapshotError> {
-        let before = named_as_ours(&self.dir)?;
-        remove(&self.dir.join(MANIFEST))?;
-        for file in &self.done {
-            let path = self.dir.join(&file.name);
-            std::fs::rename(partial(&path), &path).map_err(SnapshotError::file(&path))?;
-        }
-        // Otherwise the directory would hold two models, as after a snapshot of another number of pieces.
-        for old in before.iter().filter(|old| self.done.iter().all(|new| new.name != **old)) {
-            remove(&self.dir.join(old))?;
-        }
-        sync_dir(&self.dir)?;
-        Manifest::new(self.head.clone(), std::mem::take(&mut self.done)).write(&self.dir)?;
+        let manifest = Manifest::new(self.head.clone(), self.dir.id(), std::mem::take(&mut self.done));
+        manifest.write(&self.dir)?;
+        // The names of all files are on the disk before the manifest's place is.
+        self.dir.sync()?;
+        self.dir.place(MANIFEST)?;
         self.complete = true;
-        Ok(())
+        self.dir.sync()?;
+        let names: Vec<_> = manifest.files.iter().map(|file| &*file.name).collect();
+        names.iter().try_for_each(|name| self.dir.place(name))?;
+        self.dir.remove_others(&names)?;
+        self.dir.sync()
     }
 }
 
@@ -180,30 +197,16 @@ impl Sink for Writer {
     }
 }
 
-/// The files of a directory that have names as a snapshot's files, in order.
-fn named_as_ours(dir: &Path) -> Result<Vec<String>, SnapshotError> {
-    let listed: std::io::Result<Vec<_>> =
-        std::fs::read_dir(dir).and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
-    let names = listed.map_err(SnapshotError::file(dir))?.into_iter();
-    let mut names: Vec<String> =
-        names.filter_map(|name| name.into_string().ok()).filter(|name| is_of_snapshot(name)).collect();
-    names.sort_unstable();
-    Ok(names)
-}
-
 /// Removes everything that was not completed.
 impl Drop for Writer {
     fn drop(&mut self) {
         if self.complete {
             return;
         }
-        let begun = self.writing.as_ref().map(|(file, _)| self.file_layout.files[*file].name.as_str());
-        for name in self.done.iter().map(|done| done.name.as_str()).chain(begun) {
-            // Files that cannot be removed are no part of any snapshot.
-            let _ = remove(&partial(&self.dir.join(name)));
-        }
+        // Files that cannot be removed are no part of any snapshot.
+        let _ = self.dir.remove_own();
         if self.made {
-            let _ = std::fs::remove_dir(&self.dir);
+            let _ = std::fs::remove_dir(&self.path);
         }
     }
 }
