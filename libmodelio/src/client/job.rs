@@ -89,7 +89,7 @@ impl VersionView {
 ///   pinned, got and read.
 /// - [`Self::last_commit`] knows of a commit once the commit was answered. [`Self::version`] is at least that
 ///   commit's version once a request for it was answered.
-/// - [`Event::Published`] comes after [`Self::version`] shows the version, and [`Event::Left`] after
+/// - `Event::Published` comes after [`Self::version`] shows the version, and `Event::Left` after
 ///   [`Self::has_learner`] shows that the learner has left.
 /// - Versions that are pinned here stay, whatever becomes of them elsewhere.
 ///

@@ -94,7 +94,7 @@ pub enum Work<S> {
 /// Work for the edge.
 #[derive(Clone, Debug)]
 pub enum Action<S> {
-    /// Add all of these to the accumulator. Then call [`JobCore::accumulated`], or [`JobCore::accumulate_failed`] if
+    /// Add all of these to the accumulator. Then call `JobCore::accumulated`, or `JobCore::accumulate_failed` if
     /// nothing was added.
     Accumulate {
         /// The contributions to add, by learner. There is at least one.
@@ -103,7 +103,7 @@ pub enum Action<S> {
         combine: Combine,
     },
     /// Like `Accumulate`, of all contributions that are not in the accumulator: there may be none. Then measure the
-    /// accumulator. [`JobCore::accumulated`] gets the result.
+    /// accumulator. `JobCore::accumulated` gets the result.
     Measure {
         /// The contributions to add, by learner.
         contributions: Vec<Arc<Contribution<S>>>,
@@ -116,7 +116,7 @@ pub enum Action<S> {
         /// What is measured.
         quantity: Quantity,
     },
-    /// Compute a version, then call [`JobCore::reduced`]. If the plan is provisional, that must wait until it is
+    /// Compute a version, then call `JobCore::reduced`. If the plan is provisional, that must wait until it is
     /// sealed.
     Reduce(Arc<Plan<S>>),
     /// Seal the provisional plan under way with this one. All its contributions are committed.

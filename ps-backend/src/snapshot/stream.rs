@@ -77,7 +77,7 @@ impl Stream {
     }
 }
 
-/// Pieces can be had in the order of [`pieces`] only.
+/// Pieces can be had in the order of `pieces` only.
 impl Source for Stream {
     fn send(
         &mut self,

@@ -19,7 +19,7 @@ impl Coordinator {
         (self.generation, self.epoch)
     }
 
-    /// Holds the job: see [`CoordinatorCore::hold`].
+    /// Holds the job: see `CoordinatorCore::hold`.
     pub(in crate::server) fn hold(&self) {
         self.with_core(|state, now, actions| state.core.hold(now, actions));
     }

@@ -153,7 +153,7 @@ unsafe impl Sync for Registration {}
 impl Registration {
     /// Registers `range` of `memory`. Memory that is [`Spare`] gives way to it, except to memory that this
     /// end's READs fill. A caller that has work done on it holds the memory, too: see
-    /// [`Mapping::attach`](crate::bytes::mmap::Mapping::attach). A caller that lets peers write it makes sure
+    /// [`Mapping::attached`](crate::bytes::mmap::Mapping::attached). A caller that lets peers write it makes sure
     /// that nobody here relies on its contents staying unchanged.
     ///
     /// # Errors
