@@ -175,7 +175,7 @@ fn a_deaf_mount_does_not_hang_us() {
     assert!(message.contains("does not answer"), "{message}");
     let message = place.refused("mnt/below");
     assert!(message.contains("is inside") && message.contains("does not answer"), "{message}");
-    assert!(start.elapsed() < 3 * PATIENCE + Duration::from_secs(5));
+    assert!(start.elapsed() < 3 * PATIENCE + Duration::from_secs(60));
     unmount_with(&place.path(), true, &place.locks).unwrap();
     assert_eq!(mountinfo::topmost(&place.path()).unwrap(), None);
     drop(device);

@@ -20,7 +20,7 @@ use libmodelio::reader::Reader;
 use libmodelio::tracker::WriteRefused;
 use libmodelio::transport::ShardError;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(600);
 const SIZE: u64 = 1 << 16;
 
 /// A model of zeros with these settings.
@@ -133,7 +133,7 @@ fn all_who_write_as_a_learner_make_one_contribution() {
 
 #[test]
 fn a_commit_that_waits_in_vain_can_be_tried_again_but_for_a_close() {
-    let model = model(&[("reducer", "sum"), ("learners", "2"), ("timeout", "1")]);
+    let model = model(&[("reducer", "sum"), ("learners", "2"), ("timeout", "3")]);
     let [learner, slow] = ["a", "b"].map(|name| model.join(name, None).unwrap());
     let (ahead, behind) = (contribution(&model, &learner), contribution(&model, &slow));
     ahead.write(0, &all(1.0)).unwrap();
@@ -148,7 +148,7 @@ fn a_commit_that_waits_in_vain_can_be_tried_again_but_for_a_close() {
     assert!(learner.refusal.text().unwrap().contains("\"b\""), "{:?}", learner.refusal.text());
     let start = Instant::now();
     assert_eq!(commit(&ahead, Ending::Close), Err(libc::ETIMEDOUT));
-    assert!(start.elapsed() < Duration::from_millis(900), "it has waited before");
+    assert!(start.elapsed() < Duration::from_secs(3), "it has waited before");
     assert!(!ahead.wrote() && !learner.is_open());
 }
 

@@ -8,7 +8,7 @@ use crate::registry::{Registry, RegistryError, RemoteRegistry};
 use crate::wire::{HEADER, RegistryAnswer, RegistryRequest, frame};
 
 const SOON: Duration = Duration::from_millis(300);
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(600);
 
 fn within(time: Duration) -> Instant {
     Instant::now() + time

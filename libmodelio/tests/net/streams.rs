@@ -308,7 +308,7 @@ impl Stream for Wrong {
 }
 
 /// The longest a test waits for anything.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Asks for more bytes at once than come, and reports how many it gets.
 pub struct Patient {

@@ -23,7 +23,7 @@ use crate::support::software_device::software;
 use crate::world::{self, World};
 
 /// The longest wait for an outcome that must come. Devices in software on emulated machines take their time.
-pub const LONG: Duration = Duration::from_secs(90);
+pub const LONG: Duration = Duration::from_secs(600);
 
 /// For what does not come.
 pub const SHORT: Duration = Duration::from_millis(100);

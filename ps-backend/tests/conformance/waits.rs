@@ -8,7 +8,7 @@ use libmodelio::vocabulary::ids::{Step, Version};
 use crate::site::{BLOCK, BLOCKS, LONG, Message, Reply, SHORT, Way, answer, done, timed_out};
 
 /// By how much an answer may be late where a machine is emulated.
-const LATE: Duration = Duration::from_secs(20);
+const LATE: Duration = Duration::from_secs(300);
 
 /// Checks that a wait from `begun` on has ended about at its timeout.
 #[track_caller]

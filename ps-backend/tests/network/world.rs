@@ -20,7 +20,7 @@ use ps_backend::create::{NewModel, create};
 use ps_backend::server::{RdmaUse, Server, ServerOptions};
 use ps_backend::snapshot::Piece;
 
-pub const LONG: Duration = Duration::from_secs(20);
+pub const LONG: Duration = Duration::from_secs(600);
 /// The size of a block of a world's model, in bytes.
 pub const BLOCK: u32 = 64 << 10;
 

@@ -11,7 +11,7 @@ use crate::driver::{Source, Twin, WAYS, conclude, model, partition_of};
 
 /// What `begin` gives once the last job is gone, which other threads may hold a little longer.
 fn soon<T>(mut begin: impl FnMut() -> Result<T, PartitionError>) -> T {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(600);
     loop {
         match begin() {
             Err(error) if error.is_transient() && Instant::now() < deadline => std::thread::yield_now(),

@@ -19,7 +19,7 @@ use crate::fs::text;
 use crate::fuse::opening::Opened;
 use crate::session::model::Snapshots;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A version more.
 fn publish(job: &Job) {

@@ -8,7 +8,7 @@ use std::sync::mpsc;
 
 use super::*;
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(600);
 
 /// A shell that runs `script` once its stdin closes, so that the pidfd is open before it ends.
 fn held(script: &str) -> Child {

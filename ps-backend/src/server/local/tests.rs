@@ -9,7 +9,7 @@ use libmodelio::vocabulary::layout::DType;
 use super::*;
 use crate::partition::executor::Cpu;
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(600);
 const BLOCK: u32 = 64 << 10;
 const BLOCKS: u32 = 3;
 /// A version would be made in far less.

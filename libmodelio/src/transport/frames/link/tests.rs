@@ -11,7 +11,7 @@ use crate::transport::reactor::{Backend, Choice, Reactor, ReactorOptions, Thread
 use crate::vocabulary::ids::PlanId;
 use crate::wire::{Limits, Received};
 
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 const THREADS: u64 = 4;
 const EACH: u64 = 8000;
 

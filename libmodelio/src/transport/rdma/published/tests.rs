@@ -328,7 +328,7 @@ fn a_copy_of_a_buffer_that_was_used_again_is_never_accepted() {
     let buffers: Vec<_> = (0..BUFFERS).map(|_| Mapping::memfd("test", 8 * BUFFER_WORDS).unwrap()).collect();
     let mut directory = Directory::new().unwrap();
     let memory = Arc::clone(directory.memory());
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(600);
     let enough = |counts: &Counts| counts.accepted >= 2_000 && counts.overwritten >= 200;
     let counts = std::thread::scope(|scope| {
         let readers = [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9].map(|seed| {

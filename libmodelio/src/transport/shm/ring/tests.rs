@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = Duration::from_secs(600);
 
 /// Both ends of fresh rings, each with a mapping of its own.
 fn pair() -> (End, End) {

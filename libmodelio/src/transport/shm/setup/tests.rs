@@ -6,7 +6,7 @@ use super::*;
 use crate::transport::shm::Wants;
 
 const SOON: Duration = Duration::from_millis(200);
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(600);
 
 /// An address that no other test has.
 fn address() -> String {

@@ -21,7 +21,7 @@ use crate::server::partition::PartitionOptions;
 const BLOCK: u32 = 128 << 10;
 const BLOCKS: u32 = 3;
 const CLIENT: ClientId = ClientId(1);
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(600);
 
 /// Holds batches, as a device would that has not come to them yet.
 struct Holds {

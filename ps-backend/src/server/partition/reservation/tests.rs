@@ -80,7 +80,7 @@ fn begun() -> Arc<Partition> {
         })),
         None,
     );
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(600);
     while partition.missing(CLIENTS[0], PlanId(1)).is_none() {
         assert!(Instant::now() < deadline, "the plan does not begin");
         std::thread::sleep(Duration::from_millis(1));
