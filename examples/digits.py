@@ -27,6 +27,8 @@ HELD_OUT = 0.25
 # What --check asks for.
 LEAST_ACCURACY = 0.96
 MOST_DIFFERENCE = 1e-5
+# How much further apart two runs may come by rounding than two others do.
+TIMES_ROUNDING = 10
 
 
 def arguments(description):
@@ -40,7 +42,7 @@ def arguments(description):
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="order of the images (0)")
     parser.add_argument("--check", action="store_true",
                         help="train again in one process without the mount; fail unless the weights agree "
-                             f"to {MOST_DIFFERENCE} and the accuracy is {LEAST_ACCURACY}")
+                             f"to {MOST_DIFFERENCE}, or to what rounding alone makes, and the accuracy is {LEAST_ACCURACY}")
     return parser
 
 
@@ -153,20 +155,30 @@ def report(clocks, accuracy, version):
     print(f"version {version}, test accuracy {accuracy:.4f}", flush=True)
 
 
-def check(job, layout, trained, reference, accuracy, versions):
-    """Holds the trained weights against those of one process; exits non-zero when something is missed."""
+def difference_of(layout, ours, theirs):
+    """The largest difference of a weight, measured by the tensor's largest, and the tensor's name."""
     worst, where = 0.0, "any tensor"
-    ours, theirs = layout.views(trained), layout.views(reference)
+    ours, theirs = layout.views(ours), layout.views(theirs)
     for name in ours:
         largest = float(np.abs(theirs[name]).max()) or 1.0
         difference = float(np.abs(ours[name] - theirs[name]).max()) / largest
         if not difference <= worst:  # Also when it is NaN.
             worst, where = difference, name
+    return worst, where
+
+
+def check(job, layout, trained, reference, accuracy, versions, reordered=None):
+    """Holds the trained weights against those of one process; exits non-zero when something is missed. Weights that one
+    process has with its sums in another order say how much rounding alone makes of such a training."""
+    worst, where = difference_of(layout, trained, reference)
+    most = MOST_DIFFERENCE
+    if reordered is not None:
+        most = max(most, TIMES_ROUNDING * difference_of(layout, reordered, reference)[0])
     steps = job.epochs * sum(1 for _ in epoch_batches(*load_data()[:2], job, 0))
     print(f"against one process: largest difference {worst:.1e} of the tensor's largest weight, in {where} "
-          f"(at most {MOST_DIFFERENCE:.0e})")
+          f"(at most {most:.0e})")
     failures = []
-    if not worst <= MOST_DIFFERENCE:
+    if not worst <= most:
         failures.append(f"the weights differ by {worst:.1e}")
     if not accuracy >= LEAST_ACCURACY:
         failures.append(f"the accuracy is {accuracy:.4f}, below {LEAST_ACCURACY}")

@@ -148,8 +148,9 @@ def learner(job, rank):
         directory.rmdir()  # Leaves it.
 
 
-def train_alone(job, network):
-    """The same training in this process: the learners' shares one after the other, PyTorch's own optimizer, no mount."""
+def train_alone(job, network, backwards=False):
+    """The same training in this process: the learners' shares one after the other, PyTorch's own optimizer, no mount.
+    Backwards, each share's images come in the opposite order: the sums are the same, but for how they are rounded."""
     train_images, train_labels, _, _ = load_data()
     optimizer = torch.optim.SGD(network.parameters(), lr=job.lr)
     for epoch in range(job.epochs):
@@ -157,6 +158,8 @@ def train_alone(job, network):
             optimizer.zero_grad()
             for rank in range(job.learners):
                 images, labels = tensors(*(share(part, rank, job.learners) for part in batch))
+                if backwards:
+                    images, labels = images.flip(0), labels.flip(0)
                 (torch.nn.functional.cross_entropy(network(images), labels) / job.learners).backward()
             optimizer.step()
 
@@ -174,17 +177,20 @@ def main():
     job = parse(arguments("Trains a PyTorch digit classifier through a gradfs mount."))
     layout = Layout(job.model)
     first = configure(job)
-    alone, trained = network_of(layout), network_of(layout)
+    alone, backwards, trained = (network_of(layout) for _ in range(3))
     if running(trained):
         (job.model / "control" / "tensors").write_text(RULE)
-    load(alone, job.model / "weights.safetensors")
+    for network in (alone, backwards):
+        load(network, job.model / "weights.safetensors")
     clocks, accuracies = zip(*run_learners(learner, job))
     load(trained, job.model / "weights.safetensors")
     last = int((job.model / "version").read_text())
     report(clocks, accuracies[0], last)
     if job.check:
         train_alone(job, alone)
-        check(job, layout, flat(layout, trained), flat(layout, alone), accuracies[0], last - first)
+        train_alone(job, backwards, backwards=True)
+        weights = [flat(layout, network) for network in (trained, alone, backwards)]
+        check(job, layout, *weights[:2], accuracies[0], last - first, reordered=weights[2])
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_the_figures_of_passes_are_those_of_the_median():
 @pytest.mark.parametrize(("binary", "why"), [("/gone", "No such file"), ("/bin/false", "does not tell its version")])
 def test_a_binary_that_is_none_ends_the_run(script, binary, why, tmp_path):
     # Nothing is built for it, and nothing is measured.
-    for name in ("release/gradfs", "release/examples/bench_sink", "release/examples/bench_learner"):
+    for name in ("dist/gradfs", "dist/examples/bench_sink", "dist/examples/bench_learner"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     only = "list" if script == "bench" else "gradfs"

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from conftest import gradfs_binary
+from conftest import REPOSITORY, gradfs_binary
 from rdmavm import few, lasts, vm  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
@@ -82,11 +82,12 @@ def test_ext4_lives_on_a_disk_by_the_kernels_client(vm, tmp_path):  # noqa: F811
 @lasts(seconds=20)
 def test_the_kernels_client_contributes_as_the_mount_does(vm, tmp_path):  # noqa: F811
     """Gradients that are written to a device and flushed, by a Unix socket and by TCP, make the weights that they make
-    through the mount; the device shows them, too."""
+    through the mount; the device shows them, too. So do those of the jobs of fio-jobs/ for such a device."""
     gradients = np.arange(SIZE // 4, dtype="<f4") / 8 + 1.5
     (tmp_path / "gradients").write_bytes(gradients.tobytes())
     done = vm.run(
         begin()
+        + f"jobs={REPOSITORY / 'fio-jobs'}\n"
         + """
         common="--size 4MiB --reducer sum"
         contributes() { # a name, and words of nbd-client
@@ -107,6 +108,11 @@ def test_the_kernels_client_contributes_as_the_mount_does(vm, tmp_path):  # noqa
         down
         up grad $common --nbd $PWD/socket
         contributes unix -unix $PWD/socket
+        up grad $common --nbd $PWD/socket
+        attach -unix $PWD/socket && cd /run || exit 9
+        export NBD_DEVICE=/dev/nbd0 BS=64k DEPTH=4 PARTS=1 PART=100% FLUSH=1
+        for job in write read; do fio $jobs/kernel-nbd-$job.fio >fio.out || { cat fio.out; exit 9; }; done
+        cd /run/gradfs-test && cp grad/model/weights /share/fio && detach && [ $(cat grad/model/version) = 1 ] && down || exit 9
         up grad $common --nbd 127.0.0.1:10809
         contributes tcp 127.0.0.1 10809
         """,
@@ -114,6 +120,7 @@ def test_the_kernels_client_contributes_as_the_mount_does(vm, tmp_path):  # noqa
         share=tmp_path,
     )
     assert done.code == 0, done
+    assert set(np.fromfile(tmp_path / "fio", "<f4")) == {2**-7}
     for step in (1, 2):
         expected = (tmp_path / f"mount.{step}").read_bytes()
         assert expected == (gradients * step).tobytes()

@@ -4,6 +4,7 @@ when the link is down for a while in the middle, or a mount is killed in the mid
 Skipped with the reason where such machines cannot be had, or the build is one without RDMA.
 """
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from cluster import run
 from conftest import REPOSITORY, gradfs_binary
-from rdmavm import both_but_few_by_rxe, both_providers, lasts, vm  # noqa: F401
+from rdmavm import both_but_few_by_rxe, both_providers, few, lasts, vm  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
 
@@ -188,6 +189,8 @@ BEGIN = """
 set -u
 gradfs=%s
 python="/usr/bin/python3 -IS"
+# More words for shards and mounts.
+flags=
 export GRADFS_REGISTRY=a
 waits() {
     for _ in $(seq 3000); do "$@" && return; sleep 0.2; done
@@ -196,7 +199,7 @@ waits() {
 shard() { # words of create
     : >/tmp/shard.out
     env -u GRADFS_REGISTRY $gradfs shard --listen $HOST_ADDRESS --advertise a --rdma on --rdma-port 7171 \\
-        --metrics 127.0.0.1:0 >/tmp/shard.out 2>/tmp/shard.err &
+        --metrics 127.0.0.1:0 $flags >/tmp/shard.out 2>/tmp/shard.err &
     shard=$!
     (waits grep -q 'gradfs: ready' /tmp/shard.out) || { cat /tmp/shard.err >&2; exit 99; }
     $gradfs create m --block-size 64KiB "$@" >&2 || exit 3
@@ -204,7 +207,7 @@ shard() { # words of create
 mounted() { # a folder, and --transport
     mkdir -p $1
     : >/tmp/mount.out
-    $gradfs mount $1 --transport ${2:-rdma} >/tmp/mount.out 2>>/tmp/mount.err &
+    $gradfs mount $1 --transport ${2:-rdma} $flags >/tmp/mount.out 2>>/tmp/mount.err &
     mount=$!
     waits grep -q 'gradfs: ready' /tmp/mount.out
 }
@@ -300,6 +303,46 @@ END
         provider=provider,
     )
     assert done.code == 0, str(done)
+
+
+# Every flag of RDMA with a value that is not its default, but for those that the test above sets, and for what soft-iWARP
+# has not. Both ends have them.
+FLAGS = """--rdma-device $RDMA_DEVICE --rdma-gid-index $RDMA_GID_INDEX --rdma-inline 64 --rdma-depth 64 --rdma-report-every 8
+    --rdma-queues 1 --rdma-polling event --rdma-notice flag --rdma-buffers own --rdma-placement dynamic --rdma-slots 8
+    --rdma-arena 32MiB --rdma-shared-receives 0 --rdma-reads 4 --rdma-retries 5"""
+OF_ROCE = "--rdma-mtu 1024 --rdma-traffic-class 104"
+
+
+@both_but_few_by_rxe
+def test_steps_count_once_with_every_flag(vm, provider):  # noqa: F811
+    done = vm.run(
+        begin()
+        + f"""
+        flags="{FLAGS} {OF_ROCE if provider == "rxe" else ""}"
+        case $HOST_NAME in
+        a) shard --size 1000004 --reducer sum; meet shard; meet over; kill $shard; wait $shard || exit 4 ;;
+        b)
+            meet shard; mounted /tmp/mnt
+            $python /tmp/learner.py /tmp/mnt/m 2 || exit 5
+            grep -o '"transport": *"rdma"' /tmp/mnt/m/status.json | head -n 1
+            $gradfs unmount /tmp/mnt || exit 6
+            meet over ;;
+        esac
+        """,
+        two=True,
+        provider=provider,
+    )
+    assert done.code == 0, str(done)
+    *steps, transport = done.of["b"].out.splitlines()
+    assert [float(step.split()[0]) for step in steps] == [1, 2] and "rdma" in transport, str(done)
+
+
+@few
+def test_no_flag_of_rdma_is_left_out():
+    """Of those that `gradfs shard` and `gradfs mount` know, each is passed by a test here."""
+    known = {flag for command in ("shard", "mount") for flag in re.findall(r"--rdma[a-z-]*", run(command, "--help").stdout)}
+    passed = set(re.findall(r"--rdma[a-z-]*", f"{BEGIN} {FLAGS} {OF_ROCE}"))
+    assert len(known) > 10 and known == passed
 
 
 # How the link goes and comes, on both hosts. With rxe all packets are lost instead: the GSI queue pair of Linux 6.12's

@@ -92,22 +92,22 @@ def require_fuse():
         raise Failed("/dev/fuse is missing or not permitted: load the fuse module (modprobe fuse), or run as root")
 
 
-def release_directory():
-    """Where cargo puts release binaries."""
-    return ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target") / "release"
+def dist_directory():
+    """Where cargo puts binaries as packages have them."""
+    return ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target") / "dist"
 
 
 def build(*targets, only_look=False, features=()):
-    """Builds release binaries of fs-daemon, `gradfs` and examples, or takes those there are. Gives their paths."""
+    """Builds fs-daemon's `gradfs` and examples as for packages, or takes those there are. Gives their paths."""
     flags = {"gradfs": ["--bin", "gradfs"], **{name: ["--example", name] for name in EXAMPLES}}
     where = {"gradfs": "gradfs", **{name: f"examples/{name}" for name in EXAMPLES}}
-    release = release_directory()
-    paths = [release / where[target] for target in targets]
+    dist = dist_directory()
+    paths = [dist / where[target] for target in targets]
     if only_look:
         if missing := [str(path) for path in paths if not path.exists()]:
             raise Failed(f"not built: {', '.join(missing)}")
         return paths
-    command = ["cargo", "build", "--release", "-p", "fs-daemon", *(f"--features={name}" for name in features)]
+    command = ["cargo", "build", "--profile=dist", "-p", "fs-daemon", *(f"--features={name}" for name in features)]
     for target in targets:
         command += flags[target]
     say(f"building {' and '.join(targets)}")
