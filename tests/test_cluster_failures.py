@@ -516,6 +516,21 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cl
         assert mount.stop() == 0
 
 
+def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__also_beside_a_failed_write(cluster):
+    """The file of the write stays open. Its error is not that of later calls of the learner."""
+    one = model(cluster(2), timeout=1, lease=30)
+    mount = one.mount()
+    give(mount, 1)
+    assert only(mount) == 1
+    coordinator = one.coordinator_shard("m")
+    coordinator.kill()
+    fd = os.open(mount.model / "gradients", os.O_WRONLY)
+    outcome(os.pwrite, fd, bytes(4), 0)
+    one.add_shard(listen=coordinator.address)
+    has_failed(mount, deadline=15)
+    assert outcome(os.close, fd) == "EIO"
+
+
 def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__also_where_it_was_never_met(cluster):
     one = model(cluster(2), shards=1, timeout=200, lease=30)
     away, other = one.mount(), one.mount()

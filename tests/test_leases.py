@@ -82,15 +82,16 @@ def test_leases_expire__of_who_stops_in_a_contribution(start_mount, shards, cons
         """One stops, and at once the other one begins: no lease is used up by the other jobs."""
         holder.send_signal(signal.SIGSTOP)
         mount.join("b")
-        return tried(mount.contribute, filled(mount, 1), 0, "b")
+        said = tried(mount.contribute, filled(mount, 1), 0, "b")
+        mount.wait_for_version(1)
+        return *said, array(mount.model / "weights")
 
     threads = Threads()
     waits = [threads.start(both, *job) for job in zip(mounts, holders)]
     for (timeout, length), mount, holder, wait in zip(cases, mounts, holders, waits):
         job = f"{consistency}, {length} bytes, timeout {timeout}"
-        timeouts, took = wait.result(300)
+        timeouts, took, weights = wait.result(300)
         assert took < 3.5 * LEASE, job
-        weights = array(mount.place("b") / "weights")
         if consistency == "async" and (length == 4 or shards):
             # Nobody waits for a contribution before it is at the shard. Over a network that is with its commit.
             assert took < 0.5 * LEASE, job
@@ -154,6 +155,28 @@ def test_leases_expire__not_while_nobody_waits(start_mount):
         assert continued(holder) == "done", name
         assert mount.wait_for_version(1) == 1, name
         assert array(mount.model / "weights")[0] == 64, name
+
+
+@pytest.mark.parametrize("consistency", ["async", "sync"])
+def test_leases_expire__of_who_has_closed_its_files_and_lives(start_mount, shards, consistency):
+    """Where nobody would ever wait for it, as with async. Whoever has its files open stays there, too."""
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", consistency=consistency, lease=LEASE)
+    mount.join("a"), mount.join("b")
+    fd = os.open(mount.place("b") / "gradients", os.O_WRONLY)
+    os.write(fd, filled(mount, 1).tobytes())
+    mount.contribute(filled(mount, 1), learner="a")
+    os.fsync(fd)
+    if consistency == "sync":
+        os.close(fd)
+        time.sleep(3 * LEASE)
+        assert mount.place("a").exists() and mount.place("b").exists(), "they compute for as long as they like"
+        return
+    eventually(lambda: not mount.place("a").exists())
+    assert mount.place("b").exists()
+    os.close(fd)
+    eventually(lambda: not mount.place("b").exists())
+    with raises(errno.ENOENT, errno.ENOTCONN):
+        mount.contribute(filled(mount, 1), learner="a")
 
 
 # Contributes once, as one process.

@@ -140,6 +140,49 @@ def test_what_a_disk_has_taken_outlives_its_connections(served):
     assert again.ask(READ, 0, 9) == (0, b"answered\0")
 
 
+@pytest.mark.also_on_network
+def test_flushes_of_a_disk_take_no_memory(served):
+    """Nor the time of whoever asks for the status: the disk's memory is registered once."""
+    mount, path = served
+    client = opened(path)
+    staging = set()
+    for number in range(20):
+        write(client, 0, bytes([number]))
+        flush(client)
+        staging.add(mount.status()["memory"]["staging"])
+    assert len(staging) == 1 and version(mount) == 20
+
+
+def test_blocks_of_a_disk_that_is_written_meanwhile_arrive_whole(cluster, tmp_path):
+    """Over TCP, with checksums: no connection is given up for a frame that its own bytes contradict."""
+    one = cluster(1)
+    one.create("model", size=64 * BLOCK, dtype="u8", block_size=BLOCK, reducer="assign")
+    mount = one.mount(transport="tcp", checksum="on", nbd=tmp_path / "nbd.sock")
+    busy, flusher = opened(tmp_path / "nbd.sock"), opened(tmp_path / "nbd.sock")
+    over = threading.Event()
+
+    def writes():
+        number = 0
+        while not over.is_set():
+            number += 1
+            write(busy, 0, bytes([number % 256]) * (16 * BLOCK))
+
+    writer = threading.Thread(target=writes)
+    writer.start()
+    try:
+        for _ in range(30):
+            write(flusher, 63 * BLOCK, b"x")
+            flush(flusher)
+    finally:
+        over.set()
+        writer.join(60)
+    flush(busy)
+    assert weights(mount) == flusher.ask(READ, 0, 32 * BLOCK)[1] + flusher.ask(READ, 32 * BLOCK, 32 * BLOCK)[1]
+    (shard,) = one.shards
+    for log in (mount.stderr(), shard.stderr()):
+        assert "checksum" not in log and "broken" not in log, log
+
+
 def test_a_disk_of_floats_needs_nonfinite_accept(start_mount, tmp_path):
     path = tmp_path / "nbd.sock"
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="assign", nbd=path)

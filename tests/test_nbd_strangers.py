@@ -88,6 +88,24 @@ def test_ten_thousand_connections_that_send_one_byte_keep_nobody_out(served, man
     assert "panicked" not in mount.stderr()
 
 
+def test_clients_that_are_silent_keep_nobody_out(served, many_files):
+    """Readers that have an export open go before those that write, and those that were heard last go last."""
+    mount, path = served
+    writer, reader = opened(path), opened(path, "model/weights")
+    crowd = []
+    for _ in range(1024):
+        crowd.append(opened(path, "model/weights"))
+        assert reader.ask(READ, 0, 16)[0] == 0
+    eventually(lambda: not refuses(path))
+    assert writer.ask(WRITE, 0, SIZE, payload=np.ones(SIZE // 4, "<f4").tobytes()) == (0, b"")
+    assert writer.ask(FLUSH) == (0, b"")
+    assert reader.ask(READ, 0, 16)[0] == 0
+    with pytest.raises((ConnectionError, EOFError)):
+        crowd[0].ask(READ, 0, 16)
+    assert crowd[-1].ask(READ, 0, 16)[0] == 0
+    assert int((mount.model / "version").read_text()) == 1
+
+
 def refuses(path):
     try:
         is_served(path)

@@ -203,6 +203,33 @@ def test_run_leaves_nothing_of_a_failed_process(mount, begin, tmp_path):
         assert there.exists() == stays, end
 
 
+PRINTER = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    with open(os.environ["GRADFS_LEARNER"] + "/gradients", "wb") as file:
+        file.write(bytes(SIZE))
+    print("step", flush=True)
+    print("error", file=sys.stderr, flush=True)
+""".replace("SIZE", str(SIZE))
+
+
+@pytest.mark.parametrize("options", [[], ["--no-prefix"]])
+def test_processes_outlive_run_that_is_killed(mount, begin, tmp_path, options):
+    """They print and contribute, and nothing of theirs is left when they have ended."""
+    process = begin("-n", 2, *options, mount.model, "--", sys.executable, "-c", PRINTER, tmp_path / "over")
+    mount.wait_for_version(3)
+    process.kill()
+    process.wait(300)
+    mount.wait_for_version(mount.version() + 20)
+    assert len(learners(mount)) == 2
+    (tmp_path / "over").touch()
+    # Both streams end: nobody holds them any more.
+    out, err = process.communicate(timeout=300)
+    prefixes = [""] if options else ["[0] ", "[1] "]
+    assert {line for line in out.splitlines()} == {f"{prefix}step" for prefix in prefixes}
+    assert {line for line in err.splitlines() if "warning" not in line} == {f"{prefix}error" for prefix in prefixes}
+
+
 def test_run_prints_a_line_of_progress_each_second(mount, begin):
     code = STEPS.replace("for step", "end = time.time() + 2.3\nfor step")
     code = code.replace("    open(", "    time.time() < end or sys.exit()\n    open(", 1)

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `exports` | the names that clients open, and what they stand for |
 //! | `face` | what a client reads and writes through an open export |
-//! | `lobby` | the clients that have not chosen an export yet |
+//! | `lobby` | the places of clients, and who goes if there are too many |
 //! | `connection` | one client: its handshake, its requests and the replies |
 //!
 //! `libmodelio::nbd` is the protocol. A client is served on a reactor, so a slow one keeps nobody else waiting.
@@ -39,7 +39,7 @@ use exports::ModelExports;
 use lobby::Lobby;
 
 /// The most clients at a time.
-const MAX_CLIENTS: usize = 1024;
+const MAX_CLIENTS: usize = lobby::MOST_WAITING + lobby::MOST_SEATED;
 /// SO_SNDBUF of Unix sockets, in bytes: with the kernel's own, a large reply needs twice as many wake-ups.
 const SEND_BUFFER: usize = 512 << 10;
 /// The threads that serve clients. On two cores, four take writes of four connections faster than two do.
@@ -164,8 +164,8 @@ impl Bound {
         let options = ReactorOptions {
             name: "nbd".to_owned(),
             threads: THREADS,
-            // The listener is one more.
-            connections_a_thread: MAX_CLIENTS / THREADS + 1,
+            // The listener is one more, and clients that are sent away take a moment to go.
+            connections_a_thread: MAX_CLIENTS / THREADS * 5 / 4 + 1,
             // A reply to a single request leaves sooner by system calls than by io_uring, and many are as fast.
             choice: Choice::Poll,
         };

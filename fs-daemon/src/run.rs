@@ -39,8 +39,6 @@ use crate::sys;
 const NOT_FOUND: u8 = 127;
 /// The processes are looked at so often even if no signal tells of an end.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long the last lines of processes that have ended may take.
-const LAST_LINES: Duration = Duration::from_secs(1);
 /// How long the last learners may take to leave.
 const LAST_LEAVES: Duration = Duration::from_secs(5);
 
@@ -80,6 +78,13 @@ enum Event {
 /// # Errors
 /// Nothing could be started. No learner of it is in the job then.
 pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
+    let (first, most) = match plan.count {
+        Count::Fixed(count) => (count, count),
+        Count::Auto { most, .. } => (1, most),
+    };
+    // Before there are threads.
+    let output = (plan.prefix && most > 1).then(Output::start).transpose();
+    let output = output.map_err(|error| Error::new("nobody can pass lines on").caused_by(error))?;
     let job = Job::find(&plan.model)?;
     if !process::is_there(&plan.command[0]) {
         let command = plan.command[0].display();
@@ -88,10 +93,6 @@ pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
         logging::report_failure(&error);
         return Ok(NOT_FOUND.into());
     }
-    let (first, most) = match plan.count {
-        Count::Fixed(count) => (count, count),
-        Count::Auto { most, .. } => (1, most),
-    };
     match job.status() {
         Ok(status) => {
             let shown = plan.model.display().to_string();
@@ -114,7 +115,7 @@ pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
         most,
         supervisor: Supervisor::new(plan.on_failure, plan.restarts, plan.grace),
         processes: HashMap::new(),
-        output: (plan.prefix && most > 1).then(Output::new),
+        output,
         leaves,
     };
     let progress = plan.progress.unwrap_or_else(|| std::io::stderr().is_terminal());
@@ -130,7 +131,7 @@ pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
     let status = edge.attend(&events, &mut watch);
     edge.leaves.finish(LAST_LEAVES);
     if let Some(output) = edge.output {
-        output.finish(LAST_LINES);
+        output.finish();
     }
     Ok(status.into())
 }

@@ -367,8 +367,8 @@ impl Contributor {
             if state.committing {
                 return Err(ContributeError::Busy);
             }
-            if let Some(failed) = &state.failed {
-                return Err(failed.clone());
+            if let Some(failed) = self.failure(state) {
+                return Err(failed);
             }
             // A refused write opens nothing.
             let begun = state.tracker.begin(offset, data.len() as u64, |piece| pieces.push(piece));
@@ -413,6 +413,12 @@ impl Contributor {
             }
         });
         outcome.map_err(ContributeError::from)
+    }
+
+    /// Why the contribution fails, if it does. A job that has failed since is the better reason.
+    fn failure(&self, state: &State) -> Option<ContributeError> {
+        let failed = state.failed.clone()?;
+        Some(self.job.lost().map_or(failed, ContributeError::from))
     }
 
     /// The state is locked during this call. The shard answers an opening without calling other completions.

@@ -22,7 +22,7 @@ use crate::bytes::mmap::Mapping;
 use crate::client::{Done, Job};
 use crate::reader::Reader;
 use crate::transport::stream::{Guard, Piece, Target};
-use crate::transport::{ShardError, TransportKind};
+use crate::transport::{Region, ShardError, TransportKind};
 use crate::vocabulary::block_ranges::MAX_RANGES;
 use crate::vocabulary::ids::Version;
 
@@ -45,6 +45,8 @@ struct State {
 pub struct Disk {
     job: Arc<Job>,
     memory: Arc<Mapping>,
+    /// The same, registered once.
+    region: Region,
     state: Mutex<State>,
 }
 
@@ -66,7 +68,9 @@ impl Disk {
         let chunk = CHUNK.min(job.layout().block_size().into());
         let chunks = Chunks::new(size, chunk, base.version());
         let state = State { chunks, base, now: Vec::new(), next: Vec::new() };
-        Ok(Disk { job, memory: Arc::new(memory), state: Mutex::new(state) })
+        let memory = Arc::new(memory);
+        let region = job.register(Arc::clone(&memory));
+        Ok(Disk { job, memory, region, state: Mutex::new(state) })
     }
 
     /// The version that unwritten bytes are read from.
@@ -179,7 +183,7 @@ impl Disk {
         drop(state);
         let this = Arc::clone(self);
         let published = move |outcome| this.published(outcome, timeout);
-        self.job.assign_blocks(Arc::clone(&self.memory), &blocks, timeout, Box::new(published));
+        self.job.assign_blocks(&self.region, &blocks, timeout, Box::new(published));
     }
 
     fn published(self: &Arc<Self>, outcome: Result<(), ShardError>, timeout: Duration) {

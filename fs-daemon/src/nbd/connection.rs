@@ -100,7 +100,7 @@ impl Inbox {
 pub struct Client {
     exports: Arc<ModelExports>,
     lobby: Lobby,
-    /// Until an export is open.
+    /// Until the client is gone.
     place: Option<Place>,
     phase: Phase,
     /// When the present phase must be over, if it must.
@@ -149,7 +149,7 @@ impl Client {
         match opened {
             Ok(face) => {
                 tracing::debug!(export = export.name, "a block device is open");
-                self.place = None;
+                self.place.iter().for_each(|place| place.sit(face.is_writable()));
                 self.reply(handshake.opened());
                 let replies = Replies { structured };
                 self.phase = Phase::Requests(Open { face, size: export.size, replies, contexts });
@@ -177,6 +177,7 @@ impl Client {
     }
 
     fn request(&mut self, open: Open, request: Request) {
+        self.place.iter().for_each(Place::heard);
         match request.command {
             Command::Disconnect => {
                 open.face.end();

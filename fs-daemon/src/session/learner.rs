@@ -10,6 +10,7 @@ use libmodelio::bytes::available;
 use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::transport::{Attached, LeaveReason, Region, ShardError};
+use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::weight::Weight;
 use parking_lot::Mutex;
@@ -64,7 +65,9 @@ pub struct Learner {
 /// The users of a learner, which keep it attached to its job.
 #[derive(Default)]
 struct Users {
-    /// Open contributions, and users whose end will be reported.
+    /// Open contributions.
+    open: u32,
+    /// Users whose end will be reported.
     present: u32,
     /// A user has ended, and no other one has come since.
     ended: bool,
@@ -73,13 +76,16 @@ struct Users {
 }
 
 impl Users {
-    /// Whether the learner is used. `unsettled`: it has something unsettled.
-    fn attached(&self, unsettled: bool) -> Attached {
-        match self.present > 0 {
-            true => Attached::Yes,
+    /// Whether the learner is used. `unsettled`: it has something unsettled. `awaited`: others wait for it, sooner or
+    /// later, if it is silent.
+    fn attached(&self, unsettled: bool, awaited: bool) -> Attached {
+        match (self.open, self.present) {
+            (1.., _) => Attached::Yes,
+            // It lives, and has closed its files. Where nobody waits for it, the lease decides.
+            (0, 1..) if awaited => Attached::Yes,
             // A contribution that was left open may be about to count.
-            false if self.ended && !self.unseen && !unsettled => Attached::Exited,
-            false => Attached::No,
+            (0, 0) if self.ended && !self.unseen && !unsettled => Attached::Exited,
+            _ => Attached::No,
         }
     }
 }
@@ -191,7 +197,7 @@ impl Learner {
     pub(super) fn count_contribution(&self, opened: bool) {
         {
             let mut users = self.users.lock();
-            users.present = if opened { users.present + 1 } else { users.present.saturating_sub(1) };
+            users.open = if opened { users.open + 1 } else { users.open.saturating_sub(1) };
         }
         self.report_use();
     }
@@ -228,8 +234,9 @@ impl Learner {
         let unsettled = self.contributor.is_open();
         // Sent under the lock, so that the last message is the present state.
         let users = self.users.lock();
-        self.job.touch(self.id, Some(users.attached(unsettled)));
-        if users.present == 0 && self.is_guest.load(Ordering::Relaxed) {
+        let awaited = self.job.controls().consistency != Consistency::Async;
+        self.job.touch(self.id, Some(users.attached(unsettled, awaited)));
+        if users.open + users.present == 0 && self.is_guest.load(Ordering::Relaxed) {
             self.job.leave(self.id, LeaveReason::Asked, PROMPT, Box::new(|_| {}));
         }
     }
@@ -241,11 +248,19 @@ mod tests {
 
     #[test]
     fn only_a_known_end_of_all_users_lets_go_of_a_learner() {
-        let users = |present, ended, unseen| Users { present, ended, unseen };
-        assert_eq!(users(1, true, false).attached(false), Attached::Yes);
-        assert_eq!(users(0, true, false).attached(false), Attached::Exited);
-        assert_eq!(users(0, true, false).attached(true), Attached::No, "it may be about to count");
-        assert_eq!(users(0, true, true).attached(false), Attached::No);
-        assert_eq!(users(0, false, false).attached(false), Attached::No);
+        let users = |open, present, ended, unseen| Users { open, present, ended, unseen };
+        for awaited in [false, true] {
+            assert_eq!(users(1, 0, true, false).attached(false, awaited), Attached::Yes);
+            assert_eq!(users(0, 0, true, false).attached(false, awaited), Attached::Exited);
+            assert_eq!(
+                users(0, 0, true, false).attached(true, awaited),
+                Attached::No,
+                "it may be about to count"
+            );
+            assert_eq!(users(0, 0, true, true).attached(false, awaited), Attached::No);
+            assert_eq!(users(0, 0, false, false).attached(false, awaited), Attached::No);
+        }
+        assert_eq!(users(0, 1, true, false).attached(false, true), Attached::Yes);
+        assert_eq!(users(0, 1, true, false).attached(false, false), Attached::No, "nobody will wait for it");
     }
 }

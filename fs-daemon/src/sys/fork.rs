@@ -1,4 +1,4 @@
-//! fork(2): the one system call that makes a daemon of a command.
+//! fork(2): it makes a daemon of a command, and processes that outlive it.
 
 use std::fs;
 use std::io;

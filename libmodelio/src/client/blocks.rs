@@ -57,13 +57,14 @@ impl Inner {
         let is_open = granted.is_provisional();
         match granted.clone() {
             Granted::Weights(token) | Granted::OpenWeights(token) => {
-                let NewWeights { buffer, checked, .. } = self.weights.get(&token)?;
+                let NewWeights { buffer, checked, can_show } = self.weights.get(&token)?;
                 let (sources, checked) = (vec![buffer.clone()], smallvec![*checked]);
                 Some(Payload {
                     plan,
                     sources,
-                    // The program may write a block again while that is being sent.
-                    steady: !is_open,
+                    // A program may write a block again while that is being sent: before it has published, and a disk's
+                    // at any time.
+                    steady: !is_open && *can_show,
                     checked,
                     learners: Vec::new(),
                     shard_checks: true,
@@ -285,7 +286,9 @@ impl Shared {
             };
             return Some(Some((Form::Plain, piece)));
         }
-        let check = inner.rejects_nonfinite();
+        // What is wrong with a published block of a disk, the shard says.
+        let of_disk = |(_, granted): (PlanId, &Granted)| matches!(granted, Granted::Weights(_));
+        let check = inner.rejects_nonfinite() && !inner.core.outgoing().is_some_and(of_disk);
         let mut out = inner.spare.pop().unwrap_or_default();
         drop(inner);
         // SAFETY: as above. A program can store into memory that it has mapped: then each byte is old or new, and the

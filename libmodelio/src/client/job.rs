@@ -155,6 +155,11 @@ impl Job {
     /// Makes `memory` addressable for shards. This takes a while: register at the start, and use the region again.
     pub fn register(&self, memory: Arc<Mapping>) -> Region {
         self.shared.staging.add(&memory);
+        self.named_anew(memory)
+    }
+
+    /// `memory` under a name that no other region of this job has.
+    fn named_anew(&self, memory: Arc<Mapping>) -> Region {
         Region::new(memory, RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed)))
     }
 
@@ -172,6 +177,11 @@ impl Job {
     /// The settings, as last received.
     pub fn controls(&self) -> Controls {
         self.shared.inner.lock().controls().clone()
+    }
+
+    /// Why requests fail, if the job has lost a shard's blocks, or its coordinator.
+    pub fn lost(&self) -> Option<ShardError> {
+        self.shared.inner.lock().core.lost()
     }
 
     /// What learners write, by the settings.

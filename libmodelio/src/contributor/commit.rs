@@ -102,7 +102,7 @@ impl Contributor {
             if state.committing {
                 return Err(ContributeError::Busy);
             }
-            if let Some(failed) = state.failed.clone() {
+            if let Some(failed) = self.failure(&state) {
                 return Err(failed);
             }
             let Some(step) = state.step else { return Ok(None) };

@@ -125,20 +125,16 @@ impl Job {
         self.shared.await_newest(timeout, Box::new(newest_is_here));
     }
 
-    /// Publishes the newest version with these `blocks` of `memory`, which is of the model's size and stays the
-    /// caller's: shards copy the blocks. The bytes that count are those that the memory has at some time before the
+    /// Publishes the newest version with these `blocks` of registered `memory`, which is of the model's size and stays
+    /// the caller's: shards copy the blocks. The bytes that count are those that the memory has at some time before the
     /// answer; after a timeout they may be copied later. `done` is called when this client shows the version.
-    pub fn assign_blocks(
-        &self,
-        memory: Arc<Mapping>,
-        blocks: &FixedBitSet,
-        timeout: Duration,
-        done: Done<()>,
-    ) {
+    pub fn assign_blocks(&self, memory: &Region, blocks: &FixedBitSet, timeout: Duration, done: Done<()>) {
         if let Err(error) = self.shared.refuse_if_ending() {
             return done(Err(error));
         }
-        let weights = NewWeights { buffer: self.register(memory), checked: false, can_show: false };
+        // A request that timed out may have been taken, and its blocks are those of its own region.
+        let buffer = self.named_anew(Arc::clone(memory.memory()));
+        let weights = NewWeights { buffer, checked: false, can_show: false };
         self.shared.assign(weights, blocks, Instant::now() + timeout, done);
     }
 
