@@ -114,7 +114,7 @@ def test_failures_are_those_of_the_foreground(gradfs, tmp_path, mnt):
         (["up", "--size", "64KiB", tmp_path / "none"], 1, ["does not exist"]),
         (["up", "--size", "8TiB", mnt], 1, ["not enough memory"]),
         (["up", "--size", "64KiB", "--reducer", "magic", mnt], 2, ["magic"]),
-        (["shard", "--listen", "192.0.2.1:7070"], 1, ["192.0.2.1"]),
+        (["shard", "--listen", "192.0.2.1:7070", "--insecure"], 1, ["192.0.2.1"]),
         (["up", "--size", "64KiB", mnt, "--log-file", tmp_path / "none/log"], 1, ["cannot open the log"]),
     ]:
         done = gradfs(*args, "--background", *([] if "--log-file" in args else log), timeout=300)

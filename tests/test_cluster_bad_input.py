@@ -536,13 +536,14 @@ class Watched:
 
 MIB = 1 << 20
 AT_ONCE = 4
-# Who floods by what; threads and bytes that a connection may take by that, as docs/protocol.md states the limits.
+# Who floods by what; threads and bytes that a connection may take by that, as docs/protocol.md states the limits. Those of
+# requests that take time are for all connections of an address.
 FLOODS = {
     "status": ("admin", ("Status",), 0, 33 * MIB),
     "fetch": ("admin", ("Fetch", "generation", "epoch", "version", 0, b"\0"), 0, 33 * MIB),
     "move": ("admin", ("Move", "m", "generation", 999, 60_000), 1, 16 * MIB),
-    "abandon": ("admin", ("Abandon", "generation", 1), 128, 16 * MIB),
-    "create": ("admin", ("Create",), 64, 65 * MIB),
+    "abandon": ("admin", ("Abandon", "generation", 1), 8 // AT_ONCE, 16 * MIB),
+    "create": ("admin", ("Create",), 8 // AT_ONCE, 65 * MIB),
     "ping": ("data", ("Ping",), 0, 33 * MIB),
     "pull of what comes": ("data", ("Pull", 1 << 40, 0, BLOCKS), 0, 16 * MIB),
     "pull of what is": ("data", ("Pull", "version", 0, BLOCKS), 0, 33 * MIB),

@@ -25,7 +25,7 @@ waits() {
     echo "waited in vain: $*" >&2; cat *.err >&2; exit 99
 }
 shard() {
-    $gradfs shard --listen $HOST_ADDRESS "$@" >shard.out 2>shard.err &
+    $gradfs shard --listen $HOST_ADDRESS --insecure "$@" >shard.out 2>shard.err &
     shard=$!
     waits grep -q 'gradfs: ready' shard.out
 }
@@ -58,7 +58,7 @@ def test_devices_are_listed_and_those_that_cannot_be_used_are_clear_errors(vm, p
         + """
         $gradfs rdma devices --json >/share/devices.json && $gradfs rdma devices >/share/devices || exit 3
         for wrong in "--rdma-device mlx5_0" "--rdma-device $RDMA_DEVICE/7" "--rdma-gid-index 200"; do
-            $gradfs shard --listen $HOST_ADDRESS:0 --rdma on $wrong && exit 3
+            $gradfs shard --listen $HOST_ADDRESS:0 --insecure --rdma on $wrong && exit 3
             shard $wrong
             head -n 1 shard.out
             kill $shard; wait $shard || exit 4
@@ -69,20 +69,20 @@ def test_devices_are_listed_and_those_that_cannot_be_used_are_clear_errors(vm, p
         as_root=$gradfs
         gradfs="setpriv --reuid 1000 --regid 1000 --clear-groups --inh-caps=-all $as_root"
         ulimit -l 4096
-        $gradfs shard --listen $HOST_ADDRESS:0 --rdma on && exit 3
+        $gradfs shard --listen $HOST_ADDRESS:0 --insecure --rdma on && exit 3
         shard
         head -n 1 shard.out
         kill $shard; wait $shard || exit 4
         rm shard.out
         gradfs=$as_root
         ip link set $RDMA_NETDEV down || exit 5
-        $gradfs shard --listen $HOST_ADDRESS:0 --rdma on && exit 3
+        $gradfs shard --listen $HOST_ADDRESS:0 --insecure --rdma on && exit 3
         shard
         head -n 1 shard.out
         kill $shard; wait $shard || exit 4
         rdma link delete $RDMA_DEVICE || exit 6
         $gradfs rdma devices >/share/none || exit 7
-        $gradfs shard --listen $HOST_ADDRESS:0 --rdma on 2>/share/none.err
+        $gradfs shard --listen $HOST_ADDRESS:0 --insecure --rdma on 2>/share/none.err
         [ $? = 1 ] || exit 3
         """,
         provider=provider,
@@ -196,7 +196,7 @@ def test_a_mount_that_finds_no_room_says_what_to_set_and_goes_back_when_there_is
         case $HOST_NAME in
         a)
             for block in 1MiB 256KiB; do
-                env -u GRADFS_REGISTRY $gradfs shard --listen $HOST_ADDRESS --advertise a --rdma on --rdma-arena 4MiB \
+                env -u GRADFS_REGISTRY $gradfs shard --listen $HOST_ADDRESS --insecure --advertise a --rdma on --rdma-arena 4MiB \
                     >shard.out 2>shard.err &
                 shard=$!
                 waits grep -q 'gradfs: ready' shard.out

@@ -198,7 +198,7 @@ waits() {
 }
 shard() { # words of create
     : >/tmp/shard.out
-    env -u GRADFS_REGISTRY $gradfs shard --listen $HOST_ADDRESS --advertise a --rdma on --rdma-port 7171 \\
+    env -u GRADFS_REGISTRY $gradfs shard --listen $HOST_ADDRESS --insecure --advertise a --rdma on --rdma-port 7171 \\
         --metrics 127.0.0.1:0 $flags >/tmp/shard.out 2>/tmp/shard.err &
     shard=$!
     (waits grep -q 'gradfs: ready' /tmp/shard.out) || { cat /tmp/shard.err >&2; exit 99; }

@@ -7,6 +7,8 @@ use std::error::Error as StdError;
 
 use ps_backend::snapshot::SnapshotError;
 
+use crate::shown::shown;
+
 /// A failed command: the failure, the remedy, and the cause underneath.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
@@ -85,11 +87,13 @@ impl From<SnapshotError> for Error {
     }
 }
 
-/// The whole report, as printed on stderr: the message with its causes, then the hint.
+/// The whole report, as printed on stderr: the message with its causes, then the hint. A peer's words may be among them.
 pub fn report(error: &Error) -> String {
-    let mut text = format!("gradfs: error: {}", chain(error));
+    // Further lines are indented: none of them looks like one of gradfs's own.
+    let indented = |text: &str| text.lines().map(shown).collect::<Vec<_>>().join("\n  ");
+    let mut text = format!("gradfs: error: {}", indented(&chain(error)));
     if let Some(hint) = &error.hint {
-        text.push_str(&format!("\ngradfs: hint: {hint}"));
+        text.push_str(&format!("\ngradfs: hint: {}", indented(hint)));
     }
     text
 }
@@ -125,5 +129,7 @@ mod tests {
         );
         assert_eq!(error.exit_code(), 1);
         assert_eq!(Error::usage("x").exit_code(), 2);
+        let refused = Error::new("refused").caused_by(std::io::Error::other("\u{1b}no\ngradfs: ready"));
+        assert_eq!(report(&refused), "gradfs: error: refused: \\u{1b}no\n  gradfs: ready");
     }
 }

@@ -1,7 +1,7 @@
 //! The destination and level of log lines: stderr, warnings only, unless `-v` or `GRADFS_LOG` says more.
 
 use std::fs::{File, OpenOptions};
-use std::io::{IsTerminal, stderr};
+use std::io::{IsTerminal, Write, stderr};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -9,9 +9,10 @@ use std::sync::{Arc, OnceLock};
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 use tracing_subscriber::EnvFilter;
-use tracing_subscriber::fmt::writer::BoxMakeWriter;
+use tracing_subscriber::fmt::writer::{BoxMakeWriter, MakeWriter};
 
 use crate::error::{self, Error};
+use crate::shown::shown;
 
 /// Names the filter, in tracing's syntax (`debug`, `warn,gradfs=trace`); beats `-v`.
 pub const LOG_VARIABLE: &str = "GRADFS_LOG";
@@ -61,6 +62,8 @@ pub fn init(args: &LogArgs, plain: bool) -> Result<(), Error> {
         Some(file) => BoxMakeWriter::new(Arc::clone(file)),
         None => BoxMakeWriter::new(stderr),
     };
+    // JSON has control characters escaped already. Of a terminal's own, the subscriber lets only its colours through.
+    let writer = Lines { writer, escapes: !json, colours };
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(writer)
@@ -76,6 +79,50 @@ pub fn init(args: &LogArgs, plain: bool) -> Result<(), Error> {
     started.map_err(|e| Error::new("cannot start logging").caused_by(e))?;
     let _ = LOG.set(Log { file, json });
     Ok(())
+}
+
+/// Makes writers of lines. Peers' words may be in a line, and must not look like another line, nor change a terminal.
+struct Lines {
+    writer: BoxMakeWriter,
+    escapes: bool,
+    colours: bool,
+}
+
+struct Line<W> {
+    writer: W,
+    escapes: bool,
+    colours: bool,
+}
+
+impl<'a> MakeWriter<'a> for Lines {
+    type Writer = Line<<BoxMakeWriter as MakeWriter<'a>>::Writer>;
+
+    fn make_writer(&'a self) -> Self::Writer {
+        Line { writer: self.writer.make_writer(), escapes: self.escapes, colours: self.colours }
+    }
+}
+
+impl<W: Write> Write for Line<W> {
+    /// The subscriber writes each line at once.
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        if !self.escapes {
+            return self.writer.write(line);
+        }
+        let text = String::from_utf8_lossy(line);
+        let text = text.strip_suffix('\n').unwrap_or(&text);
+        let mut escaped = match self.colours {
+            // The escapes are the subscriber's own.
+            true => text.split('\u{1b}').map(shown).collect::<Vec<_>>().join("\u{1b}"),
+            false => shown(text).into_owned(),
+        };
+        escaped.push('\n');
+        self.writer.write_all(escaped.as_bytes())?;
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.writer.flush()
+    }
 }
 
 /// Opens a log to append to it, and makes it if need be.
@@ -160,6 +207,29 @@ mod tests {
         for (verbose, asked) in [(1, None), (2, None), (3, None), (0, Some("warn"))] {
             assert_eq!(shown(verbose, asked), (true, true), "{verbose} {asked:?}");
         }
+    }
+
+    #[test]
+    fn text_of_strangers_stays_within_its_line_of_the_log() {
+        let (mut reads, writes) = std::io::pipe().unwrap();
+        for colours in [false, true] {
+            let writes = writes.try_clone().unwrap();
+            let writer = BoxMakeWriter::new(move || writes.try_clone().unwrap());
+            let lines = tracing_subscriber::fmt()
+                .with_writer(Lines { writer, escapes: true, colours })
+                .with_ansi(colours)
+                .finish();
+            let peer = "a\n1970 ERROR b\r\u{1b}[2J";
+            tracing::subscriber::with_default(
+                lines,
+                || tracing::warn!(peer, name = %peer, "turned away: {peer}"),
+            );
+        }
+        drop(writes);
+        let said = std::io::read_to_string(&mut reads).unwrap();
+        assert_eq!(said.lines().count(), 2, "{said:?}");
+        assert!(!said.contains('\r') && !said.contains("\u{1b}[2J"), "{said:?}");
+        assert!(!said.lines().next().unwrap().contains('\u{1b}'), "{said:?}");
     }
 
     #[test]

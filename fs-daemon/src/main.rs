@@ -22,6 +22,7 @@ mod rdma;
 mod run;
 mod serve;
 mod session;
+mod shown;
 mod signals;
 mod source;
 mod sys;

@@ -16,6 +16,19 @@ const VERSIONS: u64 = 2;
 /// Of a shard: what the running plan has added up. While contributions of concluded plans wait, there is a second one.
 const SUMS: u64 = 1;
 
+/// Memory that a shard's models leave of what is available: for its connections, and for what its operator does there.
+/// It is a sixteenth of that, and at most so many bytes.
+const MAX_RESERVE: u64 = 1 << 30;
+
+/// The memory that models of a shard may take, if that can be told.
+pub fn for_models() -> Option<u64> {
+    available().map(less_reserve)
+}
+
+fn less_reserve(available: u64) -> u64 {
+    available - (available / 16).min(MAX_RESERVE)
+}
+
 /// Bytes of memory, by what they are for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryUse {

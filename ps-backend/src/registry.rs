@@ -8,7 +8,9 @@ mod deleted;
 mod refused;
 mod restoring;
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -40,6 +42,28 @@ pub struct Answer {
     pub payload: Option<Arc<[u8]>>,
 }
 
+/// A record that came with a request.
+#[derive(Debug)]
+pub struct Given<'a> {
+    record: ModelRecord,
+    bytes: &'a [u8],
+}
+
+impl Given<'_> {
+    /// Reads the payload of a request, if it is a record.
+    ///
+    /// # Errors
+    /// If it is none that can be used.
+    pub fn of<'a>(request: &RegistryRequest, payload: &'a [u8]) -> Result<Option<Given<'a>>, Refusal> {
+        if !matches!(request, RegistryRequest::Put { .. } | RegistryRequest::Restore { .. }) {
+            return Ok(None);
+        }
+        let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
+        record.check().map_err(Refusal::other)?;
+        Ok(Some(Given { record, bytes: payload }))
+    }
+}
+
 /// A shard that has announced itself at some time.
 #[derive(Debug)]
 struct Shard {
@@ -49,6 +73,8 @@ struct Shard {
     last_announced: Option<Now>,
     /// It holds partitions under its number, as it says.
     holds: bool,
+    /// The address that its announcement came from; `None` for this process.
+    from: Option<IpAddr>,
 }
 
 /// A model, as its last record says.
@@ -77,16 +103,45 @@ impl RegistryCore {
         RegistryCore::default()
     }
 
-    /// Answers a request that came with `payload`. What is refused changes nothing, and what is repeated changes
-    /// nothing the second time.
+    /// Answers a request of this process that came with `payload`. What is refused changes nothing, and what is repeated
+    /// changes nothing the second time.
     ///
     /// # Errors
     /// The [`Refusal`] to send.
     pub fn handle(&mut self, request: &RegistryRequest, payload: &[u8], now: Now) -> Result<Answer, Refusal> {
+        self.handle_from(None, request, payload, now)
+    }
+
+    /// Answers a request that came from an address.
+    ///
+    /// # Errors
+    /// The [`Refusal`] to send.
+    pub fn handle_from(
+        &mut self,
+        from: Option<IpAddr>,
+        request: &RegistryRequest,
+        payload: &[u8],
+        now: Now,
+    ) -> Result<Answer, Refusal> {
+        self.answer(from, request, Given::of(request, payload)?, now)
+    }
+
+    /// Answers a request whose payload was read before, which may take long.
+    ///
+    /// # Errors
+    /// The [`Refusal`] to send.
+    pub fn answer(
+        &mut self,
+        from: Option<IpAddr>,
+        request: &RegistryRequest,
+        given: Option<Given<'_>>,
+        now: Now,
+    ) -> Result<Answer, Refusal> {
+        let given = || given.ok_or_else(|| Refusal::other("a request without a record"));
         let done = |()| RegistryAnswer::Done;
         let message = match request {
             RegistryRequest::Announce { record, lease_ms, bound } => self
-                .announce(record, *bound, Duration::from_millis((*lease_ms).into()), now)
+                .announce(record, (from, *bound), Duration::from_millis((*lease_ms).into()), now)
                 .map(RegistryAnswer::Shard),
             RegistryRequest::Withdraw { shard } => {
                 self.withdraw(*shard, now);
@@ -101,7 +156,7 @@ impl RegistryCore {
                 let record = self.model(name)?.bytes.clone();
                 return Ok(Answer { message: RegistryAnswer::Model, payload: Some(record) });
             }
-            RegistryRequest::Put { replaces } => self.put(*replaces, payload).map(done),
+            RegistryRequest::Put { replaces } => self.put(*replaces, given()?).map(done),
             RegistryRequest::Delete { name, generation } => self.delete(name, *generation).map(done),
             RegistryRequest::Holding { shard, held, deleted } => {
                 self.are_deleted(deleted)?;
@@ -109,7 +164,7 @@ impl RegistryCore {
                 let fates = held.iter().map(|held| self.fate(held)).collect();
                 Ok(RegistryAnswer::Fates { draining, fates })
             }
-            RegistryRequest::Restore { shards } => self.restore(shards, payload, now).map(done),
+            RegistryRequest::Restore { shards } => self.restore(shards, given()?, now).map(done),
         };
         message.map(|message| Answer { message, payload: None })
     }
@@ -127,7 +182,7 @@ impl RegistryCore {
     fn announce(
         &mut self,
         record: &ShardRecord,
-        bound: bool,
+        (from, bound): (Option<IpAddr>, bool),
         lease: Duration,
         now: Now,
     ) -> Result<ShardId, Refusal> {
@@ -151,8 +206,10 @@ impl RegistryCore {
         let before = known.and_then(|known| self.shards.remove(&known));
         let draining = before.map_or(record.draining, |before| before.record.draining);
         let record = ShardRecord { shard: number, draining, ..record.clone() };
-        self.shards
-            .insert(number, Shard { record, until: now + lease, last_announced: Some(now), holds: bound });
+        self.shards.insert(
+            number,
+            Shard { record, until: now + lease, last_announced: Some(now), holds: bound, from },
+        );
         Ok(number)
     }
 
@@ -178,20 +235,28 @@ impl RegistryCore {
         number.ok_or_else(|| Refusal::other("no number is free for another shard"))
     }
 
-    /// Room for one more shard.
+    /// Room for one more shard. Numbers of the gone are kept for when they return, unless they are needed. If all are
+    /// there, one gives way that no model needs: of those that hold nothing, of the address that has most of them, the
+    /// one that has been silent for longest. It has a place again when it announces itself, which a stranger's inventions
+    /// do not.
     fn make_room(&mut self, now: Now) -> Result<(), Refusal> {
-        if self.shards.len() >= MAX_SHARDS {
-            // Numbers of the gone are kept for when they return, unless they are needed.
-            let owning: BTreeSet<_> = self.models.values().flat_map(|model| &model.owners).collect();
-            let mut gone =
-                self.shards.iter().filter(|(number, shard)| shard.until <= now && !owning.contains(number));
-            let Some((&number, _)) = gone.next() else {
-                return Err(Refusal::other(format_args!(
-                    "there are {MAX_SHARDS} shards already, the most that a registry knows"
-                )));
-            };
-            self.shards.remove(&number);
+        if self.shards.len() < MAX_SHARDS {
+            return Ok(());
         }
+        let owning: BTreeSet<_> = self.models.values().flat_map(|model| &model.owners).collect();
+        let unneeded = || self.shards.iter().filter(|(number, _)| !owning.contains(number));
+        let mut crowds: BTreeMap<Option<IpAddr>, usize> = BTreeMap::new();
+        unneeded().for_each(|(_, shard)| *crowds.entry(shard.from).or_default() += 1);
+        let gone = unneeded().find(|(_, shard)| shard.until <= now);
+        let least = |(_, shard): &(&ShardId, &Shard)| {
+            (shard.holds, Reverse(crowds.get(&shard.from).copied()), shard.last_announced)
+        };
+        let Some((&number, _)) = gone.or_else(|| unneeded().min_by_key(least)) else {
+            return Err(Refusal::other(format_args!(
+                "there are {MAX_SHARDS} shards already, the most that a registry knows"
+            )));
+        };
+        self.shards.remove(&number);
         Ok(())
     }
 
@@ -215,9 +280,11 @@ impl RegistryCore {
         self.models.get(name).ok_or_else(|| Refusal::NoModel(name.to_owned()))
     }
 
-    fn put(&mut self, replaces: Option<Epoch>, payload: &[u8]) -> Result<(), Refusal> {
-        let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
-        record.check().map_err(Refusal::other)?;
+    fn put(
+        &mut self,
+        replaces: Option<Epoch>,
+        Given { record, bytes: payload }: Given<'_>,
+    ) -> Result<(), Refusal> {
         let stored = self.models.get(&record.name);
         if stored.is_some_and(|stored| *stored.bytes == *payload) {
             return Ok(());
@@ -350,6 +417,9 @@ fn check_shard(record: &ShardRecord) -> Result<(), Refusal> {
                 "{what} of {} bytes, the limit is {MAX_SHARD_TEXT}",
                 text.len()
             )));
+        }
+        if text.contains(char::is_control) {
+            return Err(Refusal::other(format_args!("{what} {text:?} contains a control character")));
         }
     }
     let parts = record.address.rsplit_once(':');

@@ -44,7 +44,7 @@ class Shard:
 
     def __init__(self, gradfs, directory, registry=None, listen="127.0.0.1", options=()):
         self.log = directory / f"shard-{time.monotonic_ns()}.log"
-        command = [gradfs, "shard", "--listen", f"{listen}:0", *options]
+        command = [gradfs, "shard", "--listen", f"{listen}:0", "--insecure", *options]
         command += ["--registry", registry] if registry else []
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(

@@ -436,7 +436,7 @@ class Cluster:
 
     def shard(self, host, *options):
         """Starts a shard there; returns its program once it is ready."""
-        command = [self.binary, "shard", "--listen", self.hosts.address(host), *options]
+        command = [self.binary, "shard", "--listen", self.hosts.address(host), "--insecure", *options]
         if self.registry:
             command += ["--registry", self.registry]
         program = self.hosts.start(host, command, name=f"the shard on {host}")

@@ -26,7 +26,7 @@ use crate::error::Error;
 const REGISTRY_EXAMPLES: &str = "\
 Examples:
   On the host node1; ADDR of the others is then node1 (the port, 7070, can be left out):
-    gradfs registry --listen 0.0.0.0
+    gradfs registry --listen 0.0.0.0 --insecure
 
 The registry is a small table of shards and models; no data goes through it. For a single shard \
 none is needed: gradfs shard without --registry, or with its own address there, serves it itself.";
@@ -34,16 +34,16 @@ none is needed: gradfs shard without --registry, or with its own address there, 
 const SHARD_EXAMPLES: &str = "\
 Examples:
   One shard that is its own registry:
-    gradfs shard --listen 10.0.0.1
+    gradfs shard --listen 10.0.0.1 --insecure
 
   The same in the background; it returns when the shard answers:
-    gradfs shard --background --listen 10.0.0.1
+    gradfs shard --background --listen 10.0.0.1 --insecure
 
   One more, on another host; nothing else has to be configured for it:
-    gradfs shard --listen 0.0.0.0 --advertise node2 --registry 10.0.0.1
+    gradfs shard --listen 0.0.0.0 --insecure --advertise node2 --registry 10.0.0.1
 
   Only with RDMA, over one of two devices; without --rdma it is used where there is a device:
-    gradfs shard --listen 10.0.0.1 --rdma on --rdma-device mlx5_1
+    gradfs shard --listen 10.0.0.1 --insecure --rdma on --rdma-device mlx5_1
 
   The same on every host, with a file and the host's own name; the one that the file names is the registry:
     printf 'registry = \"node1\"\\nlisten = \"0.0.0.0\"\\nthreads = 8\\n' > cluster.toml
@@ -194,6 +194,10 @@ pub struct RegistryArgs {
     /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     listen: Option<String>,
+    /// Let everybody who reaches the address of --listen read, change and delete the models, from other hosts, too: there
+    /// is no authentication
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    insecure: Option<String>,
     /// TOML file with the same options as keys, those of other commands too
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     config: Option<PathBuf>,
@@ -207,6 +211,10 @@ pub struct ShardArgs {
     /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     listen: Option<String>,
+    /// Let everybody who reaches the address of --listen read, change and delete the models, from other hosts, too: there
+    /// is no authentication
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    insecure: Option<String>,
     /// Where others reach this shard [default: where it listens]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     advertise: Option<String>,

@@ -1,6 +1,7 @@
 //! `gradfs shard` and `gradfs registry`: processes that listen until they are told to stop.
 
 use std::io::Write as _;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use libmodelio::transport::rdma::RdmaOptions;
@@ -18,10 +19,17 @@ use crate::memory;
 use crate::metrics;
 use crate::signals;
 
-fn listen_address(listen: &Endpoint) -> Result<std::net::SocketAddr, Error> {
-    server::resolve(&listen.to_string()).map_err(|why| {
+/// The address to listen on. One that other hosts reach must be meant to be: the protocol knows no authentication.
+fn listen_address(listen: &Endpoint, insecure: bool) -> Result<SocketAddr, Error> {
+    let address = server::resolve(&listen.to_string()).map_err(|why| {
         Error::new(format!("cannot listen: {why}")).hint("name an address of this host, or 0.0.0.0 for all")
-    })
+    })?;
+    if insecure || address.ip().is_loopback() {
+        return Ok(address);
+    }
+    Err(Error::new(format!("cannot listen on {listen}: other hosts reach it, and there is no authentication")).hint(
+        "on a network where everybody may read, change and delete the models, add --insecure; else name a loopback address",
+    ))
 }
 
 /// Runs a shard.
@@ -32,7 +40,7 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
     config.registry = config.registry.take().filter(|registry| !config.is_the_registry(registry));
     let advertise = config.advertise.clone();
     let options = ServerOptions {
-        listen: listen_address(&config.listen)?,
+        listen: listen_address(&config.listen, config.insecure)?,
         advertise: Some(advertise.to_string()).filter(|_| advertise.port != 0),
         registry: config.registry.as_ref().map(Endpoint::to_string),
         holds_blocks: true,
@@ -61,7 +69,7 @@ pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
 /// Anything that keeps it from being there.
 pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
     let options = ServerOptions {
-        listen: listen_address(&config.listen)?,
+        listen: listen_address(&config.listen, config.insecure)?,
         advertise: None,
         registry: None,
         holds_blocks: false,
@@ -99,6 +107,12 @@ fn serve(
     {
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "gradfs: {}", describe(&server));
+        if !server.address().ip().is_loopback() {
+            let _ = writeln!(
+                out,
+                "gradfs: there is no authentication: whoever reaches this address can read, change and delete the models"
+            );
+        }
         if let Some(metrics) = &scraped {
             let _ = writeln!(out, "gradfs: {metrics}");
         }

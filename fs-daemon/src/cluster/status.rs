@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use super::{YOUNG, age, deadline, jobs, registry, registry_error};
 use crate::config::cluster::StatusConfig;
 use crate::error::Error;
+use crate::shown::shown_within;
 
 /// The exit status if a job waits for a shard, or has failed.
 const IN_TROUBLE: u8 = 3;
@@ -39,7 +40,7 @@ pub fn run(config: &StatusConfig) -> Result<ExitCode, Error> {
     if config.json {
         println!("{status:#}");
     } else {
-        print!("{}", for_people(&status));
+        print!("{}", for_people(&shown_within(status)));
     }
     Ok(if in_trouble { IN_TROUBLE.into() } else { ExitCode::SUCCESS })
 }

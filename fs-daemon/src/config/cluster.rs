@@ -44,6 +44,8 @@ const REGISTRY_USAGE: &str =
 pub struct RegistryConfig {
     /// The address to listen on.
     pub listen: Endpoint,
+    /// That address may be open to other hosts.
+    pub insecure: bool,
 }
 
 /// Everything `gradfs shard` needs to know.
@@ -51,6 +53,8 @@ pub struct RegistryConfig {
 pub struct ShardConfig {
     /// The address to listen on.
     pub listen: Endpoint,
+    /// That address may be open to other hosts.
+    pub insecure: bool,
     /// The address that others reach the shard at. Port 0 stands for the port that it turns out to listen on.
     pub advertise: Endpoint,
     /// The registry; `None`: it serves that itself, where it listens. It does so, too, if names that differ here turn out
@@ -196,7 +200,8 @@ const MAX_HOLD: f64 = 24.0 * 3600.0;
 impl RegistryConfig {
     /// Merges `layers`, the strongest first.
     pub fn merge(layers: &[Layer]) -> Result<RegistryConfig, Error> {
-        Ok(RegistryConfig { listen: Merged(layers).listen()? })
+        let merged = Merged(layers);
+        Ok(RegistryConfig { listen: merged.listen()?, insecure: merged.switch("insecure")? })
     }
 }
 
@@ -222,6 +227,7 @@ impl ShardConfig {
         let (device, state) = merged.device()?;
         Ok(ShardConfig {
             listen,
+            insecure: merged.switch("insecure")?,
             advertise,
             registry,
             metrics: merged.metrics()?,

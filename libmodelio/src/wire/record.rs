@@ -110,7 +110,7 @@ pub fn check_model_name(name: &str) -> Result<(), RecordError> {
         "" => "is empty",
         "." | ".." => "is a directory's own name",
         _ if name.contains('/') => "contains '/', so it cannot be a directory's",
-        _ if name.contains('\0') => "contains a NUL byte, so it cannot be a directory's",
+        _ if name.contains(char::is_control) => "contains a control character",
         _ if name.len() > MAX_MODEL_NAME => "is longer than 255 bytes, so it cannot be a directory's",
         _ => return Ok(()),
     };

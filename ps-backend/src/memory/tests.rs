@@ -12,6 +12,13 @@ fn with(settings: &[(&str, &str)]) -> Controls {
 }
 
 #[test]
+fn models_leave_a_reserve_of_a_shards_memory() {
+    assert_eq!(less_reserve(1600), 1500);
+    assert_eq!(less_reserve(100 << 30), 99 << 30);
+    assert_eq!(less_reserve(0), 0);
+}
+
+#[test]
 fn one_formula_counts_versions_masters_state_sums_and_staging() {
     let mib = |use_: MemoryUse| use_.items().map(|(_, bytes)| bytes >> 20);
     let process =

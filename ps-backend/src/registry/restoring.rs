@@ -11,7 +11,7 @@ use libmodelio::vocabulary::block_map::MAX_SHARDS;
 use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{ModelRecord, Refusal, ShardRecord, check_model_name};
 
-use super::{Now, RegistryCore, Shard, check_shard, follows};
+use super::{Given, Now, RegistryCore, Shard, check_shard, follows};
 
 impl RegistryCore {
     /// The number of a shard that holds blocks under it: nobody has it afterwards. The table is as it was if that is
@@ -62,11 +62,9 @@ impl RegistryCore {
     pub(super) fn restore(
         &mut self,
         shards: &[ShardRecord],
-        payload: &[u8],
+        Given { record, bytes: payload }: Given<'_>,
         now: Now,
     ) -> Result<(), Refusal> {
-        let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
-        record.check().map_err(Refusal::other)?;
         let is_news = match self.models.get(&record.name) {
             Some(stored) if *stored.bytes == *payload => false,
             Some(stored) if stored.generation != record.generation => {
@@ -93,8 +91,13 @@ impl RegistryCore {
             let known = self.at(&claim.address).and_then(|known| self.shards.remove(&known));
             let until = known.as_ref().map_or(now, |known| known.until);
             claim.draining = known.is_some_and(|known| known.record.draining);
-            self.shards
-                .insert(claim.shard, Shard { record: claim, until, last_announced: None, holds: false });
+            if !self.shards.contains_key(&claim.shard) {
+                self.make_room(now)?;
+            }
+            self.shards.insert(
+                claim.shard,
+                Shard { record: claim, until, last_announced: None, holds: false, from: None },
+            );
         }
         Ok(())
     }
@@ -122,7 +125,9 @@ impl RegistryCore {
                 claims.push(shard.clone());
             }
         }
-        if self.shards.len() + claims.len() > MAX_SHARDS {
+        // The others can give way.
+        let needed = self.shards.keys().filter(|&&number| self.owns(number)).count();
+        if needed + claims.len() > MAX_SHARDS {
             return Err(Refusal::other(format_args!("there would be more than {MAX_SHARDS} shards")));
         }
         Ok(claims)

@@ -96,6 +96,33 @@ fn leases_end_and_numbers_stay() {
 }
 
 #[test]
+fn a_crowd_of_announcements_leaves_places_for_shards() {
+    let mut core = core();
+    put(&mut core, &record("m", 1, 1), None).unwrap();
+    let from = |host| Some(IpAddr::from([127, 0, 0, host]));
+    let mut come = |from, address: String, at: u32| {
+        let lease_ms = MAX_LEASE.as_millis() as u32;
+        let request = RegistryRequest::Announce { record: shard(&address, 0), lease_ms, bound: false };
+        core.handle_from(from, &request, &[], SECOND * at).unwrap();
+        core.living(SECOND * at).map(|record| record.address.clone()).collect::<BTreeSet<_>>()
+    };
+    come(from(2), "real:1".into(), 0);
+    for at in 0..2 * MAX_SHARDS {
+        come(from(1), format!("invented:{}", at + 1), 1);
+    }
+    // One of another address than the crowd keeps its place. The crowd's own are used by whoever comes.
+    let there = come(from(1), "new:1".into(), 2);
+    assert!(["a:1", "real:1", "new:1"].into_iter().all(|one| there.contains(one)), "{there:?}");
+    for at in 0..MAX_SHARDS as u32 - 10 {
+        come(from(1), "new:1".into(), 3);
+        come(from(1), format!("invented:{}", 10_000 + at), 3);
+    }
+    let there = come(from(1), "late:1".into(), 4);
+    let known = ["a:1", "real:1", "new:1", "late:1"];
+    assert!(known.into_iter().all(|one| there.contains(one)) && there.len() == MAX_SHARDS, "{there:?}");
+}
+
+#[test]
 fn shards_withdraw_and_drain() {
     let mut core = core();
     core.handle(&RegistryRequest::Drain { shard: ShardId(1) }, &[], Now::ZERO).unwrap();
@@ -126,14 +153,30 @@ fn the_table_of_shards_has_an_end() {
         assert_eq!(announce(&mut core, &format!("h:{i}"), 0, Now::ZERO), Ok(ShardId(i)));
     }
     put(&mut core, &record("m", 1, 1), None).unwrap();
-    let full = announce(&mut core, "new:1", 0, Now::ZERO);
+    // Shard 1 owns blocks and keeps its number. Another one gives way.
+    assert_eq!(announce(&mut core, "new:1", 0, Now::ZERO), Ok(ShardId(2)));
+    assert_eq!(living(&mut core, Now::ZERO).len(), MAX_SHARDS);
+    // All leases are over.
+    assert_eq!(announce(&mut core, "new:2", 0, SECOND), Ok(ShardId(2)));
+    assert_eq!(announce(&mut core, "h:1", 0, SECOND), Ok(ShardId(1)));
+    let owners = (1..=MAX_SHARDS as u16).map(ShardId).collect::<Vec<_>>();
+    let map = BlockMap::from_owners(Epoch(1), owners).unwrap();
+    let layout = ModelLayout::blank((MAX_SHARDS as u64) << 16, DType::F32, 1 << 16).unwrap();
+    let all = ModelRecord::new(
+        "all",
+        Generation(2),
+        &layout,
+        Default::default(),
+        &map,
+        ShardId(1),
+        Default::default(),
+    );
+    put(&mut core, &all.unwrap(), None).unwrap();
+    let full = announce(&mut core, "new:3", 0, SECOND);
     assert_eq!(
         full,
         Err(Refusal::Other("there are 1024 shards already, the most that a registry knows".to_owned()))
     );
-    // All leases are over; shard 1 owns blocks and keeps its number.
-    assert_eq!(announce(&mut core, "new:1", 0, SECOND), Ok(ShardId(2)));
-    assert_eq!(announce(&mut core, "h:1", 0, SECOND), Ok(ShardId(1)));
 }
 
 #[test]

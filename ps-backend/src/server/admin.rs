@@ -99,7 +99,7 @@ impl Shared {
             "checksum": self.options.checksum.name(),
             "device": self.executor.device().map_or("cpu", |device| device.name()),
             "threads": self.options.threads,
-            "memory_available": memory::available(),
+            "memory_available": memory::for_models(),
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
             "registry_announcements": self.table.as_ref().map(|table| table.announcements()),
@@ -116,7 +116,7 @@ fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
     let blocks: u64 = mine.map(|&(_, run)| u64::from(run)).sum();
     // All blocks but the last have this size, and there are at least two versions.
     let needed = blocks.saturating_sub(1).saturating_mul(record.block_size.into()).saturating_mul(2);
-    match memory::available() {
+    match memory::for_models() {
         Some(available) if available < needed => Err(MakeError::Room { needed, available }),
         _ => Ok(()),
     }

@@ -11,17 +11,21 @@ use libmodelio::transport::stream::{Close, Piece};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
-use libmodelio::wire::{Limits, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Received, Refusal, Role};
+use libmodelio::wire::{
+    Limits, MAX_PAYLOAD, MAX_SMALL_MODEL, Message, Protocol, Received, Refusal, RegistryRequest, Role,
+};
 
 use super::coordinator::Coordinator;
+use super::errands::{self, Errand};
 use super::moving;
+use super::origins::{Origin, Place};
 use super::partition::{Followed, Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
 #[cfg(feature = "rdma")]
 use super::rdma_clients::RdmaClient;
 use super::redirect::{Redirect, TurnedAway};
 use super::shared::Shared;
 use super::shm_clients::ShmClient;
-use super::unsent::{Unsent, UnsentAll, answer, answer_counted};
+use super::unsent::{AdminAnswer, Unsent, UnsentAll, answer, answer_counted};
 use crate::partition::store::PinnedVersion;
 
 /// The longest silence on a connection.
@@ -64,6 +68,10 @@ pub(super) struct Peer {
     shared: Arc<Shared>,
     /// The peer's address, for the log.
     address: String,
+    /// The peer's address, for limits. A peer on this host or by RDMA has limits of its own.
+    origin: Option<Origin>,
+    /// Its place among those that have greeted.
+    place: Option<Place>,
     link: Link,
     kind: Kind,
     epoch: Epoch,
@@ -77,7 +85,7 @@ pub(super) struct Peer {
 
 impl Peer {
     pub(super) fn new(shared: Arc<Shared>, address: SocketAddr) -> Peer {
-        Peer::of(shared, address.to_string(), None)
+        Peer { origin: Some(Origin::of(address.ip())), ..Peer::of(shared, address.to_string(), None) }
     }
 
     pub(super) fn through_memory(shared: Arc<Shared>, memory: ShmClient) -> Peer {
@@ -93,6 +101,8 @@ impl Peer {
         Peer {
             shared,
             address,
+            origin: None,
+            place: None,
             link: Link::default(),
             kind: Kind::Strange,
             epoch: Epoch(0),
@@ -126,7 +136,7 @@ impl Peer {
     /// Refuses a request, and ends the connection.
     fn refuse(&self, request: u64, refusal: Refusal) -> Close {
         let why = refusal.to_string();
-        self.shared.complaints.turned_away(&self.address, &why);
+        self.shared.limits.complaints.turned_away(&self.address, &why);
         self.link
             .send_last(Outgoing { epoch: self.epoch, ..Outgoing::new(request, Message::Refused(refusal)) });
         Close::Asked(why.into())
@@ -148,6 +158,9 @@ impl Peer {
         let expected = Protocol::NEWEST.number();
         if *protocol != expected {
             return Err(Refusal::Protocol { expected, got: *protocol }.into());
+        }
+        if let Some(origin) = self.origin {
+            self.place = Some(self.shared.limits.origins.greeted(origin, &self.link)?);
         }
         if *role != Role::Data && self.memory.is_some() {
             return Err(Refusal::Role { what: format!("{role:?} by shared memory") }.into());
@@ -241,6 +254,21 @@ impl Peer {
         Ok(())
     }
 
+    /// Has a request answered on a thread that moves no bytes, and that no job waits for.
+    fn send_off(
+        &self,
+        request: u64,
+        kind: errands::Kind,
+        payload: &[u8],
+        answers: impl FnOnce(&[u8]) -> AdminAnswer + Send + 'static,
+    ) -> Result<(), Refusal> {
+        let origin = self.origin.ok_or_else(|| Refusal::other("such requests come by TCP"))?;
+        let unsent = Unsent::one_more(&self.unsent, payload.len())?;
+        let (link, payload) = (self.link.clone(), payload.to_vec());
+        let work = move |unsent| answer_counted(&link, request, answers(&payload), Some(unsent));
+        self.shared.limits.errands.run(origin, Errand { kind, unsent, work: Box::new(work) })
+    }
+
     /// Handles a request for administration, with its payload.
     fn administer(&self, request: u64, message: Message, payload: &[u8]) -> Result<(), Refusal> {
         let shared = Arc::clone(&self.shared);
@@ -248,16 +276,18 @@ impl Peer {
             Message::Load { generation, block, what } => {
                 return shared.load(generation, (block, what), payload);
             }
-            Message::Registry(asked) => match &shared.table {
-                Some(table) => table.handle(&asked, payload).map(|answer| {
-                    let payload = answer.payload.map(|bytes| bytes.to_vec());
-                    (Message::Registered(answer.message), payload)
-                }),
-                None => {
-                    let registry = shared.options.registry.clone().unwrap_or_default();
-                    Err(Refusal::other(format!("the registry is at {registry}, not here")))
-                }
-            },
+            // Records may be long. Reading one must not hold up the thread that moves bytes.
+            Message::Registry(
+                asked @ (RegistryRequest::Put { .. }
+                | RegistryRequest::Restore { .. }
+                | RegistryRequest::Model { .. }),
+            ) if shared.table.is_some() => {
+                let (of_asked, from) = (Arc::clone(&shared), self.origin);
+                return self.send_off(request, errands::Kind::Record, payload, move |payload| {
+                    of_asked.answer_as_registry(from, &asked, payload)
+                });
+            }
+            Message::Registry(asked) => shared.answer_as_registry(self.origin, &asked, payload),
             Message::Status => {
                 let unsent = Unsent::one_more(&self.unsent, 0)?;
                 let text = shared.status().to_string();
@@ -274,49 +304,38 @@ impl Peer {
                     Err(refusal) => Err(refusal),
                 }
             }
-            message if moving::is_between_shards(&message) && shared.options.holds_blocks => {
-                let (link, payload) = (self.link.clone(), payload.to_vec());
-                let unsent = Unsent::one_more(&self.unsent, payload.len())?;
-                let is_short = matches!(message, Message::Fetch { .. } | Message::FetchCopy { .. });
-                let executor = is_short.then(|| shared.executor.clone());
-                let answers = move || {
-                    let answer = shared.between_shards(message, &payload);
-                    answer_counted(&link, request, answer, Some(unsent));
-                };
-                // Fetches are short and frequent, so they run on the executor. Other requests may take or free memory,
-                // which takes long, and the executor must stay free for jobs.
-                let spawned = match executor {
-                    Some(executor) => {
-                        executor.spawn(Box::new(answers));
-                        Ok(())
-                    }
-                    None => std::thread::Builder::new().name("moving".into()).spawn(answers).map(drop),
-                };
-                match spawned {
-                    Ok(()) => return Ok(()),
-                    Err(error) => Err(Refusal::other(format!("no thread for it: {error}"))),
-                }
+            // Fetches are short and frequent, so they run on the executor.
+            message @ (Message::Fetch { .. } | Message::FetchCopy { .. }) if shared.options.holds_blocks => {
+                let (link, unsent) = (self.link.clone(), Unsent::one_more(&self.unsent, 0)?);
+                let executor = shared.executor.clone();
+                executor.spawn(Box::new(move || {
+                    answer_counted(&link, request, shared.between_shards(message, &[]), Some(unsent));
+                }));
+                return Ok(());
             }
-            message @ (Message::Create | Message::Loaded { .. } | Message::Delete { .. })
-                if shared.options.holds_blocks =>
-            {
-                // These take or free memory. They must block neither a thread that moves bytes nor one that jobs wait
-                // for.
-                let unsent = Unsent::one_more(&self.unsent, payload.len())?;
-                let (link, payload) = (self.link.clone(), payload.to_vec());
-                let answers = move || {
-                    let answer = match message {
-                        Message::Create => shared.create(&payload),
-                        Message::Loaded { generation } => shared.loaded(generation),
-                        Message::Delete { model, generation } => shared.delete(&model, generation),
-                        other => Err(Refusal::Role { what: other.name().to_owned() }),
-                    };
-                    answer_counted(&link, request, answer, Some(unsent));
+            message if moving::is_between_shards(&message) && shared.options.holds_blocks => {
+                let kind = match message {
+                    Message::Prepare { .. } => errands::Kind::Memory,
+                    Message::Capture { .. } | Message::StopMove { .. } => errands::Kind::Others,
+                    _ => errands::Kind::Short,
                 };
-                match std::thread::Builder::new().name("creating".into()).spawn(answers) {
-                    Ok(_) => return Ok(()),
-                    Err(error) => Err(Refusal::other(format!("no thread for it: {error}"))),
-                }
+                return self.send_off(request, kind, payload, move |payload| {
+                    shared.between_shards(message, payload)
+                });
+            }
+            Message::Create if shared.options.holds_blocks => {
+                return self.send_off(request, errands::Kind::Memory, payload, move |payload| {
+                    shared.create(payload)
+                });
+            }
+            Message::Loaded { generation } if shared.options.holds_blocks => {
+                return self
+                    .send_off(request, errands::Kind::Short, payload, move |_| shared.loaded(generation));
+            }
+            Message::Delete { model, generation } if shared.options.holds_blocks => {
+                return self.send_off(request, errands::Kind::Short, payload, move |_| {
+                    shared.delete(&model, generation)
+                });
             }
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };
@@ -505,6 +524,9 @@ impl Data {
 impl Conversation for Peer {
     fn opened(&mut self, link: &Link) -> Result<(), Close> {
         self.link = link.clone();
+        if let Some(origin) = self.origin {
+            self.shared.limits.origins.opened(origin, link);
+        }
         Ok(())
     }
 
@@ -621,7 +643,7 @@ impl Conversation for Peer {
     }
 
     fn farewell(&mut self, refusal: Refusal) -> Option<Outgoing> {
-        self.shared.complaints.turned_away(&self.address, &refusal);
+        self.shared.limits.complaints.turned_away(&self.address, &refusal);
         Some(Outgoing { epoch: self.epoch, ..Outgoing::new(0, Message::Refused(refusal)) })
     }
 
@@ -633,6 +655,10 @@ impl Conversation for Peer {
 
     fn closed(&mut self, why: &Close) {
         tracing::debug!(peer = %self.address, %why, "connection over");
+        self.unsent.end();
+        if self.place.take().is_none() {
+            self.shared.limits.origins.ended(&self.link);
+        }
         match std::mem::replace(&mut self.kind, Kind::Strange) {
             Kind::Control { client, coordinator } => coordinator.client_down(client, &self.link),
             Kind::Data(data) => {

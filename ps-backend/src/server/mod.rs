@@ -11,6 +11,8 @@
 //! | `table` | the registry in this process |
 //! | `complaints` | a limit on log messages about refused peers |
 //! | `unsent` | a limit on answers that a peer does not take |
+//! | `origins` | limits on the connections of one address |
+//! | `errands` | requests that take time, and limits on those of one address |
 //! | `partition` | one partition of a model at work (`unsafe`) |
 //! | `shm_clients` | clients on the same host, through shared memory (`unsafe`) |
 //! | `rdma_clients` | clients elsewhere, by RDMA (`unsafe`) |
@@ -38,11 +40,13 @@ mod capturing;
 mod complaints;
 mod conversation;
 pub mod coordinator;
+mod errands;
 mod listeners;
 pub mod local;
 mod models;
 mod moving;
 mod options;
+mod origins;
 pub mod partition;
 mod peer_shard;
 #[cfg(feature = "rdma")]
@@ -73,7 +77,7 @@ use crate::partition::executor::OnDevice;
 pub use options::{RdmaUse, ServerError, ServerOptions};
 
 use options::NoRdma;
-use shared::Shared;
+use shared::{Limits, Shared};
 use shm_clients::Listening;
 use table::Table;
 
@@ -112,7 +116,7 @@ impl Server {
             rdma: Default::default(),
             no_rdma: Default::default(),
             no_memory: Default::default(),
-            complaints: complaints::Log::new(),
+            limits: Limits::new(options.threads * of_net.connections_a_thread),
             models: Mutex::default(),
             creations: Mutex::default(),
             incoming: Default::default(),

@@ -158,7 +158,7 @@ pub enum MakeError {
     NotMine(ShardId),
     /// Not enough memory.
     #[error(
-        "not enough memory: the shard's partition takes {:.1} GiB, {:.1} GiB are available: use more shards",
+        "not enough memory: the shard's partition takes {:.1} GiB, {:.1} GiB are available for models: use more shards",
         gib(*.needed), gib(*.available)
     )]
     Room {
@@ -201,7 +201,7 @@ impl Partition {
             None => Home::Host(options.state),
         };
         let needed = MemoryUse::of_partition(partition.layout(), controls, home.copies()).total();
-        let available = memory::available();
+        let available = memory::for_models();
         if let Some(available) = available.filter(|&available| available < needed) {
             return Err(MakeError::Room { needed, available });
         }

@@ -10,20 +10,23 @@ use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
 use libmodelio::transport::reactor::Handle;
 use libmodelio::transport::shm::Threads;
 use libmodelio::vocabulary::ids::{Generation, ShardId};
-use libmodelio::wire::{Fate, ModelRecord, Refusal};
+use libmodelio::wire::{Fate, Message, ModelRecord, Refusal, RegistryRequest};
 use parking_lot::{Condvar, Mutex};
 
 use super::captures::Captures;
 use super::complaints::Log;
 use super::coordinator::Coordinator;
+use super::errands::Errands;
 use super::moving::IncomingPartitions;
 use super::options::{NoRdma, ServerOptions};
+use super::origins::{Origin, Origins};
 use super::partition::{Partition, PartitionOptions};
 #[cfg(feature = "rdma")]
 use super::rdma_clients::Rdma;
 use super::redirect::{Gone, Redirect};
 use super::standing::{Standing, life};
 use super::table::{Local, Table};
+use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
 use crate::partition::executor::Executor;
 
@@ -50,6 +53,20 @@ pub(super) struct Creation {
     pub deleted: bool,
 }
 
+/// The limits on what peers may take and say.
+pub(super) struct Limits {
+    pub complaints: Log,
+    pub origins: Arc<Origins>,
+    pub errands: Arc<Errands>,
+}
+
+impl Limits {
+    /// Limits for a process that can have so many connections.
+    pub(super) fn new(places: usize) -> Limits {
+        Limits { complaints: Log::new(), origins: Origins::new(places), errands: Errands::new() }
+    }
+}
+
 /// The common state of a process's connections.
 pub(super) struct Shared {
     pub options: ServerOptions,
@@ -66,7 +83,7 @@ pub(super) struct Shared {
     pub no_rdma: OnceLock<NoRdma>,
     /// Why there are no connections through shared memory.
     pub no_memory: OnceLock<String>,
-    pub complaints: Log,
+    pub limits: Limits,
     pub models: Mutex<BTreeMap<String, Model>>,
     /// The models that are being created: their memory is being taken.
     pub creations: Mutex<BTreeMap<Generation, Creation>>,
@@ -149,6 +166,21 @@ impl Shared {
             (None, Some(remote)) => ask(remote, deadline),
             (None, None) => Err(RegistryError::Refused(Refusal::other("there is no registry"))),
         }
+    }
+
+    /// Answers somebody who asks the registry from an address.
+    pub(super) fn answer_as_registry(
+        &self,
+        from: Option<Origin>,
+        asked: &RegistryRequest,
+        payload: &[u8],
+    ) -> AdminAnswer {
+        let Some(table) = &self.table else {
+            let registry = self.options.registry.as_deref().unwrap_or_default();
+            return Err(Refusal::other(format!("the registry is at {registry}, not here")));
+        };
+        let answer = table.handle_from(from.map(Origin::address), asked, payload)?;
+        Ok((Message::Registered(answer.message), answer.payload.map(|bytes| bytes.to_vec())))
     }
 
     /// The registry's knowledge of a partition that is, or was about to be, here.

@@ -11,6 +11,7 @@
 //! This module holds `unsafe`: it reads a client's memory.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -18,19 +19,25 @@ use std::time::Duration;
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
+use libmodelio::transport::reactor::leaves_room;
 use libmodelio::transport::shm::{self, Descriptors, Lender, Meeting, Regions, Threads};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::wire::{HELLO_DEADLINE, Message, Received, Refusal};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{Shutdown, SockFlag, accept4, shutdown};
+use nix::sys::socket::{Shutdown, SockFlag, accept4, getsockopt, shutdown, sockopt::PeerCredentials};
+use parking_lot::Mutex;
 
+use super::complaints::Log;
 use super::partition::{Lent, Partition, Push, Reserved, Room, Sender};
 use crate::partition::store::{PinnedVersion, ShownVersion};
 
 /// The most connections through shared memory. Each has a thread.
 pub(super) const MAX_CONNECTIONS: usize = 512;
+/// The most of one user of this host, and of all users, other than root and the shard's own.
+const MAX_OF_USER: usize = 128;
+const MAX_OF_OTHERS: usize = MAX_CONNECTIONS / 2;
 /// The most blocks that one client may be copying, and the most versions that it may show.
 const MAX_LENT: usize = 256;
 /// The most bytes read from a ring at once. A few frames fit, so that answers go out between them.
@@ -270,8 +277,9 @@ impl Listening {
     ) -> Result<Listening, String> {
         let listener = Arc::new(shm::listen(address).map_err(|error| error.to_string())?);
         let (of_thread, threads, meets) = (Arc::clone(&listener), Arc::clone(threads), Arc::new(meets));
+        let accepting = Accepting { threads, meets, users: Arc::default(), complaints: Log::new() };
         let thread = std::thread::Builder::new().name("shm-accept".into()).spawn(move || {
-            if let Err(errno) = accept(&of_thread, &threads, &meets) {
+            if let Err(errno) = accepting.run(&of_thread) {
                 tracing::error!(%errno, "clients on this host cannot share memory any more");
             }
         });
@@ -288,40 +296,117 @@ impl Listening {
     }
 }
 
-fn accept<M: Meets>(listener: &OwnedFd, threads: &Arc<Threads>, meets: &Arc<M>) -> Result<(), Errno> {
-    loop {
-        let timeout = PollTimeout::try_from(CHECK_INTERVAL).unwrap_or(PollTimeout::MAX);
-        match poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], timeout) {
-            Ok(_) | Err(Errno::EINTR) => {}
-            Err(errno) => return Err(errno),
-        }
-        if !meets.goes_on() {
-            return Ok(());
-        }
-        match accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK) {
-            // SAFETY: the kernel has just made it for this process, and no other code knows it.
-            Ok(fd) => meet(threads, meets, unsafe { OwnedFd::from_raw_fd(fd) }),
-            Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNABORTED) => {}
-            Err(errno @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
-                tracing::warn!(%errno, "no client on this host can be accepted for now");
-                std::thread::sleep(PAUSE);
+/// What the accepting thread has.
+struct Accepting<M> {
+    threads: Arc<Threads>,
+    meets: Arc<M>,
+    users: Arc<Users>,
+    complaints: Log,
+}
+
+impl<M: Meets> Accepting<M> {
+    fn run(&self, listener: &OwnedFd) -> Result<(), Errno> {
+        loop {
+            let timeout = PollTimeout::try_from(CHECK_INTERVAL).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], timeout) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(errno) => return Err(errno),
             }
-            Err(errno) => return Err(errno),
+            if !self.meets.goes_on() {
+                return Ok(());
+            }
+            match accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK) {
+                Ok(fd) => {
+                    // SAFETY: the kernel has just made it for this process, and no other code knows it.
+                    let met = self.meet(unsafe { OwnedFd::from_raw_fd(fd) });
+                    met.unwrap_or_else(|why| self.complaints.turned_away("a process on this host", &why));
+                }
+                Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNABORTED) => {}
+                Err(errno @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
+                    tracing::warn!(%errno, "no client on this host can be accepted for now");
+                    std::thread::sleep(PAUSE);
+                }
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+
+    fn meet(&self, socket: OwnedFd) -> io::Result<()> {
+        if !leaves_room(&socket) {
+            return Err(Errno::EMFILE.into());
+        }
+        let user = self.users.admit(getsockopt(&socket, PeerCredentials)?.uid())?;
+        let meets = Arc::clone(&self.meets);
+        self.threads.spawn(move |threads| {
+            let _user = user;
+            match shm::receive(socket, HELLO_DEADLINE) {
+                Ok(meeting) => {
+                    if let Some(end) = meets.end(ShmClient::new(&meeting)) {
+                        threads.serve(meeting, Box::new(Framed::new(end, Link::default(), AHEAD)));
+                    }
+                }
+                Err(error) => tracing::warn!(%error, "a process on this host is turned away"),
+            }
+        })
+    }
+}
+
+/// The connections of users other than root and the shard's own. They leave places for those two.
+#[derive(Default)]
+struct Users(Mutex<BTreeMap<u32, usize>>);
+
+/// The place of a connection. Root and the shard's own user need none.
+struct Admitted(Option<(Arc<Users>, u32)>);
+
+impl Users {
+    fn admit(self: &Arc<Users>, user: u32) -> io::Result<Admitted> {
+        if user == 0 || user == nix::unistd::geteuid().as_raw() {
+            return Ok(Admitted(None));
+        }
+        let mut users = self.0.lock();
+        let all: usize = users.values().sum();
+        let count = users.get(&user).copied().unwrap_or(0);
+        if count >= MAX_OF_USER || all >= MAX_OF_OTHERS {
+            return Err(io::Error::other(format!(
+                "user {user} has {count} connections through shared memory, users other than root and the shard's own {all}: \
+                 the limits are {MAX_OF_USER} and {MAX_OF_OTHERS}"
+            )));
+        }
+        users.insert(user, count + 1);
+        Ok(Admitted(Some((Arc::clone(self), user))))
+    }
+}
+
+impl Drop for Admitted {
+    fn drop(&mut self) {
+        let Some((users, user)) = self.0.take() else { return };
+        let mut users = users.0.lock();
+        match users.get_mut(&user) {
+            Some(count) if *count > 1 => *count -= 1,
+            _ => drop(users.remove(&user)),
         }
     }
 }
 
-fn meet<M: Meets>(threads: &Arc<Threads>, meets: &Arc<M>, socket: OwnedFd) {
-    let meets = Arc::clone(meets);
-    let spawned = threads.spawn(move |threads| match shm::receive(socket, HELLO_DEADLINE) {
-        Ok(meeting) => {
-            if let Some(end) = meets.end(ShmClient::new(&meeting)) {
-                threads.serve(meeting, Box::new(Framed::new(end, Link::default(), AHEAD)));
-            }
-        }
-        Err(error) => tracing::warn!(%error, "a process on this host is turned away"),
-    });
-    if let Err(error) = spawned {
-        tracing::warn!(%error, "a client on this host is not served");
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_leaves_shared_memory_for_others_and_all_of_them_for_root() {
+        let users = Arc::new(Users::default());
+        let stranger = nix::unistd::geteuid().as_raw() + 1000;
+        let mut of_one: Vec<Admitted> = (0..MAX_OF_USER).map(|_| users.admit(stranger).unwrap()).collect();
+        assert!(users.admit(stranger).is_err());
+        let of_other: Vec<Admitted> = (0..MAX_OF_USER).map(|_| users.admit(stranger + 1).unwrap()).collect();
+        assert!(users.admit(stranger + 2).is_err(), "half of the places are taken");
+        assert!((0..MAX_CONNECTIONS).all(|_| users.admit(0).is_ok()));
+        drop(of_other);
+        let _of_third = users.admit(stranger + 2).unwrap();
+        assert!(users.admit(stranger).is_err());
+        of_one.pop();
+        drop(users.admit(stranger).unwrap());
+        drop(of_one);
+        assert_eq!(users.0.lock().keys().copied().collect::<Vec<_>>(), [stranger + 2]);
     }
 }

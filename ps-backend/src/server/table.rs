@@ -1,6 +1,7 @@
 //! The registry in this process: the table with its lock and clock, and the interface that other processes reach over
 //! the network.
 
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use libmodelio::registry::{Registry, RegistryError};
@@ -8,7 +9,7 @@ use libmodelio::wire::{Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use crate::registry::{Answer, RegistryCore};
+use crate::registry::{Answer, Given, RegistryCore};
 
 /// The registry in this process.
 pub(super) struct Table {
@@ -21,8 +22,21 @@ impl Table {
         Table { core: Mutex::new(RegistryCore::new()), started: Instant::now() }
     }
 
+    /// Answers a request of this process.
     pub(super) fn handle(&self, request: &RegistryRequest, payload: &[u8]) -> Result<Answer, Refusal> {
-        self.core.lock().handle(request, payload, self.age())
+        self.handle_from(None, request, payload)
+    }
+
+    /// Answers a request that came from an address.
+    pub(super) fn handle_from(
+        &self,
+        from: Option<IpAddr>,
+        request: &RegistryRequest,
+        payload: &[u8],
+    ) -> Result<Answer, Refusal> {
+        // Nobody waits for the table meanwhile.
+        let given = Given::of(request, payload)?;
+        self.core.lock().answer(from, request, given, self.age())
     }
 
     /// The known shards, and how long ago each has announced itself.

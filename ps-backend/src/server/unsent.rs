@@ -1,7 +1,7 @@
 //! A limit on answers that a peer has asked for and not taken.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::stream::Piece;
@@ -20,6 +20,14 @@ const MAX_UNSENT_BYTES: usize = 64 << 20;
 pub(super) struct UnsentAll {
     requests: AtomicUsize,
     bytes: AtomicUsize,
+    over: AtomicBool,
+}
+
+impl UnsentAll {
+    /// The connection is over: nobody gets the answers.
+    pub(super) fn end(&self) {
+        self.over.store(true, Ordering::Relaxed);
+    }
 }
 
 /// Counts a request until the kernel has its answer.
@@ -43,6 +51,16 @@ impl Unsent {
             return Err(Refusal::other(why));
         }
         Ok(unsent)
+    }
+
+    /// The bytes that came with the request.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether nobody waits for the answer any more.
+    pub(super) fn is_in_vain(&self) -> bool {
+        self.of.over.load(Ordering::Relaxed)
     }
 }
 

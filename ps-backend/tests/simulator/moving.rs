@@ -83,8 +83,8 @@ pub struct Moves {
     attempts: Vec<Attempt>,
     pub movers: Vec<Mover>,
     incoming: BTreeMap<ShardId, Incoming>,
-    /// Attempts up to this one are abandoned, as far as a process knows.
-    void: BTreeMap<ShardId, u64>,
+    /// The abandoned attempts that a process knows of.
+    void: BTreeMap<ShardId, BTreeSet<u64>>,
     /// Moves that began while another coordinator was at one still.
     pub competed: u64,
     /// Commands that ask again.

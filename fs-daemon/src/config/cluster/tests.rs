@@ -56,11 +56,12 @@ fn said<T: std::fmt::Debug>(outcome: Result<T, Error>) -> String {
 #[test]
 fn defaults() {
     let registry = RegistryConfig::merge(&[flags(&[("listen", "0.0.0.0")])]).unwrap();
-    assert_eq!(registry, RegistryConfig { listen: at("0.0.0.0", 7070) });
+    assert_eq!(registry, RegistryConfig { listen: at("0.0.0.0", 7070), insecure: false });
     assert_eq!(
         shard(&[("listen", "node1")]).unwrap(),
         ShardConfig {
             listen: at("node1", 7070),
+            insecure: false,
             advertise: at("node1", 7070),
             registry: None,
             metrics: None,

@@ -1,7 +1,9 @@
 //! A [`Handle`] adds connections to a reactor, from any thread.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+
+use nix::sys::resource::{Resource, getrlimit};
 
 use super::backend::Backend;
 use super::inbox::{Refused, ThreadState};
@@ -73,6 +75,17 @@ impl Handle {
         };
         thread.place(fd, kind)
     }
+}
+
+/// The descriptors that connections leave to the process, for versions, regions and its own connections. Half of them, if
+/// it may have few.
+const OWN_DESCRIPTORS: u64 = 256;
+
+/// Whether a connection with this new descriptor leaves the process enough of them. The kernel gives the lowest free
+/// number, so the number tells how many are in use.
+pub fn leaves_room(descriptor: &OwnedFd) -> bool {
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
+    (descriptor.as_raw_fd() as u64) < limit - OWN_DESCRIPTORS.min(limit / 2)
 }
 
 fn nonblocking(fd: &OwnedFd) -> Result<(), Refused> {

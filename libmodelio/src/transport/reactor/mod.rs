@@ -39,7 +39,7 @@ mod waiting;
 pub use backend::{Backend, Choice, NotUring};
 pub(super) use driver::Driver;
 pub(super) use engine::Engine;
-pub use handle::{Handle, Thread};
+pub use handle::{Handle, Thread, leaves_room};
 pub use inbox::Refused;
 pub(super) use inbox::{Arrival, ThreadState};
 pub(super) use port::{Completion, Op, Phase, Port, Readiness};

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use socket2::SockRef;
 
 use super::options::SocketOptions;
-use crate::transport::reactor::{Handle, Kind, Readiness, Ready, Refused, Thread, Waiting};
+use crate::transport::reactor::{Handle, Kind, Readiness, Ready, Refused, Thread, Waiting, leaves_room};
 use crate::transport::stream::{Close, Connection, Stream, errno};
 
 /// The number of connections that are accepted before other descriptors get their turn.
@@ -135,9 +135,14 @@ impl Accepting {
             tracing::debug!(?peer, %err, "accepted, but its socket cannot be set up");
             return;
         }
-        let Some(stream) = (self.factory)(peer) else { return };
-        match self.reactor.place(socket, Kind::Stream(stream), Thread::Any) {
-            Ok(_) | Err(Refused::ShutDown) => {}
+        let placed = if leaves_room(&socket) {
+            let Some(stream) = (self.factory)(peer) else { return };
+            self.reactor.place(socket, Kind::Stream(stream), Thread::Any).map(drop)
+        } else {
+            Err(Refused::Socket(Errno::EMFILE))
+        };
+        match placed {
+            Ok(()) | Err(Refused::ShutDown) => {}
             Err(refused) if self.said.is_none_or(|at| at.elapsed() > SILENCE) => {
                 self.said = Some(Instant::now());
                 tracing::warn!(?peer, %refused, "connections are not accepted");

@@ -6,7 +6,7 @@
 //! nobody has spoken of it for a while, for the record may just have been replaced, nor because the registry does not
 //! know the model, for it may have been started anew.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,12 +21,16 @@ use super::incoming::IncomingPartition;
 const PATIENCE: Duration = Duration::from_secs(300);
 /// The shard remembers the ended attempts of this many models. A late message of such an attempt changes nothing.
 const MAX_IDLE: usize = 256;
+/// Of one model it remembers the last of them.
+const MAX_ENDED: usize = 16;
 
 /// The attempts to bring a partition here, for one life of a model.
 #[derive(Default)]
 pub(in crate::server) struct Place {
-    /// Attempts before this one are over.
-    least: u64,
+    /// Attempts that are over. Nothing is concluded about others: a number may be a stranger's invention.
+    ended: VecDeque<u64>,
+    /// The attempt that memory is being taken for.
+    taking: Option<u64>,
     partition: Option<Arc<IncomingPartition>>,
 }
 
@@ -88,7 +92,8 @@ impl IncomingPartitions {
             let mut places = self.places.lock();
             let place = place(&mut places, generation);
             match &place.partition {
-                _ if attempt < place.least => return over(),
+                _ if place.ended.contains(&attempt) => return over(),
+                Some(partition) if partition.attempt > attempt => return over(),
                 Some(partition) if partition.attempt == attempt => return Ok(()),
                 Some(partition) if partition.moved.record.epoch <= in_force => {
                     return Err(Refusal::other(format!(
@@ -98,23 +103,23 @@ impl IncomingPartitions {
                 _ => place.begin(attempt),
             }
         }
-        let made = Arc::new(make()?);
-        match self.places.lock().get_mut(&generation).filter(|place| place.least == attempt) {
-            Some(place) => place.partition = Some(made),
-            None => return over(),
+        let made = make();
+        let mut places = self.places.lock();
+        let place = places.get_mut(&generation).filter(|place| place.taking == Some(attempt));
+        let Some(place) = place else { return over() };
+        place.taking = None;
+        if place.ended.contains(&attempt) {
+            return over();
         }
+        place.partition = Some(Arc::new(made?));
         Ok(())
     }
 
-    /// Nothing is to come of this attempt, nor of those before it. The partition of an earlier one stays until the
-    /// registry has said what becomes of it: its map may be in force.
+    /// Nothing is to come of this attempt. The partition of another one stays until the registry has said what becomes
+    /// of it: its map may be in force.
     pub(super) fn abandon(&self, generation: Generation, attempt: u64) {
         let mut places = self.places.lock();
-        let place = place(&mut places, generation);
-        place.least = place.least.max(attempt.saturating_add(1));
-        if place.partition.as_ref().is_some_and(|partition| partition.attempt == attempt) {
-            place.begin(place.least);
-        }
+        place(&mut places, generation).end(attempt);
     }
 
     /// This one will never be, or is in force.
@@ -123,14 +128,14 @@ impl IncomingPartitions {
         let is_it = |known: &Arc<IncomingPartition>| Arc::ptr_eq(known, gone);
         let known = places.get_mut(&generation).filter(|place| place.partition.as_ref().is_some_and(is_it));
         if let Some(place) = known {
-            place.begin(place.least);
+            place.end(gone.attempt);
         }
     }
 
     /// The model is no more.
     pub(in crate::server) fn delete(&self, generation: Generation) {
         if let Some(mut place) = self.places.lock().remove(&generation) {
-            place.begin(0);
+            place.drop_partition();
         }
     }
 }
@@ -138,14 +143,75 @@ impl IncomingPartitions {
 impl Place {
     /// An attempt begins, and the one before is over.
     fn begin(&mut self, attempt: u64) {
-        self.least = attempt;
+        self.taking = Some(attempt);
+        if let Some(before) = self.partition.as_ref().map(|partition| partition.attempt) {
+            self.end(before);
+        }
+    }
+
+    /// An attempt is over.
+    fn end(&mut self, attempt: u64) {
+        if !self.ended.contains(&attempt) {
+            self.ended.truncate(MAX_ENDED - 1);
+            self.ended.push_front(attempt);
+        }
+        if self.partition.as_ref().is_some_and(|partition| partition.attempt == attempt) {
+            self.drop_partition();
+        }
+    }
+
+    fn drop_partition(&mut self) {
         self.partition.take().inspect(|partition| partition.end());
     }
 }
 
 fn place(places: &mut Places, generation: Generation) -> &mut Place {
-    if places.len() >= MAX_IDLE {
-        places.retain(|_, place| place.partition.is_some());
+    if places.len() >= MAX_IDLE && !places.contains_key(&generation) {
+        places.retain(|_, place| place.partition.is_some() || place.taking.is_some());
     }
     places.entry(generation).or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MODEL: Generation = Generation(1);
+
+    /// Whether an attempt gets as far as taking memory, which there is none of.
+    fn begins(incoming: &IncomingPartitions, attempt: u64) -> bool {
+        let mut begun = false;
+        let none = || {
+            begun = true;
+            Err(Refusal::other("no memory"))
+        };
+        incoming.take(MODEL, (attempt, Epoch(1)), none).unwrap_err();
+        begun
+    }
+
+    #[test]
+    fn an_abandoned_attempt_is_over_and_no_other() {
+        let incoming = IncomingPartitions::default();
+        for attempt in [5, u64::MAX] {
+            incoming.abandon(MODEL, attempt);
+        }
+        assert!(!begins(&incoming, 5) && !begins(&incoming, u64::MAX));
+        assert!(begins(&incoming, 4) && begins(&incoming, 6));
+    }
+
+    #[test]
+    fn abandoned_attempts_take_no_more_than_their_room_and_end_none_under_way() {
+        let incoming = IncomingPartitions::default();
+        let taken = incoming.take(MODEL, (5, Epoch(1)), || {
+            for other in 0..4 * MAX_IDLE as u64 {
+                incoming.abandon(Generation(other), other + 100);
+                incoming.abandon(MODEL, other + 1000);
+            }
+            Err(Refusal::other("no memory"))
+        });
+        // It got to the end of what it was doing.
+        assert_eq!(taken, Err(Refusal::other("no memory")));
+        let places = incoming.places.lock();
+        assert!(places.len() <= MAX_IDLE && places[&MODEL].ended.len() == MAX_ENDED);
+    }
 }

@@ -54,7 +54,7 @@ impl World {
             Message::Prepare { .. } => {
                 let own = self.partition_of(from, shard);
                 let earlier = known.map(|known| &self.moves.attempts[known]);
-                let is_void = self.moves.void.get(&shard).is_some_and(|&void| number <= void);
+                let is_void = self.moves.void.get(&shard).is_some_and(|void| void.contains(&number));
                 if is_void || earlier.is_some_and(|earlier| earlier.plan.attempt > number) {
                     return Err("a later attempt, or none".into());
                 }
@@ -70,8 +70,7 @@ impl World {
                 Ok(Message::Done)
             }
             Message::Abandon { .. } => {
-                let void = self.moves.void.entry(shard).or_default();
-                *void = number.max(*void);
+                self.moves.void.entry(shard).or_default().insert(number);
                 if known == Some(of) {
                     self.moves.incoming.remove(&shard);
                 }
