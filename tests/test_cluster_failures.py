@@ -522,10 +522,11 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__a
     mount = one.mount()
     give(mount, 1)
     assert only(mount) == 1
+    fd = os.open(mount.model / "gradients", os.O_WRONLY)
+    os.pwrite(fd, bytes(4), 0)
+    assert outcome(os.pwrite, fd, bytes(4), os.stat(fd).st_size) == "EFBIG"
     coordinator = one.coordinator_shard("m")
     coordinator.kill()
-    fd = os.open(mount.model / "gradients", os.O_WRONLY)
-    outcome(os.pwrite, fd, bytes(4), 0)
     one.add_shard(listen=coordinator.address)
     has_failed(mount, deadline=15)
     assert outcome(os.close, fd) == "EIO"
