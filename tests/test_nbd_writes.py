@@ -170,7 +170,7 @@ def test_learners_join_and_leave_with_their_connections(served):
     assert Client(path).option(6, b"\0\0\0\x16model/learners/.hidden\0\0")[0][0] == 2**31 + 6
     first, second = opened(path, "model/learners/a"), opened(path, "model/learners/b")
     names = lambda: sorted(path.name for path in (mount.model / "learners").iterdir())  # noqa: E731
-    assert names() == ["a", "b"]
+    assert read(first) == read(second) == 0 and names() == [], "who looks joins nothing"
     for step in range(1, 4):
         write(first, 1.0)
         first.send(FLUSH)
@@ -179,15 +179,20 @@ def test_learners_join_and_leave_with_their_connections(served):
         assert first.answer() == (0, b"") and second.answer() == (0, b"")
         for client in (first, second):
             assert read(client) == 3.0 * step
-    # Another connection of the same learner keeps it.
-    again = opened(path, "model/learners/a")
+        assert names() == ["a", "b"]
+    # Another connection of the same learner keeps it, when it has written.
+    again, idle = opened(path, "model/learners/a"), opened(path, "model/learners/b")
+    write(again, 1.0, end=BLOCK)
     first.send(DISC)
     second.socket.close()
     eventually(lambda: names() == ["a"])
     again.send(DISC)
     eventually(lambda: names() == [])
+    assert read(idle) == 9.0
+    (mount.model / "control" / "learners").write_text("1")
     # A program on the mount keeps it, too, until it ends.
     third = opened(path, "model/learners/c")
+    write(third, 1.0, end=BLOCK)
     gradients = mount.model / "learners" / "c" / "gradients"
     held = subprocess.Popen(["sh", "-c", 'exec 3>"$0"; echo open; read x', gradients], stdin=PIPE, stdout=PIPE)
     assert held.stdout.readline() == b"open\n"
@@ -200,6 +205,23 @@ def test_learners_join_and_leave_with_their_connections(served):
     (mount.model / "learners" / "kept").mkdir()
     opened(path, "model/learners/kept").send(DISC)
     assert names() == ["kept"]
+
+
+def test_who_looks_at_an_export_keeps_nobody_waiting(served):
+    mount, path = served
+    mount.join("a")
+    looks = [opened(path, name) for name in ("model", "model/gradients", "model/learners/b", "model/learners/mount")]
+    assert [read(client) for client in looks if client is not looks[1]] == [0] * 3
+    for step in range(1, 4):
+        mount.contribute(floats(1.0), learner="a")
+        with open(mount.place("a") / "weights", "rb") as file:
+            assert set(np.frombuffer(file.read(), "<f4")) == {step}
+    assert all(client.ask(FLUSH) == (0, b"") for client in looks)
+    assert [path.name for path in (mount.model / "learners").iterdir()] == ["a"]
+    # Each of them joins with its first write, as one of the same name is one learner.
+    for client in looks[1:3]:
+        write(client, 1.0)
+    eventually(lambda: len(list((mount.model / "learners").iterdir())) == 3)
 
 
 @CLIENTS

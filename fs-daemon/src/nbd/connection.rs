@@ -221,15 +221,15 @@ impl Client {
             return self.next_piece(open, payload);
         };
         if !learner.may_wait() {
-            payload.outcome = learner.contribution().write(offset, bytes);
+            payload.outcome = learner.write(offset, bytes);
             payload.done += bytes.len() as u32;
             return self.next_piece(open, payload);
         }
-        // The first write of a step asks the coordinator, which may be out of reach.
+        // The first write joins, and that of a step asks the coordinator, which may be out of reach.
         let (learner, bytes, inbox) = (Arc::clone(learner), bytes.to_vec(), Arc::clone(&self.inbox));
         payload.done += bytes.len() as u32;
         self.phase = Phase::Writing(open, payload);
-        let write = move || inbox.put(Event::Wrote(learner.contribution().write(offset, &bytes)));
+        let write = move || inbox.put(Event::Wrote(learner.write(offset, &bytes)));
         on_own_thread("nbd-writes", write);
     }
 

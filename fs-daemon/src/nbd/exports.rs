@@ -7,9 +7,10 @@
 //! | `<model>/weights@follow` | the version that is newest, as of the last FLUSH |
 //! | `<model>@<n>` | a version that is still there |
 //! | `<model>/gradients` | writes gradients of the own learner |
-//! | `<model>/learners/<id>` | reads weights, writes gradients of this learner, which joins if it is not in the job |
+//! | `<model>/learners/<id>` | reads weights, writes gradients of this learner |
 //!
-//! With one model, the empty name is its weights, too.
+//! With one model, the empty name is its weights, too. A learner that is not in the job joins with the first write: who
+//! looks at an export, or reads it, keeps nobody waiting.
 
 use std::sync::Arc;
 
@@ -18,7 +19,6 @@ use libmodelio::nbd::{Export, Exports};
 use libmodelio::vocabulary::ids::Version;
 
 use super::face::{Face, Following, LearnerFace};
-use crate::session::contribution::Contribution;
 use crate::session::disk::OpenDisk;
 use crate::session::error::CallError;
 use crate::session::learner::is_learner_name;
@@ -57,12 +57,14 @@ impl ModelExports {
         ModelExports { models }
     }
 
-    /// Whether opening an export may take long: a learner may have to join, or memory must be taken.
+    /// Whether opening an export may take long: a version must come, or memory must be taken.
     pub fn takes_long(&self, name: &str) -> bool {
         match self.kind(name) {
-            Some((_, Kind::Device | Kind::Disk | Kind::Gradients | Kind::Learner(_))) => true,
-            Some((model, Kind::Newest | Kind::Following)) => model.is_behind(),
-            Some((_, Kind::Numbered(_))) | None => false,
+            Some((_, Kind::Disk)) => true,
+            Some((model, Kind::Newest | Kind::Following | Kind::Device | Kind::Learner(_))) => {
+                model.is_behind()
+            }
+            Some((_, Kind::Numbered(_) | Kind::Gradients)) | None => false,
         }
     }
 
@@ -74,7 +76,6 @@ impl ModelExports {
         let gone = |why: &str| CallError::new(libc::ENOENT, why);
         let (model, kind) = self.kind(name).ok_or_else(|| gone("there is no such export any more"))?;
         let newest = || model.open_newest();
-        let mut joined = false;
         // Nothing tells a client of block devices from which version, or replica, it begins.
         if matches!(kind, Kind::Gradients | Kind::Device | Kind::Learner(_))
             && model.job.content().is_weights()
@@ -82,7 +83,7 @@ impl ModelExports {
             let what = format!("reducer {} takes models, which are written as files", model.job.reducer().0);
             return Err(CallError::new(libc::EACCES, what));
         }
-        let (learner, reader) = match kind {
+        let (name, reader) = match kind {
             Kind::Newest => return Ok(Face::Version(Arc::new(newest()?))),
             Kind::Following => return Ok(Face::Following(Following::new(model, newest()?).into())),
             Kind::Disk => return Ok(Face::Disk(OpenDisk::open(model)?.into())),
@@ -91,28 +92,11 @@ impl ModelExports {
                 let reader = Reader::open(&model.job, version).ok_or_else(|| gone(why))?;
                 return Ok(Face::Version(Arc::new(reader)));
             }
-            Kind::Gradients => (model.join_own()?, None),
-            Kind::Device => (model.join_own()?, Some(newest()?)),
-            Kind::Learner(name) if name == model.own_name => (model.join_own()?, Some(newest()?)),
-            // One that is just leaving is no longer in the job.
-            Kind::Learner(name) => {
-                match model.learner_named(name).filter(|it| model.job.has_learner(it.id)) {
-                    Some(learner) => (learner, Some(newest()?)),
-                    None => {
-                        let reader = newest()?;
-                        joined = true;
-                        (model.join(name, None)?, Some(reader))
-                    }
-                }
-            }
+            Kind::Gradients => (&*model.own_name, None),
+            Kind::Device => (&*model.own_name, Some(newest()?)),
+            Kind::Learner(name) => (name, Some(newest()?)),
         };
-        learner.make_staging_ready();
-        let contribution = Contribution::open(model, learner, false, reader);
-        if joined {
-            // It is used now, and leaves when nobody uses it any more.
-            contribution.learner().make_guest();
-        }
-        Ok(Face::Learner(Arc::new(LearnerFace::new(model, contribution))))
+        Ok(Face::Learner(Arc::new(LearnerFace::new(model, name, reader))))
     }
 
     fn kind<'a>(&self, name: &'a str) -> Option<(&Arc<Model>, Kind<'a>)> {

@@ -55,11 +55,20 @@ impl Following {
 /// A learner's contribution, and the weights that it reads.
 pub struct LearnerFace {
     model: Arc<Model>,
-    contribution: Arc<Contribution>,
+    /// The learner.
+    name: String,
+    state: Mutex<State>,
     /// A step has ended since the version came that is read.
     is_behind: AtomicBool,
     /// Writes of this step that were refused, by offset, and not repeated with success.
     refused: Mutex<BTreeSet<u64>>,
+}
+
+/// The learner joins with the first write.
+enum State {
+    /// Nothing was written: the version to read, if the export reads one.
+    Looks(Option<Arc<Reader>>),
+    Writes(Arc<Contribution>),
 }
 
 impl Face {
@@ -68,7 +77,7 @@ impl Face {
         match self {
             Face::Version(reader) => Some(Arc::clone(reader)),
             Face::Following(following) => Some(Arc::clone(&following.reader.lock())),
-            Face::Learner(learner) => learner.contribution.reader(),
+            Face::Learner(learner) => learner.reader(),
             Face::Disk(_) => None,
         }
     }
@@ -123,11 +132,12 @@ impl Face {
 }
 
 impl LearnerFace {
-    /// One through which `contribution` is written.
-    pub fn new(model: &Arc<Model>, contribution: Contribution) -> LearnerFace {
+    /// One of the learner of this name, which reads what `reader` shows.
+    pub fn new(model: &Arc<Model>, name: &str, reader: Option<Reader>) -> LearnerFace {
         LearnerFace {
             model: Arc::clone(model),
-            contribution: Arc::new(contribution),
+            name: name.to_owned(),
+            state: Mutex::new(State::Looks(reader.map(Arc::new))),
             is_behind: AtomicBool::new(false),
             refused: Mutex::default(),
         }
@@ -138,14 +148,72 @@ impl LearnerFace {
         self.model.layout.block_size()
     }
 
-    /// The contribution.
-    pub fn contribution(&self) -> &Arc<Contribution> {
-        &self.contribution
+    /// The version to read, if the export reads one.
+    fn reader(&self) -> Option<Arc<Reader>> {
+        match &*self.state.lock() {
+            State::Looks(reader) => reader.clone(),
+            State::Writes(contribution) => contribution.reader(),
+        }
     }
 
-    /// Whether the next write may take long: the first one of a step asks the coordinator.
+    /// The contribution, if the learner has joined.
+    fn contribution(&self) -> Option<Arc<Contribution>> {
+        match &*self.state.lock() {
+            State::Looks(_) => None,
+            State::Writes(contribution) => Some(Arc::clone(contribution)),
+        }
+    }
+
+    /// Writes. For the first write the learner joins, if it is not in the job. That waits for the job's answer.
+    ///
+    /// # Errors
+    /// As those of [`Contribution::write`] and [`Model::join`].
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> CallResult<()> {
+        let mut state = self.state.lock();
+        let contribution = match &*state {
+            State::Writes(contribution) => Arc::clone(contribution),
+            State::Looks(reader) => {
+                let shown = reader.as_ref().map(|reader| reader.version());
+                let contribution = Arc::new(self.join(shown)?);
+                *state = State::Writes(Arc::clone(&contribution));
+                contribution
+            }
+        };
+        drop(state);
+        contribution.write(offset, bytes)
+    }
+
+    /// Joins, if the learner is not in the job; reads the version that was `shown`.
+    fn join(&self, shown: Option<Version>) -> CallResult<Contribution> {
+        let model = &self.model;
+        // One that is just leaving is no longer in the job.
+        let known = model.learner_named(&self.name).filter(|it| model.job.has_learner(it.id));
+        let is_own = self.name == model.own_name;
+        let (learner, joined) = match known {
+            Some(learner) => (learner, false),
+            None if is_own => (model.join_own()?, false),
+            None => (model.join(&self.name, None)?, true),
+        };
+        learner.make_staging_ready();
+        let reader = shown.map(|version| match Reader::open(&model.job, version) {
+            Some(reader) => Ok(reader),
+            None => model.open_newest(),
+        });
+        let contribution = Contribution::open(model, learner, false, reader.transpose()?);
+        if joined {
+            // It is used now, and leaves when nobody uses it any more.
+            contribution.learner().make_guest();
+        }
+        Ok(contribution)
+    }
+
+    /// Whether the next write may take long: the first one of all may join, and the first one of a step asks the
+    /// coordinator.
     pub fn may_wait(&self) -> bool {
-        !self.contribution.wrote() && self.model.job.kind() != TransportKind::InProcess
+        let wrote = |contribution: Arc<Contribution>| {
+            contribution.wrote() || self.model.job.kind() == TransportKind::InProcess
+        };
+        !self.contribution().is_some_and(wrote)
     }
 
     /// A write at `offset` was taken or refused. If the client goes with refused ones, the step does not count.
@@ -163,9 +231,7 @@ impl LearnerFace {
     /// Ends a step; `done` hears whether it counts.
     pub fn end_step(self: &Arc<Self>, done: Done<()>) {
         self.refused.lock().clear();
-        if !self.contribution.wrote() {
-            return done(Ok(()));
-        }
+        let Some(contribution) = self.contribution().filter(|it| it.wrote()) else { return done(Ok(())) };
         // The client may go meanwhile. It has asked for the step, so nothing is dropped before the answer.
         let this = Arc::clone(self);
         let answered = move |outcome: CallResult<()>| {
@@ -174,7 +240,7 @@ impl LearnerFace {
             }
             done(outcome);
         };
-        self.contribution.commit(Ending::Step, Box::new(answered));
+        contribution.commit(Ending::Step, Box::new(answered));
     }
 
     /// Whether a read must wait for [`Self::catch_up`]: a learner reads versions with its last step in them.
@@ -184,25 +250,26 @@ impl LearnerFace {
 
     /// Reads the newest version from now on, as soon as that holds the learner's last step.
     pub fn catch_up(self: &Arc<Self>, done: Done<()>) {
-        let this = Arc::clone(self);
+        let Some(contribution) = self.contribution() else { return done(Ok(())) };
+        let (this, learner) = (Arc::clone(self), contribution.learner().id);
         let shown = move |outcome: CallResult<Version>| {
             done(outcome.map(|_| {
                 this.is_behind.store(false, Ordering::Relaxed);
-                this.contribution.refresh();
+                contribution.refresh();
             }));
         };
-        self.model.await_fresh(Some(self.contribution.learner().id), Box::new(shown));
+        self.model.await_fresh(Some(learner), Box::new(shown));
     }
 
     /// The client has gone, in good order: what it has written counts, unless a part of it was refused.
     pub fn end(self: Arc<Self>) {
-        if !self.contribution.wrote() || !self.refused.lock().is_empty() {
+        let Some(contribution) = self.contribution().filter(|it| it.wrote()) else { return };
+        if !self.refused.lock().is_empty() {
             return;
         }
-        let contribution = Arc::clone(&self.contribution);
         let answered = move |outcome: CallResult<()>| {
             if let Err(error) = outcome {
-                let learner = &self.contribution.learner().name;
+                let learner = &self.name;
                 let model = &self.model.name;
                 tracing::warn!(model, learner, %error, "what a client of a block device had written does not count");
             }
@@ -214,11 +281,12 @@ impl LearnerFace {
 /// The client is gone. What it has written since the last step does not count, unless [`LearnerFace::end`] was called.
 impl Drop for LearnerFace {
     fn drop(&mut self) {
-        if self.contribution.wrote() {
+        let Some(contribution) = self.contribution() else { return };
+        if contribution.wrote() {
             let why = CallError::new(libc::ECONNABORTED, "the client of the block device is gone");
-            self.contribution.abort_own(&why);
+            contribution.abort_own(&why);
         }
-        self.contribution.closed();
+        contribution.closed();
     }
 }
 
