@@ -89,14 +89,14 @@ class Layout:
     """Where each float32 tensor lies in the flat bytes of `weights` and `gradients`; counters are left out."""
 
     def __init__(self, model):
-        # safetensors: the length of the header in 8 bytes, the header, and then what is in `weights`.
-        with open(model / "weights.safetensors", "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        assert {entry["dtype"] for entry in header.values()} <= {"F32", "I64"}, "this example is for float32 models"
-        self.tensors = {name: (entry["data_offsets"][0], entry["shape"]) for name, entry in header.items()
-                        if entry["dtype"] == "F32"}
-        self.bytes = max(entry["data_offsets"][1] for entry in header.values())
+        # The order is that of `layout`, which may be another one than the model's file has.
+        self.tensors = {}
+        for line in (model / "layout").read_text().splitlines():
+            name, dtype, shape, offset = line.split("\t")
+            assert dtype in ("F32", "I64"), "this example is for float32 models"
+            if dtype == "F32":
+                self.tensors[name] = int(offset), json.loads(shape)
+        self.bytes = (model / "weights").stat().st_size
         self.elements = self.bytes // 4
 
     def views(self, flat):

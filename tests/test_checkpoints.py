@@ -33,12 +33,15 @@ def checkpoint(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("what", ["directory", "index", "other_index"])
+@pytest.mark.parametrize("what", ["directory", "index", "other_index", "variant"])
 @pytest.mark.also_on_network
 def test_a_checkpoint_of_several_files_is_one_model(start_mount, checkpoint, what):
     """With its files one behind the other, in the order of their names."""
     if what == "other_index":
         (checkpoint / INDEX).rename(checkpoint / "diffusion_pytorch_model.safetensors.index.json")
+    if what == "variant":
+        (checkpoint / INDEX).rename(checkpoint / "model.safetensors.index.fp16.json")
+        (checkpoint / f"{INDEX}.bak").write_text("none")
     mount = start_mount(model=checkpoint / INDEX if what == "index" else checkpoint, name="tiny")
     assert mount.weights() == values(0, 24).tobytes()
     assert (np.load(mount.model / "tensors/a.npy") == values(16, 8).reshape(2, 4)).all()

@@ -1,5 +1,5 @@
-"""Learners that stop and stay attached hold others up for a lease, those whose processes exit for `linger`; and nobody
-else."""
+"""Learners that stop, and whose processes live, hold others up for as long as patience lasts, those whose processes exit
+for `linger`; and nobody else."""
 
 import errno
 import itertools
@@ -13,7 +13,7 @@ from filetools import (
 )
 from patience import Limit
 
-LEASE = 1
+PATIENCE = 1
 
 # Writes the first bytes of a contribution and keeps it open.
 HOLDER = """
@@ -32,6 +32,47 @@ try:
 except OSError as error:
     say(errno.errorcode[error.errno])
 wait()
+"""
+
+
+# Says how calls on a learner's files end, each time that it is told to go on.
+DROPPED = """
+import errno
+place = argv[0]
+fd = os.open(place + "/gradients", os.O_WRONLY)
+os.write(fd, bytes(4))
+say("written")
+
+def end(call):
+    try:
+        call()
+        return "done"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+
+def calls():
+    yield lambda: os.open(place + "/gradients", os.O_WRONLY)
+    yield lambda: os.open(place + "/weights", os.O_RDONLY)
+    yield lambda: os.stat(place + "/status")
+    yield lambda: os.stat(place + "/weight")
+
+asked = 0
+while True:
+    said = sys.stdin.readline()
+    if "leave" in said:
+        os.rmdir(place)
+        say("left")
+        continue
+    asked += 1
+    if asked == 3 and os.path.exists(place):
+        say(open(place + "/error").read().strip())
+        wait()
+        os.mkdir(place)
+        say("joined")
+        with open(place + "/gradients", "wb", buffering=0) as file:
+            file.write(bytes([0, 0, 128, 63]) * (os.stat(place + "/gradients").st_size // 4))
+        break
+    say(*map(end, calls()), os.path.exists(place))
 """
 
 
@@ -68,18 +109,18 @@ def tried(call, *arguments):
     return timeouts, limit.taken()
 
 
-# The timeout is shorter than the lease, as long, and longer: 4, of which the wait must not take all.
+# The timeout is shorter than the patience, as long, and longer: 4, of which the wait must not take all.
 @pytest.mark.parametrize("consistency", ["sync", "async"])
-def test_leases_expire__of_who_stops_in_a_contribution(start_mount, shards, consistency):
+def test_patience_ends__of_who_stops_in_a_contribution(start_mount, shards, consistency):
     """Also while those who wait for it time out and come again. All jobs at the same time."""
     options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "consistency": consistency}
-    cases = [*itertools.product([0.7 * LEASE, LEASE, 4 * LEASE], [4, BLOCK, SIZE])]
-    mounts = [start_mount(timeout=timeout, lease=LEASE, **options) for timeout, _ in cases]
+    cases = [*itertools.product([0.7 * PATIENCE, PATIENCE, 4 * PATIENCE], [4, BLOCK, SIZE])]
+    mounts = [start_mount(timeout=timeout, patience=PATIENCE, **options) for timeout, _ in cases]
 
     holders = [holding(mount.join("a"), length) for (_, length), mount in zip(cases, mounts)]
 
     def both(mount, holder):
-        """One stops, and at once the other one begins: no lease is used up by the other jobs."""
+        """One stops, and at once the other one begins: no patience is used up by the other jobs."""
         holder.send_signal(signal.SIGSTOP)
         mount.join("b")
         said = tried(mount.contribute, filled(mount, 1), 0, "b")
@@ -91,38 +132,35 @@ def test_leases_expire__of_who_stops_in_a_contribution(start_mount, shards, cons
     for (timeout, length), mount, holder, wait in zip(cases, mounts, holders, waits):
         job = f"{consistency}, {length} bytes, timeout {timeout}"
         timeouts, took, weights = wait.result(300)
-        assert took < 3.5 * LEASE, job
+        assert took < 3.5 * PATIENCE, job
         if consistency == "async" and (length == 4 or shards):
             # Nobody waits for a contribution before it is at the shard. Over a network that is with its commit.
-            assert took < 0.5 * LEASE, job
+            assert took < 0.5 * PATIENCE, job
             continued(holder)
         else:
-            assert took > 0.3 * LEASE, job
+            assert took > 0.3 * PATIENCE, job
             eventually(lambda mount=mount: not mount.place("a").exists())
             assert continued(holder) == "ENOTCONN", job
         # One that timed out may have been taken in the same moment. The stopped one's 64 is in no sum.
         assert (weights == weights[0]).all() and 1 <= weights[0] <= 1 + timeouts, job
 
 
-@pytest.mark.parametrize("timeout", [0.7 * LEASE, 4 * LEASE])
+@pytest.mark.parametrize("timeout", [0.7 * PATIENCE, 4 * PATIENCE])
 @pytest.mark.parametrize("length", [0, BLOCK])
-def test_leases_expire__while_another_opens_weights(start_mount, timeout, length):
+def test_patience_ends__while_another_opens_weights(start_mount, timeout, length):
     """The stopped learner is a step behind: the other one's step is taken, and its next open waits."""
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=timeout, lease=LEASE)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=timeout, patience=PATIENCE)
     mount.join("a"), mount.join("b")
     holder = stopped(mount.place("a"), length)
     mount.contribute(filled(mount, 1), learner="b")
-    assert tried(array, mount.place("b") / "weights")[1] < 3.5 * LEASE
+    assert tried(array, mount.place("b") / "weights")[1] < 3.5 * PATIENCE
     assert (array(mount.place("b") / "weights") == 1).all()
     eventually(lambda: not mount.place("a").exists())
     assert continued(holder) == ("ENOTCONN" if length else "done")
 
 
-def test_leases_expire__before_those_who_wait_time_out(start_mount):
-    """Where nobody has set either, too."""
-    mount = start_mount(size=SIZE)
-    assert 0 < float(mount.control("lease")) < float(mount.control("timeout"))
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=3, lease=1)
+def test_patience_ends__before_those_who_wait_time_out(start_mount):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=3, patience=1)
     mount.join("a"), mount.join("b")
     holder = stopped(mount.place("b"), SIZE, "ends it")
     mount.contribute(filled(mount, 1), learner="a")
@@ -135,10 +173,10 @@ def test_leases_expire__before_those_who_wait_time_out(start_mount):
     holder.communicate(timeout=300)
 
 
-def test_leases_expire__not_while_nobody_waits(start_mount):
+def test_patience_ends__not_while_nobody_waits(start_mount):
     """Jobs whose stopped learner stays: it is alone, the other one does other things, or has given up early."""
-    options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "lease": LEASE}
-    alone, beside, impatient = (start_mount(timeout=timeout, **options) for timeout in (5, 5, 0.7 * LEASE))
+    options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "lease": PATIENCE}
+    alone, beside, impatient = (start_mount(timeout=timeout, **options) for timeout in (5, 5, 0.7 * PATIENCE))
     holders = [stopped(mount.join("a"), length) for mount, length in zip((alone, beside, impatient), (4, BLOCK, BLOCK))]
     beside.join("b")
     impatient.join("b")
@@ -146,7 +184,7 @@ def test_leases_expire__not_while_nobody_waits(start_mount):
     with raises(errno.ETIMEDOUT):
         impatient.contribute(f32(1), learner="b")
     for _ in range(9):
-        time.sleep(0.25 * LEASE)
+        time.sleep(0.25 * PATIENCE)
         os.fsync(fd)
         assert not array(beside.place("b") / "weights").any()
     os.close(fd)
@@ -160,7 +198,7 @@ def test_leases_expire__not_while_nobody_waits(start_mount):
 @pytest.mark.parametrize("consistency", ["async", "sync"])
 def test_leases_expire__of_who_has_closed_its_files_and_lives(start_mount, shards, consistency):
     """Where nobody would ever wait for it, as with async. Whoever has its files open stays there, too."""
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", consistency=consistency, lease=LEASE)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", consistency=consistency, lease=PATIENCE)
     mount.join("a"), mount.join("b")
     fd = os.open(mount.place("b") / "gradients", os.O_WRONLY)
     os.write(fd, filled(mount, 1).tobytes())
@@ -168,15 +206,81 @@ def test_leases_expire__of_who_has_closed_its_files_and_lives(start_mount, shard
     os.fsync(fd)
     if consistency == "sync":
         os.close(fd)
-        time.sleep(3 * LEASE)
+        time.sleep(3 * PATIENCE)
         assert mount.place("a").exists() and mount.place("b").exists(), "they compute for as long as they like"
         return
-    eventually(lambda: not mount.place("a").exists())
-    assert mount.place("b").exists()
+    eventually(lambda: os.listdir(mount.model / "learners") == ["b"])
     os.close(fd)
-    eventually(lambda: not mount.place("b").exists())
-    with raises(errno.ENOENT, errno.ENOTCONN):
+    eventually(lambda: os.listdir(mount.model / "learners") == [])
+    with raises(errno.ENOTCONN):
         mount.contribute(filled(mount, 1), learner="a")
+
+
+def test_others_wait_for_a_living_process_beyond_the_lease(start_mount):
+    """It evaluates, in the usual way: its files are closed. A learner that no process has used leaves with the lease."""
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=0.5, lease=1)
+    assert mount.control("patience") == "600"
+    slow = program(STEP, mount.join("slow") / "gradients", "stays")
+    mount.join("b"), mount.join("unused")
+    assert hear(slow) == "written"
+    go(slow)
+    assert hear(slow) == "closed"
+    mount.contribute(filled(mount, 10), learner="b")
+    eventually(lambda: not mount.place("unused").exists())
+    assert (array(mount.place("b") / "weights") == 11).all()
+    mount.contribute(filled(mount, 10), learner="b")
+    start = time.monotonic()
+    while time.monotonic() < start + 2.5:
+        assert outcome(array, mount.place("b") / "weights") == "ETIMEDOUT", "it can be repeated"
+    assert mount.place("slow").exists()
+    mount.contribute(filled(mount, 1), learner="slow")
+    assert (array(mount.place("b") / "weights") == 22).all()
+    finish(slow)
+
+
+def test_whoever_is_dropped_hears_why(start_mount):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=20, patience=1)
+    a, _ = mount.join("a"), mount.join("b")
+    holder = program(DROPPED, a)
+    assert hear(holder) == "written"
+    mount.contribute(filled(mount, 1), learner="b")
+    assert (array(mount.place("b") / "weights") == 1).all(), "it goes on without it"
+    eventually(lambda: not a.exists())
+    for _ in range(2):
+        go(holder)
+        assert hear(holder) == "ENOTCONN " * 4 + "True", "as often as it asks"
+    go(holder)
+    reason = hear(holder)
+    assert 'learner "a" is no longer in the job: silent while others waited for it (control/patience)' in reason
+    assert sorted(os.listdir(mount.model / "learners")) == ["b"]
+    # It joins again, under the same name, and so may another program.
+    go(holder)
+    assert hear(holder) == "joined"
+    assert sorted(os.listdir(mount.model / "learners")) == ["a", "b"]
+    mount.contribute(filled(mount, 1), learner="b")
+    assert (array(mount.place("b") / "weights") == 3).all()
+    finish(holder)
+
+
+def test_whoever_is_dropped_hears_why__until_it_leaves_or_ends(start_mount):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=20, patience=1)
+    a, b, _ = mount.join("a"), mount.join("b"), mount.join("c")
+    holders = [program(DROPPED, place) for place in (a, b)]
+    assert [hear(holder) for holder in holders] == ["written"] * 2
+    mount.contribute(filled(mount, 1), learner="c")
+    eventually(lambda: os.listdir(mount.model / "learners") == ["c"])
+    go(holders[0])
+    assert hear(holders[0]) == "ENOTCONN " * 4 + "True"
+    holders[0].stdin.write("leave\n")
+    holders[0].stdin.flush()
+    assert hear(holders[0]) == "left"
+    go(holders[0])
+    assert hear(holders[0]) == "ENOENT " * 4 + "False"
+    for holder in holders:
+        holder.kill()
+        holder.communicate(timeout=10)
+    # Nothing is left of it for others.
+    mount.join("a"), mount.join("b")
 
 
 # Contributes once, as one process.

@@ -143,7 +143,7 @@ def test_metrics_of_a_mount_are_those_of_its_status(cluster, transport):
 @pytest.mark.one_process
 def test_metrics_of_one_process(start_mount):
     where = "[::1]:0" if has_ipv6() else ANY
-    mount = start_mount(size=3 * BLOCK, block_size=BLOCK, reducer="sgd", clip_norm=2, metrics=where)
+    mount = start_mount(size=3 * BLOCK, block_size=BLOCK, reducer="sgd", learning_rate=0.01, clip_norm=2, metrics=where)
     are_those_of(mount, "model")
     mount.contribute(np.ones(3 * BLOCK // 4, "<f4"))
     _, seen = are_those_of(mount, "model")

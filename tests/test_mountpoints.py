@@ -141,7 +141,8 @@ def test_the_hint_about_mounts_finds_them(start_mount, gradfs, tmp_path):
 def test_mounted_by_something_else(gradfs, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "none", tmp_path], check=True)
     try:
-        up_refused(gradfs, tmp_path, "tmpfs", f"umount {tmp_path}")
+        (tmp_path / "precious").write_text("kept")
+        up_refused(gradfs, tmp_path, "is not empty")
         done = gradfs("unmount", tmp_path)
         assert done.returncode == 1 and "not of gradfs" in done.stderr, done
         assert is_mounted(tmp_path)

@@ -289,6 +289,40 @@ def test_read_your_own_step__while_another_thread_writes_ahead(mounted):
     assert len(shown) > 20 and all(2 * mine <= seen for mine, seen in shown)
 
 
+SLIP = """
+with open(argv[0], "wb", buffering=0) as file:
+    file.write(bytes(400))
+say("written")
+wait()
+with open(argv[1], "rb") as file:
+    say(file.read(4).hex())
+wait()
+"""
+
+
+def test_a_slip_of_one_program_keeps_no_reader_waiting(mounted):
+    """Only the program that wrote as the mount's own learner waits for its step, and the learner lingers no longer than
+    others do."""
+    mount = mounted(learners=2, timeout=20, linger=1)
+    writer = program(SLIP, mount.model / "gradients", mount.model / "weights")
+    assert hear(writer) == "written"
+    own = eventually(lambda: mount.status()["learners"])[0]["id"]
+    mount.join("a")
+    with takes(0, 5):
+        for name in ("weights", "weights.safetensors", "tensors/weights.npy", "device"):
+            shell('cat "$1" > "$2"', mount.model / name, os.devnull)
+            (mount.model / name).read_bytes()
+    go(writer)
+    mount.contribute(filled(mount, 1), learner="a")
+    assert hear(writer) == f32(1).tobytes().hex(), "it waited"
+    finish(writer)
+    mount.contribute(filled(mount, 1), learner="a")
+    with takes(0, 10):
+        assert only_version(array(mount.place("a") / "weights")) == 2
+    eventually(lambda: [learner["id"] for learner in mount.status()["learners"]] == ["a"])
+    assert own != "a"
+
+
 def test_open_gives_up_at_the_timeout(mounted):
     mount = mounted(learners=2, timeout=0.4)
     a, _ = mount.join("a"), mount.join("b")

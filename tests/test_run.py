@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -95,6 +96,18 @@ def test_run_starts_a_process_for_each_learner(mount, begin):
     assert err == ""
     assert mount.version() >= 4 and mount.status()["contributions"] == 12
     assert learners(mount) == [], "they leave"
+
+
+def test_run_starts_a_process_for_each_learner__and_says_where_they_meet(mount, begin, monkeypatch):
+    show = shell("echo $MASTER_ADDR $MASTER_PORT")
+    both = finish(begin("-n", 2, "--no-prefix", mount.model, *show))[0].splitlines()
+    assert len(set(both)) == 1
+    address, port = both[0].split()
+    with socket.create_server((address, int(port))):
+        assert address == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert finish(begin("-n", 1, mount.model, *show))[0] == "node1 29500\n"
 
 
 def test_run_starts_a_process_for_each_learner__from_within(mount, begin):

@@ -2,9 +2,11 @@
 
 import ast
 import errno
+import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +30,8 @@ FILES = [
     "test_snapshots.py", "test_many_models.py", "test_clipping.py", "test_pulls.py", "test_schedules.py",
     "test_stalls.py", "test_tensor_rules.py", "test_traces.py", "test_fallocate.py", "test_memory.py",
     "test_short_memory.py", "test_run.py", "test_averaging.py", "test_buffers.py", "test_weighted.py",
-    "test_forms.py", "test_layerwise.py", "test_fp8.py",
+    "test_forms.py", "test_layerwise.py", "test_fp8.py", "test_volumes.py",
+    "test_defaults.py",
 ]
 
 
@@ -60,7 +63,7 @@ def test_a_model_is_a_directory(start_mount):
     assert sorted(os.listdir(mount.root)) == ["README", "model"]
     modes = {
         "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "publish": 0o600, "device": 0o600,
-        "version": 0o444, "status.json": 0o444, "error": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
+        "version": 0o444, "layout": 0o444, "status.json": 0o444, "error": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
         "snapshot": 0o400,
     }  # fmt: skip
     assert sorted(os.listdir(mount.model)) == sorted(modes)
@@ -71,7 +74,7 @@ def test_a_model_is_a_directory(start_mount):
         assert os.path.isdir(mount.model / name) == (mode == 0o755)
     for name in ("weights", "gradients", "publish", "device"):
         assert os.stat(mount.model / name).st_size == 400_012
-    for name in ("version", "weights.safetensors", "tensors/weights.npy", "control/learning_rate", "status.json"):
+    for name in ("version", "weights.safetensors", "tensors/weights.npy", "control/learning_rate", "status.json", "layout"):
         path = mount.model / name
         assert os.stat(path).st_size == len(path.read_bytes()), name
     times = [os.stat(mount.model / "weights").st_mtime]
@@ -97,6 +100,7 @@ def test_the_tree_is_fixed(start_mount):
         lambda: os.link(model / "weights", model / "old"),
         lambda: os.symlink("weights", model / "old"),
         lambda: (model / "weights").chmod(0o777),
+        lambda: os.chown(model / "weights", 4711, -1),
         lambda: os.mkfifo(model / "fifo"),
         lambda: os.setxattr(model / "weights", "user.x", b"1"),
     ]
@@ -116,6 +120,33 @@ def test_the_tree_is_fixed(start_mount):
             (model / child).rmdir()
 
 
+def test_a_misspelt_setting_is_said_with_the_nearest_name(start_mount):
+    mount = start_mount(size="64KiB")
+    with raises(errno.ENOENT):
+        (mount.model / "control/learningrate").write_text("1")
+    eventually(lambda: 'control/ has no setting "learningrate": did you mean learning_rate?' in mount.stderr())
+    with raises(errno.ENOENT):
+        (mount.model / "control/nonsense").write_text("1")
+    eventually(lambda: 'control/ has no setting "nonsense"' in mount.stderr())
+    assert "did you mean" not in mount.stderr().split("nonsense")[1]
+
+
+def test_mode_and_owner_that_a_file_has_can_be_set(start_mount, tmp_path):
+    mount = start_mount(size="64KiB", reducer="sum")
+    source = tmp_path / "gradient"
+    source.write_bytes(filled(mount, 1).tobytes())
+    for path in (mount.join("a") / "gradients", mount.model / "weights", mount.model / "control", mount.root):
+        has = path.stat()
+        path.chmod(has.st_mode & 0o7777)
+        os.chown(path, has.st_uid, has.st_gid)
+        os.chown(path, -1, has.st_gid)
+        with raises(errno.EPERM):
+            path.chmod(has.st_mode & 0o7777 ^ 0o100)
+    source.chmod((mount.place("a") / "gradients").stat().st_mode & 0o7777)
+    shutil.copy(source, mount.place("a") / "gradients")
+    assert mount.wait_for_version(1) == 1
+
+
 def test_tensors_are_npy(start_mount, tmp_path):
     tensors = mixed_tensors()
     mount = start_mount(model=write_safetensors(tmp_path / "mixed.safetensors", tensors), reducer="sum")
@@ -129,6 +160,21 @@ def test_tensors_are_npy(start_mount, tmp_path):
         kind = {"F32": "<f4", "F16": "<f2", "I64": "<i8"}.get(dtype)
         assert kind is None or loaded.dtype == kind
         assert (folder / f"{name}.npy").read_bytes()[-len(data) :] == data
+
+
+def test_layout_has_the_order_of_weights(start_mount, tmp_path):
+    tensors = mixed_tensors()
+    mount = start_mount(model=write_safetensors(tmp_path / "mixed.safetensors", tensors), reducer="sum")
+    weights, names = mount.weights(), []
+    for line in (mount.model / "layout").read_text().splitlines():
+        name, dtype, shape, offset = line.split("\t")
+        data = tensors[name][2]
+        assert (dtype, tuple(json.loads(shape))) == tensors[name][:2]
+        assert weights[int(offset) : int(offset) + len(data)] == data
+        names.append((int(offset), name))
+    assert sorted(names) == names and {name for _, name in names} == set(tensors)
+    with raises(errno.EACCES):
+        (mount.model / "layout").write_text("")
 
 
 def test_tensors_are_npy__empty_and_scalar(start_mount, tmp_path):
@@ -378,6 +424,10 @@ def test_statfs_counts_version_buffers(start_mount):
     assert os.statvfs(mount.model).f_bavail * stat.f_frsize == 6 << 20
     df = subprocess.run(["df", mount.root], capture_output=True, text=True, timeout=300, check=True)
     assert str(mount.root) in df.stdout
+    before = os.statvfs(mount.root)
+    assert 0.9 * before.f_files < before.f_favail == before.f_ffree < before.f_files, "no monitor sees them used up"
+    mount.join("a")
+    assert os.statvfs(mount.root).f_ffree < before.f_ffree
 
 
 def test_status_tells_what_the_job_does(start_mount):

@@ -13,7 +13,8 @@ use crate::error::Error;
 /// File names: the index of a checkpoint, and the only file of a checkpoint without an index.
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
-const INDEX_ENDING: &str = ".safetensors.index.json";
+/// What is in the name of any index, in front of the variant (`fp16.`), if there is one, and of `json`.
+const INDEX_WORD: &str = ".safetensors.index.";
 
 /// The files of a model, in the order in which their tensors lie in it, and the file that the index names for
 /// each tensor.
@@ -127,7 +128,13 @@ impl Checkpoint {
 }
 
 fn is_index(path: &Path) -> bool {
-    path.file_name().and_then(OsStr::to_str).is_some_and(|name| name.ends_with(INDEX_ENDING))
+    path.file_name().and_then(OsStr::to_str).is_some_and(|name| {
+        let ending = name.split_once(INDEX_WORD).map(|(_, ending)| ending);
+        // A variant is one word: `model.safetensors.index.json.bak` is a copy that nobody means.
+        ending.is_some_and(|ending| {
+            ending == "json" || ending.strip_suffix(".json").is_some_and(|variant| !variant.contains('.'))
+        })
+    })
 }
 
 /// The name of a model that is loaded from `path`: the name of its file, or of the directory of its

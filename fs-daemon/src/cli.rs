@@ -334,9 +334,12 @@ struct JobArgs {
     /// Stop below this many active learners [default: 1]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     min_learners: Option<String>,
-    /// Silence after which a learner leaves; 0 is never [default: 60]
+    /// Silence after which a mount and its learners leave, and a learner that no process uses; 0 is never [default: 60]
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     lease: Option<String>,
+    /// Seconds for which others wait for a silent learner whose process lives, before it leaves; 0 is never [default: 600]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
+    patience: Option<String>,
     /// Seconds for which others wait for a learner whose last process has exited [default: 2]
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     linger: Option<String>,

@@ -23,7 +23,10 @@ mod watches;
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
+use std::fs;
 use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -33,6 +36,8 @@ use fuser::{
     SessionACL,
 };
 use libmodelio::bytes::mmap::Mapping;
+use nix::mount::MsFlags;
+use nix::unistd::{getgid, getuid};
 use parking_lot::Mutex;
 
 use self::calls::Calls;
@@ -58,10 +63,10 @@ struct Binding {
     backings: Arc<Backings>,
 }
 
-/// Mounts the filesystem of `calls` on `path`. The session is to be run by [`fuser::Session::spawn`].
+/// Mounts the filesystem of `calls` on `path`.
 ///
 /// # Errors
-/// Fails with the error of mount(2) or fusermount3.
+/// Fails with the error of mount(2) or fusermount3. The caller unmounts, as it does in the end.
 pub fn mount(calls: Arc<Calls>, path: &Path, settings: &MountSettings) -> io::Result<Mounted> {
     let mut config = Config::default();
     config.mount_options = vec![
@@ -75,9 +80,34 @@ pub fn mount(calls: Arc<Calls>, path: &Path, settings: &MountSettings) -> io::Re
     config.acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.n_threads = Some(settings.threads);
     config.clone_fd = true;
-    let session = Session::new(Binding { calls, backings: Arc::default() }, path, &config)?;
+    let binding = Binding { calls, backings: Arc::default() };
+    let session = match mount_directly(path, settings.allow_other)? {
+        Some(device) => Session::from_fd(binding, device, config.acl, config.clone()),
+        None => Session::new(binding, path, &config),
+    }?;
     let kernel = Arc::new(Announcer(session.notifier()));
     Ok(Mounted { session, kernel })
+}
+
+/// Mounts by mount(2), with the subtype in the name of the type: `fuser` leaves it out there, and `findmnt` and monitoring
+/// go by it. `None` if only the setuid helper may mount, to which `fuser` tells the subtype.
+///
+/// The caller unmounts, whatever follows.
+fn mount_directly(path: &Path, allow_other: bool) -> io::Result<Option<OwnedFd>> {
+    let device = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse")?;
+    let (mode, descriptor) = (fs::metadata(path)?.mode(), device.as_raw_fd());
+    let (uid, gid) = (getuid(), getgid());
+    let mut options =
+        format!("fd={descriptor},rootmode={mode:o},user_id={uid},group_id={gid},default_permissions");
+    if allow_other {
+        options.push_str(",allow_other");
+    }
+    let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOATIME;
+    match nix::mount::mount(Some("gradfs"), path, Some("fuse.gradfs"), flags, Some(options.as_str())) {
+        Ok(()) => Ok(Some(device.into())),
+        Err(nix::errno::Errno::EPERM) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// A mount that is not served yet.

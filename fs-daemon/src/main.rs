@@ -1,5 +1,9 @@
 //! `gradfs`: a parameter server that you mount.
 
+// First: its macros are for all others.
+#[macro_use]
+mod printing;
+
 mod background;
 mod checkpoint;
 mod cli;

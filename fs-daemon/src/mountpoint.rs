@@ -33,8 +33,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the kernel may take to unmount, and a daemon to end after that.
 const UNMOUNT_PATIENCE: Duration = Duration::from_secs(10);
-/// By the source: the type is `fuse` where the daemon has mounted by itself, and `fuse.gradfs` where fusermount3 has.
-const LIST_MOUNTS: &str = "findmnt --source gradfs lists what is mounted";
+const LIST_MOUNTS: &str = "findmnt --types fuse.gradfs lists what is mounted";
 /// Most dead mounts on top of each other that are cleared away.
 const MAX_STACKED: usize = 32;
 
@@ -212,13 +211,15 @@ fn in_use(path: &Path, held: &Held) -> Error {
         .hint(format!("use another directory, or unmount it: gradfs unmount {shown}"))
 }
 
-/// Detaches dead gradfs mounts from `path`; anything else mounted there is an error.
+/// Detaches dead gradfs mounts from `path`. Any other mount there that is dead, or another gradfs, is an error.
 fn clear_dead(path: &Path) -> Result<(), Error> {
     let shown = path.display();
     for _ in 0..MAX_STACKED {
         let Some(mount) = topmost(path)? else { return Ok(()) };
         let hint = format!("use another directory, or unmount it: {}", unmount_command(&mount));
         let error = match probe(path) {
+            // A volume, as a container has it. It has to be empty, as any directory.
+            Probe::Alive if !mount.is_gradfs() => return Ok(()),
             Probe::Dead if mount.is_gradfs() => {
                 detach(path)?;
                 tracing::warn!("unmounted {shown}, which a dead gradfs daemon had left behind");
@@ -226,8 +227,7 @@ fn clear_dead(path: &Path) -> Result<(), Error> {
             }
             Probe::Dead => format!("{shown} is a dead mount of {mount}"),
             Probe::Late => format!("{shown} is a mount of {mount} that does not answer"),
-            Probe::Alive if mount.is_gradfs() => format!("{shown} is already mounted by another gradfs"),
-            Probe::Alive => format!("{shown} is already a mount of {mount}"),
+            Probe::Alive => format!("{shown} is already mounted by another gradfs"),
         };
         return Err(Error::new(error).hint(hint));
     }

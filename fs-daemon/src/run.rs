@@ -14,6 +14,7 @@ mod tuner;
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::io::{IsTerminal as _, Write as _};
+use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -117,6 +118,7 @@ pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
         processes: HashMap::new(),
         output,
         leaves,
+        rendezvous: rendezvous()?,
     };
     let progress = plan.progress.unwrap_or_else(|| std::io::stderr().is_terminal());
     let mut watch = Watch::new(plan, progress);
@@ -136,6 +138,18 @@ pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
     Ok(status.into())
 }
 
+/// The address at which the processes would meet for a process group of their own: programs that see `RANK` and
+/// `WORLD_SIZE` expect one, as torchrun gives it. The port is free now. An address from outside stays.
+fn rendezvous() -> Result<Vec<(&'static str, OsString)>, Error> {
+    let names = ["MASTER_ADDR", "MASTER_PORT"];
+    if names.iter().all(|name| std::env::var_os(name).is_some()) {
+        return Ok(Vec::new());
+    }
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    let port = port.map_err(|error| Error::new("there is no free port for MASTER_PORT").caused_by(error))?;
+    Ok(vec![(names[0], port.ip().to_string().into()), (names[1], port.port().to_string().into())])
+}
+
 /// The processes, and what belongs to them.
 struct Edge<'a> {
     plan: &'a Plan,
@@ -147,6 +161,8 @@ struct Edge<'a> {
     processes: HashMap<u32, Pid>,
     output: Option<Output>,
     leaves: Leaves,
+    /// Where the processes meet.
+    rendezvous: Vec<(&'static str, OsString)>,
 }
 
 impl Edge<'_> {
@@ -269,6 +285,7 @@ impl Edge<'_> {
             ("WORLD_SIZE", self.most.to_string().into()),
             ("LOCAL_WORLD_SIZE", self.most.to_string().into()),
         ];
+        let variables: Vec<_> = variables.into_iter().chain(self.rendezvous.clone()).collect();
         let streams = self.output.as_ref().map(|output| output.streams(rank)).transpose();
         let started = streams.and_then(|streams| {
             let streams = streams.as_ref().map(|(out, err)| (out.as_fd(), err.as_fd()));

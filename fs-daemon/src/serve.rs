@@ -62,21 +62,26 @@ pub fn serve(
     let scraped = bound.map(|bound| bound.serve(move || metrics::mount::page(&of_metrics))).transpose()?;
     let devices = bound_nbd.map(|bound| bound.serve(models.clone())).transpose()?;
     let settings = MountSettings { threads: mounting.threads, allow_other: mounting.allow_other };
-    let mounted = fuse::mount(Arc::clone(&calls), mountpoint.path(), &settings).map_err(|error| {
-        let hint = fuse::access::hint(&error);
-        Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(hint)
-    })?;
-    let kernel = Arc::clone(&mounted.kernel);
-    started
-        .run_chores(kernel)
-        .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
     let stopper = stops.stopper();
     let (ended, gone) = std::sync::mpsc::channel();
-    let serving = mounted.serve(move || {
-        let _ = ended.send(());
-        stopper.stop("the mount is gone");
-    });
-    serving.map_err(|error| Error::new("cannot start the FUSE threads").caused_by(error))?;
+    let mounts = || {
+        let mounted = fuse::mount(Arc::clone(&calls), mountpoint.path(), &settings).map_err(|error| {
+            let hint = fuse::access::hint(&error);
+            Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(hint)
+        })?;
+        started
+            .run_chores(Arc::clone(&mounted.kernel))
+            .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
+        let serving = mounted.serve(move || {
+            let _ = ended.send(());
+            stopper.stop("the mount is gone");
+        });
+        serving.map_err(|error| Error::new("cannot start the FUSE threads").caused_by(error))
+    };
+    if let Err(error) = mounts() {
+        mountpoint.detach()?;
+        return Err(error);
+    }
     if let Some(why) = hindrance {
         tracing::warn!(
             "{why}: weights are read through the daemon (--no-passthrough says that this is meant)"

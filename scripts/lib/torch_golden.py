@@ -41,9 +41,9 @@ CASES = [
         {"lr": 0.01, "weight_decay": 0.02, "betas": (0.8, 0.99)},
     ),
     ("rmsprop", DECAY, "RMSprop", {"lr": 0.01, "weight_decay": 0.02}),
-    ("adagrad", RATE, "Adagrad", {"lr": 0.01, "eps": 1e-8}),
-    ("adagrad", {**DECAY, "epsilon": "1e-10"}, "Adagrad", {"lr": 0.01, "weight_decay": 0.02}),
-    ("lion", {**RATE, "beta2": "0.99"}, "Lion", {"lr": 0.01}),
+    ("adagrad", {**RATE, "epsilon": "1e-8"}, "Adagrad", {"lr": 0.01, "eps": 1e-8}),
+    ("adagrad", DECAY, "Adagrad", {"lr": 0.01, "weight_decay": 0.02}),
+    ("lion", RATE, "Lion", {"lr": 0.01}),
     (
         "lion",
         {**DECAY, "beta1": "0.95", "beta2": "0.98"},
@@ -75,7 +75,7 @@ CASES += [
     ("momentum", {**RATE, "loss_scale": "8"}, "SGD", {"lr": 0.01, "momentum": 0.9}),
     (
         "adamw",
-        {**RATE, "clip_norm": "1.5", "loss_scale": "16"},
+        {**RATE, "weight_decay": "0", "clip_norm": "1.5", "loss_scale": "16"},
         "AdamW",
         {"lr": 0.01, "weight_decay": 0, "clip": (1.5, None)},
     ),

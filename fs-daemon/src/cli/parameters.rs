@@ -1,7 +1,7 @@
 //! The options of hyper-parameters, made from their table.
 
 use clap::{Arg, ArgMatches, Args, Command, Error, FromArgMatches};
-use libmodelio::vocabulary::reducer::{Hyper, PARAMETERS, Parameter};
+use libmodelio::vocabulary::reducer::{PARAMETERS, Parameter};
 
 /// Short names, as torch has them.
 const SHORT: [(&str, &str); 2] = [("lr", "learning_rate"), ("wd", "weight_decay")];
@@ -40,5 +40,5 @@ fn option(of: &Parameter) -> Arg {
         .visible_aliases(short.collect::<Vec<_>>())
         .value_name("X")
         .allow_negative_numbers(true)
-        .help(format!("{meaning} ({}) [default: {}]", of.readers(), of.text(&Hyper::default())))
+        .help(format!("{meaning} ({}) [default: {}]", of.readers(), of.defaults()))
 }

@@ -56,6 +56,7 @@ fn every_option_reaches_the_configuration() {
         ("learners", "4"),
         ("min_learners", "2"),
         ("lease", "2.5"),
+        ("patience", "0"),
         ("linger", "0"),
         ("timeout", "7"),
         ("retain", "3"),

@@ -2,6 +2,7 @@
 
 use std::time::SystemTime;
 
+use libmodelio::vocabulary::controls::MAX_LEARNERS;
 use libmodelio::vocabulary::ids::Version;
 
 use super::access::{Owner, Use};
@@ -51,13 +52,16 @@ pub enum Keep {
 impl Fs {
     /// A learner and the files in its directory belong to the user who made it.
     fn owner_of(&self, node: Node) -> Owner {
-        let learner = match node {
-            Node::Model(index, file) => {
-                file.learner().and_then(|id| self.tree(index).ok()?.model.learner(id).ok())
-            }
+        let owner = |index, file: File| {
+            let (model, id) = (&self.tree(index).ok()?.model, file.learner()?);
+            let learner = model.learner(id).ok().map(|learner| learner.owner);
+            learner.or_else(|| Some(model.dropped(id)?.owner)).flatten()
+        };
+        let owner = match node {
+            Node::Model(index, file) => owner(index, file),
             _ => None,
         };
-        learner.and_then(|learner| learner.owner).unwrap_or(self.access.owner)
+        owner.unwrap_or(self.access.owner)
     }
 
     /// Attributes of an inode.
@@ -137,11 +141,18 @@ impl Fs {
                 let size = text::status(tree, &self.mount_status()).len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
+            File::Layout => Attributes { size: tree.layout.len() as u64, keep: Keep::Forever, ..base },
             File::Versions => {
                 Attributes { links: 2 + model.job.retained().len() as u32, modified: newest(), ..base }
             }
             File::Learners => Attributes { links: 2 + model.learners().len() as u32, ..base },
-            File::Learner(id) => Attributes { modified: model.learner(id)?.joined, ..base },
+            File::Learner(id) => {
+                let joined = match model.dropped(id) {
+                    Some(dropped) => dropped.joined,
+                    None => model.learner(id)?.joined,
+                };
+                Attributes { modified: joined, ..base }
+            }
             File::LearnerStatus(id) => {
                 let size = text::learner_status(model, id)?.len() as u64;
                 Attributes { size, modified: newest(), ..base }
@@ -157,6 +168,28 @@ impl Fs {
             File::Snapshot | File::Controls => base,
             File::Control(i) => Attributes { size: text::setting(model, i)?.len() as u64, ..base },
         })
+    }
+
+    /// Whether an inode can be given this mode and owner. Both are fixed, so only what it has already changes nothing:
+    /// `cp -p` and `chown -R` set that.
+    ///
+    /// # Errors
+    /// EPERM for any other; ENOENT.
+    pub fn check_change(
+        &self,
+        ino: u64,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+    ) -> CallResult<()> {
+        if mode.or(uid).or(gid).is_none() {
+            return Ok(());
+        }
+        let has = self.attributes(ino)?;
+        let is_same = mode.is_none_or(|mode| mode & 0o7777 == u32::from(has.mode))
+            && uid.is_none_or(|uid| uid == has.uid)
+            && gid.is_none_or(|gid| gid == has.gid);
+        if is_same { Ok(()) } else { Err(CallError::new(libc::EPERM, "modes and owners are fixed")) }
     }
 
     /// Whether an inode can be truncated to `size`. The size is fixed, and truncation to nothing begins a new
@@ -188,7 +221,7 @@ impl Fs {
     }
 
     /// Size of the filesystem for statfs(2): version buffers that may exist, in all models; the free ones
-    /// are those that do not hold a version.
+    /// are those that do not hold a version. Free files are those of learners that may still join.
     pub fn space(&self) -> Space {
         let mut space = Space { block_size: 4096, ..Space::default() };
         for tree in self.trees() {
@@ -198,7 +231,10 @@ impl Fs {
             let used = model.job.versions().len() as u64;
             space.blocks += pages * most;
             space.free += pages * most.saturating_sub(used);
-            space.files += 32 + (model.layout.tensors().len() + tree.paths.len()) as u64;
+            let learners = model.learners().len() as u64;
+            let files = 32 + (model.layout.tensors().len() + tree.paths.len()) as u64;
+            space.free_files += u64::from(MAX_LEARNERS).saturating_sub(learners) * FILES_OF_LEARNER;
+            space.files += files + u64::from(MAX_LEARNERS) * FILES_OF_LEARNER;
         }
         space
     }
@@ -213,9 +249,14 @@ pub struct Space {
     pub blocks: u64,
     /// Free ones.
     pub free: u64,
-    /// Files.
+    /// Files: those there are, and those of learners that may still join.
     pub files: u64,
+    /// The latter.
+    pub free_files: u64,
 }
+
+/// A learner's directory and what is in it.
+const FILES_OF_LEARNER: u64 = 7;
 
 /// The use of an inode.
 fn use_of(node: Node) -> Use {

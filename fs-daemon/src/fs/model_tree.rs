@@ -1,11 +1,12 @@
 //! One model's part of the tree: the state that its files need besides the model itself.
 
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use libmodelio::formats::npy;
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::vocabulary::layout::header;
+use libmodelio::vocabulary::layout::{Tensor, header};
 
 use super::node::File;
 use super::paths::TensorPaths;
@@ -25,6 +26,8 @@ pub struct ModelTree {
     pub started: SystemTime,
     /// Header of `tensors/<name>.npy`, by tensor.
     pub npy_headers: Vec<Arc<[u8]>>,
+    /// The file `layout`.
+    pub layout: String,
     /// Directories below `tensors/`.
     pub paths: TensorPaths,
     /// The name `tensors` in the kernel.
@@ -43,6 +46,7 @@ impl ModelTree {
             index,
             started: SystemTime::now(),
             npy_headers: tensors.iter().map(|tensor| npy::npy_header(tensor).into()).collect(),
+            layout: layout(tensors),
             paths: TensorPaths::new(tensors),
             tensors_name: TensorsName::default(),
             publications: Arc::default(),
@@ -86,7 +90,11 @@ impl ModelTree {
             | File::Device
             | File::Error
             | File::Snapshot => Some(Arc::clone(&self.model.own_refusal)),
-            file => Some(Arc::clone(&self.model.learner(file.learner()?).ok()?.refusal)),
+            file => {
+                let id = file.learner()?;
+                let dropped = || self.model.dropped(id).map(|dropped| Arc::clone(&dropped.refusal));
+                self.model.learner(id).ok().map(|learner| Arc::clone(&learner.refusal)).or_else(dropped)
+            }
         }
     }
 }
@@ -97,4 +105,41 @@ pub fn safetensors_header(model: &Model, version: Version) -> Arc<[u8]> {
     let mut metadata = model.metadata.clone();
     metadata.insert("gradfs.version".into(), format!("{:010}", version.0));
     header::header_bytes(model.layout.tensors(), &metadata).into()
+}
+
+/// `layout`: the tensors in the order of `weights`. A line has a name, an element type, a shape, and the offset of the
+/// first byte, with tabs between them. Control characters and backslashes in names are escaped with a backslash.
+fn layout(tensors: &[Tensor]) -> String {
+    let mut text = String::new();
+    for tensor in tensors {
+        for c in tensor.name.chars() {
+            match c {
+                '\\' => text.push_str("\\\\"),
+                c if c.is_control() => text.extend(c.escape_default()),
+                c => text.push(c),
+            }
+        }
+        let shape: Vec<String> = tensor.shape.iter().map(ToString::to_string).collect();
+        let _ = writeln!(text, "\t{}\t[{}]\t{}", tensor.dtype, shape.join(","), tensor.bytes.start);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use libmodelio::vocabulary::layout::DType;
+
+    use super::*;
+
+    #[test]
+    fn a_line_of_the_layout_has_four_fields_whatever_a_tensor_is_called() {
+        let tensor = |name: &str, shape: &[usize], start| Tensor {
+            name: name.into(),
+            dtype: DType::parse("bf16").unwrap(),
+            shape: shape.into(),
+            bytes: start..start + 2,
+        };
+        let tensors = [tensor("a b", &[30, 1000], 0), tensor("x\ty\n\\z", &[], 60_000)];
+        assert_eq!(layout(&tensors), "a b\tBF16\t[30,1000]\t0\nx\\ty\\n\\\\z\tBF16\t[]\t60000\n");
+    }
 }

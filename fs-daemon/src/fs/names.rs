@@ -48,6 +48,30 @@ impl Fs {
         self.lookup_by(parent, name, |node| self.pin(node))
     }
 
+    /// The same for names of a learner that was dropped, as one of its programs sees them: its directory is there with the
+    /// reason in `error`, and ENOTCONN takes the place of all other files. `None` if it is no such name, or `has_used` says
+    /// that the caller has not used the learner.
+    pub fn lookup_dropped(
+        &self,
+        parent: u64,
+        name: &OsStr,
+        has_used: impl Fn(&Model, LearnerId) -> bool,
+    ) -> Option<CallResult<Attributes>> {
+        let Ok(Node::Model(index, dir)) = self.node(parent) else { return None };
+        let (model, name) = (&self.tree(index).ok()?.model, name.to_str()?);
+        let (id, dropped) = match dir {
+            File::Learners => model.dropped_named(name)?,
+            File::Learner(id) => (id, model.dropped(id)?),
+            _ => return None,
+        };
+        let file = match (dir, name) {
+            (File::Learners, _) => File::Learner(id),
+            (_, "error") => File::LearnerError(id),
+            _ => return has_used(model, id).then(|| Err(dropped.error())),
+        };
+        has_used(model, id).then(|| self.attributes(Node::Model(index, file).ino()))
+    }
+
     /// Like [`Self::lookup`], but `pin` pins versions, as [`Self::pin`] does. They may have gone by then.
     pub(crate) fn lookup_by(
         &self,
@@ -168,11 +192,34 @@ impl Fs {
         Ok((self.tree(index)?, learner_name(name)?))
     }
 
+    /// Why no file can be made in `parent`. In `control/` its name is a setting's, and misspelt.
+    pub fn refuse_file(&self, parent: u64, name: &OsStr) -> CallError {
+        let name = String::from_utf8_lossy(name.as_encoded_bytes());
+        match self.node(parent) {
+            Ok(Node::Model(_, File::Controls)) => {
+                let names = SETTINGS.iter().map(|(name, _)| *name);
+                let meant = nearest(&name, names).map(|meant| format!(": did you mean {meant}?"));
+                let what = format!("control/ has no setting {name:?}{}", meant.unwrap_or_default());
+                CallError::new(libc::ENOENT, what)
+            }
+            _ => CallError::new(libc::EPERM, format!("no file can be made: {name:?}")),
+        }
+    }
+
     /// A learner leaves. The job is asked, so the answer may come later.
     ///
     /// # Errors
     /// EPERM outside of `learners/`, ENOENT.
     pub fn remove_dir(&self, parent: u64, name: &OsStr, done: Done<()>) {
+        if let Ok(Node::Model(index, File::Learners)) = self.node(parent)
+            && let (Ok(tree), Some(name)) = (self.tree(index), name.to_str())
+            && tree.model.learner_named(name).is_none()
+            && let Some((gone, _)) = tree.model.dropped_named(name)
+        {
+            // It is out of the job already, and its program knows that now.
+            tree.model.forget_dropped(|id, _| id == gone);
+            return done(Ok(()));
+        }
         let (model, learner) = match self.leaves_as(parent, name) {
             Ok((model, learner)) => (Arc::clone(model), learner),
             Err(error) => return done(Err(error)),
@@ -194,6 +241,14 @@ impl Fs {
             name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(CallError::not_found)?;
         Ok((model, learner.id))
     }
+}
+
+/// The name that needs the fewest edits to become `name`. With more than a third of the letters changed, anything would
+/// resemble some name.
+fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let plain = name.replace('-', "_").to_lowercase();
+    let edits = known.map(|known| (strsim::levenshtein(&plain, known), known)).min()?;
+    (edits.0 <= plain.chars().count() / 3).then_some(edits.1)
 }
 
 fn too_long(name: &OsStr, most: usize) -> CallError {
@@ -255,6 +310,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("learners", File::Learners),
             ("control", File::Controls),
             ("status.json", File::Status),
+            ("layout", File::Layout),
             ("error", File::Error),
             ("snapshot", File::Snapshot),
         ],

@@ -47,6 +47,8 @@ pub enum File {
     VersionText,
     /// `status.json`.
     Status,
+    /// `layout`.
+    Layout,
     /// `error` of the mount's own learner.
     Error,
     /// `versions/`.
@@ -116,6 +118,8 @@ impl File {
             File::Device => (7, 0, NONE),
             File::VersionText => (8, 0, NONE),
             File::Status => (9, 0, NONE),
+            // There are no more kinds, and the status has no index.
+            File::Layout => (9, 1, NONE),
             File::Versions => (10, 0, NONE),
             File::Retained(v) => (11, 0, v),
             File::RetainedWeights(v) => (12, 0, v),
@@ -150,6 +154,7 @@ impl File {
             6 => File::Gradients,
             7 => File::Device,
             8 => File::VersionText,
+            9 if index == 1 => File::Layout,
             9 => File::Status,
             10 => File::Versions,
             11 => File::Retained(version),

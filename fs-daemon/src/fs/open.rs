@@ -40,6 +40,8 @@ pub struct OpenRequest {
     appends: bool,
     /// It must not wait.
     pub is_nonblocking: bool,
+    /// Whether a process that uses the mount's own learner makes it.
+    pub is_own: bool,
 }
 
 impl OpenRequest {
@@ -51,16 +53,25 @@ impl OpenRequest {
         }
     }
 
-    /// If the file shows the newest version: the learner that it shows that to, if it is one.
+    /// If the file shows the newest version: the learner that it shows that to, if it is one. The files of the model itself
+    /// show the mount's own learner's only to its own processes: what one program has written keeps no other one from
+    /// reading.
     pub fn shows_newest_to(&self) -> Option<Option<LearnerId>> {
-        let (tree, file) = self.file().filter(|_| self.reads)?;
+        let (_, file) = self.file().filter(|_| self.reads)?;
         match file {
             File::LearnerWeights(learner, _) => Some(Some(learner)),
-            File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device => {
-                Some(tree.model.learner_named(&tree.model.own_name).map(|learner| learner.id))
+            _ if is_newest(file) => {
+                let own = self.own_learner().filter(|_| self.is_own || self.writes);
+                Some(own.map(|learner| learner.id))
             }
             _ => None,
         }
+    }
+
+    /// The mount's own learner, if this reads a file in which its processes find their own step.
+    pub fn own_learner(&self) -> Option<Arc<Learner>> {
+        let (tree, file) = self.file().filter(|_| self.reads)?;
+        is_newest(file).then(|| tree.model.learner_named(&tree.model.own_name)).flatten()
     }
 
     /// The learner whose contribution this open would write into.
@@ -158,6 +169,7 @@ impl Fs {
             writes: mode != libc::O_RDONLY,
             appends: flags & libc::O_APPEND != 0,
             is_nonblocking: flags & libc::O_NONBLOCK != 0,
+            is_own: false,
         })
     }
 
@@ -238,6 +250,7 @@ impl Fs {
             File::Control(_) | File::LearnerWeight(_) => self.open_text_of(request),
             File::VersionText
             | File::Status
+            | File::Layout
             | File::RetainedText(_)
             | File::LearnerVersion(_)
             | File::LearnerStatus(_)
@@ -294,6 +307,11 @@ impl Fs {
         let (tree, ino) = (Arc::clone(tree), request.node.ino());
         Ok((OpenFile::Publication { tree, ino, publication, _keeps: Box::new(shown) }, way))
     }
+}
+
+/// Whether the file is the model's, and shows its newest version.
+fn is_newest(file: File) -> bool {
+    matches!(file, File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device)
 }
 
 fn open_publish(

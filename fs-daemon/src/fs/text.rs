@@ -50,6 +50,8 @@ pub fn readme(trees: &[Arc<ModelTree>]) -> String {
          learners/ID/         mkdir joins a learner, rmdir leaves; each has its own weights, gradients,\n\
          \x20                    version, status and error, and weight, how much its contributions count\n\
          control/SETTING      one value a file: read it, or write a new one, which counts from the next version\n\
+         layout               the tensors in the order of weights: name, type, shape and offset of each, with tabs\n\
+         \x20                    between; not always the order of the file that the model comes from\n\
          status.json          what the job is doing\n\
          error                why the last call that failed did, until all of a contribution succeeds\n\
          snapshot             what `gradfs save` reads: opening it takes a snapshot of the job\n\n\

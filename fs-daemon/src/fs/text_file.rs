@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use libmodelio::client::SetError;
-use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::vocabulary::controls::{LONGEST, SETTINGS};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::weight::NoWeight;
 use parking_lot::Mutex;
@@ -17,7 +17,7 @@ use super::text;
 use crate::session::error::{CallError, CallResult, Done};
 
 /// Longest value of a setting.
-const MAX_SETTING: usize = 4096;
+const MAX_SETTING: usize = LONGEST;
 
 /// An open text file.
 pub struct TextFile {
@@ -73,6 +73,7 @@ impl Fs {
             }
             File::RetainedText(version) => format!("{version}\n"),
             File::Status => text::status(tree, &self.mount_status()),
+            File::Layout => return Ok(tree.layout.to_string()),
             File::LearnerWeight(id) => text::weight(&tree.model, id)?,
             File::LearnerStatus(id) => text::learner_status(&tree.model, id)?,
             File::Error | File::LearnerError(_) => text::error(tree, file)?,

@@ -6,6 +6,7 @@
 //! (`chores`).
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::io;
 use std::sync::{Arc, mpsc};
 
@@ -16,10 +17,12 @@ use parking_lot::Mutex;
 
 use super::open_files::{OpenFiles, ProgramFile};
 use super::pending_exits::{PendingExits, Settling};
+use super::process::is_making_directory;
 use super::second_lookups::SecondLookups;
 use super::waits::Waits;
 use super::watches::Watches;
 use crate::fs::access::Access;
+use crate::fs::attr::Attributes;
 use crate::fs::filesystem::Fs;
 use crate::fs::model_tree::ModelTree;
 use crate::fs::open_file::OpenFile;
@@ -118,6 +121,13 @@ impl Calls {
             chores,
         });
         Ok(Started { calls, inbox })
+    }
+
+    /// [`Fs::lookup_dropped`] for thread `tid`. A directory of the same name can be made: the learner joins again.
+    pub fn lookup_dropped(&self, parent: u64, name: &OsStr, tid: u32) -> Option<CallResult<Attributes>> {
+        self.fs.lookup_dropped(parent, name, |model, learner| {
+            self.watches.has_used(model, learner, tid) && !is_making_directory(tid)
+        })
     }
 
     /// Reads up to `len` bytes at `offset` and gives them to `with`, without a copy where possible.

@@ -6,6 +6,8 @@ use std::io;
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
+use libmodelio::transport::LeaveReason;
+
 use super::calls::{Calls, Chore, Started, Wake};
 use super::closing::settle;
 use super::waits::CHECK_INTERVAL;
@@ -64,8 +66,16 @@ impl Calls {
             Chore::Published(index) => self.published(index, kernel),
             Chore::Left(index, learner, reason) => {
                 let Ok(tree) = self.fs.tree(index) else { return };
-                self.watches.forget(|model, one| std::ptr::eq(model, &*tree.model) && one.id == learner);
-                if let Some(learner) = tree.model.left(learner, reason) {
+                let left = tree.model.left(learner, reason);
+                let dropped = left.as_ref().filter(|_| reason != LeaveReason::Asked);
+                if let Some(dropped) = dropped {
+                    // First, so that its programs find it or the reason at any time.
+                    tree.model.keep_dropped(dropped, reason);
+                }
+                if !self.watches.left(&tree.model, learner, dropped.is_some()) {
+                    tree.model.forget_dropped(|id, _| id == learner);
+                }
+                if let Some(learner) = left {
                     kernel.forget_name(Node::Model(index, File::Learners).ino(), &learner.name);
                 }
             }

@@ -29,10 +29,11 @@ impl Calls {
     /// Opens an inode with open(2)'s `flags`, for thread `tid`. Waits, through `done`, for the version that it must show,
     /// the one with the learner's last step for example, at most `control/timeout`.
     pub fn open(self: &Arc<Self>, ino: u64, flags: i32, tid: u32, done: Done<Opened>) {
-        let request = match self.fs.open_request(ino, flags) {
+        let mut request = match self.fs.open_request(ino, flags) {
             Ok(request) => request,
             Err(error) => return done(Err(error)),
         };
+        request.is_own = request.own_learner().is_some_and(|own| self.watches.is_user(&own, tid));
         let Some((tree, file)) = request.file() else { return done(self.open_now(&request, tid)) };
         let (tree, named) = (Arc::clone(tree), file.version());
         let done = request.done_when_shown(done);

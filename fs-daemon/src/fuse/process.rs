@@ -192,6 +192,18 @@ fn ending_in_status(status: &str) -> Option<Ending> {
     }
 }
 
+/// Whether thread `tid` is in mkdir(2) just now. The kernel looks a name up before it asks to make the directory, and that
+/// look-up is told apart from others by nothing else. False if it cannot be seen.
+pub(super) fn is_making_directory(tid: u32) -> bool {
+    let call = fs::read_to_string(format!("/proc/{tid}/syscall")).unwrap_or_default();
+    let number = call.split_whitespace().next().and_then(|number| number.parse().ok());
+    #[cfg(target_arch = "x86_64")]
+    if number == Some(libc::SYS_mkdir) {
+        return true;
+    }
+    number == Some(libc::SYS_mkdirat)
+}
+
 /// The process of thread `tid`.
 pub(super) fn thread_group(tid: u32) -> Option<u32> {
     if tid == 0 {

@@ -44,8 +44,16 @@ impl Caller {
     /// Logs a refusal: an ordinary one at a level that has to be asked for, others as a warning unless there were
     /// too many.
     pub(super) fn log(&self, error: &CallError) {
+        self.say(error, error.is_quiet());
+    }
+
+    /// Logs a refusal as a warning, ordinary or not, unless there were too many.
+    pub(super) fn warn(&self, error: &CallError) {
+        self.say(error, false);
+    }
+
+    fn say(&self, error: &CallError, is_quiet: bool) {
         let Caller { fs, call, ino, tid } = self;
-        let is_quiet = error.is_quiet();
         if is_quiet && !tracing::enabled!(tracing::Level::DEBUG) {
             return;
         }

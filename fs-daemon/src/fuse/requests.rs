@@ -17,7 +17,6 @@ use fuser::{
 use super::Binding;
 use super::calls::Wake;
 use super::reply::{answer, attr, attr_ttl, send_xattr};
-use crate::session::error::CallError;
 
 /// Bytes of a request: the kernel's limit unless it was raised, and the best size for throughput.
 const MAX_WRITE: u32 = 1 << 20;
@@ -57,7 +56,13 @@ impl Filesystem for Binding {
                 let name_ttl = self.name_ttl(parent.0, a.ino);
                 reply.entry_with_ttls(&attr_ttl(&a), &name_ttl, &attr(&a), Generation(0));
             }
-            Err(error) => reply.error(caller.refused(&error)),
+            Err(error) => match self.calls.lookup_dropped(parent.0, name, request.pid()) {
+                Some(Ok(a)) => {
+                    reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0))
+                }
+                Some(Err(error)) => reply.error(caller.refused(&error)),
+                None => reply.error(caller.refused(&error)),
+            },
         }
     }
 
@@ -92,13 +97,11 @@ impl Filesystem for Binding {
         reply: ReplyAttr,
     ) {
         let caller = self.caller("setattr", ino, request);
-        let outcome = if mode.or(uid).or(gid).is_some() {
-            Err(CallError::new(libc::EPERM, "modes and owners are fixed"))
-        } else if let Some(size) = size {
-            self.calls.truncate(ino.0, fh.map(|fh| fh.0), size, request.pid())
-        } else {
-            Ok(()) // Times: cp -p and touch may set them; they show the version's all the same.
-        };
+        // Times: cp -p and touch may set them; they show the version's all the same.
+        let outcome = self.fs().check_change(ino.0, mode, uid, gid).and_then(|()| match size {
+            Some(size) => self.calls.truncate(ino.0, fh.map(|fh| fh.0), size, request.pid()),
+            None => Ok(()),
+        });
         match outcome.and_then(|()| self.fs().attributes(ino.0)) {
             Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
             Err(error) => reply.error(caller.refused(&error)),
@@ -150,15 +153,17 @@ impl Filesystem for Binding {
 
     fn create(
         &self,
-        _request: &Request,
-        _parent: INodeNo,
-        _name: &OsStr,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
         _mode: u32,
         _umask: u32,
         _flags: i32,
         reply: ReplyCreate,
     ) {
-        reply.error(Errno::EPERM);
+        let error = self.fs().refuse_file(parent.0, name);
+        self.caller("create", parent, request).warn(&error);
+        reply.error(Errno::from_i32(error.errno));
     }
 
     fn rename(
@@ -310,7 +315,8 @@ impl Filesystem for Binding {
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
         let space = self.fs().space();
         let size = space.block_size;
-        reply.statfs(space.blocks, space.free, space.free, space.files, 0, size, 255, size);
+        let (files, free_files) = (space.files, space.free_files);
+        reply.statfs(space.blocks, space.free, space.free, files, free_files, size, 255, size);
     }
 
     fn getxattr(&self, request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use libmodelio::transport::LeaveReason;
+use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
-use super::process::{Exit, Process, Watcher};
+use super::process::{Exit, Process, Watcher, thread_group};
 use crate::session::learner::Learner;
 use crate::session::model::Model;
 
@@ -28,8 +29,25 @@ pub struct Watches {
 
 struct Watched {
     model: Arc<Model>,
-    learner: Arc<Learner>,
+    uses: Uses,
     process: Arc<Process>,
+}
+
+/// What a process uses.
+enum Uses {
+    Learner(Arc<Learner>),
+    /// A learner that was dropped: the process hears why for as long as it lives.
+    Dropped(LearnerId),
+}
+
+impl Watched {
+    fn is_of(&self, learner: &Arc<Learner>) -> bool {
+        matches!(&self.uses, Uses::Learner(one) if Arc::ptr_eq(one, learner))
+    }
+
+    fn is_of_dropped(&self, model: &Model, learner: LearnerId) -> bool {
+        matches!(self.uses, Uses::Dropped(one) if one == learner) && std::ptr::eq(&*self.model, model)
+    }
 }
 
 impl Watches {
@@ -73,7 +91,7 @@ impl Watches {
             let (is_known, is_users) = {
                 let watched = self.watched.lock();
                 let same = |one: &&Watched| one.process.tgid() == process.tgid();
-                let is_users = watched.values().filter(same).any(|one| Arc::ptr_eq(&one.learner, learner));
+                let is_users = watched.values().filter(same).any(|one| one.is_of(learner));
                 (watched.values().any(|one| Arc::ptr_eq(&one.process, process)), is_users)
             };
             // For another learner of the process, the watcher needs another pidfd.
@@ -110,17 +128,42 @@ impl Watches {
         lives.or_else(|| Process::of_thread(tid).map(Arc::new))
     }
 
+    /// Whether thread `tid` is of a process that uses the learner: one that has opened its `gradients`. Processes that
+    /// cannot be seen are not told apart.
+    pub fn is_user(&self, learner: &Arc<Learner>, tid: u32) -> bool {
+        if tid == 0 {
+            return learner.has_unseen_users();
+        }
+        self.is_of_one(tid, |one| one.is_of(learner))
+    }
+
+    /// Whether thread `tid` is of a process that has used a learner that was dropped since.
+    pub fn has_used(&self, model: &Model, learner: LearnerId, tid: u32) -> bool {
+        self.is_of_one(tid, |one| one.is_of_dropped(model, learner))
+    }
+
+    /// Whether thread `tid` is of a watched process of this kind.
+    fn is_of_one(&self, tid: u32, is_one: impl Fn(&Watched) -> bool) -> bool {
+        let processes: Vec<u32> = {
+            let watched = self.watched.lock();
+            watched.values().filter(|one| is_one(one)).map(|one| one.process.tgid()).collect()
+        };
+        // Most ask with their first thread, whose number is the process's.
+        processes.contains(&tid)
+            || !processes.is_empty() && thread_group(tid).is_some_and(|of| processes.contains(&of))
+    }
+
     fn watch(&self, watcher: &Watcher, model: &Arc<Model>, learner: &Arc<Learner>, process: Arc<Process>) {
         let tgid = process.tgid();
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
         {
             let mut watched = self.watched.lock();
-            let is_same = |one: &Watched| one.process.tgid() == tgid && Arc::ptr_eq(&one.learner, learner);
+            let is_same = |one: &Watched| one.process.tgid() == tgid && one.is_of(learner);
             if watched.values().any(is_same) {
                 return;
             }
-            let (model, learner, process) = (Arc::clone(model), Arc::clone(learner), Arc::clone(&process));
-            watched.insert(key, Watched { model, learner, process });
+            let uses = Uses::Learner(Arc::clone(learner));
+            watched.insert(key, Watched { model: Arc::clone(model), uses, process: Arc::clone(&process) });
         }
         learner.user_came();
         if let Err(error) = watcher.watch(process, key) {
@@ -130,23 +173,39 @@ impl Watches {
         }
     }
 
-    /// Takes back a watch: the learner it was of, and whether no other process uses that.
-    fn unwatch(&self, key: u64) -> Option<(Watched, bool)> {
+    /// Takes back a watch: what it was of, the learner, and whether no other process uses that. None if the learner was
+    /// dropped before.
+    fn unwatch(&self, key: u64) -> Option<(Watched, Arc<Learner>, bool)> {
         let (ended, alone) = {
             let mut watched = self.watched.lock();
             let ended = watched.remove(&key)?;
-            let alone = !watched.values().any(|other| Arc::ptr_eq(&other.learner, &ended.learner));
+            let is_other = |other: &Watched| match &ended.uses {
+                Uses::Learner(learner) => other.is_of(learner),
+                Uses::Dropped(id) => other.is_of_dropped(&ended.model, *id),
+            };
+            let alone = !watched.values().any(is_other);
             (ended, alone)
         };
-        ended.learner.user_ended();
-        Some((ended, alone))
+        match &ended.uses {
+            Uses::Learner(learner) => {
+                let learner = Arc::clone(learner);
+                learner.user_ended();
+                Some((ended, learner, alone))
+            }
+            Uses::Dropped(gone) => {
+                if alone {
+                    ended.model.forget_dropped(|id, _| id == *gone);
+                }
+                None
+            }
+        }
     }
 
     /// A watched process ended. A killed process takes its learner with it. A process that exits by itself
     /// may have been one of many (a shell's `dd`): `control/linger` and the lease decide.
     fn ended(&self, key: u64, exit: Exit) {
         let _nobody_opens = self.opening.write();
-        let Some((Watched { model, learner, process }, alone)) = self.unwatch(key) else { return };
+        let Some((Watched { model, process, .. }, learner, alone)) = self.unwatch(key) else { return };
         // Others that share the learner go on. The contribution that the victim left open is settled with its
         // file.
         if let (Exit::Signal(_), true, true) = (exit, alone, model.learner(learner.id).is_ok()) {
@@ -157,13 +216,28 @@ impl Watches {
         }
     }
 
-    /// The learner is out of its job: nobody watches its processes any more.
-    pub fn forget(&self, is_out: impl Fn(&Model, &Learner) -> bool) {
+    /// The learner is out of its job. Its processes are not watched any more, unless it was `dropped`: then they are to hear
+    /// why. Returns whether there are such.
+    pub fn left(&self, model: &Model, learner: LearnerId, dropped: bool) -> bool {
         let mut watched = self.watched.lock();
-        for (key, _) in watched.extract_if(|_, one| is_out(&one.model, &one.learner)) {
+        // Of one that was dropped before, nobody may ask any more.
+        let is_over = |one: &Watched| match &one.uses {
+            Uses::Learner(of) => !dropped && of.id == learner && std::ptr::eq(&*one.model, model),
+            Uses::Dropped(id) => one.model.dropped(*id).is_none(),
+        };
+        for (key, _) in watched.extract_if(|_, one| is_over(one)) {
             if let Some(watcher) = self.watcher.get() {
                 watcher.forget(key);
             }
         }
+        let mut any = false;
+        for one in watched.values_mut() {
+            if matches!(&one.uses, Uses::Learner(of) if of.id == learner) && std::ptr::eq(&*one.model, model)
+            {
+                one.uses = Uses::Dropped(learner);
+                any = true;
+            }
+        }
+        any
     }
 }

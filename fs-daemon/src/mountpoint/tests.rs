@@ -132,7 +132,7 @@ fn only_an_empty_directory_is_a_mountpoint() {
 fn mounts_of_others_are_left_alone() {
     let place = Place::new();
     let error = Mountpoint::prepare_with(Path::new("/proc"), &place.locks).unwrap_err();
-    assert!(error.message.contains("/proc is already a mount of proc"), "{}", error.message);
+    assert!(error.message.contains("/proc is not empty"), "{}", error.message);
     let error = unmount_with(Path::new("/proc"), true, &place.locks).unwrap_err();
     assert!(error.message.contains("not of gradfs"), "{}", error.message);
     let error = unmount_with(&place.path(), false, &place.locks).unwrap_err();
@@ -140,6 +140,26 @@ fn mounts_of_others_are_left_alone() {
     let Some(device) = deaf(&place.path(), "sshfs", "fuse.sshfs") else { return };
     drop(device);
     assert!(place.refused("mnt").contains("is a dead mount of sshfs"));
+}
+
+#[test]
+fn an_empty_volume_is_a_mountpoint() {
+    let place = Place::new();
+    if !geteuid().is_root() {
+        return println!("skipped: mounting needs root");
+    }
+    let (path, none) = (place.path(), None::<&str>);
+    mount(Some("tmpfs"), &path, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+    // The mounts of a dead daemon on it are cleared away, and the volume stays.
+    let Some(device) = deaf(&path, "gradfs", "fuse.gradfs") else { return };
+    drop(device);
+    let taken = place.prepare("mnt").unwrap();
+    assert_eq!(topmost(taken.path()).unwrap().unwrap().kind, "tmpfs");
+    taken.detach().unwrap();
+    assert!(topmost(taken.path()).unwrap().is_some(), "a volume is not ours to detach");
+    drop(taken);
+    fs::write(path.join("precious"), "x").unwrap();
+    assert!(place.refused("mnt").contains("is not empty"));
 }
 
 #[test]

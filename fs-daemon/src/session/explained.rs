@@ -21,6 +21,9 @@ pub fn explained(model: &Model, error: impl Into<ContributeError>) -> CallError 
     CallError::new(plain.errno, plain.message + &detail)
 }
 
+/// Where a program finds what it must know of offsets.
+const ORDER: &str = " (the model's file layout says where each tensor lies)";
+
 /// How reasons begin to which the learners that are waited for add nothing.
 const COMPLETE: [&str; 4] = [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD];
 
@@ -28,7 +31,7 @@ fn detail(model: &Model, error: &ContributeError) -> String {
     let layout = &model.layout;
     match error {
         ContributeError::Refused(WriteRefused::PastEnd { offset, end, size }) => {
-            past_end(layout, *offset, *end, *size)
+            past_end(layout, *offset, *end, *size) + ORDER
         }
         ContributeError::Refused(WriteRefused::Rewrite(block)) => {
             let bytes = layout.block_bytes(*block);
@@ -37,7 +40,7 @@ fn detail(model: &Model, error: &ContributeError) -> String {
         ContributeError::HalfElement(byte) => match tensor_at(layout, *byte) {
             Some(tensor) => {
                 format!(
-                    " (tensor {:?} is {}, {} bits an element)",
+                    " (tensor {:?} is {}, {} bits an element){ORDER}",
                     tensor.name,
                     tensor.dtype,
                     tensor.dtype.size_bits()
@@ -45,6 +48,9 @@ fn detail(model: &Model, error: &ContributeError) -> String {
             }
             None => String::new(),
         },
+        ContributeError::Shard(ShardError::UnknownLearner(id)) => {
+            model.dropped(*id).map_or_else(String::new, |dropped| format!(" ({})", dropped.reason))
+        }
         ContributeError::Shard(ShardError::NonFinite(block)) => format!(" ({})", tensors_of(layout, *block)),
         ContributeError::Shard(ShardError::TimedOut(what))
             if !COMPLETE.iter().any(|reason| what.starts_with(reason)) =>

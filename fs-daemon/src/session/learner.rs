@@ -229,6 +229,11 @@ impl Learner {
         self.users.lock().unseen = true;
     }
 
+    /// Whether it has users whose end nobody will see.
+    pub fn has_unseen_users(&self) -> bool {
+        self.users.lock().unseen
+    }
+
     /// Tells the job whether the learner is used.
     pub fn report_use(&self) {
         let unsettled = self.contributor.is_open();

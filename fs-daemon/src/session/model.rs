@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{Contributor, Traffic};
@@ -34,6 +34,30 @@ pub enum Snapshots {
     Registry(String),
 }
 
+/// A learner that has been dropped while programs that used it live.
+pub struct Dropped {
+    /// Its name.
+    pub name: String,
+    /// User and group that it belonged to.
+    pub owner: Option<(u32, u32)>,
+    /// When it joined.
+    pub joined: SystemTime,
+    /// Why it was dropped.
+    pub reason: LeaveReason,
+    /// The same in words, for its programs.
+    pub refusal: Arc<LastRefusal>,
+}
+
+impl Dropped {
+    /// The error of its programs' calls.
+    pub fn error(&self) -> CallError {
+        let Dropped { name, reason, .. } = self;
+        let what =
+            format!("learner {name:?} is no longer in the job: {reason}; join again (mkdir learners/{name})");
+        CallError::new(libc::ENOTCONN, what)
+    }
+}
+
 /// One model.
 pub struct Model {
     /// Its name.
@@ -59,6 +83,8 @@ pub struct Model {
     /// Lives as long as the snapshot that is open.
     open_snapshot: Mutex<Weak<()>>,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
+    /// Learners that were dropped, as long as their programs may ask why.
+    dropped: Mutex<BTreeMap<LearnerId, Arc<Dropped>>>,
     /// Held while the mount's own learner joins.
     joining: Mutex<()>,
 }
@@ -86,6 +112,7 @@ impl Model {
             disk: Mutex::default(),
             open_snapshot: Mutex::default(),
             learners: Mutex::default(),
+            dropped: Mutex::default(),
             joining: Mutex::default(),
         }
     }
@@ -124,9 +151,40 @@ impl Model {
     /// The learner with this number.
     ///
     /// # Errors
-    /// ENOENT when it is not in the job.
+    /// When it is not in the job: ENOTCONN if it was dropped and its programs live, else ENOENT.
     pub fn learner(&self, id: LearnerId) -> CallResult<Arc<Learner>> {
-        self.learners.lock().get(&id).cloned().ok_or_else(CallError::not_found)
+        let known = self.learners.lock().get(&id).cloned();
+        let dropped = || self.dropped(id).map_or_else(CallError::not_found, |dropped| dropped.error());
+        known.ok_or_else(dropped)
+    }
+
+    /// A learner that was dropped, if its programs live.
+    pub fn dropped(&self, id: LearnerId) -> Option<Arc<Dropped>> {
+        self.dropped.lock().get(&id).cloned()
+    }
+
+    /// The last one of this name.
+    pub fn dropped_named(&self, name: &str) -> Option<(LearnerId, Arc<Dropped>)> {
+        let dropped = self.dropped.lock();
+        dropped.iter().rfind(|(_, one)| one.name == name).map(|(id, one)| (*id, Arc::clone(one)))
+    }
+
+    /// The learner was dropped, and programs that have used it live: they hear why until [`Self::forget_dropped`].
+    pub fn keep_dropped(&self, learner: &Learner, reason: LeaveReason) {
+        // The mount's own learner joins again by itself.
+        if learner.name == self.own_name {
+            return;
+        }
+        let refusal = Arc::<LastRefusal>::default();
+        let (name, owner, joined) = (learner.name.clone(), learner.owner, learner.joined);
+        let dropped = Dropped { name, owner, joined, reason, refusal };
+        dropped.refusal.note(&dropped.error(), false);
+        self.dropped.lock().insert(learner.id, Arc::new(dropped));
+    }
+
+    /// Nobody is left who would ask about a dropped learner, or it joins again or was removed.
+    pub fn forget_dropped(&self, is_one: impl Fn(LearnerId, &Dropped) -> bool) {
+        self.dropped.lock().retain(|id, one| !is_one(*id, one));
     }
 
     /// The learner of this name, if it is in the job.
@@ -163,6 +221,7 @@ impl Model {
         let times = Arc::clone(&self.times);
         let learner = Arc::new(Learner::new(name.to_owned(), contributor, job, owner, refusal, times));
         self.learners.lock().insert(id, Arc::clone(&learner));
+        self.forget_dropped(|_, one| one.name == name);
         tracing::info!(model = self.name, learner = name, "joined");
         Ok(learner)
     }

@@ -61,7 +61,7 @@ impl Client {
 
     fn greet(&mut self, silence_ms: u32) {
         let hello = self.receive().expect("a hello").0;
-        assert!(matches!(hello, Message::Hello { protocol: 10, role: Role::Admin, .. }), "{hello:?}");
+        assert!(matches!(hello, Message::Hello { protocol: 11, role: Role::Admin, .. }), "{hello:?}");
         self.say(&welcome(silence_ms), 0, &[]);
     }
 
@@ -72,7 +72,7 @@ impl Client {
 }
 
 fn welcome(silence_ms: u32) -> Message {
-    Message::Welcome { protocol: 10, shard: ShardId(3), epoch: Epoch(7), silence_ms }
+    Message::Welcome { protocol: 11, shard: ShardId(3), epoch: Epoch(7), silence_ms }
 }
 
 #[test]
@@ -187,18 +187,18 @@ fn a_peer_that_dribbles_does_not_extend_the_deadline() {
 
 #[test]
 fn another_version() {
-    let refusal = Message::Refused(Refusal::Protocol { expected: 11, got: 10 });
+    let refusal = Message::Refused(Refusal::Protocol { expected: 12, got: 11 });
     let (error, _) = failure(LONG, move |client| client.say(&refusal, 0, &[]));
-    assert!(matches!(error, AdminError::Protocol { expected: 10, got: 11, .. }), "{error}");
+    assert!(matches!(error, AdminError::Protocol { expected: 11, got: 12, .. }), "{error}");
     let (error, _) = failure(LONG, |client| {
-        // A welcome of protocol 11, with a field that protocol 10 does not have.
+        // A welcome of protocol 12, with a field that protocol 11 does not have.
         let mut bytes = Vec::new();
-        let message = Message::Welcome { protocol: 11, shard: ShardId(1), epoch: Epoch(1), silence_ms: 1 };
+        let message = Message::Welcome { protocol: 12, shard: ShardId(1), epoch: Epoch(1), silence_ms: 1 };
         append_frame(&mut bytes, &message, 0, Epoch(0), Payload::NONE).expect("a sound message");
         client.stream.write_all(&bytes).expect("it listens");
         client.wait();
     });
-    assert!(matches!(error, AdminError::Protocol { expected: 10, got: 11, .. }), "{error}");
+    assert!(matches!(error, AdminError::Protocol { expected: 11, got: 12, .. }), "{error}");
 }
 
 #[test]

@@ -139,8 +139,8 @@ const LAST_VERSION: u64 = 1 << 48;
 /// Most learners of a job at a time.
 pub const MAX_LEARNERS: u32 = 4096;
 
-/// Bytes of patterns in `frozen`, and of rules in `tensors`, at most: every state of the job tells them.
-const LONGEST: usize = 4096;
+/// Bytes of patterns in `frozen`, and of rules in `tensors`, at most: enough for a rule for each tensor of a large model.
+pub const LONGEST: usize = 64 << 10;
 
 /// The treatment of NaN and Inf in a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -185,8 +185,11 @@ pub struct Controls {
     pub learners: u32,
     /// Below this many active learners the job stops.
     pub min_learners: u32,
-    /// Silence after which a learner leaves; zero: never.
+    /// Silence after which a learner leaves that no process is known to use, and a client with its learners; zero: never.
     pub lease: Duration,
+    /// How long others wait for a silent learner whose process lives, before it leaves; zero: for ever.
+    #[serde(default = "patience")]
+    pub patience: Duration,
     /// The time for which others wait for a learner whose last process has exited.
     pub linger: Duration,
     /// Longest wait of an open, fsync or close.
@@ -213,6 +216,11 @@ pub struct Controls {
     pub tensors: TensorRules,
 }
 
+/// The usual patience: as long as an evaluation or a checkpoint of one learner may take.
+fn patience() -> Duration {
+    Duration::from_secs(600)
+}
+
 impl Default for Controls {
     fn default() -> Controls {
         Controls {
@@ -227,6 +235,7 @@ impl Default for Controls {
             min_learners: 1,
             lease: Duration::from_secs(60),
             linger: Duration::from_secs(2),
+            patience: patience(),
             // It is longer than the lease, so that waiting learners outlast one that is gone.
             timeout: Duration::from_secs(120),
             retain: 0,
@@ -319,7 +328,14 @@ const OTHERS: &[(&str, &str)] = &[
     ("aggregation", "optimizers: mean or sum over the contributions"),
     ("learners", "learners to wait for before the first version"),
     ("min_learners", "below this many active learners the job stops"),
-    ("lease", "seconds of silence after which a learner leaves; 0 is never"),
+    (
+        "lease",
+        "seconds after which a silent mount and its learners leave, and a learner that no process uses; 0 is never",
+    ),
+    (
+        "patience",
+        "seconds for which others wait for a silent learner whose process lives, before it leaves; 0 is never",
+    ),
     ("linger", "seconds for which others wait for a learner whose last process has exited"),
     ("timeout", "longest wait in seconds of an open, fsync or close"),
     ("retain", "older versions kept under versions/"),
@@ -381,6 +397,7 @@ impl Controls {
             "learners" => self.learners.to_string(),
             "min_learners" => self.min_learners.to_string(),
             "lease" => self.lease.as_secs_f64().to_string(),
+            "patience" => self.patience.as_secs_f64().to_string(),
             "linger" => self.linger.as_secs_f64().to_string(),
             "timeout" => self.timeout.as_secs_f64().to_string(),
             "retain" => self.retain.to_string(),
@@ -419,7 +436,10 @@ impl Controls {
             return new.validated();
         }
         match *name {
-            "reducer" => new.reducer = field.word(&reducers())?,
+            "reducer" => {
+                new.reducer = field.word(&reducers())?;
+                new.hyper.follow(self.reducer, new.reducer);
+            }
             "consistency" => {
                 let parsed = field.value.parse::<Consistency>();
                 // The error begins with "not", as the setting's own message does.
@@ -437,6 +457,7 @@ impl Controls {
             "learners" => new.learners = field.count(1, MAX_LEARNERS)?,
             "min_learners" => new.min_learners = field.count(1, MAX_LEARNERS)?,
             "lease" => new.lease = field.seconds(0.0, "a number of seconds from 0 to a year")?,
+            "patience" => new.patience = field.seconds(0.0, "a number of seconds from 0 to a year")?,
             "linger" => new.linger = field.seconds(0.0, "a number of seconds from 0 to a year")?,
             "timeout" => new.timeout = field.seconds(0.001, "a number of seconds from 0.001 to a year")?,
             "retain" => new.retain = field.count(0, MOST)?,
@@ -656,7 +677,8 @@ impl Controls {
         &self,
         settings: impl IntoIterator<Item = (&'a str, &'a str)>,
     ) -> Result<Controls, ControlError> {
-        let mut left: Vec<_> = settings.into_iter().collect();
+        let settings: Vec<_> = settings.into_iter().collect();
+        let mut left = settings.clone();
         let mut controls = self.clone();
         // A conflict may be resolved by a later setting (learners before min_learners), so go round
         // until a round brings nothing.
@@ -675,7 +697,12 @@ impl Controls {
                 }
             }
             match conflict {
-                None => return Ok(controls),
+                // A reducer that came after them has replaced those that are its predecessor's defaults.
+                None => {
+                    let given = |(name, _): &&(&str, &str)| PARAMETERS.iter().any(|of| of.name == *name);
+                    let mut given = settings.iter().filter(given);
+                    return given.try_fold(controls, |controls, (name, value)| controls.with(name, value));
+                }
                 Some(error) if again.len() == before => return Err(error),
                 Some(_) => left = again,
             }
@@ -801,6 +828,8 @@ mod tests {
             ("schedule_start", "77"),
             ("aggregation", "sum"),
             ("lease", "2.5"),
+            ("patience", "0"),
+            ("patience", "900"),
             ("linger", "0"),
             ("linger", "7.5"),
             ("timeout", "0.5"),
@@ -815,6 +844,30 @@ mod tests {
             assert_eq!(controls.get(name).as_deref(), Some(value), "{name}");
         }
         assert!(SETTINGS.iter().all(|(name, _)| controls.get(name).is_some()));
+    }
+
+    #[test]
+    fn settings_that_nobody_has_set_follow_the_reducer() {
+        let get = |controls: &Controls| {
+            ["learning_rate", "weight_decay", "epsilon"].map(|name| controls.get(name).unwrap())
+        };
+        let adamw = Controls::default().with("reducer", "adamw").unwrap();
+        assert_eq!(get(&adamw), ["0.001", "0.01", "1e-8"]);
+        let adagrad = adamw.with("reducer", "adagrad").unwrap();
+        assert_eq!(get(&adagrad), ["0.01", "0", "1e-10"]);
+        assert_eq!(adagrad.with("reducer", "sgd").unwrap(), Controls::default());
+        // What is set stays, also if it is given together with the reducer and is the default of the one before.
+        let set = adamw.with("weight_decay", "0.1").unwrap().with("reducer", "adam").unwrap();
+        assert_eq!(get(&set), ["0.001", "0.1", "1e-8"]);
+        let mut both = [("learning_rate", "0.001"), ("reducer", "adagrad"), ("epsilon", "1e-8")];
+        for _ in 0..2 {
+            assert_eq!(get(&Controls::default().with_all(both).unwrap()), ["0.001", "0", "1e-8"]);
+            both.reverse();
+        }
+        // All settings of a job are those of a snapshot.
+        let all: Vec<_> = SETTINGS.iter().map(|(name, _)| (*name, set.get(name).unwrap())).collect();
+        let again = Controls::default().with_all(all.iter().map(|(name, value)| (*name, &**value)));
+        assert_eq!(again.unwrap(), set);
     }
 
     #[test]
@@ -874,6 +927,7 @@ mod tests {
             ("learners", "0"),
             ("learners", "-1"),
             ("lease", "-1"),
+            ("patience", "-1"),
             ("linger", "-0.5"),
             ("linger", "NaN"),
             ("linger", "1e9"),

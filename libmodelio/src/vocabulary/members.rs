@@ -18,6 +18,8 @@ pub enum LeaveReason {
     LeaseExpired,
     /// Its last process had exited, and others waited for it.
     Exited,
+    /// Its process lives and was silent, and others have waited for it for as long as they may.
+    PatienceOver,
 }
 
 /// Whether a process uses a learner, as its mount sees it.
@@ -36,8 +38,9 @@ impl fmt::Display for LeaveReason {
         f.write_str(match self {
             LeaveReason::Asked => "left",
             LeaveReason::Died => "its process died",
-            LeaveReason::LeaseExpired => "silent past its lease",
+            LeaveReason::LeaseExpired => "silent past its lease (control/lease)",
             LeaveReason::Exited => "its last process had exited, and others waited for it (control/linger)",
+            LeaveReason::PatienceOver => "silent while others waited for it (control/patience)",
         })
     }
 }

@@ -244,6 +244,30 @@ impl Reducer {
         kind.reads.iter().chain(reads).any(|read| *read == name)
     }
 
+    /// The hyper-parameters of a job with this reducer, as long as nobody sets others: those of torch's optimizer of this
+    /// name, and of a reducer that torch does not have, those of its inventors.
+    pub fn defaults(self) -> Hyper {
+        let mut hyper = Hyper::default();
+        for of in PARAMETERS {
+            if let Some((_, default)) = self.own_defaults().iter().find(|(name, _)| *name == of.name) {
+                *(of.of)(&mut hyper) = *default;
+            }
+        }
+        hyper
+    }
+
+    /// The defaults that are not those in the table of the parameters.
+    fn own_defaults(self) -> &'static [(&'static str, f32)] {
+        match self {
+            Reducer::AdamW => &[("weight_decay", 0.01)],
+            Reducer::RmsProp | Reducer::Lars => &[("learning_rate", 0.01)],
+            Reducer::AdaGrad => &[("learning_rate", 0.01), ("epsilon", 1e-10)],
+            Reducer::Lion => &[("learning_rate", 1e-4), ("beta2", 0.99)],
+            Reducer::Diloco => &[("learning_rate", 0.7)],
+            _ => &[],
+        }
+    }
+
     /// Whether a step must know the norm of the whole gradient before it can change a block.
     pub fn measures(self, hyper: &Hyper) -> bool {
         hyper.clip_norm > 0.0 && self.reads("clip_norm")
@@ -349,6 +373,14 @@ impl Parameter {
         if self.name == "epsilon" { format!("{value:e}") } else { value.to_string() }
     }
 
+    /// Its defaults, for help texts: the one of most reducers, and those that others have.
+    pub fn defaults(&self) -> String {
+        let own = Reducer::all()
+            .filter(|reducer| reducer.own_defaults().iter().any(|(name, _)| *name == self.name));
+        let own = own.map(|reducer| format!("; {reducer}: {}", self.text(&reducer.defaults())));
+        std::iter::once(self.text(&Hyper::default())).chain(own).collect()
+    }
+
     /// The reducers that read it, for help texts.
     pub fn readers(&self) -> String {
         let reads = |reducer: &Reducer| reducer.reads(self.name);
@@ -359,7 +391,8 @@ impl Parameter {
     }
 }
 
-/// The hyper-parameters that are numbers, one line each: default, domain and meaning.
+/// The hyper-parameters that are numbers, one line each: default, domain and meaning. [`Reducer::own_defaults`] has the
+/// defaults that single reducers have in place of these.
 macro_rules! parameters {
     ($($name:ident = $default:literal, $domain:expr, $meaning:literal;)*) => {
         /// Hyper-parameters of all reducers together; each reducer reads those it has in PyTorch.
@@ -388,7 +421,7 @@ macro_rules! parameters {
 }
 
 parameters! {
-    learning_rate = 0.01, NOT_NEGATIVE, "step size, at the end of the warm-up";
+    learning_rate = 0.001, NOT_NEGATIVE, "step size, at the end of the warm-up";
     learning_rate_floor = 0.0, NOT_NEGATIVE, "step size at the end of a schedule";
     momentum = 0.9, TO_ONE, "weight of the running gradient";
     dampening = 0.0, TO_ONE, "share of the new gradient left out, but at the first step";
@@ -403,6 +436,18 @@ parameters! {
     clip_value = 0.0, NOT_NEGATIVE, "larger elements of a gradient are set to it, or to its negative; 0 is never";
     loss_scale = 1.0, POSITIVE, "gradients are divided by it";
     elasticity = 0.0, TO_ONE, "share of the way by which a replica and the model attract each other; 0 is 1/learners";
+}
+
+impl Hyper {
+    /// The reducer was `from` and becomes `to`: what has the default of the former gets that of the latter.
+    pub fn follow(&mut self, from: Reducer, to: Reducer) {
+        let (before, after) = (from.defaults(), to.defaults());
+        for of in PARAMETERS.iter().filter(|of| of.get(&before) != of.get(&after)) {
+            if of.get(self) == of.get(&before) {
+                *(of.of)(self) = of.get(&after);
+            }
+        }
+    }
 }
 
 /// The decimal number behind a hyper-parameter: a user who sets 0.01 means that, and not its fp32 approximation.
@@ -475,6 +520,25 @@ mod tests {
         for aggregation in Aggregation::iter() {
             assert_eq!(aggregation.to_string().parse(), Ok(aggregation));
         }
+    }
+
+    #[test]
+    fn defaults_are_of_parameters_that_a_reducer_reads() {
+        assert_eq!(Reducer::default().defaults(), Hyper::default());
+        for reducer in Reducer::all() {
+            for (name, default) in reducer.own_defaults() {
+                assert!(reducer.reads(name), "{reducer} {name}");
+                let of = PARAMETERS.iter().find(|of| of.name == *name).unwrap();
+                assert!(
+                    (of.domain.holds)(*default) && of.get(&Hyper::default()) != *default,
+                    "{reducer} {name}"
+                );
+                assert_eq!(of.get(&reducer.defaults()), *default);
+            }
+        }
+        let rate = PARAMETERS.iter().find(|of| of.name == "learning_rate").unwrap();
+        let said = "0.001; rmsprop: 0.01; adagrad: 0.01; lion: 0.0001; lars: 0.01; diloco: 0.7";
+        assert_eq!(rate.defaults(), said);
     }
 
     #[test]

@@ -122,12 +122,16 @@ pub enum Protocol {
     V9 = 9,
     /// Shards measure tensors, and a plan has factors for them. A contribution says of which tensors it has values.
     /// There are the reducers `lars` and `lamb`.
+    ///
+    /// This program does not speak it any more.
     V10 = 10,
+    /// Settings have `patience`, and a learner may leave because it is over.
+    V11 = 11,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V10;
+    pub const NEWEST: Protocol = Protocol::V11;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -140,7 +144,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            10 => Ok(Protocol::V10),
+            11 => Ok(Protocol::V11),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -66,6 +66,7 @@ fn reason() -> impl Strategy<Value = LeaveReason> {
         Just(LeaveReason::Asked),
         Just(LeaveReason::Died),
         Just(LeaveReason::LeaseExpired),
+        Just(LeaveReason::PatienceOver),
         Just(LeaveReason::Exited)
     ]
 }

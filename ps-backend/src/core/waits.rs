@@ -28,8 +28,10 @@ impl<S: Clone> JobCore<S> {
             let stall = self.stall.get_or_insert(Stall { since: now, until: now, slowest });
             stall.until = now;
         } else {
-            let lease = self.controls.lease;
-            self.stall.take_if(|stall| now.saturating_sub(stall.until) >= lease);
+            let [lease, patience] = [self.controls.lease, self.controls.patience];
+            // Whoever waits in vain, and hears so, may be back for the rest of the time.
+            let pause = if lease.is_zero() { patience } else { lease.min(patience) };
+            self.stall.take_if(|stall| now.saturating_sub(stall.until) >= pause);
         }
         let at = match self.formed {
             false => u64::MAX,
@@ -84,30 +86,30 @@ impl<S: Clone> JobCore<S> {
         (late != WaitedFor::default()).then_some((wait.since, late))
     }
 
-    /// Removes learners whose lease is over: they were silent for as long, and no process uses them or a learner has
-    /// been waiting for them that long.
+    /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live,
+    /// if another learner has been waiting for them for as long as patience lasts.
     pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let lease = self.controls.lease;
-        if lease.is_zero() {
-            return;
-        }
-        let is_long = |since: Now| now.saturating_sub(since) >= lease;
-        let is_over = |stall: Stall| stall.until.saturating_sub(stall.since) >= lease;
+        let [lease, patience] = [self.controls.lease, self.controls.patience];
+        let lasted =
+            |since: Now, until: Now, limit: Now| !limit.is_zero() && until.saturating_sub(since) >= limit;
+        let is_over = |stall: Stall| lasted(stall.since, stall.until, patience);
         let stalled = self.formed && self.stall.is_some_and(is_over);
-        let expired: Vec<LearnerId> = self
+        let why = |learner: LearnerId, member: &Member| match member.attached {
+            true => {
+                let is_over = stalled && lasted(member.last_seen, now, patience);
+                (is_over && self.holds_up(learner, member)).then_some(LeaveReason::PatienceOver)
+            }
+            false => lasted(member.last_seen, now, lease).then_some(LeaveReason::LeaseExpired),
+        };
+        let expired: Vec<(LearnerId, LeaveReason)> = self
             .members
             .iter()
-            .filter(|&(&learner, member)| {
-                is_long(member.last_seen)
-                    && !member.unpublished
-                    && (stalled && self.holds_up(learner, member) || !member.attached)
-                    && !self.waits(learner)
-            })
-            .map(|(&learner, _)| learner)
+            .filter(|&(&learner, member)| !member.unpublished && !self.waits(learner))
+            .filter_map(|(&learner, member)| Some((learner, why(learner, member)?)))
             .collect();
-        for learner in expired {
+        for (learner, reason) in expired {
             // Cannot fail: the learner was just found.
-            let _ = self.leave(learner, LeaveReason::LeaseExpired, now, actions);
+            let _ = self.leave(learner, reason, now, actions);
         }
     }
 

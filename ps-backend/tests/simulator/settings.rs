@@ -121,6 +121,7 @@ impl Settings {
             ("learners", expected.to_string()),
             ("min_learners", rng.u32(1..=expected.min(2)).to_string()),
             ("lease", lease.as_secs_f64().to_string()),
+            ("patience", lease.as_secs_f64().to_string()),
         ] {
             if let Ok(new) = controls.with(name, &value) {
                 controls = new;

@@ -115,7 +115,7 @@ fn a_setting_is_answered_when_the_job_has_answered() {
     let answer = mounted.slow_down();
     let written = mounted.set("learning_rate", "0.5\n");
     assert!(written.try_recv().is_err(), "answered before the job");
-    assert_eq!(mounted.job().controls().hyper.learning_rate, 0.01);
+    assert_eq!(mounted.job().controls().hyper.learning_rate, 0.001);
     answer.send(()).unwrap();
     assert_eq!(written.recv_timeout(PATIENCE).unwrap(), Ok(()));
     assert_eq!(mounted.job().controls().hyper.learning_rate, 0.5);

@@ -7,7 +7,7 @@ use super::super::*;
 use super::sim::{Id, Sim, Uid, blocks, ok, open};
 
 fn job(names: &[&str]) -> (Sim, Vec<Id>) {
-    let mut sim = Sim::new(&[("consistency", "async"), ("lease", "1")]).in_process();
+    let mut sim = Sim::new(&[("consistency", "async"), ("patience", "1")]).in_process();
     let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
     for id in &ids {
         sim.core.touch(id.0, Some(Attached::Yes), sim.now);
@@ -72,7 +72,7 @@ fn a_silent_learner_that_holds_up_a_commit_leaves() {
     sim.core.touch(b.0, Some(Attached::Yes), sim.now);
     let (of_b, _) = commit(&mut sim, b, 60_000);
     sim.tick(1_000);
-    assert_eq!(sim.left, [(ids[0].0, LeaveReason::LeaseExpired)]);
+    assert_eq!(sim.left, [(ids[0].0, LeaveReason::PatienceOver)]);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[of_b]), [Some(Version(1))]);
 }

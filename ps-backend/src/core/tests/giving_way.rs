@@ -130,7 +130,7 @@ fn settings_that_were_written_meanwhile_count_once_the_plan_has_given_way() {
 
 #[test]
 fn nobody_waits_for_a_learner_that_is_silent_for_long() {
-    let (mut sim, slow, _) = writing(&[("consistency", "async"), ("lease", "1")]);
+    let (mut sim, slow, _) = writing(&[("consistency", "async"), ("patience", "1")]);
     let quick = sim.join("quick").unwrap();
     for id in [slow, quick] {
         sim.core.touch(id.0, Some(Attached::Yes), sim.now);
@@ -143,5 +143,5 @@ fn nobody_waits_for_a_learner_that_is_silent_for_long() {
         sim.reduce_done(true);
         assert!(ok(&sim, ticket));
     }
-    assert!(!sim.left.contains(&(slow.0, LeaveReason::LeaseExpired)), "it holds nobody up");
+    assert!(!sim.left.contains(&(slow.0, LeaveReason::PatienceOver)), "it holds nobody up");
 }

@@ -202,7 +202,7 @@ fn a_silent_learner_leaves_when_nobody_is_attached() {
 
 #[test]
 fn a_silent_learner_leaves_when_it_has_been_waited_for() {
-    let mut sim = Sim::new(&[("lease", "1"), ("learners", "2")]);
+    let mut sim = Sim::new(&[("patience", "1"), ("learners", "2")]);
     let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
     for id in ids {
         sim.core.touch(id.0, Some(Attached::Yes), sim.now);
@@ -212,9 +212,40 @@ fn a_silent_learner_leaves_when_it_has_been_waited_for() {
     sim.tick(900);
     assert_eq!(sim.left, [], "silent for long enough, but not waited for that long");
     sim.tick(100);
-    assert_eq!(sim.left, [(ids[1].0, LeaveReason::LeaseExpired)]);
+    assert_eq!(sim.left, [(ids[1].0, LeaveReason::PatienceOver)]);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a]), [Some(Version(1))], "the job goes on with the rest");
+}
+
+#[test]
+fn others_wait_for_a_living_process_beyond_the_lease_and_for_nobody_else() {
+    let mut sim = Sim::new(&[("lease", "1"), ("patience", "600"), ("learners", "3")]);
+    let ids = ["a", "b", "c"].map(|name| sim.join(name).unwrap());
+    for id in &ids[..2] {
+        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
+    }
+    let (step, uid) = open(&mut sim, ids[0]);
+    sim.commit(ids[0].0, step, uid, blocks([0]), true, 1_000_000);
+    sim.tick(999);
+    assert_eq!(sim.left, []);
+    sim.tick(1);
+    assert_eq!(sim.left, [(ids[2].0, LeaveReason::LeaseExpired)], "no process is known to use it");
+    sim.tick(598_999);
+    assert_eq!(sim.left.len(), 1, "b evaluates");
+    sim.tick(1);
+    assert_eq!(sim.left.len(), 1, "not waited for that long");
+    sim.tick(1_000);
+    assert_eq!(sim.left[1..], [(ids[1].0, LeaveReason::PatienceOver)]);
+}
+
+#[test]
+fn without_patience_others_wait_for_ever() {
+    let mut sim = Sim::new(&[("lease", "1"), ("patience", "0"), ("learners", "2")]);
+    let ids = ["a", "b"].map(|name| sim.join(name).unwrap());
+    ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
+    everything(&mut sim, ids[0], true);
+    sim.tick(10_000_000);
+    assert_eq!(sim.left, []);
 }
 
 #[test]
@@ -381,8 +412,8 @@ fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
 
 #[test]
 fn a_learner_that_retries_after_a_timeout_stays_and_one_that_hangs_leaves() {
-    // `a` hangs in a contribution; `b` came in the middle of it and has to wait, less than a lease at a time.
-    let mut sim = Sim::new(&[("lease", "1"), ("min_learners", "1")]);
+    // `a` hangs in a contribution; `b` came in the middle of it and has to wait, less than its patience at a time.
+    let mut sim = Sim::new(&[("patience", "1"), ("min_learners", "1")]);
     let a = sim.join("a").unwrap();
     open(&mut sim, a);
     let b = sim.join("b").unwrap();
@@ -394,7 +425,7 @@ fn a_learner_that_retries_after_a_timeout_stays_and_one_that_hangs_leaves() {
         sim.commit(b.0, step, uid, blocks([0]), true, 600);
         (0..4).for_each(|_| sim.tick(200));
     }
-    assert_eq!(sim.left, [(a.0, LeaveReason::LeaseExpired)]);
+    assert_eq!(sim.left, [(a.0, LeaveReason::PatienceOver)]);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[uid]), [Some(Version(1))]);
 }

@@ -8,7 +8,7 @@ use super::sim::{BLOCKS, Id, Sim, blocks, everything, ok, open};
 fn quorum(k: u32, names: &[&str]) -> (Sim, Vec<Id>) {
     let learners = names.len().to_string();
     let mut sim =
-        Sim::new(&[("consistency", &format!("quorum({k})")), ("learners", &learners), ("lease", "1")])
+        Sim::new(&[("consistency", &format!("quorum({k})")), ("learners", &learners), ("patience", "1")])
             .in_process();
     let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
     for id in &ids {
@@ -186,7 +186,7 @@ fn a_silent_learner_leaves_only_when_the_quorum_waits_for_it() {
     for _ in 0..2 {
         sim.tick(600);
     }
-    assert_eq!(sim.left, [1, 2].map(|i| (ids[i].0, LeaveReason::LeaseExpired)));
+    assert_eq!(sim.left, [1, 2].map(|i| (ids[i].0, LeaveReason::PatienceOver)));
     assert!(sim.running.is_some());
 }
 

@@ -68,6 +68,8 @@ const CONTROLS: [(&str, &str); 39] = [
     ("min_learners", "2"),
     ("lease", "0"),
     ("lease", "0.1"),
+    ("patience", "0"),
+    ("patience", "0.1"),
     ("nonfinite", "accept"),
     ("clip_norm", "1"),
     ("clip_norm", "0"),
@@ -221,6 +223,7 @@ impl World {
             ("min_learners", "1"),
             ("consistency", &consistency),
             ("lease", "0"),
+            ("patience", "0"),
             ("learners", "4"),
         ] {
             self.sim.set(name, value);

@@ -34,7 +34,7 @@ const RATES: [f32; 7] = [0.0, 0.25, 0.5, 0.375, 0.25, 0.125, 0.0];
 #[test]
 fn a_schedule_begins_when_it_is_set() {
     let (mut sim, ids) = job("1", &["a"]);
-    assert_eq!(rates(&mut sim, ids[0], 3), [0.01; 3]);
+    assert_eq!(rates(&mut sim, ids[0], 3), [0.001; 3]);
     schedule(&mut sim);
     assert_eq!(sim.core.controls().schedule_start, Version(3));
     assert_eq!(rates(&mut sim, ids[0], 7), RATES);

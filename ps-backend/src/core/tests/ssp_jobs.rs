@@ -7,7 +7,8 @@ use super::sim::{Id, Sim, blocks, everything, ok, open};
 
 fn ssp(s: u32, names: &[&str]) -> (Sim, Vec<Id>) {
     let learners = names.len().to_string();
-    let mut sim = Sim::new(&[("consistency", &format!("ssp({s})")), ("learners", &learners), ("lease", "1")]);
+    let mut sim =
+        Sim::new(&[("consistency", &format!("ssp({s})")), ("learners", &learners), ("patience", "1")]);
     let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
     for id in &ids {
         sim.core.touch(id.0, Some(Attached::Yes), sim.now);
@@ -149,7 +150,7 @@ fn the_silent_learner_that_is_waited_for_leaves_and_no_other() {
     assert_eq!(sim.left, []);
     // Versions that others make meanwhile do not count as d moving.
     sim.tick(600);
-    assert_eq!(sim.left, [(ids[3].0, LeaveReason::LeaseExpired)]);
+    assert_eq!(sim.left, [(ids[3].0, LeaveReason::PatienceOver)]);
 }
 
 #[test]

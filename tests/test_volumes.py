@@ -1,0 +1,44 @@
+"""Mountpoints that are volumes, and commands whose readers have gone."""
+
+import subprocess
+
+from conftest import gradfs_binary
+from daemons import as_root, is_mounted
+
+
+@as_root
+def test_an_empty_volume_is_a_mountpoint(start_mount, gradfs, tmp_path):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    subprocess.run(["mount", "--bind", volume, volume], check=True)
+    try:
+        mount = start_mount(size="64KiB", reducer="sum", root=volume)
+        kind = subprocess.run(["findmnt", "-no", "FSTYPE", volume], capture_output=True, text=True, check=True).stdout
+        assert kind.split()[-1] == "fuse.gradfs"
+        assert mount.version() == 0
+        mount.stop()
+        assert is_mounted(volume) and list(volume.iterdir()) == []
+        (volume / "precious").write_text("kept")
+        done = gradfs("up", "--size", "64KiB", volume)
+        assert done.returncode == 1 and "is not empty" in done.stderr, done
+    finally:
+        while is_mounted(volume):
+            subprocess.run(["umount", "-l", volume], check=True)
+
+
+def test_a_reader_that_has_gone_is_no_failure(tmp_path):
+    """The pipe is closed before the command begins."""
+    for stream in ("stdout", "stderr"):
+        for words in (["up", "--dry-run", "--size", "1MiB", tmp_path], ["unmount", tmp_path], ["up", "--nonsense"]):
+            with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
+                reader.wait(10)
+                others = {name: subprocess.PIPE for name in ("stdout", "stderr") if name != stream}
+                command = [gradfs_binary(), *words]
+                done = subprocess.run(command, **{stream: reader.stdin}, **others, timeout=30, check=False, text=True)
+            whole = subprocess.run(command, capture_output=True, timeout=30, check=False)
+            said = (done.stdout or "") + (done.stderr or "")
+            assert done.returncode == whole.returncode and "panicked" not in said, (words, stream, done)
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [gradfs_binary(), "up", "--dry-run", "--size", "1MiB", tmp_path]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=30, check=False, text=True)
+    assert "cannot print to stdout" in done.stderr
