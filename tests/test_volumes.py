@@ -29,7 +29,7 @@ def test_an_empty_volume_is_a_mountpoint(start_mount, gradfs, tmp_path):
 def test_a_reader_that_has_gone_is_no_failure(tmp_path):
     """The pipe is closed before the command begins."""
     for stream in ("stdout", "stderr"):
-        for words in (["up", "--dry-run", "--size", "1MiB", tmp_path], ["unmount", tmp_path], ["up", "--nonsense"]):
+        for words in (["up", "--dry-run", "--size", "1MiB", tmp_path], ["unmount", tmp_path], ["up", "--nonsense"], ["completions", "bash"]):
             with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
                 reader.wait(10)
                 others = {name: subprocess.PIPE for name in ("stdout", "stderr") if name != stream}

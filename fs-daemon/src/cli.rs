@@ -10,7 +10,6 @@ pub mod rdma;
 mod run;
 
 use std::ffi::{OsStr, OsString};
-use std::io::Write;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -455,9 +454,8 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, u8> {
 pub fn completions(shell: clap_complete::Shell) -> Result<(), Error> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "gradfs", &mut script);
-    std::io::stdout()
-        .write_all(&script)
-        .map_err(|e| Error::new("cannot write the completion script").caused_by(e))
+    print!("{}", String::from_utf8_lossy(&script));
+    Ok(())
 }
 
 #[cfg(test)]
