@@ -10,6 +10,7 @@ the weights it reads: the mount averages the gradients and takes the optimizer's
 open waits until its last step is in.
 """
 
+import contextlib
 import mmap
 import os
 
@@ -17,6 +18,17 @@ from digits import Clock, Layout, arguments, check, configure, epoch_batches, lo
     run_learners, share
 
 import numpy as np
+
+
+@contextlib.contextmanager
+def step(path):
+    """The file to write a step's gradients to. If an exception passes through, nothing of the step counts."""
+    with open(path, "wb") as file:
+        try:
+            yield file
+        except BaseException:
+            file.truncate(0)
+            raise
 
 
 def train(directory, layout, epochs, clock, on_epoch):
@@ -35,7 +47,7 @@ def train(directory, layout, epochs, clock, on_epoch):
         for images, labels in batches:
             backpropagate(read_weights(), images, labels, layout.views(gradient))
             clock.lap("compute")
-            with open(f"{directory}/gradients", "wb") as file:
+            with step(f"{directory}/gradients") as file:
                 file.write(gradient)
                 clock.lap("write")
             clock.lap("close")  # The close is our step: it says whether the gradients were taken.

@@ -13,6 +13,7 @@ With `make_digits_model.py digits.safetensors --convolutional` the model has Bat
 each learner writes its own values, and a rule has the mount average them.
 """
 
+import contextlib
 import os
 
 from digits import Clock, Layout, arguments, check, configure, epoch_batches, load_data, parse, report, \
@@ -77,6 +78,17 @@ def load(network, weights):
             tensor.copy_(tensors[name])
 
 
+@contextlib.contextmanager
+def step(path):
+    """The file to write a step's gradients to. If an exception passes through, nothing of the step counts."""
+    with open(path, "wb") as file:
+        try:
+            yield file
+        except BaseException:
+            file.truncate(0)
+            raise
+
+
 def train(directory, layout, network, epochs, clock, on_epoch):
     """The learner in `directory`."""
     weights = directory / ".." / ".." / "weights.safetensors"
@@ -95,7 +107,7 @@ def train(directory, layout, network, epochs, clock, on_epoch):
             network.zero_grad()
             torch.nn.functional.cross_entropy(network(images), labels).backward()
             clock.lap("compute")
-            with open(directory / "gradients", "wb") as file:
+            with step(directory / "gradients") as file:
                 for name, buffer in running(network):
                     os.pwrite(file.fileno(), buffer.numpy(), layout.tensors[name][0])
                 for name, parameter in reversed(list(network.named_parameters())):

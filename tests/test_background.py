@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import gradfs_binary
+from conftest import gradfs_binary, write_all
 from daemons import ONE, as_root, in_namespace, is_mounted, place_for_all
 from patience import HANGS
 
@@ -73,7 +73,7 @@ def mnt(tmp_path):
 def test_background_returns_when_the_mount_answers(start, gradfs, mnt):
     """At once: files are there when the command has returned."""
     pid, out, log = start("up", "--size", "64KiB", "--reducer", "sum", "-v", mnt, root=mnt)
-    (mnt / "model/gradients").write_bytes(ONE)
+    write_all(mnt / "model/gradients", ONE)
     assert (mnt / "model/version").read_text() == "1\n"
     assert f"{mnt}/model: 65536 bytes" in out
     done = gradfs("unmount", mnt)
@@ -100,7 +100,7 @@ def test_background_returns_when_the_mount_answers__and_so_for_registries_and_sh
     assert f"kill {pid} ends it" in out
     assert gradfs("create", "model", "--size", "64KiB", "--reducer", "sum", "--registry", registry).returncode == 0
     start("mount", mnt, "--registry", registry, root=mnt)
-    (mnt / "model/gradients").write_bytes(ONE)
+    write_all(mnt / "model/gradients", ONE)
     assert (mnt / "model/weights").read_bytes()[:4] == ONE
     assert gradfs("unmount", mnt).returncode == 0
     os.kill(pid, signal.SIGTERM)

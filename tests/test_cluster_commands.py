@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from cluster import Shard, end_listening, run
-from conftest import gradfs_binary
+from conftest import gradfs_binary, write_all
 from filetools import array, eventually, outcome, takes
 
 SMALL = ("--size", "256KiB", "--block-size", "64KiB", "--reducer", "sum")
@@ -175,7 +175,7 @@ def test_a_shard_that_comes_later_takes_new_models(cluster):
     assert [model["name"] for model in one.ask(added)["models"]] == ["n"]
     both = one.mount(models=["m", "n"])
     for model in both.models:
-        (model / "gradients").write_bytes(np.ones(4, "<f4").tobytes())
+        write_all(model / "gradients", np.ones(4, "<f4"))
         eventually(lambda model=model: array(model / "weights")[0] == 1)
     assert both.stop() == 0
     mount.contribute(np.ones(4, "<f4"))

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from conftest import gradfs_binary
+from conftest import gradfs_binary, write_all
 from daemons import BLOCK, GONE, ONE, as_root, child, is_mounted, small
 from patience import HANGS
 
@@ -144,7 +144,7 @@ def stuck(tmp_path):
 
 
 def test_forced_exit_leaves_no_mount(stuck, tmp_path):
-    (tmp_path / "model/gradients").write_bytes(ONE)
+    write_all(tmp_path / "model/gradients", ONE)
     weights = os.open(tmp_path / "model/weights", os.O_RDONLY)
     for pause in [0.3, 1]:
         stuck.send_signal(signal.SIGTERM)
@@ -254,7 +254,7 @@ def test_a_log_that_cannot_be_written_harms_no_call(tmp_path, where):
             except subprocess.TimeoutExpired:
                 pytest.fail("the daemon does not answer any more", pytrace=False)
             assert b"Invalid argument" in done.stderr
-        (mnt / "model/gradients").write_bytes(ONE)
+        write_all(mnt / "model/gradients", ONE)
         assert (mnt / "model/version").read_text() == "1\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 
-from conftest import gradfs_binary
+from conftest import gradfs_binary, write_all
 from daemons import ONE, as_root, is_mounted, small, up_refused
 
 
@@ -46,7 +46,7 @@ def test_a_link_to_a_directory_is_a_mountpoint(tmp_path):
         while not (link / "model").exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
-        (link / "model/gradients").write_bytes(ONE)
+        write_all(link / "model/gradients", ONE)
         assert (real / "model/version").read_text() == "1\n"
         assert subprocess.run([gradfs_binary(), "unmount", link], timeout=300, check=False).returncode == 0
         assert process.wait(300) == 0
@@ -113,7 +113,7 @@ def test_of_several_that_race_for_a_mountpoint_one_wins(tmp_path):
                     _, stderr = racer.communicate()
                     assert racer.returncode == 1 and str(mnt) in stderr and "mounted" in stderr, stderr
             assert len(is_mounted(mnt)) == 1
-            (mnt / "model/gradients").write_bytes(ONE)
+            write_all(mnt / "model/gradients", ONE)
             assert (mnt / "model/version").read_text() == "1\n"
             winners[0].send_signal(signal.SIGTERM)
             assert winners[0].wait(10) == 0

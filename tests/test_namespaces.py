@@ -108,3 +108,27 @@ def test_learners_that_the_daemon_cannot_see(in_namespaces):
     inside.process.stdin.write("\n")
     warnings = [line for line in end(inside).splitlines() if "PID namespace" in line]
     assert len(warnings) == 1 and "WARN" in warnings[0] and "what it has written" in warnings[0], warnings
+
+
+def test_a_program_that_starts_others_is_one_contribution_across_pid_namespaces(in_namespaces):
+    """gradfs is in a PID namespace, and its learners are outside: children close what they have inherited, and it ends nothing."""
+    inside, path = in_namespaces("sys.stdin.readline(); print(json.dumps(mount.stderr()))", "sum", "--pid", "--mount", "--mount-proc")
+    model = Path(f"/proc/{inside.pid}/root{path}")
+    (model / "learners/a").mkdir()
+    gradients, whole = model / "learners/a/gradients", ONE * BLOCK
+    for step in range(1, 4):
+        with open(gradients, "wb", buffering=0) as file:
+            for part in range(4):
+                file.write(whole[part * BLOCK : (part + 1) * BLOCK])
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0)
+                os.waitpid(pid, 0)
+        assert (model / "version").read_text() == f"{step}\n"
+    # A redirection: its programs write, and the shell closes.
+    script = '{ head -c "$2" "$1/weights"; tail -c "+$(($2 + 1))" "$1/weights"; } > "$3"'
+    subprocess.run(["bash", "-c", script, "bash", model, str(BLOCK), gradients], check=True, timeout=60)
+    weights = memoryview((model / "learners/a/weights").read_bytes()).cast("f")
+    assert (model / "version").read_text() == "4\n" and set(weights) == {6.0}
+    inside.process.stdin.write("\n")
+    end(inside)

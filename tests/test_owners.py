@@ -37,7 +37,7 @@ def mounted(place_for_all, start_mount):  # noqa: F811
 TRAIN = """\
 os.mkdir(path + "/learners/" + sys.argv[2])
 place = path + "/learners/" + sys.argv[2]
-with open(place + "/gradients", "wb", buffering=0) as file:
+with os.fdopen(os.open(place + "/gradients", os.O_WRONLY), "wb", buffering=0) as file:
     file.write(bytes.fromhex("0000803f"))
 assert open(place + "/weights", "rb").read(4) == bytes.fromhex("0000803f")
 assert open(place + "/error").read() == ""

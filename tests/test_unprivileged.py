@@ -283,7 +283,7 @@ def test_allow_other_without_permission_says_what_to_do(nobodys):
 def test_ends_cleanly(nobodys):
     for number in (signal.SIGINT, signal.SIGTERM):
         mount = nobodys()
-        as_nobody("open(sys.argv[1] + '/gradients', 'wb').write(ONE)", mount.model)
+        as_nobody("open(sys.argv[1] + '/gradients', 'wb').write(ONE * 65536)", mount.model)
         mount.process.send_signal(number)
         assert mount.process.wait(300) == 0, mount.err.read_text()
         assert not mount.mounted()
@@ -307,7 +307,7 @@ def test_a_dead_mount_is_taken_over(nobodys):
         while "ready" not in second.out.read_text():
             assert second.process.poll() is None and time.monotonic() < deadline, second.err.read_text()
             time.sleep(0.01)
-        as_nobody("open(sys.argv[1] + '/gradients', 'wb').write(ONE)", second.model)
+        as_nobody("open(sys.argv[1] + '/gradients', 'wb').write(ONE * 16384)", second.model)
         assert as_nobody("print(open(sys.argv[1] + '/version').read())", second.model) == 1
         assert len(second.mounted()) == 1
     finally:
@@ -336,7 +336,7 @@ def test_kill_of_a_learner_in_mid_write(nobodys):
     victim.stdout.close()
     time.sleep(1)
     got = as_nobody(
-        "m = sys.argv[1]\nv = open(m + '/version').read(); open(m + '/gradients', 'wb').write(ONE); w = open(m + '/weights', 'rb').read()\nprint(json.dumps([v, w[:4].hex(), any(w[4:])]))",
+        "m = sys.argv[1]\nv = open(m + '/version').read(); g = os.open(m + '/gradients', os.O_WRONLY); os.write(g, ONE); os.close(g); w = open(m + '/weights', 'rb').read()\nprint(json.dumps([v, w[:4].hex(), any(w[4:])]))",
         mount.model,
     )
     assert got == ["0\n", ONE.hex(), False]

@@ -9,6 +9,8 @@ pub mod calls;
 
 mod chores;
 mod closing;
+mod descriptors;
+mod endings;
 mod open_files;
 mod opening;
 mod pending_exits;

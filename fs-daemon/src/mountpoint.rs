@@ -68,6 +68,11 @@ impl Mountpoint {
         &self.path
     }
 
+    /// The number of the device that is mounted here, as `/proc/<pid>/mountinfo` has it.
+    pub fn device(&self) -> Option<String> {
+        mountinfo::topmost(&self.path).ok().flatten().map(|mount| mount.device)
+    }
+
     /// Waits until what is mounted here now answers.
     pub fn await_answer(&self) -> Result<(), Error> {
         let deadline = Instant::now() + ANSWER_PATIENCE;

@@ -69,6 +69,7 @@ pub fn serve(
             let hint = fuse::access::hint(&error);
             Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(hint)
         })?;
+        calls.mounted_as(mountpoint.device());
         started
             .run_chores(Arc::clone(&mounted.kernel))
             .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;

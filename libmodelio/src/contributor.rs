@@ -333,6 +333,11 @@ impl Contributor {
         state.step.is_some() && share == Share::Of(state.number)
     }
 
+    /// Whether others have dropped the contribution that `share` is.
+    pub fn has_dropped(&self, share: Share) -> bool {
+        self.state.lock().has_dropped(share)
+    }
+
     /// The number of bytes that the open contribution has.
     pub fn open_bytes(&self) -> u64 {
         self.state.lock().tracker.bytes()
@@ -419,6 +424,26 @@ impl Contributor {
     fn failure(&self, state: &State) -> Option<ContributeError> {
         let failed = state.failed.clone()?;
         Some(self.job.lost().map_or(failed, ContributeError::from))
+    }
+
+    /// Writes zeros to all bytes that nobody has written, as [`Self::write`] does.
+    ///
+    /// # Errors
+    /// Those of [`Self::write`].
+    pub fn write_zeros(&self, share: &mut Share, timeout: Duration) -> Result<(), ContributeError> {
+        const PIECE: u64 = 1 << 20;
+        let missing = self.state.lock().tracker.missing();
+        let zeros = vec![0; PIECE.min(self.layout.size()) as usize];
+        for range in missing {
+            let mut at = range.start;
+            while at < range.end {
+                // The next pieces begin with a block.
+                let end = ((at / PIECE + 1) * PIECE).min(range.end);
+                self.write(share, at, &zeros[..(end - at) as usize], timeout)?;
+                at = end;
+            }
+        }
+        Ok(())
     }
 
     /// The state is locked during this call. The shard answers an opening without calling other completions.

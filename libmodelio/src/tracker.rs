@@ -223,6 +223,22 @@ impl ContributionTracker {
         gaps
     }
 
+    /// The bytes that nobody has written, sorted and disjoint.
+    pub fn missing(&self) -> Vec<Range<u64>> {
+        let mut missing = Vec::new();
+        let unsent = (0..self.sent.len()).filter(|&block| !self.sent.contains(block));
+        for block in unsent.map(|block| BlockId(block as u32)) {
+            let extent = self.block_bytes(block);
+            let mut at = extent.start;
+            for range in self.partial.get(&block).into_iter().flat_map(|partial| &partial.ranges) {
+                ranges::insert(&mut missing, at..extent.start + u64::from(range.start));
+                at = extent.start + u64::from(range.end);
+            }
+            ranges::insert(&mut missing, at..extent.end);
+        }
+        missing
+    }
+
     /// Blocks that were sent.
     pub fn sent_blocks(&self) -> &FixedBitSet {
         &self.sent
@@ -304,6 +320,21 @@ mod tests {
             vec![Gaps { block: BlockId(1), written: vec![0..5], missing: vec![block + 5..2 * block] }]
         );
         assert_eq!(t.deferred_blocks().count_ones(..), 2);
+        assert_eq!(t.missing(), vec![2 * block..3 * block + 100]);
+    }
+
+    #[test]
+    fn what_nobody_has_written_is_missing() {
+        let (mut t, block) = (tracker(), u64::from(BLOCK));
+        let all = 3 * block + 100;
+        assert_eq!(t.missing(), vec![0..all]);
+        begin(&mut t, 0, 10);
+        begin(&mut t, 20, block);
+        assert_eq!(t.missing(), vec![10..20, block + 20..all]);
+        begin(&mut t, 2 * block, block);
+        assert_eq!(t.missing(), vec![10..20, block + 20..2 * block, 3 * block..all]);
+        t.reset();
+        assert_eq!(t.missing(), vec![0..all]);
     }
 
     #[test]

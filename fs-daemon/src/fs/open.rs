@@ -45,6 +45,11 @@ pub struct OpenRequest {
 }
 
 impl OpenRequest {
+    /// The inode.
+    pub fn ino(&self) -> u64 {
+        self.node.ino()
+    }
+
     /// The model's tree, and the file to open in it.
     pub fn file(&self) -> Option<(&Arc<ModelTree>, File)> {
         match self.node {
@@ -268,7 +273,8 @@ impl Fs {
     }
 
     fn open_text_of(&self, request: &OpenRequest) -> CallResult<(OpenFile, Way)> {
-        Ok((OpenFile::Text(self.open_text(request.node, request.tree.as_ref())?), Way::Direct))
+        let text = self.open_text(request.node, request.tree.as_ref(), request.writes)?;
+        Ok((OpenFile::Text(text), Way::Direct))
     }
 
     fn open_gradients(
@@ -304,8 +310,8 @@ impl Fs {
         // The same inode may be open for reading with passthrough; the kernel wants all opens of it to
         // name the same memory. Being write-only, this one cannot be mapped.
         let way = if self.passthrough { Way::MapBypass(shown.region().clone()) } else { Way::Direct };
-        let (tree, ino) = (Arc::clone(tree), request.node.ino());
-        Ok((OpenFile::Publication { tree, ino, publication, _keeps: Box::new(shown) }, way))
+        let tree = Arc::clone(tree);
+        Ok((OpenFile::Publication { tree, publication, _keeps: Box::new(shown) }, way))
     }
 }
 
@@ -334,8 +340,8 @@ fn open_publish(
         Some(memory) => Way::MapBypass(memory.region().clone()),
         None => Way::Direct,
     };
-    let (tree, ino) = (Arc::clone(tree), request.node.ino());
-    Ok((OpenFile::Publication { tree, ino, publication, _keeps: Box::new(inode) }, way))
+    let tree = Arc::clone(tree);
+    Ok((OpenFile::Publication { tree, publication, _keeps: Box::new(inode) }, way))
 }
 
 fn open_device(request: &OpenRequest, tree: &Arc<ModelTree>) -> CallResult<(OpenFile, Way)> {

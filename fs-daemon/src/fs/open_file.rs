@@ -31,8 +31,6 @@ pub enum OpenFile {
     Publication {
         /// The file's model.
         tree: Arc<ModelTree>,
-        /// Its inode.
-        ino: u64,
         /// The publication that it writes.
         publication: Publication,
         /// Stays while the file is open: the version that `weights` shows, or the inode of `publish`.
@@ -99,11 +97,11 @@ impl Fs {
 }
 
 impl OpenFile {
-    /// Writes what is not a setting. `from_mapping`: the kernel writes back pages that a program stored through mmap.
+    /// Writes. `from_mapping`: the kernel writes back pages that a program stored through mmap.
     ///
     /// # Errors
-    /// Fails as [`Contribution::write`] and [`Publication::write`] do, and with EBADF for a file not open for
-    /// writing.
+    /// Fails as [`Contribution::write`], [`Publication::write`] and
+    /// [`TextFile::write`](super::text_file::TextFile::write) do, and with EBADF for a file not open for writing.
     pub fn write(&self, offset: u64, data: &[u8], from_mapping: bool) -> CallResult<()> {
         match self {
             OpenFile::Contribution { contribution, .. } if from_mapping => {
@@ -116,7 +114,8 @@ impl OpenFile {
                     None => publication.write(offset, data),
                 }
             }
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
+            OpenFile::Text(text) => text.write(offset, data),
+            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
                 Err(CallError::new(libc::EBADF, "not open for writing"))
             }
         }
@@ -147,20 +146,46 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { contribution, .. } => contribution.commit(ending, done),
             OpenFile::Publication { publication, .. } => publication.commit(ending, done),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
-                done(Ok(()))
-            }
+            OpenFile::Text(text) => text.end(done),
+            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => done(Ok(())),
         }
     }
 
-    /// Whether a write through this file has not been ended yet.
+    /// Whether a close has something to end: a write, a refusal to report, or a setting that was emptied.
+    pub fn is_pending(&self) -> bool {
+        match self {
+            OpenFile::Contribution { contribution, .. } => contribution.wrote(),
+            OpenFile::Publication { publication, .. } => publication.wrote(),
+            OpenFile::Text(text) => text.is_pending(),
+            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => false,
+        }
+    }
+
+    /// Whether something was written through this file since the last end. Unlike [`Self::is_pending`], a setting that was
+    /// emptied alone is not.
+    pub fn is_written(&self) -> bool {
+        match self {
+            OpenFile::Text(text) => text.is_written(),
+            _ => self.is_pending(),
+        }
+    }
+
+    /// Whether a write through this file has not been ended, and can still be.
     pub fn is_unfinished(&self) -> bool {
         match self {
             OpenFile::Contribution { contribution, .. } => {
                 contribution.wrote() && contribution.learner().is_open()
             }
-            OpenFile::Publication { publication, .. } => publication.is_open(),
-            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => false,
+            _ => self.is_pending(),
+        }
+    }
+
+    /// Whether it was opened to write.
+    pub fn is_writable(&self) -> bool {
+        match self {
+            OpenFile::Contribution { .. } | OpenFile::Publication { .. } => true,
+            OpenFile::Text(text) => text.is_writable(),
+            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => false,
         }
     }
 
@@ -192,28 +217,33 @@ impl OpenFile {
         }
     }
 
-    /// The inode, of a file that truncation means something to.
-    pub fn truncatable(&self) -> Option<u64> {
+    /// The file was truncated to nothing by open(2): a setting becomes empty if nothing is written, `weights` and
+    /// `publish` are to be written whole, and `gradients` up to a tensor's end.
+    pub fn truncated(&self) {
         match self {
-            OpenFile::Publication { ino, .. } => Some(*ino),
-            OpenFile::Text(text) => Some(text.node.ino()),
-            OpenFile::Version(_)
-            | OpenFile::Contribution { .. }
-            | OpenFile::Snapshot(_)
-            | OpenFile::Trace(_) => None,
+            OpenFile::Contribution { contribution, .. } => contribution.truncated(),
+            OpenFile::Publication { publication, .. } => publication.must_be_whole(),
+            OpenFile::Text(text) => text.empty(),
+            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {}
         }
     }
 
-    /// The file was truncated to nothing: `weights` are to be written whole, and a setting becomes empty if
-    /// nothing is written.
-    pub fn truncated(&self) {
+    /// ftruncate(2) to nothing: what was written since the last end is taken back.
+    pub fn take_back(&self) {
         match self {
-            OpenFile::Publication { publication, .. } => publication.must_be_whole(),
+            OpenFile::Contribution { contribution, .. } => contribution.take_back(),
+            OpenFile::Publication { publication, .. } => publication.take_back(),
             OpenFile::Text(text) => text.empty(),
-            OpenFile::Version(_)
-            | OpenFile::Contribution { .. }
-            | OpenFile::Snapshot(_)
-            | OpenFile::Trace(_) => {}
+            OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {}
+        }
+    }
+
+    /// ftruncate(2) to the model's size: in a file that was truncated before, what is not written is zeros.
+    pub fn extended(&self) {
+        match self {
+            OpenFile::Contribution { contribution, .. } => contribution.extended(),
+            OpenFile::Publication { publication, .. } => publication.extended(),
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {}
         }
     }
 }

@@ -1,23 +1,22 @@
 //! Small text files, which show the present state at each read. `control/*` can also be written: one value a
-//! file, set for the whole job. So can a learner's `weight`.
+//! file, set for the whole job. So can a learner's `weight`. What is written is a draft until a close applies it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use libmodelio::client::SetError;
-use libmodelio::vocabulary::controls::{LONGEST, SETTINGS};
+use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
-use libmodelio::vocabulary::weight::NoWeight;
+use libmodelio::vocabulary::weight::{NoWeight, Weight};
 use parking_lot::Mutex;
 
+use super::draft::Draft;
 use super::filesystem::Fs;
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
 use super::text;
 use crate::session::error::{CallError, CallResult, Done};
-
-/// Longest value of a setting.
-const MAX_SETTING: usize = LONGEST;
+use crate::session::learner::Learner;
 
 /// An open text file.
 pub struct TextFile {
@@ -29,8 +28,8 @@ pub struct TextFile {
     text: Mutex<Arc<str>>,
     /// The version that was last read, for poll.
     seen: AtomicU64,
-    /// The file was emptied, and nothing was written since.
-    emptied: AtomicBool,
+    /// What is being written, in a file that was opened for that.
+    draft: Option<Mutex<Draft>>,
 }
 
 impl Fs {
@@ -38,13 +37,18 @@ impl Fs {
     ///
     /// # Errors
     /// ENOENT for learners and versions that are gone.
-    pub(super) fn open_text(&self, node: Node, tree: Option<&Arc<ModelTree>>) -> CallResult<TextFile> {
+    pub(super) fn open_text(
+        &self,
+        node: Node,
+        tree: Option<&Arc<ModelTree>>,
+        writes: bool,
+    ) -> CallResult<TextFile> {
         let file = TextFile {
             node,
             tree: tree.cloned(),
             text: Mutex::new(Arc::from("")),
             seen: AtomicU64::new(u64::MAX),
-            emptied: AtomicBool::new(false),
+            draft: writes.then(Mutex::default),
         };
         self.read_text(&file, 0)?;
         Ok(file)
@@ -98,28 +102,68 @@ impl TextFile {
         self.shows_versions_of().is_none_or(|tree| tree.shown_version() != seen)
     }
 
+    /// Whether it was opened to write.
+    pub fn is_writable(&self) -> bool {
+        self.draft.is_some()
+    }
+
     /// The file was emptied: the setting will have no value, unless one is written.
     pub(super) fn empty(&self) {
-        self.emptied.store(true, Ordering::Relaxed);
+        if let Some(draft) = &self.draft {
+            draft.lock().empty();
+        }
     }
 
-    /// Whether closing it makes the setting empty.
-    pub fn is_emptied(&self) -> bool {
-        self.emptied.load(Ordering::Relaxed)
+    /// Whether a close has something to apply, or a refusal to report.
+    pub fn is_pending(&self) -> bool {
+        self.draft.as_ref().is_some_and(|draft| draft.lock().is_pending())
     }
 
-    /// Writes a setting. Answered when the job has answered.
+    /// Whether something was written that no close has applied.
+    pub fn is_written(&self) -> bool {
+        self.draft.as_ref().is_some_and(|draft| draft.lock().is_written())
+    }
+
+    /// Takes a piece of a new value. Whatever ends with a newline must be one.
     ///
     /// # Errors
-    /// EINVAL for a value that does not fit or is not written at once, EBADF for a file that is no setting; ETIMEDOUT
-    /// and EIO when nobody said whether it was changed.
-    pub fn set(&self, offset: u64, data: &[u8], done: Done<()>) {
-        // Whatever the result, closing does not empty the setting any more.
-        self.emptied.store(false, Ordering::Relaxed);
-        if let (Node::Model(_, File::LearnerWeight(id)), Some(tree)) = (self.node, &self.tree) {
-            return done(set_weight(tree, id, offset, data));
-        }
-        let (tree, name, value) = match self.setting(offset, data) {
+    /// EINVAL for a value that does not fit, or a piece that does not follow the others; EBADF for a file not open for
+    /// writing. The next end fails, too.
+    pub(super) fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
+        let draft = self.draft.as_ref().ok_or_else(not_writable)?;
+        let mut draft = draft.lock();
+        let written = draft.write(offset, data, || self.present());
+        let outcome = match written.map_err(|why| self.invalid(why)) {
+            Ok(text) if text.ends_with(b"\n") => self.check(text),
+            other => other.map(drop),
+        };
+        outcome.inspect_err(|error| {
+            draft.refuse(error);
+            self.note(error);
+        })
+    }
+
+    /// Applies what was written. `done` hears when the job has answered.
+    ///
+    /// # Errors
+    /// EINVAL for a value that does not fit; ETIMEDOUT and EIO when nobody said whether it was changed; those of
+    /// [`Self::write`].
+    pub(super) fn end(&self, done: Done<()>) {
+        let Some(taken) = self.draft.as_ref().and_then(|draft| draft.lock().take()) else {
+            return done(Ok(()));
+        };
+        let applied = match taken {
+            Err(error) => Err(error),
+            Ok(value) => match self.node {
+                Node::Model(_, File::LearnerWeight(id)) => self.set_weight(id, &value),
+                _ => return self.set(&value, done),
+            },
+        };
+        done(applied.inspect_err(|error| self.note(error)));
+    }
+
+    fn set(&self, value: &[u8], done: Done<()>) {
+        let (tree, name, value) = match self.setting(value) {
             Ok(parts) => parts,
             Err(error) => return done(Err(error)),
         };
@@ -135,34 +179,75 @@ impl TextFile {
         tree.model.job.set_control(name, value, tree.model.prompt(), Box::new(answer));
     }
 
+    /// Whether `text` is a value, as far as that can be told before it is applied.
+    fn check(&self, text: &[u8]) -> CallResult<()> {
+        if let Node::Model(_, File::LearnerWeight(id)) = self.node {
+            let (learner, weight) = self.weight(id, text)?;
+            return learner.check_weight(weight).map_err(|error| invalid_weight(&error.to_string()));
+        }
+        let (tree, name, value) = self.setting(text)?;
+        let checked = tree.model.job.check_control(name, value);
+        checked.map_err(|error| invalid_value(name, &error.without_name()))
+    }
+
+    /// The value in force.
+    fn present(&self) -> String {
+        let text = self.tree.as_ref().and_then(|tree| match self.node {
+            Node::Model(_, File::LearnerWeight(id)) => text::weight(&tree.model, id).ok(),
+            Node::Model(_, File::Control(index)) => text::setting(&tree.model, index).ok(),
+            _ => None,
+        });
+        text.unwrap_or_default()
+    }
+
+    fn invalid(&self, why: &str) -> CallError {
+        match self.node {
+            Node::Model(_, File::Control(index)) => {
+                invalid_value(SETTINGS.get(index as usize).map_or("", |(name, _)| name), why)
+            }
+            _ => invalid_weight(why),
+        }
+    }
+
+    /// Keeps the reason where its learner's programs find it.
+    fn note(&self, error: &CallError) {
+        if let (Node::Model(_, File::LearnerWeight(id)), Some(tree)) = (self.node, &self.tree)
+            && let Ok(learner) = tree.model.learner(id)
+        {
+            learner.refusal.note(error, false);
+        }
+    }
+
+    fn set_weight(&self, id: LearnerId, text: &[u8]) -> CallResult<()> {
+        let (learner, weight) = self.weight(id, text)?;
+        learner.set_weight(weight).map_err(|error| invalid_weight(&error.to_string()))
+    }
+
+    /// The learner whose weight to write, and the new weight.
+    fn weight(&self, id: LearnerId, text: &[u8]) -> CallResult<(Arc<Learner>, Weight)> {
+        let tree = self.tree.as_ref().ok_or_else(not_writable)?;
+        let text = std::str::from_utf8(text).map_err(|_| invalid_weight("not text"))?;
+        let weight = text.parse().map_err(|error: NoWeight| invalid_weight(&error.to_string()))?;
+        Ok((tree.model.learner(id)?, weight))
+    }
+
     /// The setting to write, its model, and the new text.
-    fn setting<'a>(
-        &self,
-        offset: u64,
-        data: &'a [u8],
-    ) -> CallResult<(&Arc<ModelTree>, &'static str, &'a str)> {
+    fn setting<'a>(&self, text: &'a [u8]) -> CallResult<(&Arc<ModelTree>, &'static str, &'a str)> {
         let (Node::Model(_, File::Control(index)), Some(tree)) = (self.node, &self.tree) else {
-            return Err(CallError::new(libc::EBADF, "not open for writing"));
+            return Err(not_writable());
         };
         let (name, _) = SETTINGS.get(index as usize).ok_or_else(CallError::not_found)?;
-        if offset != 0 || data.len() > MAX_SETTING {
-            return Err(invalid_value(name, "write the whole value at once"));
-        }
-        let value = std::str::from_utf8(data).map_err(|_| invalid_value(name, "not text"))?;
+        let value = std::str::from_utf8(text).map_err(|_| invalid_value(name, "not text"))?;
         Ok((tree, name, value))
     }
 }
 
-fn set_weight(tree: &ModelTree, id: LearnerId, offset: u64, data: &[u8]) -> CallResult<()> {
-    let learner = tree.model.learner(id)?;
-    let invalid = |why: String| CallError::new(libc::EINVAL, format!("weight: {why}"));
-    let set = || {
-        let text = std::str::from_utf8(data).ok().filter(|_| offset == 0 && data.len() <= MAX_SETTING);
-        let text = text.ok_or_else(|| invalid("write the whole number at once".into()))?;
-        let weight = text.parse().map_err(|error: NoWeight| invalid(error.to_string()))?;
-        learner.set_weight(weight).map_err(|error| invalid(error.to_string()))
-    };
-    set().inspect_err(|error| learner.refusal.note(error, false))
+fn not_writable() -> CallError {
+    CallError::new(libc::EBADF, "not open for writing")
+}
+
+fn invalid_weight(why: &str) -> CallError {
+    CallError::new(libc::EINVAL, format!("weight: {why}"))
 }
 
 fn invalid_value(name: &str, why: &str) -> CallError {

@@ -1,7 +1,7 @@
 //! Calls on open files, with what is known of the threads and processes that make them.
 //!
 //! The tree ([`crate::fs`]) defines what the files do. This module has the concerns of a kernel's binding:
-//! who has a file open and whose close counts (`users`, `closing`), what the end of a process means
+//! who has a file open and whose close counts (`users`, `endings`, `closing`), what the end of a process means
 //! (`watches`, `pending_exits`), waits that a signal ends (`waits`), and names that the kernel keeps
 //! (`chores`).
 
@@ -19,6 +19,7 @@ use super::open_files::{OpenFiles, ProgramFile};
 use super::pending_exits::{PendingExits, Settling};
 use super::process::is_making_directory;
 use super::second_lookups::SecondLookups;
+use super::users::Holder;
 use super::waits::Waits;
 use super::watches::Watches;
 use crate::fs::access::Access;
@@ -130,6 +131,11 @@ impl Calls {
         })
     }
 
+    /// The mount has this device, if that is known: descriptors of other mounts are told apart by it.
+    pub fn mounted_as(&self, device: Option<String>) {
+        self.files.mounted_as(device);
+    }
+
     /// Reads up to `len` bytes at `offset` and gives them to `with`, without a copy where possible.
     pub fn read<R>(&self, fh: u64, offset: u64, len: usize, with: impl FnOnce(CallResult<&[u8]>) -> R) -> R {
         match self.files.get(fh) {
@@ -138,34 +144,18 @@ impl Calls {
         }
     }
 
-    /// Writes, for thread `tid`. `from_mapping`: the kernel writes back pages that a program stored through mmap.
-    /// Settings are answered when the job has answered, or a signal ends the wait; all else before this returns.
+    /// Writes, for `by`. `from_mapping`: the kernel writes back pages that a program stored through mmap.
     ///
     /// # Errors
-    /// Fails as [`OpenFile::write`] does, and for settings as
-    /// [`TextFile::set`](crate::fs::text_file::TextFile::set).
-    pub fn write(
-        &self,
-        fh: u64,
-        offset: u64,
-        data: &[u8],
-        from_mapping: bool,
-        tid: u32,
-        done: impl FnOnce(CallResult<()>) + Send + 'static,
-    ) {
-        let open = match self.files.get(fh) {
-            Ok(open) => open,
-            Err(error) => return done(Err(error)),
-        };
-        if let OpenFile::Text(text) = &open.file {
-            return text.set(offset, data, self.waits.guard(tid, Box::new(done), None, |()| {}));
-        }
+    /// Fails as [`OpenFile::write`] does.
+    pub fn write(&self, fh: u64, offset: u64, data: &[u8], from_mapping: bool, by: Holder) -> CallResult<()> {
+        let open = self.files.get(fh)?;
         if let Some(users) = &open.users
             && !from_mapping
         {
-            users.note_writer(tid);
+            users.note_writer(by);
         }
-        done(open.file.write(offset, data, from_mapping));
+        open.file.write(offset, data, from_mapping)
     }
 
     /// fallocate(2), which takes no space here: mode 0 declares bytes of mapped gradients final. It waits for nothing.
@@ -181,21 +171,19 @@ impl Calls {
         open.file.declare_final(offset, len, self.fs.is_passthrough())
     }
 
-    /// truncate(2) and the truncation of open(2). The size is fixed; only a truncation to nothing is allowed.
+    /// truncate(2), ftruncate(2) and the truncation of open(2). The size is fixed. A truncation to nothing begins a new
+    /// write, and takes back what was written through the file that it names. One to the fixed size means that holes are
+    /// zeros.
     ///
     /// # Errors
     /// EINVAL, EACCES.
     pub fn truncate(&self, ino: u64, fh: Option<u64>, size: u64, tid: u32) -> CallResult<()> {
         self.fs.check_truncation(ino, size)?;
-        if size > 0 {
-            return Ok(());
-        }
-        // The truncation of open(2) does not say which file it is of.
-        let files = fh.map_or_else(|| self.files.all(), |fh| self.files.get(fh).into_iter().collect());
-        for open in files.iter().filter(|open| open.file.truncatable() == Some(ino)) {
-            if open.users.as_ref().map_or(open.opener == tid, |users| users.is_opener(tid)) {
-                open.file.truncated();
-            }
+        match (fh, size) {
+            (Some(fh), 0) => self.files.get(fh)?.file.take_back(),
+            (Some(fh), _) => self.files.get(fh)?.file.extended(),
+            (None, 0) => self.files.truncated(ino, tid).iter().for_each(|open| open.file.truncated()),
+            (None, _) => {}
         }
         Ok(())
     }

@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::calls::{Calls, Chore};
+use super::endings::{AtClose, at_close};
 use super::open_files::ProgramFile;
 use super::pending_exits::Settling;
-use super::process::{Exit, is_killed_or_kernel};
+use super::process::Exit;
+use super::users::Holder;
 use crate::fs::open_file::OpenFile;
 use crate::session::contribution::Ending;
 use crate::session::error::{CallError, CallResult, Done};
@@ -23,41 +25,37 @@ impl Calls {
         }
     }
 
-    /// close(2) of one descriptor. It ends the contribution if it is the opener's own close, so that a shell
-    /// can hand its redirected output to several programs in turn. A contribution that a program leaves to
-    /// its exit is settled when the last descriptor is gone.
-    pub fn flush(&self, fh: u64, tid: u32, done: Done<()>) {
+    /// close(2) of one descriptor: [`at_close`] decides. What a program leaves to its exit is settled when the last
+    /// descriptor is gone.
+    pub fn flush(&self, fh: u64, by: Holder, done: Done<()>) {
         let open = match self.files.get(fh) {
             Ok(open) => open,
             Err(error) => return done(Err(error)),
         };
-        match (&open.file, &open.users) {
-            (OpenFile::Text(text), _) if text.is_emptied() => {
-                text.set(0, b"", self.waits.guard(tid, done, None, |()| {}));
-            }
-            (OpenFile::Contribution { contribution, .. }, _) if !contribution.wrote() => done(Ok(())),
-            (file, Some(_)) if is_killed_or_kernel(tid) => {
-                if let OpenFile::Contribution { tree, contribution } = file {
+        let Some(users) = &open.users else { return done(Ok(())) };
+        users.note_closer(by);
+        let has_duplicate = || users.opener.is_some_and(|pid| self.files.has_duplicate(fh, open.ino, pid));
+        match at_close(open.file.is_pending(), || users.closer(by), has_duplicate) {
+            AtClose::Nothing => done(Ok(())),
+            AtClose::Ends => self.end_when_settled(fh, open, Ending::Close, by.tid, done),
+            AtClose::Waits => {
+                if let OpenFile::Contribution { tree, contribution } = &open.file {
                     let learner = (tree.index, contribution.learner().id);
                     self.pending_exits.begin(learner, fh, Instant::now());
                 }
                 done(Ok(()));
             }
-            (_, Some(users)) if users.closes_as_opener(tid) => {
-                self.end_when_settled(fh, open, Ending::Close, tid, done);
-            }
-            _ => done(Ok(())),
         }
     }
 
     /// Ends the contribution of a file, once the fate of a program that shared it and is ending just now is
     /// settled.
     fn end_when_settled(&self, fh: u64, open: Arc<ProgramFile>, ending: Ending, tid: u32, done: Done<()>) {
-        let Some(tree) = open.file.written_tree().cloned() else { return done(Ok(())) };
         let done = self.guard_end(&open.file, tid, done);
-        let OpenFile::Contribution { contribution, .. } = &open.file else {
+        let OpenFile::Contribution { tree, contribution } = &open.file else {
             return open.file.end(ending, done);
         };
+        let tree = Arc::clone(tree);
         let learner = (tree.index, contribution.learner().id);
         let deadline = Instant::now() + tree.model.timeout();
         let refusal = Arc::clone(&contribution.learner().refusal);
@@ -113,7 +111,7 @@ pub(super) fn settle(open: Arc<ProgramFile>, settling: Settling) {
 fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
     let model = file.written_tree().map(|tree| tree.model.name.as_str());
     let OpenFile::Contribution { contribution, .. } = file else {
-        return tracing::warn!(model, pid, "{exit} while it wrote weights: nothing has changed");
+        return tracing::warn!(model, pid, "{exit} while it wrote weights or a setting: nothing has changed");
     };
     let learner = contribution.learner();
     let what = format!("process {pid} {exit} in mid-write: its contribution is dropped");
@@ -143,7 +141,7 @@ fn end_unfinished(open: Arc<ProgramFile>, settling: Settling) {
                     tracing::warn!(model, learner = learner.name, "closed at exit: {error}; {what}");
                 }
             }
-            (_, Err(error)) => tracing::warn!(model, "weights closed at exit: {error}"),
+            (_, Err(error)) => tracing::warn!(model, "closed at exit: {error}; nothing has changed"),
             (_, Ok(())) => {}
         }
         drop(settling);

@@ -1,12 +1,15 @@
 //! Files that programs have open, by the number the kernel knows them by.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 
+use super::endings::Candidate;
+use super::process::thread_group;
 use super::users::FileUsers;
+use super::{descriptors, endings};
 use crate::fs::open_file::OpenFile;
 use crate::session::error::{CallError, CallResult};
 
@@ -14,9 +17,11 @@ use crate::session::error::{CallError, CallResult};
 pub struct ProgramFile {
     /// The file's function.
     pub file: OpenFile,
+    /// Its inode.
+    pub ino: u64,
     /// The thread that opened it.
     pub opener: u32,
-    /// The file's writers, if contributions or weights are written.
+    /// The file's writers, if it was opened to write.
     pub users: Option<FileUsers>,
 }
 
@@ -25,12 +30,21 @@ pub struct ProgramFile {
 pub struct OpenFiles {
     next: AtomicU64,
     open: RwLock<HashMap<u64, Arc<ProgramFile>>>,
+    /// The device of the mount.
+    device: OnceLock<String>,
 }
 
 /// Most files open at once.
 const MAX_OPEN: usize = 1 << 20;
 
 impl OpenFiles {
+    /// The mount has this device.
+    pub fn mounted_as(&self, device: Option<String>) {
+        if let Some(device) = device {
+            self.device.get_or_init(|| device);
+        }
+    }
+
     /// Takes a file in; `None` when there are too many.
     pub fn insert(&self, file: Arc<ProgramFile>) -> Option<u64> {
         let mut open = self.open.write();
@@ -61,8 +75,30 @@ impl OpenFiles {
         self.open.read().len()
     }
 
-    /// All of them.
-    pub fn all(&self) -> Vec<Arc<ProgramFile>> {
-        self.open.read().values().cloned().collect()
+    /// The file of this inode that a truncation by thread `tid` is of, if it names none.
+    pub fn truncated(&self, ino: u64, tid: u32) -> Option<Arc<ProgramFile>> {
+        let open = self.open.read();
+        let of_inode = open.iter().filter(|(_, file)| file.ino == ino).map(|(&fh, file)| Candidate {
+            fh,
+            opener: file.opener,
+            is_writable: file.users.is_some(),
+            is_written: file.file.is_written(),
+        });
+        endings::truncated(of_inode, tid).and_then(|fh| open.get(&fh).cloned())
+    }
+
+    /// Whether process `pid`, which closes a descriptor of the open file `fh`, has another one of that file.
+    pub fn has_duplicate(&self, fh: u64, ino: u64, pid: u32) -> bool {
+        let descriptors = descriptors::count(pid, ino, self.device.get().map(String::as_str));
+        let is_its = |file: &ProgramFile| {
+            let opener = file.users.as_ref().map_or_else(|| thread_group(file.opener), |users| users.opener);
+            // A thread that has ended may have been of this process.
+            opener.is_none_or(|opener| opener == pid)
+        };
+        let others = || {
+            let open = self.open.read();
+            open.iter().filter(|(other, file)| **other != fh && file.ino == ino && is_its(file)).count()
+        };
+        descriptors > 0 && descriptors > others()
     }
 }

@@ -114,9 +114,9 @@ impl Calls {
     fn open_now(&self, request: &OpenRequest, tid: u32) -> CallResult<Opened> {
         let _opening = request.contributes().then(|| self.watches.opening());
         let (file, way) = self.fs.open(request)?;
-        let process = file.written_tree().and_then(|_| self.watches.process_of(tid));
-        let users = file.written_tree().map(|_| FileUsers::new(tid, process.clone()));
-        let open = Arc::new(ProgramFile { file, opener: tid, users });
+        let process = file.is_writable().then(|| self.watches.process_of(tid)).flatten();
+        let users = file.is_writable().then(|| FileUsers::new(tid, process.clone()));
+        let open = Arc::new(ProgramFile { file, ino: request.ino(), opener: tid, users });
         let contribution = match &open.file {
             OpenFile::Contribution { tree, contribution } => Some((tree, contribution)),
             _ => None,

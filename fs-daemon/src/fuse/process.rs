@@ -204,7 +204,7 @@ pub(super) fn is_making_directory(tid: u32) -> bool {
     number == Some(libc::SYS_mkdirat)
 }
 
-/// The process of thread `tid`.
+/// The process of thread `tid`. None if it is gone, or cannot be seen.
 pub(super) fn thread_group(tid: u32) -> Option<u32> {
     if tid == 0 {
         return None;

@@ -17,6 +17,7 @@ use fuser::{
 use super::Binding;
 use super::calls::Wake;
 use super::reply::{answer, attr, attr_ttl, send_xattr};
+use super::users::Holder;
 
 /// Bytes of a request: the kernel's limit unless it was raised, and the best size for throughput.
 const MAX_WRITE: u32 = 1 << 20;
@@ -220,16 +221,17 @@ impl Filesystem for Binding {
         data: &[u8],
         write_flags: WriteFlags,
         _flags: OpenFlags,
-        _lock_owner: Option<LockOwner>,
+        lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
         let caller = self.caller("write", ino, request);
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = data.len() as u32;
-        self.calls.write(fh.0, offset, data, from_mapping, request.pid(), move |outcome| match outcome {
+        let by = Holder { tid: request.pid(), lock: lock_owner.map_or(0, |owner| owner.0) };
+        match self.calls.write(fh.0, offset, data, from_mapping, by) {
             Ok(()) => reply.written(written),
             Err(error) => reply.error(caller.refused(&error)),
-        });
+        }
     }
 
     fn flush(
@@ -237,11 +239,12 @@ impl Filesystem for Binding {
         request: &Request,
         ino: INodeNo,
         fh: FileHandle,
-        _lock_owner: LockOwner,
+        lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
         let caller = self.caller("close", ino, request);
-        self.calls.flush(fh.0, request.pid(), answer(caller, reply));
+        let by = Holder { tid: request.pid(), lock: lock_owner.0 };
+        self.calls.flush(fh.0, by, answer(caller, reply));
     }
 
     fn fsync(&self, request: &Request, ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {

@@ -7,43 +7,55 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 
-use super::process::Process;
+use super::endings::{Closer, Owner};
+use super::process::{Exit, Process, is_killed_or_kernel, thread_group};
 
 /// Threads of one file that are remembered; more are looked up again.
 const MAX_THREADS: usize = 256;
 
+/// Who holds a descriptor that a request comes through.
+#[derive(Clone, Copy, Debug)]
+pub struct Holder {
+    /// The thread, 0 if it cannot be seen.
+    pub tid: u32,
+    /// The lock owner: one for each table of descriptors.
+    pub lock: u64,
+}
+
 /// The process that opened a file to write, and everyone who has written to it.
 pub struct FileUsers {
     /// The process that opened it, if it can be seen.
-    opener: Option<u32>,
+    pub opener: Option<u32>,
     /// The thread of the last write: looked at without a lock.
     last_writer: AtomicU32,
     seen: Mutex<Seen>,
 }
 
-#[derive(Default)]
 struct Seen {
+    owner: Owner,
     /// Threads already looked up, and the process each belongs to.
     threads: HashMap<u32, u32>,
+    /// The opener, and those who have written.
     processes: Vec<Arc<Process>>,
 }
 
 impl Seen {
-    /// Notes the process of thread `tid`; returns its ID, or `None` when it cannot be seen.
-    fn note(&mut self, tid: u32) -> Option<u32> {
-        if let Some(&tgid) = self.threads.get(&tid) {
-            return Some(tgid);
+    /// Notes that thread `tid` writes.
+    fn note(&mut self, tid: u32) {
+        if self.threads.contains_key(&tid) {
+            return;
         }
-        let process = Process::of_thread(tid)?;
+        let Some(process) = Process::of_thread(tid) else { return };
         let tgid = process.tgid();
         if self.threads.len() >= MAX_THREADS {
             self.threads.clear();
         }
         self.threads.insert(tid, tgid);
         if !self.processes.iter().any(|known| known.tgid() == tgid) {
+            // Those who have exited by themselves meant what they wrote: there is no more to know.
+            self.processes.retain(|known| !matches!(known.exited(), Some(Exit::Code(_))));
             self.processes.push(Arc::new(process));
         }
-        Some(tgid)
     }
 }
 
@@ -51,35 +63,89 @@ impl FileUsers {
     /// Thread `tid` of `process`, if that can be seen, has opened the file.
     pub fn new(tid: u32, process: Option<Arc<Process>>) -> FileUsers {
         let opener = process.as_ref().map(|process| process.tgid());
+        let owner = opener.map_or(Owner::Lock(None), Owner::Process);
         let threads = opener.map(|opener| (tid, opener)).into_iter().collect();
-        let seen = Seen { threads, processes: process.into_iter().collect() };
+        let seen = Seen { owner, threads, processes: process.into_iter().collect() };
         FileUsers { opener, last_writer: AtomicU32::new(tid), seen: Mutex::new(seen) }
     }
 
-    /// Notes who writes; nearly free when it is the one who wrote last.
-    pub fn note_writer(&self, tid: u32) {
-        if self.last_writer.swap(tid, Ordering::Relaxed) != tid {
-            self.seen.lock().note(tid);
+    /// Notes who writes; nearly free when it is the one who wrote last, and can be seen.
+    pub fn note_writer(&self, by: Holder) {
+        if by.tid == 0 {
+            self.seen.lock().owner.note(by.lock);
+        } else if self.last_writer.swap(by.tid, Ordering::Relaxed) != by.tid {
+            self.seen.lock().note(by.tid);
         }
     }
 
-    /// Whether `tid` is of the process that opened the file.
-    pub fn is_opener(&self, tid: u32) -> bool {
-        self.opener == self.seen.lock().note(tid)
+    /// Notes who closes.
+    pub fn note_closer(&self, by: Holder) {
+        if self.opener.is_none() {
+            self.seen.lock().owner.note(by.lock);
+        }
     }
 
-    /// Whether a close by `tid` is the opener's own. (A caller asks first whether the opener's death closes
-    /// it.)
-    pub fn closes_as_opener(&self, tid: u32) -> bool {
-        let mut seen = self.seen.lock();
-        let (Some(opener), Some(caller)) = (self.opener, seen.note(tid)) else { return true };
-        // A child that was handed the file and outlived its parent is its owner now.
-        let has_ended = |process: &Arc<Process>| process.tgid() == opener && process.exited().is_some();
-        caller == opener || seen.processes.iter().any(has_ended)
+    /// Who closes. Whoever closes alone is not kept.
+    pub fn closer(&self, by: Holder) -> Closer {
+        if by.tid != 0 && is_killed_or_kernel(by.tid) {
+            return Closer::Dying;
+        }
+        let seen = self.seen.lock();
+        let caller = seen.threads.get(&by.tid).copied().or_else(|| thread_group(by.tid));
+        seen.owner.closes(caller, by.lock, || {
+            let opener = seen.processes.iter().find(|process| Some(process.tgid()) == self.opener);
+            opener.is_none_or(|process| process.exited().is_some())
+        })
     }
 
     /// The processes.
     pub fn processes(&self) -> Vec<Arc<Process>> {
         self.seen.lock().processes.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    fn users() -> FileUsers {
+        let pid = std::process::id();
+        FileUsers::new(pid, Process::of_thread(pid).map(Arc::new))
+    }
+
+    #[test]
+    fn children_that_close_are_not_kept() {
+        let users = users();
+        for lock in 0..20 {
+            let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+            assert_eq!(users.closer(Holder { tid: child.id(), lock }), Closer::Other);
+            drop(child.stdin.take());
+            child.wait().unwrap();
+        }
+        assert_eq!(users.closer(Holder { tid: std::process::id(), lock: 99 }), Closer::Owner);
+        assert_eq!(users.processes().len(), 1);
+    }
+
+    #[test]
+    fn children_that_wrote_are_kept_until_they_have_exited() {
+        let users = users();
+        for lock in 0..20 {
+            let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+            users.note_writer(Holder { tid: child.id(), lock });
+            drop(child.stdin.take());
+            child.wait().unwrap();
+        }
+        assert_eq!(users.processes().len(), 2, "this process and the last one");
+    }
+
+    #[test]
+    fn the_opener_that_nobody_sees_is_who_writes_first() {
+        let users = FileUsers::new(0, None);
+        let by = |lock| Holder { tid: 0, lock };
+        users.note_writer(by(1));
+        users.note_closer(by(2));
+        assert_eq!((users.closer(by(1)), users.closer(by(2))), (Closer::Owner, Closer::Other));
     }
 }

@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 pub struct Mount {
     /// The directory it is mounted on.
     pub point: PathBuf,
+    /// The number of its device, as the table has it.
+    pub device: String,
     /// Type of the filesystem, with its subtype: `ext4`, `fuse.gradfs`.
     pub kind: String,
     /// The source: a device, or the name that a FUSE daemon gave.
@@ -84,11 +86,12 @@ fn parse(table: &[u8]) -> Vec<Mount> {
 /// before the dash.
 fn parse_line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
-    let point = unescape(fields.nth(4)?);
+    let device = String::from_utf8_lossy(fields.nth(2)?).into_owned();
+    let point = unescape(fields.nth(1)?);
     fields.find(|field| *field == b"-")?;
     let kind = String::from_utf8_lossy(&unescape(fields.next()?)).into_owned();
     let source = String::from_utf8_lossy(&unescape(fields.next()?)).into_owned();
-    Some(Mount { point: OsString::from_vec(point).into(), kind, source })
+    Some(Mount { point: OsString::from_vec(point).into(), device, kind, source })
 }
 
 /// Undoes the kernel's `\040` for blanks and the like.
@@ -123,13 +126,15 @@ mod tests {
         assert_eq!(mounts[1].point, Path::new("/mnt/my job\\x"));
         assert_eq!(mounts.iter().map(Mount::is_gradfs).collect::<Vec<_>>(), [false, true, true, false]);
         assert_eq!(mounts[0].to_string(), "sysfs");
+        assert_eq!(mounts[2].device, "0:36");
         assert_eq!(mounts[3].to_string(), "/dev/sda1 (ext4)");
         assert!(!mounts[3].is_fuse());
     }
 
     #[test]
     fn a_disk_called_gradfs_is_not_ours() {
-        let disk = Mount { point: "/".into(), kind: "ext4".into(), source: "gradfs".into() };
+        let disk =
+            Mount { point: "/".into(), device: "8:1".into(), kind: "ext4".into(), source: "gradfs".into() };
         assert!(!disk.is_gradfs());
     }
 

@@ -17,6 +17,8 @@ use super::file_headers::refuse_header;
 use super::learner::Learner;
 use super::learner_times::Waits;
 use super::model::Model;
+use super::own_thread::on_own_thread;
+use super::written::Written;
 use libmodelio::reader::Reader;
 
 /// The longest time that a close waits again after a step has waited in vain.
@@ -44,8 +46,8 @@ pub struct Contribution {
     ships_mapping: bool,
     /// The reader of a file with both faces: after each step it shows the newest version.
     reader: Option<Mutex<Arc<Reader>>>,
-    /// Something was written since the last commit.
-    wrote: AtomicBool,
+    /// The writes here since the last end.
+    written: Mutex<Written>,
     /// Into which of the learner's contributions; 0 for none.
     share: AtomicU64,
     /// A step has waited for that as long as it may.
@@ -68,7 +70,7 @@ impl Contribution {
             learner,
             ships_mapping,
             reader: reader.map(|reader| Mutex::new(Arc::new(reader))),
-            wrote: AtomicBool::new(false),
+            written: Mutex::default(),
             share: AtomicU64::new(0),
             timed_out: AtomicBool::new(false),
             declared: AtomicBool::new(false),
@@ -89,9 +91,31 @@ impl Contribution {
         &self.learner
     }
 
-    /// Whether something was written here since the last commit.
+    /// Whether something was written here since the last end, or refused.
     pub fn wrote(&self) -> bool {
-        self.wrote.load(Ordering::Relaxed)
+        self.written.lock().is_pending()
+    }
+
+    /// The file was opened with O_TRUNC.
+    pub fn truncated(&self) {
+        self.written.lock().truncate();
+    }
+
+    /// The file was truncated to the model's size: what nobody writes is zeros that were written.
+    pub fn extended(&self) {
+        if !self.ships_mapping {
+            self.written.lock().extend();
+        }
+    }
+
+    /// The program takes back what was written here: it truncates the file to nothing. The learner's open contribution is
+    /// dropped, whoever has written into it.
+    pub fn take_back(&self) {
+        if self.wrote() {
+            self.learner.contributor.abort();
+            self.ended();
+            self.learner.refusal.ended(false);
+        }
     }
 
     /// The version it reads, if it has both faces.
@@ -145,9 +169,6 @@ impl Contribution {
     /// With nothing changed: EFBIG past the end, EINVAL for bytes already sent, EBUSY while a commit runs, ECANCELED
     /// below `min_learners`, EIO when others have dropped what was written here.
     pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
-        if !self.wrote() {
-            self.wrote.store(true, Ordering::Relaxed);
-        }
         let mut share = self.share();
         let began = Instant::now();
         let outcome = refuse_header(offset, data).and_then(|()| {
@@ -158,11 +179,60 @@ impl Contribution {
         if let Share::Of(number) = share {
             self.share.store(number, Ordering::Relaxed);
         }
+        self.written.lock().note(offset, data.len(), &outcome);
         outcome.inspect_err(|error| self.learner.refusal.note(error, true))
+    }
+
+    /// Why what was written here must not count.
+    fn check(&self) -> CallResult<()> {
+        let written = self.written.lock();
+        written.check_refused()?;
+        if let Some(hint) = written.check_narrow(&self.model.layout)? {
+            self.learner.hints(&hint);
+        }
+        written.check_cut(&self.model.layout)
+    }
+
+    /// Writes the holes of a file that has some. The program writes no more.
+    fn write_holes(&self) -> CallResult<()> {
+        let mut share = self.share();
+        let outcome = self.learner.contributor.write_zeros(&mut share, self.model.timeout());
+        if let Share::Of(number) = share {
+            self.share.store(number, Ordering::Relaxed);
+        }
+        outcome.map_err(|error| explained(&self.model, error))
     }
 
     /// Ends what was written; `done` hears whether it counts.
     pub fn commit(self: &Arc<Self>, ending: Ending, done: Done<()>) {
+        let is_dropped = self.learner.contributor.has_dropped(self.share());
+        // If others have dropped it, that is what there is to say.
+        if !is_dropped && let Err(error) = self.check() {
+            return done(Err(self.drop_own(error)));
+        }
+        if is_dropped || !self.written.lock().has_holes() {
+            return self.commit_written(ending, done);
+        }
+        let this = Arc::clone(self);
+        on_own_thread("gradfs-holes", move || match this.write_holes() {
+            Ok(()) => this.commit_written(ending, done),
+            Err(error) => done(Err(this.drop_own(error))),
+        });
+    }
+
+    /// What was written here must not count, for this reason.
+    fn drop_own(&self, error: CallError) -> CallError {
+        let contributor = &self.learner.contributor;
+        // What others write into stays. If nothing is open, a contribution may have failed to open.
+        if !contributor.is_open() || contributor.is_open_for(self.share()) {
+            contributor.abort();
+        }
+        self.ended();
+        self.learner.refusal.note(&error, false);
+        error
+    }
+
+    fn commit_written(self: &Arc<Self>, ending: Ending, done: Done<()>) {
         let contributor = &self.learner.contributor;
         let is_open = contributor.is_open();
         let mapped = ending == Ending::Step && self.ships_mapping && !is_open;
@@ -264,7 +334,7 @@ impl Contribution {
     fn ended(&self) {
         self.share.store(0, Ordering::Relaxed);
         self.timed_out.store(false, Ordering::Relaxed);
-        self.wrote.store(false, Ordering::Relaxed);
+        self.written.lock().end();
     }
 
     /// Reads the newest version from now on, if it reads.

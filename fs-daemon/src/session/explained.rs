@@ -6,7 +6,7 @@ use libmodelio::tracker::WriteRefused;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::BlockId;
-use libmodelio::vocabulary::layout::{ModelLayout, Tensor};
+use libmodelio::vocabulary::layout::{DType, ModelLayout, Tensor};
 use libmodelio::vocabulary::phase::JobPhase;
 use ps_backend::core::{ALL_BUFFERS_HELD, NOT_COMMITTED};
 
@@ -85,14 +85,17 @@ const WIDER: [(u64, &str); 4] = [(16, "complex128"), (8, "float64"), (4, "float3
 /// Longer writes come in pieces of this many bytes.
 const KERNEL_PIECE: u64 = 1 << 20;
 
+/// The type of all trained tensors, and the bytes of an element. The types of counters beside them do not matter.
+pub fn trained_type(layout: &ModelLayout) -> Option<(DType, usize)> {
+    let mut trained = layout.tensors().iter().map(|tensor| tensor.dtype).filter(|dtype| dtype.is_reducible());
+    let dtype = trained.next()?;
+    let bytes = dtype.size_bytes().filter(|_| trained.all(|other| other == dtype))?;
+    Some((dtype, bytes))
+}
+
 /// A hint at the kind of array that may have been too long.
 fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
-    // Only the trained tensors' types matter, not those of counters beside them.
-    let mut trained = layout.tensors().iter().map(|tensor| tensor.dtype).filter(|dtype| dtype.is_reducible());
-    let Some(dtype) = trained.next() else { return String::new() };
-    let Some(own) = dtype.size_bytes().filter(|_| trained.all(|other| other == dtype)) else {
-        return String::new();
-    };
+    let Some((dtype, own)) = trained_type(layout) else { return String::new() };
     // The kernel cuts long arrays: only of one that is written at once is it known how long it is.
     let written = (end - offset < KERNEL_PIECE && offset == 0).then_some(end);
     let fits = WIDER.iter().find(|(bytes, _)| written.is_some_and(|len| len * own as u64 == size * bytes));
@@ -133,8 +136,6 @@ fn waited_for(model: &Model) -> String {
 
 #[cfg(test)]
 mod tests {
-    use libmodelio::vocabulary::layout::DType;
-
     use super::*;
 
     #[test]

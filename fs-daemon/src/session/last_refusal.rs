@@ -36,11 +36,6 @@ impl LastRefusal {
         last.in_open = false;
     }
 
-    /// Whether a call of the open contribution was refused.
-    pub fn is_in_open(&self) -> bool {
-        self.0.lock().in_open
-    }
-
     /// The text, if there is one.
     pub fn text(&self) -> Option<String> {
         self.0.lock().text.clone()

@@ -59,6 +59,8 @@ pub struct Learner {
     mapped_ready: AtomicBool,
     /// The learner leaves when its last user ends.
     is_guest: AtomicBool,
+    /// A hint was logged that what was written may not be what was meant.
+    has_hint: AtomicBool,
     users: Mutex<Users>,
 }
 
@@ -118,6 +120,7 @@ impl Learner {
             job,
             mapped_ready: AtomicBool::new(false),
             is_guest: AtomicBool::new(false),
+            has_hint: AtomicBool::new(false),
             users: Mutex::default(),
         }
     }
@@ -133,6 +136,14 @@ impl Learner {
     /// If the reducer takes no weights.
     pub fn set_weight(&self, weight: Weight) -> Result<(), ShardError> {
         self.contributor.set_weight(weight)
+    }
+
+    /// Whether [`Self::set_weight`] takes this weight.
+    ///
+    /// # Errors
+    /// As that has them.
+    pub fn check_weight(&self, weight: Weight) -> Result<(), ShardError> {
+        self.contributor.check_weight(weight)
     }
 
     /// The learner's replica of the model that `version` shows. None if it shows the model.
@@ -158,6 +169,13 @@ impl Learner {
     /// Whether the mapping has its pages.
     pub fn is_mapping_ready(&self) -> bool {
         self.mapped_ready.load(Ordering::Relaxed)
+    }
+
+    /// Logs, once, that what was written may not be what was meant.
+    pub(super) fn hints(&self, what: &str) {
+        if !self.has_hint.swap(true, Ordering::Relaxed) {
+            tracing::warn!(learner = self.name, "{what}");
+        }
     }
 
     /// Takes its pages now, not one fault at a time in the program that maps it.

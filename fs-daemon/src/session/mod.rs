@@ -29,6 +29,7 @@ mod explained;
 mod file_headers;
 mod freshness;
 mod shared_disk;
+mod written;
 
 #[cfg(test)]
 mod tests;

@@ -2,11 +2,11 @@
 //! map memory instead, all of which is published when a step ends.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use libmodelio::mapped::MappedMemory;
 use libmodelio::publisher::Publisher;
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ranges;
 use parking_lot::Mutex;
 
 use super::contribution::{Ending, Withdraw};
@@ -15,13 +15,14 @@ use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::model::Model;
 use super::own_thread::on_own_thread;
+use super::written::Written;
 
 /// Weights that are being written. After each commit the next write begins anew.
 pub struct Publication {
     model: Arc<Model>,
     publisher: Mutex<Option<Arc<Publisher>>>,
-    /// The next commit takes all bytes or nothing.
-    whole: AtomicBool,
+    /// The writes since the last end.
+    written: Mutex<Written>,
     /// The memory that a program may map.
     mapped: Option<Mapped>,
 }
@@ -56,7 +57,7 @@ impl Publication {
 
     fn new(model: &Arc<Model>, publisher: Option<Arc<Publisher>>, mapped: Option<Mapped>) -> Publication {
         let (model, publisher) = (Arc::clone(model), Mutex::new(publisher));
-        Publication { model, publisher, whole: AtomicBool::new(false), mapped }
+        Publication { model, publisher, written: Mutex::default(), mapped }
     }
 
     /// The memory to map, if it may be mapped.
@@ -69,11 +70,30 @@ impl Publication {
         self.publisher.lock().as_ref().is_some_and(|publisher| publisher.is_open())
     }
 
-    /// The coming commit is to take all bytes or nothing, if it has not begun to take some.
+    /// Whether something was written since the last end, or refused.
+    pub fn wrote(&self) -> bool {
+        self.written.lock().is_pending()
+    }
+
+    /// The coming commit is to take all bytes or nothing, if nothing was written yet.
     pub fn must_be_whole(&self) {
-        if self.publisher.lock().as_ref().is_none_or(|publisher| !publisher.is_open()) {
-            self.whole.store(true, Ordering::Relaxed);
+        self.written.lock().truncate();
+    }
+
+    /// The file was truncated to the model's size: what is not written is zeros. (A program that maps gets its size so.)
+    pub fn extended(&self) {
+        if self.mapped.is_none() {
+            self.written.lock().extend();
         }
+    }
+
+    /// The program takes back what was written, and begins a whole file.
+    pub fn take_back(&self) {
+        let written = self.publisher.lock().take_if(|publisher| publisher.is_open());
+        drop(written);
+        let mut written = self.written.lock();
+        written.end();
+        written.truncate();
     }
 
     /// Writes. Bytes may be written again until the commit.
@@ -81,37 +101,64 @@ impl Publication {
     /// # Errors
     /// EFBIG past the end, EINVAL while a commit runs; EACCES and ENOMEM as for [`Self::open`].
     pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
+        let outcome = refuse_header(offset, data).and_then(|()| self.store(offset, data));
+        self.written.lock().note(offset, data.len(), &outcome);
+        outcome.inspect_err(|error| self.model.own_refusal.note(error, true))
+    }
+
+    fn store(&self, offset: u64, data: &[u8]) -> CallResult<()> {
         let publisher = match &mut *self.publisher.lock() {
             Some(publisher) => Arc::clone(publisher),
             none => Arc::clone(none.insert(publisher(&self.model)?)),
         };
-        let written = refuse_header(offset, data)
-            .and_then(|()| publisher.write(offset, data).map_err(|error| explained(&self.model, error)));
-        written.inspect_err(|error| self.model.own_refusal.note(error, true))
+        publisher.write(offset, data).map_err(|error| explained(&self.model, error))
+    }
+
+    /// Writes the holes of a file that has some.
+    fn write_holes(&self) -> CallResult<()> {
+        const PIECE: u64 = 1 << 20;
+        let written = self.publisher.lock().as_ref().map_or_else(Vec::new, |publisher| publisher.written());
+        let all = std::iter::once(0..self.model.layout.size()).collect::<Vec<_>>();
+        for hole in ranges::without(&all, &written) {
+            for at in (hole.start..hole.end).step_by(PIECE as usize) {
+                self.store(at, &vec![0; PIECE.min(hole.end - at) as usize])?;
+            }
+        }
+        Ok(())
     }
 
     /// Publishes what was written, or if that is nothing and a step ends, the mapped memory. `done` hears of it once the
     /// version is out.
     pub fn commit(&self, ending: Ending, done: Done<()>) {
-        if let Some(mapped) = self.mapped.as_ref().filter(|_| ending == Ending::Step && !self.is_open()) {
-            self.whole.store(false, Ordering::Relaxed);
+        let written = self.written.lock().end();
+        let holes = if written.has_holes() { self.write_holes() } else { Ok(()) };
+        let refused = written.check_refused().and(holes);
+        let is_mapped = ending == Ending::Step && !self.is_open() && refused.is_ok();
+        if let Some(mapped) = self.mapped.as_ref().filter(|_| is_mapped) {
             return mapped.publish(&self.model, done);
         }
+        if !written.is_pending() {
+            return done(Ok(()));
+        }
         let publisher = self.publisher.lock().take_if(|publisher| publisher.is_open());
-        let must_be_whole = self.whole.swap(false, Ordering::Relaxed);
         let (takes, model) = (publisher.is_some(), Arc::clone(&self.model));
         let is_whole = publisher.as_ref().is_some_and(|publisher| publisher.is_complete());
-        let was_refused = model.own_refusal.is_in_open();
         let answer = move |outcome: CallResult<()>| {
             match &outcome {
                 Ok(()) => model.own_refusal.ended(takes),
-                // A refusal has kept the weights from being complete, and its reason is already recorded.
-                Err(_) if !is_whole && was_refused => model.own_refusal.ended(false),
                 Err(error) => model.own_refusal.note(error, false),
             }
             done(outcome);
         };
-        let must_be_whole = must_be_whole && !is_whole;
+        if let Err(refused) = refused {
+            return answer(Err(refused));
+        }
+        match written.check_narrow(&self.model.layout) {
+            Ok(Some(hint)) if !written.is_truncated() => tracing::warn!(model = self.model.name, "{hint}"),
+            Ok(_) => {}
+            Err(error) => return answer(Err(error)),
+        }
+        let must_be_whole = written.is_truncated() && !is_whole;
         match self.check(publisher.as_deref(), must_be_whole) {
             Err(error) => answer(Err(error)),
             Ok(()) => match publisher {

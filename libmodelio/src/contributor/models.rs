@@ -220,9 +220,17 @@ impl Contributor {
     /// # Errors
     /// [`ShardError::NotAllowed`] if the reducer takes no weights.
     pub fn set_weight(&self, weight: Weight) -> Result<(), ShardError> {
-        self.refuse_weight(self.job.reducer().0, weight)?;
+        self.check_weight(weight)?;
         self.state.lock().weight = weight;
         Ok(())
+    }
+
+    /// Whether [`Self::set_weight`] takes this weight.
+    ///
+    /// # Errors
+    /// As that has them.
+    pub fn check_weight(&self, weight: Weight) -> Result<(), ShardError> {
+        self.refuse_weight(self.job.reducer().0, weight)
     }
 
     fn refuse_weight(&self, reducer: Reducer, weight: Weight) -> Result<(), ShardError> {

@@ -98,13 +98,16 @@ impl Mounted {
         opened
     }
 
-    /// Writes a setting; the answer.
+    /// Writes a setting, and closes it; the answer.
     fn set(&self, name: &str, value: &str) -> Receiver<CallResult<()>> {
         let index = SETTINGS.iter().position(|(known, _)| *known == name).unwrap() as u32;
         let opened = self.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
         let (sender, written) = channel();
-        let done = move |outcome| sender.send(outcome).unwrap();
-        self.calls.write(opened.fh, 0, value.as_bytes(), false, 0, done);
+        let (by, done) = (Holder { tid: 0, lock: 1 }, Box::new(move |outcome| sender.send(outcome).unwrap()));
+        match self.calls.write(opened.fh, 0, value.as_bytes(), false, by) {
+            Ok(()) => self.calls.flush(opened.fh, by, done),
+            Err(error) => done(Err(error)),
+        }
         written
     }
 }

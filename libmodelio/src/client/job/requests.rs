@@ -331,6 +331,18 @@ impl Job {
         self.shared.act(inner, actions);
     }
 
+    /// Checks a value of a setting as far as this client can judge it. The coordinator may still refuse it, because of
+    /// contributions that are in or of settings that have changed meanwhile.
+    ///
+    /// # Errors
+    /// Why it does not fit.
+    pub fn check_control(&self, name: &str, value: &str) -> Result<(), ControlError> {
+        let controls = self.controls().with(name, value)?;
+        controls.check_trainable(self.layout().is_trainable())?;
+        let tensors = self.layout().tensors().iter().map(|tensor| (tensor.name.as_str(), tensor.dtype));
+        controls.of_tensors(tensors).map(drop)
+    }
+
     /// Changes one setting of the whole job. It takes effect at the next version. `done` is called before `timeout`
     /// is over. If it is called with success, [`Self::controls`] shows the new value.
     pub fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {

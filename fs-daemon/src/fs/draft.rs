@@ -1,0 +1,141 @@
+//! A value that is being written to a text file: kept until a close applies it.
+//!
+//! Pure. A value may come in pieces, one behind the other. Without a truncation, a write at the start replaces the present
+//! value, as in sysfs, and one at its end goes on behind it (`>>`).
+
+use std::mem;
+
+use libmodelio::vocabulary::controls::LONGEST;
+
+use crate::session::error::{CallError, CallResult};
+
+/// What was written since the last close that applied something.
+#[derive(Debug, Default)]
+pub struct Draft {
+    bytes: Vec<u8>,
+    state: State,
+    refused: Option<CallError>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum State {
+    #[default]
+    Untouched,
+    /// It was truncated, and nothing was written since.
+    Empty,
+    Written,
+}
+
+impl Draft {
+    /// The file was truncated to nothing.
+    pub fn empty(&mut self) {
+        *self = Draft { state: State::Empty, ..Draft::default() };
+    }
+
+    /// Whether a close has something to apply, or a refusal to report.
+    pub fn is_pending(&self) -> bool {
+        self.state != State::Untouched || self.refused.is_some()
+    }
+
+    /// Whether something was written, or refused.
+    pub fn is_written(&self) -> bool {
+        self.state == State::Written || self.refused.is_some()
+    }
+
+    /// Takes a piece. `present` is the value in force. Returns all that was written so far.
+    ///
+    /// # Errors
+    /// In words, if the piece does not follow the others, or is too long.
+    pub fn write(
+        &mut self,
+        offset: u64,
+        data: &[u8],
+        present: impl FnOnce() -> String,
+    ) -> Result<&[u8], &'static str> {
+        let mut bytes = match self.state {
+            _ if offset == 0 => Vec::new(),
+            State::Untouched => present().into_bytes(),
+            State::Empty | State::Written => mem::take(&mut self.bytes),
+        };
+        if offset != bytes.len() as u64 || bytes.len() + data.len() > LONGEST {
+            return Err("write the whole value, from its start, in at most 64 KiB");
+        }
+        bytes.extend_from_slice(data);
+        (self.bytes, self.state) = (bytes, State::Written);
+        Ok(&self.bytes)
+    }
+
+    /// A write was refused: the next close fails with this error.
+    pub fn refuse(&mut self, error: &CallError) {
+        self.refused.get_or_insert_with(|| error.clone());
+    }
+
+    /// Takes the value that is to be applied. None if nothing was written.
+    ///
+    /// # Errors
+    /// The first refusal.
+    pub fn take(&mut self) -> Option<CallResult<Vec<u8>>> {
+        let Draft { bytes, state, refused } = mem::take(self);
+        match refused {
+            Some(error) => Some(Err(error)),
+            None => (state != State::Untouched).then_some(Ok(bytes)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(draft: &mut Draft, offset: u64, data: &[u8]) -> Result<Vec<u8>, &'static str> {
+        draft.write(offset, data, || "old\n".to_owned()).map(<[u8]>::to_vec)
+    }
+
+    #[test]
+    fn a_value_comes_in_pieces_and_is_taken_once() {
+        let mut draft = Draft::default();
+        assert!(draft.take().is_none() && !draft.is_pending());
+        assert_eq!(write(&mut draft, 0, b"0.2").unwrap(), b"0.2");
+        assert_eq!(write(&mut draft, 3, b"5\n").unwrap(), b"0.25\n");
+        assert_eq!(draft.take(), Some(Ok(b"0.25\n".to_vec())));
+        assert!(!draft.is_pending() && draft.take().is_none());
+    }
+
+    #[test]
+    fn an_emptied_value_is_empty_unless_one_is_written() {
+        let mut draft = Draft::default();
+        draft.empty();
+        assert!(draft.is_pending() && !draft.is_written());
+        assert_eq!(draft.take(), Some(Ok(vec![])));
+        draft.empty();
+        assert_eq!(write(&mut draft, 0, b"x").unwrap(), b"x");
+        assert!(draft.is_written());
+        draft.empty();
+        assert_eq!(draft.take(), Some(Ok(vec![])), "it was truncated again");
+    }
+
+    #[test]
+    fn a_value_is_appended_to_the_present_one_or_replaces_it() {
+        let mut draft = Draft::default();
+        assert_eq!(write(&mut draft, 4, b"new\n").unwrap(), b"old\nnew\n");
+        draft = Draft::default();
+        assert_eq!(write(&mut draft, 0, b"n").unwrap(), b"n");
+        draft = Draft::default();
+        assert!(write(&mut draft, 5, b"n").is_err(), "a hole");
+        assert!(write(&mut draft, 2, b"n").is_err(), "in the middle");
+        draft.empty();
+        assert!(write(&mut draft, 1, b"n").is_err() && write(&mut draft, 0, &[b'x'; LONGEST + 1]).is_err());
+    }
+
+    #[test]
+    fn a_refusal_is_what_the_next_close_reports() {
+        let mut draft = Draft::default();
+        let error = |text: &str| CallError::new(libc::EINVAL, text);
+        assert!(write(&mut draft, 0, b"x\n").is_ok());
+        draft.refuse(&error("first"));
+        draft.refuse(&error("second"));
+        assert!(write(&mut draft, 0, b"y\n").is_ok());
+        assert_eq!(draft.take(), Some(Err(error("first"))));
+        assert!(draft.take().is_none());
+    }
+}
