@@ -39,7 +39,7 @@ enum Op {
     Tick(u64),
 }
 
-const CONTROLS: [(&str, &str); 39] = [
+const CONTROLS: [(&str, &str); 41] = [
     ("tensors", ""),
     ("tensors", "head reducer=momentum"),
     ("tensors", "*y reducer=adam weight_decay=0"),
