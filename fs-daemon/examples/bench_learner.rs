@@ -194,13 +194,25 @@ impl Job {
     fn learner(&self, rank: usize) -> Outcome<Learner> {
         let memory = Mapping::memfd("staging", self.size)?;
         memory.prefault()?;
-        // SAFETY: nobody else knows the memory yet.
-        let values = unsafe { memory.floats_mut(0..self.size / 4) };
-        values.iter_mut().enumerate().for_each(|(index, value)| *value = gradient(index, rank));
         let staging = self.client.register(Arc::new(memory));
+        self.store_gradients(&staging, rank);
         let join = |done| self.client.join(format!("bench{rank}"), DEADLINE, done);
         let (id, incarnation) = wait_for(DEADLINE, join)?;
         Ok(Learner { id, incarnation, staging })
+    }
+
+    /// Stores a learner's gradients into its staging region, as backpropagation does.
+    fn store_gradients(&self, staging: &Region, rank: usize) {
+        // SAFETY: no contribution is open, so nobody else uses the region.
+        let values = unsafe { staging.memory().floats_mut(0..self.size / 4) };
+        values.iter_mut().enumerate().for_each(|(index, value)| *value = gradient(index, rank));
+    }
+
+    /// What a learner does before it contributes.
+    fn prepare(&self, first: usize) {
+        for (at, learner) in self.learners.iter().enumerate() {
+            self.store_gradients(&learner.staging, first + at);
+        }
     }
 
     /// Every learner contributes its whole staging region.
@@ -386,6 +398,9 @@ fn main() -> Outcome<()> {
         let line = line?;
         match line.split_once(' ').unwrap_or((&line, "")) {
             ("round", what) => {
+                if what == "read_step" {
+                    job.prepare(options.rank);
+                }
                 let (cpu, start) = (cpu_seconds()?, now()?);
                 let bytes = job.round(what)?;
                 let (end, cpu) = (now()?, cpu_seconds()? - cpu);

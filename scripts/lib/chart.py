@@ -21,17 +21,17 @@ TRANSPORTS = {
     "dynamic": ("#d55e00", "RDMA, fetched"),
     "static": ("#009e73", "RDMA, placed"),
 }
-WAYS = {"aio": ("o", "-", "AIO"), "sync": ("s", "--", "sync")}
+WAYS = {"pipelined": ("o", "-", "pipelined"), "sync": ("s", "--", "sync")}
 PANELS = {
     "push": ("Push: gradients to the shard", "block size of the model"),
     "pull": ("Pull: weights from the shard", "block size of the model"),
     "write": ("write(2) of gradients to a mount, and fsync", "size of a write"),
 }
 NOTE = (
-    "One learner and one shard on one host; shm: shared memory. Push and pull: with AIO, 64 MiB with as many blocks "
-    "on their way as fit; sync, a model of one block,\nso that each waits for the one before, and which stays in the "
-    "CPU's cache. write(2), on a scale of its own: all 256 MiB until fsync says that they count;\nwith AIO, 16 writes "
-    "in flight (libaio); sync, one (psync); the model's blocks are 256 KiB."
+    "One learner and one shard on one host; shm: shared memory. Push and pull: pipelined, 64 MiB with as many "
+    "blocks on their way as fit; sync, a model of one block,\nso that each waits for the one before, and which stays in "
+    "the CPU's cache. write(2), on a scale of its own: all 256 MiB until fsync says that they count;\npipelined, 16 "
+    "writes in flight (libaio); sync, one (psync); the model's blocks are 256 KiB."
 )
 POLICIES = {"on-demand": ("#d55e00", ":"), "eager": ("#0072b2", "--"), "adaptive": ("#009e73", "-")}
 LANES = {"compute": "#999999", "push": "#d55e00", "pull": "#0072b2", "bubble": "#a6d8f5", "stall": "#cc3377"}

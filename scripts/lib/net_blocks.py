@@ -1,7 +1,7 @@
 """Push and pull against the size of the model's blocks, for scripts/bench-net (over TCP and over shared memory) and
 scripts/bench-rdma.
 
-AIO: a model of many blocks is pushed and pulled with as many blocks on their way as fit. Synchronous: a model of one
+Pipelined: a model of many blocks is pushed and pulled with as many blocks on their way as fit. Synchronous: a model of one
 block is, so that each block waits for the one before, with all that a push has to do besides (grant, plan,
 conclusion). Blocks are 64 KiB to 4 MiB: there are no others.
 
@@ -33,11 +33,11 @@ class Way:
 
 
 # Without a model's size it is that of a block.
-WAYS = {"aio": Way(64 * MIB, 25, 1, 2), "sync": Way(None, 11, 4, 8)}
+WAYS = {"pipelined": Way(64 * MIB, 25, 1, 2), "sync": Way(None, 11, 4, 8)}
 # Rounds before, in which every buffer is used for the first time.
 WARM_UP = 2
 # Of all clusters of the race with the larger models: gradients, versions at either end, a shard's sums; as found.
-MEMORY = len(SIZES) * len(TRANSPORTS) * WAYS["aio"].model * 11 + GIB
+MEMORY = len(SIZES) * len(TRANSPORTS) * WAYS["pipelined"].model * 11 + GIB
 
 
 def _turn(gradfs, way, found):

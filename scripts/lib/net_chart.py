@@ -1,4 +1,4 @@
-"""The chart of scripts/bench-net: throughput against size, over TCP and shared memory, synchronous and with AIO."""
+"""The chart of scripts/bench-net: throughput against size, over TCP and shared memory, synchronous and pipelined."""
 
 import csv
 
@@ -34,11 +34,11 @@ def _figures(series):
     """The ratios, by transport: of pushes and pulls, if there are any, the one that suffers most from its block size."""
     figures = []
     for transport in net_blocks.TRANSPORTS:
-        whats = [what for what in net_blocks.WHATS if (what, transport, "aio") in series]
-        found = {what: _worst_and_best(series[what, transport, "aio"]) for what in whats}
+        whats = [what for what in net_blocks.WHATS if (what, transport, "pipelined") in series]
+        found = {what: _worst_and_best(series[what, transport, "pipelined"]) for what in whats}
         what = min(found, key=lambda what: found[what][0])
         value, *sizes = found[what]
-        words = [f"{what} {series[what, transport, 'aio'][size]:.2f} GB/s ({_words(size)})" for size in sizes]
+        words = [f"{what} {series[what, transport, 'pipelined'][size]:.2f} GB/s ({_words(size)})" for size in sizes]
         figures.append(ratio(f"{transport}_blocks_256kib_to_4mib_vs_best", value, TARGET, *words))
     return figures
 

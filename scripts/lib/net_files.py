@@ -2,7 +2,8 @@
 
 It obeys the lines that the baselines' learners obey (scripts/baselines/src/rounds.rs). `push` contributes the whole
 model, by write(2) and close or, for `mapped`, by fsync of gradients that are in the mapping already; `pull` reads the
-version that contains it into a buffer of its own; `step` is both, and so is `read_step`.
+version that contains it into a buffer of its own; `step` is both, and so is `read_step`. Before its time begins, the
+gradients are stored anew where they lie, as backpropagation does.
 """
 
 import argparse
@@ -32,9 +33,13 @@ class Learner:
         # What a Learner of work_step needs to know of its team.
         self.kept = {}
         self.learner = work_step.Learner(self, self.directory, self.size)
-        if way == "mapped":
-            _, memory = self.learner.map_gradients()
-            numpy.copyto(memory, self.learner.gradients)
+        self.computed = self.learner.gradients.copy()
+        self.place = self.learner.map_gradients()[1] if way == "mapped" else self.learner.gradients
+        self.prepare()
+
+    def prepare(self):
+        """Stores the gradients where they are contributed from."""
+        numpy.copyto(self.place, self.computed)
 
     def push(self):
         """Contributes; returns when it is at the shards."""
@@ -88,6 +93,7 @@ def main():
     for line in sys.stdin:
         request, _, argument = line.strip().partition(" ")
         if request == "round":
+            learner.prepare()
             cpu, start = _cpu_seconds(), time.monotonic()
             count = learner.round(argument)
             end, cpu = time.monotonic(), _cpu_seconds() - cpu

@@ -1,8 +1,8 @@
 """Steps through mounts over TCP in scripts/bench-net, against those of the library in the same run.
 
 A step pushes all gradients, has the version that they make, and copies it to a buffer of the program's own. The gradients
-are where they have to be: in the library's staging region, in the mapped `gradients`, or in a buffer of the program that
-it gives to write(2). So what a mount adds is the kernel, and the daemon between the program and the library.
+are stored anew before each step where they have to be: in the library's staging region, in the mapped `gradients`, or in
+a buffer of the program that it gives to write(2). So what a mount adds is the kernel, and the daemon between the program and the library.
 """
 
 import statistics

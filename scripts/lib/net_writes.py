@@ -18,7 +18,7 @@ from machine import GIB, MIB, Failed
 
 SIZES = [16 << shift << 10 for shift in range(0, 11, 2)]
 TRANSPORTS = ("tcp", "shm")
-JOBS = {"aio": "gradients-write-libaio", "sync": "gradients-write-psync"}
+JOBS = {"pipelined": "gradients-write-libaio", "sync": "gradients-write-psync"}
 MODEL = 256 * MIB
 ROUNDS = 9
 WARM_UP = 4
@@ -66,7 +66,7 @@ def measure(gradfs, quiet):
         mounts = {transport: stack.enter_context(_mount(gradfs, transport)) for transport in TRANSPORTS}
         for mount in mounts.values():
             for _ in range(WARM_UP):
-                mount.run(JOBS["aio"], MIB)
+                mount.run(JOBS["pipelined"], MIB)
         # The order differs from round to round, and is the same in every run.
         shuffle = random.Random(0).shuffle
         order = list(rates)

@@ -5,9 +5,9 @@ a mount each, with one learner or several. The reducer is `sum`, and a model has
 connection for blocks, as docs/network.md advises for links that are slow.
 
   serial    the learner computes nothing, writes all, and its open pulls (on-demand): a push alone, then a pull alone
-  short     it computes for 0.3 of the longer one, in chunks of a block that are contributed one by one;
+  short     it computes for 0.3 of the wire's time, in chunks of a block that are contributed one by one;
             versions are pulled at once
-  long      the same, but it computes for 1.3 of the longer one
+  long      the same, but it computes for 1.3 of the wire's time
   whole     the same as long, but all is written after computing
 
 There are three ways to contribute a chunk, and each has its own `short` and `long`:
@@ -17,8 +17,8 @@ There are three ways to contribute a chunk, and each has its own `short` and `lo
   library    no mount: the learners of a host are in one process, which offers blocks of their staging regions. It has a
              `serial` of its own
 
-Without --quick, bare sockets send as many bytes as the model has, take as many, and do both at once: that is what the
-link allows.
+Before that, bare sockets send as many bytes as the model has, take as many, and do both at once: that is what the link
+allows. The faster one of the first two is the wire's time. `overlap_step_ratio` is a step of `short` divided by it.
 """
 
 import json
@@ -106,24 +106,22 @@ class Job:
         return _median([of.finish(DEADLINE) for of in running])
 
 
-def _by_library(library, quick, steps):
-    """{(way, run): medians, the longer of a push and a pull, and one after the other}."""
+def _by_library(library, wire, quick, steps):
+    """{(way, run): medians, the wire's time, and a push and a pull one after the other}."""
     serial = library.run("on-demand", 1, 0.0, steps)
-    longer = max(serial["end"], serial["open"])
     runs = {("library", "serial"): serial}
     for name, share in (("short", SHORT), ("long", LONG))[: 1 if quick else 2]:
-        runs["library", name] = library.run("eager", library.blocks, share * longer, steps)
-    return {run: found | {"longer": longer, "serial": serial["end"] + serial["open"]} for run, found in runs.items()}
+        runs["library", name] = library.run("eager", library.blocks, share * wire, steps)
+    return {run: found | {"wire": wire, "serial": serial["end"] + serial["open"]} for run, found in runs.items()}
 
 
-def _by_mounts(job, quick, steps):
+def _by_mounts(job, wire, quick, steps):
     """The same of the ways through mounts."""
     serial = job.run("written", 1, 0.0, steps)
-    longer = max(serial["end"], serial["open"])
     runs = {("written", "serial"): serial}
 
     def run(way, name, share, chunks=job.blocks):
-        runs[way, name] = job.run(way, chunks, share * longer, steps)
+        runs[way, name] = job.run(way, chunks, share * wire, steps)
 
     job.set("pull", "eager")
     for way in WAYS[:2]:
@@ -134,7 +132,7 @@ def _by_mounts(job, quick, steps):
         run("written", "whole", LONG, chunks=1)
     job.set("pull", "adaptive")
     run("written", "long-adaptive", LONG)
-    return {run: found | {"longer": longer, "serial": serial["end"] + serial["open"]} for run, found in runs.items()}
+    return {run: found | {"wire": wire, "serial": serial["end"] + serial["open"]} for run, found in runs.items()}
 
 
 def _by_sockets(hosts, blocks, rounds):
@@ -146,14 +144,14 @@ def _by_sockets(hosts, blocks, rounds):
     asked = hosts.start(host, [sys.executable, SOCKETS, *words], name=f"bare sockets on {host}").finish(DEADLINE)
     server.finish(DEADLINE)
     found = json.loads(asked.splitlines()[-1])
-    return {("sockets", "both"): found | {"longer": max(found["push"], found["pull"])}}
+    return {("sockets", "both"): found | {"wire": min(found["push"], found["pull"])}}
 
 
 def measure(binary, learner, quiet, quick):
     """{(learners, hosts): {(way, run): medians}}; `learner` is the program of the library's learners, if there is one."""
     from netns import Cluster, Hosts, Link
 
-    steps, found = 5 if quick else 9, {}
+    steps, found, wire = 5 if quick else 9, {}, None
     blocks = QUICK_BLOCKS if quick else BLOCKS
     for learners, on in CASES[:1] if quick else CASES:
         names = ["shard", *(f"host{at + 1}" for at in range(on))]
@@ -161,13 +159,14 @@ def measure(binary, learner, quiet, quick):
             cluster, runs = Cluster(hosts, binary), {}
             cluster.shard("shard")
             quiet.wait()
+            if wire is None:
+                runs |= _by_sockets(hosts, blocks, steps)
+                wire = runs["sockets", "both"]["wire"]
             if learner:
                 library = Library(cluster, hosts, learner, blocks, learners)
-                runs |= _by_library(library, quick, steps)
+                runs |= _by_library(library, wire, quick, steps)
                 library.remove()
-            runs |= _by_mounts(Job(cluster, hosts, blocks, learners), quick, steps)
-            if not quick and not found:
-                runs |= _by_sockets(hosts, blocks, steps)
+            runs |= _by_mounts(Job(cluster, hosts, blocks, learners), wire, quick, steps)
             hosts.check()
             found[learners, on] = runs
             say(f"learners: {learners}, hosts: {on}")
@@ -185,9 +184,9 @@ def figures(found):
     for way in WAYS:
         if not (shorts := runs_of(way, "short")):
             continue
-        (learners, on), run = max(shorts, key=lambda of: of[1]["step"] / of[1]["longer"])
-        words = f"{milliseconds(run['step'])} ({learners} on {on})", milliseconds(run["longer"])
-        rows.append(ratio(f"overlap_step_ratio_{way}", run["step"] / run["longer"], None, *words))
+        (learners, on), run = max(shorts, key=lambda of: of[1]["step"] / of[1]["wire"])
+        words = f"{milliseconds(run['step'])} ({learners} on {on})", milliseconds(run["wire"])
+        rows.append(ratio(f"overlap_step_ratio_{way}", run["step"] / run["wire"], None, *words))
         worst[way] = rows[-1], run
     row, run = max(worst.values(), key=lambda of: of[0].value)
     serial = run["compute"] + run["serial"]
@@ -197,8 +196,8 @@ def figures(found):
         *rows,
     ]
     for _, run in runs_of("sockets", "both"):
-        both, alone = milliseconds(run["both"]), milliseconds(run["longer"])
-        rows.append(ratio("both_ways_vs_alone_sockets", run["both"] / run["longer"], None, both, alone))
+        both, alone = milliseconds(run["both"]), milliseconds(run["wire"])
+        rows.append(ratio("both_ways_vs_alone_sockets", run["both"] / run["wire"], None, both, alone))
     for name, (way, run), target in (
         ("stall_share_eager", ("written", "long"), 0.01),
         ("stall_share_adaptive", ("written", "long-adaptive"), 0.01),

@@ -9,7 +9,7 @@ from machine import MIB, say
 # dynamic: the shard fetches blocks. static: learners place them. Pulls are the same with both.
 TRANSPORTS = ("tcp", "dynamic", "static")
 # The slow machine has time for 16 blocks of up to 512 KiB on their way, of larger ones for as many as there are.
-WAYS = {"aio": net_blocks.Way(8 * MIB, 5, 0, 1), "sync": net_blocks.Way(None, 5, 0, 2)}
+WAYS = {"pipelined": net_blocks.Way(8 * MIB, 5, 0, 1), "sync": net_blocks.Way(None, 5, 0, 2)}
 SLOTS = 16
 # Slots that a shard grants to a connection, and how many a learner has.
 GRANTED, CONNECTIONS = 8, 2

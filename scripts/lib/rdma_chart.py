@@ -1,4 +1,4 @@
-"""The chart of scripts/bench-rdma, on the host: throughput against block size, synchronous and with AIO, over TCP and by
+"""The chart of scripts/bench-rdma, on the host: throughput against block size, synchronous and pipelined, over TCP and by
 RDMA in software.
 """
 
@@ -11,7 +11,7 @@ from report import table
 KINDS = {"rxe": "soft-RoCE (rxe)", "siw": "soft-iWARP (siw)"}
 NOTE = (
     "RDMA in software: {kind} in an emulated machine with two processors that both ends share; it says nothing of "
-    "hardware.\nOne learner and one shard. AIO: 8 MiB with as many blocks on their way as fit; sync: a model of one "
+    "hardware.\nOne learner and one shard. Pipelined: 8 MiB with as many blocks on their way as fit; sync: a model of one "
     "block.\nFetched: the shard reads blocks (dynamic placement); placed: the learner writes them (static). "
     "Pulls are the same with both."
 )
