@@ -35,6 +35,7 @@ NOTE = (
 )
 POLICIES = {"on-demand": ("#d55e00", ":"), "eager": ("#0072b2", "--"), "adaptive": ("#009e73", "-")}
 LANES = {"compute": "#999999", "push": "#d55e00", "pull": "#0072b2", "bubble": "#a6d8f5", "stall": "#cc3377"}
+METHODS = {"sync": "#0072b2", "sma": "#d55e00"}
 # Colours of many lines, which stay apart for colour-blind readers.
 LINES = ("#000000", "#999999", "#e69f00", "#f0e442", "#56b4e9", "#0072b2", "#003f63", "#d55e00", "#009e73", "#cc79a7")
 # The least distance of two labels, as a share of the height.
@@ -122,25 +123,35 @@ def draw_accuracy(panels, path, reached, note):
     return _save(figure, path)
 
 
-def draw_learning(found, path, reached):
-    """Writes `path`.svg and .png for {network: {way: [(epoch, bytes, seconds, accuracy)]}}."""
-    axes_of = (("epochs", 0, 1), ("sent (MB)", 1, 1e-6), ("time (s)", 2, 1))
-    figure, rows = pyplot.subplots(
-        len(found), len(axes_of), figsize=(12, 3.8 * len(found)), layout="constrained", sharey=True, squeeze=False
-    )
-    for row, (network, ways) in zip(rows, found.items()):
-        for axes, (label, column, unit) in zip(row, axes_of):
-            for number, (way, curve) in enumerate(ways.items()):
-                points = [(point[column] * unit, point[3]) for point in curve]
-                axes.plot(*zip(*points), color=LINES[number % len(LINES)], linestyle="-:"[way.endswith("_int8")], label=way)
-            axes.axhline(reached, color="#444444", linewidth=0.8)
-            axes.set_xlabel(label)
-            axes.set_ylim(0.7, 1)
-            if column:
-                axes.set_xscale("log")
+def draw_learning(found, numbers, path, reached):
+    """Writes `path`.svg and .png for {network: (by_learners, curves)}; gives the paths.
+
+    `by_learners` is {method: [(epochs, seconds) to the accuracy `reached`]}, for each of the `numbers` of learners, and
+    `curves` is {way: [(epoch, bytes, seconds, accuracy)]}.
+    """
+    figure, rows = pyplot.subplots(len(found), 3, figsize=(12, 3.8 * len(found)), layout="constrained", squeeze=False)
+    for (epochs, seconds, accuracy), (network, (by_learners, curves)) in zip(rows, found.items()):
+        for axes, what, column in ((epochs, "epochs", 0), (seconds, "seconds", 1)):
+            for method, values in by_learners.items():
+                style = {"color": METHODS[method.split("_")[0]], "linestyle": "--" if method.endswith("_best") else "-"}
+                axes.plot(numbers, [value[column] for value in values], marker="o", label=method, **style)
+            axes.set_xlabel("learners")
+            axes.set_xticks(numbers)
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{network}: {what} to {reached:.0%}", loc="left", fontsize=11)
             _plain(axes)
-        row[0].set_ylabel(f"accuracy, {network}")
-        row[-1].legend(frameon=False, loc="lower right", fontsize=8)
+        epochs.legend(frameon=False, fontsize=8)
+        for number, (way, curve) in enumerate(curves.items()):
+            points = [(point[1] / 1e6, point[3]) for point in curve]
+            line = "-:"[way.endswith("_int8")]
+            accuracy.plot(*zip(*points), color=LINES[number % len(LINES)], linestyle=line, label=way)
+        accuracy.axhline(reached, color="#444444", linewidth=0.8)
+        accuracy.set_xlabel("sent (MB)")
+        accuracy.set_xscale("log")
+        accuracy.set_ylim(0.7, 1)
+        accuracy.set_title("accuracy, 2 learners", loc="left", fontsize=11)
+        accuracy.legend(frameon=False, loc="lower right", fontsize=8)
+        _plain(accuracy)
     return _save(figure, path)
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import daemons
@@ -28,23 +28,53 @@ class Case:
     settings: dict = field(default_factory=dict)
 
 
-def of_gradients(learners, batch, rate, **settings):
-    return Case(learners, batch, rate, 0, {"reducer": "sgd", "learning_rate": rate, **settings})
+# Images of all learners together, where methods are compared at an equal batch.
+EQUAL = 64
+NUMBERS = (1, 2, 4)
+SYNC = {"reducer": "sgd"}
+SMA = {"reducer": "sma", "momentum": 0.9}
+DILOCO = {"reducer": "diloco", "learning_rate": 0.7, "momentum": 0.9}
 
-
-# The rates are those of 0.05, 0.1, 0.2, 0.4 and 0.8 with which each reaches the accuracy in the fewest epochs.
-CASES = {
-    "sync": of_gradients(2, 32, 0.2),
-    "sync_large": of_gradients(4, 64, 0.4),
-    "async": of_gradients(2, 32, 0.1, consistency="async"),
-    "ssp": of_gradients(2, 32, 0.1, consistency="ssp(2)"),
-    "sma_1": Case(1, 16, 0.2, 1, {"reducer": "sma", "momentum": 0.9}),
-    "sma_2": Case(2, 16, 0.2, 1, {"reducer": "sma", "momentum": 0.9}),
-    "sma_4": Case(4, 16, 0.2, 1, {"reducer": "sma", "momentum": 0.9}),
-    "diloco": Case(2, 32, 0.1, 10, {"reducer": "diloco", "learning_rate": 0.7, "momentum": 0.9}),
-    "sync_int8": of_gradients(2, 32, 0.2, wire="int8"),
-    "diloco_int8": Case(2, 32, 0.1, 10, {"reducer": "diloco", "learning_rate": 0.7, "momentum": 0.9, "wire": "int8"}),
+# (batch of each learner, rate) of `sync` and `sma` with 1, 2 and 4 learners: at an equal batch, and at each one's best.
+# Of the rates and batches of learning_search.py, those that take the fewest epochs; among these the longest batch.
+TUNED = {
+    "perceptron": {
+        "sync": ((64, 0.4), (32, 0.4), (16, 0.4)),
+        "sma": ((64, 0.2), (32, 0.2), (16, 0.4)),
+        "sync_best": ((32, 0.2), (16, 0.2), (8, 0.2)),
+        "sma_best": ((32, 0.2), (16, 0.2), (8, 0.2)),
+    },
+    "lenet": {
+        "sync": ((64, 0.4), (32, 0.4), (16, 0.4)),
+        "sma": ((64, 0.2), (32, 0.2), (16, 0.4)),
+        "sync_best": ((32, 0.2), (16, 0.2), (8, 0.2)),
+        "sma_best": ((32, 0.2), (16, 0.2), (8, 0.2)),
+    },
 }
+METHODS = tuple(TUNED["perceptron"])
+
+
+def cases_of(network):
+    """The ways of a network, by name."""
+    found = {}
+    for method in METHODS:
+        for learners, (batch, rate) in zip(NUMBERS, TUNED[network][method]):
+            if method.startswith("sync"):
+                case = Case(learners, batch, rate, 0, {**SYNC, "learning_rate": rate})
+            else:
+                case = Case(learners, batch, rate, 1, SMA)
+            found[f"{method}_{learners}"] = case
+    of_sync = found["sync_2"]
+    slower = {**SYNC, "learning_rate": 0.1}
+    found["async"] = Case(2, 32, 0.1, 0, {**slower, "consistency": "async"})
+    found["ssp"] = Case(2, 32, 0.1, 0, {**slower, "consistency": "ssp(2)"})
+    found["diloco"] = Case(2, 32, 0.1, 10, DILOCO)
+    found["sync_int8"] = replace(of_sync, settings={**of_sync.settings, "wire": "int8"})
+    found["diloco_int8"] = Case(2, 32, 0.1, 10, {**DILOCO, "wire": "int8"})
+    return found
+
+
+NAMES = tuple(cases_of("perceptron"))
 
 
 def _ask(what, network):
@@ -72,7 +102,7 @@ def _digits(directory):
 
 def run(binary, network, name, epochs, seed=0):
     """[(epoch, bytes sent, seconds, accuracy)] of one training. None if the network cannot be made here."""
-    case = CASES[name]
+    case = cases_of(network)[name]
     elements = _ask("elements", network)
     if elements is None:
         return None
@@ -103,6 +133,11 @@ def run(binary, network, name, epochs, seed=0):
             if any(learner.returncode for learner in learners):
                 raise Failed(f"a learner of {network}, {name} has failed; what it said is above")
             return json.loads(said[0].splitlines()[-1])
+
+
+def seconds_to(curve, accuracy=ACCURACY):
+    """The time at the end of that epoch; of all epochs if there is none."""
+    return curve[min(epochs_to(curve, accuracy), len(curve)) - 1][2]
 
 
 def epochs_to(curve, accuracy=ACCURACY):

@@ -1,7 +1,7 @@
-"""Which batch and learning rate suit a way of scripts/bench-learning best: the same arithmetic in one process, without files.
+"""What scripts/bench-learning --search shows: which batch and learning rate suit a way of learning together best.
 
-`sync` of n learners is SGD on batches n times as long. `sma` is Algorithm 2 of Crossbow, with all replicas here. It shows
-choices; bench-learning itself measures with the real thing.
+It does the arithmetic of the learners and the reducer in one process, without files: `sync` is SGD with the mean of all
+gradients, and `sma` is Algorithm 2 of Crossbow.
 """
 
 import itertools
@@ -12,7 +12,8 @@ sys.dont_write_bytecode = True
 
 from learning import ACCURACY, epochs_to  # noqa: E402
 
-BATCHES = (8, 16, 32, 64)
+# Of all learners together.
+TOTALS = (16, 32, 64, 128, 256)
 RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
@@ -41,7 +42,7 @@ def curve(network, first, data, method, learners, batch, rate, epochs, seed, mom
     return found
 
 
-def search(name, method, learners, epochs, seeds):
+def rows(name, method, learners, epochs, seeds):
     """Yields (batch, rate, median epochs, all epochs)."""
     import digits
     from learning_work import NETWORKS
@@ -49,7 +50,7 @@ def search(name, method, learners, epochs, seeds):
     network, data = NETWORKS[name](), digits.load_data()
     # Training changes the network's own parameters.
     first = network.initial().copy()
-    for batch, rate in itertools.product(BATCHES, RATES):
+    for batch, rate in itertools.product((total // learners for total in TOTALS), RATES):
         found = [
             epochs_to(curve(network, first, data, method, learners, batch, rate, epochs, seed)) for seed in range(seeds)
         ]

@@ -1,7 +1,7 @@
 """Memory of a shard process by the number of learners, for scripts/bench-net.
 
-Each connection has buffers of fixed size: headers to be sent, and one payload that is added from cache. They are
-counted out, by what they are in libmodelio/src/transport/frames/.
+Each connection has buffers of fixed size: headers to be sent, and one payload that is added from cache. The figure has
+them, and a second one counts them out, by what they are in libmodelio/src/transport/frames/.
 """
 
 import statistics
@@ -33,7 +33,7 @@ def _after_steps(binaries, learners):
 
 
 def measure(binaries):
-    """(the figure, its Comparisons): what a shard takes with many learners, over what it takes with one.
+    """(figures, Comparisons): what a shard takes with many learners, over what it takes with one.
 
     `binaries` are by side; with two of them there are several passes."""
     found = {side: [] for side in binaries}
@@ -43,14 +43,16 @@ def measure(binaries):
             found[side].append([_after_steps(binaries[side], learners) for learners in (MANY, 1)])
         order.reverse()
     fixed = [learners * CONNECTIONS * BUFFERS for learners in (MANY, 1)]
-    ratios = {
-        side: [(many - fixed[0]) / (one - fixed[1]) for many, one in rounds] for side, rounds in found.items()
-    }
-    name = f"shard_rss_{MANY}_vs_1_learners"
-    taken = [statistics.median(one[index] for one in found[NEW]) for index in range(2)]
-    words = [f"{(whole - part) / MIB:.1f} MiB + {part / MIB:.1f}" for whole, part in zip(taken, fixed)]
-    figure = Figure(name, statistics.median(ratios[NEW]), "ratio", TARGET, "<=", *words)
-    if OLD not in binaries:
-        return figure, []
-    new, old = ([[value] for value in ratios[side]] for side in (NEW, OLD))
-    return figure, [Comparison([name], new, old, "{:.3f}".format)]
+    figures, comparisons = [], []
+    for suffix, less, target in (("", (0, 0), TARGET), ("_less_buffers", fixed, None)):
+        name = f"shard_rss_{MANY}_vs_1_learners{suffix}"
+        ratios = {
+            side: [(many - less[0]) / (one - less[1]) for many, one in rounds] for side, rounds in found.items()
+        }
+        taken = [statistics.median(one[index] for one in found[NEW]) - less[index] for index in range(2)]
+        words = [f"{bytes_ / MIB:.1f} MiB" for bytes_ in taken]
+        figures.append(Figure(name, statistics.median(ratios[NEW]), "ratio", target, "<=" if target else None, *words))
+        if OLD in binaries and target:
+            new, old = ([[value] for value in ratios[side]] for side in (NEW, OLD))
+            comparisons.append(Comparison([name], new, old, "{:.3f}".format))
+    return figures, comparisons
