@@ -5,8 +5,11 @@
 
 use super::error::{CallError, CallResult};
 
+/// Whether bytes are the first of a kind of files.
+type IsOne = fn(&[u8]) -> bool;
+
 /// The kinds of files, and how they are known.
-const KINDS: [(&str, fn(&[u8]) -> bool); 5] = [
+const KINDS: [(&str, IsOne); 5] = [
     (".npy file", is_npy),
     ("safetensors file", is_safetensors),
     ("zip archive (torch.save and np.savez write one)", is_zip),
@@ -186,9 +189,7 @@ mod tests {
         for round in 0..200_000 {
             let scale = f64::powi(10.0, (round % 13) - 8);
             let mut bytes = [[0u8; 64]; 6];
-            for i in 0..64 {
-                bytes[0][i] = dice.next() as u8;
-            }
+            bytes[0].fill_with(|| dice.next() as u8);
             for i in 0..8 {
                 bytes[1][i * 8..][..8].copy_from_slice(&(dice.normal() * scale).to_le_bytes());
             }
@@ -205,9 +206,7 @@ mod tests {
                 bytes[4][i * 2..][..2].copy_from_slice(&f16.to_le_bytes());
             }
             // Of 8 bits: sign, and small exponents most of all.
-            for i in 0..64 {
-                bytes[5][i] = (dice.next() as u8 & 0x80) | (dice.normal().abs() * 24.0) as u8;
-            }
+            bytes[5].fill_with(|| (dice.next() as u8 & 0x80) | (dice.normal().abs() * 24.0) as u8);
             for data in &bytes {
                 assert_eq!(refuse_header(0, data), Ok(()), "{data:02x?}");
             }
