@@ -62,7 +62,7 @@ pub fn init(args: &LogArgs, plain: bool) -> Result<(), Error> {
         Some(file) => BoxMakeWriter::new(Arc::clone(file)),
         None => BoxMakeWriter::new(stderr),
     };
-    // JSON has control characters escaped already. Of a terminal's own, the subscriber lets only its colours through.
+    // JSON has control characters escaped already.
     let writer = Lines { writer, escapes: !json, colours };
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -110,11 +110,12 @@ impl<W: Write> Write for Line<W> {
         }
         let text = String::from_utf8_lossy(line);
         let text = text.strip_suffix('\n').unwrap_or(&text);
-        let mut escaped = match self.colours {
-            // The escapes are the subscriber's own.
-            true => text.split('\u{1b}').map(shown).collect::<Vec<_>>().join("\u{1b}"),
-            false => shown(text).into_owned(),
-        };
+        let mut parts = text.split('\u{1b}');
+        let mut escaped = parts.next().map(shown).unwrap_or_default().into_owned();
+        for part in parts {
+            escaped.push_str(if self.colours && is_colour(part) { "\u{1b}" } else { "\\u{1b}" });
+            escaped.push_str(&shown(part));
+        }
         escaped.push('\n');
         self.writer.write_all(escaped.as_bytes())?;
         Ok(line.len())
@@ -123,6 +124,13 @@ impl<W: Write> Write for Line<W> {
     fn flush(&mut self) -> std::io::Result<()> {
         self.writer.flush()
     }
+}
+
+/// Whether this comes behind the escape of a colour, or of another look of letters.
+fn is_colour(text: &str) -> bool {
+    let codes =
+        |rest: &str| rest.trim_start_matches(|c: char| c.is_ascii_digit() || c == ';').starts_with('m');
+    text.strip_prefix('[').is_some_and(codes)
 }
 
 /// Opens a log to append to it, and makes it if need be.

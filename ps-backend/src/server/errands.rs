@@ -16,10 +16,11 @@ use super::unsent::Unsent;
 
 /// The most threads for the requests of one address.
 const MAX_THREADS: usize = 8;
-/// Of those, the most for requests that take memory, and for those that wait for other shards.
-const MAX_SLOW: usize = 3;
-/// Of those, the most for models' records, which may take much of a core.
-const MAX_OF_RECORDS: usize = 2;
+/// Of those, the most for requests that wait for other shards.
+const MAX_OF_OTHERS: usize = 3;
+/// Of those, the most for requests that take memory, and for models' records. Both keep a core busy.
+const MAX_OF_MEMORY: usize = 2;
+const MAX_OF_RECORDS: usize = 1;
 /// The most threads for all addresses. Beyond half of them each address has one.
 const MAX_ALL_THREADS: usize = 128;
 /// The most bytes that came with the waiting requests of one address.
@@ -140,7 +141,8 @@ impl Line {
             let most = match kind {
                 Kind::Short => threads,
                 Kind::Record => MAX_OF_RECORDS,
-                Kind::Memory | Kind::Others => MAX_SLOW,
+                Kind::Memory => MAX_OF_MEMORY,
+                Kind::Others => MAX_OF_OTHERS,
             };
             !self.waiting[kind as usize].is_empty() && self.running[kind as usize] < most
         })
@@ -276,7 +278,7 @@ mod tests {
         let world = World::new();
         let slow = [Kind::Memory, Kind::Others].repeat(50);
         let _ends: Vec<_> = slow.into_iter().map(|kind| world.ask(origin(1), kind, 0)).collect();
-        for _ in 0..2 * MAX_SLOW {
+        for _ in 0..MAX_OF_MEMORY + MAX_OF_OTHERS {
             world.next();
         }
         assert!(world.none());
@@ -325,7 +327,7 @@ mod tests {
             });
             errands.run(origin(from), Errand { kind: Kind::Memory, unsent, work })
         };
-        for _ in 0..MAX_SLOW {
+        for _ in 0..MAX_OF_MEMORY {
             ask(1, 1).unwrap();
         }
         while errands.lines.lock().lines[&origin(1)].bytes > 0 {
