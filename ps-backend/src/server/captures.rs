@@ -2,7 +2,8 @@
 //! the coordinator has found all shards at one version, it is copied, and the job goes on. `gradfs save` fetches from
 //! the copy.
 //!
-//! Nobody can hold the job up for long: a pin ends if it is not renewed, and a copy ends if nobody fetches from it.
+//! Nobody can hold a job up for long. Its pins end a while after the first of them, whoever renews them. Then the job
+//! runs for at least as long as it has stood still. A copy ends if nobody fetches from it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use crate::partition::executor::Executor;
 use crate::partition::store::{KeptState, PartitionStore};
 use crate::snapshot::{Copied, Piece};
 
-/// A pin ends after this, so a job stands still no longer for a failed snapshot.
+/// All pins of a model end this long after the first, so a job stands still no longer for a failed snapshot.
 pub(super) const PINNED: Duration = Duration::from_secs(10);
 /// Memory for a copy that is not made is given up after this. Other shards may take a while for theirs.
 const RESERVED: Duration = Duration::from_secs(330);
@@ -31,7 +32,52 @@ pub(super) type Name = (Generation, u64);
 
 /// All captures of a shard.
 #[derive(Default)]
-pub(super) struct Captures(Mutex<BTreeMap<Name, Capture>>);
+pub(super) struct Captures(Mutex<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    all: BTreeMap<Name, Capture>,
+    /// The models that pins hold up, or have held up lately.
+    holds: BTreeMap<Generation, Hold>,
+}
+
+/// The time for which pins hold a model up.
+struct Hold {
+    since: Instant,
+    ended: Option<Instant>,
+}
+
+impl Hold {
+    /// When the model may be held up again.
+    fn is_over(&self) -> Option<Instant> {
+        self.ended.map(|ended| ended + (ended - self.since))
+    }
+}
+
+impl Inner {
+    /// A model is held up now. Returns until when.
+    fn holds(&mut self, model: Generation, now: Instant) -> Result<Instant, Refusal> {
+        self.holds.retain(|_, hold| hold.is_over().is_none_or(|over| now < over));
+        let hold = self.holds.entry(model).or_insert(Hold { since: now, ended: None });
+        match hold.is_over() {
+            None => Ok(hold.since + PINNED),
+            Some(over) => Err(Refusal::other(format!(
+                "the job has just stood still for a snapshot: run the command again in {:.0} s",
+                (over - now).as_secs_f64().ceil()
+            ))),
+        }
+    }
+
+    /// Notes which models no pin holds up any more.
+    fn end_holds(&mut self, now: Instant) {
+        for (model, hold) in self.holds.iter_mut().filter(|(_, hold)| hold.ended.is_none()) {
+            // A pin that is being renewed, or copied, is busy.
+            let holds = |stage: &Stage| matches!(stage, Stage::Busy | Stage::Pinned(..));
+            let is_held = self.all.iter().any(|((of, _), capture)| of == model && holds(&capture.stage));
+            hold.ended = (!is_held).then_some(now);
+        }
+    }
+}
 
 struct Capture {
     partition: PartitionLayout,
@@ -40,7 +86,9 @@ struct Capture {
 }
 
 enum Stage {
-    /// Memory is being taken, or written to.
+    /// Memory is being taken.
+    Reserving,
+    /// Somebody works on it.
     Busy,
     Reserved(Box<Copied>),
     Pinned(Box<Copied>, KeptState),
@@ -66,7 +114,7 @@ impl Captures {
         starts_expiry: impl FnOnce() -> Result<(), Refusal>,
     ) -> Result<(), Refusal> {
         {
-            let mut all = self.0.lock();
+            let all = &mut self.0.lock().all;
             // The request was repeated.
             if all.contains_key(&name) {
                 return Ok(());
@@ -76,11 +124,15 @@ impl Captures {
                 return Err(Refusal::other(why));
             }
             let partition = store.partition().clone();
-            all.insert(name, Capture { partition, stage: Stage::Busy, until: Instant::now() });
+            all.insert(name, Capture { partition, stage: Stage::Reserving, until: Instant::now() });
         }
         let copied = starts_expiry()
             .and_then(|()| Copied::reserve(store.partition().layout(), kinds(slots)).map_err(Refusal::other));
-        self.put(name, RESERVED, copied.map(|copied| ((), Stage::Reserved(Box::new(copied)))))
+        self.put(
+            name,
+            Instant::now() + RESERVED,
+            copied.map(|copied| ((), Stage::Reserved(Box::new(copied)))),
+        )
     }
 
     /// Lets no plan begin from now on. The returned version stays the newest, unless a plan that has begun makes
@@ -90,13 +142,15 @@ impl Captures {
             Stage::Reserved(copied) => (copied, None),
             Stage::Pinned(copied, kept) => (copied, Some(kept)),
             Stage::Copied(copied) => {
-                self.put(name, UNUSED, Ok(((), Stage::Copied(copied))))?;
+                self.put(name, Instant::now() + UNUSED, Ok(((), Stage::Copied(copied))))?;
                 return Err(Refusal::other("the copy is made"));
             }
-            Stage::Busy => return Err(unknown()),
+            Stage::Reserving | Stage::Busy => return Err(unknown()),
         };
-        let kept = store.keep_instead_of(before).map_err(Refusal::other);
-        self.put(name, PINNED, kept.map(|kept| (kept.version(), Stage::Pinned(copied, kept))))
+        let until = self.0.lock().holds(name.0, Instant::now());
+        let kept = until.clone().and_then(|_| store.keep_instead_of(before).map_err(Refusal::other));
+        let until = until.unwrap_or_else(|_| Instant::now());
+        self.put(name, until, kept.map(|kept| (kept.version(), Stage::Pinned(copied, kept))))
     }
 
     /// Copies the pinned version, and the job goes on.
@@ -117,41 +171,46 @@ impl Captures {
             },
             // The request was repeated.
             Stage::Copied(copied) => Ok(copied),
-            Stage::Reserved(_) | Stage::Busy => Err(unknown()),
+            Stage::Reserved(_) | Stage::Reserving | Stage::Busy => Err(unknown()),
         };
-        self.put(name, UNUSED, copied.map(|copied| ((), Stage::Copied(copied))))
+        self.put(name, Instant::now() + UNUSED, copied.map(|copied| ((), Stage::Copied(copied))))
     }
 
     /// Drops a capture that nobody needs any more.
     pub(super) fn release(&self, name: Name) {
-        self.0.lock().remove(&name);
+        let mut inner = self.0.lock();
+        inner.all.remove(&name);
+        inner.end_holds(Instant::now());
     }
 
     /// Takes a capture's stage out, so that no other thread works on it.
     fn take(&self, name: Name) -> Result<(PartitionLayout, Stage), Refusal> {
-        let mut all = self.0.lock();
+        let all = &mut self.0.lock().all;
         let capture = all.get_mut(&name).ok_or_else(unknown)?;
         match std::mem::replace(&mut capture.stage, Stage::Busy) {
-            Stage::Busy => Err(Refusal::other("the copy is being made")),
+            Stage::Reserving | Stage::Busy => Err(Refusal::other("the copy is being made")),
             stage => Ok((capture.partition.clone(), stage)),
         }
     }
 
     /// Puts a capture's stage back, with a new deadline. On an error the capture is dropped.
-    fn put<T>(&self, name: Name, lasts: Duration, now: Result<(T, Stage), Refusal>) -> Result<T, Refusal> {
-        let mut all = self.0.lock();
-        let (answer, stage) = now.inspect_err(|_| drop(all.remove(&name)))?;
-        // It may have been released meanwhile.
-        let capture = all.get_mut(&name).ok_or_else(unknown)?;
-        (capture.stage, capture.until) = (stage, Instant::now() + lasts);
-        Ok(answer)
+    fn put<T>(&self, name: Name, until: Instant, now: Result<(T, Stage), Refusal>) -> Result<T, Refusal> {
+        let mut inner = self.0.lock();
+        let put = now.inspect_err(|_| drop(inner.all.remove(&name))).and_then(|(answer, stage)| {
+            // It may have been released meanwhile.
+            let capture = inner.all.get_mut(&name).ok_or_else(unknown)?;
+            (capture.stage, capture.until) = (stage, until);
+            Ok(answer)
+        });
+        inner.end_holds(Instant::now());
+        put
     }
 
     /// Drops captures whose deadline has passed. False if none is left.
     pub(super) fn expire(&self, now: Instant) -> bool {
-        let mut all = self.0.lock();
-        all.retain(|(generation, snapshot), capture| {
-            let lasts = matches!(capture.stage, Stage::Busy) || now < capture.until;
+        let mut inner = self.0.lock();
+        inner.all.retain(|(generation, snapshot), capture| {
+            let lasts = matches!(capture.stage, Stage::Reserving | Stage::Busy) || now < capture.until;
             if !lasts {
                 tracing::warn!(
                     generation = generation.0,
@@ -161,13 +220,14 @@ impl Captures {
             }
             lasts
         });
-        !all.is_empty()
+        inner.end_holds(now);
+        !inner.all.is_empty()
     }
 
     /// A piece of a copy.
     pub(super) fn fetch(&self, name: Name, (block, what): Piece) -> Result<Vec<u8>, Refusal> {
         let (copied, local) = {
-            let mut all = self.0.lock();
+            let all = &mut self.0.lock().all;
             let capture = all.get_mut(&name).ok_or_else(unknown)?;
             let local = capture.partition.local(block).ok_or(Refusal::NotMine { block })?;
             let Stage::Copied(copied) = &capture.stage else { return Err(unknown()) };
@@ -257,11 +317,37 @@ mod tests {
         captures.copy(NAME, Version(0), 1, &*cpu()).unwrap_err();
         captures.pin(NAME, &store).unwrap_err();
         // A copy lives longer.
+        captures.0.lock().holds.clear();
         captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
         captures.pin(NAME, &store).unwrap();
         captures.copy(NAME, Version(0), 1, &*cpu()).unwrap();
         assert!(captures.expire(Instant::now() + PINNED));
         assert!(!captures.expire(Instant::now() + UNUSED));
+    }
+
+    #[test]
+    fn whoever_pins_again_and_again_holds_a_job_up_for_half_of_the_time_at_most() {
+        let (captures, store) = (Captures::default(), store());
+        let others = (NAME.0, NAME.1 + 1);
+        for name in [NAME, others] {
+            captures.reserve(name, &store, 1, || Ok(())).unwrap();
+            captures.pin(name, &store).unwrap();
+        }
+        let end = captures.0.lock().holds[&NAME.0].since + PINNED;
+        // Renewed under either name, the pins end as early.
+        captures.pin(others, &store).unwrap();
+        captures.pin(NAME, &store).unwrap();
+        assert!(captures.expire(end - Duration::from_millis(1)) && !begins(&store));
+        assert!(!captures.expire(end));
+        assert!(begins(&store));
+        captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
+        let why = captures.pin(NAME, &store).unwrap_err().to_string();
+        assert!(why.contains("has just stood still"), "{why}");
+        assert!(begins(&store));
+        let mut inner = captures.0.lock();
+        inner.holds(NAME.0, end + PINNED - Duration::from_millis(1)).unwrap_err();
+        inner.holds(Generation(NAME.0.0 + 1), end).unwrap();
+        inner.holds(NAME.0, end + PINNED).unwrap();
     }
 
     #[test]
