@@ -22,6 +22,7 @@ BAD_VALUES = {
     "max_versions": [b"0", b"2", b"x"],
     "retain": [b"-1", b"70000", b"14"],
     "timeout": [b"0", b"-1", b"never", b"1e300", b"nan", b"inf"],
+    "shard_patience": [b"-1", b"soon", b"1e300", b"nan"],
     "lease": [b"-1", b"x"],
     "patience": [b"-1", b"x"],
     "linger": [b"-1", b"x", b"nan", b"1e300"],

@@ -18,7 +18,7 @@ import pytest
 import wire
 from cluster import Cluster
 from filetools import BLOCK, eventually, takes
-from wire import Peer, body, frame
+from wire import Closed, Peer, body, frame
 
 BLOCKS = 4
 ALL_TENSORS = [(0, 1)]
@@ -450,6 +450,55 @@ def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world)
         # And says no more: its connection is given up, or it is.
         world.trains()
     world.mount.control("lease", 60)
+
+
+def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone__of_a_client_that_pings(world):
+    """Signs of life are no contribution: the client is given up, and the log names its learner."""
+    world.mount.control("lease", 1)
+    ends = threading.Event()
+    with world.peer("control") as peer:
+        learner = peer.request("Join", "liar", request=1, epoch=world.epoch).fields.number()
+        peer.say("Commit", learner, 1, [(0, BLOCKS)], ALL_TENSORS, WHOLE, GRADIENT, ONE, 60_000, False, NO_PLAN, NO_BASE, request=2, epoch=world.epoch)
+        peer.hear_of("Grant")
+
+        def pings():
+            with contextlib.suppress(OSError, Closed):
+                while not ends.wait(0.2):
+                    peer.say("Ping", epoch=world.epoch)
+
+        pinging = threading.Thread(target=pings)
+        pinging.start()
+        try:
+            world.trains(deadline=12)
+        finally:
+            ends.set()
+            pinging.join()
+    eventually(lambda: "the client of liar was granted" in world.coordinator.stderr())
+    world.mount.control("lease", 60)
+
+
+def test_pins_hold_a_job_up_for_half_of_the_time_at_most(world):
+    """Whoever repeats them, and under whatever number of a snapshot."""
+    ends, held = threading.Event(), []
+
+    def pins():
+        for snapshot in itertools.count(4711):
+            for holds in (False, True):
+                with world.peer("admin", shard) as peer:
+                    answer = peer.request("Pin", world.generation, world.epoch, snapshot % 3, 0, holds, request=1, epoch=0)
+                    held.append(holds and answer.name == "Pinned")
+            if ends.wait(0.3):
+                return
+
+    with contextlib.ExitStack() as stack:
+        for shard in world.cluster.shards:
+            pinning = threading.Thread(target=pins)
+            pinning.start()
+            stack.callback(pinning.join)
+        stack.callback(ends.set)
+        eventually(lambda: any(held), 10)
+        # The first pins of all shards end within 10 s.
+        world.trains(deadline=30)
 
 
 @pytest.mark.parametrize(

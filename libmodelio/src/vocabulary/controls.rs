@@ -194,6 +194,9 @@ pub struct Controls {
     pub linger: Duration,
     /// Longest wait of an open, fsync or close.
     pub timeout: Duration,
+    /// How long calls wait for a shard that is out of reach.
+    #[serde(default = "shard_patience")]
+    pub shard_patience: Duration,
     /// Older versions to keep under `versions/`.
     pub retain: u32,
     /// Version buffers that may exist: newest, next, retained and held open.
@@ -221,6 +224,11 @@ fn patience() -> Duration {
     Duration::from_secs(600)
 }
 
+/// The default of [`Controls::shard_patience`].
+fn shard_patience() -> Duration {
+    Duration::from_secs(20)
+}
+
 impl Default for Controls {
     fn default() -> Controls {
         Controls {
@@ -238,6 +246,7 @@ impl Default for Controls {
             patience: patience(),
             // It is longer than the lease, so that waiting learners outlast one that is gone.
             timeout: Duration::from_secs(120),
+            shard_patience: shard_patience(),
             retain: 0,
             max_versions: 16,
             pull: None,
@@ -338,6 +347,7 @@ const OTHERS: &[(&str, &str)] = &[
     ),
     ("linger", "seconds for which others wait for a learner whose last process has exited"),
     ("timeout", "longest wait in seconds of an open, fsync or close"),
+    ("shard_patience", "seconds for which calls wait for a shard that is out of reach"),
     ("retain", "older versions kept under versions/"),
     ("max_versions", "version buffers that may exist, the held ones included"),
     (
@@ -400,6 +410,7 @@ impl Controls {
             "patience" => self.patience.as_secs_f64().to_string(),
             "linger" => self.linger.as_secs_f64().to_string(),
             "timeout" => self.timeout.as_secs_f64().to_string(),
+            "shard_patience" => self.shard_patience.as_secs_f64().to_string(),
             "retain" => self.retain.to_string(),
             "max_versions" => self.max_versions.to_string(),
             "pull" => self.pull.map_or_else(|| AUTO.to_owned(), |policy| policy.to_string()),
@@ -460,6 +471,9 @@ impl Controls {
             "patience" => new.patience = field.seconds(0.0, "a number of seconds from 0 to a year")?,
             "linger" => new.linger = field.seconds(0.0, "a number of seconds from 0 to a year")?,
             "timeout" => new.timeout = field.seconds(0.001, "a number of seconds from 0.001 to a year")?,
+            "shard_patience" => {
+                new.shard_patience = field.seconds(0.0, "a number of seconds from 0 to a year")?;
+            }
             "retain" => new.retain = field.count(0, MOST)?,
             "max_versions" => new.max_versions = field.count(3, MOST)?,
             "pull" => new.pull = field.word_or_auto("auto, eager, adaptive or on-demand")?,
@@ -833,6 +847,7 @@ mod tests {
             ("linger", "0"),
             ("linger", "7.5"),
             ("timeout", "0.5"),
+            ("shard_patience", "3"),
             ("retain", "3"),
             ("max_versions", "9"),
             ("nonfinite", "accept"),
@@ -932,6 +947,7 @@ mod tests {
             ("linger", "NaN"),
             ("linger", "1e9"),
             ("timeout", "0"),
+            ("shard_patience", "-1"),
             ("timeout", "1e300"),
             ("max_versions", "2"),
             ("nonfinite", "yes"),

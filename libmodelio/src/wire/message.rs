@@ -692,6 +692,16 @@ pub enum Message {
         /// The blocks.
         blocks: BlockRanges,
     },
+
+    // -- a shard to the coordinator, once more
+    /// The answer to a repeated `Start`, while payloads are still to come: how many blocks each client has not sent.
+    /// Where clients take turns, only the first of them is named.
+    Lacking {
+        /// The plan.
+        plan: PlanId,
+        /// The clients, and the numbers of their blocks.
+        clients: Vec<(ClientId, u32)>,
+    },
 }
 
 /// The state of a job that a client needs.

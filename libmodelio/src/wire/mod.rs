@@ -125,7 +125,8 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V10 = 10,
-    /// Settings have `patience`, and a learner may leave because it is over.
+    /// Settings have `patience`, and a learner may leave because it is over. Settings have `shard_patience`. A shard says how
+    /// many blocks it lacks of each client.
     V11 = 11,
 }
 

@@ -669,6 +669,9 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         any::<u64>().prop_map(|token| Message::WholeWeights { token }).boxed(),
         (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::SentAhead { plan, blocks }).boxed(),
         (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::Turn { plan, blocks }).boxed(),
+        (id64(PlanId), vec((id64(ClientId), any::<u32>()), 0..4))
+            .prop_map(|(plan, clients)| Message::Lacking { plan, clients })
+            .boxed(),
     ]
 }
 

@@ -23,6 +23,9 @@ const MAX_REASON: usize = 1000;
 /// If leases never end, a client that is not connected and has nothing in the job is forgotten after this time.
 const FORGET: Now = Now::from_secs(60);
 
+/// Why a client is given up whose lease is over.
+const SILENT: &str = "silent past the lease";
+
 /// One client.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Client {
@@ -115,7 +118,7 @@ impl CoordinatorCore {
             self.clients.insert(id, Client::new(before.unwrap_or_default()));
         }
         if let Some(idle) = idle {
-            self.client_gone(idle, now, actions);
+            self.client_gone(idle, SILENT, now, actions);
         }
         let Some(client) = self.clients.get_mut(&id) else { return Ok(()) };
         client.requests.connects(now);
@@ -141,7 +144,7 @@ impl CoordinatorCore {
         self.drop_open_weights(|of| of == id, now, actions);
         let Some(client) = self.clients.get(&id) else { return };
         if client.requests.is_done() && !self.takes_part(id) {
-            self.client_gone(id, now, actions);
+            self.client_gone(id, SILENT, now, actions);
         }
     }
 
@@ -483,12 +486,12 @@ impl CoordinatorCore {
         };
         let gone: Vec<ClientId> = self.clients.iter().filter(is_gone).map(|(&id, _)| id).collect();
         for id in gone {
-            self.client_gone(id, now, actions);
+            self.client_gone(id, SILENT, now, actions);
         }
     }
 
     /// Gives up a client, with its waiting contributions.
-    fn client_gone(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn client_gone(&mut self, id: ClientId, why: &str, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.remove(&id) else { return };
         // No request can come late from a client that has made none.
         if client.requests.newest() > 0 {
@@ -507,7 +510,7 @@ impl CoordinatorCore {
         let left = self.core.unread().filter(|(_, source)| source.client == id).map(|(learner, _)| learner);
         let learners: BTreeSet<LearnerId> = client.learners.into_keys().chain(left).collect();
         self.lose(id, &learners.into_iter().collect::<Vec<_>>(), now, actions);
-        actions.push(Action::Close(id, Refusal::Other("silent past the lease".into())));
+        actions.push(Action::Close(id, Refusal::Other(why.into())));
     }
 }
 

@@ -11,6 +11,7 @@ mod job_states;
 mod moving;
 mod open_weights;
 mod plans;
+mod progress;
 mod requests;
 mod senders;
 mod shares;

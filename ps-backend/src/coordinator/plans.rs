@@ -10,6 +10,7 @@ use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::Squares;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
+use super::progress::Progress;
 use super::senders::Sender;
 use super::starts::Kind;
 use super::{Action, CoordinatorCore, REPEAT, Source};
@@ -44,6 +45,7 @@ pub(super) struct Run {
     squares: Option<Squares>,
     /// The shards that have not answered the stage's message.
     waiting: BTreeSet<PartitionIndex>,
+    pub(super) progress: Progress,
     repeat_at: Now,
 }
 
@@ -75,6 +77,17 @@ impl Run {
 
     pub(super) fn repeat_at(&self) -> Now {
         self.repeat_at
+    }
+
+    /// Whether it is this plan, is sealed, and waits for payloads.
+    pub(super) fn gathers(&self, plan: PlanId) -> bool {
+        self.id == plan && self.stage == Stage::Gathering && !self.is_open && !is_provisional(&self.work)
+    }
+
+    /// The learners whose contributions a client sends for it.
+    pub(super) fn learners_of(&self, client: ClientId) -> Vec<LearnerId> {
+        let of = |sender: &&Sender| sender.client == client;
+        self.senders.iter().filter(of).flat_map(|sender| sender.learners.iter().copied()).collect()
     }
 
     fn grant(&self, at: usize) -> Option<Action> {
@@ -168,6 +181,7 @@ impl CoordinatorCore {
                 let learner = sender.and_then(|sender| sender.learners.first().copied());
                 self.refused(learner, ShardError::NonFinite(block), now, actions);
             }
+            Message::Lacking { plan, clients } => self.lacking(partition, plan, &clients, now, actions),
             Message::Torn { plan } if plan == run.id && run.stage == Stage::Gathering => {
                 self.torn(now, actions)
             }
@@ -311,8 +325,21 @@ impl CoordinatorCore {
             rest
         };
         let turns = (is_ordered && is_provisional(&work)).then(|| senders.iter().map(never_sent).collect());
-        self.run =
-            Some(Run { id, work, kind, senders, turns, start, stage, is_open, squares, waiting, repeat_at });
+        let progress = Progress::default();
+        self.run = Some(Run {
+            id,
+            work,
+            kind,
+            senders,
+            turns,
+            start,
+            stage,
+            is_open,
+            squares,
+            waiting,
+            progress,
+            repeat_at,
+        });
         self.repeat(now, actions);
         if makes_version && self.announces {
             self.announce(id, actions);

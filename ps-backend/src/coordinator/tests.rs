@@ -218,6 +218,38 @@ fn a_step_of_two_clients() {
     assert_eq!(bench.coordinator.running(), None);
 }
 
+/// Learner 1's client commits and pings, and sends nothing of what it is granted.
+#[test]
+fn a_client_that_withholds_its_grant_holds_the_job_up_for_the_lease_alone() {
+    let mut bench = Bench::new();
+    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
+    bench.commit(A, 1, 1, 3);
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started().plan;
+    let begun = bench.now;
+    let mut lacking = 4;
+    while bench.coordinator.client_count().0 == 2 {
+        [A, B].into_iter().for_each(|client| bench.coordinator.client_alive(client, bench.now));
+        bench.said.clear();
+        bench.pass(REPEAT);
+        // One block comes, and then no other one.
+        lacking -= u32::from(bench.now == begun + 2 * REPEAT);
+        bench.partition(0, Message::Lacking { plan, clients: vec![(A, lacking)] });
+        assert!(bench.now <= begun + Now::from_secs(5), "it is still in the job");
+    }
+    assert_eq!(bench.now, begun + Now::from_secs(4), "the lease runs from its last block");
+    let close = bench.said.iter().find_map(|said| match said {
+        Action::Close(A, why) => Some(why.to_string()),
+        _ => None,
+    });
+    assert!(close.is_some_and(|why| why.contains("the client of a was granted")), "it is named");
+    assert_eq!(bench.sent_to_partition(), [Message::Drop { plan }]);
+    bench.partition(plan.0, Message::Done);
+    bench.pass(PATIENCE);
+    let next = bench.started();
+    assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
+}
+
 #[test]
 fn a_contribution_that_is_alone_for_long_is_added_up_and_answered() {
     let mut bench = Bench::new();

@@ -560,6 +560,24 @@ impl PartitionCore {
         Some(missing)
     }
 
+    /// The clients that a sealed plan waits for, each with the number of blocks that are still to come from it. Where
+    /// clients take turns, it is the first of them: the others may wait for it.
+    pub fn lacking(&self, plan: PlanId) -> Vec<(ClientId, u32)> {
+        let Some(running) = &self.running else { return Vec::new() };
+        let mut lacking = Vec::new();
+        for source in &running.plan.sources {
+            let blocks = self.missing(source.client, plan).map_or(0, |missing| missing.count_ones(..) as u32);
+            let is_new = lacking.iter().all(|(client, _)| *client != source.client);
+            if blocks > 0 && is_new {
+                lacking.push((source.client, blocks));
+            }
+        }
+        if running.plan.ordered {
+            lacking.truncate(1);
+        }
+        lacking
+    }
+
     fn running_if(&mut self, plan: PlanId) -> Option<&mut Running> {
         self.running.as_mut().filter(|running| running.plan.id == plan)
     }

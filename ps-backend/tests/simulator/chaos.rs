@@ -3,6 +3,7 @@
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::{JobState, Message};
 
+use crate::client::Client;
 use crate::moving::Life;
 use crate::world::{Event, Node, Now, World};
 
@@ -37,6 +38,8 @@ pub enum Fault {
     Jump(Now),
     /// A client is killed; another one may come in its place.
     Crash { again: Option<Now> },
+    /// A client sends none of its blocks from now on, and goes on otherwise.
+    Withhold,
     /// A stranger sends false messages.
     Stranger,
     /// A client starts.
@@ -70,6 +73,10 @@ impl World {
         if self.settings.kills && self.rng.u8(0..4) == 0 {
             let at = Now::from_micros(self.rng.u64(0..chaos));
             self.at(at, Event::Fault(Fault::Kill));
+        }
+        if self.settings.withholds {
+            let at = Now::from_micros(self.rng.u64(0..chaos));
+            self.at(at, Event::Fault(Fault::Withhold));
         }
         for _ in 0..self.settings.strangers {
             let at = Now::from_micros(self.rng.u64(0..chaos));
@@ -127,6 +134,10 @@ impl World {
                     self.after(time, Event::Fault(Fault::Starts(1)));
                 }
             }
+            Fault::Withhold => {
+                let Node::Client(index) = node else { return };
+                self.clients[index].withholds = true;
+            }
             Fault::Jump(time) => self.jump(node, time),
             Fault::Stranger => self.stranger(),
             Fault::Move => self.begin_move(),
@@ -166,8 +177,9 @@ impl World {
         self.healed = true;
         self.network.heal();
         self.wake_hung();
-        if !self.clients.iter().any(|client| client.alive && client.programs.iter().any(|p| !p.is_operator()))
-        {
+        let is_honest = |client: &&Client| client.alive && !client.withholds;
+        let trains = |client: &Client| client.programs.iter().any(|program| !program.is_operator());
+        if !self.clients.iter().filter(is_honest).any(trains) {
             self.add_client(1);
         }
         // What operators have asked for before comes to its end, also what is slow; then those who are left are made to be
@@ -248,13 +260,19 @@ impl World {
         }
         let longest = 3 * self.settings.lease + 4 * self.settings.timeout + PROGRESS;
         let all = |world: &World, f: &dyn Fn(&crate::programs::Program) -> bool| {
-            world.clients.iter().filter(|client| client.alive).all(|client| client.programs.iter().all(f))
+            let mut honest = world.clients.iter().filter(|client| client.alive && !client.withholds);
+            honest.all(|client| client.programs.iter().all(f))
         };
         let end = self.now + longest;
         let done = self.run_until(end, |world| all(world, &|program| program.has_done(STEPS)));
         assert!(done, "no progress when the network is well: {:?}", self.programs());
         self.trace(|| "programs end".into());
         self.ending = true;
+        for index in 0..self.clients.len() {
+            if self.clients[index].withholds {
+                self.crash(index);
+            }
+        }
         let end = self.now + longest;
         let done = self.run_until(end, |world| all(world, &|program| program.has_ended()));
         assert!(done, "programs do not come to an end: {:?}", self.programs());

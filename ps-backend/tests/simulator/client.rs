@@ -60,6 +60,8 @@ pub struct Client {
     /// Where it takes the model to be.
     pub course: usize,
     pub alive: bool,
+    /// It commits and gives signs of life, and sends no block that is granted.
+    pub withholds: bool,
     pub payloads: BTreeMap<(LearnerId, Step), Payload>,
     pub weights: BTreeMap<u64, Uid>,
     pub sending: Vec<usize>,
@@ -82,6 +84,7 @@ impl Client {
             core,
             course,
             alive: true,
+            withholds: false,
             payloads: BTreeMap::new(),
             weights: BTreeMap::new(),
             sending: vec![0; partitions],
@@ -292,7 +295,7 @@ impl World {
             }
             let epoch = connection.epoch;
             self.follows(index, partition, to, epoch);
-            while self.clients[index].sending[partition] < WINDOW {
+            while !self.clients[index].withholds && self.clients[index].sending[partition] < WINDOW {
                 let next =
                     |core: &mut ClientCore, now, actions: &mut _| core.next_push(partition, now, actions);
                 let Some(push) = self.on_client(index, next) else { break };

@@ -75,6 +75,8 @@ pub struct Settings {
     pub kills: bool,
     /// Every report says that a program has exited, so learners that others wait for leave soon.
     pub exits: bool,
+    /// A client withholds what it was granted, from some time on.
+    pub withholds: bool,
     /// Plans begin while their last contribution is written.
     pub provisional: bool,
     /// How likely it is that a program writes on when it could commit.
@@ -217,6 +219,7 @@ impl Settings {
             jumps: one_of(rng, &[0, 0, 0, 2, 6]),
             kills: rng.u8(0..4) == 0,
             exits: rng.u8(0..4) == 0,
+            withholds: rng.u8(0..4) == 0,
             provisional: rng.u8(0..4) > 0,
             slow: one_of(rng, &[0.5, 0.9]),
         };

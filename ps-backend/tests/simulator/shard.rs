@@ -702,9 +702,12 @@ impl World {
         let mut actions = Vec::new();
         let now = self.clock(Node::Partition(partition));
         let shard = &mut self.shards[partition];
+        let mut lacking = None;
         let result = match message {
             Message::Start(plan) => {
                 let insists = now >= shard.coordinated_since + INSISTS;
+                let (id, before) = (plan.plan, shard.core.running());
+                let repeats = before.is_some_and(|(of, _)| of == id);
                 let result =
                     shard.core.start(local(&plan, &shard.mine, shard.in_place), insists, &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
@@ -712,6 +715,8 @@ impl World {
                 } else if actions.iter().any(|action| matches!(action, Action::Sealed(_))) {
                     // From here on it computes with the steps that are known now.
                     (shard.step, shard.plan) = (step(&plan), Some(*plan));
+                } else if repeats {
+                    lacking = Some((id, shard.core.lacking(id))).filter(|(_, clients)| !clients.is_empty());
                 }
                 result
             }
@@ -721,6 +726,9 @@ impl World {
         };
         if let Err(error) = result {
             self.say_to_coordinator(partition, request, Message::Refused(error.into()));
+        }
+        if let Some((plan, clients)) = lacking {
+            self.say_to_coordinator(partition, 0, Message::Lacking { plan, clients });
         }
         self.shard_acts(partition, actions);
         self.serves_followers(partition);

@@ -123,7 +123,7 @@ impl Partition {
         let (id, base) = (plan.plan, plan.base);
         let in_place = self.store.changes_in_place(&plan.work);
         let started = Plan { id, work: plan.work, base, sources, ordered: plan.ordered, in_place };
-        let before = actions.len();
+        let (before, repeats) = (actions.len(), state.core.running().is_some_and(|(of, _)| of == id));
         let insists = state.coordinated_since.elapsed() >= INSISTS;
         state.core.start(started, insists, actions)?;
         let seals = actions[before..].contains(&Action::Sealed(id));
@@ -144,6 +144,12 @@ impl Partition {
             }
             _ if begins || seals => state.starting = Some((id, base, work, check)),
             _ => {}
+        }
+        if repeats && !seals {
+            let clients = state.core.lacking(id);
+            if !clients.is_empty() {
+                state.send(self.epoch, 0, Message::Lacking { plan: id, clients });
+            }
         }
         Ok(())
     }

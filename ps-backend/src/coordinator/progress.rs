@@ -1,0 +1,129 @@
+//! Who sends what was granted. A client that pings, and sends nothing for the lease, is given up: its pings say that its
+//! connection lives, and not that its contribution comes.
+//!
+//! A shard that lacks payloads answers each repeated start of the plan by how many blocks it lacks of whom. So a shard
+//! that is stopped, or has not begun the plan, blames nobody.
+
+use std::collections::BTreeMap;
+
+use libmodelio::vocabulary::block_map::PartitionIndex;
+use libmodelio::vocabulary::ids::{ClientId, PlanId};
+
+use super::{Action, CoordinatorCore, REPEAT};
+use crate::core::Now;
+
+/// What shards lack of one client, and for how long that has not become less.
+#[derive(Debug, Default)]
+struct Lacks {
+    blocks: BTreeMap<PartitionIndex, u32>,
+    idle: Now,
+    said: Option<Now>,
+}
+
+/// The progress of a plan, by the clients that its shards wait for.
+#[derive(Debug, Default)]
+pub(super) struct Progress(BTreeMap<ClientId, Lacks>);
+
+impl Progress {
+    /// A shard lacks so many blocks of these clients, and none of the others.
+    fn lacks(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
+        for &(client, blocks) in clients {
+            let known = self.0.entry(client).or_default();
+            let before = known.blocks.insert(partition, blocks);
+            let since = known.said.replace(now).unwrap_or(now);
+            // A shard that is stopped says nothing. What has come by then is still to be read.
+            known.idle += now.saturating_sub(since).min(REPEAT);
+            if before.is_none_or(|before| blocks < before) {
+                known.idle = Now::ZERO;
+            }
+        }
+        for (client, known) in &mut self.0 {
+            let is_lacked = clients.iter().any(|(lacked, _)| lacked == client);
+            if !is_lacked && known.blocks.remove(&partition).is_some() {
+                known.idle = Now::ZERO;
+            }
+        }
+    }
+
+    /// A client that has sent nothing for so long.
+    fn stuck(&self, long: Now) -> Option<ClientId> {
+        let is_stuck = |known: &Lacks| !known.blocks.is_empty() && known.idle >= long;
+        self.0.iter().find(|(_, known)| is_stuck(known)).map(|(&client, _)| client)
+    }
+}
+
+impl CoordinatorCore {
+    /// A shard waits for payloads of the plan under way, which is sealed.
+    pub(super) fn lacking(
+        &mut self,
+        partition: PartitionIndex,
+        plan: PlanId,
+        clients: &[(ClientId, u32)],
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let lease = self.core.controls().lease;
+        // In one process nothing is sent, and an endless lease gives nobody up.
+        let is_watched = !self.in_process && !lease.is_zero();
+        let Some(run) = self.run.as_mut().filter(|run| is_watched && run.gathers(plan)) else { return };
+        let known: Vec<ClientId> = run.clients().collect();
+        let clients: Vec<_> = clients.iter().filter(|(client, _)| known.contains(client)).copied().collect();
+        run.progress.lacks(partition, &clients, now);
+        let Some(client) = run.progress.stuck(lease) else { return };
+        let learners = run.learners_of(client);
+        let named = |learner| self.core.member(learner, now).map(|member| member.name);
+        let names: Vec<String> = learners.into_iter().filter_map(named).collect();
+        let why = format!(
+            "the client of {} was granted its contribution to plan {plan}, and has sent none of it for {:.1} s",
+            if names.is_empty() { "new weights".to_owned() } else { names.join(", ") },
+            lease.as_secs_f64()
+        );
+        tracing::warn!(%client, "given up: {why}");
+        self.client_gone(client, &why, now, actions);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: ClientId = ClientId(1);
+    const LEASE: Now = Now::from_secs(5);
+
+    /// A report of a shard every half second, and who is stuck after each.
+    fn reports(reports: &[&[(ClientId, u32)]]) -> Vec<Option<ClientId>> {
+        let mut progress = Progress::default();
+        let mut now = Now::from_secs(100);
+        let said = reports.iter().map(|clients| {
+            now += REPEAT;
+            progress.lacks(0, clients, now);
+            progress.stuck(LEASE)
+        });
+        said.collect()
+    }
+
+    #[test]
+    fn a_client_is_stuck_when_the_same_is_lacking_for_the_lease() {
+        let said = reports(&[[(ONE, 3)].as_slice(); 12]);
+        assert_eq!(said.iter().position(Option::is_some), Some(10), "{said:?}");
+        let moves = [[(ONE, 4)].as_slice(), &[(ONE, 3)], &[(ONE, 2)], &[(ONE, 1)]];
+        let slow: Vec<_> = moves.iter().flat_map(|report| [*report; 9]).collect();
+        assert!(reports(&slow).iter().all(Option::is_none));
+        let done: Vec<_> = [[[(ONE, 1)].as_slice(); 9], [&[]; 9]].concat();
+        assert!(reports(&done).iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn a_shard_that_was_stopped_blames_nobody_for_that_time() {
+        let mut progress = Progress::default();
+        let mut now = Now::from_secs(1);
+        progress.lacks(0, &[(ONE, 3)], now);
+        now = Now::from_secs(3600);
+        for _ in 0..10 {
+            assert_eq!(progress.stuck(LEASE), None);
+            progress.lacks(0, &[(ONE, 3)], now);
+            now += REPEAT;
+        }
+        assert_eq!(progress.stuck(LEASE), Some(ONE));
+    }
+}
