@@ -469,7 +469,7 @@ def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone__of_a_
         pinging = threading.Thread(target=pings)
         pinging.start()
         try:
-            world.trains(deadline=12)
+            world.trains(deadline=25)
         finally:
             ends.set()
             pinging.join()

@@ -345,6 +345,9 @@ struct JobArgs {
     /// Longest wait of an open, fsync or close [default: 120]
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     timeout: Option<String>,
+    /// Seconds for which calls wait for a shard that is out of reach [default: 20]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
+    shard_patience: Option<String>,
     /// Older versions to keep under versions/ [default: 0]
     #[arg(long, value_name = "K", allow_negative_numbers = true)]
     retain: Option<String>,

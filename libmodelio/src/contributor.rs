@@ -13,6 +13,7 @@ mod commit;
 mod final_parts;
 mod mapping;
 mod models;
+mod opening;
 mod replicas;
 
 use std::collections::BTreeSet;
@@ -25,10 +26,11 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use self::final_parts::FinalParts;
 use self::models::{Began, Made};
+use self::opening::Asking;
+pub use self::opening::Wrote;
 use self::replicas::Replicas;
 use crate::bytes::mmap::Mapping;
-use crate::bytes::surplus::UNUSED_FOR;
-use crate::client::{Job, Opening, wait_for};
+use crate::client::Job;
 use crate::mapped::MappedMemory;
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
 use crate::transport::{BlockSlot, Placement, Region, RegionKey, ShardError};
@@ -94,6 +96,8 @@ struct State {
     tracker: ContributionTracker,
     /// The step of the open contribution. `None` while none is open.
     step: Option<Step>,
+    /// The question for its step, if only the coordinator knows that.
+    asking: Asking,
     /// A commit or an abort is under way. Nothing else may touch the contribution.
     committing: bool,
     /// Why the open contribution can no longer succeed.
@@ -244,6 +248,7 @@ impl Contributor {
         let state = Mutex::new(State {
             tracker: ContributionTracker::new(layout.size(), layout.block_size()),
             step: None,
+            asking: Asking::default(),
             committing: false,
             failed: None,
             staging: region(&job, "gradfs-staging")?,
@@ -345,7 +350,7 @@ impl Contributor {
 
     /// Takes `data` at `offset`. Blocks that become whole go to the shard before this returns. `share` names the
     /// contribution that the same program has written into, if that has not ended. It is set even by a write that
-    /// fails after part of it was taken.
+    /// fails after part of it was taken. It waits for nobody: see [`Wrote`].
     ///
     /// # Errors
     /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Dropped`] change nothing,
@@ -358,9 +363,9 @@ impl Contributor {
         offset: u64,
         data: &[u8],
         timeout: Duration,
-    ) -> Result<(), ContributeError> {
+    ) -> Result<Wrote, ContributeError> {
         if data.is_empty() {
-            return Ok(());
+            return Ok(Wrote::Taken);
         }
         let mut pieces = PieceList::default();
         let (step, staging, made) = {
@@ -388,9 +393,13 @@ impl Contributor {
             let step = match state.step {
                 Some(step) => step,
                 None => match self.open(state, timeout) {
-                    Ok(step) => {
+                    Ok(Some(step)) => {
                         state.mapped_in_turn = 0;
                         step
+                    }
+                    Ok(None) => {
+                        state.tracker.reset();
+                        return Ok(Wrote::Asks);
                     }
                     Err(error) => {
                         state.tracker.reset();
@@ -417,7 +426,7 @@ impl Contributor {
                 outcome = result;
             }
         });
-        outcome.map_err(ContributeError::from)
+        outcome.map(|()| Wrote::Taken).map_err(ContributeError::from)
     }
 
     /// Why the contribution fails, if it does. A job that has failed since is the better reason.
@@ -429,7 +438,7 @@ impl Contributor {
     /// Writes zeros to all bytes that nobody has written, as [`Self::write`] does.
     ///
     /// # Errors
-    /// Those of [`Self::write`].
+    /// Those of [`Self::write`], and [`ContributeError::Busy`] if [`Self::ask_step`] must be called first.
     pub fn write_zeros(&self, share: &mut Share, timeout: Duration) -> Result<(), ContributeError> {
         const PIECE: u64 = 1 << 20;
         let missing = self.state.lock().tracker.missing();
@@ -439,46 +448,13 @@ impl Contributor {
             while at < range.end {
                 // The next pieces begin with a block.
                 let end = ((at / PIECE + 1) * PIECE).min(range.end);
-                self.write(share, at, &zeros[..(end - at) as usize], timeout)?;
-                at = end;
+                match self.write(share, at, &zeros[..(end - at) as usize], timeout)? {
+                    Wrote::Taken => at = end,
+                    Wrote::Asks => return Err(ContributeError::Busy),
+                }
             }
         }
         Ok(())
-    }
-
-    /// The state is locked during this call. The shard answers an opening without calling other completions.
-    fn open(&self, state: &mut State, timeout: Duration) -> Result<Step, ShardError> {
-        let made = self.made(state)?;
-        let Opening { step, staging_lent } = match self.job.open_known(self.learner, timeout)? {
-            Some(opening) => opening,
-            None => {
-                self.waits.get().inspect(|tell| tell(true));
-                let opened = wait_for(timeout, |done| self.job.open(self.learner, timeout, done));
-                self.waits.get().inspect(|tell| tell(false));
-                opened?
-            }
-        };
-        // Blocks that were sent for a dropped plan may still be on their way. Their memory is not written again.
-        state.has_strays |= self.job.take_strays(self.learner);
-        if state.has_strays {
-            state.staging = region(&self.job, "gradfs-staging")?;
-            (state.spare, state.has_strays) = (None, false);
-        }
-        // The shard still reads the step before this one. That may differ from the last commit here: a commit that
-        // timed out may have been taken, and this may be the second try after an abort.
-        if staging_lent && state.is_in_staging(step) {
-            let spare = match state.spare.take() {
-                Some(spare) => spare,
-                None => region(&self.job, "gradfs-staging")?,
-            };
-            state.spare = Some(std::mem::replace(&mut state.staging, spare));
-            state.spare_unused = 0;
-        } else {
-            state.spare_unused += 1;
-            state.spare.take_if(|_| state.spare_unused >= UNUSED_FOR);
-        }
-        (state.step, state.made, state.averaged) = (Some(step), made, self.job.averaged());
-        Ok(step)
     }
 
     /// Ships or stages one piece. It always takes the in-flight mark back.

@@ -59,6 +59,7 @@ fn every_option_reaches_the_configuration() {
         ("patience", "0"),
         ("linger", "0"),
         ("timeout", "7"),
+        ("shard_patience", "9"),
         ("retain", "3"),
         ("max_versions", "9"),
         ("pull", "on-demand"),

@@ -13,6 +13,7 @@ use crate::session::capture::Capture;
 use crate::session::contribution::Contribution;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
+use crate::session::model::Model;
 use crate::session::publication::Publication;
 use crate::session::trace::Trace;
 use libmodelio::reader::Reader;
@@ -42,6 +43,8 @@ pub struct OpenRequest {
     pub is_nonblocking: bool,
     /// Whether a process that uses the mount's own learner makes it.
     pub is_own: bool,
+    /// Whether the thread that opens it may wait for the job's answer.
+    pub may_ask: bool,
 }
 
 impl OpenRequest {
@@ -131,6 +134,11 @@ impl OpenRequest {
         }
     }
 
+    /// The mount's own learner. If it has left since [`Self::takes_long`], the kernel looks the name up again.
+    fn own_or_join(&self, model: &Model) -> CallResult<Arc<Learner>> {
+        if self.may_ask { model.join_own() } else { model.own_learner().ok_or_else(stale) }
+    }
+
     fn read_only(&self, what: &str) -> CallResult<()> {
         match self.writes {
             true => Err(CallError::new(libc::EACCES, format!("{what} is read-only"))),
@@ -175,6 +183,7 @@ impl Fs {
             appends: flags & libc::O_APPEND != 0,
             is_nonblocking: flags & libc::O_NONBLOCK != 0,
             is_own: false,
+            may_ask: true,
         })
     }
 
@@ -235,7 +244,7 @@ impl Fs {
             File::Gradients => {
                 request.writable_contribution()?;
                 model.refuse_own_replica()?;
-                self.open_gradients(request, tree, model.join_own()?)
+                self.open_gradients(request, tree, request.own_or_join(model)?)
             }
             File::LearnerGradients(id) => {
                 request.writable_contribution()?;
@@ -345,7 +354,7 @@ fn open_publish(
 }
 
 fn open_device(request: &OpenRequest, tree: &Arc<ModelTree>) -> CallResult<(OpenFile, Way)> {
-    let learner = tree.model.join_own()?;
+    let learner = request.own_or_join(&tree.model)?;
     learner.make_staging_ready();
     let reader = match request.reads {
         true => Some(Reader::newest(&tree.model.job).ok_or_else(CallError::not_found)?),

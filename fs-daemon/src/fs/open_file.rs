@@ -4,6 +4,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
+use libmodelio::contributor::Wrote;
 use libmodelio::vocabulary::ids::Version;
 
 use super::filesystem::Fs;
@@ -102,23 +103,24 @@ impl OpenFile {
     /// # Errors
     /// Fails as [`Contribution::write`], [`Publication::write`] and
     /// [`TextFile::write`](super::text_file::TextFile::write) do, and with EBADF for a file not open for writing.
-    pub fn write(&self, offset: u64, data: &[u8], from_mapping: bool) -> CallResult<()> {
+    pub fn write(&self, offset: u64, data: &[u8], from_mapping: bool) -> CallResult<Wrote> {
         match self {
             OpenFile::Contribution { contribution, .. } if from_mapping => {
-                contribution.store_mapped(offset, data)
+                contribution.store_mapped(offset, data)?;
             }
-            OpenFile::Contribution { contribution, .. } => contribution.write(offset, data),
+            OpenFile::Contribution { contribution, .. } => return contribution.write(offset, data),
             OpenFile::Publication { publication, .. } => {
                 match publication.mapped().filter(|_| from_mapping) {
-                    Some(memory) => Ok(memory.store(offset, data)?),
-                    None => publication.write(offset, data),
+                    Some(memory) => memory.store(offset, data)?,
+                    None => publication.write(offset, data)?,
                 }
             }
-            OpenFile::Text(text) => text.write(offset, data),
+            OpenFile::Text(text) => text.write(offset, data)?,
             OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
-                Err(CallError::new(libc::EBADF, "not open for writing"))
+                return Err(CallError::new(libc::EBADF, "not open for writing"));
             }
         }
+        Ok(Wrote::Taken)
     }
 
     /// fallocate(2). Of `gradients` it declares bytes of the mapping final: [`Contribution::declare_final`].

@@ -11,6 +11,7 @@ use std::io;
 use std::sync::{Arc, mpsc};
 
 use libmodelio::client::Event;
+use libmodelio::contributor::Wrote;
 use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
@@ -144,18 +145,37 @@ impl Calls {
         }
     }
 
-    /// Writes, for `by`. `from_mapping`: the kernel writes back pages that a program stored through mmap.
+    /// Writes, for `by`. `from_mapping`: the kernel writes back pages that a program stored through mmap. The first write of
+    /// a step that only the coordinator knows is answered when that has answered, or a signal ends the wait. All else is
+    /// answered before this returns.
     ///
     /// # Errors
     /// Fails as [`OpenFile::write`] does.
-    pub fn write(&self, fh: u64, offset: u64, data: &[u8], from_mapping: bool, by: Holder) -> CallResult<()> {
-        let open = self.files.get(fh)?;
+    pub fn write(
+        &self,
+        fh: u64,
+        offset: u64,
+        data: &[u8],
+        from_mapping: bool,
+        by: Holder,
+        done: impl FnOnce(CallResult<()>) + Send + 'static,
+    ) {
+        let open = match self.files.get(fh) {
+            Ok(open) => open,
+            Err(error) => return done(Err(error)),
+        };
         if let Some(users) = &open.users
             && !from_mapping
         {
             users.note_writer(by);
         }
-        open.file.write(offset, data, from_mapping)
+        match (open.file.write(offset, data, from_mapping), &open.file) {
+            (Ok(Wrote::Asks), OpenFile::Contribution { contribution, .. }) => {
+                let guarded = |named| self.waits.guard(by.tid, named, None, |()| {});
+                contribution.write_later(offset, data.to_vec(), guarded, Box::new(done));
+            }
+            (outcome, _) => done(outcome.map(drop)),
+        }
     }
 
     /// fallocate(2), which takes no space here: mode 0 declares bytes of mapped gradients final. It waits for nothing.

@@ -13,6 +13,7 @@ use super::closing::settle;
 use super::waits::CHECK_INTERVAL;
 use crate::fs::moved_names::Kernel;
 use crate::fs::node::{File, Node};
+use crate::session::own_thread::on_own_thread;
 use crate::session::wait_log::WaitLog;
 
 impl Started {
@@ -43,7 +44,7 @@ impl Started {
                 let chore = inbox.recv_timeout(CHECK_INTERVAL.saturating_sub(checked.elapsed()));
                 let Some(calls) = calls.upgrade() else { return };
                 match chore {
-                    Ok(chore) => calls.do_chore(chore, &*kernel),
+                    Ok(chore) => calls.do_chore(chore, &kernel),
                     Err(mpsc::RecvTimeoutError::Timeout) => {}
                     Err(mpsc::RecvTimeoutError::Disconnected) => return,
                 }
@@ -61,9 +62,9 @@ impl Started {
 }
 
 impl Calls {
-    fn do_chore(&self, chore: Chore, kernel: &dyn Kernel) {
+    fn do_chore(&self, chore: Chore, kernel: &Arc<dyn Kernel>) {
         match chore {
-            Chore::Published(index) => self.published(index, kernel),
+            Chore::Published(index) => self.published(index, &**kernel),
             Chore::Left(index, learner, reason) => {
                 let Ok(tree) = self.fs.tree(index) else { return };
                 let left = tree.model.left(learner, reason);
@@ -76,7 +77,10 @@ impl Calls {
                     tree.model.forget_dropped(|id, _| id == learner);
                 }
                 if let Some(learner) = left {
-                    kernel.forget_name(Node::Model(index, File::Learners).ino(), &learner.name);
+                    // A mkdir or rmdir in `learners/` has the kernel lock it until the job has answered. Other chores
+                    // do not wait for that.
+                    let (kernel, learners) = (Arc::clone(kernel), Node::Model(index, File::Learners).ino());
+                    on_own_thread("gradfs-forgets", move || kernel.forget_name(learners, &learner.name));
                 }
             }
             Chore::Settle(open, settling) => settle(open, settling),

@@ -103,8 +103,9 @@ impl Calls {
     }
 
     /// Opens a file; where that takes long, on a thread of its own.
-    fn open_soon(self: &Arc<Self>, request: OpenRequest, tid: u32, done: Done<Opened>) {
-        if !request.takes_long() {
+    fn open_soon(self: &Arc<Self>, mut request: OpenRequest, tid: u32, done: Done<Opened>) {
+        request.may_ask = request.takes_long();
+        if !request.may_ask {
             return done(self.open_now(&request, tid));
         }
         let this = Arc::clone(self);

@@ -228,10 +228,10 @@ impl Filesystem for Binding {
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = data.len() as u32;
         let by = Holder { tid: request.pid(), lock: lock_owner.map_or(0, |owner| owner.0) };
-        match self.calls.write(fh.0, offset, data, from_mapping, by) {
+        self.calls.write(fh.0, offset, data, from_mapping, by, move |outcome| match outcome {
             Ok(()) => reply.written(written),
             Err(error) => reply.error(caller.refused(&error)),
-        }
+        });
     }
 
     fn flush(

@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use libmodelio::contributor::Wrote;
 use libmodelio::disk::Write;
 use libmodelio::nbd::numbers::flag;
 use libmodelio::nbd::{
@@ -220,17 +221,30 @@ impl Client {
             payload.done += bytes.len() as u32;
             return self.next_piece(open, payload);
         };
-        if !learner.may_wait() {
-            payload.outcome = learner.write(offset, bytes);
-            payload.done += bytes.len() as u32;
-            return self.next_piece(open, payload);
-        }
-        // The first write joins, and that of a step asks the coordinator, which may be out of reach.
-        let (learner, bytes, inbox) = (Arc::clone(learner), bytes.to_vec(), Arc::clone(&self.inbox));
+        let (learner, inbox) = (Arc::clone(learner), Arc::clone(&self.inbox));
         payload.done += bytes.len() as u32;
+        let wrote = Box::new(move |outcome| inbox.put(Event::Wrote(outcome)));
+        if learner.has_joined() {
+            match learner.write(offset, bytes) {
+                Ok(Wrote::Asks) => {
+                    self.phase = Phase::Writing(open, payload);
+                    learner.write_later(offset, bytes.to_vec(), wrote);
+                    self.settle();
+                }
+                outcome => {
+                    payload.outcome = outcome.map(drop);
+                    self.next_piece(open, payload);
+                }
+            }
+            return;
+        }
+        // The first write joins, for which the coordinator is asked.
         self.phase = Phase::Writing(open, payload);
-        let write = move || inbox.put(Event::Wrote(learner.write(offset, &bytes)));
-        on_own_thread("nbd-writes", write);
+        let bytes = bytes.to_vec();
+        on_own_thread("nbd-writes", move || match learner.write(offset, &bytes) {
+            Ok(Wrote::Asks) => learner.write_later(offset, bytes, wrote),
+            outcome => wrote(outcome.map(drop)),
+        });
     }
 
     /// Writes zeros to a disk, for which TRIM is a wish, too.

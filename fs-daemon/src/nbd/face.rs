@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use libmodelio::contributor::Wrote;
 use libmodelio::nbd::Errno;
-use libmodelio::transport::TransportKind;
 use libmodelio::vocabulary::ids::Version;
 use parking_lot::Mutex;
 
@@ -168,7 +168,7 @@ impl LearnerFace {
     ///
     /// # Errors
     /// As those of [`Contribution::write`] and [`Model::join`].
-    pub fn write(&self, offset: u64, bytes: &[u8]) -> CallResult<()> {
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> CallResult<Wrote> {
         let mut state = self.state.lock();
         let contribution = match &*state {
             State::Writes(contribution) => Arc::clone(contribution),
@@ -207,13 +207,17 @@ impl LearnerFace {
         Ok(contribution)
     }
 
-    /// Whether the next write may take long: the first one of all may join, and the first one of a step asks the
-    /// coordinator.
-    pub fn may_wait(&self) -> bool {
-        let wrote = |contribution: Arc<Contribution>| {
-            contribution.wrote() || self.model.job.kind() == TransportKind::InProcess
-        };
-        !self.contribution().is_some_and(wrote)
+    /// Writes once the coordinator has named the step.
+    pub fn write_later(&self, offset: u64, bytes: Vec<u8>, done: Done<()>) {
+        match self.contribution() {
+            Some(contribution) => contribution.write_later(offset, bytes, |named| named, done),
+            None => done(Err(CallError::not_found())),
+        }
+    }
+
+    /// Whether a write was tried. The first one joins, if the learner is not in the job.
+    pub fn has_joined(&self) -> bool {
+        self.contribution().is_some()
     }
 
     /// A write at `offset` was taken or refused. If the client goes with refused ones, the step does not count.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use libmodelio::contributor::{ContributeError, Share};
+use libmodelio::contributor::{ContributeError, Share, Wrote};
 use libmodelio::transport::ShardError;
 use parking_lot::Mutex;
 
@@ -163,12 +163,13 @@ impl Contribution {
         outcome.inspect_err(|error| self.learner.refusal.note(error, true))
     }
 
-    /// Writes. Blocks that become whole go off at once.
+    /// Writes. Blocks that become whole go off at once. If the coordinator must name the step first, nothing is taken:
+    /// see [`Self::write_later`].
     ///
     /// # Errors
     /// With nothing changed: EFBIG past the end, EINVAL for bytes already sent, EBUSY while a commit runs, ECANCELED
     /// below `min_learners`, EIO when others have dropped what was written here.
-    pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
+    pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<Wrote> {
         let mut share = self.share();
         let began = Instant::now();
         let outcome = refuse_header(offset, data).and_then(|()| {
@@ -179,7 +180,9 @@ impl Contribution {
         if let Share::Of(number) = share {
             self.share.store(number, Ordering::Relaxed);
         }
-        self.written.lock().note(offset, data.len(), &outcome);
+        if !matches!(outcome, Ok(Wrote::Asks)) {
+            self.written.lock().note(offset, data.len(), &outcome);
+        }
         outcome.inspect_err(|error| self.learner.refusal.note(error, true))
     }
 
@@ -193,14 +196,50 @@ impl Contribution {
         written.check_cut(&self.model.layout)
     }
 
-    /// Writes the holes of a file that has some. The program writes no more.
+    /// Writes the holes of a file that has some. The program writes no more. If nothing was written, this may wait for the
+    /// coordinator to name the step.
     fn write_holes(&self) -> CallResult<()> {
+        let (contributor, timeout) = (&self.learner.contributor, self.model.timeout());
+        let (sender, named) = std::sync::mpsc::channel();
+        contributor.ask_step(timeout, move |outcome| sender.send(outcome).unwrap_or_default());
         let mut share = self.share();
-        let outcome = self.learner.contributor.write_zeros(&mut share, self.model.timeout());
+        let named = named.recv().unwrap_or(Err(ContributeError::Dropped));
+        let outcome = named.and_then(|()| contributor.write_zeros(&mut share, timeout));
         if let Share::Of(number) = share {
             self.share.store(number, Ordering::Relaxed);
         }
         outcome.map_err(|error| explained(&self.model, error))
+    }
+
+    /// Writes as [`Self::write`] does, once the coordinator has named the step. `guarded` may end the wait for that;
+    /// then nothing is written.
+    pub fn write_later(
+        self: &Arc<Self>,
+        offset: u64,
+        data: Vec<u8>,
+        guarded: impl FnOnce(Done<()>) -> Done<()>,
+        done: Done<()>,
+    ) {
+        let (timeout, len) = (self.model.timeout(), data.len());
+        let this = Arc::clone(self);
+        let named = guarded(Box::new(move |outcome| {
+            done(outcome.and_then(|()| match this.write(offset, &data)? {
+                Wrote::Taken => Ok(()),
+                // Another program's contribution has begun and ended meanwhile.
+                Wrote::Asks => Err(ContributeError::Busy.into()),
+            }));
+        }));
+        let this = Arc::clone(self);
+        self.learner.contributor.ask_step(timeout, move |outcome| {
+            let outcome = outcome.map_err(|error| {
+                this.learner.contributor.fail_unopened(&error);
+                let error = explained(&this.model, error);
+                this.learner.refusal.note(&error, true);
+                this.written.lock().note::<()>(offset, len, &Err(error.clone()));
+                error
+            });
+            named(outcome);
+        });
     }
 
     /// Ends what was written; `done` hears whether it counts.

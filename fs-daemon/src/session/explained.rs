@@ -1,6 +1,6 @@
 //! The errors of calls on a model, with what its users know the data by: tensors, element types, learners.
 
-use libmodelio::client::core::{BUFFERS_HELD, NOT_HERE};
+use libmodelio::client::core::{BUFFERS_HELD, NOT_HERE, OUT_OF_REACH};
 use libmodelio::contributor::ContributeError;
 use libmodelio::tracker::WriteRefused;
 use libmodelio::transport::ShardError;
@@ -25,7 +25,7 @@ pub fn explained(model: &Model, error: impl Into<ContributeError>) -> CallError 
 const ORDER: &str = " (the model's file layout says where each tensor lies)";
 
 /// How reasons begin to which the learners that are waited for add nothing.
-const COMPLETE: [&str; 4] = [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD];
+const COMPLETE: [&str; 5] = [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD, OUT_OF_REACH];
 
 fn detail(model: &Model, error: &ContributeError) -> String {
     let layout = &model.layout;

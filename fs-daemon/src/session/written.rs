@@ -58,13 +58,13 @@ impl Written {
     }
 
     /// A write of `len` bytes at `offset` has this outcome.
-    pub fn note(&mut self, offset: u64, len: usize, outcome: &CallResult<()>) {
+    pub fn note<T>(&mut self, offset: u64, len: usize, outcome: &CallResult<T>) {
         match outcome {
             Err(error) => {
                 self.refused.get_or_insert_with(|| error.clone());
             }
-            Ok(()) if len == 0 => {}
-            Ok(()) => {
+            Ok(_) if len == 0 => {}
+            Ok(_) => {
                 self.run = match self.run {
                     Run::Nothing if offset == 0 => Run::To(len as u64),
                     Run::To(end) if offset == end => Run::To(end + len as u64),

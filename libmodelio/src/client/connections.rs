@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::core::{Gone, Now};
 use super::fallback::{Due, FastPath};
 use super::inquiry::IN_QUESTION;
 use super::paths::Connection;
@@ -13,7 +14,7 @@ use super::usage::Usage;
 use crate::transport::frames::Link;
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::wire::Role;
+use crate::wire::{Message, Role};
 
 /// The reason for closing a TCP connection after a faster one has come about.
 const OVERCOME: &str = "another connection has come about in its place, by a better way";
@@ -39,6 +40,7 @@ impl Shared {
         peer.greeted();
         if route.role == Role::Control {
             peer.links = vec![link.clone()];
+            peer.heard.heard(now);
             inner.core.coordinator_up(now, &mut actions);
         } else {
             let is_fast = end_of_loan.is_some();
@@ -207,7 +209,47 @@ impl Shared {
     }
 }
 
+impl Shared {
+    /// The coordinator has sent something.
+    pub(super) fn heard(&self, route: &Route) {
+        let mut inner = self.inner.lock();
+        if inner.is_in_force(route) {
+            inner.coordinator.heard.heard(self.now());
+        }
+    }
+
+    /// Asks a silent coordinator for a sign of life, and notes which shards are out of reach.
+    pub(super) fn look_for_shards(&self, inner: &mut Inner) {
+        let now = self.now();
+        if !inner.coordinator.links.is_empty() && inner.coordinator.heard.asks(now) {
+            inner.coordinator.links.iter().for_each(|link| link.send_message(0, Message::Ping));
+        }
+        let gone = |partition: PartitionIndex, since: Option<Now>| {
+            Some(Gone { shard: inner.routes.partitions[partition].record.shard, since: since? })
+        };
+        let coordinator = gone(inner.routes.coordinator, inner.coordinator_gone(now));
+        let shards = (0..inner.partitions.len()).filter_map(|of| gone(of, inner.gone_since(of, now)));
+        let shards = shards.collect();
+        inner.core.out_of_reach(coordinator, shards);
+    }
+}
+
 impl Inner {
+    /// Since when the coordinator is out of reach, if it is.
+    fn coordinator_gone(&self, now: Now) -> Option<Now> {
+        let gone = self.coordinator.gone_since.map(|at| now.saturating_sub(at.elapsed()));
+        gone.into_iter().chain(self.coordinator.heard.silent_since(now)).min()
+    }
+
+    /// Since when a shard is out of reach, as far as this end and the coordinator know.
+    pub(super) fn gone_since(&self, partition: PartitionIndex, now: Now) -> Option<Now> {
+        let announced = self.late.shards.get(&self.routes.partitions[partition].record.shard);
+        let known = [self.partitions[partition].gone_since.as_ref(), announced].into_iter().flatten();
+        let is_coordinator = partition == self.routes.coordinator;
+        let coordinator = self.coordinator_gone(now).filter(|_| is_coordinator);
+        known.map(|at| now.saturating_sub(at.elapsed())).chain(coordinator).min()
+    }
+
     /// The peer that a connection leads to.
     fn peer(&mut self, route: &Route) -> &mut Peer {
         match route.role {

@@ -146,6 +146,10 @@ impl Conversation for Control {
         self.0.silence
     }
 
+    fn alive(&mut self) {
+        self.0.to.shared.heard(&self.0.to.route);
+    }
+
     fn closed(&mut self, why: &Close) {
         let Connection { shared, route, link } = &self.0.to;
         shared.ended(route, link, &why.to_string());

@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 
@@ -401,6 +401,7 @@ impl Job {
             shared.inner.lock().core.state().learners.iter().map(|learner| learner.learner).collect();
         let (sender, receiver) = std::sync::mpsc::channel();
         let patience = Duration::from_secs(1);
+        let deadline = Instant::now() + patience;
         for &learner in &learners {
             let sender = sender.clone();
             let leave = Message::Leave { learner, reason: LeaveReason::Asked };
@@ -410,7 +411,7 @@ impl Job {
         drop(sender);
         for _ in &learners {
             // The lease ends for a learner whose answer does not come.
-            let _ = receiver.recv_timeout(patience);
+            let _ = receiver.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         }
         shared.stop();
         let threads = Arc::clone(&shared.inner.lock().routes.threads);

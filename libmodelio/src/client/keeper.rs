@@ -33,6 +33,9 @@ impl Timed for Shared {
             inner.alive_at = Instant::now();
             inner.coordinator.links.iter().for_each(|link| link.send_message(0, Message::Ping));
         }
+        if self.local.is_none() {
+            self.look_for_shards(&mut inner);
+        }
         let now = self.now();
         let mut actions = Vec::new();
         inner.core.tick(now, &mut actions);

@@ -5,6 +5,7 @@ use std::time::Instant;
 use super::fallback::Fallbacks;
 use super::usage::Usage;
 use crate::transport::frames::Link;
+use crate::vocabulary::phase::Heard;
 
 /// Ends a connection by which a shard reads this end's memory. Nothing that is read after it returns counts.
 pub(super) type EndOfLoan = Box<dyn Fn() + Send + Sync>;
@@ -33,6 +34,8 @@ pub(super) struct Peer {
     pub(super) unmet: u32,
     /// The time since which the shard is out of reach.
     pub(super) gone_since: Option<Instant>,
+    /// When the coordinator was last heard.
+    pub(super) heard: Heard,
     /// Whether the shard was reached under the block map in force.
     pub(super) met: bool,
     /// Whether the only path to the shard is forbidden.
@@ -55,6 +58,7 @@ impl Peer {
             fallbacks: Fallbacks::default(),
             unmet: 0,
             gone_since: (!barred).then(Instant::now),
+            heard: Heard::default(),
             met: false,
             barred,
         }

@@ -10,6 +10,7 @@ mod learners;
 mod lies;
 mod moves;
 mod open_weights;
+mod reach;
 mod shortage;
 
 use std::time::Duration;

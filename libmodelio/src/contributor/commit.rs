@@ -234,11 +234,19 @@ impl Contributor {
         }
         // Blocks that were sent ahead are part of the contribution that was opened for them.
         let opened = match state.finals.clear() {
-            Some(step) => Ok(*state.step.insert(step)),
+            Some(step) => Ok(Some(*state.step.insert(step))),
             None => self.open(&mut state, timeout),
         };
         let step = match opened {
-            Ok(step) => step,
+            Ok(Some(step)) => step,
+            Ok(None) => {
+                drop(state);
+                let (this, began) = (Arc::clone(self), Instant::now());
+                return self.ask_step(timeout, move |outcome| match outcome {
+                    Ok(()) => this.commit_mapped(timeout.saturating_sub(began.elapsed()), done),
+                    Err(error) => done(Err(error)),
+                });
+            }
             Err(error) => {
                 drop(state);
                 return done(Err(error.into()));
@@ -386,10 +394,11 @@ impl Contributor {
             (state.committing, state.aborting) = (false, false);
         }
         state.reset(false);
-        let gone = std::mem::take(&mut state.gone);
+        let (gone, asking) = (std::mem::take(&mut state.gone), state.asking.give_up());
         self.idle.notify_all();
         drop(state);
         drop(gone);
+        asking.into_iter().for_each(|done| done(Err(ContributeError::Dropped)));
         was_open
     }
 

@@ -1,5 +1,5 @@
-//! Who sends what was granted. A client that pings, and sends nothing for the lease, is given up: its pings say that its
-//! connection lives, and not that its contribution comes.
+//! Who sends what was granted. A client that pings, and sends nothing for the lease and the time that it takes to replace
+//! a connection, is given up: its pings say that its connection lives, and not that its contribution comes.
 //!
 //! A shard that lacks payloads answers each repeated start of the plan by how many blocks it lacks of whom. So a shard
 //! that is stopped, or has not begun the plan, blames nobody.
@@ -11,6 +11,10 @@ use libmodelio::vocabulary::ids::{ClientId, PlanId};
 
 use super::{Action, CoordinatorCore, REPEAT};
 use crate::core::Now;
+
+/// Within this time, a connection on which a block does not move on is replaced, and the block is sent again: a third of
+/// the silence for which a connection lives, and a little.
+const SENT_AGAIN: Now = Now::from_secs(4);
 
 /// What shards lack of one client, and for how long that has not become less.
 #[derive(Debug, Default)]
@@ -69,14 +73,14 @@ impl CoordinatorCore {
         let known: Vec<ClientId> = run.clients().collect();
         let clients: Vec<_> = clients.iter().filter(|(client, _)| known.contains(client)).copied().collect();
         run.progress.lacks(partition, &clients, now);
-        let Some(client) = run.progress.stuck(lease) else { return };
+        let Some(client) = run.progress.stuck(lease + SENT_AGAIN) else { return };
         let learners = run.learners_of(client);
         let named = |learner| self.core.member(learner, now).map(|member| member.name);
         let names: Vec<String> = learners.into_iter().filter_map(named).collect();
         let why = format!(
             "the client of {} was granted its contribution to plan {plan}, and has sent none of it for {:.1} s",
             if names.is_empty() { "new weights".to_owned() } else { names.join(", ") },
-            lease.as_secs_f64()
+            (lease + SENT_AGAIN).as_secs_f64()
         );
         tracing::warn!(%client, "given up: {why}");
         self.client_gone(client, &why, now, actions);
@@ -109,7 +113,8 @@ mod tests {
         let moves = [[(ONE, 4)].as_slice(), &[(ONE, 3)], &[(ONE, 2)], &[(ONE, 1)]];
         let slow: Vec<_> = moves.iter().flat_map(|report| [*report; 9]).collect();
         assert!(reports(&slow).iter().all(Option::is_none));
-        let done: Vec<_> = [[[(ONE, 1)].as_slice(); 9], [&[]; 9]].concat();
+        let nothing: &[(ClientId, u32)] = &[];
+        let done: Vec<_> = [[[(ONE, 1)].as_slice(); 9], [nothing; 9]].concat();
         assert!(reports(&done).iter().all(Option::is_none));
     }
 

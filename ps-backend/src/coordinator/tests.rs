@@ -235,9 +235,9 @@ fn a_client_that_withholds_its_grant_holds_the_job_up_for_the_lease_alone() {
         // One block comes, and then no other one.
         lacking -= u32::from(bench.now == begun + 2 * REPEAT);
         bench.partition(0, Message::Lacking { plan, clients: vec![(A, lacking)] });
-        assert!(bench.now <= begun + Now::from_secs(5), "it is still in the job");
+        assert!(bench.now <= begun + Now::from_secs(9), "it is still in the job");
     }
-    assert_eq!(bench.now, begun + Now::from_secs(4), "the lease runs from its last block");
+    assert_eq!(bench.now, begun + Now::from_secs(8), "the lease, and 4 s, run from its last block");
     let close = bench.said.iter().find_map(|said| match said {
         Action::Close(A, why) => Some(why.to_string()),
         _ => None,

@@ -534,6 +534,7 @@ impl Coordinator {
         let now = self.now();
         for (index, way) in self.ways.iter().enumerate() {
             let Way::There(remote) = way else { continue };
+            remote.look(now);
             if !remote.is_due(now) {
                 continue;
             }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use half::{bf16, f16};
 use libmodelio::bytes::kernels::Wire;
 use libmodelio::client::{self, wait_for};
-use libmodelio::contributor::{ContributeError, Contributor, Share};
+use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
 use libmodelio::transport::{Attached, LeaveReason, Region, ShardError};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Version};
@@ -128,7 +128,12 @@ impl Job {
 
 impl Learner {
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), ContributeError> {
-        self.writes.write(&mut Share::None, offset as u64, data, LONG)
+        while self.writes.write(&mut Share::None, offset as u64, data, LONG)? == Wrote::Asks {
+            let (sender, receiver) = mpsc::channel();
+            self.writes.ask_step(LONG, move |outcome| sender.send(outcome).unwrap());
+            receiver.recv_timeout(2 * LONG).expect("an answer")?;
+        }
+        Ok(())
     }
 
     pub fn commit(&self) -> Result<(), ContributeError> {

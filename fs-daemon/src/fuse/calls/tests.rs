@@ -104,7 +104,10 @@ impl Mounted {
         let opened = self.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
         let (sender, written) = channel();
         let (by, done) = (Holder { tid: 0, lock: 1 }, Box::new(move |outcome| sender.send(outcome).unwrap()));
-        match self.calls.write(opened.fh, 0, value.as_bytes(), false, by) {
+        let (answer, wrote) = channel();
+        self.calls
+            .write(opened.fh, 0, value.as_bytes(), false, by, move |outcome| answer.send(outcome).unwrap());
+        match wrote.try_recv().unwrap() {
             Ok(()) => self.calls.flush(opened.fh, by, done),
             Err(error) => done(Err(error)),
         }

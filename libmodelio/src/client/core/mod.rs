@@ -15,6 +15,7 @@
 //! | `following` | blocks of a version that is still being made |
 //! | `open_weights` | new weights that are still being written |
 //! | `pull_times` | when to pull |
+//! | `reach` | shards that are out of reach |
 //! | `waits` | requests that wait for a version |
 
 mod following;
@@ -25,6 +26,7 @@ mod open_weights;
 mod pull_times;
 mod pulling;
 mod pushing;
+mod reach;
 mod requests;
 mod state;
 mod waits;
@@ -50,6 +52,8 @@ use pulling::Pull;
 pub use pulling::{PULL_BLOCKS, Whole};
 use pushing::Outgoing;
 pub use pushing::{Offered, Own, Push};
+use reach::Reach;
+pub use reach::{Gone, OUT_OF_REACH};
 use requests::Request;
 pub use waits::{BUFFERS_HELD, NOT_HERE};
 use waits::{Shortage, Wait};
@@ -116,6 +120,7 @@ pub struct ClientCore {
     owned: Vec<FixedBitSet>,
     coordinator_up: bool,
     shard_up: Vec<bool>,
+    reach: Reach,
     requests: BTreeMap<u64, Request>,
     next_request: u64,
     /// The number that the client last sent in an `AckThrough`.
@@ -182,6 +187,7 @@ impl ClientCore {
             blocks: map.blocks() as usize,
             coordinator_up: false,
             shard_up: vec![false; shards.len()],
+            reach: Reach::default(),
             owned,
             shards,
             requests: BTreeMap::new(),
@@ -367,6 +373,7 @@ impl ClientCore {
     /// Time passes. The client handles deadlines and repeats messages.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.tick_requests(now, actions);
+        self.tick_reach(now, actions);
         for partition in 0..self.shards.len() {
             self.tick_partition(partition, now, actions);
         }

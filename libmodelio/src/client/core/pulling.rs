@@ -173,8 +173,9 @@ impl ClientCore {
     /// The version that a program gets if it opens the newest one now. An open may have to wait for it.
     pub fn offered_version(&self) -> Version {
         match self.pull_policy() {
-            PullPolicy::OnDemand => self.state.version.max(self.version()),
-            PullPolicy::Eager | PullPolicy::Adaptive => self.version(),
+            // A version that cannot come now is not offered.
+            PullPolicy::OnDemand if !self.misses_a_shard() => self.state.version.max(self.version()),
+            PullPolicy::OnDemand | PullPolicy::Eager | PullPolicy::Adaptive => self.version(),
         }
     }
 

@@ -41,6 +41,9 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
+        if let Some(why) = self.refuses(token, &message, now) {
+            return actions.push(Action::Answer(token, Err(Refusal::Shard(why))));
+        }
         let mut committed = None;
         match &mut message {
             Message::Commit { learner, step, blocks, partly, given_up, .. } => {
@@ -100,6 +103,7 @@ impl ClientCore {
             actions.push(request.send(id, now));
         }
         self.requests.insert(id, request);
+        self.tick_reach(now, actions);
         // A connected coordinator refuses the request itself. Without one, nobody else would.
         if let Some(why) = self.lost().filter(|_| self.is_abandoned() || !self.coordinator_up) {
             self.answered(id, Message::Refused(why.into()), now, actions);
@@ -317,27 +321,8 @@ impl ClientCore {
         let late: Vec<u64> =
             self.requests.iter().filter(|(_, request)| request.deadline <= now).map(|(&id, _)| id).collect();
         for id in late {
-            if let Some(request) = self.requests.remove(&id) {
-                let late =
-                    ShardError::TimedOut("the shard that coordinates this model does not answer".into());
-                match request.message {
-                    Message::Commit { learner, step, lent, .. } => {
-                        self.next_is(learner, id, None);
-                        if lent {
-                            self.end_loan(learner, step, actions);
-                        }
-                    }
-                    // This is the core's own request. It is repeated as long as the coordinator names a learner that
-                    // nobody uses.
-                    Message::Leave { learner, .. } if request.token == Token::MAX => {
-                        self.learners.remove(&learner);
-                    }
-                    _ => {}
-                }
-                self.release_left(actions);
-                self.release_weights(actions);
-                actions.push(Action::Answer(request.token, Err(late.into())));
-            }
+            let late = ShardError::TimedOut("the shard that coordinates this model does not answer".into());
+            self.give_up(id, late, actions);
         }
         if self.coordinator_up {
             let is_late = |request: &Request| request.sent.is_none_or(|sent| sent + PATIENCE <= now);
@@ -351,5 +336,27 @@ impl ClientCore {
                 actions.push(request.send(id, now));
             }
         }
+    }
+
+    /// Nobody waits for this request any more. Its outcome is open.
+    pub(super) fn give_up(&mut self, id: u64, why: ShardError, actions: &mut Vec<Action>) {
+        let Some(request) = self.requests.remove(&id) else { return };
+        match request.message {
+            Message::Commit { learner, step, lent, .. } => {
+                self.next_is(learner, id, None);
+                if lent {
+                    self.end_loan(learner, step, actions);
+                }
+            }
+            // This is the core's own request. It is repeated as long as the coordinator names a learner that nobody
+            // uses.
+            Message::Leave { learner, .. } if request.token == Token::MAX => {
+                self.learners.remove(&learner);
+            }
+            _ => {}
+        }
+        self.release_left(actions);
+        self.release_weights(actions);
+        actions.push(Action::Answer(request.token, Err(why.into())));
     }
 }

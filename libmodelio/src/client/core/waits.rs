@@ -130,7 +130,8 @@ impl ClientCore {
     }
 
     pub(super) fn answer_waits(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let ended = self.lost().or_else(|| self.stopped());
+        let impatient = self.lost_patience(now);
+        let ended = self.lost().or_else(|| self.stopped()).or_else(|| impatient.clone());
         let mut waits = std::mem::take(&mut self.waits);
         waits.retain(|wait| {
             let fails = || self.fails(wait, now).map(Err);
@@ -154,7 +155,8 @@ impl ClientCore {
                     Some(Ok(self.version()))
                 }
                 Awaits::Version(_) => {
-                    fails().or_else(|| late(self.why_not_here())).or_else(|| self.lost().map(Err))
+                    let ended = || self.lost().or_else(|| impatient.clone());
+                    fails().or_else(|| late(self.why_not_here())).or_else(|| ended().map(Err))
                 }
             };
             let Some(result) = result else { return true };

@@ -69,6 +69,14 @@ impl Job {
         });
     }
 
+    /// Whether [`Self::open_known`] has an answer, which may be an error.
+    pub fn knows_step(&self, learner: LearnerId) -> bool {
+        let inner = self.shared.inner.lock();
+        let core = &inner.core;
+        let is_in = core.has_learner(learner) && !core.is_leaving(learner) && core.stopped().is_none();
+        !is_in || core.next_step(learner).is_some() || core.lost_patience(self.shared.now()).is_some()
+    }
+
     /// Like [`Self::open`], if this client knows the step.
     ///
     /// # Errors
@@ -84,6 +92,9 @@ impl Job {
             return Err(ShardError::UnknownLearner(learner));
         }
         let (now, mut actions) = (shared.now(), Vec::new());
+        if let Some(away) = inner.core.lost_patience(now) {
+            return Err(away);
+        }
         let opening = inner.core.open_known(learner, now + timeout, now, &mut actions);
         shared.rouse_keeper(&inner);
         shared.act(inner, actions);
@@ -209,7 +220,12 @@ impl Job {
     ) {
         let (shared, layout) = (&self.shared, self.layout());
         let fits = shared.refuse_if_ending().and_then(|()| notice.check(layout));
-        if let Err(error) = fits.and_then(|()| shared.inner.lock().core.may_commit(learner, step)) {
+        let may_commit = || {
+            let inner = shared.inner.lock();
+            inner.core.may_commit(learner, step)?;
+            inner.core.lost_patience(shared.now()).map_or(Ok(()), Err)
+        };
+        if let Err(error) = fits.and_then(|()| may_commit()) {
             return done(Err(error));
         }
         let rejects = shared.inner.lock().rejects_nonfinite();

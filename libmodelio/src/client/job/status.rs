@@ -1,7 +1,7 @@
 //! The status of a job as this client sees it: its phase, its learners, and the path to each shard.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Job;
 use crate::client::coding::FullBecause;
@@ -175,11 +175,8 @@ impl Job {
             return inner.core.shards().iter().map(here).collect();
         }
         let view = |(partition, (place, peer)): (usize, (&ShardRoute, &Peer))| {
-            let coordinator = Some(&inner.coordinator).filter(|_| partition == inner.routes.coordinator);
-            let gone =
-                [Some(peer), coordinator].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
-            let gone = gone.map(|since| since.elapsed()).filter(|gone| *gone >= AWAY);
-            let silent = inner.late.shards.get(&place.record.shard).map(Instant::elapsed);
+            let now = self.shared.now();
+            let gone = inner.gone_since(partition, now).map(|since| now.saturating_sub(since));
             // A required path has no substitute.
             let must = self.shared.options.transport;
             let no = |fast: FastPath| {
@@ -210,7 +207,7 @@ impl Job {
                 no_rdma,
                 lost: peer.lost.clone(),
                 connected: !peer.links.is_empty(),
-                away: gone.into_iter().chain(silent).max(),
+                away: gone.filter(|gone| *gone >= AWAY),
             }
         };
         inner.routes.partitions.iter().zip(&inner.partitions).enumerate().map(view).collect()

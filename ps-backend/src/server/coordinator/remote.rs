@@ -14,6 +14,7 @@ use libmodelio::transport::reactor::Thread;
 use libmodelio::transport::stream::Close;
 use libmodelio::transport::tcp::SocketOptions;
 use libmodelio::vocabulary::ids::{ClientId, ShardId};
+use libmodelio::vocabulary::phase::Heard;
 use libmodelio::wire::{Limits, Message, Protocol, Received, Refusal, Role, ShardRecord};
 use parking_lot::Mutex;
 
@@ -39,6 +40,7 @@ pub(super) struct RemoteShard {
     pub trouble: Mutex<Option<String>>,
     /// Since when there is no connection.
     gone_since: Mutex<Option<Duration>>,
+    heard: Mutex<Heard>,
     place: Mutex<Place>,
     pauses: Mutex<Pauses>,
 }
@@ -80,6 +82,7 @@ impl RemoteShard {
             busy: AtomicBool::new(false),
             trouble: Mutex::new(None),
             gone_since: Mutex::new(Some(now)),
+            heard: Mutex::default(),
             place: Mutex::new(place),
             pauses: Mutex::default(),
         }
@@ -111,11 +114,22 @@ impl RemoteShard {
         self.busy.store(false, Ordering::Relaxed);
     }
 
-    /// How long there has been no connection, and why.
+    /// How long the shard has been out of reach, and why.
     pub(super) fn is_gone(&self, now: Duration) -> Option<(Duration, String)> {
-        let since = (*self.gone_since.lock())?;
-        let why = self.trouble.lock().clone().unwrap_or_else(|| "no connection yet".into());
+        let (gone, silent) = (*self.gone_since.lock(), self.heard.lock().silent_since(now));
+        let since = gone.into_iter().chain(silent).min()?;
+        let why = if gone.is_some() { "no connection yet" } else { "it does not answer" };
+        let why = self.trouble.lock().clone().unwrap_or_else(|| why.into());
         Some((now.saturating_sub(since), why))
+    }
+
+    /// Asks for a sign of life, if the shard is silent.
+    pub(super) fn look(&self, now: Duration) {
+        if let Some(link) = &*self.link.lock()
+            && self.heard.lock().asks(now)
+        {
+            link.send_message(0, Message::Ping);
+        }
     }
 
     /// The address. The registry is asked once, unless the shard is not at its answer.
@@ -211,6 +225,7 @@ impl Conversation for ToPartition {
                 *self.remote.link.lock() = Some(self.link.clone());
                 *self.remote.trouble.lock() = None;
                 *self.remote.gone_since.lock() = None;
+                self.remote.heard.lock().heard(self.coordinator.now());
                 self.remote.has_it(&self.address);
                 let index = self.index;
                 self.coordinator.with_core(|state, _, actions| state.core.partition_up(index, actions));
@@ -253,6 +268,10 @@ impl Conversation for ToPartition {
 
     fn silence(&self) -> Option<Duration> {
         self.silence
+    }
+
+    fn alive(&mut self) {
+        self.remote.heard.lock().heard(self.coordinator.now());
     }
 
     fn closed(&mut self, why: &Close) {

@@ -1,0 +1,101 @@
+//! The shards that are out of reach, and the calls that end for that.
+//!
+//! Joining and leaving end as soon as the coordinator is known to be away: the kernel locks a directory for as long as
+//! they last. Other calls that need a shard wait for it for the setting `shard_patience`.
+
+use super::{Action, ClientCore, Now, Token};
+use crate::transport::ShardError;
+use crate::vocabulary::ids::ShardId;
+use crate::vocabulary::phase::AWAY;
+use crate::wire::{Message, Refusal};
+
+/// How reasons of [`ShardError::TimedOut`] begin that name a shard which is out of reach.
+pub const OUT_OF_REACH: &str = "out of reach";
+
+/// A shard that is out of reach, and since when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gone {
+    /// The shard.
+    pub shard: ShardId,
+    /// When it was last in reach.
+    pub since: Now,
+}
+
+/// Those of one client.
+#[derive(Debug, Default)]
+pub(super) struct Reach {
+    coordinator: Option<Gone>,
+    shards: Vec<Gone>,
+}
+
+impl ClientCore {
+    /// Sets the shards that are out of reach: the coordinator, if it is, and those with blocks.
+    pub fn out_of_reach(&mut self, coordinator: Option<Gone>, shards: Vec<Gone>) {
+        self.reach = Reach { coordinator, shards };
+    }
+
+    /// Whether a shard is out of reach, for however short a time.
+    pub(super) fn misses_a_shard(&self) -> bool {
+        self.reach.coordinator.is_some() || !self.reach.shards.is_empty()
+    }
+
+    /// Why calls end that need all shards, if one has been out of reach for as long as the settings allow.
+    pub fn lost_patience(&self, now: Now) -> Option<ShardError> {
+        self.longest_gone(self.reach.coordinator.iter().chain(&self.reach.shards), now)
+    }
+
+    fn longest_gone<'a>(&self, gone: impl Iterator<Item = &'a Gone>, now: Now) -> Option<ShardError> {
+        let patience = self.state.controls.shard_patience;
+        // A job that has failed does not come back, and its calls say so.
+        let longest = gone.min_by_key(|gone| gone.since).filter(|_| self.lost().is_none())?;
+        (longest.since + patience <= now).then(|| longest.error(now))
+    }
+
+    /// Why a request does not wait for its answer any more.
+    fn ends(&self, message: &Message, now: Now) -> Option<ShardError> {
+        let coordinator = self.reach.coordinator.filter(|_| self.lost().is_none());
+        match message {
+            Message::Join { .. } | Message::Leave { .. } => {
+                coordinator.filter(|gone| gone.since + AWAY <= now).map(|gone| gone.error(now))
+            }
+            Message::Open { .. } | Message::SetControl { .. } => self.longest_gone(coordinator.iter(), now),
+            Message::Commit { .. } | Message::Assign { .. } => self.lost_patience(now),
+            // Nobody waits for the others.
+            _ => None,
+        }
+    }
+
+    /// Why this request fails at once. A learner that is to leave does so when the coordinator is back.
+    pub(super) fn refuses(&self, token: Token, message: &Message, now: Now) -> Option<ShardError> {
+        let is_beside = token == Token::MAX || matches!(message, Message::Leave { .. });
+        if is_beside { None } else { self.ends(message, now) }
+    }
+
+    /// Ends the requests that need a shard which has been out of reach for too long.
+    pub(super) fn tick_reach(&mut self, now: Now, actions: &mut Vec<Action>) {
+        if !self.misses_a_shard() {
+            return;
+        }
+        let waiting = self.requests.iter().filter(|(_, request)| request.token != Token::MAX);
+        let ended = waiting.filter_map(|(&id, request)| Some((id, self.ends(&request.message, now)?)));
+        for (id, why) in ended.collect::<Vec<_>>() {
+            match self.requests.get_mut(&id) {
+                Some(request) if matches!(request.message, Message::Leave { .. }) => {
+                    let token = std::mem::replace(&mut request.token, Token::MAX);
+                    request.deadline = Now::MAX;
+                    actions.push(Action::Answer(token, Err(Refusal::Shard(why))));
+                }
+                _ => self.give_up(id, why, actions),
+            }
+        }
+    }
+}
+
+impl Gone {
+    fn error(&self, now: Now) -> ShardError {
+        let seconds = now.saturating_sub(self.since).as_secs_f64();
+        ShardError::TimedOut(
+            format!("{OUT_OF_REACH}: shard {}, which has not answered for {seconds:.1} s", self.shard).into(),
+        )
+    }
+}

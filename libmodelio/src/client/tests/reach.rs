@@ -1,0 +1,89 @@
+//! Shards that are out of reach: who waits for them, and for how long.
+
+use super::*;
+use crate::client::core::Gone;
+use crate::transport::LeaveReason;
+
+const COORDINATOR: ShardId = ShardId(1);
+const OTHER: ShardId = ShardId(2);
+
+impl Bench {
+    fn gone(&mut self, coordinator: bool, seconds: u64) {
+        let gone = |shard| Gone { shard, since: self.now.saturating_sub(Duration::from_secs(seconds)) };
+        let (first, second) = (coordinator.then(|| gone(COORDINATOR)), gone(OTHER));
+        self.core.out_of_reach(first, if coordinator { Vec::new() } else { vec![second] });
+    }
+
+    /// The requests that ended with a timeout which names this shard, by their tokens.
+    fn named(&mut self, shard: ShardId) -> Vec<u64> {
+        let why = format!("out of reach: shard {shard},");
+        let named = self.said.drain(..).filter_map(|action| match action {
+            Action::Answer(token, Err(Refusal::Shard(ShardError::TimedOut(said)))) => {
+                said.starts_with(&why).then_some(token)
+            }
+            Action::Awaited(token, Err(ShardError::TimedOut(said))) => {
+                said.starts_with(&why).then_some(token)
+            }
+            _ => None,
+        });
+        named.collect()
+    }
+}
+
+fn set_control() -> Message {
+    Message::SetControl { name: "learners".into(), value: "2".into() }
+}
+
+#[test]
+fn calls_that_need_a_shard_wait_for_shard_patience() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    bench.commit(3, 100);
+    bench.ask(4, set_control(), 100);
+    bench.core.await_step(5, L, bench.now + Duration::from_secs(100), bench.now, &mut bench.said);
+    bench.gone(false, 19);
+    bench.pass(0);
+    assert!(bench.named(OTHER).is_empty());
+    assert!(bench.core.lost_patience(bench.now).is_none());
+    bench.gone(false, 20);
+    bench.pass(0);
+    assert_eq!(bench.named(OTHER), [3, 5], "settings need the coordinator alone");
+    // Later ones end at once, and nothing of them is sent.
+    bench.commit(6, 100);
+    assert_eq!(bench.named(OTHER), [6]);
+    bench.gone(true, 20);
+    bench.pass(0);
+    assert_eq!(bench.named(COORDINATOR), [4]);
+    bench.core.out_of_reach(None, Vec::new());
+    bench.commit(7, 100);
+    assert!(bench.said.iter().any(|said| matches!(said, Action::ToCoordinator(..))));
+}
+
+#[test]
+fn joining_and_leaving_end_as_soon_as_the_coordinator_is_known_to_be_away() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    let join = || Message::Join { name: "m".into() };
+    bench.ask(3, join(), 10);
+    bench.ask(4, Message::Leave { learner: L, reason: LeaveReason::Asked }, 10);
+    bench.said.clear();
+    bench.gone(true, 1);
+    bench.pass(0);
+    assert!(bench.named(COORDINATOR).is_empty(), "it may be back in a moment");
+    bench.gone(true, 2);
+    bench.pass(0);
+    assert_eq!(bench.named(COORDINATOR), [3, 4]);
+    bench.ask(5, join(), 10);
+    assert_eq!(bench.named(COORDINATOR), [5]);
+    // The learner leaves when the coordinator is back, however long that takes.
+    bench.pass(60_000);
+    bench.said.clear();
+    bench.core.coordinator_down(bench.now, &mut bench.said);
+    bench.core.coordinator_up(bench.now, &mut bench.said);
+    let leaves = bench.said.iter().find_map(|said| match said {
+        Action::ToCoordinator(request, Message::Leave { .. }) => Some(*request),
+        _ => None,
+    });
+    bench.coordinator(leaves.expect("it is sent again"), Message::Done);
+    assert!(bench.said.contains(&Action::Left(L, LeaveReason::Asked)));
+}

@@ -1,0 +1,129 @@
+//! The opening of a contribution by its first write.
+//!
+//! In the usual case this client knows the learner's next step. After a commit without success only the coordinator
+//! does, and it may be out of reach. So nobody waits here: a write that needs the answer takes nothing, and its caller
+//! tries again when [`Contributor::ask_step`] says so. The state is not locked meanwhile.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{ContributeError, Contributor, Done, State, region};
+use crate::bytes::surplus::UNUSED_FOR;
+use crate::client::Opening;
+use crate::transport::ShardError;
+use crate::vocabulary::ids::Step;
+
+/// What has become of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wrote {
+    /// It was taken.
+    Taken,
+    /// Nothing was taken: the coordinator must name the step first ([`Contributor::ask_step`]).
+    Asks,
+}
+
+/// The question for the next step.
+#[derive(Default)]
+pub(super) struct Asking {
+    /// The callers that wait for the answer, while there is none.
+    waiting: Option<Vec<Done>>,
+    /// The answer, which the next contribution takes.
+    answer: Option<Opening>,
+    /// The number of questions.
+    number: u64,
+}
+
+impl Asking {
+    /// The contribution has ended, and the answer is not of the next one. Returns the callers that wait for it.
+    pub(super) fn give_up(&mut self) -> Vec<Done> {
+        self.answer = None;
+        self.number += 1;
+        self.waiting.take().unwrap_or_default()
+    }
+}
+
+impl Contributor {
+    /// Asks the coordinator for the next step, if this client does not know it. `done` is called when a write can open
+    /// the contribution, or with the reason why it cannot, before `timeout` is over. Several callers share one question.
+    pub fn ask_step(
+        self: &Arc<Self>,
+        timeout: Duration,
+        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
+    ) {
+        let number = {
+            let mut state = self.state.lock();
+            if state.step.is_some() || self.knows_step(&state) {
+                drop(state);
+                return done(Ok(()));
+            }
+            if let Some(waiting) = &mut state.asking.waiting {
+                return waiting.push(Box::new(done));
+            }
+            state.asking.waiting = Some(vec![Box::new(done)]);
+            state.asking.number += 1;
+            state.asking.number
+        };
+        self.waits.get().inspect(|tell| tell(true));
+        let this = Arc::clone(self);
+        let answered = move |result: Result<Opening, ShardError>| {
+            this.waits.get().inspect(|tell| tell(false));
+            let waiting = {
+                let mut state = this.state.lock();
+                if state.asking.number != number {
+                    return;
+                }
+                state.asking.answer = result.as_ref().ok().copied().filter(|_| state.step.is_none());
+                state.asking.waiting.take().unwrap_or_default()
+            };
+            let outcome = result.map(drop).map_err(ContributeError::from);
+            waiting.into_iter().for_each(|done| done(outcome.clone()));
+        };
+        self.job.open(self.learner, timeout, Box::new(answered));
+    }
+
+    /// The first write was not taken, for this reason. The commit must not report success. (A contribution that was
+    /// dropped meanwhile has reported it already.)
+    pub fn fail_unopened(&self, why: &ContributeError) {
+        let mut state = self.state.lock();
+        if state.step.is_none() && *why != ContributeError::Dropped {
+            state.failed.get_or_insert_with(|| why.clone());
+        }
+    }
+
+    fn knows_step(&self, state: &State) -> bool {
+        state.asking.answer.is_some() || self.job.knows_step(self.learner)
+    }
+
+    /// Opens the contribution. `None` if the coordinator must be asked for the step. The state is locked during this
+    /// call, which answers no request.
+    pub(super) fn open(&self, state: &mut State, timeout: Duration) -> Result<Option<Step>, ShardError> {
+        if !self.knows_step(state) {
+            return Ok(None);
+        }
+        let made = self.made(state)?;
+        let known = self.job.open_known(self.learner, timeout)?;
+        let answer = state.asking.answer.take();
+        let Some(Opening { step, staging_lent }) = known.or(answer) else { return Ok(None) };
+        // Blocks that were sent for a dropped plan may still be on their way. Their memory is not written again.
+        state.has_strays |= self.job.take_strays(self.learner);
+        if state.has_strays {
+            state.staging = region(&self.job, "gradfs-staging")?;
+            (state.spare, state.has_strays) = (None, false);
+        }
+        // The shard still reads the step before this one. That may differ from the last commit here: a commit that
+        // timed out may have been taken, and this may be the second try after an abort.
+        if staging_lent && state.is_in_staging(step) {
+            let spare = match state.spare.take() {
+                Some(spare) => spare,
+                None => region(&self.job, "gradfs-staging")?,
+            };
+            state.spare = Some(std::mem::replace(&mut state.staging, spare));
+            state.spare_unused = 0;
+        } else {
+            state.spare_unused += 1;
+            state.spare.take_if(|_| state.spare_unused >= UNUSED_FOR);
+        }
+        (state.step, state.made, state.averaged) = (Some(step), made, self.job.averaged());
+        Ok(Some(step))
+    }
+}

@@ -1,0 +1,160 @@
+"""A shard that is killed or stopped holds nobody up who does not need it, and the others hear soon, as
+docs/semantics.md promises it "On a network"."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from filetools import BLOCK, array, eventually, hear, outcome, program
+
+SIZE = 4 * BLOCK
+# The calls that wait must outlast the others, on any machine.
+LONG = 120
+# Of the calls of model `a`.
+TIMEOUT = 12
+LEARNERS = 4
+
+TRIES = """
+while True:
+    try:
+        fd = os.open(argv[0] + "/gradients", os.O_WRONLY)
+        try:
+            os.write(fd, bytes(int(argv[1])))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        say("done")
+    except OSError as error:
+        say(error.errno)
+"""
+
+
+def create(one, name, **settings):
+    options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "consistency": "async", "shards": 1, "timeout": LONG}
+    one.create(name, **{**options, "lease": LONG, **settings})
+
+
+@pytest.fixture
+def pair(cluster):
+    """Models `a` and `b` with a shard each, and the shard of `a`, which is not the registry's."""
+    one = cluster(2)
+
+    def start(**settings):
+        create(one, "a", **settings)
+        registry = str(one.shards[0].number)
+        assert one.run("drain", registry).returncode == 0
+        assert one.run("drain", "--cancel", registry).returncode == 0
+        create(one, "b")
+        shard = one.coordinator_shard("a")
+        if one.coordinator_shard("b") is shard:
+            assert one.run("drain", str(shard.number)).returncode == 0
+            assert one.run("drain", "--cancel", str(shard.number)).returncode == 0
+            shard = one.coordinator_shard("a")
+        assert one.coordinator_shard("b") is not shard
+        return one, shard
+
+    return start
+
+
+def ends(shard, how):
+    shard.pause() if how == "stopped" else shard.kill()
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_coordinator_that_is_away_holds_up_nobody_else(pair, how):
+    """Programs of model `a` wait for its coordinator in every way that there is. Meanwhile all calls on `b`, and all
+    reads and listings of `a`, come back: none of them lasts half as long as a call that waits."""
+    one, shard = pair(timeout=TIMEOUT, shard_patience=LONG)
+    mount = one.mount("--threads", "2", models=("a", "b"))
+    a, b = mount.root / "a", mount.root / "b"
+    for learner in range(LEARNERS):
+        (a / f"learners/w{learner}").mkdir()
+    for learner in ("idle", "x"):
+        ((a if learner == "idle" else b) / f"learners/{learner}").mkdir()
+    data, took = np.ones(SIZE // 4, "<f4").tobytes(), {}
+    children = [program(TRIES, a / f"learners/w{learner}", SIZE) for learner in range(LEARNERS)]
+    over = threading.Event()
+
+    def tries(call, *arguments):
+        while not over.is_set():
+            outcome(call, *arguments)
+            time.sleep(0.01)
+
+    def answers(name, call, *arguments):
+        began = time.monotonic()
+        call(*arguments)
+        took[name] = max(took.get(name, 0), time.monotonic() - began)
+
+    others = [
+        threading.Thread(target=tries, args=arguments)
+        for arguments in [(os.mkdir, a / "learners/new"), (os.rmdir, a / "learners/idle"), ((a / "control/retain").write_text, "9")]
+    ]
+    try:
+        for child in children:
+            assert hear(child) == "done"
+        ends(shard, how)
+        for child in children:
+            # Whether that step counts is for the coordinator to say: the next write asks it.
+            while hear(child) == "done":
+                pass
+        for thread in others:
+            thread.start()
+        for _ in range(3):
+            for model in (a, b):
+                for name in ("status.json", "version", "weights", "control/timeout", "error"):
+                    answers(f"{model.name}/{name}", (model / name).read_bytes)
+                for directory in (model, model / "learners", model / "versions", model / "tensors"):
+                    answers(f"ls {model.name}/{directory.name}", os.listdir, directory)
+                answers(f"stat {model.name}/gradients", os.stat, model / "gradients")
+            answers("status of a learner of a", (a / "learners/w0/status").read_bytes)
+            answers("a step of b", (b / "learners/x/gradients").write_bytes, data)
+            answers("joining b", os.mkdir, b / "learners/y")
+            answers("leaving b", os.rmdir, b / "learners/y")
+        longest = max(took, key=took.get)
+        print(f"the longest call: {longest}, {took[longest]:.3f} s")
+        assert took[longest] < TIMEOUT / 2, took
+        assert all(child.poll() is None for child in children)
+    finally:
+        over.set()
+        for child in children:
+            child.kill()
+        if how == "stopped":
+            shard.resume()
+        for thread in others:
+            thread.join(LONG) if thread.ident else None
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("which", ["its coordinator", "another one"])
+def test_calls_that_need_a_shard_wait_for_shard_patience(cluster, how, which):
+    """They end with ETIMEDOUT, and `error` names the shard. Later ones fail at once, until the shard answers again."""
+    one = cluster(2)
+    create(one, "m", shards=2, shard_patience=3)
+    mount = one.mount()
+    place = mount.join("x")
+    data = np.ones(SIZE // 4, "<f4")
+    mount.contribute(data, learner="x")
+    coordinator = one.coordinator_shard("m")
+    shard = next(shard for shard in one.shards if (shard is coordinator) == (which == "its coordinator"))
+    ends(shard, how)
+    try:
+        began = time.monotonic()
+        assert outcome(mount.contribute, data, 0, "x") == "ETIMEDOUT"
+        took = time.monotonic() - began
+        assert 2 < took < LONG / 2, took
+        assert f"out of reach: shard {shard.number}," in (place / "error").read_text()
+        print(f"heard after {took:.1f} s")
+        began = time.monotonic()
+        for _ in range(5):
+            assert outcome(mount.contribute, data, 0, "x") == "ETIMEDOUT"
+        assert time.monotonic() - began < took, "later calls do not wait again"
+        if which == "its coordinator":
+            assert outcome(os.mkdir, place.parent / "y") == "ETIMEDOUT"
+        assert array(place.parent.parent / "weights").size == SIZE // 4
+    finally:
+        if how == "stopped":
+            shard.resume()
+    if how == "stopped":
+        eventually(lambda: outcome(mount.contribute, data, 0, "x") == "done", LONG)
