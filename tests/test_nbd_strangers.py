@@ -3,7 +3,6 @@
 import resource
 import socket
 import struct
-import time
 
 import numpy as np
 import pytest
