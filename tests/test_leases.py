@@ -239,7 +239,7 @@ def test_others_wait_for_a_living_process_beyond_the_lease(start_mount):
 
 
 def test_whoever_is_dropped_hears_why(start_mount):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=20, patience=1)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, patience=1)
     a, _ = mount.join("a"), mount.join("b")
     holder = program(DROPPED, a)
     assert hear(holder) == "written"
@@ -263,7 +263,7 @@ def test_whoever_is_dropped_hears_why(start_mount):
 
 
 def test_whoever_is_dropped_hears_why__until_it_leaves_or_ends(start_mount):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=20, patience=1)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, patience=1)
     a, b, _ = mount.join("a"), mount.join("b"), mount.join("c")
     holders = [program(DROPPED, place) for place in (a, b)]
     assert [hear(holder) for holder in holders] == ["written"] * 2
@@ -278,7 +278,7 @@ def test_whoever_is_dropped_hears_why__until_it_leaves_or_ends(start_mount):
     assert hear(holders[0]) == "ENOENT " * 4 + "False"
     for holder in holders:
         holder.kill()
-        holder.communicate(timeout=10)
+        holder.communicate(timeout=300)
     # Nothing is left of it for others.
     mount.join("a"), mount.join("b")
 

@@ -127,7 +127,7 @@ def test_a_program_that_starts_others_is_one_contribution_across_pid_namespaces(
         assert (model / "version").read_text() == f"{step}\n"
     # A redirection: its programs write, and the shell closes.
     script = '{ head -c "$2" "$1/weights"; tail -c "+$(($2 + 1))" "$1/weights"; } > "$3"'
-    subprocess.run(["bash", "-c", script, "bash", model, str(BLOCK), gradients], check=True, timeout=60)
+    subprocess.run(["bash", "-c", script, "bash", model, str(BLOCK), gradients], check=True, timeout=300)
     weights = memoryview((model / "learners/a/weights").read_bytes()).cast("f")
     assert (model / "version").read_text() == "4\n" and set(weights) == {6.0}
     inside.process.stdin.write("\n")

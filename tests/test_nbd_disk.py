@@ -175,7 +175,7 @@ def test_blocks_of_a_disk_that_is_written_meanwhile_arrive_whole(cluster, tmp_pa
             flush(flusher)
     finally:
         over.set()
-        writer.join(60)
+        writer.join(300)
     flush(busy)
     assert weights(mount) == flusher.ask(READ, 0, 32 * BLOCK)[1] + flusher.ask(READ, 32 * BLOCK, 32 * BLOCK)[1]
     (shard,) = one.shards

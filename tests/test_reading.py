@@ -303,7 +303,7 @@ wait()
 def test_a_slip_of_one_program_keeps_no_reader_waiting(mounted):
     """Only the program that wrote as the mount's own learner waits for its step, and the learner lingers no longer than
     others do."""
-    mount = mounted(learners=2, timeout=20, linger=1)
+    mount = mounted(learners=2, timeout=200, linger=1)
     writer = program(SLIP, mount.model / "gradients", mount.model / "weights")
     assert hear(writer) == "written"
     own = eventually(lambda: mount.status()["learners"])[0]["id"]

@@ -31,14 +31,14 @@ def test_a_reader_that_has_gone_is_no_failure(tmp_path):
     for stream in ("stdout", "stderr"):
         for words in (["up", "--dry-run", "--size", "1MiB", tmp_path], ["unmount", tmp_path], ["up", "--nonsense"], ["completions", "bash"]):
             with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
-                reader.wait(10)
+                reader.wait(300)
                 others = {name: subprocess.PIPE for name in ("stdout", "stderr") if name != stream}
                 command = [gradfs_binary(), *words]
-                done = subprocess.run(command, **{stream: reader.stdin}, **others, timeout=30, check=False, text=True)
-            whole = subprocess.run(command, capture_output=True, timeout=30, check=False)
+                done = subprocess.run(command, **{stream: reader.stdin}, **others, timeout=300, check=False, text=True)
+            whole = subprocess.run(command, capture_output=True, timeout=300, check=False)
             said = (done.stdout or "") + (done.stderr or "")
             assert done.returncode == whole.returncode and "panicked" not in said, (words, stream, done)
     with open("/dev/full", "w", encoding="utf-8") as full:
         command = [gradfs_binary(), "up", "--dry-run", "--size", "1MiB", tmp_path]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=30, check=False, text=True)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300, check=False, text=True)
     assert "cannot print to stdout" in done.stderr
