@@ -146,6 +146,33 @@ def test_an_adaptive_mount_pulls_just_before_an_open(cluster):
     eventually(lambda: reads.seen() == trains.status()["contributions"], deadline=20)
 
 
+def test_an_open_without_rhythm_shows_the_newest_version_that_is_known(cluster):
+    """Checkpoints of an asynchronous job hold all that the mount knows of, and after the last one nothing is missing."""
+    one = cluster(1)
+    one.create("m", size=8 * MIB, reducer="sum", consistency="async", timeout=20)
+    trains, reads = one.mount(transport="tcp"), one.mount(transport="tcp")
+    trains.join("a")
+    ones, steps = filled(trains, 1), 0
+
+    def trains_for(seconds):
+        nonlocal steps
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            trains.contribute(ones, learner="a")
+            steps += 1
+        eventually(lambda: reads.status()["contributions"] == steps)
+
+    # Less than one open a second is no rhythm that pulls are timed by.
+    for _ in range(4):
+        trains_for(1.5)
+        assert (array(reads.model / "weights") == steps).all()
+    trains_for(0.5)
+    trains.leave("a")
+    for mount in (trains, reads):
+        eventually(lambda: mount.seen() == steps)
+        assert mount.status()["pull"]["behind"] == {"versions": 0, "ms": 0}
+
+
 def test_blocks_come_back_while_others_are_still_written(cluster):
     one = cluster(2)
     one.create("m", size=64 * BLOCK, block_size=BLOCK, reducer="sum", timeout=200)

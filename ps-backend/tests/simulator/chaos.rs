@@ -19,8 +19,11 @@ const LONG_STEP: u32 = 4;
 /// How long a move takes at most, once nothing goes wrong any more.
 const SETTLED: Now = Now::from_secs(120);
 
-/// How long a client may wait for an open that does not come before it pulls a version.
-const PREDICTED: Now = Now::from_secs(120);
+/// A client puts a version off for so long, or for as long as a pull takes.
+const PUT_OFF: Now = Now::from_secs(1);
+
+/// How long a client takes to hear of the newest version and to ask again for what was lost.
+const HEARD: Now = Now::from_secs(3);
 
 #[derive(Clone, Debug)]
 pub enum Fault {
@@ -228,7 +231,6 @@ impl World {
         if let Some(partition) = partitions.iter().find(|&&partition| !self.shards[partition].is_quiet()) {
             return Some(format!("partition {partition} is busy"));
         }
-        let version = self.coordinator.job().version();
         for (index, client) in self.clients.iter().enumerate().filter(|(_, client)| client.alive) {
             let (requests, held) = client.core.kept();
             if requests > 0 || held > 0 || client.core.outgoing().is_some() {
@@ -240,13 +242,19 @@ impl World {
             if !client.payloads.is_empty() || !client.weights.is_empty() {
                 return Some(format!("client {index} holds {:?}, {:?}", client.payloads, client.weights));
             }
-            // One that pulls on demand need not have it.
-            let offered = client.core.offered_version();
-            if offered != version {
-                return Some(format!("client {index} offers version {offered}, not {version}"));
-            }
         }
         None
+    }
+
+    /// The clients that do not show the newest version. One that pulls on demand need not have it.
+    fn behind(&self) -> Vec<String> {
+        let version = self.coordinator.job().version();
+        let clients = self.clients.iter().enumerate().filter(|(_, client)| client.alive);
+        let offered = clients.map(|(index, client)| (index, client.core.offered_version()));
+        let behind = offered.filter(|(_, offered)| *offered != version);
+        behind
+            .map(|(index, offered)| format!("client {index} offers version {offered}, not {version}"))
+            .collect()
     }
 
     /// The whole run.
@@ -276,10 +284,15 @@ impl World {
         let end = self.now + longest;
         let done = self.run_until(end, |world| all(world, &|program| program.has_ended()));
         assert!(done, "programs do not come to an end: {:?}", self.programs());
-        // A client that has predicted another open pulls later, but it does not stay behind.
-        let end = self.now + longest + PREDICTED;
+        let end = self.now + longest;
         let done = self.run_until(end, |world| world.left_over().is_none());
         assert!(done, "what is left at the end: {}", self.left_over().unwrap_or_default());
+        // Nobody opens anything any more, and each client shows the newest version soon.
+        let pulls = self.clients.iter().filter_map(|client| client.core.pull_report().1.pull);
+        let pull = pulls.max().unwrap_or_default();
+        let end = self.now + PUT_OFF.max(pull) + pull + HEARD;
+        let done = self.run_until(end, |world| world.behind().is_empty());
+        assert!(done, "after the last contribution: {:?}", self.behind());
         self.history.check_end();
     }
 

@@ -328,6 +328,9 @@ impl ClientCore {
     /// A sign of life of these learners. `attached` says whether a process uses them, if that has changed. The client
     /// repeats it until the coordinator knows.
     pub fn touch(&mut self, learners: Vec<LearnerId>, attached: Option<Attached>, actions: &mut Vec<Action>) {
+        if attached == Some(Attached::Exited) {
+            self.pull_times.begin_anew();
+        }
         if attached.is_some() {
             for learner in &learners {
                 if let Some(known) = self.learners.get_mut(learner) {
@@ -390,7 +393,7 @@ impl ClientCore {
         }
         self.drop_open(learner, actions);
         self.learners.remove(&learner);
-        self.pull_times.forget(learner);
+        self.pull_times.begin_anew();
         // Its committed payload stays until the coordinator has answered for it or, in one process, until it is part
         // of a version.
         let contributions = self.state.contributions;

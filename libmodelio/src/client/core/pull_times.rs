@@ -3,6 +3,8 @@
 //! A pull that begins as soon as a version is out ends long before the program opens it, and newer versions come out
 //! meanwhile. This module learns how much time passes between two opens, and how long a pull takes. It predicts the next
 //! open from these moving averages, and says when to begin. The time from the end of a pull to the open is the *bubble*.
+//!
+//! A prediction may be wrong, and programs that nobody predicts read, too. So a newer version is put off for a bounded time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -26,6 +28,9 @@ const LATE_SHARE: f64 = 0.25;
 const GONE: f64 = 4.0;
 /// An opener whose second open does not come by then is forgotten.
 const GONE_FIRST: Duration = Duration::from_secs(60);
+/// A newer version is put off for so long, or for as long as a pull takes if that is longer. Where the predicted open
+/// comes less than a pull later, the pull begins for that.
+pub(super) const PUT_OFF: Duration = Duration::from_secs(1);
 /// Where a pull takes less, each version is pulled at once. So it is where a shard's memory is shown.
 const NOTHING: f64 = 0.001;
 
@@ -83,6 +88,8 @@ pub(super) struct PullTimes {
     waits_for_version: bool,
     /// When the newest pull ended, until a program opens what it brought.
     ended: Option<Now>,
+    /// Since when a version that is newer than the one that is shown could have been pulled.
+    behind: Option<Now>,
     bubble: Option<Average>,
     pulls: u64,
 }
@@ -120,9 +127,26 @@ impl PullTimes {
         (opens.last, opens.mark) = (now, mark);
     }
 
-    /// A learner is no longer in the job.
-    pub(super) fn forget(&mut self, learner: LearnerId) {
-        self.openers.remove(&Some(learner));
+    /// A learner has left, or its program has ended. Its last version may be the last one, so nothing is predicted before
+    /// others have opened again.
+    pub(super) fn begin_anew(&mut self) {
+        self.openers.clear();
+    }
+
+    /// Whether versions are pulled in time for the opens of this opener.
+    pub(super) fn serves(&self, opener: Opener) -> bool {
+        let interval = self.openers.get(&opener).and_then(|opens| opens.interval);
+        interval.is_some_and(|interval| seconds(interval.mean) <= PUT_OFF)
+    }
+
+    /// A newer version than the one that is shown can be pulled.
+    pub(super) fn is_behind(&mut self, now: Now) {
+        self.behind = Some(self.behind.filter(|since| *since <= now).unwrap_or(now));
+    }
+
+    /// A newer version is shown.
+    pub(super) fn caught_up(&mut self) {
+        self.behind = None;
     }
 
     /// A pull begins.
@@ -153,19 +177,21 @@ impl PullTimes {
     /// When to begin to pull a newer version than the one that is shown. A time that is over means: at once.
     pub(super) fn due(&self) -> Now {
         let took = self.took.map_or(0.0, |took| took.mean);
+        // A pull may take longer than usual, too.
+        let lead = took + self.took.map_or(0.0, |took| took.deviation);
         let known = self.openers.values().filter_map(|opens| Some((opens.last, opens.interval?)));
         let of_opener = |(last, Average { mean, deviation }): (Now, Average)| {
-            // A pull may take longer than usual, too.
-            let lead = took + self.took.map_or(0.0, |took| took.deviation);
             let start = last + seconds(mean - EARLY * deviation - lead);
             // The pull for this open may have taken half as long as the one before, which shortens the average.
             let is_served = self.began.is_some_and(|began| began >= last && began + seconds(lead) >= start);
             if is_served { last + seconds(mean * (1.0 + LATE_SHARE) + LATE * deviation) } else { start }
         };
-        match took >= NOTHING {
+        let predicted = match took >= NOTHING {
             true => known.map(of_opener).min().unwrap_or(Now::ZERO),
             false => Now::ZERO,
-        }
+        };
+        let latest = self.behind.map(|since| since + PUT_OFF.max(seconds(took)));
+        latest.filter(|latest| predicted > *latest + seconds(lead)).unwrap_or(predicted)
     }
 
     /// The averages.
@@ -252,9 +278,62 @@ mod tests {
         let (mut times, last) = known();
         times.forget_gone(last + 10 * SECOND);
         assert_eq!(times.due(), Now::ZERO);
-        let (mut times, _) = known();
-        times.forget(LearnerId(1));
+    }
+
+    #[test]
+    fn when_a_learner_leaves_each_version_is_pulled_at_once_until_others_open_again() {
+        let (mut times, last) = known();
+        times.begin_anew();
         assert_eq!(times.due(), Now::ZERO);
+        let last = goes_on(&mut times, last, 40);
+        assert!(times.due() > last);
+    }
+
+    #[test]
+    fn a_newer_version_is_put_off_for_a_second_or_for_as_long_as_a_pull_takes() {
+        for (pull, put_off) in [(SECOND / 10, SECOND), (5 * SECOND, 5 * SECOND)] {
+            let (mut times, mut now) = (PullTimes::default(), SECOND);
+            for step in 0..50 {
+                times.opened(LEARNER, step, now);
+                times.began(now);
+                times.ended(now + pull);
+                now += 40 * SECOND;
+            }
+            let last = now - 40 * SECOND;
+            assert!(times.due() > last + 30 * SECOND);
+            times.is_behind(last + 10 * SECOND);
+            times.is_behind(last + 10 * SECOND + put_off / 2);
+            assert!(times.due().abs_diff(last + 10 * SECOND + put_off) < SECOND / 100, "{:?}", times.due());
+            // The pull of a version that came out meanwhile is put off anew.
+            times.caught_up();
+            times.is_behind(last + 20 * SECOND);
+            assert!(times.due().abs_diff(last + 20 * SECOND + put_off) < SECOND / 100);
+            // A clock that jumps back delays it no longer.
+            times.is_behind(last);
+            assert!(times.due() <= last + put_off + SECOND / 100);
+        }
+    }
+
+    #[test]
+    fn a_pull_for_an_open_that_is_near_waits_for_it() {
+        let (mut times, last) = known();
+        let due = times.due();
+        times.is_behind(due - SECOND - SECOND / 20);
+        assert_eq!(times.due(), due, "and not a twentieth of a second less, for nobody");
+        assert!(times.due() > last);
+    }
+
+    #[test]
+    fn whoever_opens_less_than_once_a_second_is_not_served_in_time() {
+        for (interval, is_served) in [(SECOND / 2, true), (8 * SECOND, false)] {
+            let mut times = PullTimes::default();
+            for step in 0..3 {
+                assert_eq!(times.serves(None), step > 1 && is_served, "one interval is needed");
+                times.opened(None, u64::from(step), SECOND + interval * step);
+            }
+            assert_eq!(times.serves(None), is_served);
+            assert!(!times.serves(LEARNER));
+        }
     }
 
     #[test]
@@ -379,11 +458,6 @@ mod tests {
             times.ended(step * SECOND + SECOND / 10);
             assert_eq!(times.due(), Now::ZERO);
         }
-        // Beside one that does open, only that one counts.
-        let (mut times, _) = known();
-        let due = times.due();
-        times.forget(LearnerId(2));
-        assert_eq!(times.due(), due);
     }
 
     #[test]
@@ -431,6 +505,9 @@ mod tests {
                 }
                 times.began(seconds(begins));
                 times.ended(seconds(ends));
+                times.caught_up();
+                // The next version is out by then.
+                times.is_behind(seconds(ends));
                 (shown, pulled_until) = ((begins * 20.0 / drift).floor() * drift / 20.0, ends);
             }
             if step >= 20 {

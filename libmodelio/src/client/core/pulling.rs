@@ -92,6 +92,7 @@ impl ClientCore {
         if !self.can_pull() {
             return;
         }
+        self.pull_times.is_behind(now);
         if self.brought == Some(self.state.version) {
             self.whole = true;
             self.pull_times.began(now);
@@ -167,7 +168,12 @@ impl ClientCore {
     /// When to pull the newest version, if that is not yet due.
     pub fn pull_due(&self) -> Option<Now> {
         let waits = self.pull_policy() == PullPolicy::Adaptive && (self.can_pull() || self.can_follow());
-        waits.then(|| self.pull_times.due())
+        waits.then(|| self.due())
+    }
+
+    fn due(&self) -> Now {
+        // Without learners no newer version comes.
+        if self.state.members == 0 { Now::ZERO } else { self.pull_times.due() }
     }
 
     /// The version that a program gets if it opens the newest one now. An open may have to wait for it.
@@ -179,15 +185,31 @@ impl ClientCore {
         }
     }
 
-    /// Whether an open as `learner`, or as none, shows what it must: the learner's own step, and the newest version if
-    /// versions are pulled on demand.
+    /// Whether an open as `learner`, or as none, shows what it must: the learner's own step, and [`Self::must_show`].
     pub fn freshness(&self, learner: Option<LearnerId>) -> LastCommit {
+        let newest = self.must_show(learner);
         match learner.map_or(LastCommit::In(Version(0)), |learner| self.last_commit(learner)) {
-            LastCommit::In(_) if self.offered_version() > self.version() => LastCommit::Waits,
+            LastCommit::In(_) if newest > Some(self.version()) => LastCommit::Waits,
             // The version that was newest when its name was looked up may be an older one.
-            LastCommit::In(_) if self.pull_policy() == PullPolicy::OnDemand => LastCommit::In(self.version()),
+            LastCommit::In(_) if newest.is_some() => LastCommit::In(self.version()),
             own => own,
         }
+    }
+
+    /// The version that an open as `learner`, or as none, must show beside the learner's own step: the newest one that is
+    /// known if versions are pulled on demand, or if nobody pulls in time for a program that is no learner.
+    pub(super) fn must_show(&self, learner: Option<LearnerId>) -> Option<Version> {
+        let must = match self.pull_policy() {
+            PullPolicy::Eager => false,
+            PullPolicy::OnDemand => true,
+            PullPolicy::Adaptive => learner.is_none() && !self.pull_times.serves(None) && self.reaches_all(),
+        };
+        must.then(|| self.state.version.max(self.version()))
+    }
+
+    /// Whether the coordinator and all shards are connected.
+    pub(super) fn reaches_all(&self) -> bool {
+        self.coordinator_up && self.shard_up.iter().all(|up| *up)
     }
 
     /// A program opens the version that is shown, as this learner or as none.
@@ -207,7 +229,7 @@ impl ClientCore {
     /// Whether the policy, or a request that waits, needs a newer version than the one that is shown.
     pub(super) fn is_wanted(&mut self, now: Now) -> bool {
         let newer = |wait: &Wait| match wait.awaits {
-            Awaits::Version(version) => version > self.version(),
+            Awaits::Version(version) | Awaits::Reachable(version) => version > self.version(),
             Awaits::Step(learner) => {
                 self.learners.get(&learner).is_some_and(|known| known.state.published_in > self.version())
             }
@@ -220,7 +242,7 @@ impl ClientCore {
             PullPolicy::OnDemand => false,
             PullPolicy::Adaptive => {
                 self.pull_times.forget_gone(now);
-                self.pull_times.due() <= now
+                self.due() <= now
             }
         }
     }
@@ -356,6 +378,7 @@ impl ClientCore {
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
         self.shown = self.shown.max(Some(version));
         self.whole = false;
+        self.pull_times.caught_up();
         self.shortage = None;
         if !std::mem::take(&mut self.is_own) {
             self.pull_times.ended(now);

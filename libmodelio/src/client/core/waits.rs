@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::{Action, ClientCore, LastCommit, Now, Token};
 use crate::transport::ShardError;
+use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{LearnerId, Version};
 use crate::vocabulary::phase::JobPhase;
 
@@ -22,6 +23,8 @@ pub(super) enum Awaits {
     Step(LearnerId),
     /// The client shows this version, or a newer one.
     Version(Version),
+    /// The same, as long as all shards are connected: whoever reads alone is not held up by one that is away.
+    Reachable(Version),
 }
 
 #[derive(Debug)]
@@ -67,7 +70,12 @@ impl ClientCore {
         actions: &mut Vec<Action>,
     ) {
         let own = learner.filter(|learner| self.last_commit(*learner) == LastCommit::Waits);
-        let awaits = own.map_or(Awaits::Version(self.offered_version()), Awaits::Step);
+        let newest = self.must_show(learner).unwrap_or_default();
+        let awaits = match own {
+            Some(own) => Awaits::Step(own),
+            None if self.pull_policy() == PullPolicy::OnDemand => Awaits::Version(newest),
+            None => Awaits::Reachable(newest),
+        };
         self.wait(Wait { token, awaits, since: now, deadline }, now, actions);
     }
 
@@ -117,7 +125,7 @@ impl ClientCore {
     fn fails_at(&self, wait: &Wait) -> Option<Now> {
         let exists = match wait.awaits {
             Awaits::Step(learner) => self.is_published(learner),
-            Awaits::Version(version) => self.state.version >= version,
+            Awaits::Version(version) | Awaits::Reachable(version) => self.state.version >= version,
         };
         let shortage = self.shortage.as_ref().filter(|_| exists)?;
         Some(shortage.since.max(wait.since) + GRACE)
@@ -151,10 +159,13 @@ impl ClientCore {
                         fails().or_else(|| late(why)).or_else(|| ended.clone().map(Err))
                     }
                 },
-                Awaits::Version(version) if self.shown.is_some_and(|shown| shown >= version) => {
+                Awaits::Version(version) | Awaits::Reachable(version)
+                    if self.shown.is_some_and(|shown| shown >= version) =>
+                {
                     Some(Ok(self.version()))
                 }
-                Awaits::Version(_) => {
+                Awaits::Reachable(_) if self.shows_any() && !self.reaches_all() => Some(Ok(self.version())),
+                Awaits::Version(_) | Awaits::Reachable(_) => {
                     let ended = || self.lost().or_else(|| impatient.clone());
                     fails().or_else(|| late(self.why_not_here())).or_else(|| ended().map(Err))
                 }

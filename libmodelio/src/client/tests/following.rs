@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::client::core::Whole;
+use crate::transport::LeaveReason;
 
 const PLAN: PlanId = PlanId(1);
 
@@ -33,6 +34,16 @@ impl Bench {
         (state.sequence, state.version) = (sequence, Version(version));
         (state.made_by, state.over) = (PlanId(by), PlanId(over));
         self.coordinator(0, Message::State(Box::new(state)));
+    }
+
+    /// All blocks of a version come, and it is shown.
+    fn pulled(&mut self, version: u64) {
+        let (core, now, said) = (&mut self.core, self.now, &mut self.said);
+        for block in (0..4).map(BlockId) {
+            assert!(core.reserve(Version(version), block));
+            core.end_reservation(Version(version), block, true, now, said);
+        }
+        core.shown(Version(version), now, said);
     }
 
     fn is_pulled(&self) -> bool {
@@ -272,6 +283,7 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
         let mut state = bench.core.state().clone();
         let controls = state.controls.with("pull", "adaptive").unwrap();
         (state.sequence, state.controls) = (2, controls.with("consistency", consistency).unwrap());
+        state.members = 1;
         bench.coordinator(0, Message::State(Box::new(state)));
         // A program opens once a second, and a pull takes 0.2 s.
         for version in 1..20 {
@@ -280,12 +292,7 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
             bench.pass(700);
             assert_eq!(bench.core.pulling(), Some(Version(version)));
             bench.pass(200);
-            for block in 0..4 {
-                assert!(bench.core.reserve(Version(version), BlockId(block)));
-                let (core, now, said) = (&mut bench.core, bench.now, &mut bench.said);
-                core.end_reservation(Version(version), BlockId(block), true, now, said);
-            }
-            bench.core.shown(Version(version), bench.now, &mut bench.said);
+            bench.pulled(version);
             bench.pass(100);
         }
         bench.core.version_opened(None, bench.now);
@@ -301,6 +308,98 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
         bench.grant(1);
         assert_eq!(bench.follow(0), consistency == "sync");
     }
+}
+
+/// An adaptive client in an asynchronous job, which shows version 3. A program that is no learner opens so often, and a
+/// pull takes 0.2 s.
+fn adaptive(interval: u64) -> Bench {
+    let mut bench = Bench::new();
+    let mut state = bench.core.state().clone();
+    let controls = state.controls.with("pull", "adaptive").unwrap();
+    (state.sequence, state.controls) = (2, controls.with("consistency", "async").unwrap());
+    state.members = 1;
+    bench.coordinator(0, Message::State(Box::new(state)));
+    for version in 1..4 {
+        let opened = bench.now;
+        bench.core.version_opened(None, bench.now);
+        bench.made(2 + version, version, 0, 0);
+        while bench.core.pulling().is_none() {
+            bench.pass(100);
+        }
+        bench.pass(200);
+        bench.pulled(version);
+        bench.pass(interval - (bench.now - opened).as_millis() as u64);
+    }
+    bench.core.version_opened(None, bench.now);
+    bench
+}
+
+#[test]
+fn after_the_last_contribution_its_version_is_pulled_within_a_second_though_nobody_opens() {
+    let mut bench = adaptive(8000);
+    bench.made(6, 4, 0, 0);
+    assert_eq!(bench.core.pulling(), None, "an open is expected in eight seconds");
+    let due = bench.core.next_deadline().unwrap();
+    assert!(due <= bench.now + Duration::from_secs(1), "{due:?}");
+    bench.pass(500);
+    bench.made(7, 5, 0, 0);
+    assert_eq!(bench.core.pulling(), None, "newer ones come meanwhile");
+    bench.pass(500);
+    assert_eq!(bench.core.pulling(), Some(Version(5)));
+}
+
+#[test]
+fn when_a_learner_leaves_or_its_program_ends_or_none_is_left_the_newest_version_is_pulled_at_once() {
+    for what in ["leaves", "ends", "the last one"] {
+        let mut bench = adaptive(8000);
+        bench.made(6, 4, 0, 0);
+        assert_eq!(bench.core.pulling(), None, "an open is expected in eight seconds");
+        match what {
+            "leaves" => bench.coordinator(0, Message::Left { learner: L, reason: LeaveReason::Asked }),
+            "ends" => bench.core.touch(vec![L], Some(Attached::Exited), &mut bench.said),
+            _ => {
+                let mut state = bench.core.state().clone();
+                (state.sequence, state.members) = (7, 0);
+                bench.coordinator(0, Message::State(Box::new(state)));
+            }
+        }
+        let is_due = bench.core.next_deadline().is_some_and(|due| due <= bench.now);
+        assert!(is_due || bench.core.pulling().is_some(), "{what}");
+        bench.pass(0);
+        assert_eq!(bench.core.pulling(), Some(Version(4)), "{what}");
+    }
+}
+
+#[test]
+fn an_open_without_rhythm_waits_for_the_version_that_is_known() {
+    for (interval, waits) in [(8000, true), (800, false)] {
+        let mut bench = adaptive(interval);
+        bench.made(6, 4, 0, 0);
+        let expected = if waits { LastCommit::Waits } else { LastCommit::In(Version(0)) };
+        assert_eq!(bench.core.freshness(None), expected, "one open each {interval} ms");
+        assert_eq!(bench.core.freshness(Some(L)), LastCommit::In(Version(0)), "learners do not wait");
+        if !waits {
+            continue;
+        }
+        let deadline = bench.now + Duration::from_secs(10);
+        bench.core.await_fresh(9, None, deadline, bench.now, &mut bench.said);
+        assert_eq!(bench.core.pulling(), Some(Version(4)), "it is pulled at once for this");
+        bench.made(7, 5, 0, 0);
+        bench.pulled(4);
+        assert!(bench.said.contains(&Action::Awaited(9, Ok(Version(4)))), "newer ones are not waited for");
+    }
+}
+
+#[test]
+fn no_open_waits_for_a_version_whose_shard_is_away() {
+    let mut bench = adaptive(8000);
+    bench.made(6, 4, 0, 0);
+    let deadline = bench.now + Duration::from_secs(10);
+    bench.core.await_fresh(9, None, deadline, bench.now, &mut bench.said);
+    bench.core.shard_down(1);
+    bench.pass(1000);
+    assert!(bench.said.contains(&Action::Awaited(9, Ok(Version(3)))), "{:?}", bench.said);
+    assert_eq!(bench.core.freshness(None), LastCommit::In(Version(0)));
 }
 
 #[test]
