@@ -19,6 +19,7 @@ BAD_VALUES = {
     "beta1": [b"1", b"2"],
     "learners": [b"0", b"-1", b"1.5", b"4097", b"70000", b"18446744073709551617"],
     "min_learners": [b"0", b"2"],
+    "max_learners": [b"0", b"4097", b"x"],
     "max_versions": [b"0", b"2", b"x"],
     "retain": [b"-1", b"70000", b"14"],
     "timeout": [b"0", b"-1", b"never", b"1e300", b"nan", b"inf"],
@@ -295,20 +296,20 @@ def test_joining_beyond_the_limit_of_open_files_is_enfile(start_mount):
 
 
 def test_more_learners_than_the_limit_are_refused(start_mount):
-    """4,096 fit, also where a login session allows a process 1,024 open files unless it asks for more."""
+    """Each takes two open files, and a login session allows a process 1,024 unless it asks for more."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
     try:
         # On a slow machine, making them takes longer than a lease.
-        mount = start_mount(size="64KiB", block_size="64KiB", reducer="sum", consistency="async", lease=0)
+        mount = start_mount(size="64KiB", block_size="64KiB", reducer="sum", consistency="async", lease=0, max_learners=800)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    for i in range(4096):
+    for i in range(800):
         mount.join(i)
     with refused(errno.EDQUOT):
         mount.join("one-more")
-    said(mount, "4096 learners")
-    assert len(os.listdir(mount.model / "learners")) == 4096
+    said(mount, "800 learners", "control/max_learners")
+    assert len(os.listdir(mount.model / "learners")) == 800
     mount.leave(17)
     mount.join("late")
     with refused(errno.EDQUOT):

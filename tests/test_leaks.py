@@ -331,7 +331,7 @@ def test_versions_held_to_the_limit_are_given_back(start_mount):
     for _ in range(3):
         held = []
         with pytest.raises(TimeoutError):
-            for _ in range(10):
+            for _ in range(16):
                 held.append(os.open(mount.model / "weights", os.O_RDONLY))
                 mount.contribute(ONE)
         assert "max_versions" in mount.stderr()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from daemons import place_for_all  # noqa: F401
-from filetools import eventually, f32, raises
+from filetools import Threads, array, eventually, f32, raises
 
 NOBODY, OTHER = 65534, 65533
 
@@ -89,3 +89,61 @@ def test_files_belong_to_the_user_that_the_mount_names(mounted):
     assert (mount.model / "learners").stat().st_mode & 0o7777 == 0o755
     assert as_user(TRAIN, mount.model, "x") == 0
     assert as_user(TRAIN, mount.model, "y", user=OTHER, group=OTHER) == errno.EACCES
+
+
+HOLD = """\
+import os, sys
+path, held = sys.argv[1], {}
+while True:
+    try:
+        fd = os.open(path.format(version=open(sys.argv[2]).read().strip()), os.O_RDONLY)
+    except FileNotFoundError:
+        continue  # That version has gone since.
+    except OSError as error:
+        print(error.errno, len(held), flush=True)
+        break
+    version = os.getxattr(fd, "user.gradfs.version")
+    if version in held:
+        os.close(fd)
+    else:
+        held[version] = fd
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("name", ["weights", "weights.safetensors", "tensors/weights.npy", "versions/{version}/weights", "learners/a/weights"])
+def test_whoever_only_reads_stops_no_training(mounted, name):
+    """A user who may only read keeps each version open, until no more are allowed."""
+    mount = mounted(max_versions=4, timeout=20)
+    mount.join("a")
+    path, number = mount.model / name, mount.model / "version"
+    command = [sys.executable, "-c", HOLD, path, number]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", text=True, **pipes) as reader:
+        try:
+            told, steps = Threads().start(reader.stdout.readline), 0
+            while not told.done() or steps < 40:
+                steps += 1
+                mount.contribute(f32(1), learner="a")
+                assert array(mount.place("a") / "weights")[0] == steps
+            assert told.result().split() == [str(errno.ENOMEM), "4"]
+            for step in range(steps, steps + 40):
+                mount.contribute(f32(1), learner="a")
+                assert array(mount.place("a") / "weights")[0] == step + 1
+        finally:
+            reader.kill()
+    assert as_user("os.open(path, os.O_RDONLY)", mount.model / "weights") == 0, "they are closed"
+
+
+def test_a_user_has_half_of_the_learners(mounted):
+    """Users who are not the owner leave places to others, unless the job waits for more learners of theirs."""
+    mount = mounted(umask="000", max_learners=6)
+    makes = "for one in range(int(sys.argv[2])): os.mkdir(path + '/learners/' + sys.argv[3] + str(one))"
+    assert as_user(makes, mount.model, 3, "a") == 0
+    assert as_user(makes, mount.model, 1, "b") == errno.EDQUOT
+    assert as_user(makes, mount.model, 2, "c", user=OTHER) == 0
+    mount.control("learners", 4)
+    assert as_user(makes, mount.model, 1, "d") == 0
+    with raises(errno.EDQUOT):
+        mount.join("of-the-owner-and-one-too-many")
+    assert os.stat(mount.place("a0")).st_uid == NOBODY

@@ -185,3 +185,31 @@ def test_a_limit_of_a_control_group_ends_no_daemon__on_a_network(group, cluster)
     group = group()
     mount = one.mount(transport="tcp")
     a_mount_is_short(mount, lambda: group.limit(group.used() + SLACK))
+
+
+def test_learners_that_write_end_no_daemon(group, start_mount):
+    """Each takes staging of the model's size, and there is room for two or three of them."""
+    group = group()
+    mount = start_mount(size=SIZE, reducer="sum", timeout=60, lease=100, learners=2, **ASYNC)
+    group.limit(group.used() + 4 * SIZE)
+    written, taken = [], 0
+    with raises(errno.ENOMEM):
+        for name in "abcdef":
+            written.append((name, os.open(mount.join(name) / "gradients", os.O_WRONLY)))
+            for offset in range(0, SIZE - MIB, MIB):
+                os.pwrite(written[-1][1], bytes(MIB), offset)
+    assert mount.running() and len(written) > 1
+    name, last = written.pop()
+    assert "no memory for what a learner writes" in (mount.place(name) / "error").read_text()
+    with raises(errno.ENOMEM):
+        os.close(last)
+    # It counts nowhere, and the others go on.
+    for name, fd in written:
+        os.close(fd)
+        taken += 1
+    eventually(lambda: mount.status()["contributions"] == taken)
+    mount.leave(name)
+    a = filled(mount, 1)
+    mount.contribute(a, learner="a")
+    mount.catch_up()
+    assert (array(mount.model / "weights") == 1).all() and mount.running()

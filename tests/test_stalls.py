@@ -83,13 +83,13 @@ def test_staleness_is_of_the_newest_version_that_the_mount_knows(cluster):
     mount.control("retain", 0)
     mount.control("max_versions", 3)
     try:
-        for version in range(1, 3):
+        for version in range(1, 6):
             mount.contribute(ones, learner="writes")
             mount.wait_for_version(version)
             held.append(os.open(writes / "weights", os.O_RDONLY))
         for _ in range(4):
             mount.contribute(ones, learner="writes")
-        eventually(lambda: one.coordinator("m")["contributions"] == 6)
+        eventually(lambda: one.coordinator("m")["contributions"] == 9)
         time.sleep(0.3)
         array(reads / "weights")
         staleness = of_learner(mount, "reads")["staleness"]
@@ -100,7 +100,7 @@ def test_staleness_is_of_the_newest_version_that_the_mount_knows(cluster):
     seen = Metrics(mount)
     assert seen("gradfs_staleness_versions_sum", model="m") >= 4
     assert seen("gradfs_staleness_versions_bucket", model="m", le="0") >= 3
-    eventually(lambda: (array(reads / "weights") == 6).all())
+    eventually(lambda: (array(reads / "weights") == 9).all())
     array(reads / "weights")
     assert of_learner(mount, "reads")["staleness"]["versions"] == 0
 

@@ -333,6 +333,9 @@ struct JobArgs {
     /// Stop below this many active learners [default: 1]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     min_learners: Option<String>,
+    /// Most learners in the job, on all mounts [default: 4096]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    max_learners: Option<String>,
     /// Silence after which a mount and its learners leave, and a learner that no process uses; 0 is never [default: 60]
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     lease: Option<String>,
@@ -351,7 +354,7 @@ struct JobArgs {
     /// Older versions to keep under versions/ [default: 0]
     #[arg(long, value_name = "K", allow_negative_numbers = true)]
     retain: Option<String>,
-    /// Most version buffers at once: newest, next, retained and held open [default: 16]
+    /// Most versions that programs may hold open; twice as many buffers may exist [default: 16]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_versions: Option<String>,
     /// When mounts on a network pull versions: at once, just before they are opened, or when they are [default: auto]

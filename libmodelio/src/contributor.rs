@@ -29,6 +29,7 @@ use self::models::{Began, Made};
 use self::opening::Asking;
 pub use self::opening::Wrote;
 use self::replicas::Replicas;
+use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
 use crate::client::Job;
 use crate::mapped::MappedMemory;
@@ -324,6 +325,7 @@ impl Contributor {
             return Ok(());
         }
         let staging = Arc::clone(self.state.lock().staging.memory());
+        available::promise(&staging)?;
         staging.prefault()
     }
 
@@ -469,6 +471,9 @@ impl Contributor {
             }
             return self.placed(piece, placed);
         }
+        if let Err(error) = staging.promise() {
+            return self.not_staged(piece, error);
+        }
         // SAFETY: nobody reads the block before it is whole and all copies into it have ended. Two writers of the
         // same bytes race like two write(2) calls on any file: one of them wins, byte by byte.
         unsafe { staging.memory().write(start, data) };
@@ -526,6 +531,17 @@ impl Contributor {
         }
         self.wake_if_idle(&state);
         placed.map(drop)
+    }
+
+    /// A part of a block cannot be staged. The contribution fails.
+    fn not_staged(&self, piece: &Piece, error: ShardError) -> Result<(), ShardError> {
+        let mut state = self.state.lock();
+        if state.tracker.copied(piece.block) {
+            state.tracker.sent(piece.block, false);
+        }
+        state.failed.get_or_insert_with(|| error.clone().into());
+        self.wake_if_idle(&state);
+        Err(error)
     }
 
     /// Locks the state. An abort that is under way ends before that: it takes microseconds.

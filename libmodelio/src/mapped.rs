@@ -6,6 +6,7 @@
 use std::io;
 use std::sync::Arc;
 
+use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
 use crate::client::Job;
 use crate::tracker::WriteRefused;
@@ -34,6 +35,7 @@ impl MappedMemory {
     /// # Errors
     /// When the memory is not there.
     pub fn prefault(&self) -> io::Result<()> {
+        available::promise(self.0.memory())?;
         self.0.memory().prefault()
     }
 

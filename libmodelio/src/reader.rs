@@ -18,11 +18,11 @@ pub struct Reader {
 impl Reader {
     /// Opens `version`; `None` when it is gone.
     pub fn open(job: &Arc<Job>, version: Version) -> Option<Reader> {
-        if !job.pin(version) {
+        if !job.open_version(version) {
             return None;
         }
         let Some(view) = job.get(version) else {
-            job.unpin(version, 1);
+            job.close_version(version);
             return None;
         };
         Some(Reader { job: Arc::clone(job), version, view })
@@ -70,6 +70,6 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        self.job.unpin(self.version, 1);
+        self.job.close_version(self.version);
     }
 }

@@ -185,8 +185,8 @@ impl RegionStore {
 
     /// A new buffer whose blocks hold no version. Its pages are taken when they are touched.
     fn allocate(&mut self) -> io::Result<Arc<VersionBuffer>> {
-        available::check(self.layout.size())?;
         let buffer = VersionBuffer::allocate(&self.layout, RegionKey(self.next_key), VOID)?;
+        available::promise(buffer.region.memory())?;
         self.next_key += 1;
         self.live += 1;
         Ok(buffer)
@@ -436,7 +436,7 @@ impl RegionStore {
             }
             None if self.total() >= max => {
                 return Err(io::Error::other(format!(
-                    "all {max} version buffers (control/max_versions) are in use"
+                    "all {max} version buffers (twice control/max_versions) are in use"
                 )));
             }
             None => self.allocate()?,

@@ -179,7 +179,9 @@ impl Fs {
         };
         let this = Arc::clone(self);
         on_own_thread("gradfs-join", move || {
-            let joined = tree.model.join(&name, Some(owner));
+            let is_shared = ![0, this.access.owner.0].contains(&owner.0);
+            let may_join = if is_shared { tree.model.check_share(owner.0) } else { Ok(()) };
+            let joined = may_join.and_then(|()| tree.model.join(&name, Some(owner)));
             let dir = |id| this.attributes(Node::Model(tree.index, File::Learner(id)).ino());
             done(joined.and_then(|learner| dir(learner.id)));
         });

@@ -82,6 +82,16 @@ impl OpenRequest {
         is_newest(file).then(|| tree.model.learner_named(&tree.model.own_name)).flatten()
     }
 
+    /// The version that this open would hold. None if it holds none.
+    pub fn holds(&self) -> Option<Version> {
+        let (tree, file) = self.file().filter(|_| self.reads)?;
+        match file {
+            File::Device => Some(tree.model.job.version()),
+            File::RetainedText(_) => None,
+            file => file.version(),
+        }
+    }
+
     /// The learner whose contribution this open would write into.
     pub fn contributes_as(&self) -> Option<Arc<Learner>> {
         let (tree, file) = self.file().filter(|_| self.writes)?;

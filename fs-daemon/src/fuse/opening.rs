@@ -1,5 +1,6 @@
 //! open(2): it waits for the version that it must show, and for the outcome of programs that are ending just now.
 
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -13,6 +14,7 @@ use crate::fs::filesystem::stale;
 use crate::fs::open::{OpenRequest, Way};
 use crate::fs::open_file::OpenFile;
 use crate::session::error::{CallError, CallResult, Done};
+use crate::session::learner::Learner;
 use crate::session::learner_times::Waits;
 use crate::session::own_thread::on_own_thread;
 
@@ -113,6 +115,7 @@ impl Calls {
     }
 
     fn open_now(&self, request: &OpenRequest, tid: u32) -> CallResult<Opened> {
+        refuse_reader(request, tid)?;
         let _opening = request.contributes().then(|| self.watches.opening());
         let (file, way) = self.fs.open(request)?;
         let process = file.is_writable().then(|| self.watches.process_of(tid)).flatten();
@@ -143,4 +146,19 @@ impl Calls {
         let this = Arc::clone(self);
         self.waits.guard(tid, done, None, move |opened: Opened| this.release(opened.fh))
     }
+}
+
+/// Refuses the open of a version if programs hold as many others as they may. Users read their own learners' files at any
+/// time: whoever only reads stops no training.
+fn refuse_reader(request: &OpenRequest, tid: u32) -> CallResult<()> {
+    let Some(((tree, _), version)) = request.file().zip(request.holds()) else { return Ok(()) };
+    let refused = tree.model.refuse_reader(version);
+    if refused.is_ok() {
+        return refused;
+    }
+    let learner = request.shows_newest_to().flatten().and_then(|id| tree.model.learner(id).ok());
+    // Where the thread is not seen, it gets what its learner gets.
+    let user = std::fs::metadata(format!("/proc/{tid}")).map_or(0, |thread| thread.uid());
+    let is_its = |learner: &Learner| learner.owner.is_none_or(|(owner, _)| owner == user || user == 0);
+    if learner.as_deref().is_some_and(is_its) { Ok(()) } else { refused }
 }

@@ -88,6 +88,7 @@ impl ModelExports {
             Kind::Following => return Ok(Face::Following(Following::new(model, newest()?).into())),
             Kind::Disk => return Ok(Face::Disk(OpenDisk::open(model)?.into())),
             Kind::Numbered(version) => {
+                model.refuse_reader(version)?;
                 let why = "this version is gone (control/retain keeps more of them)";
                 let reader = Reader::open(&model.job, version).ok_or_else(|| gone(why))?;
                 return Ok(Face::Version(Arc::new(reader)));

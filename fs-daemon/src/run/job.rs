@@ -90,7 +90,7 @@ impl Job {
             Some(libc::EINVAL | libc::ENAMETOOLONG) => {
                 "--name takes letters, digits, -, _ and . (not in front), 64 of them with the rank".into()
             }
-            Some(libc::EDQUOT) => "a job has at most 4096 learners".into(),
+            Some(libc::EDQUOT) => "the job has as many learners as it may (control/max_learners)".into(),
             Some(libc::EACCES | libc::EPERM) => {
                 "run the command as the owner of the mount, or mount with --umask 007 and --allow-other"
                     .into()

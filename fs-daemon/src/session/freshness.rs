@@ -48,12 +48,13 @@ impl Model {
     /// Opens the newest version, for a reader that is no learner. Waits if [it must](Self::is_behind).
     ///
     /// # Errors
-    /// ETIMEDOUT, ENOENT while no version is here.
+    /// ETIMEDOUT, ENOENT while no version is here, ENOMEM if programs hold as many others as they may.
     pub fn open_newest(self: &Arc<Self>) -> CallResult<Reader> {
         if self.is_behind() {
             wait_for(self.timeout(), |done| self.job.await_fresh(None, self.timeout(), done))
                 .map_err(|error| explained(self, error))?;
         }
+        self.refuse_reader(self.job.version())?;
         let none = || CallError::new(libc::ENOENT, "no version is here yet: try again");
         Reader::newest(&self.job).ok_or_else(none)
     }

@@ -187,7 +187,7 @@ impl Learner {
             return Ok(());
         }
         let memory = self.mapping().memory();
-        let taken = available::check(memory.len() as u64).and_then(|()| memory.prefault());
+        let taken = available::promise(memory).and_then(|()| memory.prefault());
         // The next open tries again.
         taken.inspect_err(|_| self.mapped_ready.store(false, Ordering::Relaxed))
     }

@@ -226,6 +226,22 @@ impl Model {
         Ok(learner)
     }
 
+    /// Whether one more learner of a user, of many who use this mount, is within the user's share: half of the learners that
+    /// may be in the job, or as many as it waits for if that is more.
+    ///
+    /// # Errors
+    /// EDQUOT.
+    pub fn check_share(&self, user: u32) -> CallResult<()> {
+        let controls = self.job.controls();
+        let share = controls.learners.max(controls.max_learners / 2) as usize;
+        let is_its = |learner: &&Arc<Learner>| learner.owner.is_some_and(|(owner, _)| owner == user);
+        if self.learners.lock().values().filter(is_its).count() < share {
+            return Ok(());
+        }
+        let what = format!("user {user} has {share} learners already, the share of one user");
+        Err(CallError::new(libc::EDQUOT, what))
+    }
+
     /// The mount's own learner would contribute a replica, and can have none.
     ///
     /// # Errors
@@ -256,6 +272,14 @@ impl Model {
             self.learners.lock().remove(&gone.id);
         }
         self.join(&self.own_name, None)
+    }
+
+    /// Refuses a program that is no learner and opens `version`, if programs hold as many others as they may.
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub fn refuse_reader(&self, version: Version) -> CallResult<()> {
+        self.job.refuses_reader(version).map_or(Ok(()), |why| Err(CallError::new(libc::ENOMEM, why)))
     }
 
     /// A program opens this version as the newest one, as `learner` or as none.

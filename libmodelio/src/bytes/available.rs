@@ -1,11 +1,20 @@
 //! How much memory there is to take: of the machine, and of the control groups that this process is in.
 //!
 //! A process that touches a page beyond its group's limit gets no error: the kernel's out-of-memory killer ends a process
-//! of the group. So whoever takes memory for a version asks here first.
+//! of the group. So whoever takes memory for a version, or for what a learner writes, asks here first. Pages are taken when
+//! they are touched, so what was promised to others and is not taken yet counts, too.
 
 use std::fs::read_to_string;
 use std::io;
 use std::path::Path;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::mmap::Mapping;
+
+/// Memory of this process whose pages are promised, and not all taken yet.
+static PROMISED: Mutex<Vec<Weak<Mapping>>> = Mutex::new(Vec::new());
 
 /// The memory that stays for everything else when a version takes some: stacks, tables, and what programs read.
 const MARGIN: u64 = 16 << 20;
@@ -15,7 +24,40 @@ const MARGIN: u64 = 16 << 20;
 /// # Errors
 /// `OutOfMemory`, with both numbers.
 pub fn check(bytes: u64) -> io::Result<()> {
-    is_enough(bytes, available())
+    is_enough(bytes, unpromised(&mut PROMISED.lock()))
+}
+
+/// Promises the caller all pages of `memory`, before it touches the first one. It costs nothing once that is done.
+///
+/// # Errors
+/// `OutOfMemory`, with both numbers.
+pub fn promise(memory: &Arc<Mapping>) -> io::Result<()> {
+    if memory.is_promised() {
+        return Ok(());
+    }
+    let mut promised = PROMISED.lock();
+    if !memory.is_promised() {
+        is_enough(missing(memory), unpromised(&mut promised))?;
+        memory.set_promised();
+        promised.push(Arc::downgrade(memory));
+    }
+    Ok(())
+}
+
+/// The bytes of it that are not taken yet.
+fn missing(memory: &Mapping) -> u64 {
+    (memory.len() as u64).saturating_sub(memory.taken())
+}
+
+/// What is available beside all that is promised. What is taken for good is forgotten.
+fn unpromised(promised: &mut Vec<Weak<Mapping>>) -> Option<u64> {
+    let mut all = 0;
+    promised.retain(|memory| {
+        let missing = memory.upgrade().map_or(0, |memory| missing(&memory));
+        all += missing;
+        missing > 0
+    });
+    available().map(|available| available.saturating_sub(all))
 }
 
 fn is_enough(bytes: u64, available: Option<u64>) -> io::Result<()> {
@@ -169,6 +211,29 @@ mod tests {
     #[test]
     fn this_machine_has_some_memory() {
         assert!(available().is_none_or(|bytes| bytes > 1 << 20));
+    }
+
+    #[test]
+    fn memory_that_is_promised_and_not_taken_yet_is_promised_to_nobody_else() {
+        const PAGES: usize = 4 << 20;
+        let mapping = || Arc::new(Mapping::memfd("test", PAGES).unwrap());
+        let (memory, gone) = (mapping(), mapping());
+        let mut promised = vec![Arc::downgrade(&memory), Arc::downgrade(&gone)];
+        drop(gone);
+        // SAFETY: this thread alone knows the memory.
+        unsafe { memory.write(0, &[1]) };
+        assert!(missing(&memory) < PAGES as u64);
+        unpromised(&mut promised);
+        assert_eq!(promised.len(), 1, "what is gone needs nothing");
+        memory.prefault().unwrap();
+        unpromised(&mut promised);
+        assert_eq!((missing(&memory), promised.len()), (0, 0));
+        // As much as this cannot be taken, and so can nothing be promised of it.
+        let huge = Arc::new(Mapping::memfd("test", 1 << 46).unwrap());
+        assert_eq!(promise(&huge).unwrap_err().kind(), io::ErrorKind::OutOfMemory);
+        assert!(!huge.is_promised());
+        promise(&memory).unwrap();
+        assert!(memory.is_promised());
     }
 
     #[test]

@@ -19,6 +19,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -38,6 +39,8 @@ pub struct Mapping {
     len: usize,
     /// Dropped before the pages go.
     attached: Mutex<Attached>,
+    /// All its pages are promised to whoever touches them.
+    promised: AtomicBool,
 }
 
 impl fmt::Debug for Mapping {
@@ -78,12 +81,24 @@ impl Mapping {
         let Some(start) = aligned_room(len)? else {
             // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
             let address = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &fd, 0)? };
-            return Ok(Mapping { fd: Some(fd), address: address.cast(), len, attached: Mutex::default() });
+            return Ok(Mapping {
+                fd: Some(fd),
+                address: address.cast(),
+                len,
+                attached: Mutex::default(),
+                promised: AtomicBool::new(false),
+            });
         };
         let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
         // SAFETY: it replaces pages that `aligned_room` has reserved for this.
         let address = unsafe { mmap(Some(start), size, protection, flags, &fd, 0)? };
-        Ok(Mapping { fd: Some(fd), address: address.cast(), len, attached: Mutex::default() })
+        Ok(Mapping {
+            fd: Some(fd),
+            address: address.cast(),
+            len,
+            attached: Mutex::default(),
+            promised: AtomicBool::new(false),
+        })
     }
 
     /// `len` zero bytes (> 0) of private memory, in huge pages where the kernel has them.
@@ -96,7 +111,13 @@ impl Mapping {
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
         let address = unsafe { mmap_anonymous(None, size, protection, flags)? };
-        let mapping = Mapping { fd: None, address: address.cast(), len, attached: Mutex::default() };
+        let mapping = Mapping {
+            fd: None,
+            address: address.cast(),
+            len,
+            attached: Mutex::default(),
+            promised: AtomicBool::new(false),
+        };
         // SAFETY: advice on our own pages. A kernel without huge pages says EINVAL, which is no loss.
         let _ = unsafe { madvise(address, len, MmapAdvise::MADV_HUGEPAGE) };
         Ok(mapping)
@@ -152,6 +173,15 @@ impl Mapping {
         Ok(())
     }
 
+    /// Whether all its pages are promised ([`super::available::promise`]).
+    pub(super) fn is_promised(&self) -> bool {
+        self.promised.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_promised(&self) {
+        self.promised.store(true, Ordering::Relaxed);
+    }
+
     /// Takes every page now, so that no request pays for a first touch.
     ///
     /// # Errors
@@ -202,7 +232,7 @@ impl Mapping {
     }
 
     fn touch(&self) {
-        use std::sync::atomic::{AtomicU8, Ordering};
+        use std::sync::atomic::AtomicU8;
         for offset in (0..self.len).step_by(4096) {
             // SAFETY: in bounds; exchanging zero for zero takes the page for writing and changes no byte,
             // whatever other threads do with it. (Adding zero would be optimised into a load.)

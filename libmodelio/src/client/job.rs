@@ -244,6 +244,26 @@ impl Job {
         self.shared.unpin(version, count);
     }
 
+    /// Pins `version` for a program that opens it, until [`Self::close_version`]. False if the version is gone.
+    pub fn open_version(&self, version: Version) -> bool {
+        self.shared.inner.lock().versions.open(version)
+    }
+
+    /// The program has closed it.
+    pub fn close_version(&self, version: Version) {
+        self.shared.inner.lock().versions.close(version);
+        self.shared.unpin(version, 1);
+    }
+
+    /// Why a program that is no learner may not open `version`, if programs hold as many others as they may.
+    pub fn refuses_reader(&self, version: Version) -> Option<String> {
+        let inner = self.shared.inner.lock();
+        let most = inner.controls().max_versions;
+        inner.versions.refuses(version, most as usize).then(|| {
+            format!("programs hold {most} versions open (close old handles or raise control/max_versions)")
+        })
+    }
+
     /// A version in this process's memory.
     pub fn get(&self, version: Version) -> Option<VersionView> {
         let inner = self.shared.inner.lock();

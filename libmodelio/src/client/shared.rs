@@ -205,7 +205,7 @@ impl Inner {
 
     /// The number of versions to retain, and the most buffers that may exist.
     pub(super) fn bounds(&self) -> (usize, usize) {
-        (self.controls().retain as usize, self.controls().max_versions as usize)
+        (self.controls().retain as usize, self.controls().most_buffers())
     }
 
     /// The coordinator gives a client up after this silence, if ever.

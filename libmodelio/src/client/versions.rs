@@ -25,6 +25,8 @@ pub struct Shown {
     /// When it was complete here.
     pub at: SystemTime,
     pins: u64,
+    /// The pins of readers: programs that have it open.
+    readers: u64,
     /// Keeps the buffer, if it is the shard's own.
     hold: Option<Arc<dyn Any + Send + Sync>>,
     /// The client has sent the buffer. Connections may read it for a while after that.
@@ -33,17 +35,17 @@ pub struct Shown {
 
 impl Shown {
     fn new(buffer: Region, at: SystemTime) -> Shown {
-        Shown { buffer, at, pins: 0, hold: None, is_sent: false }
+        Shown { buffer, at, pins: 0, readers: 0, hold: None, is_sent: false }
     }
 }
 
 impl fmt::Debug for Shown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shown { buffer, at, pins, hold, is_sent } = self;
+        let Shown { buffer, at, pins, readers, hold, is_sent } = self;
         let is_held = hold.is_some();
         write!(
             f,
-            "Shown {{ buffer: {buffer:?}, at: {at:?}, pins: {pins}, is_held: {is_held}, is_sent: {is_sent} }}"
+            "Shown {{ buffer: {buffer:?}, at: {at:?}, pins: {pins}, readers: {readers}, is_held: {is_held}, is_sent: {is_sent} }}"
         )
     }
 }
@@ -53,13 +55,13 @@ impl fmt::Debug for Shown {
 /// # Errors
 /// When there is no memory.
 pub fn spare(size: usize) -> io::Result<Mapping> {
+    available::check(size as u64)?;
     let memory = memory(size)?;
     memory.prefault()?;
     Ok(memory)
 }
 
 fn memory(size: usize) -> io::Result<Mapping> {
-    available::check(size as u64)?;
     let memory = Mapping::memfd("gradfs-version", size)?;
     // Programs get this memory through passthrough, and no program may ever change it.
     memory.seal()?;
@@ -111,7 +113,9 @@ impl Versions {
 
     fn allocate(&mut self) -> io::Result<Region> {
         let memory = memory(self.size)?;
-        Ok(self.region(memory))
+        let region = self.region(memory);
+        available::promise(region.memory())?;
+        Ok(region)
     }
 
     fn region(&mut self, memory: Mapping) -> Region {
@@ -307,7 +311,7 @@ impl Versions {
             Some(region) => self.named_anew(&region),
             None if self.total() >= max => {
                 return Err(io::Error::other(format!(
-                    "all {max} version buffers (control/max_versions) are in use"
+                    "all {max} version buffers (twice control/max_versions) are in use"
                 )));
             }
             None => self.allocate()?,
@@ -334,6 +338,26 @@ impl Versions {
     /// Keeps `version` from being recycled. False if it is gone.
     pub fn pin(&mut self, version: Version) -> bool {
         self.shown.get_mut(&version).map(|shown| shown.pins += 1).is_some()
+    }
+
+    /// Pins `version` for a reader. False if it is gone.
+    pub fn open(&mut self, version: Version) -> bool {
+        let opened = self.shown.get_mut(&version);
+        opened.map(|shown| (shown.pins, shown.readers) = (shown.pins + 1, shown.readers + 1)).is_some()
+    }
+
+    /// A reader of `version` ends. Its pin stays until [`Self::unpin`].
+    pub fn close(&mut self, version: Version) {
+        if let Some(shown) = self.shown.get_mut(&version) {
+            shown.readers = shown.readers.saturating_sub(1);
+        }
+    }
+
+    /// Whether readers have `max` versions open, and not this one.
+    pub fn refuses(&self, version: Version, max: usize) -> bool {
+        let is_open = |shown: &&Shown| shown.readers > 0;
+        !self.shown.get(&version).is_some_and(|shown| is_open(&shown))
+            && self.shown.values().filter(is_open).count() >= max
     }
 
     /// Takes back `count` pins.
@@ -365,6 +389,24 @@ mod tests {
         assert!(versions.back(1, 3).unwrap().is_some());
         assert_eq!(versions.numbers().collect::<Vec<_>>(), [2, 3].map(Version));
         assert!(!versions.pin(Version(1)));
+    }
+
+    #[test]
+    fn readers_open_so_many_versions_and_what_is_open_already() {
+        let mut versions = Versions::new(4096);
+        for version in (1..=3).map(Version) {
+            versions.back(0, 8).unwrap();
+            versions.publish(version);
+            assert!(!versions.refuses(version, 2) || version == Version(3));
+            // A name that was looked up keeps a version, too, and is no reader.
+            assert!(versions.pin(version));
+            assert!(version == Version(3) || versions.open(version));
+        }
+        assert!(versions.refuses(Version(3), 2) && !versions.refuses(Version(2), 2));
+        versions.close(Version(1));
+        versions.unpin(Version(1), 1);
+        assert!(!versions.refuses(Version(3), 2));
+        assert!(!versions.open(Version(9)));
     }
 
     #[test]

@@ -185,6 +185,12 @@ impl Contributor {
 
     /// Makes the payload of blocks that were written in part, and completes the next replica.
     fn make_partly(&self, gaps: &[Gaps], staging: &Region, made: &Made) -> Result<(), ContributeError> {
+        let failed = |error: ShardError| {
+            let error = ContributeError::Shard(error);
+            self.state.lock().failed.get_or_insert_with(|| error.clone());
+            error
+        };
+        made.promise(staging).map_err(failed)?;
         for gaps in gaps {
             let bytes = self.layout.block_bytes(gaps.block);
             for missing in &gaps.missing {
@@ -196,9 +202,7 @@ impl Contributor {
             // SAFETY: as above.
             let model = unsafe { made.written.memory().bytes(bytes.start as usize..bytes.end as usize) };
             if !made.make(&self.layout, gaps.block, model, staging) {
-                let error = ContributeError::Shard(ShardError::NonFinite(gaps.block));
-                self.state.lock().failed.get_or_insert_with(|| error.clone());
-                return Err(error);
+                return Err(failed(ShardError::NonFinite(gaps.block)));
             }
             gaps.missing.iter().for_each(|missing| made.leave_out(missing.clone(), staging));
         }
@@ -279,6 +283,9 @@ impl Contributor {
     ) {
         let this = Arc::clone(self);
         let commit = move || {
+            if let Err(error) = made.promise(&staging) {
+                return this.commit_ended(OnError::Aborts, Err(error), done);
+            }
             let whole = |block: BlockId| {
                 let bytes = this.layout.block_bytes(block);
                 // SAFETY: the program may store meanwhile. Then each byte is old or new, and what was read is sent.

@@ -100,6 +100,15 @@ impl Made {
         }
     }
 
+    /// Promises the memory that [`Self::make`] stores into.
+    ///
+    /// # Errors
+    /// [`ShardError::OutOfMemory`].
+    pub(super) fn promise(&self, staging: &Region) -> Result<(), ShardError> {
+        staging.promise()?;
+        self.next().map_or(Ok(()), Region::promise)
+    }
+
     /// Makes the payload of a block in `staging` from `written`. False if that holds NaN or Inf, and they are refused.
     /// Elements that cannot be reduced are left out.
     pub(super) fn make(
@@ -311,6 +320,9 @@ impl Contributor {
         if piece.whole {
             return self.offer_made(piece, data, step, staging, made);
         }
+        if let Err(error) = made.written.promise() {
+            return self.not_staged(piece, error);
+        }
         let memory = made.written.memory();
         // SAFETY: as in `take`: the block is read when it is whole.
         unsafe { memory.write(piece.bytes.start as usize, data) };
@@ -336,6 +348,9 @@ impl Contributor {
         staging: &Region,
         made: &Made,
     ) -> Result<(), ShardError> {
+        if let Err(error) = made.promise(staging) {
+            return self.placed(piece, Err(error));
+        }
         if !made.make(&self.layout, piece.block, model, staging) {
             return self.placed(piece, Err(ShardError::NonFinite(piece.block)));
         }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
+use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
 use crate::vocabulary::groups::Contents;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step};
@@ -67,6 +68,15 @@ impl Region {
     /// Its name on the wire.
     pub fn key(&self) -> RegionKey {
         self.key
+    }
+
+    /// Promises its pages to a caller who is about to touch some of them for a contribution.
+    ///
+    /// # Errors
+    /// [`ShardError::OutOfMemory`] with the reason.
+    pub fn promise(&self) -> Result<(), ShardError> {
+        available::promise(&self.memory)
+            .map_err(|error| ShardError::OutOfMemory(format!("no memory for what a learner writes: {error}")))
     }
 }
 
@@ -170,7 +180,7 @@ pub enum ShardError {
     #[error("learner {0:?} is already in the job")]
     NameTaken(String),
     /// A learner table is full.
-    #[error("the job already has {0} learners, its limit")]
+    #[error("the job already has {0} learners, its limit (control/max_learners)")]
     TooManyLearners(usize),
     /// A step that is neither the learner's next nor an earlier one.
     #[error("step {got} is out of order: step {expected} is next")]

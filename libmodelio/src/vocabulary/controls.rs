@@ -185,6 +185,9 @@ pub struct Controls {
     pub learners: u32,
     /// Below this many active learners the job stops.
     pub min_learners: u32,
+    /// The most learners.
+    #[serde(default = "most_learners")]
+    pub max_learners: u32,
     /// Silence after which a learner leaves that no process is known to use, and a client with its learners; zero: never.
     pub lease: Duration,
     /// How long others wait for a silent learner whose process lives, before it leaves; zero: for ever.
@@ -199,7 +202,7 @@ pub struct Controls {
     pub shard_patience: Duration,
     /// Older versions to keep under `versions/`.
     pub retain: u32,
-    /// Version buffers that may exist: newest, next, retained and held open.
+    /// Versions that programs may hold open; see [`Self::most_buffers`].
     pub max_versions: u32,
     /// When clients pull versions. `None`: see [`Self::pull_policy`].
     pub pull: Option<PullPolicy>,
@@ -229,6 +232,10 @@ fn shard_patience() -> Duration {
     Duration::from_secs(20)
 }
 
+fn most_learners() -> u32 {
+    MAX_LEARNERS
+}
+
 impl Default for Controls {
     fn default() -> Controls {
         Controls {
@@ -241,6 +248,7 @@ impl Default for Controls {
             deterministic: false,
             learners: 1,
             min_learners: 1,
+            max_learners: MAX_LEARNERS,
             lease: Duration::from_secs(60),
             linger: Duration::from_secs(2),
             patience: patience(),
@@ -337,6 +345,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("aggregation", "optimizers: mean or sum over the contributions"),
     ("learners", "learners to wait for before the first version"),
     ("min_learners", "below this many active learners the job stops"),
+    ("max_learners", "learners that may be in the job, on all mounts"),
     (
         "lease",
         "seconds after which a silent mount and its learners leave, and a learner that no process uses; 0 is never",
@@ -349,7 +358,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("timeout", "longest wait in seconds of an open, fsync or close"),
     ("shard_patience", "seconds for which calls wait for a shard that is out of reach"),
     ("retain", "older versions kept under versions/"),
-    ("max_versions", "version buffers that may exist, the held ones included"),
+    ("max_versions", "versions that programs may hold open; twice as many buffers may exist"),
     (
         "pull",
         "versions are pulled eager (at once), adaptive (just before they are opened), or on-demand; or auto",
@@ -406,6 +415,7 @@ impl Controls {
             "aggregation" => self.hyper.aggregation.to_string(),
             "learners" => self.learners.to_string(),
             "min_learners" => self.min_learners.to_string(),
+            "max_learners" => self.max_learners.to_string(),
             "lease" => self.lease.as_secs_f64().to_string(),
             "patience" => self.patience.as_secs_f64().to_string(),
             "linger" => self.linger.as_secs_f64().to_string(),
@@ -467,6 +477,7 @@ impl Controls {
             "aggregation" => new.hyper.aggregation = field.word("mean or sum")?,
             "learners" => new.learners = field.count(1, MAX_LEARNERS)?,
             "min_learners" => new.min_learners = field.count(1, MAX_LEARNERS)?,
+            "max_learners" => new.max_learners = field.count(1, MAX_LEARNERS)?,
             "lease" => new.lease = field.seconds(0.0, "a number of seconds from 0 to a year")?,
             "patience" => new.patience = field.seconds(0.0, "a number of seconds from 0 to a year")?,
             "linger" => new.linger = field.seconds(0.0, "a number of seconds from 0 to a year")?,
@@ -508,6 +519,12 @@ impl Controls {
             Consistency::Async => PullPolicy::Adaptive,
             _ => PullPolicy::Eager,
         })
+    }
+
+    /// The most version buffers: as many as programs may hold versions, and as many again, so that training goes on when
+    /// they do.
+    pub fn most_buffers(&self) -> usize {
+        2 * self.max_versions as usize
     }
 
     /// Whether an open waits for the version with the learner's own step: unless said otherwise, in all consistencies
@@ -592,6 +609,12 @@ impl Controls {
     }
 
     fn validated(self) -> Result<Controls, ControlError> {
+        if self.max_learners < self.learners {
+            return Err(ControlError::Conflict(format!(
+                "max_learners ({}) is below learners ({})",
+                self.max_learners, self.learners
+            )));
+        }
         if self.min_learners > self.learners {
             return Err(ControlError::Conflict(format!(
                 "min_learners ({}) is above learners ({})",
@@ -813,6 +836,7 @@ mod tests {
         for (name, value) in [
             ("learners", "4"),
             ("min_learners", "2"),
+            ("max_learners", "12"),
             ("reducer", "adam"),
             ("consistency", "async"),
             ("consistency", "quorum(2)"),

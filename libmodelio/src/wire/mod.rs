@@ -125,8 +125,8 @@ pub enum Protocol {
     ///
     /// This program does not speak it any more.
     V10 = 10,
-    /// Settings have `patience`, and a learner may leave because it is over. Settings have `shard_patience`. A shard says how
-    /// many blocks it lacks of each client.
+    /// Settings have `max_learners`, `patience` and `shard_patience`, and a learner may leave because `patience` is over. A
+    /// shard says how many blocks it lacks of each client.
     V11 = 11,
 }
 

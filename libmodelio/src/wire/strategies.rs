@@ -178,6 +178,7 @@ fn controls() -> impl Strategy<Value = Controls> {
             let texts = [
                 ("learning_rate", rate.to_string()),
                 ("learners", learners.to_string()),
+                ("max_learners", (4000 + learners).to_string()),
                 ("frozen", frozen),
                 ("tensors", rules),
                 ("pull", pull.to_owned()),

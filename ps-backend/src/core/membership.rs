@@ -35,8 +35,9 @@ impl<S: Clone> JobCore<S> {
         if self.members.values().any(|member| member.name == name) {
             return Err(ShardError::NameTaken(name.to_owned()));
         }
-        if self.members.len() >= MAX_LEARNERS {
-            return Err(ShardError::TooManyLearners(MAX_LEARNERS));
+        let most = self.controls.max_learners as usize;
+        if self.members.len() >= most {
+            return Err(ShardError::TooManyLearners(most));
         }
         let none_left = || ShardError::NotAllowed("the job has no number left for a learner".into());
         let learner = LearnerId(self.next_learner);

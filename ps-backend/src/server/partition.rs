@@ -226,7 +226,7 @@ impl Partition {
     ) -> Result<Arc<Partition>, MakeError> {
         let all: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
         let partition = layout.partition(&all).map_err(|error| MakeError::Record(error.to_string()))?;
-        let limits = Limits { retain: 0, buffers: record.controls.max_versions as usize };
+        let limits = Limits { retain: 0, buffers: record.controls.most_buffers() };
         let home = executor.device().map_or(Home::Host(copies), |device| Home::Device(Arc::clone(device)));
         let store = PartitionStore::with_state(partition, record.controls.widest_reducer(), limits, home)?;
         Ok(Partition::of(record, (layout.size(), true), store, executor, Checksum::Off))

@@ -174,18 +174,18 @@ pub fn buffers_are_bounded(way: &Way) {
             Ok(buffer) => buffers.push(buffer),
             Err(refused) => break refused,
         }
-        assert!(buffers.len() < 4);
+        assert!(buffers.len() < 8);
     };
     assert!(matches!(refused, ShardError::OutOfMemory(_)), "{refused:?}");
     assert!(!buffers.is_empty());
     // Not more than there may be, whatever is asked for.
-    assert!(end.job.status().buffers.0 <= 4);
+    assert!(end.job.status().buffers.0 <= 8);
     drop(buffers);
     learner.push(1.0);
     assert_eq!(learner.pull(), 1);
     end.shows(1, 1.0);
     // A buffer that was given back can be taken again.
     let buffer = filled(&end, 2.0, &all(&end));
-    assert!(end.job.status().buffers.0 <= 4);
+    assert!(end.job.status().buffers.0 <= 8);
     drop(buffer);
 }

@@ -544,14 +544,14 @@ fn a_client_that_holds_all_versions_that_it_may_shows_no_newer_one_and_holds_up_
             std::thread::sleep(Duration::from_millis(1));
         }
     };
-    for version in 0..4 {
+    for version in 0..8 {
         shows(Version(version));
         assert!(reader.pin(Version(version)));
         go_on(&learner, version + 1, version + 1);
     }
-    go_on(&learner, 5, 20);
-    assert_eq!((reader.version(), reader.status().buffers.0), (Version(3), 4));
-    for version in 0..4 {
+    go_on(&learner, 9, 20);
+    assert_eq!((reader.version(), reader.status().buffers.0), (Version(7), 8));
+    for version in 0..8 {
         let (_, weights) = read(&reader, Version(version));
         assert!(weights.iter().all(|&weight| weight == version as f32), "{version}");
     }

@@ -239,6 +239,9 @@ impl World {
                     "client {index} has {requests} requests, {held} payloads, {outgoing:?}"
                 ));
             }
+            if !client.core.reaches_all() {
+                return Some(format!("client {index} is not connected to all"));
+            }
             if !client.payloads.is_empty() || !client.weights.is_empty() {
                 return Some(format!("client {index} holds {:?}, {:?}", client.payloads, client.weights));
             }

@@ -208,7 +208,7 @@ impl ClientCore {
     }
 
     /// Whether the coordinator and all shards are connected.
-    pub(super) fn reaches_all(&self) -> bool {
+    pub fn reaches_all(&self) -> bool {
         self.coordinator_up && self.shard_up.iter().all(|up| *up)
     }
 

@@ -144,6 +144,12 @@ impl Job {
             }
             None => drop(inner),
         }
+        if let Some(room) = room
+            && let Err(error) = room.promise()
+        {
+            shared.inner.lock().core.give_back(slot);
+            return Err(error);
+        }
         let finite = match room {
             Some(room) => block::place(layout, slot.block, payload, room.memory(), check),
             None => !check || block::is_finite(layout, slot.block, payload),

@@ -409,6 +409,14 @@ fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
 }
 
 #[test]
+fn more_learners_than_max_learners_are_refused_and_those_that_are_there_stay() {
+    let (mut sim, _) = job("1", &["a", "b", "c"]);
+    sim.set("learners", "1");
+    sim.set("max_learners", "2");
+    assert_eq!(sim.join("d").unwrap_err(), ShardError::TooManyLearners(2));
+}
+
+#[test]
 fn a_learner_that_retries_after_a_timeout_stays_and_one_that_hangs_leaves() {
     // `a` hangs in a contribution; `b` came in the middle of it and has to wait, less than its patience at a time.
     let mut sim = Sim::new(&[("patience", "1"), ("min_learners", "1")]);
