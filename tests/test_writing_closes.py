@@ -25,14 +25,14 @@ def tensors(start_mount, tmp_path):
 
 
 def test_a_setting_is_applied_once_at_its_close(mounted):
-    mount = mounted(verbose=True)
+    mount = mounted(verbose=True, learning_rate=0.75)
     rate = mount.model / "control/learning_rate"
     fd = os.open(rate, os.O_WRONLY | os.O_TRUNC)
     for piece in (b"0", b".2", b"5\n"):
         os.write(fd, piece)
-    assert mount.control("learning_rate") == "0.01", "not before the close"
+    assert mount.control("learning_rate") == "0.75", "not before the close"
     os.close(os.dup(fd))
-    assert mount.control("learning_rate") == "0.01", "nor at that of a duplicate"
+    assert mount.control("learning_rate") == "0.75", "nor at that of a duplicate"
     os.close(fd)
     assert mount.control("learning_rate") == "0.25"
     shell('echo 0.5 > "$1"; echo 0.125 1<> "$1"; printf 0.0625 | dd bs=1 of="$1" status=none', rate)
