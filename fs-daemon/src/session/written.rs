@@ -185,9 +185,9 @@ mod tests {
         let mut of = Written::default();
         assert!(!of.is_pending());
         let refused = CallError::new(libc::EFBIG, "first");
-        of.note(SIZE, 8, &Err(refused.clone()));
+        of.note(SIZE, 8, &Err::<(), _>(refused.clone()));
         of.note(0, 8, &Ok(()));
-        of.note(SIZE, 8, &Err(CallError::new(libc::EIO, "second")));
+        of.note(SIZE, 8, &Err::<(), _>(CallError::new(libc::EIO, "second")));
         assert_eq!((of.is_pending(), of.check_refused()), (true, Err(refused)));
         of.end();
         assert_eq!((of.is_pending(), of.check_refused()), (false, Ok(())));
