@@ -165,6 +165,33 @@ pub fn serving(path: &Path) -> Result<PathBuf, Error> {
     }
 }
 
+/// The gradfs mount that `path` is in, whose daemon answers, and the way from there to `path`.
+pub fn of(path: &Path) -> Result<(PathBuf, PathBuf), Error> {
+    let path = resolve(path, |_| LIST_MOUNTS.into())?;
+    let failed = |e| Error::new(format!("cannot resolve {}", path.display())).caused_by(e);
+    let mount = mountinfo::containing(&path).map_err(failed)?;
+    let Some(mount) = mount.filter(Mount::is_gradfs) else {
+        let error = Error::new(format!("{} is in no mount of gradfs", path.display()));
+        return Err(error.hint(LIST_MOUNTS));
+    };
+    let rest = path.strip_prefix(&mount.point).map(Path::to_owned).unwrap_or_default();
+    Ok((serving(&mount.point)?, rest))
+}
+
+/// Reads a small file of a mount, unless that takes too long.
+pub fn text(path: &Path) -> io::Result<String> {
+    let asked = path.to_owned();
+    bounded(PATIENCE, move || fs::read_to_string(asked))
+}
+
+/// The names in a directory of a mount, unless that takes too long.
+pub fn names(path: &Path) -> io::Result<Vec<String>> {
+    let asked = path.to_owned();
+    bounded(PATIENCE, move || {
+        fs::read_dir(asked)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+    })
+}
+
 /// Opens a file of a mount to read it, unless that takes too long.
 pub fn opened(path: &Path) -> io::Result<fs::File> {
     let asked = path.to_owned();

@@ -90,6 +90,13 @@ Examples:
   Shards and models of a registry:
     gradfs status --registry node1
 
+  One model: its shards, its learners, and who waits for whom:
+    gradfs status llama --registry node1
+
+  What a mount shows, that of gradfs up too; or one of its models:
+    gradfs status /mnt/job
+    gradfs status /mnt/job/llama
+
   For a program:
     gradfs status --registry node1 --json | jq '.shards[].address'
 
@@ -154,7 +161,7 @@ pub enum ClusterCommand {
     /// Mount models that shards hold
     #[command(after_help = MOUNT_EXAMPLES)]
     Mount(Given<MountArgs>),
-    /// Tell which shards and models there are, and how they are
+    /// Tell which shards and models there are, or what a mount has, and how they are
     #[command(after_help = STATUS_EXAMPLES)]
     Status(Given<StatusArgs>),
     /// Save a snapshot of a job, while it runs
@@ -300,6 +307,9 @@ pub struct MountArgs {
 /// The arguments of `gradfs status`.
 #[derive(Args, Debug)]
 pub struct StatusArgs {
+    /// Only this: a mount, the directory of a model in it, or a model's name in the registry
+    #[arg(value_name = "PATH|NAME", value_hint = ValueHint::DirPath)]
+    of: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -385,7 +395,7 @@ impl Given<MountArgs> {
 impl Given<StatusArgs> {
     /// The configuration that these flags, the environment `variables` and the file they name ask for.
     pub fn config(self, variables: impl Variables) -> Result<StatusConfig, Error> {
-        StatusConfig::merge(&self.layers(&CLUSTER, variables)?, self.json)
+        StatusConfig::merge(self.of.as_deref(), &self.layers(&CLUSTER, variables)?, self.json)
     }
 }
 

@@ -1,4 +1,7 @@
-//! `gradfs status`: the shards, the models, and their states.
+//! `gradfs status`: the shards, the models, and their states; or those of a mount.
+
+mod learners;
+mod mounted;
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -8,25 +11,49 @@ use libmodelio::wire::{RefusedShard, ShardRecord};
 use serde_json::{Value, json};
 
 use super::{YOUNG, age, deadline, jobs, registry, registry_error};
-use crate::config::cluster::StatusConfig;
+use crate::config::cluster::{StatusConfig, StatusOf};
 use crate::error::Error;
 use crate::shown::shown_within;
 
 /// The exit status if a job waits for a shard, or has failed.
 const IN_TROUBLE: u8 = 3;
+/// Learners of each job that the status of a whole cluster lists.
+const FEW_LEARNERS: usize = 16;
 
-/// Prints the state of a cluster, and says by the exit status whether all jobs can go on.
+/// Prints the state of a cluster, of one of its models or of a mount, and says by the exit status whether all jobs can
+/// go on.
 ///
 /// # Errors
-/// When the registry does not answer. A shard that does not is part of the answer.
+/// When the registry or the mount does not answer, or there is no such model. A shard that does not answer is part of the
+/// answer.
 pub fn run(config: &StatusConfig) -> Result<ExitCode, Error> {
+    let (text, in_trouble) = match &config.of {
+        StatusOf::Mount(path) => mounted::status(path, config.json)?,
+        StatusOf::Model(name) => of_cluster(config, Some(name))?,
+        StatusOf::All => of_cluster(config, None)?,
+    };
+    print!("{text}");
+    Ok(if in_trouble { IN_TROUBLE.into() } else { ExitCode::SUCCESS })
+}
+
+/// The text to print, and whether a job is in trouble.
+fn of_cluster(config: &StatusConfig, only: Option<&str>) -> Result<(String, bool), Error> {
     let registry = registry(&config.registry);
     let failed = |error| registry_error(&config.registry, error);
+    // Without this, a name that is misspelt would look like an idle model.
+    only.map(|name| registry.model(name, deadline())).transpose().map_err(failed)?;
     let shards = registry.shards(deadline()).map_err(failed)?;
     let refused = registry.refused(deadline()).map_err(failed)?;
-    let models = registry.models(deadline()).map_err(failed)?;
+    let models = match only {
+        Some(name) => vec![name.to_owned()],
+        None => registry.models(deadline()).map_err(failed)?,
+    };
     let shards: Vec<Value> = shards.iter().map(ask).collect();
     let refused: Vec<Value> = refused.iter().map(ask_refused).collect();
+    let [shards, refused] = [shards, refused].map(|shards| match only {
+        Some(name) => shards.into_iter().filter_map(|shard| only_of(shard, name)).collect(),
+        None => shards,
+    });
     let jobs = jobs::states(&registry, &config.registry, &[&shards[..], &refused].concat(), &models);
     let in_trouble = jobs.iter().any(jobs::is_in_trouble);
     let status = json!({
@@ -37,12 +64,24 @@ pub fn run(config: &StatusConfig) -> Result<ExitCode, Error> {
         "models": models,
         "jobs": jobs,
     });
-    if config.json {
-        println!("{status:#}");
-    } else {
-        print!("{}", for_people(&shown_within(status)));
+    let few = only.is_none().then_some(FEW_LEARNERS);
+    let text = if config.json { format!("{status:#}\n") } else { for_people(&shown_within(status), few) };
+    Ok((text, in_trouble))
+}
+
+/// The part of a shard's status that is about one model; `None` if it has nothing of it. A shard that does not answer may
+/// have something.
+fn only_of(mut shard: Value, name: &str) -> Option<Value> {
+    if shard["unreachable"].is_string() {
+        return Some(shard);
     }
-    Ok(if in_trouble { IN_TROUBLE.into() } else { ExitCode::SUCCESS })
+    for of in ["models", "incoming"] {
+        if let Some(models) = shard[of].as_array_mut() {
+            models.retain(|model| model["name"] == json!(name));
+        }
+    }
+    let has = |of: &str| shard[of].as_array().is_some_and(|models| !models.is_empty());
+    (has("models") || has("incoming")).then_some(shard)
 }
 
 fn ask(shard: &ShardRecord) -> Value {
@@ -83,7 +122,8 @@ fn rdma(status: &Value) -> String {
     }
 }
 
-fn for_people(status: &Value) -> String {
+/// `few` learners of each job are told of, or all.
+fn for_people(status: &Value, few: Option<usize>) -> String {
     let mut text = String::new();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let _ = write!(text, "registry {}", status["registry"].as_str().unwrap_or_default());
@@ -162,6 +202,7 @@ fn for_people(status: &Value) -> String {
                     coordinator["clients"],
                     coordinator["contributions"],
                 );
+                learners::tell(&mut text, "    ", &list(&coordinator["learners"]), &of("consistency"), few);
                 if let Some(moving) = moving(coordinator) {
                     let _ = writeln!(text, "    {moving}");
                 }
@@ -192,7 +233,7 @@ mod tests {
     fn the_status_tells_a_drained_shard_from_one_that_still_has_blocks() {
         let status = |models: Value| {
             let shard = json!({ "shard": 1, "address": "node1:7070", "draining": true, "models": models });
-            for_people(&json!({ "registry": "node1:7070", "shards": [shard] }))
+            for_people(&json!({ "registry": "node1:7070", "shards": [shard] }), None)
         };
         assert!(status(json!([])).contains(", drained: no blocks are left\n"));
         assert!(status(json!([{ "name": "m" }])).contains(", draining\n"));
@@ -200,7 +241,8 @@ mod tests {
 
     #[test]
     fn the_status_says_that_a_young_registry_may_not_know_everything() {
-        let status = |age: f64| for_people(&json!({ "registry": "node1:7070", "registry_seconds": age }));
+        let status =
+            |age: f64| for_people(&json!({ "registry": "node1:7070", "registry_seconds": age }), None);
         let later = "if that was not the first time, shards tell it of their models within seconds";
         assert_eq!(status(3.2), format!("registry node1:7070, started 3 s ago: {later}\nno models\n"));
         assert_eq!(status(99.0), "registry node1:7070\nno models\n");

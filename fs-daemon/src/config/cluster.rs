@@ -23,6 +23,7 @@ use strum::VariantNames;
 use super::endpoint::{DEFAULT_PORT, Endpoint};
 use super::{Layer, Merged, ModelSource, name_fault, number, size, utf8};
 use crate::error::Error;
+use crate::mountpoint;
 
 /// Most shards that a model can be striped over.
 const MAX_SHARDS: u16 = 1024;
@@ -121,10 +122,23 @@ pub struct MountConfig {
 /// Everything `gradfs status` needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StatusConfig {
+    /// What is asked for.
+    pub of: StatusOf,
     /// The registry; this host's registry if none is given.
     pub registry: Endpoint,
     /// Whether the output is JSON, for programs.
     pub json: bool,
+}
+
+/// The object of `gradfs status`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum StatusOf {
+    /// All that the registry has.
+    All,
+    /// One model of the registry.
+    Model(String),
+    /// A mount, or a directory in it.
+    Mount(PathBuf),
 }
 
 /// Everything `gradfs delete` needs to know.
@@ -317,8 +331,16 @@ impl MountConfig {
 
 impl StatusConfig {
     /// Merges `layers`, the strongest first.
-    pub fn merge(layers: &[Layer], json: bool) -> Result<StatusConfig, Error> {
-        Ok(StatusConfig { registry: Merged(layers).registry_or_here()?, json })
+    pub fn merge(of: Option<&Path>, layers: &[Layer], json: bool) -> Result<StatusConfig, Error> {
+        let of = match of {
+            None => StatusOf::All,
+            Some(path) if !is_name(path) || mountpoint::of(path).is_ok() => StatusOf::Mount(path.to_owned()),
+            Some(name) => {
+                let name = utf8("PATH|NAME", &name.as_os_str().to_owned())?.to_owned();
+                StatusOf::Model(model_name("PATH|NAME", &name)?)
+            }
+        };
+        Ok(StatusConfig { of, registry: Merged(layers).registry_or_here()?, json })
     }
 }
 
@@ -338,8 +360,7 @@ impl SaveConfig {
         replaces: bool,
         layers: &[Layer],
     ) -> Result<SaveConfig, Error> {
-        let is_name = model.components().count() == 1 && model.file_name() == Some(model.as_os_str());
-        let model = if is_name && !model.join("snapshot").exists() {
+        let model = if is_name(model) && !model.join("snapshot").exists() {
             let name = utf8("MOUNT/NAME", &model.as_os_str().to_owned())?.to_owned();
             SavedModel::Named(model_name("MOUNT/NAME", &name)?, Merged(layers).registry_or_here()?)
         } else {
@@ -408,6 +429,11 @@ impl Merged<'_> {
         let here = || Endpoint { host: "localhost".into(), port: DEFAULT_PORT };
         Ok(self.registry()?.unwrap_or_else(here))
     }
+}
+
+/// Whether a path can be a model's name as well.
+fn is_name(path: &Path) -> bool {
+    path.components().count() == 1 && path.file_name() == Some(path.as_os_str())
 }
 
 /// Whether `address` is one of this host's: packets to such an address also come from it. Sends nothing.

@@ -16,7 +16,7 @@ use serde_json::json;
 use super::model_tree::ModelTree;
 use super::node::File;
 use crate::session::error::{CallError, CallResult};
-use crate::session::model::Model;
+use crate::session::model::{Model, Snapshots};
 
 /// `README` in the mount's root.
 pub fn readme(trees: &[Arc<ModelTree>]) -> String {
@@ -82,18 +82,22 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         .iter()
         .map(|(name, _)| ((*name).to_owned(), json!(controls.get(name).unwrap_or_default())))
         .collect();
+    let host = nix::unistd::gethostname().ok().and_then(|host| host.into_string().ok());
     let learners: Vec<_> = status
         .members
         .iter()
         .map(|member| {
             // Only the mount that a learner is of knows what it waits for.
+            let is_here = model.learner(member.learner).is_ok();
             let times = model.learner(member.learner).ok().map(|learner| Arc::clone(&learner.times));
             let stall = times.as_ref().map(|times| times.stall());
             let staleness = times.as_ref().and_then(|times| times.staleness());
             json!({
                 "id": member.name,
                 "incarnation": member.incarnation,
+                "host": host.as_deref().filter(|_| is_here),
                 "step": member.step,
+                "steps_per_second": model.times.steps_per_second(member).map(round),
                 "phase": member.phase,
                 "joined_at_version": member.joined_at,
                 "silent_seconds": round(member.silent.as_secs_f64()),
@@ -173,6 +177,10 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "tensors": model.layout.tensors().len(),
         "block_size": model.layout.block_size(),
         "blocks": model.layout.blocks(),
+        "registry": match &model.snapshots {
+            Snapshots::Registry(at) => Some(at),
+            Snapshots::Here(_) => None,
+        },
         "transport": model.job.kind().to_string(),
         "shards": shards,
         "passthrough": mount.passthrough,

@@ -8,7 +8,7 @@ use libmodelio::client::ShardView;
 use libmodelio::transport::TransportKind;
 use libmodelio::vocabulary::norm::Norm;
 
-use super::page::{Histograms, Number, PHASES, PHASES_HELP, Page, Payload, TotalSeconds};
+use super::page::{Histograms, JobWaits, Number, PHASES, PHASES_HELP, Page, Payload, TotalSeconds};
 use crate::session::model::Model;
 
 /// The page, from what `status.json` is made of.
@@ -40,6 +40,7 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         "For how long the job has been waiting for a shard that cannot be reached; 0 if it can.",
         of_shard,
     )?;
+    let waits_of_job = JobWaits::new(&page)?;
     let contributions = page.counter(
         "gradfs_contributions_total",
         "Contributions that are part of a version, those of other mounts included.",
@@ -92,6 +93,12 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
         let status = model.job.status();
         version.set(&[name], status.version.0)?;
         learners.set(&[name], status.members.len() as u64)?;
+        let late = status.late.as_ref();
+        waits_of_job.tell(
+            name,
+            status.state.name(),
+            late.map(|(late, waited)| (&late.learners[..], late.more, *waited)),
+        )?;
         contributions.total(&[name], status.contributions)?;
         for (of, value) in [
             (&norm, status.norm.map(Norm::get).filter(|norm| norm.is_finite())),

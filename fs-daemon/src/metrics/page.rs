@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use libmodelio::observe::histogram::Counts;
 use libmodelio::transport::tally::Payloads;
+use libmodelio::vocabulary::phase::JobPhase;
 use parking_lot::Mutex;
 use prometheus::core::{AtomicU64, Collector, Desc, GenericGaugeVec};
 use prometheus::proto::{Bucket, Histogram, LabelPair, Metric, MetricFamily, MetricType};
@@ -190,6 +191,52 @@ impl Collector for Histograms {
         family.set_field_type(MetricType::HISTOGRAM);
         family.set_metric(self.0.of.lock().clone());
         vec![family]
+    }
+}
+
+/// A job's state, and the learners that it waits for.
+pub struct JobWaits {
+    state: Gauge,
+    learner: Number,
+    more: Gauge,
+}
+
+impl JobWaits {
+    pub fn new(page: &Page) -> Result<JobWaits, prometheus::Error> {
+        Ok(JobWaits {
+            state: page.gauge(
+                "gradfs_job_state",
+                "1 for the state that the job of a model is in, 0 for the others.",
+                &["model", "state"],
+            )?,
+            learner: page.number(
+                "gradfs_learner_waited_for_seconds",
+                "For how long other learners have been waiting for this one; absent before 5 s.",
+                &["model", "learner"],
+            )?,
+            more: page.gauge(
+                "gradfs_learners_waited_for",
+                "How many learners others have been waiting for, for 5 s at least; those too that have yet to join.",
+                &["model"],
+            )?,
+        })
+    }
+
+    /// `late`: the names of learners that are waited for, how many more there are, and for how long.
+    pub fn tell(
+        &self,
+        model: &str,
+        state: &str,
+        late: Option<(&[String], usize, Duration)>,
+    ) -> Result<(), prometheus::Error> {
+        for phase in JobPhase::ALL {
+            self.state.set(&[model, phase.name()], (phase.name() == state).into())?;
+        }
+        let (names, more, waited) = late.unwrap_or_default();
+        for name in names {
+            self.learner.set(&[model, name], waited.as_secs_f64())?;
+        }
+        self.more.set(&[model], (names.len() + more) as u64)
     }
 }
 

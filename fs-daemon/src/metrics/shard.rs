@@ -1,11 +1,13 @@
 //! The metrics of a shard.
 
+use std::time::Duration;
+
 use libmodelio::observe::histogram::Counts;
 use libmodelio::transport::tally::Payloads;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::page::{PHASES, PHASES_HELP, Page, Payload};
+use super::page::{JobWaits, PHASES, PHASES_HELP, Page, Payload};
 
 /// The fields of a shard's status that metrics show.
 #[derive(Deserialize)]
@@ -41,8 +43,17 @@ struct Model {
 #[derive(Deserialize)]
 struct Coordinator {
     learners: Vec<serde::de::IgnoredAny>,
+    state: String,
     contributions: u64,
     unreachable: Vec<Away>,
+    late: Option<Late>,
+}
+
+#[derive(Deserialize)]
+struct Late {
+    learners: Vec<String>,
+    more: usize,
+    seconds: f64,
 }
 
 #[derive(Deserialize)]
@@ -94,6 +105,7 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
         "For how long a shard of a model that this one coordinates cannot be reached.",
         &["model", "shard"],
     )?;
+    let waits = JobWaits::new(&page)?;
     let payload = Payload::new(&page)?;
     let phases = page.histograms(PHASES, PHASES_HELP, &["model", "phase"])?;
     connections.set(&["tcp"], status.tcp.connections)?;
@@ -110,6 +122,10 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
         if let Some(coordinator) = &model.coordinator {
             learners.set(&[name], coordinator.learners.len() as u64)?;
             contributions.total(&[name], coordinator.contributions)?;
+            let late = coordinator.late.as_ref();
+            let waited = |late: &Late| Duration::try_from_secs_f64(late.seconds).unwrap_or_default();
+            let late = late.map(|late| (&late.learners[..], late.more, waited(late)));
+            waits.tell(name, &coordinator.state, late)?;
             for one in &coordinator.unreachable {
                 away.set(&[name, &one.shard.to_string()], one.seconds as u64)?;
             }

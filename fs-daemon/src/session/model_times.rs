@@ -1,10 +1,11 @@
-//! Where the time of a model's learners goes, all of them together: histograms, and the rates of its payload.
+//! Where the time of a model's learners goes, all of them together: histograms, and the rates of its payload and steps.
 
 use std::time::Instant;
 
 use libmodelio::client::Job;
 use libmodelio::observe::histogram::Histogram;
-use libmodelio::observe::rate::Rate;
+use libmodelio::observe::rate::{Rate, StepRates};
+use libmodelio::vocabulary::members::MemberView;
 use parking_lot::Mutex;
 
 /// The times of one model's learners in this process.
@@ -25,6 +26,7 @@ pub struct ModelTimes {
 struct Rates {
     push: Rate,
     pull: Rate,
+    steps: StepRates,
 }
 
 impl Default for ModelTimes {
@@ -41,12 +43,20 @@ impl Default for ModelTimes {
 }
 
 impl ModelTimes {
-    /// Notes how much the job has pushed and pulled. To be called every second, or more often.
+    /// Notes how far the learners are, and how much the job has pushed and pulled. To be called every second, or more
+    /// often.
     pub fn sample(&self, job: &Job) {
-        let Some(payload) = job.payload() else { return };
         let (now, mut rates) = (self.started.elapsed(), self.rates.lock());
+        rates.steps.sample(now, || job.state().learners.into_iter().map(|one| (one.learner, one.step)));
+        let Some(payload) = job.payload() else { return };
         rates.push.sample(now, payload.pushed_bytes);
         rates.pull.sample(now, payload.pulled_bytes);
+    }
+
+    /// The steps a second of a learner of the job, also of another mount's, over the last seconds.
+    pub fn steps_per_second(&self, member: &MemberView) -> Option<f64> {
+        let (now, rates) = (self.started.elapsed(), self.rates.lock());
+        rates.steps.per_second(now, member.learner, member.step)
     }
 
     /// Bytes a second that the job has pushed and pulled over the last seconds. None if its shard is in this process.

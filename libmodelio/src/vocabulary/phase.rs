@@ -63,6 +63,16 @@ pub enum JobPhase {
 }
 
 impl JobPhase {
+    /// All of them.
+    pub const ALL: [JobPhase; 6] = [
+        JobPhase::Running,
+        JobPhase::Forming,
+        JobPhase::Reducing,
+        JobPhase::Stopped,
+        JobPhase::Waiting,
+        JobPhase::Failed,
+    ];
+
     /// The name in status.
     pub fn name(self) -> &'static str {
         match self {

@@ -136,6 +136,13 @@ impl CoordinatorCore {
         idle.min_by_key(|(_, client)| client.last_seen).map(|(&id, _)| id)
     }
 
+    /// The learners in the job, each with its client.
+    pub fn clients_of_learners(&self) -> impl Iterator<Item = (LearnerId, ClientId)> {
+        self.clients
+            .iter()
+            .flat_map(|(&id, client)| client.learners.keys().map(move |&learner| (learner, id)))
+    }
+
     /// The client's connection has ended. It may come back within its lease. A client that only reads is forgotten at
     /// once.
     pub fn client_down(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {

@@ -132,10 +132,13 @@ fn status_of(name: &str, model: &Model) -> Value {
             .members
             .iter()
             .map(|member| {
+                let sight = status.sights.get(&member.learner).cloned().unwrap_or_default();
                 json!({
                     "id": member.learner.0,
                     "name": member.name,
+                    "host": sight.host,
                     "step": member.step.0,
+                    "steps_per_second": sight.steps_per_second.map(|rate| (rate * 1e3).round() / 1e3),
                     "phase": member.phase,
                     "silent_seconds": member.silent.as_secs_f64(),
                 })

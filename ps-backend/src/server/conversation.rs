@@ -247,7 +247,9 @@ impl Peer {
         let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
         match &self.kind {
-            Kind::Control { client, coordinator } => coordinator.client_up(*client, &self.link)?,
+            Kind::Control { client, coordinator } => {
+                coordinator.client_up(*client, &self.link, &self.address)?
+            }
             Kind::Data(data) => data.partition.client_up(data.sender.client, &self.link),
             _ => {}
         }

@@ -4,9 +4,10 @@
 mod moves;
 mod moving;
 mod remote;
+mod sights;
 mod small;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -29,6 +30,7 @@ use crate::moving::Progress;
 use moves::Moves;
 pub(super) use moves::Moving;
 use remote::RemoteShard;
+use sights::{Sight, Sights};
 use small::Small;
 
 /// So few clients get their messages from the thread that has decided, under the coordinator's lock.
@@ -52,6 +54,8 @@ struct State {
     missed: BTreeSet<ClientId>,
     /// The wait for learners that was logged last.
     late: Option<Duration>,
+    /// Where learners are, and how fast.
+    sights: Sights,
     /// What comes with commits, and goes with states.
     small: Small,
 }
@@ -116,6 +120,8 @@ pub struct CoordinatorStatus {
     pub failed: Option<String>,
     /// Learners in the job.
     pub members: Vec<MemberView>,
+    /// Where each is, and how fast.
+    pub sights: BTreeMap<LearnerId, Sight>,
     /// The number of connected clients, and of all known ones.
     pub clients: (usize, usize),
     /// The number of contributions that are part of a version.
@@ -185,6 +191,7 @@ impl Coordinator {
             frozen: false,
             missed: BTreeSet::new(),
             late: None,
+            sights: Sights::default(),
             small: Small::default(),
         };
         let own: Weak<dyn Recipient> = Arc::downgrade(here) as Weak<dyn Recipient>;
@@ -270,6 +277,7 @@ impl Coordinator {
             state: state.core.doing(),
             failed: state.core.failed().map(Refusal::to_string),
             members: job.members(now),
+            sights: state.sights.of(now, &state.core),
             clients: state.core.client_count(),
             contributions: job.contributions_taken(),
             controls: job.controls().clone(),
@@ -413,9 +421,10 @@ impl Coordinator {
     // -- clients
 
     /// A client's control connection is open.
-    pub(super) fn client_up(&self, client: ClientId, link: &Link) -> Result<(), Refusal> {
+    pub(super) fn client_up(&self, client: ClientId, link: &Link, address: &str) -> Result<(), Refusal> {
         let mut outcome = Ok(());
         let met = |state: &mut State| {
+            state.sights.client_up(client, address);
             if let Some(old) = state.clients.insert(client, link.clone()) {
                 // A newer connection has replaced this one: its messages do not count.
                 old.close(Close::Asked("the client has connected again".into()));
@@ -608,6 +617,8 @@ impl Timed for Coordinator {
         self.with_core(|state, now, actions| state.core.tick(now, actions));
         self.log_waits();
         let mut state = self.state.lock();
+        let State { core, sights, clients, .. } = &mut *state;
+        sights.look(self.now(), core, |client| clients.contains_key(&client));
         let due = state.core.next_deadline().saturating_sub(self.now());
         let pause = due.clamp(Duration::from_millis(1), IDLE);
         state.checks_at = self.now() + pause;

@@ -155,7 +155,11 @@ fn flags_reach_the_configuration() {
     assert_eq!(mount.mounting.metrics.unwrap().to_string(), "0.0.0.0:0");
 
     let status = config!(Status, "status --registry node1:9 --json").unwrap();
-    assert_eq!((status.registry.port, status.json), (9, true));
+    assert_eq!((status.registry.port, status.json, status.of), (9, true, StatusOf::All));
+    let of = |words| config!(Status, words).unwrap().of;
+    assert_eq!(of("status llama"), StatusOf::Model("llama".into()));
+    assert_eq!(of("status /mnt/job"), StatusOf::Mount("/mnt/job".into()));
+    assert_eq!(of("status ./llama"), StatusOf::Mount("./llama".into()));
     let delete = config!(Delete, "delete llama --registry node1").unwrap();
     assert_eq!((delete.name.as_str(), delete.registry.host.as_str()), ("llama", "node1"));
     let drain = config!(Drain, "drain node2:7 --registry node1").unwrap();
@@ -210,7 +214,7 @@ fn wrong_words_are_refused_with_exit_code_2() {
         "mount /mnt --rdma-polling never",
         "create m --reducer SGD2",
         "registry --registry node1",
-        "status node1",
+        "status node1 node2",
         "drain node1 node2",
         "drain 1 --cancel --hold 3",
         "serve",

@@ -108,8 +108,8 @@ fn defaults() {
             rdma: RdmaOptions::default(),
         }
     );
-    let status = StatusConfig::merge(&[flags(&[])], true).unwrap();
-    assert_eq!(status, StatusConfig { registry: at("localhost", 7070), json: true });
+    let status = StatusConfig::merge(None, &[flags(&[])], true).unwrap();
+    assert_eq!(status, StatusConfig { of: StatusOf::All, registry: at("localhost", 7070), json: true });
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn one_file_serves_all_commands() {
     assert_eq!(create.controls.hyper.learning_rate, 0.25);
     let mount = MountConfig::merge(&layers).unwrap();
     assert_eq!((mount.models, mount.transport), (vec!["llama".into(), "value".into()], TransportChoice::Tcp));
-    assert_eq!(StatusConfig::merge(&layers, false).unwrap().registry, at("node1", 7070));
+    assert_eq!(StatusConfig::merge(None, &layers, false).unwrap().registry, at("node1", 7070));
     assert_eq!(DeleteConfig::merge("x", &layers).unwrap().registry, at("node1", 7070));
     assert_eq!(
         DrainConfig::merge("node2", "1", None, false, &layers).unwrap().shard,
@@ -172,7 +172,7 @@ fn a_registry_is_needed_where_there_is_something_to_ask() {
     // These need no other host to ask.
     let here = at("localhost", 7070);
     assert_eq!(CreateConfig::merge(&none).unwrap().registry, here);
-    assert_eq!(StatusConfig::merge(&none, false).unwrap().registry, here);
+    assert_eq!(StatusConfig::merge(None, &none, false).unwrap().registry, here);
     assert!(said(RegistryConfig::merge(&none)).starts_with("no address to listen on is given"));
     assert!(said(ShardConfig::merge(&none)).contains("--listen 10.0.0.1:7070"));
 }
@@ -180,9 +180,9 @@ fn a_registry_is_needed_where_there_is_something_to_ask() {
 #[test]
 fn addresses_are_checked_and_complaints_name_the_source() {
     let env = environment(&[("GRADFS_REGISTRY", "node1:seven")]);
-    let text = said(StatusConfig::merge(&[flags(&[]), env], false));
+    let text = said(StatusConfig::merge(None, &[flags(&[]), env], false));
     assert!(text.starts_with("GRADFS_REGISTRY: \"node1:seven\" is not host:port"), "{text}");
-    let text = said(StatusConfig::merge(&[file("registry = '::1'")], false));
+    let text = said(StatusConfig::merge(None, &[file("registry = '::1'")], false));
     assert!(
         text.starts_with("/etc/cluster.toml: registry: \"::1\"") && text.contains("[::1]:7070"),
         "{text}"

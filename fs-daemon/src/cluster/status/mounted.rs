@@ -1,0 +1,110 @@
+//! The status of a mount on this host: what `status.json` of its models says, and what their coordinators know besides.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use libmodelio::registry::Registry as _;
+use serde_json::{Value, json};
+
+use super::super::{ask, deadline, jobs, registry, registry_error};
+use super::learners;
+use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
+use crate::error::Error;
+use crate::mountpoint;
+
+/// The text to print about a mount, or about the model that `path` is in, and whether a job is in trouble.
+pub fn status(path: &Path, as_json: bool) -> Result<(String, bool), Error> {
+    let (mount, rest) = mountpoint::of(path)?;
+    let failed = |path: &Path, error| Error::new(format!("cannot read {}", path.display())).caused_by(error);
+    let names = match rest.iter().next() {
+        Some(model) => vec![model.to_string_lossy().into_owned()],
+        None => {
+            let mut names = mountpoint::names(&mount).map_err(|error| failed(&mount, error))?;
+            names.sort_unstable();
+            names.retain(|name| name != "README");
+            names
+        }
+    };
+    let mut models = Vec::new();
+    for name in names {
+        let path = mount.join(name).join("status.json");
+        let text = mountpoint::text(&path).map_err(|error| failed(&path, error))?;
+        let mut model: Value = serde_json::from_str(&text).map_err(|error| failed(&path, error.into()))?;
+        if let Err(why) = complete(&mut model) {
+            model["hosts_unknown_because"] = json!(why.to_string());
+        }
+        models.push(model);
+    }
+    let in_trouble = models.iter().any(jobs::is_in_trouble);
+    let status = json!({ "mount": mount.display().to_string(), "models": models });
+    let text = match as_json {
+        true => format!("{status:#}\n"),
+        false => models.iter().map(|model| for_people(model, &mount)).collect(),
+    };
+    Ok((text, in_trouble))
+}
+
+/// The hosts of all learners, as the model's coordinator knows them: a mount knows only its own.
+fn complete(model: &mut Value) -> Result<(), Error> {
+    let (Some(at), Some(name)) =
+        (model["registry"].as_str(), model["name"].as_str().or(model["model"].as_str()))
+    else {
+        return Ok(());
+    };
+    let at = Endpoint::parse("the mount's registry", at, DEFAULT_PORT)?;
+    let failed = |error| registry_error(&at, error);
+    let table = registry(&at);
+    let coordinator = table.model(name, deadline()).map_err(failed)?.coordinator;
+    let shards = table.shards(deadline()).map_err(failed)?;
+    let gone = || Error::new(format!("shard {coordinator}, which coordinates {name}, is not announced"));
+    let shard = shards.iter().find(|shard| shard.shard == coordinator).ok_or_else(gone)?;
+    let status = ask(&shard.address).map_err(Error::new)?;
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let of_model = list(&status["models"]).into_iter().find(|one| one["name"] == json!(name));
+    let known = of_model.map(|model| list(&model["coordinator"]["learners"])).unwrap_or_default();
+    for learner in model["learners"].as_array_mut().into_iter().flatten().filter(|of| of["host"].is_null()) {
+        if let Some(known) = known.iter().find(|known| known["name"] == learner["id"]) {
+            learner["host"] = known["host"].clone();
+        }
+    }
+    Ok(())
+}
+
+fn for_people(model: &Value, mount: &Path) -> String {
+    let mut text = String::new();
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let of = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let (name, control) = (of(&model["model"]), &model["control"]);
+    let _ = writeln!(
+        text,
+        "{}: {}, version {}, reducer {}, {}; {} learner(s), {} contributions",
+        mount.join(&name).display(),
+        of(&model["state"]),
+        model["version"],
+        of(&control["reducer"]),
+        of(&control["consistency"]),
+        list(&model["learners"]).len(),
+        model["contributions"],
+    );
+    for shard in list(&model["shards"]) {
+        let at = shard["address"].as_str().map_or(String::new(), |address| format!(" at {address}"));
+        let connected = if shard["connected"] == json!(false) { ", not connected" } else { "" };
+        let (blocks, transport) = (&shard["blocks"], of(&shard["transport"]));
+        let _ = writeln!(text, "  shard {}{at}: {transport}, {blocks} blocks{connected}", shard["id"]);
+    }
+    learners::tell(&mut text, "  ", &list(&model["learners"]), &of(&control["consistency"]), None);
+    for shard in list(&model["waits_for_shards"]) {
+        let because = of(&shard["because"]);
+        let _ = writeln!(text, "  waiting for shard {} at {}: {because}", shard["id"], of(&shard["address"]));
+    }
+    let late: Vec<String> = list(&model["waits_for_learners"]).iter().map(|late| of(&late["id"])).collect();
+    let more = model["waits_for_more_learners"].as_u64().unwrap_or_default() as usize;
+    if !late.is_empty() || more > 0 {
+        let late = libmodelio::vocabulary::members::WaitedFor { learners: late, more };
+        let _ = writeln!(text, "  waiting for learners: {late}");
+    }
+    if let Some(why) = model["hosts_unknown_because"].as_str() {
+        let _ = writeln!(text, "  the hosts of other mounts' learners are not known: {why}");
+    }
+    text
+}
