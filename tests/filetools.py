@@ -97,6 +97,14 @@ def raises(*numbers):
     assert errno.errorcode.get(caught.value.errno) in names, caught.value
 
 
+def shows(model, value):
+    """Whether a model's directory is there, and its weights begin with `value`."""
+    try:
+        return array(model / "weights")[0] == value
+    except OSError:
+        return False
+
+
 def outcome(call, *arguments):
     """How a call ends: "done", or the name of its errno."""
     try:

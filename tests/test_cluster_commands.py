@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster import Shard, end_listening, run
 from conftest import gradfs_binary, write_all
-from filetools import array, eventually, outcome, takes
+from filetools import array, eventually, outcome, shows, takes
 
 SMALL = ("--size", "256KiB", "--block-size", "64KiB", "--reducer", "sum")
 
@@ -138,11 +138,9 @@ def test_delete_cuts_off_whoever_uses_it(cluster):
     assert again.version() == 0
     again.contribute(np.full(4, 7, "<f4"))
     assert array(again.model / "weights")[0] == 7
-    # The old mount is of another life of the name.
-    eventually(lambda: mount.status()["state"] == "failed", deadline=8)
-    with takes(0, 1):
-        assert outcome(mount.contribute, np.ones(4, "<f4")) == "EIO"
-    assert array(again.model / "weights")[0] == 7 and one.coordinator("m")["version"] == 1
+    # The old mount shows the new life of the name, too.
+    eventually(lambda: shows(mount.model, 7), deadline=20)
+    assert one.coordinator("m")["version"] == 1
     with takes(0, 8):
         assert mount.stop() == 0
 
@@ -316,6 +314,67 @@ def test_a_model_that_is_not_there_yet_keeps_no_mount_out(slow, tmp_path):
     slow.proxies[0].rule = None
     assert slow.run("delete", "coming", timeout=300).returncode == 0
     slow.create("coming", *SMALL)
+
+
+def test_a_model_that_is_made_later_appears_in_mounts_and_goes_when_it_is_deleted(cluster, tmp_path):
+    one = cluster(1)
+    one.create("first", *SMALL)
+    mount, named = one.mount(), one.mount(models=["first"])
+    one.create("second", *SMALL)
+    second = mount.root / "second"
+    # Each look at a name that is not there yet has the mount ask.
+    eventually((second / "weights").exists, deadline=20)
+    assert sorted(os.listdir(mount.root)) == ["README", "first", "second"]
+    assert "second/" in (mount.root / "README").read_text()
+    (second / "gradients").write_bytes(np.ones(4, "<f4").tobytes())
+    eventually(lambda: array(second / "weights")[0] == 1)
+    held = open(second / "weights", "rb", buffering=0)
+    assert one.run("delete", "second").returncode == 0
+    eventually(lambda: os.listdir(mount.root) == ["README", "first"], deadline=20)
+    eventually(lambda: outcome((second / "weights").read_bytes) == "ENOENT")
+    with held:
+        assert np.frombuffer(held.read(4), "<f4")[0] == 1, "a version that somebody holds stays readable"
+    one.create("second", *SMALL)
+    eventually(lambda: shows(second, 0), deadline=20)
+    assert os.listdir(named.root) == ["README", "first"], "a mount of named models shows these"
+
+
+def test_status_tells_of_a_mount_and_of_one_model(cluster):
+    one = cluster(2)
+    for name in ("m", "other"):
+        one.create(name, *SMALL, learners=2)
+    a, b = one.mount(models=["m"]), one.mount()
+    for mount, name in ((a, "a"), (b, "b")):
+        mount.join(name)
+    (a.place("a") / "gradients").write_bytes(np.ones(4, "<f4").tobytes())
+    eventually(lambda: "a waits for b" in one.run("status", "m").stdout)
+    shown = one.run("status", "m").stdout
+    assert "  m: version 0" in shown and "other" not in shown
+    assert "learner a on 127.0.0.1: step 1" in shown and "learner b on 127.0.0.1: step 0" in shown
+    eventually(lambda: len(a.status()["learners"]) == 2)
+    for path in (a.root, a.root / "m", a.root / "m" / "learners" / "a"):
+        shown = one.run("status", path).stdout
+        assert f"{a.root}/m: running, version 0, reducer sum, sync; 2 learner(s), 0 contributions\n" in shown
+        assert f"learner a on {socket.gethostname()}: step 1" in shown and "learner b on 127.0.0.1: step 0" in shown
+        assert "a waits for b" in shown
+    told = json.loads(one.run("status", a.root, "--json").stdout)
+    assert told["mount"] == str(a.root) and [model["model"] for model in told["models"]] == ["m"]
+    assert told["models"][0]["registry"] == one.registry
+    refused(one.run("status", "nope"), "nope", "no model")
+    refused(one.run("status", "/tmp"), "/tmp is in no mount of gradfs")
+
+
+def test_status_tells_of_a_mount_and_of_one_model__in_one_process(start_mount, gradfs):
+    mount = start_mount(size="64KiB", reducer="sum", name="policy")
+    mount.join("a")
+    for _ in range(3):
+        (mount.place("a") / "gradients").write_bytes(np.ones(4, "<f4").tobytes())
+    (learner,) = mount.status()["learners"]
+    eventually(lambda: mount.status()["learners"][0]["steps_per_second"] is not None, deadline=10)
+    assert learner["host"] == socket.gethostname() and mount.status()["registry"] is None
+    shown = gradfs("status", mount.root).stdout
+    assert f"{mount.root}/policy: running, version 3, reducer sum, sync; 1 learner(s), 3 contributions\n" in shown
+    assert f"learner a on {socket.gethostname()}: step 3" in shown and "steps/s, idle" in shown
 
 
 def test_a_registry_of_its_own_serves_shards(cluster, tmp_path):

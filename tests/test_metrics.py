@@ -79,6 +79,7 @@ def are_those_of(mount, name):
     assert one == 1 and build["version"] == version.split()[1] and build["rdma"] in ("true", "false")
     assert seen("gradfs_model_version", model=name) == status["version"]
     assert seen("gradfs_learners", model=name) == len(status["learners"])
+    assert [labels["state"] for labels, value in seen.all("gradfs_job_state") if value == 1] == [status["state"]]
     assert seen("gradfs_contributions_total", model=name) == status["contributions"]
     for metric, key in {"gradfs_gradient_norm": "gradient_norm", "gradfs_learning_rate": "learning_rate"}.items():
         assert [value for _, value in seen.all(metric)] == [status[key]] * (status[key] is not None), metric
@@ -182,6 +183,8 @@ def test_metrics_of_a_shard_are_those_of_its_status(cluster):
         assert seen("gradfs_partition_blocks", model=name) == model["blocks"]
         assert seen("gradfs_partition_memory_bytes", model=name) == model["memory_bytes"]
         assert seen("gradfs_learners", model=name) == len(model["coordinator"]["learners"])
+        assert seen("gradfs_job_state", model=name, state=model["coordinator"]["state"]) == 1
+        assert sum(value for labels, value in seen.all("gradfs_job_state") if labels["model"] == name) == 1
         assert seen("gradfs_contributions_total", model=name) == model["coordinator"]["contributions"]
         for way, verb in (("push", "pushed"), ("pull", "pulled")):
             moved = seen("gradfs_payload_bytes_total", model=name, direction=way)

@@ -33,9 +33,9 @@ use ps_backend::server;
 
 use crate::config::NbdAddress;
 use crate::error::Error;
-use crate::session::model::Model;
 use connection::{Client, PIECE};
 use exports::ModelExports;
+pub use exports::Models;
 use lobby::Lobby;
 
 /// The most clients at a time.
@@ -160,7 +160,7 @@ impl Bound {
     ///
     /// # Errors
     /// When the system has no threads for it.
-    pub fn serve(self, models: Vec<Arc<Model>>) -> Result<Serving, Error> {
+    pub fn serve(self, models: Models) -> Result<Serving, Error> {
         let options = ReactorOptions {
             name: "nbd".to_owned(),
             threads: THREADS,

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::io::Write as _;
-use std::sync::Arc;
+use std::io::{self, Write as _};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use libmodelio::client::ShardView;
@@ -12,6 +12,7 @@ use crate::background::Ready;
 use crate::config::{MAX_MODELS, Mounting, Permissions};
 use crate::error::{self, Error};
 use crate::fs::access::Access;
+use crate::fs::moved_names::Kernel;
 use crate::fs::node;
 use crate::fuse::calls::Calls;
 use crate::fuse::{self, MountSettings};
@@ -27,6 +28,35 @@ const _: () = assert!(MAX_MODELS <= node::MAX_MODELS, "inode numbers have room f
 /// How long open requests may take to end after the mount is detached.
 const FAREWELL: Duration = Duration::from_secs(2);
 
+/// How often it is looked whether models have come or gone, unless somebody asks for one that is not there.
+const LOOKS: Duration = Duration::from_secs(5);
+/// The time between two such looks at least.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(500);
+
+/// Models to serve.
+pub struct Loaded {
+    /// Those that are there.
+    pub models: Vec<Arc<Model>>,
+    /// Who brings those that come later, and knows of those that go, if they can.
+    pub later: Option<Box<dyn Later>>,
+}
+
+/// Knows which models come and go.
+pub trait Later: Send {
+    /// The models that have come since, `room` says whether they can be shown, and those of `shown` that are gone. May
+    /// wait for others.
+    fn look(&mut self, shown: &[Arc<Model>], room: bool) -> Changes;
+}
+
+/// Models that have come, and those that are gone.
+#[derive(Default)]
+pub struct Changes {
+    /// To be shown.
+    pub come: Vec<Arc<Model>>,
+    /// Of those that are shown.
+    pub gone: Vec<Arc<Model>>,
+}
+
 /// Mounts the models that `load` brings and serves them until told to stop.
 ///
 /// # Errors
@@ -34,7 +64,7 @@ const FAREWELL: Duration = Duration::from_secs(2);
 pub fn serve(
     mounting: &Mounting,
     ready: Ready,
-    load: impl FnOnce() -> Result<Vec<Arc<Model>>, Error>,
+    load: impl FnOnce() -> Result<Loaded, Error>,
 ) -> Result<(), Error> {
     let stops = signals::install()?;
     memory::raise_file_limit();
@@ -51,25 +81,34 @@ pub fn serve(
     });
     let hindrance = if mounting.passthrough { no_passthrough() } else { None };
     let passthrough = mounting.passthrough && hindrance.is_none();
-    let models = load()?;
+    let Loaded { models, later } = load()?;
     let Permissions { uid, gid, umask } = mounting.permissions;
     let uid = uid.unwrap_or_else(|| nix::unistd::geteuid().as_raw());
     let gid = gid.unwrap_or_else(|| nix::unistd::getegid().as_raw());
     let started = Calls::start(models.clone(), passthrough, Access { owner: (uid, gid), umask })
         .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
     let calls = Arc::clone(&started.calls);
-    let of_metrics = models.clone();
-    let scraped = bound.map(|bound| bound.serve(move || metrics::mount::page(&of_metrics))).transpose()?;
-    let devices = bound_nbd.map(|bound| bound.serve(models.clone())).transpose()?;
+    let shown = || {
+        let fs = Arc::clone(&calls.fs);
+        move || fs.shown().iter().map(|tree| Arc::clone(&tree.model)).collect::<Vec<_>>()
+    };
+    let of_metrics = shown();
+    let scraped = bound.map(|bound| bound.serve(move || metrics::mount::page(&of_metrics()))).transpose()?;
+    let devices = bound_nbd.map(|bound| bound.serve(Box::new(shown()))).transpose()?;
     let settings = MountSettings { threads: mounting.threads, allow_other: mounting.allow_other };
     let stopper = stops.stopper();
-    let (ended, gone) = std::sync::mpsc::channel();
+    let (ended, gone) = mpsc::channel();
     let mounts = || {
         let mounted = fuse::mount(Arc::clone(&calls), mountpoint.path(), &settings).map_err(|error| {
             let hint = fuse::access::hint(&error);
             Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(hint)
         })?;
         calls.mounted_as(mountpoint.device());
+        if let Some(later) = later {
+            follow(&calls, Arc::clone(&mounted.kernel), later).map_err(|error| {
+                Error::new("cannot start the thread that looks for models").caused_by(error)
+            })?;
+        }
         started
             .run_chores(Arc::clone(&mounted.kernel))
             .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
@@ -94,6 +133,8 @@ pub fn serve(
         announce(&models, &mountpoint, passthrough, &served, &ready);
         ready.announce()
     });
+    // A model that is deleted is not kept here.
+    drop(models);
     if let Err(error) = answers {
         mountpoint.detach()?;
         return Err(error);
@@ -106,6 +147,41 @@ pub fn serve(
     // Files may still be open; their programs get errors once the process is gone.
     let _ = gone.recv_timeout(FAREWELL);
     Ok(())
+}
+
+/// Has a thread of its own look for models that come and go: it may wait for others, and the kernel's requests never do.
+fn follow(calls: &Arc<Calls>, kernel: Arc<dyn Kernel>, mut later: Box<dyn Later>) -> io::Result<()> {
+    // One request is as good as many.
+    let (wake, asked) = mpsc::sync_channel(1);
+    calls.fs.on_unknown(wake);
+    let calls = Arc::downgrade(calls);
+    let look = move || {
+        loop {
+            std::thread::sleep(BETWEEN_LOOKS);
+            if asked.recv_timeout(LOOKS) == Err(mpsc::RecvTimeoutError::Disconnected) {
+                return;
+            }
+            let shown = calls.upgrade().map(|calls| (calls.fs.shown(), calls.fs.has_room()));
+            let Some((shown, room)) = shown else { return };
+            let shown: Vec<Arc<Model>> = shown.iter().map(|tree| Arc::clone(&tree.model)).collect();
+            let Changes { come, gone } = later.look(&shown, room);
+            drop(shown);
+            let Some(calls) = calls.upgrade() else { return };
+            gone.iter().for_each(|model| calls.remove(model, &*kernel));
+            drop(gone);
+            for model in come {
+                let name = model.name.clone();
+                match calls.add(model) {
+                    true => tracing::info!(model = name, "shown from now on"),
+                    false => {
+                        tracing::warn!(model = name, "not shown: {MAX_MODELS} models have been: mount again")
+                    }
+                }
+            }
+            calls.end_unused(&*kernel);
+        }
+    };
+    std::thread::Builder::new().name("gradfs-models".into()).spawn(look).map(drop)
 }
 
 /// Why reads cannot bypass the daemon, if they cannot. Everything works through it as well, slower.

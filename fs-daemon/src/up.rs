@@ -16,7 +16,7 @@ use crate::device;
 use crate::error::Error;
 use crate::memory;
 use crate::progress::Progress;
-use crate::serve;
+use crate::serve::{self, Loaded};
 use crate::session::model::{Model, OWN_LEARNER, Snapshots};
 use crate::source::Source;
 
@@ -45,7 +45,7 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         for (name, source) in sources {
             models.push(Arc::new(load(name, source, (&executor, config.state), &controls)?));
         }
-        Ok(models)
+        Ok(Loaded { models, later: None })
     })
 }
 

@@ -1,19 +1,22 @@
 //! `gradfs mount`: models whose shards are on a network, as files of this host.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use libmodelio::client::{ClientOptions, Job, TransportChoice};
 use libmodelio::registry::Registry;
 use libmodelio::transport::NO_RDMA;
 use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions};
-use libmodelio::wire::{ModelRecord, ShardRecord};
+use libmodelio::vocabulary::ids::ShardId;
+use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
 
 use super::{deadline, explain_new_registry, registry, registry_error};
 use crate::background::Ready;
+use crate::config::MAX_MODELS;
 use crate::config::cluster::MountConfig;
-use crate::error::Error;
+use crate::error::{self, Error};
 use crate::memory;
-use crate::serve;
+use crate::serve::{self, Changes, Later, Loaded};
 use crate::session::model::{Model, Snapshots};
 
 /// Mounts the models that are asked for and serves them until told to stop.
@@ -40,7 +43,6 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
             return Err(explain_new_registry(&config.registry, error));
         }
         let shards = registry.shards(deadline()).map_err(failed)?;
-        // One set of threads moves the bytes of all models.
         let reactor = ReactorOptions {
             threads: config.mounting.threads,
             choice: config.io,
@@ -49,28 +51,114 @@ pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
         let reactor = Reactor::start(&reactor).map_err(|error| Error::new(error.to_string()))?;
         let reactor = Arc::new(reactor);
         let mut models = Vec::new();
+        let (config, complained) = (config.clone(), HashMap::new());
+        let mut found = Found { config, registry, reactor, lives: HashMap::new(), complained };
         for name in &names {
-            let index = u8::try_from(models.len()).map_err(|_| Error::usage("more than 256 models"))?;
-            let record = registry.model(name, deadline()).map_err(failed)?;
-            if !record.ready && config.models.is_empty() {
-                tracing::warn!(model = %name, "still being created: not shown; mount it by its name when it is there");
+            if models.len() >= MAX_MODELS {
+                return Err(Error::usage(format!("more than {MAX_MODELS} models")));
+            }
+            let record = found.registry.model(name, deadline()).map_err(failed)?;
+            if !record.ready && found.config.models.is_empty() {
+                tracing::warn!(model = %name, "still being created: shown when it is there");
                 continue;
             }
-            models.push(Arc::new(connect(&record, &shards, (&registry, &reactor), index, config)?));
+            models.push(found.connect(&record, &shards)?);
         }
         if models.is_empty() {
-            let error = Error::new(format!("of the models at {} none is there yet", config.registry));
+            let error = Error::new(format!("of the models at {} none is there yet", found.config.registry));
             return Err(error.hint("try again when they are created"));
         }
-        Ok(models)
+        Ok(Loaded { models, later: Some(Box::new(found)) })
     })
+}
+
+/// The models of a registry that this mount shows.
+struct Found {
+    config: MountConfig,
+    registry: Arc<dyn Registry>,
+    /// One set of threads moves the bytes of all models.
+    reactor: Arc<Reactor>,
+    /// The life of each model that was shown, by its name.
+    lives: HashMap<String, Held>,
+    /// Why models are not shown, as far as that was said.
+    complained: HashMap<String, String>,
+}
+
+impl Found {
+    fn connect(&mut self, record: &ModelRecord, shards: &[ShardRecord]) -> Result<Arc<Model>, Error> {
+        let is_first = self.lives.is_empty();
+        let model = connect(record, shards, (&self.registry, &self.reactor), is_first, &self.config)?;
+        let ModelRecord { name, generation, epoch, .. } = record;
+        let held = Held { model: name.clone(), generation: *generation, epoch: *epoch };
+        self.lives.insert(name.clone(), held);
+        Ok(Arc::new(model))
+    }
+
+    /// The models that were deleted, as the registry says. One that was restarted may not know a model yet, and says so.
+    fn gone(&self, shown: &[Arc<Model>]) -> Vec<Arc<Model>> {
+        let (models, held): (Vec<_>, Vec<Held>) =
+            shown.iter().filter_map(|model| Some((model, self.lives.get(&model.name)?.clone()))).unzip();
+        let fates = self.registry.holding(ShardId(0), &held, &[], deadline());
+        let fates = fates.map(|(_, fates)| fates).unwrap_or_default();
+        let is_gone = |fate: &Fate| matches!(fate, Fate::Deleted | Fate::Taken { .. });
+        models
+            .into_iter()
+            .zip(&fates)
+            .filter(|(_, fate)| is_gone(fate))
+            .map(|(of, _)| Arc::clone(of))
+            .collect()
+    }
+
+    /// A model of this name may be there by now. What keeps it from being shown is said once.
+    fn come(&mut self, name: &str) -> Option<Arc<Model>> {
+        let tried = self.try_come(name);
+        let why = tried.as_ref().err().map(error::chain);
+        if let Some(why) = &why
+            && self.complained.get(name) != Some(why)
+        {
+            tracing::warn!(model = name, "not shown: {why}");
+        }
+        match why {
+            Some(why) => self.complained.insert(name.to_owned(), why),
+            None => self.complained.remove(name),
+        };
+        tried.ok().flatten()
+    }
+
+    fn try_come(&mut self, name: &str) -> Result<Option<Arc<Model>>, Error> {
+        let at = self.config.registry.clone();
+        let failed = |error| registry_error(&at, error);
+        let record = self.registry.model(name, deadline()).map_err(failed)?;
+        if !record.ready {
+            return Ok(None);
+        }
+        let shards = self.registry.shards(deadline()).map_err(failed)?;
+        self.connect(&record, &shards).map(Some)
+    }
+}
+
+impl Later for Found {
+    fn look(&mut self, shown: &[Arc<Model>], room: bool) -> Changes {
+        // The shards that the models are on do not need it, and clients say that it is away.
+        let Ok(names) = self.registry.models(deadline()) else { return Changes::default() };
+        let gone = self.gone(shown);
+        let is_shown = |name: &String| {
+            let of = |models: &[Arc<Model>]| models.iter().any(|model| model.name == *name);
+            of(shown) && !of(&gone)
+        };
+        let wanted = |name: &String| self.config.models.is_empty() || self.config.models.contains(name);
+        let new: Vec<String> =
+            names.into_iter().filter(|name| room && wanted(name) && !is_shown(name)).collect();
+        let come = new.iter().filter_map(|name| self.come(name)).collect();
+        Changes { come, gone }
+    }
 }
 
 fn connect(
     record: &ModelRecord,
     shards: &[ShardRecord],
     (registry, reactor): (&Arc<dyn Registry>, &Arc<Reactor>),
-    index: u8,
+    is_first: bool,
     config: &MountConfig,
 ) -> Result<Model, Error> {
     let name = &record.name;
@@ -101,7 +189,7 @@ fn connect(
         tracing::info!(model = %name, shard = %shard.shard, %address, transport = %shard.transport, blocks, "connected");
     }
     let backend = job.backend();
-    if index == 0 && io == Choice::Auto && backend != Backend::Uring.to_string() {
+    if is_first && io == Choice::Auto && backend != Backend::Uring.to_string() {
         tracing::warn!("bytes do not go through io_uring, which is slower: {backend}");
     }
     tracing::info!(model = %name, io = %backend, "connected");

@@ -86,15 +86,15 @@ impl Fs {
         };
         match node {
             Node::Root => {
-                Ok(Attributes { links: 2 + self.trees().len() as u32, keep: Keep::Briefly, ..base })
+                Ok(Attributes { links: 2 + self.shown().len() as u32, keep: Keep::Briefly, ..base })
             }
             Node::Readme => {
-                let size = text::readme(self.trees()).len() as u64;
-                Ok(Attributes { size, keep: Keep::Forever, ..base })
+                let size = text::readme(&self.shown()).len() as u64;
+                Ok(Attributes { size, keep: Keep::Briefly, ..base })
             }
             // How long it is is known when it is over.
             Node::Trace => Ok(base),
-            Node::Model(index, file) => self.file_attributes(self.tree(index)?, file, base),
+            Node::Model(index, file) => self.file_attributes(&*self.tree(index)?, file, base),
         }
     }
 

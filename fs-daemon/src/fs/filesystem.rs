@@ -1,7 +1,10 @@
 //! The filesystem of one mount: its models, and the state that all its files share.
 
 use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
 use std::time::SystemTime;
+
+use parking_lot::{Mutex, RwLock};
 
 use super::access::Access;
 use super::looked_up::LookedUpNames;
@@ -17,7 +20,9 @@ pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
 
 /// The filesystem of one mount.
 pub struct Fs {
-    trees: Vec<Arc<ModelTree>>,
+    trees: RwLock<Vec<Slot>>,
+    /// Told when a name is looked up that is no model's: one may have come.
+    pub(super) unknown: Mutex<Option<SyncSender<()>>>,
     /// Whether reads and mappings may bypass the daemon.
     pub(super) passthrough: bool,
     pub(super) access: Access,
@@ -27,6 +32,15 @@ pub struct Fs {
     status: StatusSource,
 }
 
+/// The place of a model: its index is that of no other as long as the mount lasts, so the kernel never takes an old inode
+/// for one of another model.
+struct Slot {
+    /// None once the model is gone and nobody uses its files.
+    tree: Option<Arc<ModelTree>>,
+    /// Whether its name is in the root.
+    shown: bool,
+}
+
 impl Fs {
     /// A filesystem with these models.
     ///
@@ -34,21 +48,63 @@ impl Fs {
     /// With more than [`MAX_MODELS`].
     pub fn new(models: Vec<Arc<Model>>, passthrough: bool, access: Access, status: StatusSource) -> Fs {
         assert!(models.len() <= MAX_MODELS, "{} models", models.len());
-        let trees = (0..=u8::MAX).zip(models).map(|(index, model)| Arc::new(ModelTree::new(model, index)));
-        Fs {
-            trees: trees.collect(),
+        let fs = Fs {
+            trees: RwLock::default(),
+            unknown: Mutex::default(),
             passthrough,
             access,
             started: SystemTime::now(),
             looked_up: LookedUpNames::default(),
             one_trace: OneTrace::default(),
             status,
-        }
+        };
+        models.into_iter().for_each(|model| drop(fs.add(model)));
+        fs
     }
 
-    /// The models, in the order of their indices.
-    pub fn trees(&self) -> &[Arc<ModelTree>] {
-        &self.trees
+    /// Shows one more model; `None` if the mount has shown as many as it can.
+    pub fn add(&self, model: Arc<Model>) -> Option<Arc<ModelTree>> {
+        let mut trees = self.trees.write();
+        let index = u8::try_from(trees.len()).ok()?;
+        let tree = Arc::new(ModelTree::new(model, index));
+        trees.push(Slot { tree: Some(Arc::clone(&tree)), shown: true });
+        Some(tree)
+    }
+
+    /// Whether one more model can be shown.
+    pub fn has_room(&self) -> bool {
+        self.trees.read().len() < MAX_MODELS
+    }
+
+    /// The model is gone: its name leads nowhere from now on. False if that was so before.
+    pub fn hide(&self, model: &Model) -> bool {
+        let mut trees = self.trees.write();
+        let of = |slot: &&mut Slot| slot.tree.as_ref().is_some_and(|tree| std::ptr::eq(&*tree.model, model));
+        trees.iter_mut().find(of).is_some_and(|slot| std::mem::take(&mut slot.shown))
+    }
+
+    /// Takes out the models that are gone and whose files nobody uses. Who reads a version keeps its memory, and no more.
+    pub fn take_unused(&self) -> Vec<Arc<ModelTree>> {
+        let unused =
+            |slot: &Slot| !slot.shown && slot.tree.as_ref().is_some_and(|tree| Arc::strong_count(tree) == 1);
+        let mut trees = self.trees.write();
+        trees.iter_mut().filter(|slot| unused(slot)).filter_map(|slot| slot.tree.take()).collect()
+    }
+
+    /// Has `wake` told when a name is looked up in the root that is no model's.
+    pub fn on_unknown(&self, wake: SyncSender<()>) {
+        *self.unknown.lock() = Some(wake);
+    }
+
+    /// The models, in the order of their indices, those too that are gone and still in use.
+    pub fn trees(&self) -> Vec<Arc<ModelTree>> {
+        self.trees.read().iter().filter_map(|slot| slot.tree.clone()).collect()
+    }
+
+    /// The models whose names are in the root, in the order of their indices.
+    pub fn shown(&self) -> Vec<Arc<ModelTree>> {
+        let trees = self.trees.read();
+        trees.iter().filter(|slot| slot.shown).filter_map(|slot| slot.tree.clone()).collect()
     }
 
     /// Whether reads and mappings may bypass the daemon.
@@ -73,8 +129,9 @@ impl Fs {
     ///
     /// # Errors
     /// ENOENT.
-    pub fn tree(&self, index: u8) -> CallResult<&Arc<ModelTree>> {
-        self.trees.get(usize::from(index)).ok_or_else(CallError::not_found)
+    pub fn tree(&self, index: u8) -> CallResult<Arc<ModelTree>> {
+        let trees = self.trees.read();
+        trees.get(usize::from(index)).and_then(|slot| slot.tree.clone()).ok_or_else(CallError::not_found)
     }
 
     /// The model that an inode is of, and the learner whose file it is: what a line of the log names.
@@ -101,10 +158,10 @@ impl Fs {
     /// The kernel forgets `count` lookups of an inode.
     pub fn forget(&self, ino: u64, count: u64) {
         if let Some(Node::Model(index, file)) = Node::from_ino(ino)
-            && let (Some(version), Ok(tree)) = (file.version(), self.tree(index))
+            && let Some(version) = file.version()
         {
             self.looked_up.forgotten(index, version, ino, count);
-            if let Some(version) = file.pins() {
+            if let (Some(version), Ok(tree)) = (file.pins(), self.tree(index)) {
                 tree.model.job.unpin(version, count);
             }
         }

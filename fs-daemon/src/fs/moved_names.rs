@@ -47,7 +47,7 @@ impl Fs {
     pub fn drop_leftovers(&self, kernel: &dyn Kernel) {
         for tree in self.trees() {
             if tree.model.job.versions().len() > tree.model.job.retained().len() {
-                self.drop_moved_names(tree, kernel, false);
+                self.drop_moved_names(&tree, kernel, false);
             }
         }
     }

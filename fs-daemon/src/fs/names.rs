@@ -117,13 +117,20 @@ impl Fs {
             Node::Root if name == "README" => Ok(Node::Readme),
             Node::Root if name == TRACE_FILE => Ok(Node::Trace),
             Node::Root => {
-                let tree = self.trees().iter().find(|tree| tree.model.name == name);
-                Ok(Node::Model(tree.ok_or_else(CallError::not_found)?.index, File::Dir))
+                let tree = self.shown().into_iter().find(|tree| tree.model.name == name);
+                let index = tree.map(|tree| tree.index).ok_or_else(|| {
+                    // Nobody waits for the answer of others. A model that has come is there soon.
+                    if let Some(unknown) = &*self.unknown.lock() {
+                        let _ = unknown.try_send(());
+                    }
+                    CallError::not_found()
+                })?;
+                Ok(Node::Model(index, File::Dir))
             }
             Node::Readme | Node::Trace => Err(CallError::new(libc::ENOTDIR, "no directory")),
             Node::Model(index, dir) => {
                 let tree = self.tree(index)?;
-                Ok(Node::Model(index, lookup_in(tree, dir, name).ok_or_else(CallError::not_found)?))
+                Ok(Node::Model(index, lookup_in(&tree, dir, name).ok_or_else(CallError::not_found)?))
             }
         }
     }
@@ -142,16 +149,20 @@ impl Fs {
     pub fn list(&self, ino: u64, from: u64, mut each: impl FnMut(Entry) -> bool) -> CallResult<()> {
         let node = self.node(ino)?;
         let skip = from as usize;
+        let tree = match node {
+            Node::Model(index, _) => Some(self.tree(index)?),
+            _ => None,
+        };
         let (parent, names): (Node, Names<'_>) = match node {
             Node::Root => {
-                let models = self.trees().iter();
+                let models = self.shown().into_iter();
                 let models = models.map(|t| (t.model.name.clone(), Node::Model(t.index, File::Dir)));
                 let readme = std::iter::once(("README".to_owned(), Node::Readme));
                 (node, Box::new(readme.chain(models).skip(skip.saturating_sub(2))))
             }
             Node::Readme | Node::Trace => return Err(CallError::new(libc::ENOTDIR, "no directory")),
             Node::Model(index, dir) => {
-                let tree = self.tree(index)?;
+                let tree = tree.as_deref().ok_or_else(CallError::not_found)?;
                 let files = list_in(tree, dir, skip.saturating_sub(2))?;
                 (
                     parent_of(tree, dir)?,
@@ -174,7 +185,7 @@ impl Fs {
     /// EPERM outside of `learners/`, EEXIST, EINVAL or ENAMETOOLONG for an invalid name, EDQUOT.
     pub fn make_dir(self: &Arc<Self>, parent: u64, name: &OsStr, owner: Owner, done: Done<Attributes>) {
         let (tree, name) = match self.joins_as(parent, name) {
-            Ok((tree, name)) => (Arc::clone(tree), name.to_owned()),
+            Ok((tree, name)) => (tree, name.to_owned()),
             Err(error) => return done(Err(error)),
         };
         let this = Arc::clone(self);
@@ -187,7 +198,7 @@ impl Fs {
         });
     }
 
-    fn joins_as<'a>(&self, parent: u64, name: &'a OsStr) -> CallResult<(&Arc<ModelTree>, &'a str)> {
+    fn joins_as<'a>(&self, parent: u64, name: &'a OsStr) -> CallResult<(Arc<ModelTree>, &'a str)> {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
             return Err(CallError::new(libc::EPERM, "directories can only be made in learners/"));
         };
@@ -223,7 +234,7 @@ impl Fs {
             return done(Ok(()));
         }
         let (model, learner) = match self.leaves_as(parent, name) {
-            Ok((model, learner)) => (Arc::clone(model), learner),
+            Ok((model, learner)) => (model, learner),
             Err(error) => return done(Err(error)),
         };
         on_own_thread("gradfs-leave", move || {
@@ -234,11 +245,11 @@ impl Fs {
         });
     }
 
-    fn leaves_as(&self, parent: u64, name: &OsStr) -> CallResult<(&Arc<Model>, LearnerId)> {
+    fn leaves_as(&self, parent: u64, name: &OsStr) -> CallResult<(Arc<Model>, LearnerId)> {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
             return Err(CallError::new(libc::EPERM, "only directories in learners/ can be removed"));
         };
-        let model = &self.tree(index)?.model;
+        let model = Arc::clone(&self.tree(index)?.model);
         let learner =
             name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(CallError::not_found)?;
         Ok((model, learner.id))

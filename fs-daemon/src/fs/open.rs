@@ -181,7 +181,7 @@ impl Fs {
     pub fn open_request(&self, ino: u64, flags: i32) -> CallResult<OpenRequest> {
         let node = self.node(ino)?;
         let tree = match node {
-            Node::Model(index, _) => Some(Arc::clone(self.tree(index)?)),
+            Node::Model(index, _) => Some(self.tree(index)?),
             _ => None,
         };
         let mode = flags & libc::O_ACCMODE;

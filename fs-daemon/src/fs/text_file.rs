@@ -67,7 +67,7 @@ impl Fs {
     }
 
     fn render(&self, handle: &TextFile) -> CallResult<String> {
-        let Some(tree) = &handle.tree else { return Ok(text::readme(self.trees())) };
+        let Some(tree) = &handle.tree else { return Ok(text::readme(&self.shown())) };
         let Node::Model(_, file) = handle.node else { return Err(CallError::not_found()) };
         Ok(match file {
             File::VersionText | File::LearnerVersion(_) => {

@@ -20,7 +20,7 @@ impl Fs {
         let tree = self.tree(index)?;
         Ok([VERSION, DTYPE, SHAPE, ERROR]
             .into_iter()
-            .filter(|name| value(tree, file, name).is_some())
+            .filter(|name| value(&tree, file, name).is_some())
             .collect())
     }
 
@@ -39,7 +39,7 @@ impl Fs {
             return Err(none());
         }
         let Node::Model(index, file) = self.node(ino)? else { return Err(none()) };
-        value(self.tree(index)?, file, name).ok_or_else(none)
+        value(&*self.tree(index)?, file, name).ok_or_else(none)
     }
 }
 

@@ -27,6 +27,8 @@ use crate::fs::access::Access;
 use crate::fs::attr::Attributes;
 use crate::fs::filesystem::Fs;
 use crate::fs::model_tree::ModelTree;
+use crate::fs::moved_names::Kernel;
+use crate::fs::node::ROOT_INO;
 use crate::fs::open_file::OpenFile;
 use crate::fs::text::MountStatus;
 use crate::session::error::{CallError, CallResult, Done};
@@ -95,23 +97,6 @@ impl Calls {
             move || MountStatus { passthrough, open_files: files.len(), watched_processes: watches.len() }
         };
         let fs = Arc::new(Fs::new(models, passthrough, access, Box::new(status)));
-        let pollers = Pollers::default();
-        for tree in fs.trees() {
-            let (index, chores, pollers) = (tree.index, chores.clone(), Arc::clone(&pollers));
-            let tree = Arc::downgrade(tree);
-            let listener = move |event| {
-                let chore = match event {
-                    Event::Published(_) if tree.upgrade().is_some_and(|tree| can_wait(&tree, &pollers)) => {
-                        return;
-                    }
-                    Event::Published(_) => Chore::Published(index),
-                    Event::Left(learner, reason) => Chore::Left(index, learner, reason),
-                };
-                // The receiver only goes when the mount does.
-                let _ = chores.send(chore);
-            };
-            fs.trees()[usize::from(index)].model.job.subscribe(Box::new(listener));
-        }
         let calls = Arc::new(Calls {
             fs,
             files,
@@ -119,9 +104,10 @@ impl Calls {
             pending_exits: Arc::default(),
             waits: Arc::default(),
             second_lookups: SecondLookups::default(),
-            pollers,
+            pollers: Pollers::default(),
             chores,
         });
+        calls.fs.trees().iter().for_each(|tree| calls.listen_to(tree));
         Ok(Started { calls, inbox })
     }
 
@@ -135,6 +121,50 @@ impl Calls {
     /// The mount has this device, if that is known: descriptors of other mounts are told apart by it.
     pub fn mounted_as(&self, device: Option<String>) {
         self.files.mounted_as(device);
+    }
+
+    /// Hears of the versions of a model, and of learners that leave it.
+    fn listen_to(&self, tree: &Arc<ModelTree>) {
+        let (index, chores, pollers) = (tree.index, self.chores.clone(), Arc::clone(&self.pollers));
+        let of_listener = Arc::downgrade(tree);
+        let listener = move |event| {
+            let chore = match event {
+                Event::Published(_)
+                    if of_listener.upgrade().is_some_and(|tree| can_wait(&tree, &pollers)) =>
+                {
+                    return;
+                }
+                Event::Published(_) => Chore::Published(index),
+                Event::Left(learner, reason) => Chore::Left(index, learner, reason),
+            };
+            // The receiver only goes when the mount does.
+            let _ = chores.send(chore);
+        };
+        tree.model.job.subscribe(Box::new(listener));
+    }
+
+    /// Shows one more model. False if the mount has shown as many as it can.
+    pub fn add(&self, model: Arc<Model>) -> bool {
+        self.fs.add(model).inspect(|tree| self.listen_to(tree)).is_some()
+    }
+
+    /// A model is gone: its name disappears, and what is open of it fails as its job does. Must not be called from within
+    /// a request.
+    pub fn remove(&self, model: &Model, kernel: &dyn Kernel) {
+        if self.fs.hide(model) {
+            tracing::warn!(model = model.name, "deleted: not shown any more");
+            kernel.forget_name(ROOT_INO, &model.name);
+        }
+    }
+
+    /// Ends the jobs of models that are gone, once nobody uses their files. Must not be called from within a request.
+    pub fn end_unused(&self, kernel: &dyn Kernel) {
+        for tree in self.fs.take_unused() {
+            // A lookup that was under way when the name was dropped has brought it back.
+            kernel.forget_name(ROOT_INO, &tree.model.name);
+            self.watches.forget(|model, _| std::ptr::eq(model, &*tree.model));
+            tree.model.job.shut_down();
+        }
     }
 
     /// Reads up to `len` bytes at `offset` and gives them to `with`, without a copy where possible.

@@ -53,7 +53,7 @@ impl Started {
                     checked = Instant::now();
                     calls.fs.drop_leftovers(&*kernel);
                     calls.fs.trees().iter().for_each(|tree| tree.model.times.sample(&tree.model.job));
-                    wait_log.check(calls.fs.trees().iter().map(|tree| &*tree.model));
+                    wait_log.check(calls.fs.shown().iter().map(|tree| &*tree.model));
                 }
             }
         })?;
@@ -97,6 +97,6 @@ impl Calls {
         for wake in ready {
             wake();
         }
-        self.fs.drop_moved_names(tree, kernel, true);
+        self.fs.drop_moved_names(&tree, kernel, true);
     }
 }

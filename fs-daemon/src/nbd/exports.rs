@@ -34,9 +34,12 @@ const WRITES: u16 = ALL | transmission::SEND_FUA;
 const DISK: u16 =
     READS | WRITES | transmission::SEND_TRIM | transmission::SEND_WRITE_ZEROES | transmission::CAN_MULTI_CONN;
 
+/// The models that a mount shows at this moment.
+pub type Models = Box<dyn Fn() -> Vec<Arc<Model>> + Send + Sync>;
+
 /// The exports of these models.
 pub struct ModelExports {
-    models: Vec<Arc<Model>>,
+    models: Models,
 }
 
 /// The meaning of a name.
@@ -53,7 +56,7 @@ enum Kind<'a> {
 
 impl ModelExports {
     /// Exports of `models`.
-    pub fn new(models: Vec<Arc<Model>>) -> ModelExports {
+    pub fn new(models: Models) -> ModelExports {
         ModelExports { models }
     }
 
@@ -75,6 +78,7 @@ impl ModelExports {
     pub fn open(&self, name: &str) -> Result<Face, CallError> {
         let gone = |why: &str| CallError::new(libc::ENOENT, why);
         let (model, kind) = self.kind(name).ok_or_else(|| gone("there is no such export any more"))?;
+        let model = &model;
         let newest = || model.open_newest();
         // Nothing tells a client of block devices from which version, or replica, it begins.
         if matches!(kind, Kind::Gradients | Kind::Device | Kind::Learner(_))
@@ -100,13 +104,15 @@ impl ModelExports {
         Ok(Face::Learner(Arc::new(LearnerFace::new(model, name, reader))))
     }
 
-    fn kind<'a>(&self, name: &'a str) -> Option<(&Arc<Model>, Kind<'a>)> {
-        let model = |name: &str| self.models.iter().find(|model| model.name == name);
-        if let ("", [only]) = (name, &self.models[..]) {
-            return Some((only, Kind::Newest));
+    fn kind<'a>(&self, name: &'a str) -> Option<(Arc<Model>, Kind<'a>)> {
+        let models = (self.models)();
+        let model = |name: &str| models.iter().find(|model| model.name == name).cloned();
+        if let ("", [only]) = (name, &models[..]) {
+            return Some((Arc::clone(only), Kind::Newest));
         }
         if let Some(device) = model(name) {
-            return Some((device, if device.is_disk() { Kind::Disk } else { Kind::Device }));
+            let kind = if device.is_disk() { Kind::Disk } else { Kind::Device };
+            return Some((device, kind));
         }
         if let Some((of, learner)) = name.split_once("/learners/") {
             return is_learner_name(learner).then_some((model(of)?, Kind::Learner(learner)));
@@ -153,7 +159,7 @@ impl ModelExports {
 impl Exports for ModelExports {
     fn list(&self) -> Vec<Export> {
         let mut all = Vec::new();
-        for model in &self.models {
+        for model in &(self.models)() {
             let name = &model.name;
             let whole = if model.is_disk() { Kind::Disk } else { Kind::Device };
             all.push(Self::described(name.clone(), model, whole));
@@ -175,7 +181,7 @@ impl Exports for ModelExports {
         let (model, kind) = self.kind(name)?;
         match kind {
             Kind::Numbered(version) if !model.job.versions().contains(&version) => None,
-            kind => Some(Self::described(name.to_owned(), model, kind)),
+            kind => Some(Self::described(name.to_owned(), &model, kind)),
         }
     }
 }

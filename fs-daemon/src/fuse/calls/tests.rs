@@ -69,12 +69,12 @@ impl Mounted {
         mounted
     }
 
-    fn job(&self) -> &Job {
-        &self.model().job
+    fn job(&self) -> Arc<Job> {
+        Arc::clone(&self.model().job)
     }
 
-    fn model(&self) -> &Model {
-        &self.fs.trees()[0].model
+    fn model(&self) -> Arc<Model> {
+        Arc::clone(&self.fs.trees()[0].model)
     }
 
     /// Makes the coordinator slow: it gets no request until the returned sender is used.
