@@ -195,7 +195,7 @@ def test_a_refusal_in_the_log_names_model_learner_and_process(start_mount, tmp_p
     with pytest.raises(OSError):
         mount.control("learning_rate", "fast")
     with pytest.raises(OSError):
-        (learner / "gradients").write_bytes(b"abc")
+        write_all(learner / "gradients", b"abc")
     with pytest.raises(OSError):
         mount.join(".x")
     lines = [json.loads(line) for line in log.read_text().splitlines()]

@@ -53,7 +53,8 @@ impl Fs {
     /// A learner and the files in its directory belong to the user who made it.
     fn owner_of(&self, node: Node) -> Owner {
         let owner = |index, file: File| {
-            let (model, id) = (&self.tree(index).ok()?.model, file.learner()?);
+            let tree = self.tree(index).ok()?;
+            let (model, id) = (&tree.model, file.learner()?);
             let learner = model.learner(id).ok().map(|learner| learner.owner);
             learner.or_else(|| Some(model.dropped(id)?.owner)).flatten()
         };

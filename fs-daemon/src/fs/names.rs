@@ -58,7 +58,8 @@ impl Fs {
         has_used: impl Fn(&Model, LearnerId) -> bool,
     ) -> Option<CallResult<Attributes>> {
         let Ok(Node::Model(index, dir)) = self.node(parent) else { return None };
-        let (model, name) = (&self.tree(index).ok()?.model, name.to_str()?);
+        let tree = self.tree(index).ok()?;
+        let (model, name) = (&tree.model, name.to_str()?);
         let (id, dropped) = match dir {
             File::Learners => model.dropped_named(name)?,
             File::Learner(id) => (id, model.dropped(id)?),

@@ -162,7 +162,9 @@ impl Calls {
         for tree in self.fs.take_unused() {
             // A lookup that was under way when the name was dropped has brought it back.
             kernel.forget_name(ROOT_INO, &tree.model.name);
-            self.watches.forget(|model, _| std::ptr::eq(model, &*tree.model));
+            for learner in tree.model.learners() {
+                self.watches.left(&tree.model, learner.id, false);
+            }
             tree.model.job.shut_down();
         }
     }

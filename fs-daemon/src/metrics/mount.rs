@@ -21,8 +21,7 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
     let of_shard = &["model", "shard"];
     let version =
         page.gauge("gradfs_model_version", "The newest version that can be read here.", of_model)?;
-    let learners =
-        page.gauge("gradfs_learners", "Learners in the job, those of other mounts included.", of_model)?;
+    let learners = page.gauge("gradfs_learners", "Learners of this mount in the job.", of_model)?;
     let transport = page.gauge(
         "gradfs_transport_info",
         "1 for the transport by which bytes go to a shard and come from it.",

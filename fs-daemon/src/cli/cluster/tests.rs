@@ -9,6 +9,7 @@ use ps_backend::server::RdmaUse;
 use super::*;
 use crate::config::CONFIG_VARIABLE;
 use crate::config::ModelSource;
+use crate::config::cluster::StatusOf;
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::wire::Checksum;

@@ -11,6 +11,7 @@ use super::learners;
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
 use crate::error::Error;
 use crate::mountpoint;
+use crate::shown::shown_within;
 
 /// The text to print about a mount, or about the model that `path` is in, and whether a job is in trouble.
 pub fn status(path: &Path, as_json: bool) -> Result<(String, bool), Error> {
@@ -31,24 +32,21 @@ pub fn status(path: &Path, as_json: bool) -> Result<(String, bool), Error> {
         let text = mountpoint::text(&path).map_err(|error| failed(&path, error))?;
         let mut model: Value = serde_json::from_str(&text).map_err(|error| failed(&path, error.into()))?;
         if let Err(why) = complete(&mut model) {
-            model["hosts_unknown_because"] = json!(why.to_string());
+            model["others_unknown_because"] = json!(why.to_string());
         }
         models.push(model);
     }
     let in_trouble = models.iter().any(jobs::is_in_trouble);
-    let status = json!({ "mount": mount.display().to_string(), "models": models });
     let text = match as_json {
-        true => format!("{status:#}\n"),
-        false => models.iter().map(|model| for_people(model, &mount)).collect(),
+        true => format!("{:#}\n", json!({ "mount": mount.display().to_string(), "models": models })),
+        false => models.into_iter().map(|model| for_people(&shown_within(model), &mount)).collect(),
     };
     Ok((text, in_trouble))
 }
 
-/// The hosts of all learners, as the model's coordinator knows them: a mount knows only its own.
+/// Adds the learners of other mounts, as the model's coordinator knows them: a mount knows only its own.
 fn complete(model: &mut Value) -> Result<(), Error> {
-    let (Some(at), Some(name)) =
-        (model["registry"].as_str(), model["name"].as_str().or(model["model"].as_str()))
-    else {
+    let (Some(at), Some(name)) = (model["registry"].as_str(), model["model"].as_str()) else {
         return Ok(());
     };
     let at = Endpoint::parse("the mount's registry", at, DEFAULT_PORT)?;
@@ -62,9 +60,11 @@ fn complete(model: &mut Value) -> Result<(), Error> {
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let of_model = list(&status["models"]).into_iter().find(|one| one["name"] == json!(name));
     let known = of_model.map(|model| list(&model["coordinator"]["learners"])).unwrap_or_default();
-    for learner in model["learners"].as_array_mut().into_iter().flatten().filter(|of| of["host"].is_null()) {
-        if let Some(known) = known.iter().find(|known| known["name"] == learner["id"]) {
-            learner["host"] = known["host"].clone();
+    let Some(learners) = model["learners"].as_array_mut() else { return Ok(()) };
+    for mut learner in known {
+        learner["id"] = learner["name"].take();
+        if !learners.iter().any(|own| own["id"] == learner["id"]) {
+            learners.push(learner);
         }
     }
     Ok(())
@@ -103,8 +103,8 @@ fn for_people(model: &Value, mount: &Path) -> String {
         let late = libmodelio::vocabulary::members::WaitedFor { learners: late, more };
         let _ = writeln!(text, "  waiting for learners: {late}");
     }
-    if let Some(why) = model["hosts_unknown_because"].as_str() {
-        let _ = writeln!(text, "  the hosts of other mounts' learners are not known: {why}");
+    if let Some(why) = model["others_unknown_because"].as_str() {
+        let _ = writeln!(text, "  learners of other mounts are not known: {why}");
     }
     text
 }

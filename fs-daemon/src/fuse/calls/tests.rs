@@ -155,7 +155,7 @@ fn a_version_that_goes_while_its_name_is_looked_up_gives_way_to_the_next_one() {
             if matches!(node, Node::Model(_, file) if file.pins() == Some(version))
                 && job.version() == version
             {
-                publish(job);
+                publish(&job);
             }
             fs.pin(node)
         }
@@ -203,13 +203,13 @@ fn directories_of_tensors_are_part_of_their_version() {
         fs.forget(w.ino, 1);
         fs.forget(a.ino, 1);
     }
-    publish(job);
+    publish(&job);
     let held = [File::RetainedTensors(Version(0), 2), File::Tensors(Version(0), 2)];
     for file in held {
         assert!(job.versions().contains(&Version(0)), "{file:?}");
         fs.forget(Node::Model(0, file).ino(), 1);
     }
-    publish(job);
+    publish(&job);
     assert!(!job.versions().contains(&Version(0)), "{:?}", job.versions());
     // A path may lead through `tensors` to another version; one with a version's number leads nowhere now.
     for (file, errno) in held.into_iter().zip([libc::ENOENT, libc::ESTALE]) {
