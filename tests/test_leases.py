@@ -219,7 +219,7 @@ def test_leases_expire__of_who_has_closed_its_files_and_lives(start_mount, shard
 def test_others_wait_for_a_living_process_beyond_the_lease(start_mount):
     """It evaluates, in the usual way: its files are closed. A learner that no process has used leaves with the lease."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=0.5, lease=1)
-    assert mount.control("patience") == "600"
+    assert mount.control("patience") == "10", "ten leases, where only the lease is given"
     slow = program(STEP, mount.join("slow") / "gradients", "stays")
     mount.join("b"), mount.join("unused")
     assert hear(slow) == "written"

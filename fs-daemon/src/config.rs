@@ -420,7 +420,7 @@ impl<'a> Merged<'a> {
             find(name).and_then(|(_, origin, text)| Some((origin, text.trim().parse::<u32>().ok()?)))
         };
         let texts = given.iter().map(|(name, _, text)| (*name, text.as_str()));
-        Controls::default().with_all(texts).map_err(|error| match &error {
+        let controls = Controls::default().with_all(texts).map_err(|error| match &error {
             ControlError::Invalid { name, .. } => {
                 let origin = find(name).map_or(*name, |(_, origin, _)| origin);
                 let help = self.0.first().map_or("gradfs --help", Layer::help);
@@ -437,6 +437,10 @@ impl<'a> Merged<'a> {
                     _ => Error::usage(error.to_string()),
                 }
             }
+        })?;
+        Ok(match find("patience") {
+            None => controls.with_patience_of_lease(),
+            Some(_) => controls,
         })
     }
 }

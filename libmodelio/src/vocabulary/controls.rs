@@ -222,9 +222,18 @@ pub struct Controls {
     pub tensors: TensorRules,
 }
 
-/// The usual patience: as long as an evaluation or a checkpoint of one learner may take.
+/// The longest time that a setting may have: a year.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+
+/// The default of [`Controls::lease`].
+const LEASE: Duration = Duration::from_secs(60);
+
+/// The usual patience, in leases: as long as an evaluation or a checkpoint of one learner may take.
+const PATIENCE_IN_LEASES: u32 = 10;
+
+/// The default of [`Controls::patience`].
 fn patience() -> Duration {
-    Duration::from_secs(600)
+    LEASE * PATIENCE_IN_LEASES
 }
 
 /// The default of [`Controls::shard_patience`].
@@ -249,7 +258,7 @@ impl Default for Controls {
             learners: 1,
             min_learners: 1,
             max_learners: MAX_LEARNERS,
-            lease: Duration::from_secs(60),
+            lease: LEASE,
             linger: Duration::from_secs(2),
             patience: patience(),
             // It is longer than the lease, so that waiting learners outlast one that is gone.
@@ -706,6 +715,15 @@ impl Controls {
         }
     }
 
+    /// The same with the patience that goes with its lease: ten times as long. A lease that never ends leaves it as it is.
+    #[must_use]
+    pub fn with_patience_of_lease(mut self) -> Controls {
+        if !self.lease.is_zero() {
+            self.patience = self.lease.saturating_mul(PATIENCE_IN_LEASES).min(LONGEST);
+        }
+        self
+    }
+
     /// Applies several settings at once; order does not matter for contradictions between them.
     ///
     /// # Errors
@@ -818,7 +836,7 @@ impl Field<'_> {
 
     fn seconds(&self, least: f64, expected: &'static str) -> Result<Duration, ControlError> {
         let value: f64 = self.parse(expected)?;
-        if (least..=31_536_000.0).contains(&value) {
+        if (least..=LONGEST.as_secs_f64()).contains(&value) {
             Ok(Duration::from_secs_f64(value))
         } else {
             Err(self.invalid(expected))
