@@ -223,7 +223,7 @@ pub struct Controls {
 }
 
 /// The longest time that a setting may have: a year.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+const LONGEST_TIME: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// The default of [`Controls::lease`].
 const LEASE: Duration = Duration::from_secs(60);
@@ -719,7 +719,7 @@ impl Controls {
     #[must_use]
     pub fn with_patience_of_lease(mut self) -> Controls {
         if !self.lease.is_zero() {
-            self.patience = self.lease.saturating_mul(PATIENCE_IN_LEASES).min(LONGEST);
+            self.patience = self.lease.saturating_mul(PATIENCE_IN_LEASES).min(LONGEST_TIME);
         }
         self
     }
@@ -836,7 +836,7 @@ impl Field<'_> {
 
     fn seconds(&self, least: f64, expected: &'static str) -> Result<Duration, ControlError> {
         let value: f64 = self.parse(expected)?;
-        if (least..=LONGEST.as_secs_f64()).contains(&value) {
+        if (least..=LONGEST_TIME.as_secs_f64()).contains(&value) {
             Ok(Duration::from_secs_f64(value))
         } else {
             Err(self.invalid(expected))
