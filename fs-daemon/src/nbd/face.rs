@@ -244,6 +244,8 @@ impl LearnerFace {
             }
             done(outcome);
         };
+        // A client hears of each WRITE that is refused.
+        contribution.forget_refused();
         contribution.commit(Ending::Step, Box::new(answered));
     }
 
@@ -278,6 +280,7 @@ impl LearnerFace {
                 tracing::warn!(model, learner, %error, "what a client of a block device had written does not count");
             }
         };
+        contribution.forget_refused();
         contribution.commit(Ending::Close, Box::new(answered));
     }
 }

@@ -242,6 +242,11 @@ impl Contribution {
         });
     }
 
+    /// Writes that were refused are no reason against the step: whoever made them has heard of each, and goes on.
+    pub fn forget_refused(&self) {
+        self.written.lock().forget_refused();
+    }
+
     /// Ends what was written; `done` hears whether it counts.
     pub fn commit(self: &Arc<Self>, ending: Ending, done: Done<()>) {
         let is_dropped = self.learner.contributor.has_dropped(self.share());

@@ -79,6 +79,11 @@ impl Written {
         if self.is_pending() { std::mem::take(self) } else { self.clone() }
     }
 
+    /// The caller has heard of each write that was refused, and goes on without.
+    pub fn forget_refused(&mut self) {
+        self.refused = None;
+    }
+
     /// The first write that was refused.
     ///
     /// # Errors
