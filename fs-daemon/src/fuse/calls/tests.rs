@@ -148,14 +148,14 @@ fn a_setting_that_nobody_answers_for_is_no_success() {
 fn a_version_that_goes_while_its_name_is_looked_up_gives_way_to_the_next_one() {
     let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
     let mounted = Mounted::of(layout, &[("reducer", "assign"), ("retain", "0")]);
-    let (fs, job) = (&mounted.fs, mounted.job());
+    let (fs, job) = (&mounted.fs, &mounted.job());
     // A lookup of this version is too late: there is another one.
     let goes = |version| {
         move |node| {
             if matches!(node, Node::Model(_, file) if file.pins() == Some(version))
                 && job.version() == version
             {
-                publish(&job);
+                publish(job);
             }
             fs.pin(node)
         }
