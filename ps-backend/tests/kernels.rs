@@ -614,7 +614,7 @@ fn copies_of_any_length_and_address_are_exact() {
 fn the_first_momentum_step_ignores_the_old_buffer() {
     let step = Step {
         reducer: Reducer::Momentum,
-        hyper: Hyper::default(),
+        hyper: Hyper { learning_rate: 0.01, ..Hyper::default() },
         contributions: 1,
         t: 1,
         ..Step::default()

@@ -66,7 +66,7 @@ fn every_option_reaches_the_configuration() {
         ("read_own_step", "false"),
         ("nonfinite", "accept"),
         ("wire", "topk(0.5)"),
-        ("learning_rate", "1e-3"),
+        ("learning_rate", "2e-3"),
         ("momentum", "0.5"),
         ("dampening", "0.25"),
         ("beta1", "0.8"),

@@ -190,6 +190,11 @@ impl Contribution {
     fn check(&self) -> CallResult<()> {
         let written = self.written.lock();
         written.check_refused()?;
+        // What others have written into the contribution is part of it, and one that others have ended is judged.
+        let contributor = &self.learner.contributor;
+        if !contributor.is_open_for(self.share()) || written.run() != Some(contributor.open_bytes()) {
+            return Ok(());
+        }
         if let Some(hint) = written.check_narrow(&self.model.layout)? {
             self.learner.hints(&hint);
         }

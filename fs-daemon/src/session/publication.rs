@@ -135,6 +135,8 @@ impl Publication {
         let refused = written.check_refused().and(holes);
         let is_mapped = ending == Ending::Step && !self.is_open() && refused.is_ok();
         if let Some(mapped) = self.mapped.as_ref().filter(|_| is_mapped) {
+            // The mapping is whole, as a truncated file is to be.
+            *self.written.lock() = Written::default();
             return mapped.publish(&self.model, done);
         }
         if !written.is_pending() {

@@ -196,6 +196,11 @@ fn new_weights_are_a_version_all_at_once_or_not_at_all() {
     assert_eq!(publication.write(SIZE, &[0]).unwrap_err().errno, libc::EFBIG);
     assert_eq!(publication.write(0, b"\x93NUMPY\x01\0v\0{'descr'").unwrap_err().errno, libc::EINVAL);
     assert_eq!((publication.is_open(), model.job.version()), (false, Version(0)));
+    assert_eq!(
+        publish(&publication).unwrap_err().errno,
+        libc::EFBIG,
+        "the first refusal is said where it ends, too"
+    );
     for value in [1.0, 2.0] {
         publication.write(0, &all(value)).unwrap();
         assert!(publication.is_open());

@@ -92,6 +92,14 @@ impl Written {
         self.refused.clone().map_or(Ok(()), Err)
     }
 
+    /// The length of what was written, if that is one run from offset 0.
+    pub fn run(&self) -> Option<u64> {
+        match self.run {
+            Run::To(end) => Some(end),
+            _ => None,
+        }
+    }
+
     /// The end of a run from offset 0 that is not the model's end, unless it is known what is behind it.
     fn short_run(&self, layout: &ModelLayout) -> Option<u64> {
         match self.run {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use half::{bf16, f16};
-use libmodelio::contributor::{ContributeError, Contributor, Share};
+use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::partly::MAX_PIECES;
@@ -65,7 +65,16 @@ impl Writer {
         // Neither blocks nor whole ones.
         for (i, bytes) in bytes.chunks(30_000).enumerate() {
             let at = tensor.bytes.start + (from * size + i * 30_000) as u64;
-            self.contributor.write(&mut Share::None, at, bytes, LONG).unwrap();
+            self.write_at(at, bytes);
+        }
+    }
+
+    /// Writes bytes, and waits for the coordinator where that has to name the step first.
+    fn write_at(&self, at: u64, bytes: &[u8]) {
+        while self.contributor.write(&mut Share::None, at, bytes, LONG).unwrap() == Wrote::Asks {
+            let (sender, receiver) = channel();
+            self.contributor.ask_step(LONG, move |outcome| sender.send(outcome).unwrap());
+            receiver.recv_timeout(2 * LONG).expect("an answer").unwrap();
         }
     }
 
@@ -350,7 +359,7 @@ pub fn values_in_too_many_pieces_are_refused(way: &Way) {
     let comb = |pieces: usize| {
         for i in 0..pieces {
             let (at, bytes) = (8 * i as u64, 3f32.to_le_bytes());
-            writer.contributor.write(&mut Share::None, at, &bytes, LONG).unwrap();
+            writer.write_at(at, &bytes);
         }
         let (sender, receiver) = channel();
         writer.contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());

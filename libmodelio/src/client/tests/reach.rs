@@ -38,6 +38,8 @@ fn set_control() -> Message {
 fn calls_that_need_a_shard_wait_for_shard_patience() {
     let mut bench = Bench::new();
     bench.now = Duration::from_secs(100);
+    bench.commit(2, 100);
+    bench.coordinator(3, Message::Done);
     bench.commit(3, 100);
     bench.ask(4, set_control(), 100);
     bench.core.await_step(5, L, bench.now + Duration::from_secs(100), bench.now, &mut bench.said);
