@@ -105,6 +105,11 @@ def shows(model, value):
         return False
 
 
+def part_of(path):
+    """Opens a file to write a part of it: it is not truncated, so it need not be written as a whole."""
+    return os.fdopen(os.open(path, os.O_WRONLY), "wb", buffering=0)
+
+
 def outcome(call, *arguments):
     """How a call ends: "done", or the name of its errno."""
     try:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from filetools import BLOCK, raises, write_safetensors
+from filetools import BLOCK, part_of, raises, write_safetensors
 
 SIZE = 2 * BLOCK + 1236
 COUNT = SIZE // 4
@@ -308,7 +308,7 @@ def test_a_reducer_takes_no_contribution_that_was_begun_for_another(start_mount)
     mount.contribute(np.full(COUNT, 1, "<f4"), learner="b")
     mount.wait_for_version(2)
     # One that is still written is refused at its end, and dropped.
-    with open(first / "gradients", "wb", buffering=0) as file:
+    with part_of(first / "gradients") as file:
         file.write(np.full(COUNT // 8, 9, "<f4"))
         mount.control("reducer", "sum")
         with raises(errno.EACCES):

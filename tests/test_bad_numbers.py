@@ -226,7 +226,8 @@ def test_names_cannot_be_made_removed_or_moved(start_mount, tmp_path):
 
     with nothing_changes(mount):
         for place in [mount.root, m, m / "control", m / "tensors", m / "versions", m / "versions/0", m / "learners"]:
-            with refused(EPERM):
+            # A file that is made in control/ is a setting whose name is misspelt.
+            with refused(errno.ENOENT if place.name == "control" else EPERM):
                 create(place / "new")
             with refused(EPERM):
                 os.mknod(place / "new", 0o600)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from filetools import BLOCK, bf16, eventually, from_bf16, raises, write_safetensors
+from filetools import BLOCK, bf16, eventually, from_bf16, part_of, raises, write_safetensors
 
 # As torch orders a model with BatchNorm; `running_var` begins in one block and ends in the next but one.
 SHAPES = {"conv": 900, "bn.weight": 40, "bn.running_mean": 2000, "bn.running_var": 2 * BLOCK // 4 + 100, "head": 20_000}
@@ -323,7 +323,7 @@ def test_the_averaged_tensors_stay_while_contributions_are_in(start_mount, model
         first.result()
     mount.catch_up()
     expect(mount, 0.5, 4, 6)
-    with open(mount.place("a") / "gradients", "wb", buffering=0) as file:
+    with part_of(mount.place("a") / "gradients") as file:
         # A whole block would begin a plan.
         os.pwrite(file.fileno(), bytes(400), 0)
         mount.control("tensors", "bn.running_mean reducer=average\nbn.running_var frozen")

@@ -1,6 +1,7 @@
 """The registry is restarted, and models are deleted while shards hang, as docs/semantics.md promises it "On a
 network"."""
 
+import os
 import signal
 import socket
 import threading
@@ -416,7 +417,8 @@ def test_a_model_that_is_made_while_the_registry_is_away_is_there_or_not(apart, 
         give(mount, 3)
         assert shown(mount) == 3
         return
-    assert done.returncode == 1 and "cannot create m" in done.stderr, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "cannot create m" in done.stderr or "cannot be asked" in done.stderr, done.stderr
     assert all(one.ask(shard)["models"] == [] for shard in one.shards)
     one.table.start()
     eventually(lambda: len(one.status()["shards"]) == 2, deadline=HEARD)
@@ -452,8 +454,8 @@ def test_a_model_of_any_size_is_refused_soon(cluster, size):
     assert one.ask(one.shards[0])["models"] == []
 
 
-def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__after_another_was_created(apart):
-    """The name is another model's before something answers at the old coordinator's address again, and after."""
+def test_a_name_that_is_made_again_shows_the_new_model_in_mounts(apart):
+    """Also before something answers at the old coordinator's address again, and after."""
     one = model(apart(2), timeout=1)
     mount = one.mount()
     give(mount, 1)
@@ -465,15 +467,14 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__a
     # The dead one is listed for a while, and chosen.
     eventually(lambda: one.run("create", *small).returncode == 0, deadline=20)
 
-    def has_failed():
+    def shows_the_new_one(value):
         # The longer the shard is away, the more seldom the registry is asked.
-        eventually(lambda: mount.status()["state"] == "failed", deadline=40)
-        with takes(0, 1):
-            assert outcome(give, mount, 1) == "EIO"
-        assert array(mount.model / "weights")[0] == 1, "weights that are here stay readable"
+        eventually(lambda: os.stat(mount.model / "weights").st_size == 1 << 20)
+        mount.contribute(np.ones(1 << 18, "<f4"))
+        eventually(lambda: array(mount.model / "weights")[0] == value)
 
-    has_failed()
+    shows_the_new_one(1)
     one.add_shard(listen=coordinator.address)
     time.sleep(2)
-    has_failed()
+    shows_the_new_one(2)
     assert mount.stop() == 0

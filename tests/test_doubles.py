@@ -65,7 +65,7 @@ def test_f64_models_train_in_double_precision__on_a_network(cluster, model, tran
 @pytest.mark.parametrize("reducer", ["nesterov", "adamw"])
 def test_f64_models_train_in_double_precision__optimizers(start_mount, reducer):
     """A learning rate is the decimal number that was written, in f64."""
-    mount = start_mount(size=8 * COUNT, dtype="f64", reducer=reducer, learning_rate=0.1)
+    mount = start_mount(size=8 * COUNT, dtype="f64", reducer=reducer, learning_rate=0.1, weight_decay=0)
     generator = np.random.RandomState(3)
     weights, m, v = np.zeros(COUNT), np.zeros(COUNT), np.zeros(COUNT)
     for t in range(1, 6):

@@ -298,11 +298,12 @@ def test_bad_settings_change_nothing(mounted):
         with raises(errno.EINVAL):
             mount.control("consistency", value)
     for name in before:
-        fd = os.open(mount.model / "control" / name, os.O_WRONLY)
-        for data in (b"\xff\xfe", b"9" * 5000):
+        for data in (b"\xff\xfe\n", b"9" * 70_000):
+            fd = os.open(mount.model / "control" / name, os.O_WRONLY)
             with raises(errno.EINVAL):
                 os.write(fd, data)
-        os.close(fd)
+            with raises(errno.EINVAL):
+                os.close(fd)
     assert {name: mount.control(name) for name in before} == before
     for name, value in before.items():
         assert mount.control(name, f"  {value} ") == value, "each reads back what can be written"

@@ -290,7 +290,7 @@ def test_read_your_own_step__while_another_thread_writes_ahead(mounted):
 
 
 SLIP = """
-with open(argv[0], "wb", buffering=0) as file:
+with os.fdopen(os.open(argv[0], os.O_WRONLY), "wb", buffering=0) as file:
     file.write(bytes(400))
 say("written")
 wait()

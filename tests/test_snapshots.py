@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import MountFailed, gradfs_binary
-from filetools import BLOCK, Threads, eventually, raises, read_safetensors, write_safetensors
+from filetools import BLOCK, Threads, eventually, outcome, raises, read_safetensors, write_safetensors
 
 # Two blocks and a bit of floats, then halves that begin in mid-block, then bytes that no reducer takes.
 FLOATS, HALVES, OPAQUE = 40_001, 30_002, 50
@@ -490,7 +490,9 @@ def test_a_shard_that_hangs_fails_the_save_and_not_the_job(cluster, model, tmp_p
     other.resume()
     assert done.returncode == 1 and other.address in done.stderr and took < 25, done.stderr
     assert not (tmp_path / "saved").exists()
-    train(job.mount, range(1, 3))
+    # Calls fail at once until the mount has heard of the shard again.
+    eventually(lambda: outcome(train, job.mount, range(1, 2)) != "ETIMEDOUT")
+    train(job.mount, range(2, 3))
     assert job.mount.version() == 3
     eventually(lambda: job.cluster.run("save", "m", tmp_path / "saved").returncode == 0, 30)
     assert manifest(tmp_path / "saved")["version"] == 3

@@ -245,7 +245,8 @@ def test_what_was_not_written_takes_no_part_in_assign(values):
 HALF = BLOCK // 2
 OF_TWO = {
     "halves of a block": ([(BLOCK, BLOCK + HALF)], [(BLOCK + HALF, 2 * BLOCK)]),
-    "halves of a tensor": ([(0, SIZE // 2)], [(SIZE // 2, SIZE)]),
+    # A run of exactly the half is taken for an array of a narrower type.
+    "halves of a tensor": ([(0, SIZE // 2 - 4)], [(SIZE // 2 - 4, SIZE)]),
     "halves that meet in a block": ([(0, SIZE // 2 + 40)], [(SIZE // 2 + 40, SIZE)]),
     "both, and neither": ([(100, 600), (5000, 6000)], [(400, 1000), (5500, 5600), (9000, 9004)]),
     "a piece of a whole block": ([(BLOCK, 3 * BLOCK)], [(2 * BLOCK + 8, 2 * BLOCK + 16)]),

@@ -180,7 +180,7 @@ def test_one_element_from_printf(mount):
     expected = INITIAL[:]
     expected[20000] += 1
     expect(mount, 1, expected)
-    shell(r"printf '\000\000\200\077' > $G", mount)
+    shell(r"printf '\000\000\200\077' | dd of=$G bs=4 conv=notrunc status=none", mount)
     expected[0] += 1
     expect(mount, 2, expected)
 

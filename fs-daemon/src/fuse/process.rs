@@ -193,9 +193,9 @@ fn ending_in_status(status: &str) -> Option<Ending> {
 }
 
 /// Whether thread `tid` is in mkdir(2) just now. The kernel looks a name up before it asks to make the directory, and that
-/// look-up is told apart from others by nothing else. False if it cannot be seen.
+/// look-up is told apart from others by nothing else. True if it cannot be seen: then a name can be made again.
 pub(super) fn is_making_directory(tid: u32) -> bool {
-    let call = fs::read_to_string(format!("/proc/{tid}/syscall")).unwrap_or_default();
+    let Ok(call) = fs::read_to_string(format!("/proc/{tid}/syscall")) else { return true };
     let number = call.split_whitespace().next().and_then(|number| number.parse().ok());
     #[cfg(target_arch = "x86_64")]
     if number == Some(libc::SYS_mkdir) {

@@ -112,7 +112,11 @@ impl Contribution {
     /// dropped, whoever has written into it.
     pub fn take_back(&self) {
         if self.wrote() {
-            self.learner.contributor.abort();
+            let contributor = &self.learner.contributor;
+            // What others have begun since is theirs.
+            if !contributor.is_open() || contributor.is_open_for(self.share()) {
+                contributor.abort();
+            }
             self.ended();
             self.learner.refusal.ended(false);
         }
@@ -192,7 +196,9 @@ impl Contribution {
         written.check_refused()?;
         // What others have written into the contribution is part of it, and one that others have ended is judged.
         let contributor = &self.learner.contributor;
-        if !contributor.is_open_for(self.share()) || written.run() != Some(contributor.open_bytes()) {
+        let is_in = self.model.job.has_learner(self.learner.id);
+        if !is_in || !contributor.is_open_for(self.share()) || written.run() != Some(contributor.open_bytes())
+        {
             return Ok(());
         }
         if let Some(hint) = written.check_narrow(&self.model.layout)? {
@@ -250,6 +256,10 @@ impl Contribution {
     /// Writes that were refused are no reason against the step: whoever made them has heard of each, and goes on.
     pub fn forget_refused(&self) {
         self.written.lock().forget_refused();
+        // A first write that found no shard has left nothing open, and its reason is told.
+        if !self.learner.contributor.is_open() {
+            self.learner.contributor.abort();
+        }
     }
 
     /// Ends what was written; `done` hears whether it counts.
@@ -383,7 +393,13 @@ impl Contribution {
     fn ended(&self) {
         self.share.store(0, Ordering::Relaxed);
         self.timed_out.store(false, Ordering::Relaxed);
-        self.written.lock().end();
+        // What a truncated file is written with next is to be whole, too.
+        let mut written = self.written.lock();
+        let is_truncated = written.is_truncated();
+        written.end();
+        if is_truncated {
+            written.truncate();
+        }
     }
 
     /// Reads the newest version from now on, if it reads.

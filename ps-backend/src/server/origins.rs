@@ -19,7 +19,7 @@ const MAX_ALL_STRANGE: usize = 1024;
 /// The most connections of one address that have greeted.
 const MAX_GREETED: usize = 512;
 /// The same when half of the process's places are taken.
-const MAX_WHEN_FULL: usize = 64;
+const MAX_WHEN_FULL: usize = 256;
 
 /// What counts as one address: an IPv4 address, or the /64 network of an IPv6 address, which one host may have whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
