@@ -454,7 +454,7 @@ def test_a_model_of_any_size_is_refused_soon(cluster, size):
     assert one.ask(one.shards[0])["models"] == []
 
 
-def test_a_name_that_is_made_again_shows_the_new_model_in_mounts(apart):
+def test_a_model_that_is_made_later_appears_in_mounts_and_goes_when_it_is_deleted__under_an_old_name(apart):
     """Also before something answers at the old coordinator's address again, and after."""
     one = model(apart(2), timeout=1)
     mount = one.mount()

@@ -45,8 +45,9 @@ def is_cut_off(stranger):
 
 def stranger(path):
     client = socket.socket(socket.AF_UNIX)
-    client.settimeout(10)
+    # The kernel's queue may be full for a moment. With a timeout, connect(2) does not wait for room there.
     client.connect(str(path))
+    client.settimeout(10)
     return client
 
 
