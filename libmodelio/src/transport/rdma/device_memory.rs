@@ -1,5 +1,8 @@
 //! Memory of another device, such as a GPU. The network's device reads and writes it by itself (GPUDirect). The CPU
 //! never touches it: its own device computes there, or copies data out.
+//!
+//! No command leads here yet. A shard's `--device` computes, and its payloads still pass through the host. To join both
+//! takes a GPU beside an RDMA device, which nobody has tried. Tests have memory of the CPU in the GPU's place.
 
 use std::fmt::Debug;
 use std::io;
