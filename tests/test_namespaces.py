@@ -132,3 +132,14 @@ def test_a_program_that_starts_others_is_one_contribution_across_pid_namespaces(
     assert (model / "version").read_text() == "4\n" and set(weights) == {6.0}
     inside.process.stdin.write("\n")
     end(inside)
+
+
+def test_a_redirection_into_a_setting_is_one_value__across_pid_namespaces(in_namespaces):
+    """A shell truncates, closes and then writes. The setting is never empty in between, which would be no value."""
+    inside, path = in_namespaces("sys.stdin.readline(); print(json.dumps(mount.stderr()))", "sum", "--pid", "--mount", "--mount-proc")
+    model = Path(f"/proc/{inside.pid}/root{path}")
+    for value in ("0.5", "0.25"):
+        subprocess.run(["sh", "-c", 'echo "$1" > "$2"', "sh", value, model / "control/learning_rate"], check=True, timeout=300)
+        assert (model / "control/learning_rate").read_text() == f"{value}\n"
+    inside.process.stdin.write("\n")
+    assert not [line for line in end(inside).splitlines() if "learning_rate" in line]

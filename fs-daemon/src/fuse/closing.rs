@@ -34,7 +34,11 @@ impl Calls {
         };
         let Some(users) = &open.users else { return done(Ok(())) };
         users.note_closer(by);
-        let has_duplicate = || users.opener.is_some_and(|pid| self.files.has_duplicate(fh, open.ino, pid));
+        // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes it first.
+        let has_duplicate = || {
+            let seen = users.opener.and_then(|pid| self.files.has_duplicate(fh, open.ino, pid));
+            seen.unwrap_or_else(|| !open.file.is_written())
+        };
         match at_close(open.file.is_pending(), || users.closer(by), has_duplicate) {
             AtClose::Nothing => done(Ok(())),
             AtClose::Ends => self.end_when_settled(fh, open, Ending::Close, by.tid, done),

@@ -6,10 +6,10 @@
 use std::ffi::OsStr;
 use std::fs;
 
-/// The number of descriptors of process `pid` that lead to an inode `ino` of `device`, as mountinfo names it. 0 if they
+/// The number of descriptors of process `pid` that lead to an inode `ino` of `device`, as mountinfo names it. None if they
 /// cannot be seen. Numbers of this filesystem's inodes are far above those of others, but all gradfs mounts have the same.
-pub fn count(pid: u32, ino: u64, device: Option<&str>) -> usize {
-    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return 0 };
+pub fn count(pid: u32, ino: u64, device: Option<&str>) -> Option<usize> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
     let leads_there = |number: &OsStr| {
         let number = number.to_str()?;
         // Sockets, pipes and the like are told apart by the link alone.
@@ -21,9 +21,10 @@ pub fn count(pid: u32, ino: u64, device: Option<&str>) -> usize {
     };
     let mounts: Vec<String> =
         entries.filter_map(Result::ok).filter_map(|entry| leads_there(&entry.file_name())).collect();
-    let Some(device) = device.filter(|_| !mounts.is_empty()) else { return mounts.len() };
+    let Some(device) = device.filter(|_| !mounts.is_empty()) else { return Some(mounts.len()) };
     let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
-    mounts.iter().filter(|id| is_of(&String::from_utf8_lossy(&table), id, device)).count()
+    let table = String::from_utf8_lossy(&table);
+    Some(mounts.iter().filter(|id| is_of(&table, id, device)).count())
 }
 
 /// What the text of an fdinfo has behind `name`.
@@ -47,14 +48,14 @@ mod tests {
     fn duplicates_of_a_descriptor_are_counted() {
         let file = tempfile::tempfile().unwrap();
         let (pid, ino) = (std::process::id(), file.metadata().unwrap().ino());
-        let before = count(pid, ino, None);
+        let before = count(pid, ino, None).unwrap();
         assert!(before >= 1);
         let duplicates = [(); 3].map(|()| file.try_clone().unwrap());
-        assert_eq!(count(pid, ino, None), before + 3);
+        assert_eq!(count(pid, ino, None), Some(before + 3));
         drop(duplicates);
-        assert_eq!(count(pid, ino, None), before);
-        assert_eq!(count(0, ino, None), 0, "of nobody");
-        assert_eq!(count(pid, ino, Some("no device")), 0);
+        assert_eq!(count(pid, ino, None), Some(before));
+        assert_eq!(count(0, ino, None), None, "of nobody");
+        assert_eq!(count(pid, ino, Some("no device")), Some(0));
     }
 
     #[test]

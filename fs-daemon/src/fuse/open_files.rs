@@ -87,9 +87,10 @@ impl OpenFiles {
         endings::truncated(of_inode, tid).and_then(|fh| open.get(&fh).cloned())
     }
 
-    /// Whether process `pid`, which closes a descriptor of the open file `fh`, has another one of that file.
-    pub fn has_duplicate(&self, fh: u64, ino: u64, pid: u32) -> bool {
-        let descriptors = descriptors::count(pid, ino, self.device.get().map(String::as_str));
+    /// Whether process `pid`, which closes a descriptor of the open file `fh`, has another one of that file. None if its
+    /// descriptors cannot be seen.
+    pub fn has_duplicate(&self, fh: u64, ino: u64, pid: u32) -> Option<bool> {
+        let descriptors = descriptors::count(pid, ino, self.device.get().map(String::as_str))?;
         let is_its = |file: &ProgramFile| {
             let opener = file.users.as_ref().map_or_else(|| thread_group(file.opener), |users| users.opener);
             // A thread that has ended may have been of this process.
@@ -99,6 +100,6 @@ impl OpenFiles {
             let open = self.open.read();
             open.iter().filter(|(other, file)| **other != fh && file.ino == ino && is_its(file)).count()
         };
-        descriptors > 0 && descriptors > others()
+        Some(descriptors > 0 && descriptors > others())
     }
 }
