@@ -3,6 +3,7 @@
 import errno
 import os
 import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -172,6 +173,31 @@ def test_a_duplicates_close_ends_nothing__of_a_publication(mounted):
         for part in np.array_split(values, 5):
             part.tofile(file)
     assert mount.version() == 1 and mount.weights() == values.tobytes()
+
+
+OUTLIVES = """
+import os, sys, time
+fd, parent = os.open(sys.argv[1], os.O_WRONLY), os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+for part in range(4):
+    duplicate = os.dup(fd)
+    os.pwrite(duplicate, b"\\0\\0\\x80\\x3f", 4 * part)
+    os.close(duplicate)
+os.close(fd)
+print("closed")
+"""
+
+
+def test_who_outlives_the_opener_owns_its_file(mounted):
+    mount = mounted()
+    # The output ends with the child's.
+    done = subprocess.run([sys.executable, "-c", OUTLIVES, mount.model / "gradients"], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "closed\n", done.stderr
+    assert mount.version() == 1, "one contribution"
+    assert array(mount.model / "weights")[:5].tolist() == [1, 1, 1, 1, 0]
 
 
 # What must not count

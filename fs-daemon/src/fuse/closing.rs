@@ -36,12 +36,15 @@ impl Calls {
         users.note_closer(by);
         // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes it first.
         let has_duplicate = || {
-            let seen = users.opener.and_then(|pid| self.files.has_duplicate(fh, open.ino, pid));
+            let seen = self.files.has_duplicate(fh, open.ino, &users.owners(by));
             seen.unwrap_or_else(|| !open.file.is_written())
         };
         match at_close(open.file.is_pending(), || users.closer(by), has_duplicate) {
             AtClose::Nothing => done(Ok(())),
-            AtClose::Ends => self.end_when_settled(fh, open, Ending::Close, by.tid, done),
+            AtClose::Ends => {
+                users.note_closed();
+                self.end_when_settled(fh, Arc::clone(&open), Ending::Close, by.tid, done);
+            }
             AtClose::Waits => {
                 if let OpenFile::Contribution { tree, contribution } = &open.file {
                     let learner = (tree.index, contribution.learner().id);

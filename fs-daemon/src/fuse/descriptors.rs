@@ -3,28 +3,58 @@
 //! Neither reading a link in `/proc/<pid>/fd` nor a file in `/proc/<pid>/fdinfo` asks the filesystem of the open file. So a
 //! thread that serves the mount may look.
 
+use std::cell::LazyCell;
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
-/// The number of descriptors of process `pid` that lead to an inode `ino` of `device`, as mountinfo names it. None if they
-/// cannot be seen. Numbers of this filesystem's inodes are far above those of others, but all gradfs mounts have the same.
-pub fn count(pid: u32, ino: u64, device: Option<&str>) -> Option<usize> {
-    let entries = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
-    let leads_there = |number: &OsStr| {
-        let number = number.to_str()?;
-        // Sockets, pipes and the like are told apart by the link alone.
-        let link = fs::read_link(format!("/proc/{pid}/fd/{number}")).ok()?;
-        let info =
-            link.is_absolute().then(|| fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")))?.ok()?;
-        let is_it = field(&info, "ino:")?.parse() == Ok(ino);
-        is_it.then(|| field(&info, "mnt_id:").unwrap_or_default().to_owned())
+use nix::fcntl::readlinkat;
+
+/// A file that descriptors lead to.
+pub struct Sought<'a> {
+    /// Its inode. Numbers of this filesystem's inodes are far above those of others, but all gradfs mounts have the same.
+    pub ino: u64,
+    /// Its name. A descriptor of another name is passed over with one look.
+    pub name: &'a str,
+    /// The device of its mount, as mountinfo names it.
+    pub device: Option<&'a str>,
+}
+
+/// Whether process `pid` has more than `most` descriptors that can write to the file. None if they cannot be seen.
+pub fn has_more(pid: u32, file: &Sought<'_>, most: usize) -> Option<bool> {
+    let path = format!("/proc/{pid}/fd");
+    // A link is looked up from its directory: a path through the number of a process takes longer.
+    let (dir, entries) = (File::open(&path).ok()?, fs::read_dir(&path).ok()?);
+    let table = LazyCell::new(|| {
+        let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+        String::from_utf8_lossy(&table).into_owned()
+    });
+    let is_one = |entry: &fs::DirEntry| {
+        let number = entry.file_name();
+        if !readlinkat(&dir, &*number).is_ok_and(|link| is_named(&link, file.name)) {
+            return false;
+        }
+        let info = Path::new(&format!("/proc/{pid}/fdinfo")).join(number);
+        let info = fs::read_to_string(info).unwrap_or_default();
+        let is_its = field(&info, "ino:").and_then(|ino| ino.parse().ok()) == Some(file.ino);
+        let mount = field(&info, "mnt_id:").unwrap_or_default();
+        is_its && can_write(&info) && file.device.is_none_or(|device| is_of(&table, mount, device))
     };
-    let mounts: Vec<String> =
-        entries.filter_map(Result::ok).filter_map(|entry| leads_there(&entry.file_name())).collect();
-    let Some(device) = device.filter(|_| !mounts.is_empty()) else { return Some(mounts.len()) };
-    let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
-    let table = String::from_utf8_lossy(&table);
-    Some(mounts.iter().filter(|id| is_of(&table, id, device)).count())
+    Some(entries.filter_map(Result::ok).filter(is_one).nth(most).is_some())
+}
+
+/// Whether the link of a descriptor leads to a file of this name, which the kernel may have dropped since.
+fn is_named(link: &OsStr, name: &str) -> bool {
+    let link = link.as_bytes();
+    let path = link.strip_suffix(b" (deleted)").unwrap_or(link);
+    path.strip_suffix(name.as_bytes()).is_some_and(|dir| dir.ends_with(b"/"))
+}
+
+/// Whether a descriptor with this fdinfo can write.
+fn can_write(info: &str) -> bool {
+    let flags = field(info, "flags:").and_then(|flags| i32::from_str_radix(flags, 8).ok());
+    flags.is_none_or(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY)
 }
 
 /// What the text of an fdinfo has behind `name`.
@@ -45,17 +75,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn duplicates_of_a_descriptor_are_counted() {
-        let file = tempfile::tempfile().unwrap();
-        let (pid, ino) = (std::process::id(), file.metadata().unwrap().ino());
-        let before = count(pid, ino, None).unwrap();
-        assert!(before >= 1);
+    fn duplicates_that_can_write_are_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("gradients");
+        let file = File::create(&path).unwrap();
+        let pid = std::process::id();
+        let sought = Sought { ino: file.metadata().unwrap().ino(), name: "gradients", device: None };
+        let count = |sought: &Sought<'_>| (0..).find(|most| has_more(pid, sought, *most) == Some(false));
+        assert_eq!(count(&sought), Some(1));
         let duplicates = [(); 3].map(|()| file.try_clone().unwrap());
-        assert_eq!(count(pid, ino, None), Some(before + 3));
+        let _reads = File::open(&path).unwrap();
+        let _namesake = File::create(dir.path().join("more gradients")).unwrap();
+        assert_eq!(count(&sought), Some(4));
+        fs::remove_file(&path).unwrap();
+        assert_eq!(count(&sought), Some(4), "its name was dropped");
         drop(duplicates);
-        assert_eq!(count(pid, ino, None), Some(before));
-        assert_eq!(count(0, ino, None), None, "of nobody");
-        assert_eq!(count(pid, ino, Some("no device")), Some(0));
+        assert_eq!(count(&sought), Some(1));
+        assert_eq!(count(&Sought { name: "weights", ..sought }), Some(0));
+        assert_eq!(count(&Sought { device: Some("no device"), ..sought }), Some(0));
+        assert_eq!(has_more(0, &sought, 0), None, "of nobody");
     }
 
     #[test]

@@ -4,12 +4,14 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use libmodelio::vocabulary::controls::SETTINGS;
 use parking_lot::RwLock;
 
+use super::descriptors::Sought;
 use super::endings::Candidate;
-use super::process::thread_group;
 use super::users::FileUsers;
 use super::{descriptors, endings};
+use crate::fs::node::{File, Node};
 use crate::fs::open_file::OpenFile;
 use crate::session::error::{CallError, CallResult};
 
@@ -87,19 +89,32 @@ impl OpenFiles {
         endings::truncated(of_inode, tid).and_then(|fh| open.get(&fh).cloned())
     }
 
-    /// Whether process `pid`, which closes a descriptor of the open file `fh`, has another one of that file. None if its
-    /// descriptors cannot be seen.
-    pub fn has_duplicate(&self, fh: u64, ino: u64, pid: u32) -> Option<bool> {
-        let descriptors = descriptors::count(pid, ino, self.device.get().map(String::as_str))?;
-        let is_its = |file: &ProgramFile| {
-            let opener = file.users.as_ref().map_or_else(|| thread_group(file.opener), |users| users.opener);
-            // A thread that has ended may have been of this process.
-            opener.is_none_or(|opener| opener == pid)
-        };
-        let others = || {
+    /// Whether a process that closes a descriptor of the open file `fh` has another one of that file. `owners`: the process,
+    /// and whom it has inherited descriptors from. None if its descriptors cannot be seen.
+    pub fn has_duplicate(&self, fh: u64, ino: u64, owners: &[u32]) -> Option<bool> {
+        let file = Sought { ino, name: written_name(ino)?, device: self.device.get().map(String::as_str) };
+        // Where its opener cannot be seen, a file may be this process's.
+        let is_its = |users: &FileUsers| users.opener.is_none_or(|opener| owners.contains(&opener));
+        let is_other = |users: &FileUsers| is_its(users) && !users.is_closed();
+        let others = {
             let open = self.open.read();
-            open.iter().filter(|(other, file)| **other != fh && file.ino == ino && is_its(file)).count()
+            let of_inode = open.iter().filter(|(other, file)| **other != fh && file.ino == ino);
+            of_inode.filter(|(_, file)| file.users.as_ref().is_some_and(is_other)).count()
         };
-        Some(descriptors > 0 && descriptors > others())
+        descriptors::has_more(*owners.first()?, &file, others)
+    }
+}
+
+/// The name of a file that can be written.
+fn written_name(ino: u64) -> Option<&'static str> {
+    let Node::Model(_, file) = Node::from_ino(ino)? else { return None };
+    match file {
+        File::Gradients | File::LearnerGradients(_) => Some("gradients"),
+        File::Device => Some("device"),
+        File::Weights(_) => Some("weights"),
+        File::Publish(_) => Some("publish"),
+        File::LearnerWeight(_) => Some("weight"),
+        File::Control(index) => SETTINGS.get(index as usize).map(|(name, _)| *name),
+        _ => None,
     }
 }

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 
@@ -28,6 +28,8 @@ pub struct FileUsers {
     pub opener: Option<u32>,
     /// The thread of the last write: looked at without a lock.
     last_writer: AtomicU32,
+    /// A close has ended what was written: its process has no descriptor left. The kernel says later that nobody has.
+    closed: AtomicBool,
     seen: Mutex<Seen>,
 }
 
@@ -57,6 +59,17 @@ impl Seen {
             self.processes.push(Arc::new(process));
         }
     }
+
+    /// The process of thread `tid`, if that can be seen.
+    fn process_of(&self, tid: u32) -> Option<u32> {
+        self.threads.get(&tid).copied().or_else(|| thread_group(tid))
+    }
+
+    /// Whether process `tgid`, which has used the file, has ended.
+    fn has_ended(&self, tgid: u32) -> bool {
+        let known = self.processes.iter().find(|process| process.tgid() == tgid);
+        known.is_none_or(|process| process.exited().is_some())
+    }
 }
 
 impl FileUsers {
@@ -66,7 +79,8 @@ impl FileUsers {
         let owner = opener.map_or(Owner::Lock(None), Owner::Process);
         let threads = opener.map(|opener| (tid, opener)).into_iter().collect();
         let seen = Seen { owner, threads, processes: process.into_iter().collect() };
-        FileUsers { opener, last_writer: AtomicU32::new(tid), seen: Mutex::new(seen) }
+        let (last_writer, closed) = (AtomicU32::new(tid), AtomicBool::new(false));
+        FileUsers { opener, last_writer, closed, seen: Mutex::new(seen) }
     }
 
     /// Notes who writes; nearly free when it is the one who wrote last, and can be seen.
@@ -91,11 +105,27 @@ impl FileUsers {
             return Closer::Dying;
         }
         let seen = self.seen.lock();
-        let caller = seen.threads.get(&by.tid).copied().or_else(|| thread_group(by.tid));
-        seen.owner.closes(caller, by.lock, || {
-            let opener = seen.processes.iter().find(|process| Some(process.tgid()) == self.opener);
-            opener.is_none_or(|process| process.exited().is_some())
-        })
+        seen.owner
+            .closes(seen.process_of(by.tid), by.lock, || self.opener.is_none_or(|of| seen.has_ended(of)))
+    }
+
+    /// The process whose descriptors matter at a close by the file's owner, and then the one that it has them from: the
+    /// opener, or whoever has outlived it. Empty if none can be seen.
+    pub fn owners(&self, by: Holder) -> Vec<u32> {
+        let Some(opener) = self.opener else { return Vec::new() };
+        let seen = self.seen.lock();
+        let heir = seen.has_ended(opener).then(|| seen.process_of(by.tid)).flatten();
+        heir.into_iter().chain([opener]).collect()
+    }
+
+    /// A close has ended what was written.
+    pub fn note_closed(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether its process has no descriptor of it left, as far as that is known.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
     }
 
     /// The processes.
