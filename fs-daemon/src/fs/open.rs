@@ -43,8 +43,8 @@ pub struct OpenRequest {
     pub is_nonblocking: bool,
     /// Whether a process that uses the mount's own learner makes it.
     pub is_own: bool,
-    /// Whether the thread that opens it may wait for the job's answer.
-    pub may_ask: bool,
+    /// Whether the thread that opens it may work for long, and wait for the job's answer.
+    pub may_wait: bool,
 }
 
 impl OpenRequest {
@@ -144,9 +144,42 @@ impl OpenRequest {
         }
     }
 
-    /// The mount's own learner. If it has left since [`Self::takes_long`], the kernel looks the name up again.
-    fn own_or_join(&self, model: &Model) -> CallResult<Arc<Learner>> {
-        if self.may_ask { model.join_own() } else { model.own_learner().ok_or_else(stale) }
+    /// Does what takes long about an open that contributes: the mount's own learner joins, and a mapping takes its pages.
+    ///
+    /// # Errors
+    /// Those of [`Fs::open`].
+    pub fn prepare(&self) -> CallResult<()> {
+        let Some((tree, file)) = self.file().filter(|_| self.may_wait && self.contributes()) else {
+            return Ok(());
+        };
+        self.contributor(&tree.model, file, Model::join_own)?;
+        Ok(())
+    }
+
+    /// The learner that contributes through this file, ready for that. `own` finds that of the mount.
+    fn contributor(
+        &self,
+        model: &Model,
+        file: File,
+        own: impl FnOnce(&Model) -> CallResult<Arc<Learner>>,
+    ) -> CallResult<Arc<Learner>> {
+        match file {
+            File::Device => self.no_append()?,
+            _ => self.writable_contribution()?,
+        }
+        let learner = match file {
+            File::LearnerGradients(id) => model.learner(id)?,
+            _ => {
+                model.refuse_own_replica()?;
+                own(model)?
+            }
+        };
+        if file != File::Device && self.reads {
+            learner.make_mapping_ready().map_err(|error| CallError::new(libc::ENOMEM, error.to_string()))?;
+        } else {
+            learner.make_staging_ready();
+        }
+        Ok(learner)
     }
 
     fn read_only(&self, what: &str) -> CallResult<()> {
@@ -193,11 +226,11 @@ impl Fs {
             appends: flags & libc::O_APPEND != 0,
             is_nonblocking: flags & libc::O_NONBLOCK != 0,
             is_own: false,
-            may_ask: true,
+            may_wait: true,
         })
     }
 
-    /// Opens the file without waiting for anything.
+    /// Opens the file without waiting for anything, after [`OpenRequest::prepare`].
     ///
     /// # Errors
     /// EACCES and EINVAL where the file cannot be opened so, ESTALE where the version of a name is gone, ENOENT, ENOMEM.
@@ -251,21 +284,9 @@ impl Fs {
                 let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
             }
-            File::Gradients => {
-                request.writable_contribution()?;
-                model.refuse_own_replica()?;
-                self.open_gradients(request, tree, request.own_or_join(model)?)
-            }
-            File::LearnerGradients(id) => {
-                request.writable_contribution()?;
-                self.open_gradients(request, tree, model.learner(id)?)
-            }
+            File::Gradients | File::LearnerGradients(_) => self.open_gradients(request, tree, file),
             File::Publish(number) => open_publish(request, tree, number, self.passthrough),
-            File::Device if request.writes => {
-                request.no_append()?;
-                model.refuse_own_replica()?;
-                open_device(request, tree)
-            }
+            File::Device if request.writes => open_device(request, tree),
             File::Device => {
                 let reader = Reader::newest(&model.job).ok_or_else(CallError::not_found)?;
                 let file = VersionFile { reader, header: Arc::new([]), bytes: all };
@@ -300,16 +321,11 @@ impl Fs {
         &self,
         request: &OpenRequest,
         tree: &Arc<ModelTree>,
-        learner: Arc<Learner>,
+        file: File,
     ) -> CallResult<(OpenFile, Way)> {
-        let maps = request.reads;
-        if maps {
-            learner.make_mapping_ready().map_err(|error| CallError::new(libc::ENOMEM, error.to_string()))?;
-        } else {
-            learner.make_staging_ready();
-        }
+        let learner = request.contributor(&tree.model, file, own)?;
         let way = if self.passthrough { Way::MapBypass(learner.mapping().clone()) } else { Way::Direct };
-        let contribution = Arc::new(Contribution::open(&tree.model, learner, maps, None));
+        let contribution = Arc::new(Contribution::open(&tree.model, learner, request.reads, None));
         Ok((OpenFile::Contribution { tree: Arc::clone(tree), contribution }, way))
     }
 
@@ -324,7 +340,7 @@ impl Fs {
             // A file that can be read and written can be mapped, and its mapping would be the version itself.
             return Err(CallError::new(libc::EACCES, "open weights write-only to publish new ones"));
         }
-        let publication = Publication::open(&tree.model)?;
+        let publication = Arc::new(Publication::open(&tree.model)?);
         let shown = Reader::open(&tree.model.job, version).ok_or_else(stale)?;
         // The same inode may be open for reading with passthrough; the kernel wants all opens of it to
         // name the same memory. Being write-only, this one cannot be mapped.
@@ -332,6 +348,11 @@ impl Fs {
         let tree = Arc::clone(tree);
         Ok((OpenFile::Publication { tree, publication, _keeps: Box::new(shown) }, way))
     }
+}
+
+/// The mount's own learner. If it has left since [`OpenRequest::prepare`], the kernel looks the name up again.
+fn own(model: &Model) -> CallResult<Arc<Learner>> {
+    model.own_learner().ok_or_else(stale)
 }
 
 /// Whether the file is the model's, and shows its newest version.
@@ -351,10 +372,10 @@ fn open_publish(
     request.no_append()?;
     let what = "this publication is open already: open publish by its path for another one";
     let inode = tree.publications.open(number).ok_or_else(|| CallError::new(libc::EBUSY, what))?;
-    let publication = match request.reads {
+    let publication = Arc::new(match request.reads {
         true => Publication::open_mapped(&tree.model)?,
         false => Publication::open(&tree.model)?,
-    };
+    });
     let way = match publication.mapped().filter(|_| passthrough) {
         Some(memory) => Way::MapBypass(memory.region().clone()),
         None => Way::Direct,
@@ -364,8 +385,7 @@ fn open_publish(
 }
 
 fn open_device(request: &OpenRequest, tree: &Arc<ModelTree>) -> CallResult<(OpenFile, Way)> {
-    let learner = request.own_or_join(&tree.model)?;
-    learner.make_staging_ready();
+    let learner = request.contributor(&tree.model, File::Device, own)?;
     let reader = match request.reads {
         true => Some(Reader::newest(&tree.model.job).ok_or_else(CallError::not_found)?),
         false => None,

@@ -33,7 +33,7 @@ pub enum OpenFile {
         /// The file's model.
         tree: Arc<ModelTree>,
         /// The publication that it writes.
-        publication: Publication,
+        publication: Arc<Publication>,
         /// Stays while the file is open: the version that `weights` shows, or the inode of `publish`.
         _keeps: Box<dyn Any + Send + Sync>,
     },
@@ -231,13 +231,17 @@ impl OpenFile {
     }
 
     /// ftruncate(2) to nothing: what was written since the last end is taken back.
-    pub fn take_back(&self) {
+    ///
+    /// # Errors
+    /// As [`Contribution::take_back`].
+    pub fn take_back(&self) -> CallResult<()> {
         match self {
-            OpenFile::Contribution { contribution, .. } => contribution.take_back(),
+            OpenFile::Contribution { contribution, .. } => return contribution.take_back(),
             OpenFile::Publication { publication, .. } => publication.take_back(),
             OpenFile::Text(text) => text.empty(),
             OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {}
         }
+        Ok(())
     }
 
     /// ftruncate(2) to the model's size: in a file that was truncated before, what is not written is zeros.

@@ -42,6 +42,7 @@ pub fn readme(trees: &[Arc<ModelTree>]) -> String {
          tensors/NAME.npy     one tensor of the same version, in NumPy's format; a / in NAME makes a directory\n\
          gradients            write a contribution, at the same offsets as in weights. fsync or close ends it,\n\
          \x20                    and only when that succeeds is it taken. Bytes you do not write count as zero.\n\
+         \x20                    ftruncate to 0 takes it back: call file.truncate(0) before an exception closes it.\n\
          \x20                    It can also be mapped (open it read-write): store, then fsync the descriptor.\n\
          publish              write or map whole new weights, as into weights; fsync or close makes the version\n\
          device               both faces in one file: read weights, write gradients\n\

@@ -228,11 +228,11 @@ impl Calls {
     /// zeros.
     ///
     /// # Errors
-    /// EINVAL, EACCES.
+    /// EINVAL, EACCES, EBUSY for what is being committed.
     pub fn truncate(&self, ino: u64, fh: Option<u64>, size: u64, tid: u32) -> CallResult<()> {
         self.fs.check_truncation(ino, size)?;
         match (fh, size) {
-            (Some(fh), 0) => self.files.get(fh)?.file.take_back(),
+            (Some(fh), 0) => self.files.get(fh)?.file.take_back()?,
             (Some(fh), _) => self.files.get(fh)?.file.extended(),
             (None, 0) => self.files.truncated(ino, tid).iter().for_each(|open| open.file.truncated()),
             (None, _) => {}

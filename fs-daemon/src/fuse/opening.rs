@@ -106,8 +106,8 @@ impl Calls {
 
     /// Opens a file; where that takes long, on a thread of its own.
     fn open_soon(self: &Arc<Self>, mut request: OpenRequest, tid: u32, done: Done<Opened>) {
-        request.may_ask = request.takes_long();
-        if !request.may_ask {
+        request.may_wait = request.takes_long();
+        if !request.may_wait {
             return done(self.open_now(&request, tid));
         }
         let this = Arc::clone(self);
@@ -116,6 +116,7 @@ impl Calls {
 
     fn open_now(&self, request: &OpenRequest, tid: u32) -> CallResult<Opened> {
         refuse_reader(request, tid)?;
+        request.prepare()?;
         let _opening = request.contributes().then(|| self.watches.opening());
         let (file, way) = self.fs.open(request)?;
         let process = file.is_writable().then(|| self.watches.process_of(tid)).flatten();

@@ -54,6 +54,8 @@ pub struct Contribution {
     timed_out: AtomicBool,
     /// Bytes of the mapping were declared final from here.
     declared: AtomicBool,
+    /// Nobody writes here any more.
+    is_closed: AtomicBool,
 }
 
 impl Contribution {
@@ -74,6 +76,7 @@ impl Contribution {
             share: AtomicU64::new(0),
             timed_out: AtomicBool::new(false),
             declared: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
         }
     }
 
@@ -83,6 +86,8 @@ impl Contribution {
         if self.declared.swap(false, Ordering::Relaxed) {
             self.learner.contributor.forget_final();
         }
+        self.is_closed.store(true, Ordering::SeqCst);
+        self.learner.contributor.forget_unopened();
         self.learner.count_contribution(false);
     }
 
@@ -110,16 +115,21 @@ impl Contribution {
 
     /// The program takes back what was written here: it truncates the file to nothing. The learner's open contribution is
     /// dropped, whoever has written into it.
-    pub fn take_back(&self) {
-        if self.wrote() {
-            let contributor = &self.learner.contributor;
-            // What others have begun since is theirs.
-            if !contributor.is_open() || contributor.is_open_for(self.share()) {
-                contributor.abort();
-            }
-            self.ended();
-            self.learner.refusal.ended(false);
+    ///
+    /// # Errors
+    /// EBUSY while a commit runs, with nothing changed.
+    pub fn take_back(&self) -> CallResult<()> {
+        if !self.wrote() {
+            return Ok(());
         }
+        let contributor = &self.learner.contributor;
+        // What others have begun since is theirs.
+        if !contributor.is_open() || contributor.is_open_for(self.share()) {
+            contributor.try_abort().map_err(|error| explained(&self.model, error))?;
+        }
+        self.ended();
+        self.learner.refusal.ended(false);
+        Ok(())
     }
 
     /// The version it reads, if it has both faces.
@@ -244,6 +254,9 @@ impl Contribution {
         self.learner.contributor.ask_step(timeout, move |outcome| {
             let outcome = outcome.map_err(|error| {
                 this.learner.contributor.fail_unopened(&error);
+                if this.is_closed.load(Ordering::SeqCst) {
+                    this.learner.contributor.forget_unopened();
+                }
                 let error = explained(&this.model, error);
                 this.learner.refusal.note(&error, true);
                 this.written.lock().note::<()>(offset, len, &Err(error.clone()));

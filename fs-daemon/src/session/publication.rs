@@ -129,9 +129,20 @@ impl Publication {
 
     /// Publishes what was written, or if that is nothing and a step ends, the mapped memory. `done` hears of it once the
     /// version is out.
-    pub fn commit(&self, ending: Ending, done: Done<()>) {
+    pub fn commit(self: &Arc<Self>, ending: Ending, done: Done<()>) {
         let written = self.written.lock().end();
-        let holes = if written.has_holes() { self.write_holes() } else { Ok(()) };
+        if !written.has_holes() {
+            return self.commit_written(&written, Ok(()), ending, done);
+        }
+        let this = Arc::clone(self);
+        on_own_thread("gradfs-holes", move || {
+            let holes = this.write_holes();
+            this.commit_written(&written, holes, ending, done);
+        });
+    }
+
+    /// Publishes this. `holes`: whether its holes could be written.
+    fn commit_written(&self, written: &Written, holes: CallResult<()>, ending: Ending, done: Done<()>) {
         let refused = written.check_refused().and(holes);
         let is_mapped = ending == Ending::Step && !self.is_open() && refused.is_ok();
         if let Some(mapped) = self.mapped.as_ref().filter(|_| is_mapped) {

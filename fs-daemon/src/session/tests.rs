@@ -53,7 +53,7 @@ fn commit(contribution: &Arc<Contribution>, ending: Ending) -> Result<(), i32> {
     outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
 }
 
-fn publish(publication: &Publication) -> CallResult<()> {
+fn publish(publication: &Arc<Publication>) -> CallResult<()> {
     let (done, outcome) = done();
     publication.commit(Ending::Close, done);
     outcome.recv_timeout(PATIENCE).expect("an answer")
@@ -153,6 +153,27 @@ fn a_commit_that_waits_in_vain_can_be_tried_again_but_for_a_close() {
 }
 
 #[test]
+fn what_is_being_committed_cannot_be_taken_back() {
+    let model = model(&[("reducer", "sum"), ("learners", "2"), ("timeout", "600")]);
+    let [learner, slow] = ["a", "b"].map(|name| model.join(name, None).unwrap());
+    let (ahead, behind) = (contribution(&model, &learner), contribution(&model, &slow));
+    ahead.write(0, &all(1.0)).unwrap();
+    assert_eq!(commit(&ahead, Ending::Step), Ok(()), "taken, for a version that needs another one");
+    ahead.write(0, &all(2.0)).unwrap();
+    let (done, committed) = done();
+    ahead.commit(Ending::Step, done);
+    assert_eq!(ahead.take_back().map_err(|error| error.errno), Err(libc::EBUSY));
+    for _ in 0..2 {
+        behind.write(0, &all(1.0)).unwrap();
+        assert_eq!(commit(&behind, Ending::Step), Ok(()));
+    }
+    assert_eq!(committed.recv_timeout(PATIENCE).expect("an answer"), Ok(()));
+    assert_eq!(ahead.take_back(), Ok(()), "nothing is written");
+    assert_eq!(await_step(&model, &learner), Ok(Version(2)));
+    assert!(shows(&Reader::newest(&model.job).unwrap(), 5.0));
+}
+
+#[test]
 fn both_faces_show_the_newest_version_after_each_step() {
     let model = model(&[("reducer", "sum")]);
     let own = model.join_own().unwrap();
@@ -184,7 +205,7 @@ fn a_step_ships_the_mapping_where_nothing_was_written() {
 #[test]
 fn new_weights_are_a_version_all_at_once_or_not_at_all() {
     let model = model(&[("reducer", "assign")]);
-    let publication = Publication::open(&model).unwrap();
+    let publication = Arc::new(Publication::open(&model).unwrap());
     publication.must_be_whole();
     publication.write(0, &all(1.0)[..8]).unwrap();
     assert_eq!(publish(&publication).unwrap_err().errno, libc::EINVAL, "not whole");
@@ -237,7 +258,7 @@ fn a_learner_whose_users_have_ended_is_not_waited_for_beyond_linger() {
 #[test]
 fn a_mapping_is_published_by_steps_and_stays_its_programs() {
     let model = model(&[("reducer", "assign")]);
-    let publication = Publication::open_mapped(&model).unwrap();
+    let publication = Arc::new(Publication::open_mapped(&model).unwrap());
     let ends = |ending| {
         let (done, outcome) = done();
         publication.commit(ending, done);
@@ -273,4 +294,22 @@ fn a_mapping_is_published_by_steps_and_stays_its_programs() {
     let other = local::start("o", &other, &Controls::default(), &Cpu::start(1).unwrap(), |_| Ok(())).unwrap();
     let publisher = Publisher::new(Arc::new(other)).unwrap();
     assert_eq!(publisher.write_all(memory), Err(ShardError::OutOfRange));
+}
+
+#[test]
+fn holes_of_new_weights_are_written_beside_other_requests() {
+    let model = model(&[("reducer", "assign")]);
+    let publication = Arc::new(Publication::open(&model).unwrap());
+    publication.must_be_whole();
+    publication.write(0, &all(1.0)[..8]).unwrap();
+    publication.extended();
+    let (sender, receiver) = channel();
+    let done = Box::new(move |outcome: CallResult<()>| {
+        sender.send((outcome, std::thread::current().id())).unwrap();
+    });
+    publication.commit(Ending::Close, done);
+    let (outcome, thread) = receiver.recv_timeout(PATIENCE).expect("an answer");
+    assert!(outcome == Ok(()) && thread != std::thread::current().id());
+    let newest = Reader::newest(&model.job).unwrap();
+    assert_eq!(newest.bytes(0..SIZE), [&all(1.0)[..8], &all(0.0)[8..]].concat());
 }

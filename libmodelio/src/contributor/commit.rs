@@ -377,6 +377,14 @@ impl Contributor {
     /// Drops the open contribution, and the shard's part of it, and what is final of the mapping. Returns whether
     /// something was written. It does nothing while a commit is under way.
     pub fn abort(&self) -> bool {
+        self.try_abort().unwrap_or(false)
+    }
+
+    /// The same, for callers that need to know.
+    ///
+    /// # Errors
+    /// [`ContributeError::Busy`] while a commit is under way.
+    pub fn try_abort(&self) -> Result<bool, ContributeError> {
         let mut state = self.state.lock();
         // A running copy ends within microseconds. The deadline is for a stuck machine.
         let deadline = Instant::now() + STUCK;
@@ -386,11 +394,11 @@ impl Contributor {
                 let what = "a write of the dropped contribution is stuck";
                 state.failed = Some(ShardError::TimedOut(what.into()).into());
                 tracing::error!(model = self.job.model(), learner = %self.learner, what);
-                return true;
+                return Ok(true);
             }
         }
         if state.committing {
-            return false;
+            return if state.aborting { Ok(false) } else { Err(ContributeError::Busy) };
         }
         let was_open = state.step.is_some();
         if was_open || state.finals.step().is_some() {
@@ -406,7 +414,7 @@ impl Contributor {
         drop(state);
         drop(gone);
         asking.into_iter().for_each(|done| done(Err(ContributeError::Dropped)));
-        was_open
+        Ok(was_open)
     }
 
     /// The lock is not held, but the state is `committing`, so no new contribution opens before the old one is gone.

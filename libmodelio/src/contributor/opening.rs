@@ -90,6 +90,14 @@ impl Contributor {
         }
     }
 
+    /// Nobody is left who has to hear why a first write was not taken: the next one starts clean.
+    pub fn forget_unopened(&self) {
+        let mut state = self.state.lock();
+        if state.step.is_none() {
+            state.failed = None;
+        }
+    }
+
     fn knows_step(&self, state: &State) -> bool {
         state.asking.answer.is_some() || self.job.knows_step(self.learner)
     }

@@ -17,6 +17,7 @@ use crate::fs::attr::{Attributes, Keep};
 use crate::fs::node::{File, Node};
 use crate::fs::text;
 use crate::fuse::opening::Opened;
+use crate::session::contribution::{Contribution, Ending};
 use crate::session::model::Snapshots;
 
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -259,6 +260,67 @@ fn the_own_learner_joins_beside_other_requests_under_its_name() {
         mounted.calls.release(again.fh);
         mounted.calls.release(opened.fh);
         mounted.model().send_leave(own.id, LeaveReason::Died);
+    }
+}
+
+#[test]
+fn an_ended_process_is_noticed_while_another_learner_joins() {
+    let mounted = Mounted::new();
+    let model = mounted.model();
+    let learner = model.join("a", None).unwrap();
+    let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+    let (sender, opened) = channel();
+    let done = Box::new(move |outcome: CallResult<Opened>| sender.send(outcome).unwrap());
+    let gradients = Node::Model(0, File::LearnerGradients(learner.id)).ino();
+    mounted.calls.open(gradients, libc::O_WRONLY, child.id(), done);
+    opened.try_recv().unwrap().unwrap();
+    assert!(mounted.calls.watches.is_user(&learner, child.id()));
+    let answer = mounted.slow_down();
+    let joins = mounted.open(File::Gradients, libc::O_WRONLY);
+    child.kill().unwrap();
+    while mounted.calls.watches.is_user(&learner, child.id()) {
+        std::thread::yield_now();
+    }
+    assert!(joins.try_recv().is_err(), "the coordinator has not answered");
+    answer.send(()).unwrap();
+    assert!(joins.recv_timeout(PATIENCE).unwrap().is_ok());
+    child.wait().unwrap();
+}
+
+#[test]
+fn a_first_write_that_fails_after_its_close_leaves_nothing_to_the_next_program() {
+    let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
+    let mounted = Mounted::of(layout, &[("reducer", "sum"), ("learners", "2"), ("timeout", "0.001")]);
+    let model = mounted.model();
+    let [learner, _other] = ["a", "b"].map(|name| model.join(name, None).unwrap());
+    let begin = || Arc::new(Contribution::open(&model, Arc::clone(&learner), false, None));
+    let values = [0; 1 << 16];
+    // What the last commit has come to, and so the next step, is the coordinator's to say.
+    loop {
+        let first = begin();
+        match first.write(0, &values).unwrap() {
+            Wrote::Asks => break,
+            Wrote::Taken => {
+                let (sender, ended) = channel();
+                first.commit(Ending::Close, Box::new(move |outcome| sender.send(outcome).unwrap()));
+                let _ = ended.recv_timeout(PATIENCE).unwrap();
+            }
+        }
+    }
+    for closes_first in [true, false] {
+        let answer = mounted.slow_down();
+        let (asks, (sender, failed)) = (begin(), channel());
+        let done = Box::new(move |outcome: CallResult<()>| sender.send(outcome).unwrap());
+        asks.write_later(0, values.to_vec(), |named| named, done);
+        if closes_first {
+            asks.closed();
+        }
+        failed.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        if !closes_first {
+            asks.closed();
+        }
+        assert_eq!(begin().write(0, &values), Ok(Wrote::Asks), "it asks anew");
+        answer.send(()).unwrap();
     }
 }
 
