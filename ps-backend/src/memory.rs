@@ -5,9 +5,10 @@ use std::fmt;
 
 pub use libmodelio::bytes::available::available;
 
-use libmodelio::vocabulary::layout::{DType, ModelLayout};
-
+use libmodelio::bytes::available::unpromised;
 use libmodelio::vocabulary::controls::{Consistency, Controls};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use parking_lot::Mutex;
 
 use crate::state_copies::StateCopies;
 
@@ -20,9 +21,28 @@ const SUMS: u64 = 1;
 /// It is a sixteenth of that, and at most so many bytes.
 const MAX_RESERVE: u64 = 1 << 30;
 
-/// The memory that models of a shard may take, if that can be told.
+/// Held by whoever takes memory for a partition. Two that look at once would count on the same pages.
+static TAKING: Mutex<()> = Mutex::new(());
+
+/// The memory that models of a shard may take, if that can be told. What is promised to others is theirs.
 pub fn for_models() -> Option<u64> {
-    available().map(less_reserve)
+    unpromised().map(less_reserve)
+}
+
+/// Has `take` take `needed` bytes of what `available` tells, if they are there. One at a time looks and takes.
+///
+/// # Errors
+/// The bytes that are available, if they are too few. Nothing is taken then.
+pub fn take<T>(
+    needed: u64,
+    available: impl FnOnce() -> Option<u64>,
+    take: impl FnOnce() -> T,
+) -> Result<T, u64> {
+    let _taking = TAKING.lock();
+    match available().filter(|&available| available < needed) {
+        Some(available) => Err(available),
+        None => Ok(take()),
+    }
 }
 
 fn less_reserve(available: u64) -> u64 {

@@ -233,6 +233,7 @@ impl RegionStore {
             return Ok(());
         }
         let new = || -> io::Result<Mapping> {
+            available::check(bytes as u64)?;
             let mapping = Mapping::anonymous(bytes)?;
             mapping.prefault()?;
             Ok(mapping)

@@ -19,12 +19,17 @@ static PROMISED: Mutex<Vec<Weak<Mapping>>> = Mutex::new(Vec::new());
 /// The memory that stays for everything else when a version takes some: stacks, tables, and what programs read.
 const MARGIN: u64 = 16 << 20;
 
+/// Bytes this process can still take beside what it has promised, as far as the system tells.
+pub fn unpromised() -> Option<u64> {
+    left_by(&mut PROMISED.lock())
+}
+
 /// Whether `bytes` more can be taken. Nobody keeps them for the caller.
 ///
 /// # Errors
 /// `OutOfMemory`, with both numbers.
 pub fn check(bytes: u64) -> io::Result<()> {
-    is_enough(bytes, unpromised(&mut PROMISED.lock()))
+    is_enough(bytes, left_by(&mut PROMISED.lock()))
 }
 
 /// Promises the caller all pages of `memory`, before it touches the first one. It costs nothing once that is done.
@@ -37,7 +42,7 @@ pub fn promise(memory: &Arc<Mapping>) -> io::Result<()> {
     }
     let mut promised = PROMISED.lock();
     if !memory.is_promised() {
-        is_enough(missing(memory), unpromised(&mut promised))?;
+        is_enough(missing(memory), left_by(&mut promised))?;
         memory.set_promised();
         promised.push(Arc::downgrade(memory));
     }
@@ -50,7 +55,7 @@ fn missing(memory: &Mapping) -> u64 {
 }
 
 /// What is available beside all that is promised. What is taken for good is forgotten.
-fn unpromised(promised: &mut Vec<Weak<Mapping>>) -> Option<u64> {
+fn left_by(promised: &mut Vec<Weak<Mapping>>) -> Option<u64> {
     let mut all = 0;
     promised.retain(|memory| {
         let missing = memory.upgrade().map_or(0, |memory| missing(&memory));
@@ -223,10 +228,10 @@ mod tests {
         // SAFETY: this thread alone knows the memory.
         unsafe { memory.write(0, &[1]) };
         assert!(missing(&memory) < PAGES as u64);
-        unpromised(&mut promised);
+        left_by(&mut promised);
         assert_eq!(promised.len(), 1, "what is gone needs nothing");
         memory.prefault().unwrap();
-        unpromised(&mut promised);
+        left_by(&mut promised);
         assert_eq!((missing(&memory), promised.len()), (0, 0));
         // As much as this cannot be taken, and so can nothing be promised of it.
         let huge = Arc::new(Mapping::memfd("test", 1 << 46).unwrap());

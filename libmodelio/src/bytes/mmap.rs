@@ -174,7 +174,7 @@ impl Mapping {
     }
 
     /// Whether all its pages are promised ([`super::available::promise`]).
-    pub(super) fn is_promised(&self) -> bool {
+    pub fn is_promised(&self) -> bool {
         self.promised.load(Ordering::Relaxed)
     }
 

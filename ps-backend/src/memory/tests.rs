@@ -1,5 +1,12 @@
 //! The formula.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::thread;
+
+use libmodelio::bytes::available::promise;
+use libmodelio::bytes::mmap::Mapping;
+
 use super::*;
 use crate::state_copies::StateCopies::{Double, Single};
 
@@ -16,6 +23,36 @@ fn models_leave_a_reserve_of_a_shards_memory() {
     assert_eq!(less_reserve(1600), 1500);
     assert_eq!(less_reserve(100 << 30), 99 << 30);
     assert_eq!(less_reserve(0), 0);
+}
+
+#[test]
+fn models_that_are_made_at_once_take_no_memory_twice() {
+    let left = AtomicU64::new(3);
+    let make = || {
+        let look = || Some(left.load(Relaxed));
+        let take_one = || {
+            let before = left.load(Relaxed);
+            thread::yield_now();
+            left.store(before - 1, Relaxed);
+        };
+        take(1, look, take_one).is_ok()
+    };
+    let made = thread::scope(|scope| {
+        let makers: Vec<_> = (0..64).map(|_| scope.spawn(make)).collect();
+        makers.into_iter().map(|maker| maker.join().unwrap()).filter(|made| *made).count()
+    });
+    assert_eq!((made, left.into_inner()), (3, 0));
+    assert_eq!(take(2, || Some(1), || unreachable!("too little")), Err::<(), _>(1));
+    assert!(take(u64::MAX, || None, || ()).is_ok(), "nobody knows");
+}
+
+#[test]
+fn memory_that_is_promised_to_others_is_not_for_models() {
+    let Some(before) = for_models() else { return };
+    // Only promised, so nothing of it is taken.
+    let most = Arc::new(Mapping::anonymous(before as usize / 4 * 3).unwrap());
+    promise(&most).unwrap();
+    assert!(for_models().unwrap() < before / 2, "a quarter is left, give or take what others do here");
 }
 
 #[test]

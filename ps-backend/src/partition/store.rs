@@ -27,6 +27,7 @@ use std::io;
 use std::sync::atomic::{AtomicU8, Ordering, fence};
 use std::sync::{Arc, Weak};
 
+use libmodelio::bytes::available;
 use libmodelio::bytes::kernels::coded::Fault;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::local::ShardMemory;
@@ -613,6 +614,14 @@ impl PartitionStore {
     /// The memory of versions, including the next one and later ones.
     pub fn buffers(&self) -> Vec<Arc<Mapping>> {
         self.shared.inner.lock().store.memory().map(Arc::clone).collect()
+    }
+
+    /// Promises the partition the memory of one sum, whose pages are taken by the first contributions.
+    ///
+    /// # Errors
+    /// [`PartitionError::Memory`].
+    pub fn promise_sums(&self) -> Result<(), PartitionError> {
+        Ok(available::promise(self.shared.sums.memory()[0])?)
     }
 
     /// The memory of sums, into which payloads can come (see [`PartitionJob::destination`]). From the next plan on,

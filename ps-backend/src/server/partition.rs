@@ -200,16 +200,21 @@ impl Partition {
             Some(device) => Home::Device(Arc::clone(device)),
             None => Home::Host(options.state),
         };
-        let needed = MemoryUse::of_partition(partition.layout(), controls, home.copies()).total();
-        let available = memory::for_models();
-        if let Some(available) = available.filter(|&available| available < needed) {
-            return Err(MakeError::Room { needed, available });
-        }
+        let takes = MemoryUse::of_partition(partition.layout(), controls, home.copies());
         // Mounts on this host may show as many versions as they retain, from this shard's memory.
         let limits = Limits::default();
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
         let limits = Limits { buffers, ..limits };
-        let store = PartitionStore::with_state(partition, controls.widest_reducer(), limits, home)?;
+        let make = || {
+            let store = PartitionStore::with_state(partition, controls.widest_reducer(), limits, home)?;
+            if takes.sums > 0 {
+                store.promise_sums()?;
+            }
+            Ok::<_, PartitionError>(store)
+        };
+        let needed = takes.total();
+        let made = memory::take(needed, memory::for_models, make);
+        let store = made.map_err(|available| MakeError::Room { needed, available })??;
         Ok(Partition::of(record, (layout.size(), false), store, executor, options.checksum))
     }
 

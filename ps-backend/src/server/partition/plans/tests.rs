@@ -176,6 +176,13 @@ fn reduce() -> Work {
 }
 
 #[test]
+fn the_first_sum_of_a_new_model_is_promised_to_it() {
+    let bench = Bench::with_blocks(BLOCK, "sgd");
+    let [first, second] = bench.partition.store().sum_memory();
+    assert!(first.is_promised() && !second.is_promised());
+}
+
+#[test]
 fn blocks_that_nobody_sends_are_one_batch_and_the_plan_waits_for_it() {
     let mut bench = Bench::new();
     let plan = bench.run(reduce(), 1);
