@@ -203,6 +203,7 @@ impl State {
         }
         self.step = None;
         self.failed = None;
+        self.asking.forget();
     }
 }
 

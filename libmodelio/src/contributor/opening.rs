@@ -34,9 +34,14 @@ pub(super) struct Asking {
 }
 
 impl Asking {
+    /// The answer was for a contribution that has ended, as what was committed from the mapping has.
+    pub(super) fn forget(&mut self) {
+        self.answer = None;
+    }
+
     /// The contribution has ended, and the answer is not of the next one. Returns the callers that wait for it.
     pub(super) fn give_up(&mut self) -> Vec<Done> {
-        self.answer = None;
+        self.forget();
         self.number += 1;
         self.waiting.take().unwrap_or_default()
     }

@@ -18,6 +18,7 @@ pub const LONG: Duration = Duration::from_secs(5);
 pub struct Heard {
     at: Duration,
     asked: Option<Duration>,
+    looked: Duration,
 }
 
 impl Heard {
@@ -26,11 +27,16 @@ impl Heard {
 
     /// The peer was heard.
     pub fn heard(&mut self, now: Duration) {
-        *self = Heard { at: now, asked: None };
+        (self.at, self.asked) = (now, None);
     }
 
-    /// Whether to ask the peer for a sign of life now.
+    /// Whether to ask the peer for a sign of life now. Whoever has not called this for half of [`AWAY`] was stopped, and
+    /// answers from that time may still have to be read: the silence goes on from before, and the peer is asked anew.
     pub fn asks(&mut self, now: Duration) -> bool {
+        let pause = now.saturating_sub(std::mem::replace(&mut self.looked, now));
+        if pause >= Self::HALF {
+            (self.at, self.asked) = ((self.at + pause).min(now), None);
+        }
         let is_due = self.asked.is_none() && now >= self.at + Self::HALF;
         if is_due {
             self.asked = Some(now);
@@ -101,13 +107,30 @@ mod tests {
         let at = Duration::from_millis;
         let mut heard = Heard::default();
         heard.heard(at(5000));
-        assert!(!heard.asks(at(5999)) && heard.silent_since(at(5999)).is_none());
-        // This process was stopped for a while.
-        assert!(heard.silent_since(at(60_000)).is_none());
-        assert!(heard.asks(at(60_000)) && !heard.asks(at(60_500)), "once");
-        assert!(heard.silent_since(at(60_999)).is_none());
-        assert_eq!(heard.silent_since(at(61_000)), Some(at(5000)));
-        heard.heard(at(61_001));
-        assert!(heard.silent_since(at(70_000)).is_none());
+        for now in (5000..6000).step_by(200) {
+            assert!(!heard.asks(at(now)) && heard.silent_since(at(now)).is_none());
+        }
+        assert!(heard.asks(at(6000)) && !heard.asks(at(6500)), "once");
+        assert!(heard.silent_since(at(6999)).is_none());
+        assert_eq!(heard.silent_since(at(7000)), Some(at(5000)));
+        heard.heard(at(7001));
+        assert!(heard.silent_since(at(7001)).is_none());
+    }
+
+    #[test]
+    fn whoever_was_stopped_blames_nobody_for_that_time() {
+        let at = Duration::from_millis;
+        let mut heard = Heard::default();
+        assert!(!heard.asks(at(4900)));
+        heard.heard(at(5000));
+        assert!(!heard.asks(at(5800)) && heard.asks(at(6000)));
+        // It was stopped after the question, and the answer is still to be read.
+        assert!(heard.asks(at(60_000)), "the question may be lost");
+        assert!(heard.silent_since(at(60_000)).is_none() && heard.silent_since(at(60_999)).is_none());
+        assert!(!heard.asks(at(60_500)) && !heard.asks(at(60_900)));
+        assert_eq!(heard.silent_since(at(61_000)), Some(at(59_000)), "a second before, and one since");
+        // It was stopped before the question.
+        heard.heard(at(61_000));
+        assert!(!heard.asks(at(61_200)) && !heard.asks(at(90_000)) && heard.asks(at(90_800)));
     }
 }

@@ -169,6 +169,15 @@ impl CoordinatorCore {
         }
     }
 
+    /// Nobody listened during this pause, which has just ended. So nobody's silence of that time counts, whether or not
+    /// their connections have outlasted it.
+    pub fn forgive_silence(&mut self, pause: Now, now: Now) {
+        for client in self.clients.values_mut() {
+            client.last_seen = client.last_seen.saturating_add(pause).min(now);
+        }
+        self.core.forgive_silence(pause, now);
+    }
+
     /// The number of connected clients, and of all known ones.
     pub fn client_count(&self) -> (usize, usize) {
         (self.clients.values().filter(|client| client.connected).count(), self.clients.len())

@@ -412,6 +412,25 @@ fn no_new_weights_of_a_client_that_is_gone_are_waited_for() {
     assert_eq!(bench.coordinator.job().version(), Version(1));
 }
 
+#[test]
+fn a_coordinator_that_was_stopped_blames_nobody_for_that_time() {
+    let mut bench = Bench::new();
+    let lease = bench.coordinator.job().controls().lease;
+    // One client's connection did not outlast it.
+    bench.coordinator.client_down(A, bench.now, &mut bench.said);
+    bench.pass(lease / 2);
+    let pause = 10 * lease;
+    bench.now += pause;
+    bench.coordinator.forgive_silence(pause, bench.now);
+    bench.pass(Now::ZERO);
+    assert_eq!(bench.coordinator.client_count().1, 2, "their silence was half a lease");
+    assert_eq!(bench.coordinator.job().members(bench.now).len(), 2);
+    bench.pass(lease / 2);
+    assert_eq!(bench.coordinator.client_count().1, 0, "it is forgiven, and no more than that");
+    // Clocks of a process that has just begun are not ahead of it.
+    bench.coordinator.forgive_silence(Now::MAX, bench.now);
+}
+
 fn timed_out(answer: &(u64, Message)) -> bool {
     matches!(answer, (_, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))
 }

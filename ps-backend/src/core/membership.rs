@@ -186,6 +186,13 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
+    /// No sign of life was taken during this pause, which has just ended.
+    pub fn forgive_silence(&mut self, pause: Now, now: Now) {
+        for member in self.members.values_mut() {
+            member.last_seen = member.last_seen.saturating_add(pause).min(now);
+        }
+    }
+
     pub(super) fn is_stopped(&self) -> bool {
         self.formed && (self.members.len() as u32) < self.controls.min_learners
     }

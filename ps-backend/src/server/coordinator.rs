@@ -516,20 +516,6 @@ impl Coordinator {
         });
     }
 
-    /// This process was stopped or starved. Clients' messages from that time are still to be read, so their silence
-    /// does not count.
-    fn forgive_silence(&self) {
-        self.with_core(|state, now, actions| {
-            let learners: Vec<_> = state.core.job().members(now).iter().map(|m| m.learner).collect();
-            let clients: Vec<ClientId> = state.clients.keys().copied().chain(state.client_here).collect();
-            for client in clients {
-                // Of these learners, only the client's own count.
-                let touch = Message::Touch { learners: learners.clone(), attached: None };
-                state.core.from_client(client, 0, touch, now, actions);
-            }
-        });
-    }
-
     /// A client has sent bytes.
     pub(super) fn client_alive(&self, client: ClientId) {
         let mut state = self.state.lock();
@@ -610,11 +596,13 @@ impl Timed for Coordinator {
             state.checks_at = Duration::ZERO;
             std::mem::replace(&mut state.checked_at, Instant::now())
         };
-        if checked_at.elapsed() > STALLED {
-            self.forgive_silence();
-        }
+        // This process was stopped or starved. What was sent to it in that time is still to be read.
+        let stalled = Some(checked_at.elapsed()).filter(|pause| *pause > STALLED);
         self.connect_missing();
-        self.with_core(|state, now, actions| state.core.tick(now, actions));
+        self.with_core(|state, now, actions| {
+            stalled.into_iter().for_each(|pause| state.core.forgive_silence(pause, now));
+            state.core.tick(now, actions);
+        });
         self.log_waits();
         let mut state = self.state.lock();
         let State { core, sights, clients, .. } = &mut *state;

@@ -45,7 +45,8 @@ impl ClientCore {
     }
 
     fn longest_gone<'a>(&self, gone: impl Iterator<Item = &'a Gone>, now: Now) -> Option<ShardError> {
-        let patience = self.state.controls.shard_patience;
+        // What lasts for less is no outage yet: a connection that was lost comes back.
+        let patience = self.state.controls.shard_patience.max(AWAY);
         // A job that has failed does not come back, and its calls say so.
         let longest = gone.min_by_key(|gone| gone.since).filter(|_| self.lost().is_none())?;
         (longest.since + patience <= now).then(|| longest.error(now))

@@ -62,6 +62,22 @@ fn calls_that_need_a_shard_wait_for_shard_patience() {
 }
 
 #[test]
+fn no_patience_with_shards_is_patience_for_a_lost_connection() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    let mut state = bench.core.state().clone();
+    (state.sequence, state.controls) = (2, state.controls.with("shard_patience", "0").unwrap());
+    bench.coordinator(0, Message::State(Box::new(state)));
+    bench.commit(4, 100);
+    bench.gone(false, 1);
+    bench.pass(0);
+    assert!(bench.named(OTHER).is_empty(), "it may be back in a moment");
+    bench.gone(false, 2);
+    bench.pass(0);
+    assert_eq!(bench.named(OTHER), [4]);
+}
+
+#[test]
 fn joining_and_leaving_end_as_soon_as_the_coordinator_is_known_to_be_away() {
     let mut bench = Bench::new();
     bench.now = Duration::from_secs(100);

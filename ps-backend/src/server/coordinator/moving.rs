@@ -71,6 +71,7 @@ impl Coordinator {
             std::mem::take(&mut state.missed)
         };
         self.with_core(|state, now, actions| {
+            state.core.forgive_silence(Duration::MAX, now);
             for client in missed {
                 match state.clients.contains_key(&client) {
                     // The client is known, so it cannot be refused.
@@ -79,7 +80,6 @@ impl Coordinator {
                 }
             }
         });
-        self.forgive_silence();
     }
 
     /// Another block map is in force, with another coordinator. All connected clients get the redirect.

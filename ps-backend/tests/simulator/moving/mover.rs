@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use libmodelio::vocabulary::ids::{ClientId, ShardId, Version};
+use libmodelio::vocabulary::ids::{ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Message, Refusal, ShardRecord};
+use libmodelio::wire::{Refusal, ShardRecord};
 use ps_backend::moving::{Answers, Edge, Ends, JobFacts, MovePlan, Order, Progress, PutError, move_model};
 
 use super::{Attempt, Moving, SHARDS, shard_record};
@@ -328,27 +328,10 @@ impl World {
                     false => coordinator.client_down(id, now, actions),
                 });
             }
-            self.forgive_silence();
+            self.on_coordinator(|coordinator, now, _| coordinator.forgive_silence(Now::MAX, now));
         }
         self.on_coordinator(|coordinator, now, actions| coordinator.release(now, actions));
         self.arm(self.coordinator_node());
-    }
-
-    /// What was said while nobody listened counts as a sign of life.
-    fn forgive_silence(&mut self) {
-        let learners: Vec<_> = self.members().iter().map(|m| m.learner).collect();
-        let coordinator = self.coordinator_node();
-        let up = |world: &mut World, index: usize| {
-            world.network.connection(Node::Client(index), coordinator).acceptor_up
-        };
-        let clients: Vec<usize> = (0..self.clients.len()).filter(|&index| up(self, index)).collect();
-        let ids: Vec<ClientId> = clients.into_iter().map(|index| self.clients[index].id).collect();
-        for id in ids {
-            let touch = Message::Touch { learners: learners.clone(), attached: None };
-            self.on_coordinator(|coordinator, now, actions| {
-                coordinator.from_client(id, 0, touch, now, actions)
-            });
-        }
     }
 
     /// How long something takes on its way: now and then longer than anybody waits.
