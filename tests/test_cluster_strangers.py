@@ -83,7 +83,7 @@ def test_greeted_connections_of_one_address_leave_places_to_others(cluster):
     mount = one.mount(transport="tcp")
     with ExitStack() as stack:
         refused = None
-        for _ in range(GREETED):
+        for _ in range(GREETED + 1):
             peer = stack.enter_context(Peer(one.registry))
             answer = peer.greet("admin")
             if answer.name == "Refused":

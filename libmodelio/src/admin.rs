@@ -14,6 +14,10 @@ use crate::wire::{
     ping_after,
 };
 
+/// The first and the longest pause before another try of who is hung up on unheard.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+
 /// The reason why a request has no answer. Except for [`AdminError::Refusal`], it is unknown whether the
 /// request was carried out.
 #[derive(Debug, thiserror::Error)]
@@ -149,34 +153,33 @@ pub struct AdminPeer {
 }
 
 impl AdminPeer {
-    /// Connects to `address` (`host:port`), trying each address it resolves to, and greets.
+    /// Connects to `address` (`host:port`), trying each address it resolves to, and greets. One that is hung up on unheard,
+    /// because too many others have connected meanwhile, tries again some times.
     ///
     /// # Errors
     /// [`AdminError`], the last address's where none answers.
     pub fn connect(address: &str, deadline: Instant) -> Result<AdminPeer, AdminError> {
         let addresses = resolve(address, deadline)?;
-        let mut failed = None;
-        for (tried, socket) in addresses.iter().enumerate() {
-            // An address that does not answer leaves time for those behind it.
-            let share = left(deadline) / (addresses.len() - tried) as u32;
-            if share.is_zero() {
-                break;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let mut peer = AdminPeer::over(address, stream_to(address, &addresses, deadline)?)?;
+            let opened = peer.last_bytes;
+            let Err(error) = peer.greet(deadline) else { return Ok(peer) };
+            let is_unheard = error.is_disconnect() && peer.last_bytes == opened;
+            if !is_unheard || pause > LAST_PAUSE || left(deadline) <= pause {
+                return Err(error);
             }
-            match TcpStream::connect_timeout(socket, share) {
-                Ok(stream) => return AdminPeer::greet(address, stream, deadline),
-                Err(error) => failed = Some(unconnected(address, error)),
-            }
+            std::thread::sleep(pause);
+            pause *= 2;
         }
-        Err(failed
-            .unwrap_or_else(|| AdminError::TimedOut { address: address.to_owned(), doing: "connecting to" }))
     }
 
-    fn greet(address: &str, stream: TcpStream, deadline: Instant) -> Result<AdminPeer, AdminError> {
+    fn over(address: &str, stream: TcpStream) -> Result<AdminPeer, AdminError> {
         let address = address.to_owned();
         // Requests are short, and must not wait for more data.
         stream.set_nodelay(true).map_err(|source| AdminError::Io { address: address.clone(), source })?;
         let now = Instant::now();
-        let mut peer = AdminPeer {
+        Ok(AdminPeer {
             address,
             stream,
             receiver: Receiver::new(Limits::GREETING),
@@ -190,7 +193,10 @@ impl AdminPeer {
             last_sent: now,
             last_bytes: now,
             next_request: 1,
-        };
+        })
+    }
+
+    fn greet(&mut self, deadline: Instant) -> Result<(), AdminError> {
         let hello = Message::Hello {
             protocol: Protocol::NEWEST.number(),
             role: Role::Admin,
@@ -199,22 +205,23 @@ impl AdminPeer {
             client: ClientId(0),
         };
         const DOING: &str = "greeting";
-        peer.send(&hello, 0, &[], deadline, DOING)?;
-        let received = peer.receive(deadline, DOING)?;
+        self.send(&hello, 0, &[], deadline, DOING)?;
+        let received = self.receive(deadline, DOING)?;
+        let address = || self.address.clone();
         match received.0.message {
             Message::Welcome { shard, epoch, silence_ms, .. } => {
-                (peer.shard, peer.epoch) = (shard, epoch);
-                peer.silence = Duration::from_millis(silence_ms.max(1).into());
-                peer.ping_after = ping_after(silence_ms);
-                peer.receiver.set_limits(Limits::MAX);
-                Ok(peer)
+                (self.shard, self.epoch) = (shard, epoch);
+                self.silence = Duration::from_millis(silence_ms.max(1).into());
+                self.ping_after = ping_after(silence_ms);
+                self.receiver.set_limits(Limits::MAX);
+                Ok(())
             }
             Message::Refused(Refusal::Protocol { expected, got }) => {
                 // This is the peer's view: the protocol it expects is the protocol it speaks.
-                Err(AdminError::Protocol { address: peer.address, expected: got, got: expected })
+                Err(AdminError::Protocol { address: address(), expected: got, got: expected })
             }
             Message::Refused(refusal) => Err(refusal.into()),
-            other => Err(AdminError::Unexpected { address: peer.address, what: other.name() }),
+            other => Err(AdminError::Unexpected { address: address(), what: other.name() }),
         }
     }
 
@@ -388,6 +395,24 @@ impl AdminPeer {
             source => AdminError::Wire { address, source },
         }
     }
+}
+
+/// A connection to one of the addresses.
+fn stream_to(address: &str, addresses: &[SocketAddr], deadline: Instant) -> Result<TcpStream, AdminError> {
+    let mut failed = None;
+    for (tried, socket) in addresses.iter().enumerate() {
+        // An address that does not answer leaves time for those behind it.
+        let share = left(deadline) / (addresses.len() - tried) as u32;
+        if share.is_zero() {
+            break;
+        }
+        match TcpStream::connect_timeout(socket, share) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => failed = Some(unconnected(address, error)),
+        }
+    }
+    Err(failed
+        .unwrap_or_else(|| AdminError::TimedOut { address: address.to_owned(), doing: "connecting to" }))
 }
 
 /// Time until `deadline`; none if it has passed.

@@ -299,6 +299,29 @@ fn a_damaged_payload_is_noticed() {
 }
 
 #[test]
+fn whoever_is_hung_up_on_before_the_greeting_tries_again() {
+    let (address, thread) = peer(4, |number, client| {
+        if number > 1 {
+            client.greet(60_000);
+            let (_, request, _) = client.receive().expect("a request");
+            client.say(&Message::Registered(RegistryAnswer::Models(Vec::new())), request, &[]);
+        }
+    });
+    let registry = RemoteRegistry::new(&*address);
+    registry.models(within(LONG)).expect("an answer");
+    let mut peer = AdminPeer::connect(&address, within(LONG)).expect("a greeting");
+    peer.request(&Message::Registry(RegistryRequest::Models), &[], within(LONG)).expect("an answer");
+    thread.join().expect("the script was kept to");
+    let always = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = always.local_addr().expect("its address").to_string();
+    std::thread::spawn(move || always.incoming().for_each(drop));
+    let start = Instant::now();
+    let error = AdminPeer::connect(&address, start + SOON).expect_err("nobody greets");
+    assert!(error.is_disconnect() && error.to_string().contains("while greeting it"), "{error}");
+    assert!(start.elapsed() >= SOON / 2, "as long as there is time");
+}
+
+#[test]
 fn a_registry_is_connected_to_again() {
     // The first connection ends after one answer; the second after a wrong one; the third stays.
     let (address, thread) = peer(3, |number, client| {

@@ -28,7 +28,7 @@ use crate::vocabulary::tensor_steps::TensorSteps;
 use crate::vocabulary::weight::Weight;
 
 /// The purpose of a connection. The first frame names it, and it does not change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Role {
     /// A client's requests to a model's coordinator, and the coordinator's notices to it.
     Control,

@@ -160,7 +160,7 @@ impl Peer {
             return Err(Refusal::Protocol { expected, got: *protocol }.into());
         }
         if let Some(origin) = self.origin {
-            self.place = Some(self.shared.limits.origins.greeted(origin, &self.link)?);
+            self.place = Some(self.shared.limits.origins.greeted(origin, *role, &self.link)?);
         }
         if *role != Role::Data && self.memory.is_some() {
             return Err(Refusal::Role { what: format!("{role:?} by shared memory") }.into());

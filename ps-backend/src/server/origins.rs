@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 use libmodelio::transport::frames::Link;
 use libmodelio::transport::stream::Close;
-use libmodelio::wire::Refusal;
+use libmodelio::wire::{Refusal, Role};
 use parking_lot::Mutex;
 
 /// The most connections of one address that have not greeted.
 const MAX_STRANGE: usize = 64;
 /// The most of all addresses.
 const MAX_ALL_STRANGE: usize = 1024;
-/// The most connections of one address that have greeted.
+/// The most connections of one address that have greeted: of its mounts, of coordinators there, and of all others.
 const MAX_GREETED: usize = 512;
 /// The same when half of the process's places are taken.
 const MAX_WHEN_FULL: usize = 256;
@@ -53,14 +53,14 @@ pub(super) struct Origins {
 struct Inner {
     /// Those that have not greeted, the oldest first.
     strange: VecDeque<(Origin, Link)>,
-    greeted: BTreeMap<Origin, usize>,
+    greeted: BTreeMap<(Origin, Role), usize>,
     all: usize,
 }
 
 /// The place of a connection that has greeted.
 pub(super) struct Place {
     of: Arc<Origins>,
-    origin: Origin,
+    counts_as: (Origin, Role),
 }
 
 impl Origins {
@@ -86,21 +86,28 @@ impl Origins {
         }
     }
 
-    /// A connection has greeted.
+    /// A connection has greeted. Mounts take no places of coordinators, nor of those that bring a shard's announcements
+    /// and an operator's commands: all of them may be on one host.
     ///
     /// # Errors
     /// When there are too many of its address.
-    pub(super) fn greeted(self: &Arc<Origins>, origin: Origin, link: &Link) -> Result<Place, Refusal> {
+    pub(super) fn greeted(
+        self: &Arc<Origins>,
+        origin: Origin,
+        role: Role,
+        link: &Link,
+    ) -> Result<Place, Refusal> {
+        let counts_as = (origin, if role == Role::Control { Role::Data } else { role });
         let mut inner = self.inner.lock();
         inner.strange.retain(|(_, other)| !other.is(link));
         let most = if inner.all >= self.places / 2 { MAX_WHEN_FULL } else { MAX_GREETED };
-        let count = inner.greeted.entry(origin).or_default();
+        let count = inner.greeted.entry(counts_as).or_default();
         if *count >= most {
             return Err(Refusal::other(format!("this address has {most} connections already, the limit")));
         }
         *count += 1;
         inner.all += 1;
-        Ok(Place { of: Arc::clone(self), origin })
+        Ok(Place { of: Arc::clone(self), counts_as })
     }
 
     /// A connection has ended without a greeting.
@@ -113,12 +120,12 @@ impl Drop for Place {
     fn drop(&mut self) {
         let mut inner = self.of.inner.lock();
         inner.all -= 1;
-        let left = inner.greeted.get_mut(&self.origin).map_or(0, |count| {
+        let left = inner.greeted.get_mut(&self.counts_as).map_or(0, |count| {
             *count -= 1;
             *count
         });
         if left == 0 {
-            inner.greeted.remove(&self.origin);
+            inner.greeted.remove(&self.counts_as);
         }
     }
 }
@@ -149,7 +156,7 @@ mod tests {
         links.iter().for_each(|link| origins.opened(crowd, link));
         let knows = |link: &Link| origins.inner.lock().strange.iter().any(|(_, other)| other.is(link));
         assert!(knows(&early) && !knows(&links[0]) && links[1..].iter().all(knows));
-        let _place = origins.greeted(crowd, &links[1]).unwrap();
+        let _place = origins.greeted(crowd, Role::Data, &links[1]).unwrap();
         assert!(!knows(&links[1]));
         origins.ended(&links[2]);
         assert!(!knows(&links[2]) && knows(&links[3]));
@@ -162,9 +169,25 @@ mod tests {
     }
 
     #[test]
+    fn the_mounts_of_a_host_lock_out_neither_its_coordinator_nor_its_operator() {
+        let origins = Origins::new(16 * MAX_GREETED);
+        let come = |role| origins.greeted(origin("127.0.0.1"), role, &Link::default());
+        let mounts: Vec<Place> = (0..MAX_GREETED)
+            .map(|number| come(if number % 3 == 0 { Role::Control } else { Role::Data }).unwrap())
+            .collect();
+        assert!(come(Role::Control).is_err() && come(Role::Data).is_err());
+        let operators: Vec<Place> = (0..MAX_GREETED).map(|_| come(Role::Admin).unwrap()).collect();
+        assert!(come(Role::Admin).is_err());
+        let coordinator = come(Role::Coordinator).unwrap();
+        assert_eq!(origins.inner.lock().all, 2 * MAX_GREETED + 1);
+        drop((mounts, operators, coordinator));
+        assert!(origins.inner.lock().greeted.is_empty());
+    }
+
+    #[test]
     fn an_address_leaves_places_for_others() {
         let origins = Origins::new(2 * MAX_GREETED + 100);
-        let come = |origin| origins.greeted(origin, &Link::default());
+        let come = |origin| origins.greeted(origin, Role::Data, &Link::default());
         let crowd = origin("10.0.0.1");
         let mut places: Vec<Place> = (0..MAX_GREETED).map(|_| come(crowd).unwrap()).collect();
         assert!(come(crowd).is_err());
