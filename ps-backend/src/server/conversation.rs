@@ -316,12 +316,7 @@ impl Peer {
                 return Ok(());
             }
             message if moving::is_between_shards(&message) && shared.options.holds_blocks => {
-                let kind = match message {
-                    Message::Prepare { .. } => errands::Kind::Memory,
-                    Message::Capture { .. } | Message::StopMove { .. } => errands::Kind::Others,
-                    _ => errands::Kind::Short,
-                };
-                return self.send_off(request, kind, payload, move |payload| {
+                return self.send_off(request, moving::kind_of(&message), payload, move |payload| {
                     shared.between_shards(message, payload)
                 });
             }

@@ -17,7 +17,7 @@ use crate::snapshot::{Fetched, Load, Piece, Shards, Sink, SnapshotError, Source}
 const MAX_STATE: u64 = 1 << 30;
 
 #[derive(Debug)]
-enum Stage {
+pub(super) enum Stage {
     /// Nothing but its memory is there.
     Made,
     /// So many blocks have come.
@@ -47,7 +47,7 @@ pub(in crate::server) struct IncomingPartition {
     before: Option<Arc<Partition>>,
     /// It has the same blocks, in the same memory.
     stays: bool,
-    stage: Mutex<Stage>,
+    pub(super) stage: Mutex<Stage>,
     handed: Mutex<Handed>,
 }
 
@@ -70,6 +70,11 @@ impl IncomingPartition {
     /// The epoch of the block map in force.
     pub(in crate::server) fn epoch_in_force(&self) -> Epoch {
         epoch_before(&self.moved.record)
+    }
+
+    /// Nothing of it is there, so any attempt may take its place.
+    pub(super) fn is_empty(&self) -> bool {
+        matches!(&*self.stage.lock(), Stage::Made | Stage::Over(_))
     }
 
     /// Nobody needs it any more.

@@ -93,7 +93,8 @@ impl IncomingPartitions {
             let place = place(&mut places, generation);
             match &place.partition {
                 _ if place.ended.contains(&attempt) => return over(),
-                Some(partition) if partition.attempt > attempt => return over(),
+                // Any number can be invented, so it alone keeps nobody out.
+                Some(partition) if partition.attempt > attempt && !partition.is_empty() => return over(),
                 Some(partition) if partition.attempt == attempt => return Ok(()),
                 Some(partition) if partition.moved.record.epoch <= in_force => {
                     return Err(Refusal::other(format!(
@@ -174,7 +175,14 @@ fn place(places: &mut Places, generation: Generation) -> &mut Place {
 
 #[cfg(test)]
 mod tests {
+    use libmodelio::vocabulary::controls::Controls;
+    use libmodelio::vocabulary::ids::{BlockId, ShardId};
+    use libmodelio::wire::{ModelRecord, Moved};
+
+    use super::super::incoming::Stage;
     use super::*;
+    use crate::partition::executor::{Cpu, Executor};
+    use crate::server::partition::{Partition, PartitionOptions};
 
     const MODEL: Generation = Generation(1);
 
@@ -197,6 +205,46 @@ mod tests {
         }
         assert!(!begins(&incoming, 5) && !begins(&incoming, u64::MAX));
         assert!(begins(&incoming, 4) && begins(&incoming, 6));
+    }
+
+    /// A shard's partition under a new block map, which takes no time and hardly any memory.
+    fn prepared(attempt: u64) -> Result<IncomingPartition, Refusal> {
+        let block = 1 << 16;
+        let record = ModelRecord {
+            name: "m".into(),
+            generation: MODEL,
+            tensors: vec![("t".into(), "F32".into(), vec![u64::from(block) / 4])],
+            metadata: Default::default(),
+            block_size: block,
+            epoch: Epoch(2),
+            owners: vec![(ShardId(1), 1)],
+            coordinator: ShardId(1),
+            controls: Controls::default(),
+            ready: true,
+        };
+        let cpu: Arc<dyn Executor> = Cpu::start(1).unwrap();
+        let options = PartitionOptions::default();
+        let make = || Partition::new(&record, ShardId(1), &cpu, options).map_err(Refusal::other);
+        let moved = Moved { record: record.clone(), shards: Vec::new() };
+        IncomingPartition::new((attempt, ShardId(2)), moved, None, (&[BlockId(0)], make))
+    }
+
+    #[test]
+    fn an_invented_attempt_keeps_no_other_out() {
+        let incoming = IncomingPartitions::default();
+        let take = |attempt| incoming.take(MODEL, (attempt, Epoch(1)), || prepared(attempt));
+        take(u64::MAX).unwrap();
+        take(5).unwrap();
+        assert_eq!(incoming.of(MODEL).unwrap().attempt, 5);
+        take(u64::MAX).unwrap_err();
+        // Once blocks are on their way, only a later attempt takes its place.
+        for stage in [Stage::Filling(0), Stage::Filled] {
+            *incoming.of(MODEL).unwrap().stage.lock() = stage;
+            take(4).unwrap_err();
+        }
+        incoming.of(MODEL).unwrap().end();
+        take(4).unwrap();
+        take(7).unwrap();
     }
 
     #[test]

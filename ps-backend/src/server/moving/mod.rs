@@ -21,4 +21,4 @@ mod requests;
 mod switching;
 
 pub(super) use incoming_partitions::IncomingPartitions;
-pub(super) use requests::is_between_shards;
+pub(super) use requests::{is_between_shards, kind_of};

@@ -7,6 +7,7 @@ use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, ShardId};
 use libmodelio::wire::{Message, Moved, Refusal};
 
 use super::incoming::{IncomingPartition, epoch_before};
+use crate::server::errands::Kind;
 use crate::server::partition::Partition;
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
@@ -29,6 +30,15 @@ pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
             | Message::Release { .. }
             | Message::BeginAt { .. }
     )
+}
+
+/// What such a request may wait for. The first `Pin` of a snapshot takes the memory of its copy, and holds nobody up.
+pub(in crate::server) fn kind_of(message: &Message) -> Kind {
+    match message {
+        Message::Prepare { .. } | Message::Pin { holds: false, .. } => Kind::Memory,
+        Message::Capture { .. } | Message::StopMove { .. } => Kind::Others,
+        _ => Kind::Short,
+    }
 }
 
 impl Shared {
@@ -103,5 +113,19 @@ impl Shared {
         let incoming = self.incoming.of(generation).filter(|incoming| incoming.attempt == attempt);
         incoming
             .ok_or_else(|| Refusal::other("this shard does not take part in the move, or was started anew"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_that_take_memory_leave_threads_to_those_that_take_none() {
+        let pin = |holds| {
+            let (generation, epoch) = (Generation(1), Epoch(1));
+            kind_of(&Message::Pin { generation, epoch, snapshot: 7, slots: 1, holds })
+        };
+        assert_eq!([pin(false), pin(true)], [Kind::Memory, Kind::Short], "the job waits for the second one");
     }
 }

@@ -54,8 +54,10 @@ impl World {
             Message::Prepare { .. } => {
                 let own = self.partition_of(from, shard);
                 let earlier = known.map(|known| &self.moves.attempts[known]);
+                let there = self.moves.incoming.get(&shard);
+                let is_empty = there.is_some_and(|there| there.version.is_none() || there.failed);
                 let is_void = self.moves.void.get(&shard).is_some_and(|void| void.contains(&number));
-                if is_void || earlier.is_some_and(|earlier| earlier.plan.attempt > number) {
+                if is_void || earlier.is_some_and(|earlier| earlier.plan.attempt > number && !is_empty) {
                     return Err("a later attempt, or none".into());
                 }
                 let in_force = |earlier: &Attempt| earlier.plan.after.epoch <= plan.before.epoch;
