@@ -49,6 +49,8 @@ pub(super) struct Arrived<'a> {
 pub(super) struct Arriving {
     incoming: Option<Incoming>,
     scratch: Option<Buffer>,
+    /// The scratch memory was used since somebody asked.
+    used: bool,
 }
 
 impl Arriving {
@@ -58,6 +60,7 @@ impl Arriving {
         let incoming = Incoming { received, place, got: 0, crc, summed: 0 };
         if !matches!(incoming.place, Place::Target(_)) {
             self.make_room(incoming.len());
+            self.used = true;
         }
         self.incoming = Some(incoming);
     }
@@ -65,6 +68,18 @@ impl Arriving {
     fn make_room(&mut self, len: usize) {
         if self.scratch.as_ref().is_none_or(|scratch| scratch.len() < len) {
             self.scratch = Some(Buffer::zeroed(len));
+        }
+    }
+
+    /// Whether the memory of the connection was used since the last call.
+    pub fn take_used(&mut self) -> bool {
+        std::mem::take(&mut self.used)
+    }
+
+    /// Gives the pages of the connection's memory back, unless a payload is under way.
+    pub fn give_back(&mut self) {
+        if self.incoming.is_none() {
+            self.scratch.iter_mut().for_each(Buffer::give_back);
         }
     }
 

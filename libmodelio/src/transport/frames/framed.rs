@@ -13,6 +13,10 @@ use crate::transport::stream::{Close, Connection, Receive, ReceiveSlices, SendSl
 /// The longest time for the last message to reach the peer.
 const FAREWELL: Duration = Duration::from_secs(2);
 
+/// Memory that a connection has not used for so long goes back to the system. To take it again costs as much as some
+/// blocks, so a connection that is used in every step of a fast job keeps it.
+const UNUSED: Duration = Duration::from_secs(1);
+
 /// The end of a connection whose last message is being sent.
 struct Farewell {
     why: Close,
@@ -30,6 +34,8 @@ pub struct Framed<C> {
     reading: Reading,
     sending: Sending,
     watch: Watch,
+    /// When to give memory back, unless it is used before.
+    unused_at: Option<Instant>,
     /// The connection ends with this once everything is sent.
     farewell: Option<Farewell>,
 }
@@ -39,7 +45,20 @@ impl<C: Conversation> Framed<C> {
     /// if short messages do.
     pub fn new(conversation: C, link: Link, ahead: usize) -> Framed<C> {
         let reading = Reading::new(&conversation, ahead);
-        Framed { conversation, link, reading, sending: Sending::new(), watch: Watch::new(), farewell: None }
+        let (sending, watch, unused_at, farewell) = (Sending::new(), Watch::new(), None, None);
+        Framed { conversation, link, reading, sending, watch, unused_at, farewell }
+    }
+
+    /// Gives memory back that was not used for a while. Returns when to look again.
+    fn save_memory(&mut self, now: Instant) -> Option<Instant> {
+        if self.reading.arriving.take_used() | self.sending.take_used() {
+            self.unused_at = Some(now + UNUSED);
+        }
+        if self.unused_at.take_if(|at| *at <= now).is_some() {
+            self.reading.arriving.give_back();
+            self.sending.give_back();
+        }
+        self.unused_at
     }
 
     /// Handles the received bytes. If that ends the connection, its last message is sent first.
@@ -156,7 +175,7 @@ impl<C: Conversation> Stream for Framed<C> {
                 self.farewell = Some(Farewell { why, deadline, drains: false, said: false });
                 Ok(Some(deadline))
             }
-            outcome => outcome,
+            outcome => Ok(outcome?.into_iter().chain(self.save_memory(now)).min()),
         }
     }
 

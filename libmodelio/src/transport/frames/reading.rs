@@ -22,7 +22,7 @@ pub(super) struct Reading {
     pub(super) ahead: Buffer,
     start: usize,
     end: usize,
-    arriving: Arriving,
+    pub(super) arriving: Arriving,
     /// A message that the conversation takes later.
     waiting: Option<Received>,
     /// The number of bytes that were received, and of those that have come.

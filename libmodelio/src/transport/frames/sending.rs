@@ -20,6 +20,8 @@ pub(super) struct Sending {
     heads: Buffer,
     /// The bytes of `heads` that are in use.
     used: usize,
+    /// Much of `heads` was used since somebody asked.
+    much: bool,
     /// The frames that the kernel may be reading.
     frames: Vec<Outgoing>,
     /// Heads that did not fit into `heads`.
@@ -35,6 +37,7 @@ impl Sending {
         Sending {
             heads: Buffer::zeroed(FIRST_HEADS),
             used: 0,
+            much: false,
             frames: Vec::new(),
             long: Vec::new(),
             encoded: Vec::new(),
@@ -59,6 +62,19 @@ impl Sending {
             self.push(outgoing, out);
         }
         self.unsent = out.bytes();
+        self.much |= self.used > FIRST_HEADS;
+    }
+
+    /// Whether much of the memory was used since the last call.
+    pub fn take_used(&mut self) -> bool {
+        std::mem::take(&mut self.much)
+    }
+
+    /// Gives the pages of the memory for heads back, unless the kernel may be reading them.
+    pub fn give_back(&mut self) {
+        if self.is_sent() {
+            self.heads.give_back();
+        }
     }
 
     /// Puts the head into `heads`, or into memory of its own, and names head and payload in `out`, which has room for

@@ -3,9 +3,11 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::NonNull;
 
+use nix::unistd::{SysconfVar, sysconf};
+
 /// Memory of fixed size that does not lie in its owner. Headers are received into it and sent from it. A caller that
-/// pushes a slice of it promises not to call [`bytes`](Buffer::bytes) or [`bytes_mut`](Buffer::bytes_mut), nor to
-/// drop it, in the meantime.
+/// pushes a slice of it promises not to call [`bytes`](Buffer::bytes), [`bytes_mut`](Buffer::bytes_mut) or
+/// [`give_back`](Buffer::give_back), nor to drop it, in the meantime.
 pub struct Buffer {
     start: NonNull<u8>,
     layout: Layout,
@@ -28,6 +30,20 @@ impl Buffer {
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
         Buffer { start, layout }
+    }
+
+    /// Gives its whole pages back to the system, which gives zeros when they are touched again.
+    pub fn give_back(&mut self) {
+        let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|size| usize::try_from(size).ok());
+        let Some(page) = page.filter(|&page| page > 0) else { return };
+        let skipped = self.start.as_ptr().align_offset(page);
+        let whole = self.len().saturating_sub(skipped) / page * page;
+        if whole > 0 {
+            // SAFETY: the pages lie in the allocation, which is private memory of this process, and nobody uses them
+            // meanwhile: see the type. Zeros are bytes as any others. If it fails, nothing has changed.
+            let _ =
+                unsafe { libc::madvise(self.start.as_ptr().add(skipped).cast(), whole, libc::MADV_DONTNEED) };
+        }
     }
 
     /// Its start.
@@ -58,5 +74,24 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: allocated with this layout, freed once.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_pages_are_given_back_and_no_byte_beside_them() {
+        let len = (1 << 20) + 100;
+        let mut buffers = [Buffer::zeroed(len), Buffer::zeroed(len), Buffer::zeroed(100)];
+        buffers.iter_mut().for_each(|buffer| buffer.bytes_mut().fill(7));
+        buffers[1].give_back();
+        buffers[2].give_back();
+        let left = buffers[1].bytes().iter().filter(|byte| **byte != 0).count();
+        assert!(left < 2 * (64 << 10), "{left} of {len} bytes are left");
+        assert!(buffers[0].bytes().iter().chain(buffers[2].bytes()).all(|byte| *byte == 7));
+        buffers[1].bytes_mut().fill(8);
+        assert!(buffers[1].bytes().iter().all(|byte| *byte == 8));
     }
 }

@@ -66,3 +66,36 @@ fn a_block_that_had_to_wait_is_watched_as_soon_as_it_is_taken() {
     );
     assert!(framed.watch.progress.check(framed.reading.seen(), end, pause).is_err(), "and has not moved on");
 }
+
+#[test]
+fn a_connection_that_rests_gives_its_memory_back() {
+    let mut framed = Framed::new(Slow { takes: true }, Link::default(), 512);
+    let start = Instant::now();
+    let push = |framed: &mut Framed<Slow>| {
+        let push = Message::Push { plan: PlanId(1), block: BlockId(0), form: Form::Plain, ahead: false };
+        let payload = vec![7; 1 << 20];
+        let head = wire::frame(&push, 0, Epoch(1), &payload).unwrap();
+        assert!(asks(framed));
+        framed.reading.ahead.bytes_mut()[..head.len()].copy_from_slice(&head);
+        framed.received(head.len()).unwrap();
+        // The driver receives the rest where it is told to.
+        let mut into = ReceiveSlices::new();
+        framed.receive(&mut into);
+        framed.reading.arriving.store(&payload);
+        framed.received(0).unwrap();
+    };
+    let holds = |framed: &Framed<Slow>| {
+        let scratch = framed.reading.arriving.scratch().unwrap().bytes();
+        scratch.iter().filter(|byte| **byte != 0).count() > scratch.len() / 2
+    };
+    push(&mut framed);
+    let look = |framed: &mut Framed<Slow>, after: Duration| framed.tick(start + after).unwrap().unwrap();
+    assert_eq!(look(&mut framed, Duration::ZERO), start + UNUSED, "it looks again soon");
+    push(&mut framed);
+    look(&mut framed, UNUSED);
+    assert!(holds(&framed), "it was used meanwhile");
+    look(&mut framed, 2 * UNUSED);
+    assert!(!holds(&framed));
+    push(&mut framed);
+    assert!(holds(&framed));
+}
