@@ -186,6 +186,12 @@ impl LearnerFace {
     /// Joins, if the learner is not in the job; reads the version that was `shown`.
     fn join(&self, shown: Option<Version>) -> CallResult<Contribution> {
         let model = &self.model;
+        // If there is no version to read, nobody has joined.
+        let reader = shown.map(|version| match Reader::open(&model.job, version) {
+            Some(reader) => Ok(reader),
+            None => model.open_newest(),
+        });
+        let reader = reader.transpose()?;
         // One that is just leaving is no longer in the job.
         let known = model.learner_named(&self.name).filter(|it| model.job.has_learner(it.id));
         let is_own = self.name == model.own_name;
@@ -195,11 +201,7 @@ impl LearnerFace {
             None => (model.join(&self.name, None)?, true),
         };
         learner.make_staging_ready();
-        let reader = shown.map(|version| match Reader::open(&model.job, version) {
-            Some(reader) => Ok(reader),
-            None => model.open_newest(),
-        });
-        let contribution = Contribution::open(model, learner, false, reader.transpose()?);
+        let contribution = Contribution::open(model, learner, false, reader);
         if joined {
             // It is used now, and leaves when nobody uses it any more.
             contribution.learner().make_guest();
