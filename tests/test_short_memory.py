@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, gradfs_binary
 from filetools import Threads, array, eventually, filled, raises
+from test_nbd import FLUSH, READ, TRIM, WRITE, ZEROES, Client
 
 # At the end: what the tests call by the same name is theirs.
 sys.path.append(str(REPOSITORY / "scripts/lib"))
@@ -213,3 +214,21 @@ def test_learners_that_write_end_no_daemon(group, start_mount):
     mount.contribute(a, learner="a")
     mount.catch_up()
     assert (array(mount.model / "weights") == 1).all() and mount.running()
+
+
+def test_a_disk_that_is_written_ends_no_daemon(group, start_mount, tmp_path):
+    """It takes memory of the model's size with its first write, and none if it is only read."""
+    group, path = group(), tmp_path / "nbd.sock"
+    mount = start_mount(size=SIZE, dtype="u8", reducer="assign", nbd=path)
+    disk = Client(path)
+    disk.go("model")
+    group.limit(group.used() + SLACK)
+    for command, payload in ((WRITE, bytes(MIB)), (ZEROES, b""), (TRIM, b"")):
+        got, why = disk.ask(command, 0, MIB, payload=payload)
+        assert got == errno.ENOMEM and why, (command, got, why)
+    assert disk.ask(READ, 0, MIB) == (0, bytes(MIB)) and mount.running()
+    group.limit(group.used() + 4 * SIZE)
+    for offset in range(0, SIZE, MIB):
+        assert disk.ask(WRITE, offset, MIB, payload=b"x" * MIB) == (0, b"")
+    assert disk.ask(FLUSH) == (0, b"")
+    assert (mount.model / "weights").read_bytes() == b"x" * SIZE

@@ -17,6 +17,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, MutexGuard};
 
 use self::chunks::{Begun, Chunks, Source};
+use crate::bytes::available;
 use crate::bytes::block::{self, span};
 use crate::bytes::mmap::Mapping;
 use crate::client::{Done, Job};
@@ -71,6 +72,16 @@ impl Disk {
         let memory = Arc::new(memory);
         let region = job.register(Arc::clone(&memory));
         Ok(Disk { job, memory, region, state: Mutex::new(state) })
+    }
+
+    /// Promises the memory of what is written to whoever is about to write. It costs nothing once that is done.
+    ///
+    /// # Errors
+    /// [`ShardError::OutOfMemory`], with the reason.
+    pub fn promise(&self) -> Result<(), ShardError> {
+        let refused =
+            |error| ShardError::OutOfMemory(format!("no memory for what is written to the disk: {error}"));
+        available::promise(&self.memory).map_err(refused)
     }
 
     /// The version that unwritten bytes are read from.

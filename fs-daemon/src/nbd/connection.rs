@@ -361,7 +361,7 @@ impl Open {
             let errno = if request.command == Command::Trim { libc::EINVAL } else { libc::ENOSPC };
             return refused(errno, &self.outside(request));
         }
-        Ok(())
+        self.face.disk().map_or(Ok(()), |disk| disk.promise())
     }
 
     fn outside(&self, Request { offset, len, .. }: &Request) -> String {

@@ -68,6 +68,14 @@ impl OpenDisk {
         self.disk.read(range, piece);
     }
 
+    /// Checks that there is memory for what is written, before the first byte is.
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub fn promise(&self) -> CallResult<()> {
+        self.disk.promise().map_err(|error| explained(&self.model, error))
+    }
+
     /// Begins to write `range`.
     ///
     /// # Panics

@@ -233,7 +233,11 @@ impl Partition {
         let partition = layout.partition(&all).map_err(|error| MakeError::Record(error.to_string()))?;
         let limits = Limits { retain: 0, buffers: record.controls.most_buffers() };
         let home = executor.device().map_or(Home::Host(copies), |device| Home::Device(Arc::clone(device)));
+        let sums = MemoryUse::of_one_process(layout, &record.controls, home.copies()).sums;
         let store = PartitionStore::with_state(partition, record.controls.widest_reducer(), limits, home)?;
+        if sums > 0 {
+            store.promise_sums()?;
+        }
         Ok(Partition::of(record, (layout.size(), true), store, executor, Checksum::Off))
     }
 
