@@ -3,11 +3,15 @@
 //! Pure. A value may come in pieces, one behind the other. Without a truncation, a write at the start replaces the present
 //! value, as in sysfs, and one at its end goes on behind it (`>>`).
 
+use std::borrow::Cow;
 use std::mem;
 
 use libmodelio::vocabulary::controls::LONGEST;
 
 use crate::session::error::{CallError, CallResult};
+
+/// The longest text that each piece has checked whole: a page, as in sysfs.
+const SHORT: usize = 4096;
 
 /// What was written since the last close that applied something.
 #[derive(Debug, Default)]
@@ -42,7 +46,7 @@ impl Draft {
         self.state == State::Written || self.refused.is_some()
     }
 
-    /// Takes a piece. `present` is the value in force. Returns all that was written so far.
+    /// Takes a piece. `present` is the value in force. Returns whether a line, and so maybe the value, ends there.
     ///
     /// # Errors
     /// In words, if the piece does not follow the others, or is too long.
@@ -51,7 +55,7 @@ impl Draft {
         offset: u64,
         data: &[u8],
         present: impl FnOnce() -> String,
-    ) -> Result<&[u8], &'static str> {
+    ) -> Result<bool, &'static str> {
         let mut bytes = match self.state {
             _ if offset == 0 => Vec::new(),
             State::Untouched => present().into_bytes(),
@@ -62,7 +66,20 @@ impl Draft {
         }
         bytes.extend_from_slice(data);
         (self.bytes, self.state) = (bytes, State::Written);
-        Ok(&self.bytes)
+        Ok(self.bytes.ends_with(b"\n"))
+    }
+
+    /// What to check when the last `len` bytes are new. All of a short text: its lines may contradict each other. Of a long
+    /// one, the lines that are new, behind empty ones: each line is checked once, and errors have its number.
+    pub fn unchecked(&self, len: usize) -> Cow<'_, [u8]> {
+        if self.bytes.len() <= SHORT {
+            return Cow::Borrowed(&self.bytes);
+        }
+        let (known, _) = self.bytes.split_at(self.bytes.len().saturating_sub(len));
+        let known = known.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
+        let (known, new) = self.bytes.split_at(known);
+        let lines = known.iter().filter(|byte| **byte == b'\n');
+        Cow::Owned(lines.chain(new).copied().collect())
     }
 
     /// A write was refused: the next close fails with this error.
@@ -88,7 +105,32 @@ mod tests {
     use super::*;
 
     fn write(draft: &mut Draft, offset: u64, data: &[u8]) -> Result<Vec<u8>, &'static str> {
-        draft.write(offset, data, || "old\n".to_owned()).map(<[u8]>::to_vec)
+        let ends = draft.write(offset, data, || "old\n".to_owned())?;
+        assert_eq!(ends, draft.bytes.ends_with(b"\n"));
+        Ok(draft.bytes.clone())
+    }
+
+    #[test]
+    fn each_line_of_a_long_text_is_checked_once() {
+        let mut draft = Draft::default();
+        let (line, mut checked, mut at) = (b"layer.weight frozen\n", 0, 0);
+        while at + line.len() <= LONGEST {
+            // Lines come in two pieces each.
+            for part in [&line[..9], &line[9..]] {
+                write(&mut draft, at as u64, part).unwrap();
+                at += part.len();
+            }
+            let unchecked = draft.unchecked(line.len() - 9);
+            let lines = |text: &[u8]| text.iter().filter(|byte| **byte == b'\n').count();
+            assert_eq!(lines(&unchecked), at / line.len(), "errors have the number of the line");
+            assert!(unchecked.ends_with(line));
+            if at > SHORT {
+                checked += unchecked.trim_ascii_start().len();
+            } else {
+                assert_eq!(unchecked, draft.bytes, "a short text is checked whole");
+            }
+        }
+        assert_eq!(checked, (at / line.len() - SHORT / line.len()) * (line.len()));
     }
 
     #[test]

@@ -115,7 +115,7 @@ impl OpenFile {
                     None => publication.write(offset, data)?,
                 }
             }
-            OpenFile::Text(text) => text.write(offset, data)?,
+            OpenFile::Text(text) => return text.write(offset, data),
             OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {
                 return Err(CallError::new(libc::EBADF, "not open for writing"));
             }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use libmodelio::client::SetError;
-use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::contributor::Wrote;
+use libmodelio::vocabulary::controls::{ControlError, SETTINGS};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::weight::{NoWeight, Weight};
 use parking_lot::Mutex;
@@ -124,23 +125,46 @@ impl TextFile {
         self.draft.as_ref().is_some_and(|draft| draft.lock().is_written())
     }
 
-    /// Takes a piece of a new value. Whatever ends with a newline must be one.
+    /// Takes a piece of a new value. Whatever ends with a newline must be one. If it contradicts the settings that this
+    /// mount knows, the coordinator knows better: see [`Self::await_settings`].
     ///
     /// # Errors
     /// EINVAL for a value that does not fit, or a piece that does not follow the others; EBADF for a file not open for
     /// writing. The next end fails, too.
-    pub(super) fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
-        let draft = self.draft.as_ref().ok_or_else(not_writable)?;
-        let mut draft = draft.lock();
+    pub(super) fn write(&self, offset: u64, data: &[u8]) -> CallResult<Wrote> {
+        let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
         let written = draft.write(offset, data, || self.present());
         let outcome = match written.map_err(|why| self.invalid(why)) {
-            Ok(text) if text.ends_with(b"\n") => self.check(text),
-            other => other.map(drop),
+            Ok(true) => self.check(&draft.unchecked(data.len())),
+            other => other.map(|_| None),
         };
-        outcome.inspect_err(|error| {
-            draft.refuse(error);
-            self.note(error);
-        })
+        match outcome {
+            Ok(None) => Ok(Wrote::Taken),
+            Ok(Some(_)) => Ok(Wrote::Asks),
+            Err(error) => Err(self.refuse(&mut draft, error)),
+        }
+    }
+
+    /// Calls `done` when this mount knows the settings of the job that were in force by now, or cannot learn of them.
+    pub fn await_settings(&self, done: impl FnOnce() + Send + 'static) {
+        let Some(tree) = &self.tree else { return done() };
+        tree.model.job.await_controls(tree.model.prompt(), Box::new(move |_| done()));
+    }
+
+    /// Judges again what was written, whose last `len` bytes are new, after [`Self::await_settings`].
+    ///
+    /// # Errors
+    /// EINVAL for a value that contradicts a setting. The next end fails, too.
+    pub fn judge(&self, len: usize) -> CallResult<()> {
+        let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
+        let outcome = self.check(&draft.unchecked(len));
+        outcome.and_then(|why| why.map_or(Ok(()), Err)).map_err(|error| self.refuse(&mut draft, error))
+    }
+
+    fn refuse(&self, draft: &mut Draft, error: CallError) -> CallError {
+        draft.refuse(&error);
+        self.note(&error);
+        error
     }
 
     /// Applies what was written. `done` hears when the job has answered.
@@ -179,15 +203,21 @@ impl TextFile {
         tree.model.job.set_control(name, value, tree.model.prompt(), Box::new(answer));
     }
 
-    /// Whether `text` is a value, as far as that can be told before it is applied.
-    fn check(&self, text: &[u8]) -> CallResult<()> {
+    /// Whether `text` is a value, as far as that can be told before it is applied. Returns why it contradicts settings that
+    /// this mount knows, if it does.
+    fn check(&self, text: &[u8]) -> CallResult<Option<CallError>> {
         if let Node::Model(_, File::LearnerWeight(id)) = self.node {
             let (learner, weight) = self.weight(id, text)?;
-            return learner.check_weight(weight).map_err(|error| invalid_weight(&error.to_string()));
+            let checked = learner.check_weight(weight).map_err(|error| invalid_weight(&error.to_string()));
+            return checked.map(|()| None);
         }
         let (tree, name, value) = self.setting(text)?;
-        let checked = tree.model.job.check_control(name, value);
-        checked.map_err(|error| invalid_value(name, &error.without_name()))
+        let refused = tree.model.job.check_control(name, value).err();
+        let why = refused.as_ref().map(|error| invalid_value(name, &error.without_name()));
+        match refused {
+            None | Some(ControlError::Conflict(_)) => Ok(why),
+            Some(_) => why.map_or(Ok(None), Err),
+        }
     }
 
     /// The value in force.

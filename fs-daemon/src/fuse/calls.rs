@@ -178,8 +178,8 @@ impl Calls {
     }
 
     /// Writes, for `by`. `from_mapping`: the kernel writes back pages that a program stored through mmap. The first write of
-    /// a step that only the coordinator knows is answered when that has answered, or a signal ends the wait. All else is
-    /// answered before this returns.
+    /// a step that only the coordinator knows is answered when that has answered, or a signal ends the wait. So is a setting
+    /// that contradicts others. All else is answered before this returns.
     ///
     /// # Errors
     /// Fails as [`OpenFile::write`] does.
@@ -205,6 +205,14 @@ impl Calls {
             (Ok(Wrote::Asks), OpenFile::Contribution { contribution, .. }) => {
                 let guarded = |named| self.waits.guard(by.tid, named, None, |()| {});
                 contribution.write_later(offset, data.to_vec(), guarded, Box::new(done));
+            }
+            (Ok(Wrote::Asks), OpenFile::Text(text)) => {
+                let (of, len) = (Arc::clone(&open), data.len());
+                let done = self.waits.guard(by.tid, Box::new(done), None, |()| {});
+                text.await_settings(move || match &of.file {
+                    OpenFile::Text(text) => done(text.judge(len)),
+                    _ => done(Ok(())),
+                });
             }
             (outcome, _) => done(outcome.map(drop)),
         }

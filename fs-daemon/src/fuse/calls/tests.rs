@@ -134,6 +134,28 @@ fn a_setting_is_answered_when_the_job_has_answered() {
 }
 
 #[test]
+fn a_contradiction_is_judged_by_the_settings_of_the_job() {
+    let mounted = Mounted::new();
+    let write = |value: &str| {
+        let index = SETTINGS.iter().position(|(known, _)| *known == "min_learners").unwrap() as u32;
+        let opened = mounted.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
+        let (answer, wrote) = channel();
+        let by = Holder { tid: 0, lock: 1 };
+        let done = move |outcome: CallResult<()>| answer.send(outcome.map_err(|error| error.errno)).unwrap();
+        mounted.calls.write(opened.fh, 0, value.as_bytes(), false, by, done);
+        wrote
+    };
+    assert_eq!(write("7\n").recv_timeout(PATIENCE).unwrap(), Err(libc::EINVAL), "above learners");
+    let answer = mounted.slow_down();
+    // As another mount may, before this one hears of it.
+    mounted.job().set_control("learners", "8", PATIENCE, Box::new(|_| {}));
+    let wrote = write("7\n");
+    assert!(wrote.try_recv().is_err(), "this mount knows of one learner");
+    answer.send(()).unwrap();
+    assert_eq!(wrote.recv_timeout(PATIENCE).unwrap(), Ok(()));
+}
+
+#[test]
 fn a_setting_that_nobody_answers_for_is_no_success() {
     let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
     let mounted = Mounted::of(layout, &[("timeout", "0.001")]);

@@ -365,6 +365,13 @@ impl Job {
         controls.of_tensors(tensors).map(drop)
     }
 
+    /// Calls `done` once [`Self::controls`] shows each change that was answered before this call, on any mount. At the
+    /// latest it is called when `timeout` is over, with an error.
+    pub fn await_controls(&self, timeout: Duration, done: Done<()>) {
+        // Nothing has this token, so nothing is withdrawn. The answer comes behind the states that were sent before it.
+        self.request(Message::WithdrawAssign { token: u64::MAX }, timeout, plain(done));
+    }
+
     /// Changes one setting of the whole job. It takes effect at the next version. `done` is called before `timeout`
     /// is over. If it is called with success, [`Self::controls`] shows the new value.
     pub fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {
