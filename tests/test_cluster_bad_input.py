@@ -501,6 +501,19 @@ def test_pins_hold_a_job_up_for_half_of_the_time_at_most(world):
         world.trains(deadline=30)
 
 
+def test_a_save_soon_after_another_one_waits_for_its_turn(world, tmp_path):
+    """The job has stood still for a second, and runs for as long before the next snapshot."""
+    shard = world.coordinator
+    with world.peer("admin", shard) as peer:
+        for request, holds in enumerate((False, True), 1):
+            answer = peer.request("Pin", world.generation, world.epoch, 815, 0, holds, request=request, epoch=0)
+            assert answer.name in ("Done", "Pinned"), answer
+        time.sleep(1)
+        assert peer.request("Release", world.generation, 815, request=3, epoch=0).name == "Done"
+    saved = world.cluster.run("save", "m", tmp_path / "snapshot")
+    assert saved.returncode == 0, saved.stderr
+
+
 @pytest.mark.parametrize(
     "name, fields, payload, expected",
     [

@@ -135,6 +135,12 @@ impl Captures {
         )
     }
 
+    /// Whether the model runs on for now before it may be held up again.
+    pub(super) fn rests(&self, model: Generation, now: Instant) -> bool {
+        let over = self.0.lock().holds.get(&model).and_then(Hold::is_over);
+        over.is_some_and(|over| now < over)
+    }
+
     /// Lets no plan begin from now on. The returned version stays the newest, unless a plan that has begun makes
     /// another one.
     pub(super) fn pin(&self, name: Name, store: &PartitionStore) -> Result<Version, Refusal> {
@@ -344,6 +350,11 @@ mod tests {
         let why = captures.pin(NAME, &store).unwrap_err().to_string();
         assert!(why.contains("has just stood still"), "{why}");
         assert!(begins(&store));
+        let last = end + PINNED - Duration::from_millis(1);
+        assert!(
+            captures.rests(NAME.0, last) && !captures.rests(NAME.0, end + PINNED),
+            "who saves again waits"
+        );
         let mut inner = captures.0.lock();
         inner.holds(NAME.0, end + PINNED - Duration::from_millis(1)).unwrap_err();
         inner.holds(Generation(NAME.0.0 + 1), end).unwrap();

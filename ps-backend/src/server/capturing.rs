@@ -89,6 +89,10 @@ impl Shared {
             return self.captures.pin(name, partition.store());
         }
         self.captures.reserve(name, partition.store(), slots, starts_expiry)?;
+        // Who saves again soon waits here, where the coordinator is patient.
+        while self.captures.rests(name.0, Instant::now()) && !self.is_stopping() {
+            std::thread::sleep(CHECK_INTERVAL);
+        }
         Ok(partition.progress().0)
     }
 
