@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster import Shard, end_listening, run
 from conftest import gradfs_binary, write_all
-from filetools import array, eventually, outcome, shows, takes
+from filetools import Threads, array, eventually, outcome, shows, takes
 
 SMALL = ("--size", "256KiB", "--block-size", "64KiB", "--reducer", "sum")
 
@@ -363,6 +363,28 @@ def test_status_tells_of_a_mount_and_of_one_model(cluster):
     assert told["models"][0]["registry"] == one.registry
     refused(one.run("status", "nope"), "nope", "no model")
     refused(one.run("status", "/tmp"), "/tmp is in no mount of gradfs")
+
+
+def test_status_tells_of_a_mount_and_of_one_model__while_others_are_made_and_deleted(cluster):
+    one = cluster(1)
+    one.create("stays", *SMALL)
+    mount = one.mount()
+    threads, ends = Threads(), threading.Event()
+
+    def makes():
+        while not ends.is_set():
+            one.create("goes", *SMALL)
+            eventually((mount.root / "goes" / "version").exists, deadline=20)
+            assert one.run("delete", "goes").returncode == 0
+
+    made = threads.start(makes)
+    try:
+        for _ in range(20):
+            told = json.loads(one.run("status", mount.root, "--json").stdout)
+            assert "stays" in [model["model"] for model in told["models"]]
+    finally:
+        ends.set()
+    made.result(300)
 
 
 def test_status_tells_of_a_mount_and_of_one_model__in_one_process(start_mount, gradfs):

@@ -257,7 +257,7 @@ def test_a_log_that_cannot_be_written_harms_no_call(tmp_path, where):
         write_all(mnt / "model/gradients", ONE)
         assert (mnt / "model/version").read_text() == "1\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 0
+        assert process.wait(300) == (1 if where == "full" else 0), "it could not say that it was ready"
     finally:
         process.kill()
         process.wait()

@@ -207,6 +207,27 @@ def test_learners_join_and_leave_with_their_connections(served):
     assert names() == ["kept"]
 
 
+@pytest.mark.parametrize("name", ["mount", "kept"])
+def test_learners_join_and_leave_with_their_connections__and_stay_for_linger(served, name):
+    """The mount's own learner, and one that mkdir has made."""
+    mount, path = served
+    for setting, value in (("learners", 2), ("lease", 600), ("linger", 0.1)):
+        mount.control(setting, value)
+    if name == "kept":
+        mount.join(name)
+    client = opened(path, f"model/learners/{name}")
+    mount.join("b")
+    write(client, 1.0)
+    client.send(FLUSH)
+    mount.contribute(floats(1.0), learner="b")
+    assert client.answer() == (0, b"")
+    client.send(DISC)
+    mount.contribute(floats(1.0), learner="b")
+    with open(mount.place("b") / "weights", "rb") as file:
+        assert set(np.frombuffer(file.read(), "<f4")) == {3.0}, "it has left: nobody waits for it"
+    assert [path.name for path in (mount.model / "learners").iterdir()] == ["b"]
+
+
 def test_who_looks_at_an_export_keeps_nobody_waiting(served):
     mount, path = served
     mount.join("a")

@@ -1,6 +1,7 @@
-"""Mountpoints that are volumes, and commands whose readers have gone."""
+"""Mountpoints that are volumes, and commands whose output goes nowhere."""
 
 import subprocess
+import sys
 
 from conftest import gradfs_binary
 from daemons import as_root, is_mounted
@@ -38,7 +39,22 @@ def test_a_reader_that_has_gone_is_no_failure(tmp_path):
             whole = subprocess.run(command, capture_output=True, timeout=300, check=False)
             said = (done.stdout or "") + (done.stderr or "")
             assert done.returncode == whole.returncode and "panicked" not in said, (words, stream, done)
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        command = [gradfs_binary(), "up", "--dry-run", "--size", "1MiB", tmp_path]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300, check=False, text=True)
-    assert "cannot print to stdout" in done.stderr
+
+
+def test_a_command_whose_output_is_lost_fails(tmp_path, start_mount):
+    mount = start_mount(size="64KiB")
+    background = tmp_path / "background"
+    background.mkdir()
+    learner = [sys.executable, "-c", "print(1)"]
+    for words in (
+        ["up", "--dry-run", "--size", "1MiB", tmp_path], ["completions", "bash"], ["--help"], ["status", mount.root],
+        ["status", "--json", mount.model], ["rdma", "devices"], ["trace", mount.root, "--seconds", "0.1", "--output", tmp_path / "trace"],
+        ["run", "-n", "2", mount.model, "--", *learner],
+        ["up", "--background", "--log-file", tmp_path / "log", "--size", "64KiB", background],
+    ):
+        command = [gradfs_binary(), *words]
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300, check=False, text=True)
+        assert done.returncode == 1 and "cannot print" in done.stderr, (words, done)
+    # The daemon that could not say so is there.
+    subprocess.run([gradfs_binary(), "unmount", background], check=True, capture_output=True, timeout=300)

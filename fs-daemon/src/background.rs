@@ -21,6 +21,7 @@ use nix::unistd::{
 
 use crate::error::Error;
 use crate::logging;
+use crate::printing;
 use crate::sys::fork::fork_single_threaded;
 
 /// The actions to take when the process is ready.
@@ -66,7 +67,7 @@ impl Ready {
         dup2_stdout(&log).map_err(failed)?;
         dup2_stderr(&log).map_err(failed)?;
         // A parent that was killed just now waits no more.
-        let _ = parent.write_all(&[1]);
+        let _ = parent.write_all(&[u8::from(printing::has_failed())]);
         Ok(())
     }
 }
@@ -105,10 +106,12 @@ fn become_daemon(parent: Pid) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until the child is ready, or has ended; returns the exit code that follows from it.
+/// Waits until the child is ready, or has ended; returns the exit code that follows from it. One that is ready sends the
+/// code: whether it could say so.
 fn wait(mut reader: PipeReader, child: Pid) -> i32 {
-    if reader.read_exact(&mut [0]).is_ok() {
-        return 0;
+    let mut code = [0];
+    if reader.read_exact(&mut code).is_ok() {
+        return code[0].into();
     }
     loop {
         match waitpid(child, None) {

@@ -447,8 +447,10 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, u8> {
     Cli::try_parse_from(arguments).map_err(|error| {
         match error.kind() {
             DisplayHelp | DisplayVersion | DisplayHelpOnMissingArgumentOrSubcommand => {
-                // A reader that closed the pipe has seen enough.
-                let _ = error.print();
+                crate::printing::printed(error.print());
+                if crate::printing::has_failed() {
+                    return 1;
+                }
             }
             _ => eprint!("gradfs: {}", error.render()),
         }

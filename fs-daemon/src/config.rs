@@ -262,10 +262,10 @@ impl<'a> Merged<'a> {
 
     /// How to mount; `usage` says how the directory is given.
     fn mounting(&self, usage: &str) -> Result<Mounting, Error> {
-        let (nbd, insecure) = (self.nbd()?, self.switch("insecure")?);
-        // A file or an environment may have it for the shards of this host.
+        // A file or an environment has it for the shards of this host. It opens nothing of a mount.
         let is_flag = self.get("insecure").is_some_and(|(origin, _)| origin.starts_with("--"));
-        if insecure && is_flag && nbd.is_none() {
+        let (nbd, insecure) = (self.nbd()?, self.switch("insecure")? && is_flag);
+        if insecure && nbd.is_none() {
             return Err(Error::usage(
                 "insecure opens the address of nbd to other hosts, and there is no nbd",
             ));

@@ -50,6 +50,7 @@ fn main() -> ExitCode {
         Err(code) => return code.into(),
     };
     match run(cli) {
+        Ok(ExitCode::SUCCESS) if printing::has_failed() => ExitCode::FAILURE,
         Ok(code) => code,
         Err(error) => {
             logging::report_failure(&error);

@@ -85,7 +85,7 @@ pub fn bind(at: &NbdAddress, insecure: bool) -> Result<Bound, Error> {
             if !insecure && !address.ip().is_loopback() {
                 return Err(failed().hint(
                     "NBD knows no users: name a Unix socket or a loopback address, and have ssh forward it to other hosts (or give \
-                     it to all who reach it, with --insecure)",
+                     it to all who reach it, with the flag --insecure)",
                 ));
             }
             let bound = TcpListener::bind(address).and_then(|listener| {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::io::{self, Write as _};
+use std::io;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -218,12 +218,10 @@ fn announce(
     served: &[Option<&dyn fmt::Display>],
     ready: &Ready,
 ) {
-    let mut out = std::io::stdout().lock();
     for model in models {
         let controls = model.job.controls();
         let get = |name| controls.get(name).unwrap_or_default();
-        let _ = writeln!(
-            out,
+        println!(
             "gradfs: {}/{}: {} bytes, {} tensors; reducer {}, {}, {} learner(s); {} shard{}; reads {}",
             mountpoint.path().display(),
             model.name,
@@ -238,10 +236,9 @@ fn announce(
         );
     }
     for served in served.iter().flatten() {
-        let _ = writeln!(out, "gradfs: {served}");
+        println!("gradfs: {served}");
     }
     let by_command = format!("gradfs unmount {}", mountpoint.path().display());
     let by_key = format!("Ctrl-C or {by_command}");
-    let _ = writeln!(out, "gradfs: {}", ready.announcement(&by_key, &by_command));
-    let _ = out.flush();
+    println!("gradfs: {}", ready.announcement(&by_key, &by_command));
 }

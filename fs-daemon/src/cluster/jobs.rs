@@ -1,11 +1,14 @@
 //! Learners and shards that the jobs of a cluster wait for. The coordinators name them; a coordinator that does not answer
 //! is itself waited for.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use libmodelio::registry::Registry;
 use libmodelio::vocabulary::members::WaitedFor;
+use libmodelio::wire::ModelRecord;
 use serde_json::{Value, json};
 
-use super::{ask, deadline};
+use super::{ask, ask_all, deadline};
 use crate::config::endpoint::Endpoint;
 
 /// A shard that has not been reached for this many seconds is waited for.
@@ -19,22 +22,34 @@ fn list(value: &Value) -> &[Value] {
 /// shards and the learners that they wait for, and for how many seconds.
 pub fn states(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[String]) -> Vec<Value> {
     let mut jobs: Vec<Value> = shards.iter().flat_map(|shard| coordinated(shards, shard)).collect();
-    let mut status = None;
-    for name in models {
-        if jobs.iter().any(|job| job["name"] == json!(name)) {
-            continue;
-        }
-        // A model that is not ready need not have a job yet.
-        let Some(record) = registry.model(name, deadline()).ok().filter(|record| record.ready) else {
-            continue;
+    let until = deadline();
+    let is_known = |name: &&String| jobs.iter().any(|job| job["name"] == json!(name));
+    let lost = models.iter().filter(|name| !is_known(name));
+    let lost = lost.filter_map(|name| Some((name, registry.model(name, until).ok()?)));
+    // A model that is not ready need not have a job yet.
+    let lost: Vec<_> = lost.filter(|(_, record)| record.ready).collect();
+    if lost.is_empty() {
+        return jobs;
+    }
+    let status = ask(&at.to_string()).unwrap_or_default();
+    let announced = list(&status["registry_announcements"]);
+    let announced =
+        |record: &ModelRecord| announced.iter().find(|one| one["shard"] == json!(record.coordinator.0));
+    let address = |record: &ModelRecord| announced(record).and_then(|one| one["address"].as_str());
+    // A coordinator may have moved since the shards were asked. One that did not answer then is not asked again.
+    let silent = |at: &str| {
+        let shard = shards.iter().find(|shard| shard["address"] == json!(at));
+        shard.and_then(|shard| shard["unreachable"].as_str()).map(str::to_owned)
+    };
+    let asked: BTreeSet<&str> = lost.iter().filter_map(|(_, record)| address(record)).collect();
+    let asked: Vec<&str> = asked.into_iter().filter(|at| silent(at).is_none()).collect();
+    let answers: BTreeMap<&str, _> = asked.iter().copied().zip(ask_all(asked.iter().copied())).collect();
+    for (name, record) in &lost {
+        let (known, address) = (announced(record), address(record));
+        let answer = match address {
+            None => Err("the registry does not know where it is".to_owned()),
+            Some(at) => answers.get(at).cloned().unwrap_or_else(|| Err(silent(at).unwrap_or_default())),
         };
-        let status = status.get_or_insert_with(|| ask(&at.to_string()).unwrap_or_default());
-        let known = list(&status["registry_announcements"])
-            .iter()
-            .find(|one| one["shard"] == json!(record.coordinator.0));
-        let address = known.and_then(|one| one["address"].as_str());
-        // The coordinator may have moved there since the shard was asked.
-        let answer = address.map_or_else(|| Err("the registry does not know where it is".to_owned()), ask);
         match answer {
             Err(why) => jobs.push(json!({
                 "name": name,

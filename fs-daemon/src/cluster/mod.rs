@@ -17,6 +17,7 @@ use serde_json::Value;
 
 use crate::config::endpoint::Endpoint;
 use crate::error::Error;
+use crate::memory;
 
 /// Longest wait for the registry.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -66,14 +67,58 @@ fn age(at: &Endpoint) -> Option<Duration> {
 
 /// Asks a shard or a registry, over a connection of its own.
 fn request(at: &str, message: &Message, until: Instant) -> Result<(Message, Vec<u8>), AdminError> {
-    AdminPeer::connect(at, deadline())?.request(message, &[], until)
+    AdminPeer::connect(at, deadline().min(until))?.request(message, &[], until)
 }
 
 /// The status of a shard or a registry.
 fn ask(at: &str) -> Result<Value, String> {
-    match request(at, &Message::Status, deadline()) {
+    ask_until(at, deadline())
+}
+
+/// The statuses of shards, which are asked at once: one that does not answer holds up no other one.
+fn ask_all<'a>(at: impl Iterator<Item = &'a str>) -> Vec<Result<Value, String>> {
+    let until = deadline();
+    // Each is asked over a connection.
+    memory::raise_file_limit();
+    std::thread::scope(|scope| {
+        let asks = |at: &'a str| {
+            let asks = move || ask_until(at, until);
+            std::thread::Builder::new().name("asks-shard".into()).spawn_scoped(scope, asks)
+        };
+        let asked: Vec<_> = at.map(asks).collect();
+        let answer = |asked: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| match asked {
+            Ok(asked) => asked.join().unwrap_or_else(|_| Err("a thread panicked".to_owned())),
+            Err(error) => Err(error.to_string()),
+        };
+        asked.into_iter().map(answer).collect()
+    })
+}
+
+fn ask_until(at: &str, until: Instant) -> Result<Value, String> {
+    match request(at, &Message::Status, until) {
         Ok((Message::Text, text)) => serde_json::from_slice(&text).map_err(|error| error.to_string()),
         Ok((other, _)) => Err(format!("it answers with {}", other.name())),
         Err(error) => Err(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_shard_that_does_not_answer_holds_up_no_other_one() {
+        let silent = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        let addresses = silent.each_ref().map(|listener| listener.local_addr().unwrap().to_string());
+        let asked = std::thread::spawn(move || ask_all(addresses.iter().map(String::as_str)));
+        // All of them hear of it before one answers.
+        let heard = silent.each_ref().map(|listener| listener.accept().unwrap());
+        drop(heard);
+        for answer in asked.join().unwrap() {
+            let why = answer.unwrap_err();
+            assert!(!why.contains("before the deadline"), "{why}");
+        }
     }
 }

@@ -1,6 +1,5 @@
 //! `gradfs shard` and `gradfs registry`: processes that listen until they are told to stop.
 
-use std::io::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -104,22 +103,17 @@ fn serve(
     let of_metrics = Arc::clone(&server);
     let scraped =
         bound.map(|bound| bound.serve(move || metrics::shard::page(&of_metrics.status()))).transpose()?;
-    {
-        let mut out = std::io::stdout().lock();
-        let _ = writeln!(out, "gradfs: {}", describe(&server));
-        if !server.address().ip().is_loopback() {
-            let _ = writeln!(
-                out,
-                "gradfs: there is no authentication: whoever reaches this address can read, change and delete the models"
-            );
-        }
-        if let Some(metrics) = &scraped {
-            let _ = writeln!(out, "gradfs: {metrics}");
-        }
-        let by_command = format!("kill {}", std::process::id());
-        let _ = writeln!(out, "gradfs: {}", ready.announcement("Ctrl-C", &by_command));
-        let _ = out.flush();
+    println!("gradfs: {}", describe(&server));
+    if !server.address().ip().is_loopback() {
+        println!(
+            "gradfs: there is no authentication: whoever reaches this address can read, change and delete the models"
+        );
     }
+    if let Some(metrics) = &scraped {
+        println!("gradfs: {metrics}");
+    }
+    let by_command = format!("kill {}", std::process::id());
+    println!("gradfs: {}", ready.announcement("Ctrl-C", &by_command));
     ready.announce()?;
     let why = stops.wait();
     match &lost_with(&server.status())[..] {

@@ -10,7 +10,7 @@ use libmodelio::registry::Registry;
 use libmodelio::wire::{RefusedShard, ShardRecord};
 use serde_json::{Value, json};
 
-use super::{YOUNG, age, deadline, jobs, registry, registry_error};
+use super::{YOUNG, age, ask_all, deadline, jobs, registry, registry_error};
 use crate::config::cluster::{StatusConfig, StatusOf};
 use crate::error::Error;
 use crate::shown::shown_within;
@@ -48,8 +48,12 @@ fn of_cluster(config: &StatusConfig, only: Option<&str>) -> Result<(String, bool
         Some(name) => vec![name.to_owned()],
         None => registry.models(deadline()).map_err(failed)?,
     };
-    let shards: Vec<Value> = shards.iter().map(ask).collect();
-    let refused: Vec<Value> = refused.iter().map(ask_refused).collect();
+    let records = shards.iter().chain(refused.iter().map(|refused| &refused.record));
+    let answers = ask_all(records.clone().map(|record| record.address.as_str()));
+    let mut told = records.zip(answers).map(|(record, answer)| told(record, answer));
+    let shards: Vec<Value> = told.by_ref().take(shards.len()).collect();
+    let refused: Vec<Value> =
+        told.zip(&refused).map(|(told, refused)| told_of_refused(told, refused)).collect();
     let [shards, refused] = [shards, refused].map(|shards| match only {
         Some(name) => shards.into_iter().filter_map(|shard| only_of(shard, name)).collect(),
         None => shards,
@@ -84,8 +88,8 @@ fn only_of(mut shard: Value, name: &str) -> Option<Value> {
     (has("models") || has("incoming")).then_some(shard)
 }
 
-fn ask(shard: &ShardRecord) -> Value {
-    match super::ask(&shard.address) {
+fn told(shard: &ShardRecord, answer: Result<Value, String>) -> Value {
+    match answer {
         Ok(mut status) => {
             status["draining"] = json!(shard.draining);
             status
@@ -95,8 +99,7 @@ fn ask(shard: &ShardRecord) -> Value {
 }
 
 /// Another shard has its number: it takes part in what it holds, and in nothing else.
-fn ask_refused(refused: &RefusedShard) -> Value {
-    let mut status = ask(&refused.record);
+fn told_of_refused(mut status: Value, refused: &RefusedShard) -> Value {
     status["refused_because"] = json!(refused.why);
     status
 }

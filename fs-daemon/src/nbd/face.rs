@@ -202,8 +202,9 @@ impl LearnerFace {
         };
         learner.make_staging_ready();
         let contribution = Contribution::open(model, learner, false, reader);
+        contribution.learner().user_came();
         if joined {
-            // It is used now, and leaves when nobody uses it any more.
+            // It leaves when nobody uses it any more.
             contribution.learner().make_guest();
         }
         Ok(contribution)
@@ -295,6 +296,7 @@ impl Drop for LearnerFace {
             let why = CallError::new(libc::ECONNABORTED, "the client of the block device is gone");
             contribution.abort_own(&why);
         }
+        contribution.learner().user_ended();
         contribution.closed();
     }
 }

@@ -19,6 +19,7 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, 
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, setpgid};
 
+use crate::printing;
 use crate::sys::fork::fork_single_threaded;
 
 /// A longer line is passed on in pieces.
@@ -81,8 +82,10 @@ impl Output {
     /// Waits until all lines are passed on, as [`Copies::finish`] does.
     pub fn finish(self) {
         if send(self.0.as_raw_fd(), &END, MsgFlags::MSG_NOSIGNAL).is_ok() {
-            // It says no more, and ends.
-            let _ = recv(self.0.as_raw_fd(), &mut [0], MsgFlags::empty());
+            // It ends, and says no more unless it could not print.
+            if recv(self.0.as_raw_fd(), &mut [0], MsgFlags::empty()) == Ok(1) {
+                printing::fail();
+            }
         }
     }
 }
@@ -101,7 +104,13 @@ fn serve(control: OwnedFd) {
                 let errno = added.map_or_else(|error| error.raw_os_error().unwrap_or(libc::EIO), |()| 0);
                 let _ = send(control.as_raw_fd(), &errno.to_le_bytes(), MsgFlags::MSG_NOSIGNAL);
             }
-            Ok(1) => return copies.finish(LAST_LINES),
+            Ok(1) => {
+                copies.finish(LAST_LINES);
+                if printing::has_failed() {
+                    let _ = send(control.as_raw_fd(), &END, MsgFlags::MSG_NOSIGNAL);
+                }
+                return;
+            }
             Err(Errno::EINTR) => {}
             Ok(_) | Err(_) => return copies.finish(Duration::MAX),
         }
@@ -143,7 +152,7 @@ impl Copies {
         let (open, lines) = (self.open.clone(), Arc::clone(&self.lines));
         let copies = move || {
             // A reader that is gone is learnt by the process with its next line, by EPIPE.
-            let _ = copy_lines(from, to, format!("[{rank}] ").as_bytes(), &lines);
+            printing::printed(copy_lines(from, to, format!("[{rank}] ").as_bytes(), &lines));
             drop(open);
         };
         thread::Builder::new().name(format!("output-{rank}")).stack_size(STACK).spawn(copies).map(drop)

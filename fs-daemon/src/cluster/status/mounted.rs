@@ -26,22 +26,38 @@ pub fn status(path: &Path, as_json: bool) -> Result<(String, bool), Error> {
             names
         }
     };
-    let mut models = Vec::new();
+    let mut models: Vec<Value> = Vec::new();
     for name in names {
-        let path = mount.join(name).join("status.json");
-        let text = mountpoint::text(&path).map_err(|error| failed(&path, error))?;
-        let mut model: Value = serde_json::from_str(&text).map_err(|error| failed(&path, error.into()))?;
-        if let Err(why) = complete(&mut model) {
-            model["others_unknown_because"] = json!(why.to_string());
-        }
-        models.push(model);
+        let path = mount.join(&name).join("status.json");
+        let text = match mountpoint::text(&path) {
+            Ok(text) => text,
+            // It was deleted meanwhile.
+            Err(_) if rest.iter().next().is_none() && is_gone(&mount, &name) => continue,
+            Err(error) => return Err(failed(&path, error)),
+        };
+        models.push(serde_json::from_str(&text).map_err(|error| failed(&path, error.into()))?);
     }
+    // A coordinator that does not answer holds up no other model.
+    std::thread::scope(|scope| {
+        for model in &mut models {
+            scope.spawn(|| {
+                if let Err(why) = complete(model) {
+                    model["others_unknown_because"] = json!(why.to_string());
+                }
+            });
+        }
+    });
     let in_trouble = models.iter().any(jobs::is_in_trouble);
     let text = match as_json {
         true => format!("{:#}\n", json!({ "mount": mount.display().to_string(), "models": models })),
         false => models.into_iter().map(|model| for_people(&shown_within(model), &mount)).collect(),
     };
     Ok((text, in_trouble))
+}
+
+/// Whether the mount has no model of this name.
+fn is_gone(mount: &Path, name: &str) -> bool {
+    mountpoint::names(mount).is_ok_and(|names| !names.iter().any(|one| one == name))
 }
 
 /// Adds the learners of other mounts, as the model's coordinator knows them: a mount knows only its own.

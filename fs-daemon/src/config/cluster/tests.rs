@@ -299,3 +299,17 @@ fn said_maybe_bare(outcome: Result<CreateConfig, Error>) -> String {
     assert_eq!(error.exit_code(), 2, "{}", error.message);
     error.message
 }
+
+#[test]
+fn only_its_own_flag_opens_the_block_devices_of_a_mount() {
+    let shared =
+        || file("insecure = true\nlisten = \"0.0.0.0\"\nregistry = \"node1\"\nnbd = \"0.0.0.0:10809\"");
+    assert!(ShardConfig::merge(&[flags(&[("advertise", "node2")]), shared()]).unwrap().insecure);
+    let mount = |given: &[(&'static str, &str)], others: Layer| {
+        let given: Vec<_> = [("mount", "/mnt")].iter().chain(given).copied().collect();
+        MountConfig::merge(&[flags(&given), others]).unwrap().mounting.insecure
+    };
+    assert!(!mount(&[], shared()));
+    assert!(!mount(&[], environment(&[("GRADFS_INSECURE", "true"), ("GRADFS_REGISTRY", "node1")])));
+    assert!(mount(&[("insecure", "true")], shared()));
+}
