@@ -93,15 +93,18 @@ impl OpenFiles {
     /// and whom it has inherited descriptors from. None if its descriptors cannot be seen.
     pub fn has_duplicate(&self, fh: u64, ino: u64, owners: &[u32]) -> Option<bool> {
         let file = Sought { ino, name: written_name(ino)?, device: self.device.get().map(String::as_str) };
-        // Where its opener cannot be seen, a file may be this process's.
-        let is_its = |users: &FileUsers| users.opener.is_none_or(|opener| owners.contains(&opener));
-        let is_other = |users: &FileUsers| is_its(users) && !users.is_closed();
-        let others = {
-            let open = self.open.read();
-            let of_inode = open.iter().filter(|(other, file)| **other != fh && file.ino == ino);
-            of_inode.filter(|(_, file)| file.users.as_ref().is_some_and(is_other)).count()
-        };
-        descriptors::has_more(*owners.first()?, &file, others)
+        descriptors::has_more(*owners.first()?, &file, self.others(fh, ino, owners))
+    }
+
+    /// The number of other open files of the inode that may have descriptors of the owners and can be written. Files whose
+    /// last descriptor was closed are in the table until the kernel says so.
+    pub(super) fn others(&self, fh: u64, ino: u64, owners: &[u32]) -> usize {
+        // Where its opener cannot be seen, a file may be theirs.
+        let is_theirs = |users: &FileUsers| users.opener.is_none_or(|opener| owners.contains(&opener));
+        let has_some = |users: &FileUsers| is_theirs(users) && !users.is_closed();
+        let open = self.open.read();
+        let of_inode = open.iter().filter(|(other, file)| **other != fh && file.ino == ino);
+        of_inode.filter(|(_, file)| file.users.as_ref().is_some_and(has_some)).count()
     }
 }
 

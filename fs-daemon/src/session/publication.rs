@@ -131,12 +131,14 @@ impl Publication {
     /// version is out.
     pub fn commit(self: &Arc<Self>, ending: Ending, done: Done<()>) {
         let written = self.written.lock().end();
-        if !written.has_holes() {
+        let is_short = self.publisher.lock().as_ref().is_none_or(|publisher| publisher.is_short());
+        if is_short && !written.has_holes() {
             return self.commit_written(&written, Ok(()), ending, done);
         }
+        // Zeros and the search for NaN may take long.
         let this = Arc::clone(self);
-        on_own_thread("gradfs-holes", move || {
-            let holes = this.write_holes();
+        on_own_thread("gradfs-publish", move || {
+            let holes = if written.has_holes() { this.write_holes() } else { Ok(()) };
             this.commit_written(&written, holes, ending, done);
         });
     }

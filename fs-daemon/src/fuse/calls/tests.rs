@@ -286,6 +286,35 @@ fn the_own_learner_joins_beside_other_requests_under_its_name() {
 }
 
 #[test]
+fn a_file_whose_step_has_ended_is_none_of_its_process_before_the_kernel_releases_it() {
+    let mounted = Mounted::new();
+    let learner = mounted.model().join("a", None).unwrap();
+    let (ino, pid) = (Node::Model(0, File::LearnerGradients(learner.id)).ino(), std::process::id());
+    let open = |flags| {
+        let (sender, opened) = channel();
+        let done = Box::new(move |outcome: CallResult<Opened>| sender.send(outcome).unwrap());
+        mounted.calls.open(ino, flags, pid, done);
+        opened.recv_timeout(PATIENCE).unwrap().unwrap().fh
+    };
+    let [one, other, last] = [(); 3].map(|()| open(libc::O_WRONLY));
+    assert_eq!(mounted.calls.files.others(last, ino, &[pid]), 2);
+    assert_eq!(mounted.calls.files.others(last, ino, &[1]), 0, "of another process");
+    for (fh, writes, left) in [(other, false, 2), (one, true, 1)] {
+        let by = Holder { tid: pid, lock: 1 };
+        let (sender, ended) = channel();
+        let of_write = sender.clone();
+        if writes {
+            let wrote = move |outcome| of_write.send(outcome).unwrap();
+            mounted.calls.write(fh, 0, &[0; 1 << 16], false, by, wrote);
+            assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Ok(()));
+        }
+        mounted.calls.flush(fh, by, Box::new(move |outcome| sender.send(outcome).unwrap()));
+        assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Ok(()));
+        assert_eq!(mounted.calls.files.others(last, ino, &[pid]), left);
+    }
+}
+
+#[test]
 fn an_ended_process_is_noticed_while_another_learner_joins() {
     let mounted = Mounted::new();
     let model = mounted.model();
