@@ -21,7 +21,7 @@ const SUMS: u64 = 1;
 /// It is a sixteenth of that, and at most so many bytes.
 const MAX_RESERVE: u64 = 1 << 30;
 
-/// Held by whoever takes memory for a partition. Two that look at once would count on the same pages.
+/// Held by whoever takes memory for a partition, or for a copy of one. Two that look at once would count on the same pages.
 static TAKING: Mutex<()> = Mutex::new(());
 
 /// The memory that models of a shard may take, if that can be told. What is promised to others is theirs.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use libmodelio::bytes::available::unpromised;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::Kept;
@@ -88,11 +89,9 @@ impl Copied {
             range.end - range.start
         };
         let needed = pieces(layout, kinds.iter().copied()).map(len).sum();
-        match memory::available() {
-            Some(available) if available < needed => return Err(SnapshotError::Room { needed, available }),
-            _ => {}
-        }
-        let kinds = kinds.into_iter().map(|what| Kind::new(layout, what)).collect();
+        let make = || kinds.into_iter().map(|what| Kind::new(layout, what)).collect();
+        let made = memory::take(needed, unpromised, make);
+        let kinds = made.map_err(|available| SnapshotError::Room { needed, available })?;
         Ok(Copied { layout: Arc::clone(layout), kinds })
     }
 
