@@ -252,7 +252,7 @@ def begin():
     return BEGIN % (gradfs_binary(), LEARNER, MARKED)
 
 
-@both_but_few_by_rxe
+@both_providers
 def test_steps_between_two_hosts_count_once(vm, provider):  # noqa: F811
     """And what the mount's host sends has the traffic class that was asked for; soft-iWARP knows of none."""
     done = vm.run(

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::vocabulary::ids::Version;
 use libmodelio::transport::rdma::published::{DIRECTORY, Directory, ENTRIES, ENTRY, Seen, find};
+use libmodelio::vocabulary::ids::Version;
 
 #[derive(Debug, arbitrary::Arbitrary)]
 enum Step {

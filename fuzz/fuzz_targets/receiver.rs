@@ -5,7 +5,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::bytes::crc32c::{crc32c};
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::wire::{HEADER, Limits, Message, Receiver, WireError};
 
 #[derive(Debug, arbitrary::Arbitrary)]

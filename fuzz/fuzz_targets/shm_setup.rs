@@ -101,7 +101,8 @@ fuzz_target!(|input: Input| {
             let mut bytes = [0; 300];
             let mut receive = || {
                 let mut slices = [IoSliceMut::new(&mut bytes)];
-                let received = recvmsg::<UnixAddr>(peer.as_raw_fd(), &mut slices, None, MsgFlags::MSG_DONTWAIT);
+                let received =
+                    recvmsg::<UnixAddr>(peer.as_raw_fd(), &mut slices, None, MsgFlags::MSG_DONTWAIT);
                 received.map(|received| received.bytes)
             };
             // That not all was read that was said comes before the answer.

@@ -445,7 +445,7 @@ fn a_bad_value_is_found_at_every_position_in_every_source() {
             }
         }
         // In the ragged ends of streamed blocks as well.
-        (0..8200).step_by(1021).chain([10, 26, 8187, 8199]).for_each(|at| check(at, f32::NAN, 8200));
+        [0, 10, 26, 4084, 8187, 8199].into_iter().for_each(|at| check(at, f32::NAN, 8200));
         check(0, 0.0, 8200);
     }
 }

@@ -115,6 +115,8 @@ mod tests {
         let asked = std::thread::spawn(move || ask_all(addresses.iter().map(String::as_str)));
         // All of them hear of it before one answers.
         let heard = silent.each_ref().map(|listener| listener.accept().unwrap());
+        // Nobody is there to be asked again.
+        drop(silent);
         drop(heard);
         for answer in asked.join().unwrap() {
             let why = answer.unwrap_err();

@@ -49,6 +49,7 @@ macro_rules! conforms {
                 several_contribute_as_one_learner,
             ],
             members: [
+                the_number_of_learners_is_limited,
                 a_name_is_one_learners_at_a_time,
                 strangers_are_unknown,
                 the_status_shows_the_learners_of_the_job,
@@ -127,19 +128,8 @@ macro_rules! conforms {
     };
 }
 
-/// Limits, which take long to reach. Where a job is on a network its coordinator is asked in one and the same way,
-/// whichever way blocks go.
-macro_rules! limits {
-    ($way:expr) => {
-        mod limits {
-            on! { $way, members: [the_number_of_learners_is_limited], }
-        }
-    };
-}
-
 mod in_process {
     conforms!(crate::site::Way::in_process());
-    limits!(crate::site::Way::in_process());
 }
 
 /// The state is on a device in software, as it would be on a GPU.
@@ -153,7 +143,6 @@ mod shm {
 
 mod tcp_io_uring {
     conforms!(crate::site::Way::tcp(libmodelio::transport::reactor::Choice::Auto));
-    limits!(crate::site::Way::tcp(libmodelio::transport::reactor::Choice::Auto));
 }
 
 mod tcp_plain {

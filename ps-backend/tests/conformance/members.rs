@@ -6,7 +6,6 @@ use std::sync::mpsc::channel;
 use libmodelio::client::Event;
 use libmodelio::transport::{LeaveReason, Placement, ShardError};
 use libmodelio::vocabulary::ids::{LearnerId, Step};
-use ps_backend::core::MAX_LEARNERS;
 
 use crate::site::{LONG, Message, Reply, Way, answer, done, is_unknown, until};
 
@@ -69,25 +68,26 @@ pub fn strangers_are_unknown(way: &Way) {
 }
 
 pub fn the_number_of_learners_is_limited(way: &Way) {
-    let site = way.job(&[("learners", "2")]);
+    const MOST: usize = 64;
+    let site = way.job(&[("learners", "2"), ("max_learners", "64")]);
     let end = site.end();
     let (sender, joined) = channel();
-    for i in 0..MAX_LEARNERS {
+    for i in 0..MOST {
         let sender = sender.clone();
         let join = Message::Join { name: format!("learner{i}") };
         end.ask_within(join, LONG, Box::new(move |result| drop(sender.send(result))));
     }
     let mut learners = Vec::new();
-    for _ in 0..MAX_LEARNERS {
+    for _ in 0..MOST {
         match joined.recv_timeout(LONG).unwrap() {
             Ok(Reply::Joined { learner, .. }) => learners.push(learner),
             other => panic!("{other:?}"),
         }
     }
-    let too_many = ShardError::TooManyLearners(MAX_LEARNERS);
+    let too_many = ShardError::TooManyLearners(MOST);
     assert_eq!(end.try_join("one-more").unwrap_err(), too_many);
     // The place of one that leaves is free.
-    let learner = learners[MAX_LEARNERS / 2];
+    let learner = learners[MOST / 2];
     done(end.ask(Message::Leave { learner, reason: LeaveReason::Asked }));
     end.try_join("one-more").unwrap();
     assert_eq!(end.try_join("another").unwrap_err(), too_many);

@@ -62,7 +62,7 @@ fn of_all(twin: &Twin, seed: usize) -> Source {
 #[test]
 fn a_device_makes_the_host_s_bits() {
     for accelerator in homes::devices() {
-        for model in [model(), floats_layout(150_001)] {
+        for model in [model(), floats_layout(40_001)] {
             for reducer in Reducer::all() {
                 let mut there = twin(&model, reducer, &accelerator);
                 let mut here = twin_of(&model, reducer, StateCopies::Single);

@@ -13,7 +13,7 @@ use crate::wire::{Limits, Received};
 
 const LONG: Duration = Duration::from_secs(600);
 const THREADS: u64 = 4;
-const EACH: u64 = 8000;
+const EACH: u64 = 2000;
 
 /// Notes the numbers of all requests that come. It does not read while `pauses` says so.
 struct Notes {
