@@ -419,7 +419,10 @@ fn check_found(wire: Wire, at: usize, value: f32, n: usize) {
     for reducer in Reducer::all().filter(|reducer| !reducer.content().is_weights()) {
         for (bad, least) in [(Source::Wire(bytes.get()), 1), (Source::Acc(&acc), 2)] {
             sources[0] = bad;
-            (least..=6).for_each(|count| check_finite(wire, reducer, n, &sources[..count], want));
+            // Which position is bad makes no difference to how many sources are read at once.
+            (least..=6).filter(|count| at == 0 || [least, 6].contains(count)).for_each(|count| {
+                check_finite(wire, reducer, n, &sources[..count], want);
+            });
         }
     }
 }

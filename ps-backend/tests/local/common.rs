@@ -202,8 +202,15 @@ pub fn floats_layout(elements: usize) -> ModelLayout {
 
 /// The bytes of a model whose element `i` (over all reducible tensors) is `value(i)`; other bytes are `fill`.
 pub fn encode(layout: &ModelLayout, fill: u8, value: impl Fn(usize) -> f32) -> Vec<u8> {
-    let mut bytes = vec![fill; layout.size() as usize];
-    for (at, i, dtype) in elements(layout) {
+    (0..layout.blocks()).flat_map(|block| encode_block(layout, BlockId(block), fill, &value)).collect()
+}
+
+/// The bytes of one block of them.
+pub fn encode_block(layout: &ModelLayout, block: BlockId, fill: u8, value: impl Fn(usize) -> f32) -> Vec<u8> {
+    let range = layout.block_bytes(block);
+    let mut bytes = vec![fill; (range.end - range.start) as usize];
+    for (at, i, dtype) in elements_of(layout, block) {
+        let at = at - range.start as usize;
         match dtype {
             DType::F32 => bytes[at..at + 4].copy_from_slice(&value(i).to_le_bytes()),
             DType::BF16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value(i)).to_le_bytes()),
@@ -229,8 +236,11 @@ pub fn decode(layout: &ModelLayout, bytes: &[u8]) -> Vec<f32> {
 
 /// Offset, number and type of every reducible element.
 pub fn elements(layout: &ModelLayout) -> impl Iterator<Item = (usize, usize, DType)> {
-    let segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
-    segments.filter(|segment| segment.dtype.is_reducible()).flat_map(|segment| {
+    (0..layout.blocks()).flat_map(|block| elements_of(layout, BlockId(block)))
+}
+
+fn elements_of(layout: &ModelLayout, block: BlockId) -> impl Iterator<Item = (usize, usize, DType)> {
+    layout.segments(block).iter().filter(|segment| segment.dtype.is_reducible()).flat_map(|segment| {
         let size = segment.dtype.size_bytes().unwrap();
         let count = (segment.bytes.end - segment.bytes.start) as usize / size;
         (0..count).map(move |i| {

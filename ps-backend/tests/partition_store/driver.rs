@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use common::{BLOCK, Reference, decode, elements, encode, initial_weights, noise};
+use common::{BLOCK, Reference, decode, elements, encode, encode_block, initial_weights, noise};
 use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::vocabulary::coding::{Coding, Form};
 use libmodelio::vocabulary::groups::Groups;
@@ -74,8 +74,7 @@ pub struct Source {
 impl Source {
     /// The bytes of `block` as they lie in the model.
     pub fn plain(&self, layout: &ModelLayout, block: BlockId) -> Vec<u8> {
-        let all = encode(layout, self.seed as u8, |i| noise(self.seed, i));
-        all[bytes_of(layout, block)].to_vec()
+        encode_block(layout, block, self.seed as u8, |i| noise(self.seed, i))
     }
 
     pub fn wide(&self, layout: &ModelLayout, block: BlockId) -> Vec<u8> {
