@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::admin::AdminError;
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::client::core::OUT_OF_REACH;
 use libmodelio::client::{ClientError, ClientOptions, Job, TransportChoice};
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::transport::{CommitNotice, Region, RegionKey, ShardError, TransportKind};
@@ -30,9 +31,16 @@ fn connect(at: &ScriptedShard, options: ClientOptions) -> Result<Job, ClientErro
     Job::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options)
 }
 
+/// Joining ends where the coordinator is away. Whoever asks again joins once it is there.
 fn join(client: &Job) {
-    let joined = ask(client, Message::Join { name: "l".into() });
-    assert!(matches!(joined, Ok(Message::Joined { .. })), "{joined:?}");
+    until("it has joined", || match ask(client, Message::Join { name: "l".into() }) {
+        Ok(Message::Joined { .. }) => true,
+        Err(Refusal::Shard(ShardError::TimedOut(why))) => {
+            assert!(why.starts_with(OUT_OF_REACH), "{why}");
+            false
+        }
+        other => panic!("{other:?}"),
+    });
 }
 
 /// Commits the first step of the learner, all blocks.

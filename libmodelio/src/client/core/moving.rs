@@ -55,6 +55,7 @@ impl ClientCore {
         (self.shards, self.owned) = partitions(map);
         self.coordinator_up = false;
         self.found();
+        self.out_of_reach(None, Vec::new());
         self.shard_up = vec![false; self.shards.len()];
         if let Some(plan) = self.outgoing.as_ref().map(|outgoing| outgoing.plan) {
             self.plan_over(plan, actions);

@@ -29,9 +29,15 @@ pub(super) struct Reach {
 }
 
 impl ClientCore {
-    /// Sets the shards that are out of reach: the coordinator, if it is, and those with blocks.
+    /// Sets the shards that are out of reach, until the next call: the coordinator, if it is, and those with blocks. A
+    /// move clears them, as the new map's shards were not sought yet.
     pub fn out_of_reach(&mut self, coordinator: Option<Gone>, shards: Vec<Gone>) {
         self.reach = Reach { coordinator, shards };
+    }
+
+    /// The coordinator is in reach again: requests that need nobody else no longer end for its absence.
+    pub(super) fn coordinator_answers(&mut self) {
+        self.reach.coordinator = None;
     }
 
     /// Whether a shard is out of reach, for however short a time.

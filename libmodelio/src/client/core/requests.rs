@@ -180,6 +180,7 @@ impl ClientCore {
     pub fn coordinator_up(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.coordinator_up = true;
         self.found();
+        self.coordinator_answers();
         // Numbers from an earlier connection, perhaps of another coordinator, no longer count.
         self.over = PlanId(0);
         self.of_others = None;

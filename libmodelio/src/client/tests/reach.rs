@@ -3,6 +3,7 @@
 use super::*;
 use crate::client::core::Gone;
 use crate::transport::LeaveReason;
+use crate::vocabulary::ids::Epoch;
 
 const COORDINATOR: ShardId = ShardId(1);
 const OTHER: ShardId = ShardId(2);
@@ -104,4 +105,38 @@ fn joining_and_leaving_end_as_soon_as_the_coordinator_is_known_to_be_away() {
     });
     bench.coordinator(leaves.expect("it is sent again"), Message::Done);
     assert!(bench.said.contains(&Action::Left(L, LeaveReason::Asked)));
+}
+
+#[test]
+fn a_call_waits_for_a_coordinator_that_has_just_come_back() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    bench.gone(true, 20);
+    bench.core.coordinator_down(bench.now, &mut bench.said);
+    bench.ask(3, Message::Join { name: "m".into() }, 10);
+    bench.ask(4, set_control(), 10);
+    assert_eq!(bench.named(COORDINATOR), [3, 4]);
+    bench.core.coordinator_up(bench.now, &mut bench.said);
+    bench.said.clear();
+    bench.ask(5, Message::Join { name: "m".into() }, 10);
+    bench.ask(6, set_control(), 10);
+    let sent = |said: &Action| matches!(said, Action::ToCoordinator(..));
+    assert!(bench.said.len() == 2 && bench.said.iter().all(sent), "{:?}", bench.said);
+}
+
+#[test]
+fn a_call_waits_for_shards_to_which_the_model_has_just_moved() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    bench.core.out_of_reach(
+        Some(Gone { shard: COORDINATOR, since: Duration::ZERO }),
+        vec![Gone { shard: OTHER, since: Duration::ZERO }],
+    );
+    let map = BlockMap::from_owners(Epoch(2), vec![ShardId(9); 4]).unwrap();
+    assert!(bench.core.moved(&map, bench.now, &mut bench.said));
+    bench.said.clear();
+    bench.ask(3, Message::Join { name: "m".into() }, 10);
+    bench.commit(4, 10);
+    assert_eq!(bench.said, [], "they wait for a connection");
+    assert!(bench.core.lost_patience(bench.now).is_none());
 }
