@@ -108,6 +108,11 @@ impl Recorder {
         self.on.store(true, Ordering::Relaxed);
     }
 
+    /// The events so far of the trace that runs.
+    pub fn so_far(&self) -> Vec<Event> {
+        self.ring.lock().iter().flat_map(|ring| &ring.events).copied().collect()
+    }
+
     /// Ends the trace. None if none runs.
     pub fn end(&self) -> Option<Recording> {
         self.on.store(false, Ordering::Relaxed);
@@ -155,9 +160,10 @@ mod tests {
         recorder.begin(now, 10);
         recorder.record(SHOWN, now + MS, now + 3 * MS);
         let event = Event { at: MS, took: 2 * MS, what: SHOWN };
+        assert_eq!(recorder.so_far(), [event]);
         assert_eq!(recorder.end(), Some(Recording { events: vec![event], lost: 0 }));
         recorder.record(SHOWN, now, now);
-        assert!(recorder.end().is_none());
+        assert!(recorder.end().is_none() && recorder.so_far().is_empty());
     }
 
     #[test]

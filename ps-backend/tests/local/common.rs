@@ -1,14 +1,16 @@
 //! A small model of mixed types behind the real shard, and a scalar reference to compare with.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use libmodelio::bytes::kernels::Wire;
 use libmodelio::client::{self, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
+use libmodelio::observe::trace::{MOST_EVENTS, What};
 use libmodelio::transport::{Attached, LeaveReason, Region, ShardError};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Version};
@@ -118,6 +120,26 @@ impl Job {
     /// Publishes a buffer.
     pub fn assign(&self, buffer: Region, written: &[std::ops::Range<u64>]) -> Result<(), ShardError> {
         wait_for(LONG, |done| self.shard.assign(buffer, written, LONG, done))
+    }
+
+    /// Waits until so many different blocks are reduced, from staging or as they come, of what `writes` writes.
+    #[track_caller]
+    pub fn wait_for_sent(&self, blocks: usize, writes: impl FnOnce()) {
+        let (trace, deadline) = (self.shard.trace(), Instant::now() + LONG);
+        trace.begin(Instant::now(), MOST_EVENTS);
+        writes();
+        loop {
+            let events = trace.so_far();
+            let sent: BTreeSet<BlockId> = { events.iter() }
+                .filter_map(|event| if let What::Sent(_, block, _) = event.what { Some(block) } else { None })
+                .collect();
+            if sent.len() >= blocks {
+                break;
+            }
+            assert!(Instant::now() < deadline, "{} of {blocks} blocks were reduced", sent.len());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        trace.end();
     }
 
     /// Waits until the learner's last commit is part of a version.

@@ -35,6 +35,7 @@ on_devices! {
     new_weights_in_part_keep_the_rest_and_its_masters,
     a_change_of_reducer_starts_from_zero_state,
     a_setting_changed_in_mid_write_takes_effect_at_the_next_version,
+    blocks_of_a_lone_learner_are_reduced_as_they_come,
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! What a version's numbers are: every reducer, however the bytes come.
 
+use std::time::Instant;
+
 use libmodelio::publisher::Publisher;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::reducer::{Content, Reducer};
@@ -330,9 +332,9 @@ pub fn a_setting_changed_in_mid_write_takes_effect_at_the_next_version() {
     let data = gradient(&job.layout, 2);
     let half = BLOCK as usize;
     for step in 0..2 {
-        learner.write(0, &data[..half]).unwrap();
+        // It is at stake: it is reduced before the setting changes.
+        job.wait_for_sent(1, || learner.write(0, &data[..half]).unwrap());
         if step == 1 {
-            assert!(job.shard.status().blocks_on_arrival > 0, "nothing was at stake");
             job.set("learning_rate", "0.25");
             job.set("reducer", "sgd");
         }
@@ -344,4 +346,19 @@ pub fn a_setting_changed_in_mid_write_takes_effect_at_the_next_version() {
     learner.contribute(&data).unwrap();
     reference.step(Reducer::Sgd, &job.shard.controls().hyper, &[decode(&job.layout, &data)]);
     reference.check(&job.layout, &job.weights(), "sgd");
+}
+
+#[test]
+pub fn blocks_of_a_lone_learner_are_reduced_as_they_come() {
+    let job = Job::with(floats_layout(40_000), &[("reducer", "adam")]);
+    let learner = job.join("a");
+    let (data, until) = (gradient(&job.layout, 2), Instant::now() + LONG);
+    // What comes while another thread speaks with the coordinator is staged, and is reduced later.
+    let mut all_came = false;
+    while !all_came {
+        assert!(Instant::now() < until, "no contribution was reduced as it came");
+        let before = job.shard.status().blocks_on_arrival;
+        learner.contribute(&data).unwrap();
+        all_came = job.shard.status().blocks_on_arrival - before == u64::from(job.layout.blocks());
+    }
 }

@@ -1,13 +1,11 @@
 //! Several learners of a synchronous job write at the same time. Their blocks are reduced as soon as all have them.
 
-use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::contributor::{ContributeError, Share};
-use libmodelio::observe::trace::{MOST_EVENTS, What};
 use libmodelio::transport::{LeaveReason, ShardError};
-use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::ids::Version;
 
 use crate::common::{Job, LONG, Learner, decode, encode, floats_layout, initial_weights};
 
@@ -22,32 +20,10 @@ fn job(learners: usize, more: &[(&str, &str)]) -> (Job, Vec<Learner>) {
     (job, learners)
 }
 
-/// Begins a trace of the blocks that are reduced from staging, or as they come.
-fn watch(job: &Job) {
-    job.shard.trace().begin(Instant::now(), MOST_EVENTS);
-}
-
-/// The different blocks of this trace.
-fn watched(job: &Job) -> BTreeSet<BlockId> {
-    let events = job.shard.end_trace().unwrap().events;
-    events
-        .iter()
-        .filter_map(|event| if let What::Sent(_, block, _) = event.what { Some(block) } else { None })
-        .collect()
-}
-
 /// Waits until the job has reduced as many blocks as it can without a commit. It takes four at a time.
 #[track_caller]
 fn wait_for_most_blocks(job: &Job, writes: impl FnOnce()) {
-    watch(job);
-    writes();
-    let (mut seen, deadline) = (watched(job), Instant::now() + LONG);
-    while seen.len() + 3 < BLOCKS {
-        assert!(Instant::now() < deadline, "{} of {BLOCKS} blocks were reduced", seen.len());
-        watch(job);
-        std::thread::sleep(Duration::from_millis(5));
-        seen.extend(watched(job));
-    }
+    job.wait_for_sent(BLOCKS - 3, writes);
 }
 
 /// What the job's weights have on top of the first ones, if that is one value.
@@ -172,8 +148,11 @@ fn nan_is_refused_to_its_learner_alone_and_counts_nowhere() {
 fn the_last_learner_to_begin_has_its_blocks_reduced_without_staging() {
     let (job, learners) = job(3, &[]);
     let ones = encode(&job.layout, 0, |_| 1.0);
-    let mut before = 0;
-    for step in 1..=3u64 {
+    let until = Instant::now() + LONG;
+    let (mut step, mut steps) = (0, 0);
+    while steps < 3 {
+        let before = job.shard.status().blocks_on_arrival;
+        step += 1;
         for learner in &learners {
             learner.write(0, &ones[..ones.len() / 2]).unwrap();
             learner.write(ones.len() / 2, &ones[ones.len() / 2..]).unwrap();
@@ -181,10 +160,11 @@ fn the_last_learner_to_begin_has_its_blocks_reduced_without_staging() {
         }
         assert_eq!(job.wait(&learners[0]), Version(step));
         assert_eq!(added(&job), 3.0 * step as f32);
+        let on_arrival = job.shard.status().blocks_on_arrival - before;
+        assert!(on_arrival <= BLOCKS as u64, "{on_arrival} of one learner");
         // What comes while another thread speaks with the coordinator is staged, and is reduced later.
-        let on_arrival = job.shard.status().blocks_on_arrival;
-        assert!(on_arrival > before && on_arrival <= step * BLOCKS as u64, "{on_arrival}");
-        before = on_arrival;
+        steps += usize::from(on_arrival == BLOCKS as u64);
+        assert!(Instant::now() < until, "all blocks of {steps} steps were reduced as they came");
     }
 }
 

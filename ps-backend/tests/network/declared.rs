@@ -285,6 +285,7 @@ fn memory_that_changes_after_a_timeout_never_counts() {
             raw.say(Message::Pull { version, blocks: block.0..block.0 + 1 });
             assert!(matches!(raw.receive().unwrap().message, Message::Share { .. }));
             readers.push(raw);
+            readers.iter_mut().for_each(Raw::lives);
             declare(&learner, 0..BYTES / 2).unwrap();
             match begin_commit(&learner, Duration::from_secs(1)).recv_timeout(LONG).unwrap() {
                 Ok(()) => assert_eq!(pull(&client, &learner).0, Version(readers.len() as u64)),

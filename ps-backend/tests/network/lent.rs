@@ -80,6 +80,7 @@ fn mapped_memory_that_changes_after_a_timeout_never_counts() {
             raw.say(Message::Pull { version, blocks: block.0..block.0 + 1 });
             assert!(matches!(raw.receive().unwrap().message, Message::Share { .. }));
             readers.push(raw);
+            readers.iter_mut().for_each(Raw::lives);
             match mapped.commit(Duration::from_secs(1)) {
                 Ok(_) => assert_eq!(learner.pull().0, Version(readers.len() as u64)),
                 Err(late) => break (readers.len() as f32 - 1.0, late),

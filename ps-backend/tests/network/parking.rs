@@ -27,8 +27,8 @@ fn parked(raw: &mut Raw) -> bool {
     }
 }
 
-/// The one of them to which a message comes.
-fn notified(of: &mut [Raw; 2]) -> &mut Raw {
+/// The one of them that is parked, by its next message.
+fn parked_one(of: &mut [Raw; 2]) -> &mut Raw {
     let until = Instant::now() + LONG;
     let has_news = |raw: &Raw| {
         raw.stream.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
@@ -37,8 +37,11 @@ fn notified(of: &mut [Raw; 2]) -> &mut Raw {
         has_news
     };
     while Instant::now() < until {
-        if let Some(at) = of.iter().position(has_news) {
-            return &mut of[at];
+        let Some(at) = of.iter().position(has_news) else { continue };
+        match of[at].receive().0.message {
+            Message::Park { parked: true } => return &mut of[at],
+            Message::Ping => {}
+            other => panic!("{other:?}"),
         }
     }
     panic!("no message comes");
@@ -51,8 +54,7 @@ fn a_shard_has_as_many_busy_connections_as_threads() {
     let mut one = [data(&world, 1), data(&world, 1)];
     // Alone, the first client uses both. A second one has one, and one of the first one's makes room for it.
     let second = data(&world, 2);
-    let in_use = notified(&mut one);
-    assert!(parked(in_use));
+    let in_use = parked_one(&mut one);
     drop(second);
     assert!(!parked(in_use), "it is needed again");
 }

@@ -75,6 +75,10 @@ impl Raw {
             if len > 0 {
                 self.receiver.payload_done(libmodelio::bytes::crc32c::crc32c(&payload)).unwrap();
             }
+            if received.message == Message::Ping {
+                // It lives, if the shard still listens.
+                let _ = self.stream.write_all(&frame(&Message::Pong, 0, self.epoch, &[]).unwrap());
+            }
             return (received, payload);
         }
     }

@@ -209,6 +209,18 @@ impl World {
     }
 }
 
+/// No client gets to its shards. `connects` says why once it has waited for long enough to know.
+#[track_caller]
+pub fn is_unreachable(whys: &[&str], connects: impl Fn(Duration) -> ClientError) {
+    let mut patience = Duration::from_millis(300);
+    loop {
+        let error = connects(patience).to_string();
+        let Some(why) = whys.iter().find(|why| !error.contains(**why)) else { return };
+        assert!(error.contains("no answer") && patience < LONG, "{error}, not {why}");
+        patience *= 2;
+    }
+}
+
 /// Makes a model of zeros.
 pub fn blank(
     registry: &RemoteRegistry,
