@@ -28,6 +28,8 @@ use parking_lot::Mutex;
 
 /// Bytes of a huge page.
 const HUGE: usize = 2 << 20;
+/// The most bytes that are taken in one call.
+const CHUNK: usize = 64 << 20;
 
 /// Things attached to a mapping, each with the key of its owner.
 type Attached = Vec<(usize, Arc<dyn Any + Send + Sync>)>;
@@ -187,7 +189,6 @@ impl Mapping {
     /// # Errors
     /// ENOMEM when the memory is not there.
     pub fn prefault(&self) -> io::Result<()> {
-        const CHUNK: usize = 64 << 20;
         if self.fd.is_some() {
             self.collapse();
         }
@@ -217,15 +218,19 @@ impl Mapping {
     /// pages will do.
     fn collapse(&self) {
         const MADV_COLLAPSE: libc::c_int = 25;
-        for offset in (0..self.len).step_by(HUGE).take_while(|offset| offset + HUGE <= self.len) {
-            // SAFETY: both ranges lie inside the mapping; neither advice changes contents.
-            let refused = unsafe {
-                let page = self.address.as_ptr().add(offset).cast();
-                // One page has to exist to begin with.
-                libc::madvise(page, 4096, libc::MADV_POPULATE_WRITE) != 0
-                    || libc::madvise(page, HUGE, MADV_COLLAPSE) != 0
+        let end = self.len / HUGE * HUGE;
+        // A call waits until each core has run a task of the kernel's. Meanwhile the process maps no memory.
+        for start in (0..end).step_by(CHUNK) {
+            let len = CHUNK.min(end - start);
+            // SAFETY: the range lies inside the mapping; the advice changes no contents.
+            let advise = |offset: usize, len: usize, advice: libc::c_int| unsafe {
+                libc::madvise(self.address.as_ptr().add(offset).cast(), len, advice) == 0
             };
-            if refused {
+            // One page of each has to exist to begin with.
+            let exist = (start..start + len)
+                .step_by(HUGE)
+                .all(|offset| advise(offset, 4096, libc::MADV_POPULATE_WRITE));
+            if !exist || !advise(start, len, MADV_COLLAPSE) {
                 return;
             }
         }
