@@ -509,6 +509,7 @@ impl CoordinatorCore {
     /// Gives up a client, with its waiting contributions.
     pub(super) fn client_gone(&mut self, id: ClientId, why: &str, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.remove(&id) else { return };
+        self.progress.forget(id);
         // No request can come late from a client that has made none.
         if client.requests.newest() > 0 {
             if self.given_up.len() >= MAX_CLIENTS {

@@ -36,6 +36,7 @@ use crate::core::{self, JobCore, Now, Ticket};
 use clients::{Client, GivenUp};
 pub use moving::TakeOverError;
 use plans::{Run, is_provisional};
+use progress::Progress;
 use requests::Asked;
 use senders::are_two_at_most;
 
@@ -99,6 +100,9 @@ pub struct CoordinatorCore {
     next_ticket: Ticket,
     #[serde(skip)]
     run: Option<Run>,
+    /// Of the plans since the newest that counted.
+    #[serde(skip)]
+    progress: Progress,
     /// The core's next actions, which wait until the present plan has ended.
     #[serde(skip)]
     queue: VecDeque<core::Action<Source>>,
@@ -167,6 +171,7 @@ impl CoordinatorCore {
             tickets: BTreeMap::new(),
             next_ticket: 1,
             run: None,
+            progress: Progress::default(),
             queue: VecDeque::new(),
             next_plan: PlanId(1),
             sequence: 0,

@@ -45,7 +45,6 @@ pub(super) struct Run {
     squares: Option<Squares>,
     /// The shards that have not answered the stage's message.
     waiting: BTreeSet<PartitionIndex>,
-    pub(super) progress: Progress,
     repeat_at: Now,
 }
 
@@ -188,6 +187,9 @@ impl CoordinatorCore {
             Message::Done if request == run.id.0 && run.stage != Stage::Gathering => {
                 run.waiting.remove(&partition);
                 if run.waiting.is_empty() {
+                    if run.stage == Stage::Concluding {
+                        self.progress = Progress::default();
+                    }
                     self.run = None;
                     if self.awaits_buffer {
                         self.buffer(true, now, actions);
@@ -325,21 +327,9 @@ impl CoordinatorCore {
             rest
         };
         let turns = (is_ordered && is_provisional(&work)).then(|| senders.iter().map(never_sent).collect());
-        let progress = Progress::default();
-        self.run = Some(Run {
-            id,
-            work,
-            kind,
-            senders,
-            turns,
-            start,
-            stage,
-            is_open,
-            squares,
-            waiting,
-            progress,
-            repeat_at,
-        });
+        self.progress.begin();
+        self.run =
+            Some(Run { id, work, kind, senders, turns, start, stage, is_open, squares, waiting, repeat_at });
         self.repeat(now, actions);
         if makes_version && self.announces {
             self.announce(id, actions);

@@ -16,7 +16,8 @@ use crate::core::Now;
 /// the silence for which a connection lives, and a little.
 const SENT_AGAIN: Now = Now::from_secs(4);
 
-/// What shards lack of one client, and for how long that has not become less.
+/// What shards lack of one client, and for how long that has not become less. A plan that takes the place of a dropped one
+/// is no progress: else a job whose learners come and go would wait for a silent client without end.
 #[derive(Debug, Default)]
 struct Lacks {
     blocks: BTreeMap<PartitionIndex, u32>,
@@ -29,6 +30,19 @@ struct Lacks {
 pub(super) struct Progress(BTreeMap<ClientId, Lacks>);
 
 impl Progress {
+    /// Another plan begins.
+    pub(super) fn begin(&mut self) {
+        for known in self.0.values_mut() {
+            known.blocks.clear();
+            known.said = None;
+        }
+    }
+
+    /// A client is there no more.
+    pub(super) fn forget(&mut self, client: ClientId) {
+        self.0.remove(&client);
+    }
+
     /// A shard lacks so many blocks of these clients, and none of the others.
     fn lacks(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
         for &(client, blocks) in clients {
@@ -37,7 +51,7 @@ impl Progress {
             let since = known.said.replace(now).unwrap_or(now);
             // A shard that is stopped says nothing. What has come by then is still to be read.
             known.idle += now.saturating_sub(since).min(REPEAT);
-            if before.is_none_or(|before| blocks < before) {
+            if before.is_some_and(|before| blocks < before) {
                 known.idle = Now::ZERO;
             }
         }
@@ -72,8 +86,8 @@ impl CoordinatorCore {
         let Some(run) = self.run.as_mut().filter(|run| is_watched && run.gathers(plan)) else { return };
         let known: Vec<ClientId> = run.clients().collect();
         let clients: Vec<_> = clients.iter().filter(|(client, _)| known.contains(client)).copied().collect();
-        run.progress.lacks(partition, &clients, now);
-        let Some(client) = run.progress.stuck(lease + SENT_AGAIN) else { return };
+        self.progress.lacks(partition, &clients, now);
+        let Some(client) = self.progress.stuck(lease + SENT_AGAIN) else { return };
         let learners = run.learners_of(client);
         let named = |learner| self.core.member(learner, now).map(|member| member.name);
         let names: Vec<String> = learners.into_iter().filter_map(named).collect();
@@ -116,6 +130,23 @@ mod tests {
         let nothing: &[(ClientId, u32)] = &[];
         let done: Vec<_> = [[[(ONE, 1)].as_slice(); 9], [nothing; 9]].concat();
         assert!(reports(&done).iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn a_client_is_stuck_also_if_plans_are_dropped_meanwhile() {
+        let (mut progress, mut now, mut reports) = (Progress::default(), Now::from_secs(1), 0);
+        while progress.stuck(LEASE).is_none() {
+            assert!(reports < 20, "it is never stuck");
+            if reports % 4 == 0 {
+                progress.begin();
+            }
+            progress.lacks(0, &[(ONE, 3 + reports % 4 / 2)], now);
+            (now, reports) = (now + REPEAT, reports + 1);
+        }
+        progress.begin();
+        progress.lacks(0, &[(ONE, 3)], now);
+        progress.lacks(0, &[(ONE, 2)], now + REPEAT);
+        assert_eq!(progress.stuck(LEASE), None, "it sends");
     }
 
     #[test]
