@@ -269,7 +269,11 @@ impl World {
             self.ended = true;
             return self.check_ended();
         }
-        let longest = 3 * self.settings.lease + 4 * self.settings.timeout + PROGRESS;
+        let mut longest = 3 * self.settings.lease + 4 * self.settings.timeout + PROGRESS;
+        if self.settings.withholds {
+            // Whoever withholds joins again, and may hold each step up until its lease has ended.
+            longest += STEPS * (self.settings.lease + PROGRESS);
+        }
         let all = |world: &World, f: &dyn Fn(&crate::programs::Program) -> bool| {
             let mut honest = world.clients.iter().filter(|client| client.alive && !client.withholds);
             honest.all(|client| client.programs.iter().all(f))
