@@ -69,8 +69,8 @@ impl Draft {
         Ok(self.bytes.ends_with(b"\n"))
     }
 
-    /// What to check when the last `len` bytes are new. All of a short text: its lines may contradict each other. Of a long
-    /// one, the lines that are new, behind empty ones: each line is checked once, and errors have its number.
+    /// The bytes to check when the last `len` are new. A short text is checked whole, for its lines may contradict each
+    /// other. A long one has empty lines in the place of those that were checked: errors have the number of their line.
     pub fn unchecked(&self, len: usize) -> Cow<'_, [u8]> {
         if self.bytes.len() <= SHORT {
             return Cow::Borrowed(&self.bytes);

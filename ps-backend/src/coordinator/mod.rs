@@ -100,7 +100,7 @@ pub struct CoordinatorCore {
     next_ticket: Ticket,
     #[serde(skip)]
     run: Option<Run>,
-    /// Of the plans since the newest that counted.
+    /// What shards have lacked since the newest plan that counted.
     #[serde(skip)]
     progress: Progress,
     /// The core's next actions, which wait until the present plan has ended.

@@ -271,7 +271,7 @@ impl World {
         }
         let mut longest = 3 * self.settings.lease + 4 * self.settings.timeout + PROGRESS;
         if self.settings.withholds {
-            // Whoever withholds joins again, and may hold each step up until its lease has ended.
+            // A client that withholds joins again, and may hold each step up until its lease has ended.
             longest += STEPS * (self.settings.lease + PROGRESS);
         }
         let all = |world: &World, f: &dyn Fn(&crate::programs::Program) -> bool| {

@@ -31,7 +31,7 @@ pub fn status(path: &Path, as_json: bool) -> Result<(String, bool), Error> {
         let path = mount.join(&name).join("status.json");
         let text = match mountpoint::text(&path) {
             Ok(text) => text,
-            // It was deleted meanwhile.
+            // The model was deleted meanwhile.
             Err(_) if rest.iter().next().is_none() && is_gone(&mount, &name) => continue,
             Err(error) => return Err(failed(&path, error)),
         };
