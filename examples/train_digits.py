@@ -59,8 +59,9 @@ def train(directory, layout, epochs, clock, on_epoch):
 
 def train_mapped(directory, layout, epochs, clock, on_epoch):
     """The learner in `directory`, with mmap(2): no byte is copied by it, and fsync(2) is its step."""
-    file = open(f"{directory}/gradients", "r+b", buffering=0)
-    gradient = np.frombuffer(mmap.mmap(file.fileno(), layout.bytes), np.float32)
+    # With O_DIRECT the mapping is the staging memory itself.
+    file = os.open(f"{directory}/gradients", os.O_RDWR | os.O_DIRECT)
+    gradient = np.frombuffer(mmap.mmap(file, layout.bytes), np.float32)
 
     def map_weights():
         with open(f"{directory}/weights", "rb") as weights:  # Waits for the version with our last step.
@@ -72,7 +73,7 @@ def train_mapped(directory, layout, epochs, clock, on_epoch):
         for images, labels in batches:
             backpropagate(map_weights(), images, labels, layout.views(gradient))
             clock.lap("compute")
-            os.fsync(file.fileno())
+            os.fsync(file)
             clock.lap("fsync")
             clock.steps += 1
             clock.bytes += 2 * layout.bytes

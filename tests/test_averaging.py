@@ -238,7 +238,7 @@ def test_mapped_models_are_models(start_mount, reducer):
     """The mapping keeps its contents, and is shipped as what it differs from what its learner began from."""
     mount, central = model(start_mount, 1, reducer, elasticity=0.25)
     place, replica = mount.join("l"), central
-    fd = os.open(place / "gradients", os.O_RDWR)
+    fd = os.open(place / "gradients", os.O_RDWR | os.O_DIRECT)
     mapped = mmap.mmap(fd, 4 * COUNT)
     for step in range(3):
         weights = array(place / "weights").astype("f8")

@@ -35,7 +35,7 @@ NONFINITE = {
 
 
 def contribute_mapped(path, size, offset, data):
-    fd = os.open(path, os.O_RDWR)
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
     try:
         with mmap.mmap(fd, size) as memory:
             kept = memory[offset:offset + len(data)]

@@ -221,7 +221,7 @@ def test_handles_outlive_their_learner(start_mount, way):
     mount.join("a")
     place = mount.place("a")
     weights = os.open(place / "weights", os.O_RDONLY)
-    gradients = os.open(place / "gradients", os.O_RDWR)
+    gradients = os.open(place / "gradients", os.O_RDWR | os.O_DIRECT)
     memory = mmap.mmap(gradients, BLOCK)
     status = os.open(place / "status", os.O_RDONLY)
     mount.leave("a")

@@ -195,7 +195,7 @@ def test_tensor_names_with_slashes_are_directories__and_are_trained(nested):
     """By writers and by mappings; patterns of frozen tensors go by the whole name, and `*` goes past a slash."""
     mount, tensors, offsets = nested(frozen=["enc*/weight"])
     size = sum(value.nbytes for value in tensors.values())
-    fd = os.open(mount.model / "gradients", os.O_RDWR)
+    fd = os.open(mount.model / "gradients", os.O_RDWR | os.O_DIRECT)
     mapping = mmap.mmap(fd, size)
     mapping[:] = np.ones(size // 4, "<f4").tobytes()
     os.fsync(fd)

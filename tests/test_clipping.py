@@ -80,7 +80,7 @@ def test_a_frozen_tensor_is_not_in_the_norm(start_mount, tmp_path, mapped):
             (mount.model / "control" / "frozen").write_text("")
         before = np.load(mount.model / "tensors" / "a.npy")[-1]
         if mapped:
-            fd = os.open(mount.model / "gradients", os.O_RDWR)
+            fd = os.open(mount.model / "gradients", os.O_RDWR | os.O_DIRECT)
             with mmap.mmap(fd, len(part)) as memory:
                 memory[:] = part
                 os.fsync(fd)

@@ -23,7 +23,7 @@ def ends(*_):
     raise InterruptedError(errno.EINTR, "asked to end")
 signal.signal(signal.SIGINT, ends)
 path, size, final = argv[0], int(argv[1]), int(argv[2])
-fd = os.open(path, os.O_RDWR)
+fd = os.open(path, os.O_RDWR | os.O_DIRECT)
 memory = memoryview(mmap.mmap(fd, size)).cast("f")
 one, thousand = memoryview(bytes([0, 0, 128, 63]) * (size // 4)), memoryview(bytes([0, 0, 122, 68]) * (size // 4))
 memory[:] = one.cast("f")
@@ -68,7 +68,7 @@ def test_mapped_memory_is_its_programs_again_after_a_timeout(cluster, transport,
     size = SIZES[transport]
     one = model(cluster(2), size)
     mount = one.mount(transport=transport)
-    fd = os.open(mount.join("a") / "gradients", os.O_RDWR)
+    fd = os.open(mount.join("a") / "gradients", os.O_RDWR | os.O_DIRECT)
     memory = np.frombuffer(mmap.mmap(fd, size), "<f4")
     coordinator, other = other_than_the_coordinator(one)
     for shard in {"other": [other], "coordinator": [coordinator], "both": [other]}[stopped]:
@@ -110,7 +110,7 @@ def test_mapped_memory_is_its_programs_again_after_a_signal(cluster, final):
     assert hear(learner) == "EINTR"
     assert time.monotonic() - start < 3
     other.resume()
-    fd = os.open(mount.place("a") / "gradients", os.O_RDWR)
+    fd = os.open(mount.place("a") / "gradients", os.O_RDWR | os.O_DIRECT)
     eventually(lambda: outcome(os.fsync, fd) == "done", deadline=20)
     assert only(mount, "a") == 1000, "what was interrupted does not count"
     os.close(fd)

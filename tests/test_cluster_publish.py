@@ -42,7 +42,7 @@ def test_a_publisher_pulls_none_of_its_own_weights(mounts):
         if len(held) > 2:
             assert os.pread(held[0], SIZE, 0) == filled(a, version - 2).tobytes(), "the buffer is used for another version"
             os.close(held.pop(0))
-    fd = os.open(a.model / "publish", os.O_RDWR)
+    fd = os.open(a.model / "publish", os.O_RDWR | os.O_DIRECT)
     view = np.frombuffer(mmap.mmap(fd, SIZE), "<f4")
     for version in range(9, 13):
         view[:] = version

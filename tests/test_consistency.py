@@ -48,7 +48,7 @@ def give(mount, value, learner):
 
 @contextlib.contextmanager
 def gradients(mount, learner):
-    fd = os.open(mount.place(learner) / "gradients", os.O_RDWR)
+    fd = os.open(mount.place(learner) / "gradients", os.O_RDWR | os.O_DIRECT)
     try:
         yield fd
     finally:

@@ -23,7 +23,7 @@ def test_a_signal_ends_the_daemon_with_files_open(start_mount, number):
     mount = small(start_mount)
     mount.contribute(ONE)
     fds = [os.open(mount.model / name, os.O_RDONLY) for name in ["weights", "version", "control/reducer", "weights.safetensors"]]
-    gradients = os.open(mount.model / "gradients", os.O_RDWR)
+    gradients = os.open(mount.model / "gradients", os.O_RDWR | os.O_DIRECT)
     os.pwrite(gradients, ONE, 0)
     memory = mmap.mmap(gradients, BLOCK)
     begin = time.monotonic()

@@ -32,7 +32,7 @@ def test_a_dead_mount_is_taken_over(start_mount):
 def test_a_dead_mount_is_taken_over_while_in_use(start_mount, child):
     first = small(start_mount)
     holder = child(
-        "w = os.open('weights', os.O_RDONLY); g = os.open('gradients', os.O_RDWR); v = os.open('version', os.O_RDONLY)\n"
+        "w = os.open('weights', os.O_RDONLY); g = os.open('gradients', os.O_RDWR | os.O_DIRECT); v = os.open('version', os.O_RDONLY)\n"
         "m = mmap.mmap(g, 0); m[:4] = b'abcd'; os.pwrite(g, b'x' * 8, 0)\n"
         "print('ready'); sys.stdin.readline()\n"
         "for act in (lambda: os.pwrite(g, b'x', 0), lambda: os.fsync(g), lambda: os.pread(v, 9, 0), lambda: os.stat('weights')):\n"

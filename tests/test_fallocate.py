@@ -28,9 +28,9 @@ def fallocate(fd, mode, offset, length):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def mapped(place, size=SIZE):
+def mapped(place, size=SIZE, direct=os.O_DIRECT):
     """A descriptor of gradients, and its mapping as values."""
-    fd = os.open(place / "gradients", os.O_RDWR)
+    fd = os.open(place / "gradients", os.O_RDWR | direct)
     return fd, np.frombuffer(mmap.mmap(fd, size), "<f4")
 
 
@@ -322,7 +322,7 @@ def test_closing_drops_final_bytes(mounted):
 
 
 FINAL = """
-fd = os.open(argv[0], os.O_RDWR)
+fd = os.open(argv[0], os.O_RDWR | os.O_DIRECT)
 memory = memoryview(mmap.mmap(fd, int(argv[1]))).cast("f")
 memory[:] = memoryview(bytes([0, 0, 122, 68]) * (int(argv[1]) // 4)).cast("f")
 os.posix_fallocate(fd, 0, int(argv[1]))
@@ -378,10 +378,10 @@ def test_a_write_takes_the_place_of_final_bytes(mounted):
     os.close(fd)
 
 
-def test_without_passthrough_final_bytes_wait_for_fsync(cluster):
-    """Until then they lie in the kernel's page cache."""
-    mount = sum_model(cluster(1)).mount(no_passthrough=True)
-    fd, values = mapped(mount.model, BIG)
+@pytest.mark.parametrize("direct", [0, os.O_DIRECT], ids=["opened without O_DIRECT", "no passthrough"])
+def test_final_bytes_in_the_page_cache_wait_for_fsync(cluster, direct):
+    mount = sum_model(cluster(1)).mount(no_passthrough=direct != 0)
+    fd, values = mapped(mount.model, BIG, direct)
     before = pushed(mount)
     values[:] = 1
     os.posix_fallocate(fd, 0, BIG)

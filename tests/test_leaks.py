@@ -105,7 +105,7 @@ def test_opening_to_read_leaks_nothing(start_mount, way):
             cycle(mount.model / name, os.O_RDONLY, times(10_000 if name in ("weights", "version") else 2_500))
 
 
-@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR], ids=["write_only", "read_write"])
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_DIRECT], ids=["write_only", "read_write", "memory"])
 def test_opening_gradients_for_nothing_leaks_nothing(start_mount, flags):
     mount = small(start_mount)
     cycle(mount.model / "gradients", flags, 200)
@@ -133,7 +133,7 @@ def test_publications_leak_nothing(start_mount, way):
 
     def publish_mapped(count):
         for _ in range(count):
-            fd = os.open(path, os.O_RDWR)
+            fd = os.open(path, os.O_RDWR | os.O_DIRECT)
             with mmap.mmap(fd, BLOCK) as mapping:
                 mapping[:] = ONE * (BLOCK // 4)
                 os.fsync(fd)
@@ -159,7 +159,7 @@ def test_the_memory_of_a_mapped_publication_goes_with_its_file(start_mount):
         return Path(f"/proc/{mount.pid}/maps").read_text().count("gradfs-publish")
 
     assert maps() == 0
-    fds = [os.open(mount.model / "publish", os.O_RDWR) for _ in range(3)]
+    fds = [os.open(mount.model / "publish", os.O_RDWR | os.O_DIRECT) for _ in range(3)]
     for fd in fds:
         with mmap.mmap(fd, 64 << 20) as mapping:
             mapping[:4] = ONE
@@ -373,7 +373,7 @@ def test_learners_that_map_their_gradients_leak_nothing(start_mount):
 
     def once():
         mount.join("a")
-        fd = os.open(mount.place("a") / "gradients", os.O_RDWR)
+        fd = os.open(mount.place("a") / "gradients", os.O_RDWR | os.O_DIRECT)
         with mmap.mmap(fd, BLOCK) as memory:
             memory[:4] = ONE
             os.fsync(fd)
@@ -427,7 +427,7 @@ import mmap, os, sys
 model = sys.argv[1]
 w = os.open(model + '/weights', os.O_RDONLY); m = mmap.mmap(w, 0, prot=mmap.PROT_READ)
 s = os.open(model + '/status.json', os.O_RDONLY); v = os.open(model + '/version', os.O_RDONLY)
-g = os.open(model + '/gradients', os.O_RDWR); n = mmap.mmap(g, 0); n[:4] = b'abcd'
+g = os.open(model + '/gradients', os.O_RDWR | os.O_DIRECT); n = mmap.mmap(g, 0); n[:4] = b'abcd'
 os.pwrite(g, b'\\0\\0\\x80\\x3f' * int(sys.argv[2]), 0)
 print('ready', flush=True)
 while True: os.pread(s, 4096, 0); os.pread(w, 4096, 0); m[:4]

@@ -165,7 +165,7 @@ def test_a_learners_staging_goes_with_it_and_when_it_maps(start_mount):
         contribute(directory, size)
 
     def maps(directory):
-        fd = os.open(directory / "gradients", os.O_RDWR)
+        fd = os.open(directory / "gradients", os.O_RDWR | os.O_DIRECT)
         with mmap.mmap(fd, size) as memory:
             memory[:] = bytes(size)
             os.fsync(fd)

@@ -64,7 +64,7 @@ weights = mount.weights()
 step = weights == struct.pack('<f', -0.5) * 65536
 fd = os.open(mount.model / 'weights', os.O_RDONLY)
 read_mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)[:] == weights
-g = os.open(mount.model / 'gradients', os.O_RDWR)
+g = os.open(mount.model / 'gradients', os.O_RDWR | os.O_DIRECT)
 memory = mmap.mmap(g, 0)
 memory[:] = struct.pack('<f', -3.0) * 65536
 os.fsync(g)
@@ -94,7 +94,7 @@ def test_learners_that_the_daemon_cannot_see(in_namespaces):
     (model / "control/learners").write_text("2")
     for name in "ab":
         (model / "learners" / name).mkdir()
-    mapped = os.open(model / "learners/b/gradients", os.O_RDWR)
+    mapped = os.open(model / "learners/b/gradients", os.O_RDWR | os.O_DIRECT)
     with mmap.mmap(mapped, 4 * BLOCK) as memory:
         memory[:] = ONE * BLOCK
         for step in range(1, 4):

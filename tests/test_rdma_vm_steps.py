@@ -83,7 +83,7 @@ def contribute(place):
 class Mapped:
     def __init__(self, place):
         self.place, self.model = place, os.path.dirname(os.path.dirname(place))
-        self.fd = os.open(place + "/gradients", os.O_RDWR)
+        self.fd = os.open(place + "/gradients", os.O_RDWR | os.O_DIRECT)
         self.memory = mmap.mmap(self.fd, SIZE)
         self.begin()
 

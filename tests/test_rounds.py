@@ -20,7 +20,7 @@ class Mapped:
 
     def __init__(self, place):
         self.place = place
-        self.fd = os.open(place / "gradients", os.O_RDWR)
+        self.fd = os.open(place / "gradients", os.O_RDWR | os.O_DIRECT)
         self.view = np.frombuffer(mmap.mmap(self.fd, 0), "<f4")
 
     def ship(self):
@@ -161,7 +161,7 @@ place, way, rounds, gift, sum_of_all = argv[0], argv[1], int(argv[2]), float(arg
 count = os.stat(place + "/weights").st_size // 4
 data = np.full(count, gift, "<f4")
 if way == "mmap":
-    gradients = os.open(place + "/gradients", os.O_RDWR)
+    gradients = os.open(place + "/gradients", os.O_RDWR | os.O_DIRECT)
     memory = np.frombuffer(mmap.mmap(gradients, 0), "<f4")
 
 def contribute():

@@ -48,7 +48,7 @@ def test_exactly_once__for_many_handles(mounted):
 
 
 REFUSED = """
-fd = os.open(argv[0], os.O_RDWR)
+fd = os.open(argv[0], os.O_RDWR | os.O_DIRECT)
 memory = memoryview(mmap.mmap(fd, 0)).cast("f")
 memory[5] = float("nan")
 goes_on = True

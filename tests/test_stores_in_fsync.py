@@ -22,7 +22,7 @@ twos = bytes([0, 0, 0, 64]) * (size // 4)
 nan = float("nan")
 while sys.stdin.readline():
     os.mkdir(learner)
-    fd = os.open(learner + "/gradients", os.O_RDWR)
+    fd = os.open(learner + "/gradients", os.O_RDWR | os.O_DIRECT)
     memory = mmap.mmap(fd, size)
     memory[:] = twos
     floats = memoryview(memory).cast("f")
@@ -70,7 +70,7 @@ def uniform(values, *allowed):
 def test_nan_is_refused_or_accepted__that_comes_up_during_the_fsync(start_mount, order, times):
     """Whatever fsync says, the weights hold it or do not, without NaN, and what the others gave is exact."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200)
-    fd = os.open(mount.join("maps") / "gradients", os.O_RDWR)
+    fd = os.open(mount.join("maps") / "gradients", os.O_RDWR | os.O_DIRECT)
     memory = np.frombuffer(mmap.mmap(fd, 0), "<f4")
     memory[:] = 1
     mount.join("writes")
@@ -124,7 +124,7 @@ def test_mapped_gradients_ship_at_fsync__and_their_memory_stalls_nobody(start_mo
     reader = Threads().start(read)
     eventually(lambda: len(reads) > 20)
     before, start = len(reads), time.monotonic()
-    code = "fd = os.open(argv[0], os.O_RDWR)\nsay('open')\nwait()"
+    code = "fd = os.open(argv[0], os.O_RDWR | os.O_DIRECT)\nsay('open')\nwait()"
     learners = [program(code, place / "gradients") for place in places]
     try:
         for learner in learners:

@@ -157,7 +157,7 @@ def test_frozen_tensors_are_never_reduced(model):
     ones = {name: np.ones(shape) for name, shape in SHAPES.items()}
     mount.contribute(np.ones(size // 4, "<f4"))
     reference.step({name: ones[name] for name in SHAPES if name not in frozen})
-    fd = os.open(mount.model / "gradients", os.O_RDWR)
+    fd = os.open(mount.model / "gradients", os.O_RDWR | os.O_DIRECT)
     mapping = mmap.mmap(fd, size)
     mapping[:] = np.ones(size // 4, "<f4").tobytes()
     os.fsync(fd)

@@ -170,7 +170,7 @@ def test_mapped_gradients(nobodys):
     got = as_nobody(
         """
 m = sys.argv[1]
-g = os.open(m + '/gradients', os.O_RDWR)
+g = os.open(m + '/gradients', os.O_RDWR | os.O_DIRECT)
 memory = mmap.mmap(g, 0)
 seen = []
 for step in range(1, 4):
@@ -192,7 +192,7 @@ def test_mapped_gradients_of_an_odd_size(nobodys):
     got = as_nobody(
         """
 m = sys.argv[1]
-g = os.open(m + '/gradients', os.O_RDWR)
+g = os.open(m + '/gradients', os.O_RDWR | os.O_DIRECT)
 memory = mmap.mmap(g, 0)
 memory[:] = ONE * (len(memory) // 4)
 os.fsync(g)

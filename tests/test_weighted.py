@@ -102,7 +102,7 @@ def test_a_weight_counts_from_the_next_contribution(start_mount):
     mount.contribute(gradient(3)[100:200], offset=400, learner="a")
     want[100:200] += 4 * gradient(3)[100:200]
     np.testing.assert_allclose(array(place / "weights"), want, atol=1e-5)
-    fd = os.open(place / "gradients", os.O_RDWR)
+    fd = os.open(place / "gradients", os.O_RDWR | os.O_DIRECT)
     with mmap.mmap(fd, SIZE) as mapped:
         mapped[:] = gradient(4).tobytes()
         os.posix_fallocate(fd, 0, SIZE)

@@ -97,7 +97,7 @@ def test_an_error_says_who_was_waited_for__of_a_mapping(start_mount):
     mount = start_mount(size=4096, reducer="sum", learners=2, timeout=1, lease=0, deterministic=True)
     mount.join("here")
     mount.join("late")
-    fd = os.open(mount.place("here") / "gradients", os.O_RDWR)
+    fd = os.open(mount.place("here") / "gradients", os.O_RDWR | os.O_DIRECT)
     with raises(errno.ETIMEDOUT):
         os.fsync(fd)
     os.close(fd)

@@ -187,7 +187,7 @@ def test_each_open_of_publish_is_a_publication_of_its_own__however_many_come_at_
     assert mount.version() == 40 and (values == values[0]).all()
 
 
-def mapped(mount, flags=os.O_RDWR):
+def mapped(mount, flags=os.O_RDWR | os.O_DIRECT):
     """A descriptor of `publish`, and what it is mapped to as float32 values."""
     fd = os.open(mount.model / "publish", flags)
     return fd, np.frombuffer(mmap.mmap(fd, SIZE), "<f4")
@@ -222,7 +222,7 @@ def test_mapped_weights_are_published_at_fsync__or_what_was_written(mounted):
     mount = mounted()
     publish(mount, filled(mount, 1))
     mount.catch_up()
-    fd, view = mapped(mount, os.O_RDWR | os.O_CREAT)
+    fd, view = mapped(mount, os.O_RDWR | os.O_DIRECT | os.O_CREAT)
     view[:] = 9
     os.pwrite(fd, f32(2), 8)
     os.fsync(fd)
@@ -232,12 +232,12 @@ def test_mapped_weights_are_published_at_fsync__or_what_was_written(mounted):
     del view
     os.close(fd)
     assert mount.version() == 3 and array(mount.model / "weights")[:4].tolist() == [1, 3, 2, 1]
-    fd = os.open(mount.model / "publish", os.O_RDWR | os.O_TRUNC)
+    fd = os.open(mount.model / "publish", os.O_RDWR | os.O_DIRECT | os.O_TRUNC)
     os.pwrite(fd, f32(3), 4)
     with raises(errno.EINVAL):
         os.close(fd)
     assert "not all of its" in why(mount)
-    fd, view = mapped(mount, os.O_RDWR | os.O_TRUNC)
+    fd, view = mapped(mount, os.O_RDWR | os.O_DIRECT | os.O_TRUNC)
     os.ftruncate(fd, SIZE)
     view[:] = 4
     os.fsync(fd)
@@ -305,7 +305,7 @@ import errno, mmap
 class Interrupted(Exception): pass
 def interrupt(*_): raise Interrupted
 signal.signal(signal.SIGTERM, interrupt)
-fd = os.open(argv[0], os.O_RDWR)
+fd = os.open(argv[0], os.O_RDWR | os.O_DIRECT)
 memory = mmap.mmap(fd, os.stat(argv[0]).st_size)
 memory[:] = bytes([0, 0, 224, 64]) * (len(memory) // 4)  # 7.0
 say("waits")

@@ -11,6 +11,7 @@ mod chores;
 mod closing;
 mod descriptors;
 mod endings;
+mod memory_lookups;
 mod open_files;
 mod opening;
 mod pending_exits;

@@ -34,7 +34,7 @@ def main():
                 os.close(written)
         else:
             if memory is None:
-                file = os.open(directory / "gradients", os.O_RDWR)
+                file = os.open(directory / "gradients", os.O_RDWR | os.O_DIRECT)
                 memory = mmap.mmap(file, size)
             memory[:] = ones
             os.fsync(file)

@@ -39,7 +39,7 @@ class Fallocate:
     """Chunks that are stored into the mapped file, and are final then."""
 
     def __init__(self, learner, data):
-        self.data, self.file = data, os.open(f"{learner}/gradients", os.O_RDWR)
+        self.data, self.file = data, os.open(f"{learner}/gradients", os.O_RDWR | os.O_DIRECT)
         self.memory = mmap.mmap(self.file, len(data))
 
     def begin(self):

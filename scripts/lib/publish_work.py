@@ -43,7 +43,7 @@ class Publisher:
         self.memory, self.values = buffer(self.size)
         self.file = self.mapped = None
         if way in ("synced", "stored"):
-            self.file = os.open(self.path, os.O_RDWR)
+            self.file = os.open(self.path, os.O_RDWR | os.O_DIRECT)
         if way == "stored":
             self.mapped = mmap.mmap(self.file, self.size)
             # memmove copies without looking at each number.

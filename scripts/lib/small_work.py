@@ -19,7 +19,7 @@ class Stored:
 
     def __init__(self, path, data):
         self.data = data
-        self.file = os.open(path, os.O_RDWR)
+        self.file = os.open(path, os.O_RDWR | os.O_DIRECT)
         self.memory = mmap.mmap(self.file, len(data))
 
     def contribute(self):

@@ -45,7 +45,7 @@ class Learner:
     def map_gradients(self):
         """The file `gradients` and an array that is its memory, the same ones every time."""
         if self._mapping is None:
-            file = os.open(f"{self.directory}/gradients", os.O_RDWR)
+            file = os.open(f"{self.directory}/gradients", os.O_RDWR | os.O_DIRECT)
             self._mapping = file, numpy.frombuffer(mmap.mmap(file, self.size), numpy.float32)
         return self._mapping
 

@@ -104,7 +104,7 @@ impl Fs {
         let newest = || published(model, model.job.version()).unwrap_or(tree.started);
         let of = |version: Version| published(model, version).ok_or_else(CallError::not_found);
         let size = model.layout.size();
-        if let File::LearnerGradients(id) | File::LearnerVersion(id) = file {
+        if let File::LearnerGradients(id, _) | File::LearnerVersion(id) = file {
             model.learner(id)?;
         }
         Ok(match file {
@@ -131,7 +131,7 @@ impl Fs {
                 Attributes { size: text_len(v), modified: of(v)?, keep: Keep::Forever, ..base }
             }
             // Opened for each step, and only the time changes.
-            File::Gradients | File::LearnerGradients(_) => {
+            File::Gradients(_) | File::LearnerGradients(..) => {
                 Attributes { size, modified: newest(), keep: Keep::Briefly, ..base }
             }
             File::Device | File::Publish(_) => Attributes { size, modified: newest(), ..base },
@@ -203,8 +203,8 @@ impl Fs {
             Node::Model(_, File::Control(_) | File::LearnerWeight(_)) => Ok(()),
             Node::Model(
                 _,
-                File::Gradients
-                | File::LearnerGradients(_)
+                File::Gradients(_)
+                | File::LearnerGradients(..)
                 | File::Device
                 | File::Weights(_)
                 | File::Publish(_),
@@ -264,7 +264,7 @@ fn use_of(node: Node) -> Use {
     match node {
         Node::Model(_, File::Learners) => Use::Learners,
         Node::Model(_, File::Weights(_) | File::Control(_) | File::LearnerWeight(_)) => Use::Shared,
-        Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device | File::Publish(_)) => {
+        Node::Model(_, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_)) => {
             Use::Contribute
         }
         Node::Model(_, File::Snapshot) | Node::Trace => Use::Owner,

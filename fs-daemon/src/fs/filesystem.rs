@@ -9,7 +9,7 @@ use parking_lot::{Mutex, RwLock};
 use super::access::Access;
 use super::looked_up::LookedUpNames;
 use super::model_tree::ModelTree;
-use super::node::{File, MAX_MODELS, Node};
+use super::node::{File, MAX_MODELS, MapsTo, Node};
 use super::text::MountStatus;
 use crate::session::error::{CallError, CallResult};
 use crate::session::model::Model;
@@ -116,6 +116,8 @@ impl Fs {
     pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
         match (Node::from_ino(parent), Node::from_ino(ino)) {
             (_, Some(Node::Model(_, File::Learner(_) | File::Publish(_))) | None) => false,
+            // The name leads to the inode that maps to the page cache.
+            (_, Some(Node::Model(_, file))) if file.maps() == Some(MapsTo::Memory) => false,
             // The kernel is told to drop the name in time.
             (_, Some(Node::Model(_, File::Tensors(..)))) => true,
             // A version's own directory never changes.
@@ -140,7 +142,7 @@ impl Fs {
         let Ok(tree) = self.tree(index) else { return (None, None) };
         let model = &tree.model;
         let learner = match file {
-            File::Gradients | File::Device => Some(model.own_name.clone()),
+            File::Gradients(_) | File::Device => Some(model.own_name.clone()),
             file => file.learner().and_then(|id| model.learner(id).ok()).map(|learner| learner.name.clone()),
         };
         (Some(Arc::clone(model)), learner)

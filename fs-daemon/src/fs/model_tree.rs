@@ -86,7 +86,7 @@ impl ModelTree {
         match file {
             File::Weights(_)
             | File::Publish(_)
-            | File::Gradients
+            | File::Gradients(_)
             | File::Device
             | File::Error
             | File::Snapshot => Some(Arc::clone(&self.model.own_refusal)),

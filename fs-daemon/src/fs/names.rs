@@ -11,7 +11,7 @@ use super::access::Owner;
 use super::attr::Attributes;
 use super::filesystem::{Fs, stale};
 use super::model_tree::ModelTree;
-use super::node::{File, Node};
+use super::node::{File, MapsTo, Node};
 use super::paths::Child;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::{MAX_LEARNER_NAME, is_learner_name, wrong_learner_name};
@@ -316,7 +316,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("weights", File::Weights(newest())),
             ("weights.safetensors", File::Safetensors(newest())),
             ("tensors", File::Tensors(newest(), 0)),
-            ("gradients", File::Gradients),
+            ("gradients", File::Gradients(MapsTo::PageCache)),
             ("publish", File::Publish(0)),
             ("device", File::Device),
             ("version", File::VersionText),
@@ -336,7 +336,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
         ],
         File::Learner(id) => vec![
             ("weights", File::LearnerWeights(id, newest())),
-            ("gradients", File::LearnerGradients(id)),
+            ("gradients", File::LearnerGradients(id, MapsTo::PageCache)),
             ("version", File::LearnerVersion(id)),
             ("weight", File::LearnerWeight(id)),
             ("status", File::LearnerStatus(id)),

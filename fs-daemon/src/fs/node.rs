@@ -38,7 +38,7 @@ pub enum File {
     /// `tensors/<name>.npy` of the newest version.
     Tensor(Version, u32),
     /// `gradients` of the mount's own learner.
-    Gradients,
+    Gradients(MapsTo),
     /// `publish`, as looked up this time: one publication.
     Publish(u64),
     /// `device`.
@@ -72,7 +72,7 @@ pub enum File {
     /// `learners/<id>/weights`.
     LearnerWeights(LearnerId, Version),
     /// `learners/<id>/gradients`.
-    LearnerGradients(LearnerId),
+    LearnerGradients(LearnerId, MapsTo),
     /// `learners/<id>/version`.
     LearnerVersion(LearnerId),
     /// `learners/<id>/status`.
@@ -87,6 +87,15 @@ pub enum File {
     Controls,
     /// `control/<setting>`, by index into the settings.
     Control(u32),
+}
+
+/// What mappings of `gradients` lead to. The kernel takes one of these for an inode, so the file has two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MapsTo {
+    /// The kernel's page cache: msync sends what was stored, and is an fsync. The name leads to this inode.
+    PageCache,
+    /// The learner's memory: nothing is copied, and the kernel tells nobody of msync. Only an open with O_DIRECT gets here.
+    Memory,
 }
 
 /// Any inode of the mount.
@@ -114,7 +123,7 @@ impl File {
             File::Safetensors(v) => (3, 0, v),
             File::Tensors(v, d) => (4, d, v),
             File::Tensor(v, i) => (5, i, v),
-            File::Gradients => (6, 0, NONE),
+            File::Gradients(maps) => (6, 0, Version(maps as u64)),
             File::Device => (7, 0, NONE),
             File::VersionText => (8, 0, NONE),
             File::Status => (9, 0, NONE),
@@ -130,7 +139,7 @@ impl File {
             File::Learners => (17, 0, NONE),
             File::Learner(l) => (18, l.0, NONE),
             File::LearnerWeights(l, v) => (19, l.0, v),
-            File::LearnerGradients(l) => (20, l.0, NONE),
+            File::LearnerGradients(l, maps) => (20, l.0, Version(maps as u64)),
             File::LearnerVersion(l) => (21, l.0, NONE),
             File::LearnerStatus(l) => (22, l.0, NONE),
             File::Controls => (23, 0, NONE),
@@ -145,13 +154,14 @@ impl File {
 
     fn from_parts(kind: u64, index: u32, version: Version) -> Option<File> {
         let learner = LearnerId(index);
+        let maps = if version.0 == 1 { MapsTo::Memory } else { MapsTo::PageCache };
         Some(match kind {
             1 => File::Dir,
             2 => File::Weights(version),
             3 => File::Safetensors(version),
             4 => File::Tensors(version, index),
             5 => File::Tensor(version, index),
-            6 => File::Gradients,
+            6 => File::Gradients(maps),
             7 => File::Device,
             8 => File::VersionText,
             9 if index == 1 => File::Layout,
@@ -166,7 +176,7 @@ impl File {
             17 => File::Learners,
             18 => File::Learner(learner),
             19 => File::LearnerWeights(learner, version),
-            20 => File::LearnerGradients(learner),
+            20 => File::LearnerGradients(learner, maps),
             21 => File::LearnerVersion(learner),
             22 => File::LearnerStatus(learner),
             23 => File::Controls,
@@ -203,7 +213,7 @@ impl File {
         match self {
             File::Learner(id)
             | File::LearnerWeights(id, _)
-            | File::LearnerGradients(id)
+            | File::LearnerGradients(id, _)
             | File::LearnerVersion(id)
             | File::LearnerStatus(id)
             | File::LearnerWeight(id)
@@ -218,6 +228,23 @@ impl File {
         match self {
             File::Tensor(..) | File::RetainedTensor(..) => None,
             file => file.version(),
+        }
+    }
+
+    /// If the file is `gradients`: what mappings of this inode lead to.
+    pub fn maps(self) -> Option<MapsTo> {
+        match self {
+            File::Gradients(maps) | File::LearnerGradients(_, maps) => Some(maps),
+            _ => None,
+        }
+    }
+
+    /// The same file, with mappings that lead to `maps`.
+    pub fn mapping(self, maps: MapsTo) -> File {
+        match self {
+            File::Gradients(_) => File::Gradients(maps),
+            File::LearnerGradients(id, _) => File::LearnerGradients(id, maps),
+            file => file,
         }
     }
 

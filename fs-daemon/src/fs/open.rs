@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 
 use super::filesystem::{Fs, stale};
 use super::model_tree::{ModelTree, safetensors_header};
-use super::node::{File, Node};
+use super::node::{File, MapsTo, Node};
 use super::open_file::{OpenFile, VersionFile};
 use crate::session::capture::Capture;
 use crate::session::contribution::Contribution;
@@ -39,6 +39,8 @@ pub struct OpenRequest {
     reads: bool,
     writes: bool,
     appends: bool,
+    /// It asks for a mapping of the memory itself: O_DIRECT, and to read and write.
+    pub maps_memory: bool,
     /// It must not wait.
     pub is_nonblocking: bool,
     /// Whether a process that uses the mount's own learner makes it.
@@ -59,6 +61,15 @@ impl OpenRequest {
             Node::Model(_, file) => self.tree.as_ref().map(|tree| (tree, file)),
             _ => None,
         }
+    }
+
+    /// The inode of the same file whose mappings are as this open asks, if its own inode's are not.
+    pub fn other_inode(&self) -> Option<u64> {
+        let Node::Model(index, file) = self.node else { return None };
+        let maps = if self.maps_memory { MapsTo::Memory } else { MapsTo::PageCache };
+        let other = file.mapping(maps);
+        // A file that is only written cannot be mapped.
+        (other != file && self.reads && self.writes).then(|| Node::Model(index, other).ino())
     }
 
     /// If the file shows the newest version: the learner that it shows that to, if it is one. The files of the model itself
@@ -96,8 +107,8 @@ impl OpenRequest {
     pub fn contributes_as(&self) -> Option<Arc<Learner>> {
         let (tree, file) = self.file().filter(|_| self.writes)?;
         match file {
-            File::Gradients | File::Device => tree.model.learner_named(&tree.model.own_name),
-            File::LearnerGradients(id) => tree.model.learner(id).ok(),
+            File::Gradients(_) | File::Device => tree.model.learner_named(&tree.model.own_name),
+            File::LearnerGradients(id, _) => tree.model.learner(id).ok(),
             _ => None,
         }
     }
@@ -105,7 +116,7 @@ impl OpenRequest {
     /// Whether the open is of a file that contributes.
     pub fn contributes(&self) -> bool {
         let file = self.file().filter(|_| self.writes).map(|(_, file)| file);
-        matches!(file, Some(File::Gradients | File::Device | File::LearnerGradients(_)))
+        matches!(file, Some(File::Gradients(_) | File::Device | File::LearnerGradients(..)))
     }
 
     /// Whether the open takes long: it takes a region's pages first, or asks the job.
@@ -117,11 +128,10 @@ impl OpenRequest {
         if matches!(file, File::Publish(_)) {
             return self.reads;
         }
-        let is_own = matches!(file, File::Gradients | File::Device);
+        let is_own = matches!(file, File::Gradients(_) | File::Device);
         let joins = is_own && self.writes && tree.model.own_learner().is_none();
-        let is_gradients = matches!(file, File::Gradients | File::LearnerGradients(_));
         let is_ready = |learner: Arc<Learner>| learner.is_mapping_ready();
-        joins || (is_gradients && self.reads && !self.contributes_as().is_some_and(is_ready))
+        joins || (file.maps().is_some() && self.reads && !self.contributes_as().is_some_and(is_ready))
     }
 
     /// Wraps `done`: the file's learner shows a failure, and a success announces a version.
@@ -168,7 +178,7 @@ impl OpenRequest {
             _ => self.writable_contribution()?,
         }
         let learner = match file {
-            File::LearnerGradients(id) => model.learner(id)?,
+            File::LearnerGradients(id, _) => model.learner(id)?,
             _ => {
                 model.refuse_own_replica()?;
                 own(model)?
@@ -224,6 +234,7 @@ impl Fs {
             reads: mode != libc::O_WRONLY,
             writes: mode != libc::O_RDONLY,
             appends: flags & libc::O_APPEND != 0,
+            maps_memory: self.passthrough && mode == libc::O_RDWR && flags & libc::O_DIRECT != 0,
             is_nonblocking: flags & libc::O_NONBLOCK != 0,
             is_own: false,
             may_wait: true,
@@ -284,8 +295,8 @@ impl Fs {
                 let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
                 Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
             }
-            File::Gradients | File::LearnerGradients(_) => self.open_gradients(request, tree, file),
-            File::Publish(number) => open_publish(request, tree, number, self.passthrough),
+            File::Gradients(_) | File::LearnerGradients(..) => open_gradients(request, tree, file),
+            File::Publish(number) => open_publish(request, tree, number),
             File::Device if request.writes => open_device(request, tree),
             File::Device => {
                 let reader = Reader::newest(&model.job).ok_or_else(CallError::not_found)?;
@@ -315,18 +326,6 @@ impl Fs {
     fn open_text_of(&self, request: &OpenRequest) -> CallResult<(OpenFile, Way)> {
         let text = self.open_text(request.node, request.tree.as_ref(), request.writes)?;
         Ok((OpenFile::Text(text), Way::Direct))
-    }
-
-    fn open_gradients(
-        &self,
-        request: &OpenRequest,
-        tree: &Arc<ModelTree>,
-        file: File,
-    ) -> CallResult<(OpenFile, Way)> {
-        let learner = request.contributor(&tree.model, file, own)?;
-        let way = if self.passthrough { Way::MapBypass(learner.mapping().clone()) } else { Way::Direct };
-        let contribution = Arc::new(Contribution::open(&tree.model, learner, request.reads, None));
-        Ok((OpenFile::Contribution { tree: Arc::clone(tree), contribution }, way))
     }
 
     fn open_publication(
@@ -360,12 +359,17 @@ fn is_newest(file: File) -> bool {
     matches!(file, File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device)
 }
 
-fn open_publish(
-    request: &OpenRequest,
-    tree: &Arc<ModelTree>,
-    number: u64,
-    passthrough: bool,
-) -> CallResult<(OpenFile, Way)> {
+fn open_gradients(request: &OpenRequest, tree: &Arc<ModelTree>, file: File) -> CallResult<(OpenFile, Way)> {
+    let learner = request.contributor(&tree.model, file, own)?;
+    let way = match file.maps() {
+        Some(MapsTo::Memory) => Way::MapBypass(learner.mapping().clone()),
+        _ => Way::Direct,
+    };
+    let contribution = Arc::new(Contribution::open(&tree.model, learner, request.reads, None));
+    Ok((OpenFile::Contribution { tree: Arc::clone(tree), contribution }, way))
+}
+
+fn open_publish(request: &OpenRequest, tree: &Arc<ModelTree>, number: u64) -> CallResult<(OpenFile, Way)> {
     if !request.writes {
         return Err(CallError::new(libc::EACCES, "publish is write-only (read weights instead)"));
     }
@@ -376,7 +380,7 @@ fn open_publish(
         true => Publication::open_mapped(&tree.model)?,
         false => Publication::open(&tree.model)?,
     });
-    let way = match publication.mapped().filter(|_| passthrough) {
+    let way = match publication.mapped().filter(|_| request.maps_memory) {
         Some(memory) => Way::MapBypass(memory.region().clone()),
         None => Way::Direct,
     };

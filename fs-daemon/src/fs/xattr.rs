@@ -53,7 +53,7 @@ fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
     };
     let has_data = file.version().is_some() && !file.is_dir() && !matches!(file, File::RetainedText(_));
     let takes_data =
-        matches!(file, File::Gradients | File::LearnerGradients(_) | File::Device | File::Publish(_));
+        matches!(file, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_));
     match name {
         VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
         VERSION if matches!(file, File::Device | File::VersionText) => Some(tree.shown_version().to_string()),

@@ -16,6 +16,7 @@ use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
 
+use super::memory_lookups::MemoryLookups;
 use super::open_files::{OpenFiles, ProgramFile};
 use super::pending_exits::{PendingExits, Settling};
 use super::process::is_making_directory;
@@ -59,6 +60,7 @@ pub struct Calls {
     pub(super) pending_exits: Arc<PendingExits>,
     pub(super) waits: Arc<Waits>,
     pub(super) second_lookups: SecondLookups,
+    pub(super) memory_lookups: MemoryLookups,
     /// The programs that poll.
     pub(super) pollers: Pollers,
     pub(super) chores: mpsc::Sender<Chore>,
@@ -104,11 +106,21 @@ impl Calls {
             pending_exits: Arc::default(),
             waits: Arc::default(),
             second_lookups: SecondLookups::default(),
+            memory_lookups: MemoryLookups::default(),
             pollers: Pollers::default(),
             chores,
         });
         calls.fs.trees().iter().for_each(|tree| calls.listen_to(tree));
         Ok(Started { calls, inbox })
+    }
+
+    /// [`Fs::lookup`] for thread `tid`: who opens `gradients` for its memory is led there.
+    ///
+    /// # Errors
+    /// As that has them.
+    pub fn lookup(&self, parent: u64, name: &OsStr, tid: u32) -> CallResult<Attributes> {
+        let found = self.fs.lookup(parent, name)?;
+        Ok(Attributes { ino: self.memory_lookups.led(tid, found.ino), ..found })
     }
 
     /// [`Fs::lookup_dropped`] for thread `tid`. A directory of the same name can be made: the learner joins again.
@@ -228,7 +240,7 @@ impl Calls {
         if mode != 0 {
             return Err(CallError::new(libc::EOPNOTSUPP, "sizes are fixed: only mode 0 means something"));
         }
-        open.file.declare_final(offset, len, self.fs.is_passthrough())
+        open.file.declare_final(offset, len, open.maps_memory())
     }
 
     /// truncate(2), ftruncate(2) and the truncation of open(2). The size is fixed. A truncation to nothing begins a new

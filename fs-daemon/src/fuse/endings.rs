@@ -17,7 +17,8 @@
 //! | NumPy, two `a.tofile(f)` | OPEN T, SETATTR 0 T, WRITE A, FLUSH A (a dup), WRITE A, FLUSH A, FLUSH A, RELEASE |
 //! | a child while `f` is open (fork, posix_spawn) | between WRITE A and FLUSH A: FLUSH B |
 //! | `subprocess.run(…, stdout=f)` | OPEN T, SETATTR 0 T, FLUSH B, WRITE B, FLUSH B, FLUSH A, RELEASE |
-//! | `np.memmap(f)`, its `flush()` | OPEN T, FLUSH A, nothing for msync, FLUSH A, RELEASE |
+//! | `np.memmap(f)`, its `flush()` | OPEN T, FLUSH A, for msync WRITE of pages and FSYNC T, WRITE of other stores, FLUSH A, RELEASE |
+//! | the same with O_DIRECT, by passthrough | OPEN T, LOOKUP T twice, OPEN T, FLUSH A, nothing for msync, FLUSH A, RELEASE |
 //! | SIGKILL in mid-write | OPEN T, SETATTR 0 T, WRITE A, FLUSH A from the dying thread, RELEASE |
 //! | truncate(2), ftruncate(2) to 0 | SETATTR 0 T; SETATTR 0 of fh |
 //!

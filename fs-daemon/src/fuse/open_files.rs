@@ -11,7 +11,7 @@ use super::descriptors::Sought;
 use super::endings::Candidate;
 use super::users::FileUsers;
 use super::{descriptors, endings};
-use crate::fs::node::{File, Node};
+use crate::fs::node::{File, MapsTo, Node};
 use crate::fs::open_file::OpenFile;
 use crate::session::error::{CallError, CallResult};
 
@@ -25,6 +25,13 @@ pub struct ProgramFile {
     pub opener: u32,
     /// The file's writers, if it was opened to write.
     pub users: Option<FileUsers>,
+}
+
+impl ProgramFile {
+    /// Whether programs that map `gradients` by it store into the learner's memory itself.
+    pub fn maps_memory(&self) -> bool {
+        matches!(Node::from_ino(self.ino), Some(Node::Model(_, file)) if file.maps() == Some(MapsTo::Memory))
+    }
 }
 
 /// All open files.
@@ -112,7 +119,7 @@ impl OpenFiles {
 fn written_name(ino: u64) -> Option<&'static str> {
     let Node::Model(_, file) = Node::from_ino(ino)? else { return None };
     match file {
-        File::Gradients | File::LearnerGradients(_) => Some("gradients"),
+        File::Gradients(_) | File::LearnerGradients(..) => Some("gradients"),
         File::Device => Some("device"),
         File::Weights(_) => Some("weights"),
         File::Publish(_) => Some("publish"),

@@ -35,6 +35,15 @@ impl Calls {
             Ok(request) => request,
             Err(error) => return done(Err(error)),
         };
+        self.memory_lookups.arrived(tid);
+        if let Some(other) = request.other_inode() {
+            // A thread that cannot be seen cannot be led to the memory: msync ships for it all the same.
+            let is_led = request.maps_memory && self.memory_lookups.lead(tid, ino, other);
+            if is_led || !request.maps_memory {
+                let what = "mapped with O_DIRECT and without are two inodes: open gradients by its path";
+                return done(Err(CallError::new(libc::ESTALE, what)));
+            }
+        }
         request.is_own = request.own_learner().is_some_and(|own| self.watches.is_user(&own, tid));
         let Some((tree, file)) = request.file() else { return done(self.open_now(&request, tid)) };
         let (tree, named) = (Arc::clone(tree), file.version());

@@ -52,7 +52,7 @@ impl Filesystem for Binding {
 
     fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let caller = self.caller("lookup", parent, request);
-        match self.fs().lookup(parent.0, name) {
+        match self.calls.lookup(parent.0, name, request.pid()) {
             Ok(a) => {
                 let name_ttl = self.name_ttl(parent.0, a.ino);
                 reply.entry_with_ttls(&attr_ttl(&a), &name_ttl, &attr(&a), Generation(0));

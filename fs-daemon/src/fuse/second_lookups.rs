@@ -7,9 +7,9 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 use parking_lot::Mutex;
 
 /// How long a second look at a name may take to come.
-const MAX_PAUSE: Duration = Duration::from_secs(1);
+pub(super) const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// Second looks that are expected at once.
-const MAX_LOOKS: usize = 4096;
+pub(super) const MAX_LOOKS: usize = 4096;
 
 /// Threads that were told to look a name up again, and the versions that they may then be shown.
 ///

@@ -155,7 +155,7 @@ impl Contribution {
 
     /// Takes the word of the program that these bytes of its mapping are final, and sends them at once where the path
     /// allows. `is_stored_here`: what the program stores is in the learner's memory already, and not in the kernel's page
-    /// cache. There it stays until fsync.
+    /// cache. There it stays until fsync or msync.
     ///
     /// # Errors
     /// With nothing changed: EINVAL where the mapping is not shipped, or when the next fsync ships what was written;

@@ -14,7 +14,8 @@ use ps_backend::server::local;
 
 use super::*;
 use crate::fs::attr::{Attributes, Keep};
-use crate::fs::node::{File, Node};
+use crate::fs::node::{File, MapsTo, Node};
+use crate::fs::open::Way;
 use crate::fs::text;
 use crate::fuse::opening::Opened;
 use crate::session::contribution::{Contribution, Ending};
@@ -57,7 +58,7 @@ impl Mounted {
             Snapshots::Here(Default::default()),
         );
         let access = Access { owner: (0, 0), umask: None };
-        let Started { calls, inbox } = Calls::start(vec![Arc::new(model)], false, access).unwrap();
+        let Started { calls, inbox } = Calls::start(vec![Arc::new(model)], true, access).unwrap();
         let keeper = Arc::<Mutex<Option<Keeper>>>::default();
         let mounted =
             Mounted { fs: Arc::clone(&calls.fs), calls, keeper: Arc::clone(&keeper), _inbox: inbox };
@@ -269,7 +270,8 @@ fn learners_join_and_leave_beside_other_requests() {
 #[test]
 fn the_own_learner_joins_beside_other_requests_under_its_name() {
     let mounted = Mounted::new();
-    for (file, flags) in [(File::Gradients, libc::O_WRONLY), (File::Device, libc::O_RDWR)] {
+    for (file, flags) in [(File::Gradients(MapsTo::PageCache), libc::O_WRONLY), (File::Device, libc::O_RDWR)]
+    {
         let answer = mounted.slow_down();
         let opened = mounted.open(file, flags);
         assert!(opened.try_recv().is_err(), "{file:?}");
@@ -289,7 +291,8 @@ fn the_own_learner_joins_beside_other_requests_under_its_name() {
 fn a_file_whose_step_has_ended_is_none_of_its_process_before_the_kernel_releases_it() {
     let mounted = Mounted::new();
     let learner = mounted.model().join("a", None).unwrap();
-    let (ino, pid) = (Node::Model(0, File::LearnerGradients(learner.id)).ino(), std::process::id());
+    let (ino, pid) =
+        (Node::Model(0, File::LearnerGradients(learner.id, MapsTo::PageCache)).ino(), std::process::id());
     let open = |flags| {
         let (sender, opened) = channel();
         let done = Box::new(move |outcome: CallResult<Opened>| sender.send(outcome).unwrap());
@@ -315,6 +318,33 @@ fn a_file_whose_step_has_ended_is_none_of_its_process_before_the_kernel_releases
 }
 
 #[test]
+fn o_direct_maps_the_memory_itself() {
+    const DIRECT: i32 = libc::O_RDWR | libc::O_DIRECT;
+    let mounted = Mounted::new();
+    let learner = mounted.model().join("a", None).unwrap();
+    let of = |maps| Node::Model(0, File::LearnerGradients(learner.id, maps)).ino();
+    let (cached, memory) = (of(MapsTo::PageCache), of(MapsTo::Memory));
+    let dir = Node::Model(0, File::Learner(learner.id)).ino();
+    let lookup = |tid| mounted.calls.lookup(dir, OsStr::new("gradients"), tid).unwrap().ino;
+    let open = |ino, flags, tid| {
+        let (sender, opened) = channel();
+        mounted.calls.open(ino, flags, tid, Box::new(move |outcome| sender.send(outcome).unwrap()));
+        opened.recv_timeout(PATIENCE).unwrap().map(|opened| opened.way).map_err(|error| error.errno)
+    };
+    assert!(matches!(open(cached, DIRECT, 7), Err(libc::ESTALE)));
+    assert_eq!([lookup(7), lookup(7), lookup(8)], [memory, memory, cached], "the kernel may look twice");
+    assert!(matches!(open(memory, DIRECT, 7), Ok(Way::MapBypass(_))));
+    assert_eq!(lookup(7), cached);
+    for flags in [libc::O_RDWR, libc::O_WRONLY, libc::O_WRONLY | libc::O_DIRECT] {
+        assert!(matches!(open(cached, flags, 7), Ok(Way::Direct)), "{flags:o}");
+    }
+    assert!(matches!(open(memory, libc::O_RDWR, 7), Err(libc::ESTALE)), "its msync would say nothing");
+    assert_eq!(lookup(7), cached);
+    assert!(matches!(open(memory, libc::O_WRONLY, 7), Ok(Way::MapBypass(_))), "it cannot be mapped");
+    assert!(matches!(open(cached, DIRECT, 0), Ok(Way::Direct)), "a thread of another namespace");
+}
+
+#[test]
 fn an_ended_process_is_noticed_while_another_learner_joins() {
     let mounted = Mounted::new();
     let model = mounted.model();
@@ -322,12 +352,12 @@ fn an_ended_process_is_noticed_while_another_learner_joins() {
     let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
     let (sender, opened) = channel();
     let done = Box::new(move |outcome: CallResult<Opened>| sender.send(outcome).unwrap());
-    let gradients = Node::Model(0, File::LearnerGradients(learner.id)).ino();
+    let gradients = Node::Model(0, File::LearnerGradients(learner.id, MapsTo::PageCache)).ino();
     mounted.calls.open(gradients, libc::O_WRONLY, child.id(), done);
     opened.try_recv().unwrap().unwrap();
     assert!(mounted.calls.watches.is_user(&learner, child.id()));
     let answer = mounted.slow_down();
-    let joins = mounted.open(File::Gradients, libc::O_WRONLY);
+    let joins = mounted.open(File::Gradients(MapsTo::PageCache), libc::O_WRONLY);
     child.kill().unwrap();
     while mounted.calls.watches.is_user(&learner, child.id()) {
         std::thread::yield_now();
