@@ -91,6 +91,20 @@ def test_msync_ships_mapped_gradients__all_of_them_if_it_is_of_a_part(mounted):
         del values
 
 
+def test_mapped_gradients_ship_at_fsync__in_one_step_if_they_are_mapped_in_pieces(mounted):
+    mount = mounted()
+    path = mount.join("a") / "gradients"
+    pieces = [np.memmap(path, "<f4", "r+", offset=at, shape=BLOCK // 4) for at in range(0, SIZE - BLOCK, BLOCK)]
+    fd = os.open(path, os.O_RDWR)
+    for step in range(1, 4):
+        for piece in pieces:
+            piece[:] = 1
+        os.fsync(fd)
+        got = array(mount.place("a") / "weights")
+        assert mount.version() == step and (got[: len(pieces) * BLOCK // 4] == step).all()
+    os.close(fd)
+
+
 def test_msync_ships_mapped_gradients__of_a_child(mounted):
     """A mapping that fork hands down is one memory."""
     mount = mounted()
