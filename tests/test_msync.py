@@ -45,6 +45,10 @@ def test_msync_ships_mapped_gradients(mounted):
         assert mount.version() == step and weights(mount, "a") == step * (step + 1) / 2
     gradients.flush()
     assert weights(mount, "a") == 51 * 25 + 50, "the file keeps what was stored"
+    gradients = np.memmap(mount.place("a") / "gradients", "<f4", "w+", shape=(SIZE // 4,))
+    gradients[:] = 1
+    gradients.flush()
+    assert mount.version() == 52 and weights(mount, "a") == 51 * 25 + 51
 
 
 def test_msync_ships_mapped_gradients__or_says_why_not(mounted):
