@@ -31,7 +31,7 @@ FILES = [
     "test_stalls.py", "test_tensor_rules.py", "test_traces.py", "test_fallocate.py", "test_memory.py",
     "test_short_memory.py", "test_run.py", "test_averaging.py", "test_buffers.py", "test_weighted.py",
     "test_forms.py", "test_layerwise.py", "test_fp8.py", "test_volumes.py",
-    "test_defaults.py",
+    "test_defaults.py", "test_msync.py",
 ]
 
 
