@@ -2,6 +2,7 @@
 docs/semantics.md promises it "On a network"."""
 
 import os
+import subprocess
 import threading
 import time
 
@@ -158,3 +159,24 @@ def test_calls_that_need_a_shard_wait_for_shard_patience(cluster, how, which):
             shard.resume()
     if how == "stopped":
         eventually(lambda: outcome(mount.contribute, data, 0, "x") == "done", LONG)
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_setting_that_nobody_takes_is_refused_at_its_write(cluster, how):
+    """Shells show no errors of close."""
+    one = cluster(1)
+    create(one, "m", shard_patience=3)
+    mount = one.mount()
+    shard, setting = one.coordinator_shard("m"), mount.model / "control/learning_rate"
+    before = setting.read_text()
+    ends(shard, how)
+    try:
+        done = subprocess.run(["sh", "-c", 'echo 0.5 > "$0"', setting], capture_output=True, text=True, timeout=LONG)
+        assert done.returncode != 0 and done.stderr, done
+        assert setting.read_text() == before
+    finally:
+        if how == "stopped":
+            shard.resume()
+    if how == "stopped":
+        eventually(lambda: outcome(setting.write_text, "0.25\n") == "done", LONG)
+        assert float(setting.read_text()) == 0.25

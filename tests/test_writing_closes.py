@@ -271,6 +271,22 @@ def test_a_truncated_file_that_ends_inside_a_tensor_is_refused(tensors):
     assert mount.version() == 3, "parts, and files that were not truncated"
 
 
+@pytest.mark.parametrize("name", ["gradients", "publish"])
+def test_the_rest_of_a_refused_file_never_counts(start_mount, name):
+    mount = start_mount(size=4 * BLOCK, reducer="assign")
+    ones = np.ones(BLOCK, "<f4")
+    (mount.model / "publish").write_bytes(ones)
+    fd = os.open(mount.model / name, os.O_WRONLY | os.O_TRUNC)
+    for count, offset in ((BLOCK // 3, 0), (BLOCK - BLOCK // 3, BLOCK // 3 * 4)):
+        os.pwrite(fd, 2 * ones[:count], offset)
+        with raises(errno.EINVAL):
+            os.fsync(fd)
+    assert mount.version() == 1 and (array(mount.model / "weights") == 1).all()
+    os.pwrite(fd, 3 * ones, 0)
+    os.close(fd)
+    assert mount.version() == 2 and (array(mount.model / "weights") == 3).all()
+
+
 def test_an_array_of_a_narrower_type_is_refused_by_name(tensors):
     mount = tensors(reducer="sum")
     path = mount.model / "gradients"

@@ -5,6 +5,8 @@
 
 use std::borrow::Cow;
 use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libmodelio::vocabulary::controls::LONGEST;
 
@@ -13,12 +15,54 @@ use crate::session::error::{CallError, CallResult};
 /// The longest text that each piece has checked whole: a page, as in sysfs.
 const SHORT: usize = 4096;
 
+/// Bytes that all drafts of one mount hold at most. Whoever may write a setting may open it many times.
+const MOST: usize = 256 * LONGEST;
+
+/// Bytes that the drafts of one mount hold.
+#[derive(Clone, Debug, Default)]
+pub struct DraftRoom(Arc<AtomicUsize>);
+
+/// What one draft holds of the room, until it is dropped.
+#[derive(Debug, Default)]
+struct Held {
+    room: DraftRoom,
+    bytes: usize,
+}
+
+impl Held {
+    /// Holds so many bytes, if there is room.
+    fn resize(&mut self, bytes: usize) -> bool {
+        let (more, less) = (bytes.saturating_sub(self.bytes), self.bytes.saturating_sub(bytes));
+        let held = self.room.0.fetch_add(more, Ordering::Relaxed) + more;
+        let fits = more == 0 || held <= MOST;
+        self.room.0.fetch_sub(if fits { less } else { more }, Ordering::Relaxed);
+        self.bytes = if fits { bytes } else { self.bytes };
+        fits
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.resize(0);
+    }
+}
+
 /// What was written since the last close that applied something.
 #[derive(Debug, Default)]
 pub struct Draft {
     bytes: Vec<u8>,
     state: State,
     refused: Option<CallError>,
+    held: Held,
+}
+
+/// Why a piece is not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotTaken {
+    /// It does not follow the others, or is too long.
+    Piece,
+    /// All drafts of the mount hold as much as they may.
+    Room,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -31,9 +75,14 @@ enum State {
 }
 
 impl Draft {
+    /// One that takes its bytes of `room`.
+    pub fn of(room: &DraftRoom) -> Draft {
+        Draft { held: Held { room: room.clone(), bytes: 0 }, ..Draft::default() }
+    }
+
     /// The file was truncated to nothing.
     pub fn empty(&mut self) {
-        *self = Draft { state: State::Empty, ..Draft::default() };
+        *self = Draft { state: State::Empty, ..Draft::of(&self.held.room) };
     }
 
     /// Whether a close has something to apply, or a refusal to report.
@@ -49,20 +98,23 @@ impl Draft {
     /// Takes a piece. `present` is the value in force. Returns whether a line, and so maybe the value, ends there.
     ///
     /// # Errors
-    /// In words, if the piece does not follow the others, or is too long.
+    /// If it cannot be taken. Then the others are kept no longer.
     pub fn write(
         &mut self,
         offset: u64,
         data: &[u8],
         present: impl FnOnce() -> String,
-    ) -> Result<bool, &'static str> {
+    ) -> Result<bool, NotTaken> {
         let mut bytes = match self.state {
             _ if offset == 0 => Vec::new(),
             State::Untouched => present().into_bytes(),
             State::Empty | State::Written => mem::take(&mut self.bytes),
         };
         if offset != bytes.len() as u64 || bytes.len() + data.len() > LONGEST {
-            return Err("write the whole value, from its start, in at most 64 KiB");
+            return Err(NotTaken::Piece);
+        }
+        if !self.held.resize(bytes.len() + data.len()) {
+            return Err(NotTaken::Room);
         }
         bytes.extend_from_slice(data);
         (self.bytes, self.state) = (bytes, State::Written);
@@ -92,7 +144,8 @@ impl Draft {
     /// # Errors
     /// The first refusal.
     pub fn take(&mut self) -> Option<CallResult<Vec<u8>>> {
-        let Draft { bytes, state, refused } = mem::take(self);
+        let fresh = Draft::of(&self.held.room);
+        let Draft { bytes, state, refused, .. } = mem::replace(self, fresh);
         match refused {
             Some(error) => Some(Err(error)),
             None => (state != State::Untouched).then_some(Ok(bytes)),
@@ -104,7 +157,7 @@ impl Draft {
 mod tests {
     use super::*;
 
-    fn write(draft: &mut Draft, offset: u64, data: &[u8]) -> Result<Vec<u8>, &'static str> {
+    fn write(draft: &mut Draft, offset: u64, data: &[u8]) -> Result<Vec<u8>, NotTaken> {
         let ends = draft.write(offset, data, || "old\n".to_owned())?;
         assert_eq!(ends, draft.bytes.ends_with(b"\n"));
         Ok(draft.bytes.clone())
@@ -167,6 +220,29 @@ mod tests {
         assert!(write(&mut draft, 2, b"n").is_err(), "in the middle");
         draft.empty();
         assert!(write(&mut draft, 1, b"n").is_err() && write(&mut draft, 0, &[b'x'; LONGEST + 1]).is_err());
+    }
+
+    #[test]
+    fn all_drafts_together_hold_what_they_may() {
+        let room = DraftRoom::default();
+        let (mut drafts, long) = (Vec::new(), vec![b'x'; LONGEST]);
+        for _ in 0..MOST / LONGEST {
+            let mut draft = Draft::of(&room);
+            write(&mut draft, 0, &long).unwrap();
+            write(&mut draft, 0, &long).unwrap();
+            drafts.push(draft);
+        }
+        let mut more = Draft::of(&room);
+        assert_eq!(write(&mut more, 0, b"x"), Err(NotTaken::Room));
+        drafts[0].empty();
+        assert!(write(&mut more, 0, &long).is_ok());
+        assert!(drafts[1].take().is_some());
+        drafts.pop();
+        for draft in &mut drafts[..2] {
+            write(draft, 0, &long).unwrap();
+        }
+        drop((drafts, more));
+        assert_eq!(room.0.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::time::SystemTime;
 use parking_lot::{Mutex, RwLock};
 
 use super::access::Access;
+use super::draft::DraftRoom;
 use super::looked_up::LookedUpNames;
 use super::model_tree::ModelTree;
 use super::node::{File, MAX_MODELS, MapsTo, Node};
@@ -30,6 +31,8 @@ pub struct Fs {
     pub(super) looked_up: LookedUpNames,
     pub(super) one_trace: OneTrace,
     status: StatusSource,
+    /// What is being written to settings.
+    pub(super) drafts: DraftRoom,
 }
 
 /// The place of a model: its index is that of no other as long as the mount lasts, so the kernel never takes an old inode
@@ -57,6 +60,7 @@ impl Fs {
             looked_up: LookedUpNames::default(),
             one_trace: OneTrace::default(),
             status,
+            drafts: DraftRoom::default(),
         };
         models.into_iter().for_each(|model| drop(fs.add(model)));
         fs

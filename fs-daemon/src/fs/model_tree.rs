@@ -27,7 +27,7 @@ pub struct ModelTree {
     /// Header of `tensors/<name>.npy`, by tensor.
     pub npy_headers: Vec<Arc<[u8]>>,
     /// The file `layout`.
-    pub layout: String,
+    pub layout: Arc<str>,
     /// Directories below `tensors/`.
     pub paths: TensorPaths,
     /// The name `tensors` in the kernel.
@@ -46,7 +46,7 @@ impl ModelTree {
             index,
             started: SystemTime::now(),
             npy_headers: tensors.iter().map(|tensor| npy::npy_header(tensor).into()).collect(),
-            layout: layout(tensors),
+            layout: layout(tensors).into(),
             paths: TensorPaths::new(tensors),
             tensors_name: TensorsName::default(),
             publications: Arc::default(),

@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use libmodelio::client::SetError;
 use libmodelio::contributor::Wrote;
+use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::controls::{ControlError, SETTINGS};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::weight::{NoWeight, Weight};
 use parking_lot::Mutex;
 
-use super::draft::Draft;
+use super::draft::{Draft, NotTaken};
 use super::filesystem::Fs;
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
@@ -49,7 +50,7 @@ impl Fs {
             tree: tree.cloned(),
             text: Mutex::new(Arc::from("")),
             seen: AtomicU64::new(u64::MAX),
-            draft: writes.then(Mutex::default),
+            draft: writes.then(|| Mutex::new(Draft::of(&self.drafts))),
         };
         self.read_text(&file, 0)?;
         Ok(file)
@@ -62,7 +63,11 @@ impl Fs {
     /// Fails as [`Self::open_text`] does.
     pub(super) fn read_text(&self, file: &TextFile, offset: u64) -> CallResult<Arc<str>> {
         if offset == 0 {
-            *file.text.lock() = self.render(file)?.into();
+            *file.text.lock() = match (file.node, &file.tree) {
+                // It never changes, and may be long.
+                (Node::Model(_, File::Layout), Some(tree)) => Arc::clone(&tree.layout),
+                _ => self.render(file)?.into(),
+            };
         }
         Ok(Arc::clone(&file.text.lock()))
     }
@@ -78,7 +83,6 @@ impl Fs {
             }
             File::RetainedText(version) => format!("{version}\n"),
             File::Status => text::status(tree, &self.mount_status()),
-            File::Layout => return Ok(tree.layout.to_string()),
             File::LearnerWeight(id) => text::weight(&tree.model, id)?,
             File::LearnerStatus(id) => text::learner_status(&tree.model, id)?,
             File::Error | File::LearnerError(_) => text::error(tree, file)?,
@@ -125,40 +129,43 @@ impl TextFile {
         self.draft.as_ref().is_some_and(|draft| draft.lock().is_written())
     }
 
-    /// Takes a piece of a new value. Whatever ends with a newline must be one. If it contradicts the settings that this
-    /// mount knows, the coordinator knows better: see [`Self::await_settings`].
+    /// Takes a piece of a new value. Whatever ends with a newline must be one, and the coordinator must be there to take it:
+    /// shells show no errors of close. So a setting is asked for: see [`Self::await_settings`].
     ///
     /// # Errors
-    /// EINVAL for a value that does not fit, or a piece that does not follow the others; EBADF for a file not open for
-    /// writing. The next end fails, too.
+    /// EINVAL for a value that does not fit, or a piece that does not follow the others; ENOMEM if drafts hold as much as
+    /// they may; EBADF for a file not open for writing. The next end fails, too.
     pub(super) fn write(&self, offset: u64, data: &[u8]) -> CallResult<Wrote> {
         let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
         let written = draft.write(offset, data, || self.present());
-        let outcome = match written.map_err(|why| self.invalid(why)) {
-            Ok(true) => self.check(&draft.unchecked(data.len())),
-            other => other.map(|_| None),
+        let outcome = match written.map_err(|why| self.not_taken(why)) {
+            Ok(true) => self.check(&draft.unchecked(data.len())).map(|_| match self.node {
+                Node::Model(_, File::Control(_)) => Wrote::Asks,
+                _ => Wrote::Taken,
+            }),
+            other => other.map(|_| Wrote::Taken),
         };
-        match outcome {
-            Ok(None) => Ok(Wrote::Taken),
-            Ok(Some(_)) => Ok(Wrote::Asks),
-            Err(error) => Err(self.refuse(&mut draft, error)),
-        }
+        outcome.map_err(|error| self.refuse(&mut draft, error))
     }
 
     /// Calls `done` when this mount knows the settings of the job that were in force by now, or cannot learn of them.
-    pub fn await_settings(&self, done: impl FnOnce() + Send + 'static) {
-        let Some(tree) = &self.tree else { return done() };
-        tree.model.job.await_controls(tree.model.prompt(), Box::new(move |_| done()));
+    pub fn await_settings(&self, done: impl FnOnce(Result<(), ShardError>) + Send + 'static) {
+        let Some(tree) = &self.tree else { return done(Ok(())) };
+        tree.model.job.await_controls(tree.model.prompt(), Box::new(done));
     }
 
     /// Judges again what was written, whose last `len` bytes are new, after [`Self::await_settings`].
     ///
     /// # Errors
-    /// EINVAL for a value that contradicts a setting. The next end fails, too.
-    pub fn judge(&self, len: usize) -> CallResult<()> {
+    /// EINVAL for a value that contradicts a setting; ETIMEDOUT and EIO when the settings could not be learnt. The next end
+    /// fails, too.
+    pub fn judge(&self, len: usize, known: Result<(), ShardError>) -> CallResult<()> {
         let mut draft = self.draft.as_ref().ok_or_else(not_writable)?.lock();
-        let outcome = self.check(&draft.unchecked(len));
-        outcome.and_then(|why| why.map_or(Ok(()), Err)).map_err(|error| self.refuse(&mut draft, error))
+        let outcome = match known {
+            Ok(()) => self.check(&draft.unchecked(len)).and_then(|why| why.map_or(Ok(()), Err)),
+            Err(error) => Err(self.unanswered(error)),
+        };
+        outcome.map_err(|error| self.refuse(&mut draft, error))
     }
 
     fn refuse(&self, draft: &mut Draft, error: CallError) -> CallError {
@@ -198,7 +205,7 @@ impl TextFile {
                 done(Ok(()));
             }
             Err(SetError::Refused(error)) => done(Err(invalid_value(name, &error.without_name()))),
-            Err(SetError::Unanswered(error)) => done(Err(error.into())),
+            Err(SetError::Unanswered(error)) => done(Err(unanswered(name, error))),
         };
         tree.model.job.set_control(name, value, tree.model.prompt(), Box::new(answer));
     }
@@ -230,13 +237,26 @@ impl TextFile {
         text.unwrap_or_default()
     }
 
-    fn invalid(&self, why: &str) -> CallError {
-        match self.node {
-            Node::Model(_, File::Control(index)) => {
-                invalid_value(SETTINGS.get(index as usize).map_or("", |(name, _)| name), why)
-            }
-            _ => invalid_weight(why),
+    /// The setting that the file is, if it is one.
+    fn setting_name(&self) -> Option<&'static str> {
+        let Node::Model(_, File::Control(index)) = self.node else { return None };
+        SETTINGS.get(index as usize).map(|(name, _)| *name)
+    }
+
+    fn not_taken(&self, why: NotTaken) -> CallError {
+        let piece = "write the whole value, from its start, in at most 64 KiB";
+        match (why, self.setting_name()) {
+            (NotTaken::Piece, Some(name)) => invalid_value(name, piece),
+            (NotTaken::Piece, None) => invalid_weight(piece),
+            (NotTaken::Room, _) => CallError::new(
+                libc::ENOMEM,
+                "too much is being written to settings: close some of them first",
+            ),
         }
+    }
+
+    fn unanswered(&self, error: ShardError) -> CallError {
+        unanswered(self.setting_name().unwrap_or_default(), error)
     }
 
     /// Keeps the reason where its learner's programs find it.
@@ -278,6 +298,12 @@ fn not_writable() -> CallError {
 
 fn invalid_weight(why: &str) -> CallError {
     CallError::new(libc::EINVAL, format!("weight: {why}"))
+}
+
+/// Nobody said whether the setting was changed.
+fn unanswered(name: &str, error: ShardError) -> CallError {
+    let CallError { errno, message, .. } = error.into();
+    CallError::new(errno, format!("control/{name}: {message}"))
 }
 
 fn invalid_value(name: &str, why: &str) -> CallError {

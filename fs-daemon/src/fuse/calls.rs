@@ -190,8 +190,8 @@ impl Calls {
     }
 
     /// Writes, for `by`. `from_mapping`: the kernel writes back pages that a program stored through mmap. The first write of
-    /// a step that only the coordinator knows is answered when that has answered, or a signal ends the wait. So is a setting
-    /// that contradicts others. All else is answered before this returns.
+    /// a step that only the coordinator knows is answered when that has answered, or a signal ends the wait. So is a value of
+    /// a setting. All else is answered before this returns.
     ///
     /// # Errors
     /// Fails as [`OpenFile::write`] does.
@@ -221,8 +221,8 @@ impl Calls {
             (Ok(Wrote::Asks), OpenFile::Text(text)) => {
                 let (of, len) = (Arc::clone(&open), data.len());
                 let done = self.waits.guard(by.tid, Box::new(done), None, |()| {});
-                text.await_settings(move || match &of.file {
-                    OpenFile::Text(text) => done(text.judge(len)),
+                text.await_settings(move |known| match &of.file {
+                    OpenFile::Text(text) => done(text.judge(len, known)),
                     _ => done(Ok(())),
                 });
             }

@@ -300,6 +300,7 @@ impl Contribution {
             contributor.abort();
         }
         self.ended();
+        self.written.lock().refuse_rest(&error);
         self.learner.refusal.note(&error, false);
         error
     }

@@ -165,17 +165,23 @@ impl Publication {
             }
             done(outcome);
         };
-        if let Err(refused) = refused {
-            return answer(Err(refused));
-        }
-        match written.check_narrow(&self.model.layout) {
-            Ok(Some(hint)) if !written.is_truncated() => tracing::warn!(model = self.model.name, "{hint}"),
-            Ok(_) => {}
-            Err(error) => return answer(Err(error)),
-        }
+        let narrow = refused.and_then(|()| written.check_narrow(&self.model.layout));
         let must_be_whole = written.is_truncated() && !is_whole;
-        match self.check(publisher.as_deref(), must_be_whole) {
-            Err(error) => answer(Err(error)),
+        let checked = narrow.and_then(|hint| {
+            if let Some(hint) = hint.filter(|_| !written.is_truncated()) {
+                tracing::warn!(model = self.model.name, "{hint}");
+            }
+            self.check(publisher.as_deref(), must_be_whole)
+        });
+        match checked {
+            Err(error) => {
+                if written.is_truncated() {
+                    let mut rest = self.written.lock();
+                    rest.truncate();
+                    rest.refuse_rest(&error);
+                }
+                answer(Err(error));
+            }
             Ok(()) => match publisher {
                 None => answer(Ok(())),
                 Some(publisher) => {

@@ -18,6 +18,8 @@ pub struct Written {
     run: Run,
     /// The first write that was refused.
     refused: Option<CallError>,
+    /// Why the beginning of this file must not count: what is written is the rest of it.
+    refused_before: Option<CallError>,
 }
 
 /// The form of what was written.
@@ -65,6 +67,9 @@ impl Written {
             }
             Ok(_) if len == 0 => {}
             Ok(_) => {
+                if self.run == Run::Nothing && offset == 0 {
+                    self.refused_before = None;
+                }
                 self.run = match self.run {
                     Run::Nothing if offset == 0 => Run::To(len as u64),
                     Run::To(end) if offset == end => Run::To(end + len as u64),
@@ -79,17 +84,26 @@ impl Written {
         if self.is_pending() { std::mem::take(self) } else { self.clone() }
     }
 
+    /// What was written so far must not count. Of a file that is written as a whole, what comes behind it must not, either.
+    /// Whoever writes at offset 0 next begins another one.
+    pub fn refuse_rest(&mut self, why: &CallError) {
+        if self.truncated {
+            self.refused_before = Some(why.clone());
+        }
+    }
+
     /// The caller has heard of each write that was refused, and goes on without.
     pub fn forget_refused(&mut self) {
         self.refused = None;
     }
 
-    /// The first write that was refused.
+    /// The first write that was refused, or the beginning of the file.
     ///
     /// # Errors
-    /// That of the write.
+    /// That of the write, or of the beginning.
     pub fn check_refused(&self) -> CallResult<()> {
-        self.refused.clone().map_or(Ok(()), Err)
+        let before = self.refused_before.as_ref().filter(|_| self.run != Run::Nothing);
+        self.refused.as_ref().or(before).cloned().map_or(Ok(()), Err)
     }
 
     /// The length of what was written, if that is one run from offset 0.
@@ -126,8 +140,8 @@ impl Written {
             Some(name) => Err(CallError::new(
                 libc::EINVAL,
                 format!(
-                    "{what}, and ends inside tensor {name:?}: that is an array of {types}, convert it to the model's \
-                     type first; nothing of it counts"
+                    "{what}, and ends inside tensor {name:?}: nothing of it counts. If it is an array of {types}, \
+                     convert it to the model's type first"
                 ),
             )),
         }
@@ -206,6 +220,27 @@ mod tests {
         assert_eq!((of.is_pending(), of.check_refused()), (false, Ok(())));
         of.note(0, 0, &Ok(()));
         assert!(!of.is_pending(), "nothing was written");
+    }
+
+    #[test]
+    fn the_rest_of_a_refused_file_never_counts() {
+        let why = CallError::new(libc::EINVAL, "it ends inside a tensor");
+        let mut of = Written::default();
+        of.truncate();
+        of.note(0, 8, &Ok(()));
+        of.end();
+        of.truncate();
+        of.refuse_rest(&why);
+        assert_eq!((of.is_pending(), of.check_refused()), (false, Ok(())), "it was told");
+        let mut again = of.clone();
+        of.note(8, 8, &Ok(()));
+        assert_eq!(of.check_refused(), Err(why.clone()));
+        again.note(0, 8, &Ok(()));
+        assert_eq!(again.check_refused(), Ok(()), "another file");
+        let mut parts = Written::default();
+        parts.refuse_rest(&why);
+        parts.note(8, 8, &Ok(()));
+        assert_eq!(parts.check_refused(), Ok(()), "each part is one of its own");
     }
 
     #[test]

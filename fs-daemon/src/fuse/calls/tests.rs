@@ -106,13 +106,11 @@ impl Mounted {
         let opened = self.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
         let (sender, written) = channel();
         let (by, done) = (Holder { tid: 0, lock: 1 }, Box::new(move |outcome| sender.send(outcome).unwrap()));
-        let (answer, wrote) = channel();
-        self.calls
-            .write(opened.fh, 0, value.as_bytes(), false, by, move |outcome| answer.send(outcome).unwrap());
-        match wrote.try_recv().unwrap() {
-            Ok(()) => self.calls.flush(opened.fh, by, done),
+        let calls = Arc::clone(&self.calls);
+        self.calls.write(opened.fh, 0, value.as_bytes(), false, by, move |outcome| match outcome {
+            Ok(()) => calls.flush(opened.fh, by, done),
             Err(error) => done(Err(error)),
-        }
+        });
         written
     }
 }
@@ -166,6 +164,23 @@ fn a_setting_that_nobody_answers_for_is_no_success() {
     let lost = mounted.set("learning_rate", "0.5");
     mounted.job().shut_down();
     assert_eq!(lost.recv_timeout(PATIENCE).unwrap().unwrap_err().errno, libc::EIO);
+}
+
+#[test]
+fn a_setting_that_nobody_takes_is_refused_at_its_write() {
+    let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
+    let mounted = Mounted::of(layout, &[("timeout", "0.001")]);
+    let _answer = mounted.slow_down();
+    let index = SETTINGS.iter().position(|(known, _)| *known == "learning_rate").unwrap() as u32;
+    let opened = mounted.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
+    let (answer, wrote) = channel();
+    let by = Holder { tid: 0, lock: 1 };
+    mounted.calls.write(opened.fh, 0, b"0.5\n", false, by, move |outcome| answer.send(outcome).unwrap());
+    let error = wrote.recv_timeout(PATIENCE).unwrap().unwrap_err();
+    assert_eq!((error.errno, error.message.contains("control/learning_rate")), (libc::ETIMEDOUT, true));
+    let (answer, closed) = channel();
+    mounted.calls.flush(opened.fh, by, Box::new(move |outcome| answer.send(outcome).unwrap()));
+    assert_eq!(closed.recv_timeout(PATIENCE).unwrap(), Err(error), "the next close says it, too");
 }
 
 #[test]
