@@ -137,6 +137,8 @@ def test_calls_that_need_a_shard_wait_for_shard_patience(cluster, how, which):
     place = mount.join("x")
     data = np.ones(SIZE // 4, "<f4")
     mount.contribute(data, learner="x")
+    # The mount has this version by then.
+    assert array(mount.model / "weights").size == SIZE // 4
     coordinator = one.coordinator_shard("m")
     shard = next(shard for shard in one.shards if (shard is coordinator) == (which == "its coordinator"))
     ends(shard, how)
