@@ -1,7 +1,6 @@
 """A cluster for tests: shards on free ports of 127.0.0.1, models on them, and mounts of those."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -16,22 +15,13 @@ import weakref
 from pathlib import Path
 
 import pytest
-from conftest import LIFETIME, Mount, flags, gradfs_binary, pause
+from conftest import Mount, begin, flags, gradfs_binary, pause
 from patience import HANGS, Limit
 from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
 
 START_DEADLINE = STOP_DEADLINE = HANGS
 # Options of `gradfs up` that belong to the mount; all others are the model's.
 OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "uid", "gid", "umask", "io", "transport", "connections", "metrics", "nbd", "insecure"}
-
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _before_exec():
-    # Both survive exec: an end with ours, and an end at the latest.
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.alarm(LIFETIME)
 
 
 def run(*args, timeout=HANGS):
@@ -51,9 +41,7 @@ class Shard:
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self.command = [str(gradfs_binary()), command, "--listen", listen, *map(str, args)]
         with open(self._scratch / "stdout", "wb") as out, open(self._scratch / "stderr", "wb") as err:
-            self.process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, preexec_fn=_before_exec
-            )
+            self.process = begin(self.command, stdout=out, stderr=err)
         end = time.monotonic() + START_DEADLINE
         while "gradfs: ready" not in self.stdout():
             if self.process.poll() is not None or time.monotonic() > end:
@@ -259,7 +247,7 @@ class Cluster:
             raise troubles[0]
 
 
-def mounted_over_network(shards, *args, size=None, model=None, root=None, env=None, lifetime=LIFETIME, **options):
+def mounted_over_network(shards, *args, size=None, model=None, root=None, env=None, **options):
     """A mount as `gradfs up` with these options would be, of models on so many shards that end with it."""
     cluster = Cluster(shards)
     try:
@@ -277,7 +265,7 @@ def mounted_over_network(shards, *args, size=None, model=None, root=None, env=No
         names = [names] if isinstance(names, str) else names or [path.stem for path in files] or ["model"]
         for name, file in zip(names, files or [None]):
             cluster.create(name, size=size, model=file, **options)
-        return cluster.mount(models=names, root=root, env=env, lifetime=lifetime, **mine)
+        return cluster.mount(models=names, root=root, env=env, **mine)
     except BaseException:
         cluster.clean_up()
         raise

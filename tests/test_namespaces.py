@@ -16,7 +16,7 @@ import json, struct
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from conftest import Mount
 ONE = struct.pack('<f', 1.0)
-mount = Mount(size={4 * BLOCK}, block_size={BLOCK}, lifetime=40, reducer=sys.argv[1])
+mount = Mount(size={4 * BLOCK}, block_size={BLOCK}, reducer=sys.argv[1])
 print(mount.model)
 """
 
