@@ -222,8 +222,8 @@ while not os.path.exists(sys.argv[1]):
     with open(os.environ["GRADFS_LEARNER"] + "/gradients", "wb") as file:
         file.write(bytes(SIZE))
     # One write(2) each, so that lines of two processes do not mix.
-    os.write(1, b"step\n")
-    os.write(2, b"error\n")
+    os.write(1, b"step\\n")
+    os.write(2, b"error\\n")
 """.replace("SIZE", str(SIZE))
 
 
