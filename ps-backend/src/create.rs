@@ -16,6 +16,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Kept, Message, ModelRecord, Moved, RecordError, ShardRecord};
 
 use libmodelio::vocabulary::controls::Controls;
+use serde_json::{Map, Value};
 
 use self::placing::{Candidate, choose};
 use crate::core::JobRecord;
@@ -163,7 +164,10 @@ fn ask(shards: Vec<ShardRecord>) -> Vec<Candidate> {
         let until = Instant::now() + ASKED;
         let mut peer = AdminPeer::connect(&shard.address, until).ok()?;
         match peer.request(&Message::Status, &[], until).ok()? {
-            (Message::Text, status) => serde_json::from_slice(&status).ok(),
+            (Message::Text, status) => {
+                let status: Map<String, Value> = serde_json::from_slice(&status).ok()?;
+                serde_json::from_value(Value::Object(status)).ok()
+            }
             _ => None,
         }
     };

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::{RegistryError, RemoteRegistry};
 use libmodelio::wire::Message;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::config::endpoint::Endpoint;
 use crate::error::Error;
@@ -96,10 +96,17 @@ fn ask_all<'a>(at: impl Iterator<Item = &'a str>) -> Vec<Result<Value, String>> 
 
 fn ask_until(at: &str, until: Instant) -> Result<Value, String> {
     match request(at, &Message::Status, until) {
-        Ok((Message::Text, text)) => serde_json::from_slice(&text).map_err(|error| error.to_string()),
+        Ok((Message::Text, text)) => status_in(&text),
         Ok((other, _)) => Err(format!("it answers with {}", other.name())),
         Err(error) => Err(error.to_string()),
     }
+}
+
+/// The status in a shard's answer, which is an object. Whoever asks completes it.
+fn status_in(text: &[u8]) -> Result<Value, String> {
+    let status: Map<String, Value> =
+        serde_json::from_slice(text).map_err(|error| format!("its answer is no status: {error}"))?;
+    Ok(Value::Object(status))
 }
 
 #[cfg(test)]
@@ -107,6 +114,15 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
+
+    #[test]
+    fn an_answer_that_is_no_status_is_an_error() {
+        assert!(status_in(br#"{"shard":1}"#).is_ok_and(|status| status["shard"] == 1));
+        for text in ["[1,2]", "7", "null", "\"a\"", "", "no json"] {
+            let why = status_in(text.as_bytes()).unwrap_err();
+            assert!(why.starts_with("its answer is no status"), "{why}");
+        }
+    }
 
     #[test]
     fn a_shard_that_does_not_answer_holds_up_no_other_one() {

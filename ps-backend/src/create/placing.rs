@@ -20,7 +20,6 @@ pub struct Standing {
     #[serde(default)]
     pub memory_available: Option<u64>,
     /// Its partitions.
-    #[serde(default)]
     pub models: Vec<Held>,
 }
 
@@ -51,9 +50,10 @@ impl Candidate {
     }
 }
 
-/// The shards for a model that takes `needed` bytes on all of them together: `wanted`, or as many as have room for
-/// their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order.
-/// Where too few have room, shards without room are among the chosen ones, and say so when they are asked.
+/// The shards for a model that takes `needed` bytes on all of them together: `wanted`, or as many as answer and have room
+/// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order.
+/// Where too few have room, shards without room are among the chosen ones, and say so when they are asked. So are those
+/// that do not answer, where no others can take the model.
 pub fn choose(
     mut candidates: Vec<Candidate>,
     wanted: Option<usize>,
@@ -63,7 +63,8 @@ pub fn choose(
     let part = |shards: usize| needed.div_ceil(shards.max(1) as u64);
     let all = candidates.len().min(most);
     let fits = |shards: &usize| {
-        candidates.iter().filter(|candidate| candidate.has_room(part(*shards))).count() >= *shards
+        let can_take = |one: &&Candidate| one.standing.is_some() && one.has_room(part(*shards));
+        candidates.iter().filter(can_take).count() >= *shards
     };
     let shards = wanted.unwrap_or_else(|| (1..=all).rev().find(fits).unwrap_or(all)).min(all);
     candidates.sort_by_key(|candidate| (!candidate.has_room(part(shards)), candidate.load()));
@@ -124,6 +125,9 @@ mod tests {
     fn a_shard_that_does_not_answer_comes_last() {
         let shards = [silent(1), shard(2, 100, &[90])];
         assert_eq!(chosen(&shards, Some(1), 9, 10), [2]);
-        assert_eq!(chosen(&shards, None, 9, 10), [2, 1], "it may answer yet");
+        assert_eq!(chosen(&shards, None, 9, 10), [2], "the other one can take the model");
+        assert_eq!(chosen(&shards, Some(2), 9, 10), [2, 1], "it may answer yet");
+        assert_eq!(chosen(&shards, None, 9, 1_000), [1, 2], "none has room: they say so");
+        assert_eq!(chosen(&shards[..1], None, 9, 10), [1], "there is no other");
     }
 }

@@ -2,16 +2,21 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use libmodelio::registry::Registry as _;
-use serde_json::{Value, json};
+use libmodelio::vocabulary::ids::ShardId;
+use serde_json::{Map, Value, json};
 
-use super::super::{ask, deadline, jobs, registry, registry_error};
+use super::super::{ask_until, deadline, jobs, registry, registry_error};
 use super::learners;
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
 use crate::error::Error;
 use crate::mountpoint;
 use crate::shown::shown_within;
+
+/// The time for a coordinator to say what learners it has. The mount itself names it as away after as long.
+const ANSWERS: Duration = Duration::from_secs(2);
 
 /// The text to print about a mount, or about the model that `path` is in, and whether a job is in trouble.
 pub fn status(path: &Path, as_json: bool) -> Result<(String, bool), Error> {
@@ -35,7 +40,9 @@ pub fn status(path: &Path, as_json: bool) -> Result<(String, bool), Error> {
             Err(_) if rest.iter().next().is_none() && is_gone(&mount, &name) => continue,
             Err(error) => return Err(failed(&path, error)),
         };
-        models.push(serde_json::from_str(&text).map_err(|error| failed(&path, error.into()))?);
+        let status: Map<String, Value> =
+            serde_json::from_str(&text).map_err(|error| failed(&path, error.into()))?;
+        models.push(Value::Object(status));
     }
     // A coordinator that does not answer holds up no other model.
     std::thread::scope(|scope| {
@@ -72,18 +79,34 @@ fn complete(model: &mut Value) -> Result<(), Error> {
     let shards = table.shards(deadline()).map_err(failed)?;
     let gone = || Error::new(format!("shard {coordinator}, which coordinates {name}, is not announced"));
     let shard = shards.iter().find(|shard| shard.shard == coordinator).ok_or_else(gone)?;
-    let status = ask(&shard.address).map_err(Error::new)?;
+    if let Some(because) = known_away(model, coordinator) {
+        let why = format!("the mount cannot reach shard {coordinator}, which coordinates {name}: {because}");
+        return Err(Error::new(why));
+    }
+    let status = ask_until(&shard.address, Instant::now() + ANSWERS).map_err(Error::new)?;
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let of_model = list(&status["models"]).into_iter().find(|one| one["name"] == json!(name));
     let known = of_model.map(|model| list(&model["coordinator"]["learners"])).unwrap_or_default();
-    let Some(learners) = model["learners"].as_array_mut() else { return Ok(()) };
-    for mut learner in known {
+    add_others(model, known);
+    Ok(())
+}
+
+/// Why the mount waits for this shard, if it does: whoever asks the shard would wait, too.
+fn known_away(model: &Value, coordinator: ShardId) -> Option<&str> {
+    let is_it = |shard: &&Value| shard["id"] == json!(coordinator.0);
+    let shard = model["waits_for_shards"].as_array()?.iter().find(is_it)?;
+    Some(shard["because"].as_str().unwrap_or("it does not answer"))
+}
+
+/// Adds the learners that a coordinator knows of, and this mount does not have. What is no learner is passed over.
+fn add_others(model: &mut Value, known: Vec<Value>) {
+    let Some(learners) = model["learners"].as_array_mut() else { return };
+    for mut learner in known.into_iter().filter(Value::is_object) {
         learner["id"] = learner["name"].take();
         if !learners.iter().any(|own| own["id"] == learner["id"]) {
             learners.push(learner);
         }
     }
-    Ok(())
 }
 
 fn for_people(model: &Value, mount: &Path) -> String {
@@ -123,4 +146,24 @@ fn for_people(model: &Value, mount: &Path) -> String {
         let _ = writeln!(text, "  learners of other mounts are not known: {why}");
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_coordinator_that_the_mount_waits_for_is_not_asked() {
+        let model =
+            json!({ "waits_for_shards": [{ "id": 2, "address": "node2:7070", "because": "silent" }] });
+        assert_eq!([1, 2].map(|shard| known_away(&model, ShardId(shard))), [None, Some("silent")]);
+        assert_eq!(known_away(&json!({ "waits_for_shards": null }), ShardId(2)), None);
+    }
+
+    #[test]
+    fn learners_of_others_are_added_and_what_is_no_learner_is_passed_over() {
+        let mut model = json!({ "learners": [{ "id": "a" }] });
+        add_others(&mut model, vec![json!([1]), json!(7), json!({ "name": "a" }), json!({ "name": "b" })]);
+        assert_eq!(model["learners"], json!([{ "id": "a" }, { "id": "b", "name": null }]));
+    }
 }
