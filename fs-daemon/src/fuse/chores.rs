@@ -52,7 +52,10 @@ impl Started {
                 if checked.elapsed() >= CHECK_INTERVAL {
                     checked = Instant::now();
                     calls.fs.drop_leftovers(&*kernel);
-                    calls.fs.trees().iter().for_each(|tree| tree.model.times.sample(&tree.model.job));
+                    for tree in calls.fs.trees() {
+                        tree.model.times.sample(&tree.model.job);
+                        tree.model.learners().iter().for_each(|learner| learner.report_progress());
+                    }
                     wait_log.check(calls.fs.shown().iter().map(|tree| &*tree.model));
                 }
             }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use libmodelio::bytes::available;
@@ -62,6 +62,8 @@ pub struct Learner {
     /// A hint was logged that what was written may not be what was meant.
     has_hint: AtomicBool,
     users: Mutex<Users>,
+    /// Bytes of its open contribution when the job was last told that it goes on.
+    told_bytes: AtomicU64,
 }
 
 /// The users of a learner, which keep it attached to its job.
@@ -122,6 +124,7 @@ impl Learner {
             is_guest: AtomicBool::new(false),
             has_hint: AtomicBool::new(false),
             users: Mutex::default(),
+            told_bytes: AtomicU64::new(0),
         }
     }
 
@@ -174,7 +177,7 @@ impl Learner {
     /// Logs, once, that what was written may not be what was meant.
     pub(super) fn hints(&self, what: &str) {
         if !self.has_hint.swap(true, Ordering::Relaxed) {
-            tracing::warn!(learner = self.name, "{what}");
+            tracing::warn!(model = self.job.model(), learner = self.name, "{what}");
         }
     }
 
@@ -250,6 +253,15 @@ impl Learner {
     /// Whether it has users whose end nobody will see.
     pub fn has_unseen_users(&self) -> bool {
         self.users.lock().unseen
+    }
+
+    /// Tells the job that the open contribution has more bytes than at the last call, if so. The job hears of the first
+    /// write by itself. To be called several times a second.
+    pub fn report_progress(&self) {
+        let bytes = self.contributor.open_bytes();
+        if self.told_bytes.swap(bytes, Ordering::Relaxed) < bytes {
+            self.job.touch(self.id, None);
+        }
     }
 
     /// Tells the job whether the learner is used.

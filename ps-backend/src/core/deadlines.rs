@@ -129,7 +129,10 @@ impl<S: Clone> JobCore<S> {
             self.take_back(learner, actions);
         }
         for learner in alive {
-            self.touch(learner, None, now);
+            if let Some(member) = self.members.get_mut(&learner) {
+                member.last_seen = now;
+                member.progress.counts(now);
+            }
         }
     }
 }

@@ -41,7 +41,10 @@ impl<S: Clone> JobCore<S> {
     /// begin anew.
     pub fn taken_over(&mut self, now: Now) {
         self.stall = None;
-        self.members.values_mut().for_each(|member| member.last_seen = now);
+        for member in self.members.values_mut() {
+            member.last_seen = now;
+            member.progress.counts(now);
+        }
     }
 
     /// Checks that this is the state of a held job with `blocks` blocks and `tensors` tensors. State from another

@@ -29,6 +29,9 @@ pub(super) struct Member {
     /// The newest version when it joined.
     pub(super) joined_with: Version,
     pub(super) last_seen: Now,
+    /// How it gets on with its contributions. Another coordinator has it begin anew.
+    #[serde(skip)]
+    pub(super) progress: Progress,
     /// Whether a living process is known to use it.
     pub(super) attached: bool,
     /// When its last process exited. None if a process uses it, or none is known.
@@ -42,6 +45,38 @@ pub(super) struct Member {
     /// The number of committed steps, counted from the slowest learner's pace when it joined.
     pub(super) pace: u64,
     pub(super) phase: Phase,
+}
+
+/// What a learner does that others wait for. Opening and closing files is nothing of that, nor is what it takes back.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// Its last progress.
+    pub(super) at: Now,
+    /// It has taken back a contribution to the step that comes: what it writes next is no progress before it counts.
+    took_back: bool,
+}
+
+impl Progress {
+    pub(super) fn since(at: Now) -> Progress {
+        Progress { at, took_back: false }
+    }
+
+    /// A contribution is part of a version, or the learner has waited for others.
+    pub(super) fn counts(&mut self, now: Now) {
+        *self = Progress::since(now);
+    }
+
+    /// Bytes of a contribution came, or its commit.
+    pub(super) fn writes(&mut self, now: Now) {
+        if !self.took_back {
+            self.at = now;
+        }
+    }
+
+    /// A contribution was taken back, or refused.
+    pub(super) fn takes_back(&mut self) {
+        self.took_back = true;
+    }
 }
 
 impl Member {

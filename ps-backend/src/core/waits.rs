@@ -86,8 +86,8 @@ impl<S: Clone> JobCore<S> {
         (late != WaitedFor::default()).then_some((wait.since, late))
     }
 
-    /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live,
-    /// if another learner has been waiting for them for as long as patience lasts.
+    /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live and
+    /// have made no progress, if another learner has been waiting for them for as long as patience lasts.
     pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         let [lease, patience] = [self.controls.lease, self.controls.patience];
         let lasted =
@@ -96,7 +96,7 @@ impl<S: Clone> JobCore<S> {
         let stalled = self.formed && self.stall.is_some_and(is_over);
         let why = |learner: LearnerId, member: &Member| match member.attached {
             true => {
-                let is_over = stalled && lasted(member.last_seen, now, patience);
+                let is_over = stalled && lasted(member.progress.at, now, patience);
                 (is_over && self.holds_up(learner, member)).then_some(LeaveReason::PatienceOver)
             }
             false => lasted(member.last_seen, now, lease).then_some(LeaveReason::LeaseExpired),

@@ -218,6 +218,41 @@ fn a_silent_learner_leaves_when_it_has_been_waited_for() {
 }
 
 #[test]
+fn patience_ends_for_a_learner_that_contributes_nothing_whatever_else_it_does() {
+    for busy in ["opens and closes", "takes back", "takes back and goes on", "writes on"] {
+        let mut sim = Sim::new(&[("patience", "4"), ("learners", "2")]);
+        let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
+        for id in ids {
+            sim.core.touch(id.0, Some(Attached::Yes), sim.now);
+        }
+        everything(&mut sim, ids[0], true);
+        if busy == "writes on" {
+            open(&mut sim, ids[1]);
+        }
+        for _ in 0..10 {
+            sim.tick(500);
+            if !sim.left.is_empty() {
+                break;
+            }
+            match busy {
+                "opens and closes" => sim.core.touch(ids[1].0, Some(Attached::Yes), sim.now),
+                "writes on" => sim.core.touch(ids[1].0, None, sim.now),
+                _ => {
+                    sim.abort(ids[1].0);
+                    open(&mut sim, ids[1]);
+                    sim.core.touch(ids[1].0, None, sim.now);
+                    if busy == "takes back" {
+                        sim.abort(ids[1].0);
+                    }
+                }
+            }
+        }
+        let left = [(ids[1].0, LeaveReason::PatienceOver)];
+        assert_eq!(sim.left, if busy == "writes on" { &left[..0] } else { &left[..] }, "{busy}");
+    }
+}
+
+#[test]
 fn others_wait_for_a_living_process_beyond_the_lease_and_for_nobody_else() {
     let mut sim = Sim::new(&[("lease", "1"), ("patience", "600"), ("learners", "3")]);
     let ids = ["a", "b", "c"].map(|name| sim.join(name).unwrap());
