@@ -208,6 +208,15 @@ impl OpenFile {
         }
     }
 
+    /// The name of the model that it is written to, or whose setting it is.
+    pub fn written_model(&self) -> Option<&str> {
+        let tree = match self {
+            OpenFile::Text(text) => text.tree(),
+            other => other.written_tree(),
+        };
+        tree.map(|tree| tree.model.name.as_str())
+    }
+
     /// The version whose bytes it reads.
     pub fn shown_version(&self) -> Option<Version> {
         match self {

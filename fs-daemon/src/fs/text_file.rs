@@ -101,6 +101,11 @@ impl TextFile {
         }
     }
 
+    /// The file's model, if it is of one.
+    pub(super) fn tree(&self) -> Option<&Arc<ModelTree>> {
+        self.tree.as_ref()
+    }
+
     /// Whether a read would show another version than the last one did.
     pub fn has_news(&self) -> bool {
         let seen = Version(self.seen.load(Ordering::Relaxed));

@@ -98,6 +98,7 @@ impl Calls {
 /// Ends or drops what was left unfinished in a file whose last descriptor is gone; `settling` is dropped after it.
 pub(super) fn settle(open: Arc<ProgramFile>, settling: Settling) {
     let Some(users) = open.users.as_ref().map(|users| users.processes()) else { return };
+    let model = open.file.written_model().map(str::to_owned);
     let settle = move || {
         let violent = users
             .iter()
@@ -110,13 +111,13 @@ pub(super) fn settle(open: Arc<ProgramFile>, settling: Settling) {
     };
     // Rare, short, and not to hold up the other chores.
     if let Err(error) = std::thread::Builder::new().name("gradfs-settle".into()).spawn(settle) {
-        tracing::error!(%error, "cannot settle a contribution left open; its lease will");
+        tracing::error!(model, %error, "cannot settle a contribution left open; its lease will");
     }
 }
 
 /// A violent end has left it: nothing of it counts.
 fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
-    let model = file.written_tree().map(|tree| tree.model.name.as_str());
+    let model = file.written_model();
     let OpenFile::Contribution { contribution, .. } = file else {
         return tracing::warn!(model, pid, "{exit} while it wrote weights or a setting: nothing has changed");
     };
@@ -138,7 +139,7 @@ fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
 fn end_unfinished(open: Arc<ProgramFile>, settling: Settling) {
     let of_report = Arc::clone(&open);
     let report = move |outcome: CallResult<()>| {
-        let model = of_report.file.written_tree().map(|tree| tree.model.name.as_str());
+        let model = of_report.file.written_model();
         match (&of_report.file, outcome) {
             (OpenFile::Contribution { contribution, .. }, outcome) => {
                 let learner = contribution.learner();

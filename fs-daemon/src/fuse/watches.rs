@@ -107,6 +107,8 @@ impl Watches {
         learner.has_unseen_user();
         if !self.warned_of_strangers.swap(true, Ordering::Relaxed) {
             tracing::warn!(
+                model = model.name,
+                learner = learner.name,
                 "a learner runs in a PID namespace that this daemon cannot see: if it is killed, what it has \
                  written by then counts. Start gradfs in a namespace that contains its learners"
             );
