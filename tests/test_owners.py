@@ -135,6 +135,45 @@ def test_whoever_only_reads_stops_no_training(mounted, name):
     assert as_user("os.open(path, os.O_RDONLY)", mount.model / "weights") == 0, "they are closed"
 
 
+LOOK = """\
+import ctypes, os, sys
+path, flags, held = sys.argv[1], int(sys.argv[2]), []
+libc = ctypes.CDLL(None)
+watches = libc.inotify_init()
+for version in sys.stdin:
+    name = path.format(version=version.strip())
+    held.append(os.open(name, flags) if flags >= 0 else libc.inotify_add_watch(watches, name.encode(), 2))
+    print(held[-1] >= 0, flush=True)
+try:
+    if flags >= 0:
+        os.open("weights.npy" if "tensors" in path else f"/proc/self/fd/{held[0]}", os.O_RDONLY, dir_fd=held[0])
+except OSError as error:
+    print(error.errno)
+"""
+
+
+@pytest.mark.parametrize(
+    "name, flags",
+    [("tensors", os.O_RDONLY), ("tensors", os.O_PATH), ("versions/{version}", os.O_RDONLY), ("weights", os.O_PATH), ("weights", -1)],
+    ids=["directory", "directory-path", "directory-of-a-version", "path", "watch"],
+)
+def test_whoever_only_reads_stops_no_training__by_names_and_directories(mounted, name, flags):
+    """A user who may only read keeps what is no open file of each version. With flags of -1 that is a watch."""
+    mount = mounted(max_versions=3, timeout=20)
+    mount.join("a")
+    command = [sys.executable, "-c", LOOK, mount.model / name, str(flags)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", text=True, **pipes) as reader:
+        for step in range(1, 20):
+            mount.contribute(f32(1), learner="a")
+            assert array(mount.place("a") / "weights")[0] == step
+            print(mount.version(), file=reader.stdin, flush=True)
+            assert reader.stdout.readline() == "True\n"
+        rest = reader.communicate(timeout=60)[0].split()
+    # A directory of a version can be opened for as long as the kernel knows it: it holds no bytes.
+    assert rest == ([str(errno.ESTALE)] if name != "versions/{version}" and flags >= 0 else [])
+
+
 def test_a_user_has_half_of_the_learners(mounted):
     """Users who are not the owner leave places to others, unless the job waits for more learners of theirs."""
     mount = mounted(umask="000", max_learners=6)

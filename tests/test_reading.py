@@ -1,5 +1,6 @@
 """Reading: what docs/semantics.md promises of `weights` and its other forms, each with and without passthrough."""
 
+import ctypes
 import errno
 import mmap
 import os
@@ -89,6 +90,35 @@ def test_mapping_outlives_its_descriptor(mounted):
     mount.contribute(ones)
     # Nobody has it now, so its memory is used again.
     eventually(lambda: 1 not in mount.status()["versions_in_memory"])
+
+
+def test_mapping_outlives_its_descriptor__and_all_its_duplicates(mounted):
+    """A program maps each version and closes it. Python's own mapping would keep a duplicate of the descriptor."""
+    mount, libc = mounted(max_versions=4), ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    mount.join("a")
+    mapped, refused = {}, 0
+    for version in range(24):
+        try:
+            fd = os.open(mount.model / "weights", os.O_RDONLY)
+        except OSError as error:
+            assert error.errno == errno.ENOMEM
+            refused += 1
+        else:
+            mapped[version] = libc.mmap(None, SIZE, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+            os.close(fd)
+            assert mapped[version] != ctypes.c_void_p(-1).value
+        mount.contribute(filled(mount, 1), learner="a")
+        mount.wait_for_version(version + 1)
+        for of, place in mapped.items():
+            weights = np.ctypeslib.as_array((ctypes.c_float * (SIZE // 4)).from_address(place))
+            assert only_version(weights) == of
+    assert len(mapped) >= 4 and refused >= 16, "training goes on, and all that is mapped stays"
+    for place in mapped.values():
+        libc.munmap(place, SIZE)
+    eventually(lambda: len(mount.status()["versions_in_memory"]) <= 2)
 
 
 def test_held_versions_bound_the_memory(mounted):

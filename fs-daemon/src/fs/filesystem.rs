@@ -7,6 +7,7 @@ use std::time::SystemTime;
 use parking_lot::{Mutex, RwLock};
 
 use super::access::Access;
+use super::bypassed::Bypassed;
 use super::draft::DraftRoom;
 use super::looked_up::LookedUpNames;
 use super::model_tree::ModelTree;
@@ -29,6 +30,7 @@ pub struct Fs {
     pub(super) access: Access,
     pub(super) started: SystemTime,
     pub(super) looked_up: LookedUpNames,
+    pub(super) bypassed: Bypassed,
     pub(super) one_trace: OneTrace,
     status: StatusSource,
     /// What is being written to settings.
@@ -58,6 +60,7 @@ impl Fs {
             access,
             started: SystemTime::now(),
             looked_up: LookedUpNames::default(),
+            bypassed: Bypassed::default(),
             one_trace: OneTrace::default(),
             status,
             drafts: DraftRoom::default(),
@@ -167,8 +170,12 @@ impl Fs {
             && let Some(version) = file.version()
         {
             self.looked_up.forgotten(index, version, ino, count);
-            if let (Some(version), Ok(tree)) = (file.pins(), self.tree(index)) {
-                tree.model.job.unpin(version, count);
+            let Ok(tree) = self.tree(index) else { return };
+            if file.is_flat() && self.bypassed.forgotten(ino, count) {
+                tree.model.job.unmap_version(version);
+            }
+            if let Some(version) = file.names() {
+                tree.model.job.forget(version, count);
             }
         }
     }

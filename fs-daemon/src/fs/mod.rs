@@ -16,6 +16,7 @@ pub mod open_file;
 pub mod text;
 pub mod text_file;
 
+mod bypassed;
 mod draft;
 mod looked_up;
 mod paths;

@@ -39,13 +39,13 @@ type Names<'a> = Box<dyn Iterator<Item = (String, Node)> + 'a>;
 const MAX_NAME: usize = 255;
 
 impl Fs {
-    /// The inode that `name` in `parent` leads to now. Inodes of versions are pinned: each success is to
-    /// be followed by a [`Fs::forget`] in the end.
+    /// The inode that `name` in `parent` leads to now. The kernel knows one more name of its version then: each success is
+    /// to be followed by a [`Fs::forget`] in the end.
     ///
     /// # Errors
     /// ENOENT; ESTALE in `tensors/` of a version that has gone, so that the kernel looks `tensors` up and tries again.
     pub fn lookup(&self, parent: u64, name: &OsStr) -> CallResult<Attributes> {
-        self.lookup_by(parent, name, |node| self.pin(node))
+        self.lookup_by(parent, name, |node| self.note(node))
     }
 
     /// The same for names of a learner that was dropped, as one of its programs sees them: its directory is there with the
@@ -73,21 +73,21 @@ impl Fs {
         has_used(model, id).then(|| self.attributes(Node::Model(index, file).ino()))
     }
 
-    /// Like [`Self::lookup`], but `pin` pins versions, as [`Self::pin`] does. They may have gone by then.
+    /// Like [`Self::lookup`], but `note` notes names of versions, as [`Self::note`] does. They may have gone by then.
     pub(crate) fn lookup_by(
         &self,
         parent: u64,
         name: &OsStr,
-        pin: impl Fn(Node) -> CallResult<Option<bool>>,
+        note: impl Fn(Node) -> CallResult<Option<bool>>,
     ) -> CallResult<Attributes> {
         if name.len() > MAX_NAME {
             return Err(too_long(name, MAX_NAME));
         }
         let name = name.to_str().ok_or_else(CallError::not_found)?;
         let mut node = self.named(parent, name)?;
-        let pinned = loop {
-            if let Some(pinned) = pin(node)? {
-                break pinned;
+        let noted = loop {
+            if let Some(noted) = note(node)? {
+                break noted;
             }
             // The version has gone since. A name of the newest one leads to another one now.
             match self.named(parent, name)? {
@@ -96,7 +96,7 @@ impl Fs {
             }
         };
         let attributes = self.attributes(node.ino()).map_err(|_| {
-            if pinned {
+            if noted {
                 self.forget(node.ino(), 1);
             }
             gone(node)
@@ -136,11 +136,15 @@ impl Fs {
         }
     }
 
-    /// Pins the version that an inode shows, if it shows one; `None` if that has gone.
-    pub(crate) fn pin(&self, node: Node) -> CallResult<Option<bool>> {
+    /// Notes that the kernel knows a name of the version that an inode shows, if it shows one; `None` if that has gone.
+    pub(crate) fn note(&self, node: Node) -> CallResult<Option<bool>> {
         let Node::Model(index, file) = node else { return Ok(Some(false)) };
-        let Some(version) = file.pins() else { return Ok(Some(false)) };
-        Ok(self.tree(index)?.model.job.pin(version).then_some(true))
+        let Some(version) = file.names() else { return Ok(Some(false)) };
+        let noted = self.tree(index)?.model.job.look_up(version);
+        if noted && self.passthrough && file.is_flat() {
+            self.bypassed.looked_up(node.ino());
+        }
+        Ok(noted.then_some(true))
     }
 
     /// Names in a directory, `.` and `..` first, from the one at `from` on: to `each` until that is false.

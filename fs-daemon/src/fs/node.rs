@@ -222,13 +222,19 @@ impl File {
         }
     }
 
-    /// The version that the kernel's interest in this inode keeps from being recycled. A tensor has no need of that:
-    /// while its name is known its directory keeps the version, and while it is open or mapped its handle does.
-    pub fn pins(self) -> Option<Version> {
+    /// The version that a name of this inode keeps until its buffer is needed: so an open finds what its lookup has found.
+    /// A tensor has no need of that: while its name is known its directory keeps the version, and while it is open or
+    /// mapped its handle does.
+    pub fn names(self) -> Option<Version> {
         match self {
             File::Tensor(..) | File::RetainedTensor(..) => None,
             file => file.version(),
         }
+    }
+
+    /// Whether the file's bytes are those of a version's memory: the kernel can read and map that itself.
+    pub fn is_flat(self) -> bool {
+        matches!(self, File::Weights(_) | File::RetainedWeights(_) | File::LearnerWeights(..))
     }
 
     /// If the file is `gradients`: what mappings of this inode lead to.

@@ -278,7 +278,8 @@ impl Fs {
                     None => reader,
                 };
                 // Passthrough has no offset: only the flat file is the memory itself.
-                let way = if self.passthrough { Way::Bypass(reader.region().clone()) } else { Way::Cached };
+                let bypasses = self.bypasses(request, tree, version);
+                let way = if bypasses { Way::Bypass(reader.region().clone()) } else { Way::Cached };
                 Ok((OpenFile::Version(VersionFile { reader, header: Arc::new([]), bytes: all }), way))
             }
             File::Safetensors(version) | File::RetainedSafetensors(version) => {
@@ -323,6 +324,11 @@ impl Fs {
         }
     }
 
+    /// Whether opens of this inode of `version`, which the caller has open, bypass the daemon.
+    fn bypasses(&self, request: &OpenRequest, tree: &ModelTree, version: Version) -> bool {
+        self.passthrough && self.bypassed.opened(request.ino(), || tree.model.job.map_version(version))
+    }
+
     fn open_text_of(&self, request: &OpenRequest) -> CallResult<(OpenFile, Way)> {
         let text = self.open_text(request.node, request.tree.as_ref(), request.writes)?;
         Ok((OpenFile::Text(text), Way::Direct))
@@ -343,7 +349,8 @@ impl Fs {
         let shown = Reader::open(&tree.model.job, version).ok_or_else(stale)?;
         // The same inode may be open for reading with passthrough; the kernel wants all opens of it to
         // name the same memory. Being write-only, this one cannot be mapped.
-        let way = if self.passthrough { Way::MapBypass(shown.region().clone()) } else { Way::Direct };
+        let bypasses = self.bypasses(request, tree, version);
+        let way = if bypasses { Way::MapBypass(shown.region().clone()) } else { Way::Direct };
         let tree = Arc::clone(tree);
         Ok((OpenFile::Publication { tree, publication, _keeps: Box::new(shown) }, way))
     }

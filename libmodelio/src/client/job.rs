@@ -244,6 +244,17 @@ impl Job {
         self.shared.unpin(version, count);
     }
 
+    /// The kernel learns one more name of `version`, which keeps the version until its buffer is needed, or
+    /// [`Self::forget`]. False if the version is gone.
+    pub fn look_up(&self, version: Version) -> bool {
+        self.shared.inner.lock().versions.look_up(version)
+    }
+
+    /// The kernel has forgotten `count` names of `version`.
+    pub fn forget(&self, version: Version, count: u64) {
+        self.shared.lets_go(version, |versions| versions.forget(version, count));
+    }
+
     /// Pins `version` for a program that opens it, until [`Self::close_version`]. False if the version is gone.
     pub fn open_version(&self, version: Version) -> bool {
         self.shared.inner.lock().versions.open(version)
@@ -255,11 +266,24 @@ impl Job {
         self.shared.unpin(version, 1);
     }
 
+    /// The kernel opens one more file of `version` past this process: it may be mapped until [`Self::unmap_version`], and
+    /// keeps the version as an open one does. False if the version is gone, or programs hold too many others.
+    pub fn map_version(&self, version: Version) -> bool {
+        let mut inner = self.shared.inner.lock();
+        let most = inner.most_held();
+        inner.versions.map(version, most)
+    }
+
+    /// The kernel knows such a file no more.
+    pub fn unmap_version(&self, version: Version) {
+        self.shared.lets_go(version, |versions| versions.unmap(version));
+    }
+
     /// Why a program that is no learner may not open `version`, if programs hold as many others as they may.
     pub fn refuses_reader(&self, version: Version) -> Option<String> {
         let inner = self.shared.inner.lock();
         let most = inner.controls().max_versions;
-        inner.versions.refuses(version, most as usize).then(|| {
+        inner.versions.refuses(version, most as usize, inner.most_held()).then(|| {
             format!("programs hold {most} versions open (close old handles or raise control/max_versions)")
         })
     }

@@ -22,7 +22,11 @@ impl Timed for Shared {
                 self.add_spare();
                 self.connect_missing()
             }
-            Some(local) => (!local.shard.find_buffer()).then(|| Instant::now() + NO_BUFFER),
+            Some(local) => {
+                // The buffers that exist are all that there is memory for.
+                while local.shard.shortage().is_some() && self.take_from_names() {}
+                (!self.find_buffer(local)).then(|| Instant::now() + NO_BUFFER)
+            }
         };
         let mut inner = self.inner.lock();
         // All deadlines are checked now, so nobody needs to raise the alarm meanwhile.

@@ -208,6 +208,12 @@ impl Inner {
         (self.controls().retain as usize, self.controls().most_buffers())
     }
 
+    /// The most versions that programs may hold, so that the newest one, the retained ones and the next have buffers.
+    pub(super) fn most_held(&self) -> usize {
+        let (retain, max) = self.bounds();
+        max.saturating_sub(retain + 2)
+    }
+
     /// The coordinator gives a client up after this silence, if ever.
     pub(super) fn lease(&self) -> Option<Duration> {
         Some(self.controls().lease).filter(|lease| !lease.is_zero())
@@ -284,8 +290,13 @@ impl Shared {
 
     /// Takes pins back. A pull that waits for a buffer may then go on.
     pub(super) fn unpin(&self, version: Version, count: u64) {
+        self.lets_go(version, |versions| versions.unpin(version, count));
+    }
+
+    /// Somebody lets go of `version`.
+    pub(super) fn lets_go(&self, version: Version, how: impl FnOnce(&mut Versions)) {
         let mut inner = self.inner.lock();
-        inner.versions.unpin(version, count);
+        how(&mut inner.versions);
         let is_old = version < inner.core.version();
         if is_old {
             let (retain, max) = inner.bounds();
@@ -300,6 +311,24 @@ impl Shared {
             }
             _ => {}
         }
+    }
+
+    /// Checks whether the next version of the shard in this process has a buffer. If not, versions that names alone keep
+    /// give theirs. No lock may be held.
+    pub(super) fn find_buffer(&self, local: &Local) -> bool {
+        loop {
+            let found = local.shard.find_buffer();
+            if found || !self.take_from_names() {
+                return found;
+            }
+        }
+    }
+
+    /// A buffer is needed: the oldest version that names alone keep goes. False if there is none.
+    pub(super) fn take_from_names(&self) -> bool {
+        let mut inner = self.inner.lock();
+        let (retain, _) = inner.bounds();
+        inner.versions.take_from_names(retain)
     }
 
     /// Calls `done` when the newest version that the coordinator has announced, or a newer one, is here, or `timeout`
@@ -449,7 +478,7 @@ impl Shared {
         }
         if let Some(local) = &self.local {
             if gives_back {
-                local.shard.find_buffer();
+                self.find_buffer(local);
             }
             if pushes {
                 self.pump(local);

@@ -27,6 +27,10 @@ pub struct Shown {
     pins: u64,
     /// The pins of readers: programs that have it open.
     readers: u64,
+    /// Names of it that the kernel knows. They keep it only while its buffer is not needed.
+    names: u64,
+    /// Files of it that the kernel has opened past this process, and knows. Each may be mapped, though nobody has it open.
+    mapped: u64,
     /// Keeps the buffer, if it is the shard's own.
     hold: Option<Arc<dyn Any + Send + Sync>>,
     /// The client has sent the buffer. Connections may read it for a while after that.
@@ -35,17 +39,17 @@ pub struct Shown {
 
 impl Shown {
     fn new(buffer: Region, at: SystemTime) -> Shown {
-        Shown { buffer, at, pins: 0, readers: 0, hold: None, is_sent: false }
+        Shown { buffer, at, pins: 0, readers: 0, names: 0, mapped: 0, hold: None, is_sent: false }
     }
 }
 
 impl fmt::Debug for Shown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shown { buffer, at, pins, readers, hold, is_sent } = self;
+        let Shown { buffer, at, pins, readers, names, mapped, hold, is_sent } = self;
         let is_held = hold.is_some();
         write!(
             f,
-            "Shown {{ buffer: {buffer:?}, at: {at:?}, pins: {pins}, readers: {readers}, is_held: {is_held}, is_sent: {is_sent} }}"
+            "Shown {{ buffer: {buffer:?}, at: {at:?}, pins: {pins}, readers: {readers}, names: {names}, mapped: {mapped}, is_held: {is_held}, is_sent: {is_sent} }}"
         )
     }
 }
@@ -194,7 +198,7 @@ impl Versions {
     /// # Errors
     /// When there is no memory.
     pub fn back(&mut self, retain: usize, max: usize) -> io::Result<Option<Region>> {
-        if self.back.is_none() {
+        while self.back.is_none() {
             // Versions that are pulled have buffers that new weights can take in turn.
             self.kept = None;
             self.recycle(retain, max);
@@ -202,9 +206,16 @@ impl Versions {
             if self.back.is_some() {
                 self.surplus.taken(self.free.len());
             } else if self.total() < max {
-                let region = self.allocate()?;
-                self.untouched = Some(Arc::clone(region.memory()));
-                self.back = Some(region);
+                match self.allocate() {
+                    Ok(region) => {
+                        self.untouched = Some(Arc::clone(region.memory()));
+                        self.back = Some(region);
+                    }
+                    Err(error) if !self.take_from_names(retain) => return Err(error),
+                    Err(_) => {}
+                }
+            } else if !self.take_from_names(retain) {
+                break;
             }
         }
         Ok(self.back.clone())
@@ -221,24 +232,37 @@ impl Versions {
         self.back.as_ref().or(self.free.last()).map(|region| Arc::clone(region.memory()))
     }
 
-    /// Frees versions that are not pinned and not among the newest and the `retain` before it.
+    /// Frees versions that are neither pinned nor named, and not among the newest and the `retain` before it.
     pub fn recycle(&mut self, retain: usize, max: usize) {
-        let keep = self.shown.keys().rev().nth(retain).copied().unwrap_or(Version(0));
         let idle: Vec<Version> = self
-            .shown
-            .range(..keep)
-            .filter(|(_, shown)| shown.pins == 0)
+            .unpinned(retain)
+            .filter(|(_, shown)| shown.names == 0)
             .map(|(&version, _)| version)
             .collect();
-        for version in idle {
-            let Some(shown) = self.shown.remove(&version) else { continue };
-            // A buffer that a connection may still read is not written again.
-            let is_read = shown.is_sent && Arc::strong_count(shown.buffer.memory()) > 1;
-            if shown.hold.is_none() && !is_read {
-                self.free.push(shown.buffer);
-            }
-        }
+        idle.into_iter().for_each(|version| self.free(version));
         while self.total() > max && (self.free.pop().is_some() || self.kept.take().is_some()) {}
+    }
+
+    /// The versions that are neither pinned nor retained, nor perhaps mapped, the oldest first.
+    fn unpinned(&self, retain: usize) -> impl Iterator<Item = (&Version, &Shown)> {
+        let keep = self.shown.keys().rev().nth(retain).copied().unwrap_or(Version(0));
+        self.shown.range(..keep).filter(|(_, shown)| shown.pins + shown.mapped == 0)
+    }
+
+    fn free(&mut self, version: Version) {
+        let Some(shown) = self.shown.remove(&version) else { return };
+        // A buffer that a connection may still read is not written again.
+        let is_read = shown.is_sent && Arc::strong_count(shown.buffer.memory()) > 1;
+        if shown.hold.is_none() && !is_read {
+            self.free.push(shown.buffer);
+        }
+    }
+
+    /// A buffer is needed: frees the oldest version that names alone keep. Whoever opens such a name later finds that its
+    /// version is gone. False if there is none.
+    pub fn take_from_names(&mut self, retain: usize) -> bool {
+        let oldest = self.unpinned(retain).next().map(|(&version, _)| version);
+        oldest.inspect(|&version| self.free(version)).is_some()
     }
 
     /// Makes the buffer that was pulled into `version`.
@@ -273,9 +297,14 @@ impl Versions {
 
     /// Whether one more version may be shown from the shard's memory: fewer than `max` versions are needed.
     pub fn has_room(&mut self, retain: usize, max: usize) -> bool {
-        self.recycle(retain, max);
-        let unneeded = usize::from(self.back.is_some()) + usize::from(self.kept.is_some());
-        self.total() - self.free.len() - unneeded < max
+        loop {
+            self.recycle(retain, max);
+            let unneeded = usize::from(self.back.is_some()) + usize::from(self.kept.is_some());
+            let has_room = self.total() - self.free.len() - unneeded < max;
+            if has_room || !self.take_from_names(retain) {
+                return has_room;
+            }
+        }
     }
 
     /// Shows `version` from the shard's own memory, which `hold` keeps unchanged. Buffers for pulling are not needed
@@ -297,11 +326,21 @@ impl Versions {
         self.shown.insert(version, Shown { hold: Some(hold), ..Shown::new(buffer, at) });
     }
 
-    /// A buffer for new weights. It counts as existing until it is dropped.
+    /// A buffer for new weights. It counts as existing until it is dropped. It may be that of a version which names alone
+    /// keep, and which is not among the `retain` before the newest.
     ///
     /// # Errors
     /// When `max` exist already, or there is no memory.
-    pub fn take_buffer(&mut self, max: usize) -> io::Result<Region> {
+    pub fn take_buffer(&mut self, retain: usize, max: usize) -> io::Result<Region> {
+        loop {
+            match self.take_one(max) {
+                Err(_) if self.take_from_names(retain) => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    fn take_one(&mut self, max: usize) -> io::Result<Region> {
         // A connection may still read the memory of the last ones.
         let kept = self.kept.take().map(|(region, _)| region);
         let kept = kept.filter(|region| Arc::strong_count(region.memory()) == 1);
@@ -353,11 +392,47 @@ impl Versions {
         }
     }
 
-    /// Whether readers have `max` versions open, and not this one.
-    pub fn refuses(&self, version: Version, max: usize) -> bool {
+    /// Whether readers have `max` versions open, and not this one; or programs hold `most` others, by mappings too.
+    pub fn refuses(&self, version: Version, max: usize, most: usize) -> bool {
         let is_open = |shown: &&Shown| shown.readers > 0;
         !self.shown.get(&version).is_some_and(|shown| is_open(&shown))
-            && self.shown.values().filter(is_open).count() >= max
+            && (self.shown.values().filter(is_open).count() >= max || self.held_besides(version) >= most)
+    }
+
+    /// The other versions that are open, or perhaps mapped.
+    fn held_besides(&self, version: Version) -> usize {
+        let is_held = |(of, shown): &(&Version, &Shown)| **of != version && shown.readers + shown.mapped > 0;
+        self.shown.iter().filter(is_held).count()
+    }
+
+    /// The kernel opens one more file of `version` past this process, until [`Self::unmap`]. False if the version is gone,
+    /// or programs hold `most` others.
+    pub fn map(&mut self, version: Version, most: usize) -> bool {
+        let is_full = self.held_besides(version) >= most;
+        let Some(shown) = self.shown.get_mut(&version) else { return false };
+        let may = shown.mapped > 0 || !is_full;
+        shown.mapped += u64::from(may);
+        may
+    }
+
+    /// The kernel knows such a file no more: nobody has it open or mapped.
+    pub fn unmap(&mut self, version: Version) {
+        if let Some(shown) = self.shown.get_mut(&version) {
+            shown.mapped = shown.mapped.saturating_sub(1);
+        }
+    }
+
+    /// The kernel knows one more name of `version`. False if it is gone.
+    pub fn look_up(&mut self, version: Version) -> bool {
+        self.shown.get_mut(&version).map(|shown| shown.names += 1).is_some()
+    }
+
+    /// The kernel has forgotten `count` names of `version`, which may be gone.
+    pub fn forget(&mut self, version: Version, count: u64) {
+        if let Some(shown) = self.shown.get_mut(&version) {
+            debug_assert!(shown.names >= count, "{version} has {} names", shown.names);
+            shown.names = shown.names.saturating_sub(count);
+        }
     }
 
     /// Takes back `count` pins.
@@ -392,20 +467,70 @@ mod tests {
     }
 
     #[test]
+    fn names_keep_a_version_until_its_buffer_is_needed() {
+        let mut versions = Versions::new(4096);
+        for version in (1..=9).map(Version) {
+            assert!(versions.back(0, 4).unwrap().is_some(), "{version}");
+            versions.publish(version);
+            assert!(versions.look_up(version));
+            if version == Version(5) {
+                assert!(versions.open(version));
+            }
+        }
+        let numbers = |versions: &Versions| versions.numbers().map(|version| version.0).collect::<Vec<_>>();
+        assert_eq!(numbers(&versions), [5, 7, 8, 9], "5 is open, the newest ones are known by name");
+        assert!(!versions.look_up(Version(6)) && !versions.open(Version(6)));
+        versions.forget(Version(6), 1);
+        versions.forget(Version(7), 1);
+        versions.recycle(0, 4);
+        assert_eq!((numbers(&versions), versions.buffers()), (vec![5, 8, 9], (4, 1)), "nobody knows 7");
+        // New weights, and versions in the shard's memory, need room in the same way.
+        let lent = [(); 2].map(|()| versions.take_buffer(0, 4).unwrap());
+        assert_eq!(numbers(&versions), [5, 9]);
+        assert!(versions.take_buffer(0, 4).is_err(), "5 is open, and 9 the newest");
+        drop((lent, versions.take_untouched()));
+        versions.close(Version(5));
+        versions.unpin(Version(5), 1);
+        assert!(versions.has_room(0, 2));
+        assert_eq!(numbers(&versions), [9]);
+    }
+
+    #[test]
+    fn a_version_that_may_be_mapped_is_kept_and_few_are() {
+        let mut versions = Versions::new(4096);
+        for version in (1..=9).map(Version) {
+            assert!(versions.back(0, 5).unwrap().is_some(), "{version}");
+            versions.publish(version);
+            assert!(versions.look_up(version));
+            // It is opened, and closed again.
+            assert_eq!(versions.map(version, 3), version.0 <= 3, "{version}");
+        }
+        assert_eq!(versions.numbers().collect::<Vec<_>>(), [1, 2, 3, 8, 9].map(Version));
+        assert!(versions.refuses(Version(9), 5, 3) && !versions.refuses(Version(9), 5, 4));
+        assert!(versions.map(Version(2), 1), "its other file costs nothing");
+        versions.unmap(Version(2));
+        versions.unmap(Version(2));
+        versions.forget(Version(2), 1);
+        versions.recycle(0, 5);
+        assert!(versions.get(Version(2)).is_none() && !versions.map(Version(2), 3));
+        assert!(versions.map(Version(9), 3));
+    }
+
+    #[test]
     fn readers_open_so_many_versions_and_what_is_open_already() {
         let mut versions = Versions::new(4096);
         for version in (1..=3).map(Version) {
             versions.back(0, 8).unwrap();
             versions.publish(version);
-            assert!(!versions.refuses(version, 2) || version == Version(3));
-            // A name that was looked up keeps a version, too, and is no reader.
-            assert!(versions.pin(version));
+            assert!(!versions.refuses(version, 2, 9) || version == Version(3));
+            // A name that was looked up is no reader.
+            assert!(versions.look_up(version));
             assert!(version == Version(3) || versions.open(version));
         }
-        assert!(versions.refuses(Version(3), 2) && !versions.refuses(Version(2), 2));
+        assert!(versions.refuses(Version(3), 2, 9) && !versions.refuses(Version(2), 2, 9));
         versions.close(Version(1));
         versions.unpin(Version(1), 1);
-        assert!(!versions.refuses(Version(3), 2));
+        assert!(!versions.refuses(Version(3), 2, 9) && versions.refuses(Version(3), 2, 1));
         assert!(!versions.open(Version(9)));
     }
 
@@ -441,7 +566,7 @@ mod tests {
         versions.back(0, 2).unwrap();
         versions.publish(Version(1));
         assert!(versions.wants_spare(0, 2) && !versions.wants_spare(0, 2));
-        let lent = versions.take_buffer(2).unwrap();
+        let lent = versions.take_buffer(0, 2).unwrap();
         versions.add_spare(spare(4096).unwrap(), 2);
         assert_eq!(versions.buffers(), (2, 0));
         drop(lent);
@@ -457,7 +582,7 @@ mod tests {
     fn a_buffer_of_new_weights_that_is_shown_is_used_again_once_nobody_reads_it() {
         let mut versions = Versions::new(4096);
         let shows = |versions: &mut Versions, version| {
-            let buffer = versions.take_buffer(4).unwrap();
+            let buffer = versions.take_buffer(0, 4).unwrap();
             versions.show_own(Version(version), buffer.clone());
             buffer
         };
@@ -491,18 +616,18 @@ mod tests {
             versions.recycle(0, 4);
         };
         let of = |buffer: &Region| (Arc::as_ptr(buffer.memory()), buffer.key());
-        let first = versions.take_buffer(4).unwrap();
+        let first = versions.take_buffer(0, 4).unwrap();
         let known = of(&first);
         shows(&mut versions);
         versions.keep(first);
         assert_eq!(versions.buffers().0, 2);
         shows(&mut versions);
-        let second = versions.take_buffer(4).unwrap();
+        let second = versions.take_buffer(0, 4).unwrap();
         assert!(of(&second).0 == known.0 && of(&second).1 != known.1, "it has another name");
         // While a connection reads it, another one is taken.
         let read = Arc::clone(second.memory());
         versions.keep(second);
-        let third = versions.take_buffer(4).unwrap();
+        let third = versions.take_buffer(0, 4).unwrap();
         assert_ne!(Arc::as_ptr(third.memory()), Arc::as_ptr(&read));
         versions.keep(third);
         assert!(versions.has_room(0, 2), "it is in nobody's way");
@@ -515,10 +640,10 @@ mod tests {
     #[test]
     fn buffers_for_new_weights_count_until_they_are_dropped() {
         let mut versions = Versions::new(4096);
-        let buffer = versions.take_buffer(1).unwrap();
-        assert!(versions.take_buffer(1).is_err());
+        let buffer = versions.take_buffer(0, 1).unwrap();
+        assert!(versions.take_buffer(0, 1).is_err());
         assert!(versions.back(1, 1).unwrap().is_none());
         drop(buffer);
-        assert!(versions.take_buffer(1).is_ok());
+        assert!(versions.take_buffer(0, 1).is_ok());
     }
 }

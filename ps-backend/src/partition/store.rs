@@ -488,6 +488,8 @@ impl PartitionStore {
     pub fn take_buffer(&self) -> io::Result<Region> {
         let mut inner = self.shared.inner.lock();
         let max = inner.limits.max();
+        // A reader may have let go of one meanwhile.
+        inner.reuse();
         inner.store.take_buffer(max)
     }
 

@@ -88,6 +88,7 @@ macro_rules! conforms {
             ],
             versions: [
                 a_pinned_version_stays_as_it_is,
+                a_version_that_is_only_known_by_name_stops_no_training,
                 no_read_is_torn,
                 any_range_can_be_read,
                 listeners_hear_of_every_version,

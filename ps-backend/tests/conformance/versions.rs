@@ -58,6 +58,27 @@ pub fn a_pinned_version_stays_as_it_is(way: &Way) {
     assert!(buffers <= 7, "{buffers} buffers");
 }
 
+pub fn a_version_that_is_only_known_by_name_stops_no_training(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("max_versions", "3")]);
+    let end = site.end();
+    let job = &*end.job;
+    let learner = end.join("a");
+    let mut newest = Version(0);
+    for step in 1..=20 {
+        assert!(job.look_up(newest), "{newest}");
+        learner.push(1.0);
+        newest = Version(learner.pull());
+        assert_eq!(newest, Version(step));
+    }
+    assert!(!job.open_version(Version(0)), "its buffer was needed");
+    let (buffers, _) = job.status().buffers;
+    assert!(buffers <= 6, "{buffers} buffers");
+    // New weights take such a buffer, too.
+    let buffers: Vec<_> = std::iter::from_fn(|| job.allocate().ok()).collect();
+    assert!(buffers.len() >= 3, "{}", buffers.len());
+    (0..20).map(Version).for_each(|version| job.forget(version, 1));
+}
+
 /// Reads versions until it must stop: each is whole, and none is older than the one before. Returns their number.
 fn read_on(end: &End, stop: &AtomicBool, pins: bool) -> usize {
     let (mut newest, mut seen) = (Version(0), 0);

@@ -191,12 +191,12 @@ fn a_version_that_goes_while_its_name_is_looked_up_gives_way_to_the_next_one() {
     // A lookup of this version is too late: there is another one.
     let goes = |version| {
         move |node| {
-            if matches!(node, Node::Model(_, file) if file.pins() == Some(version))
+            if matches!(node, Node::Model(_, file) if file.names() == Some(version))
                 && job.version() == version
             {
                 publish(job);
             }
-            fs.pin(node)
+            fs.note(node)
         }
     };
     let dir = Node::Model(0, File::Dir).ino();

@@ -42,11 +42,16 @@ impl Job {
     pub fn allocate(&self) -> Result<Region, ShardError> {
         self.shared.refuse_if_ending()?;
         let buffer = match &self.shared.local {
-            Some(local) => local.shard.take_buffer()?,
+            Some(local) => loop {
+                match local.shard.take_buffer() {
+                    Err(_) if self.shared.take_from_names() => {}
+                    outcome => break outcome?,
+                }
+            },
             None => {
                 let mut inner = self.shared.inner.lock();
-                let (_, max) = inner.bounds();
-                inner.versions.take_buffer(max).map_err(|error| ShardError::no_memory(&error))?
+                let (retain, max) = inner.bounds();
+                inner.versions.take_buffer(retain, max).map_err(|error| ShardError::no_memory(&error))?
             }
         };
         let mut lent = self.lent.lock();
