@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -201,6 +202,26 @@ def test_a_refusal_in_the_log_names_model_learner_and_process(start_mount, tmp_p
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert all((line["model"], line["pid"]) == ("policy", os.getpid()) for line in lines), lines
     assert {line["call"]: line.get("learner") for line in lines} == {"write": None, "close": "a", "mkdir": None}, lines
+
+
+def test_a_refusal_in_the_log_names_model_learner_and_process__as_do_other_warnings(start_mount, tmp_path):
+    """A program is killed while it writes a setting; half of the bytes end with a tensor."""
+    log, source = tmp_path / "log.json", tmp_path / "policy.safetensors"
+    tensor = {name: {"dtype": "F32", "shape": [16], "data_offsets": [at, at + 64]} for name, at in (("a", 0), ("b", 64))}
+    header = json.dumps(tensor).encode()
+    source.write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
+    mount = start_mount("--log-format", "json", "--log-file", log, model=source, reducer="sum")
+    learner = mount.join("a")
+    write_all(learner / "gradients", bytes(64))
+    writes = "import os, signal, sys; os.write(os.open(sys.argv[1], os.O_WRONLY), b'0.5'); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", writes, mount.model / "control/learning_rate"])
+
+    def said(what):
+        return next((line for line in map(json.loads, log.read_text().splitlines()) if what in line["message"]), None)
+
+    assert wait_until(lambda: said("while it wrote"))["model"] == "policy"
+    hint = said("ends with a tensor")
+    assert (hint["model"], hint["learner"]) == ("policy", "a"), hint
 
 
 def test_the_log_is_lines_of_text_or_json__the_last_error(gradfs, tmp_path):
