@@ -1,14 +1,17 @@
 """A shard that is killed or stopped holds nobody up who does not need it, and the others hear soon, as
 docs/semantics.md promises it "On a network"."""
 
+import contextlib
+import errno
 import os
+import signal
 import subprocess
 import threading
 import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, array, eventually, hear, outcome, program
+from filetools import BLOCK, array, eventually, go, hear, outcome, program
 
 SIZE = 4 * BLOCK
 # The calls that wait must outlast the others, on any machine.
@@ -29,6 +32,32 @@ while True:
         say("done")
     except OSError as error:
         say(error.errno)
+"""
+
+INTERRUPTED = """
+import signal
+
+class Interrupted(Exception):
+    pass
+
+def raises(*_):
+    raise Interrupted
+
+signal.signal(signal.SIGINT, raises)
+fd = os.open(argv[0] + "/gradients", os.O_WRONLY)
+os.write(fd, bytes(int(argv[1])))
+say("opened")
+wait()
+try:
+    say("syncs")
+    os.fsync(fd)
+    say("synced")
+except Interrupted:
+    say("interrupted")
+wait()
+os.fsync(fd)
+say("done")
+os.close(fd)
 """
 
 
@@ -125,6 +154,87 @@ def test_a_coordinator_that_is_away_holds_up_nobody_else(pair, how):
             shard.resume()
         for thread in others:
             thread.join(LONG) if thread.ident else None
+
+
+@contextlib.contextmanager
+def step(path):
+    """As README has it."""
+    with open(path, "wb") as file:
+        try:
+            yield file
+        except BaseException:
+            file.truncate(0)
+            raise
+
+
+@pytest.mark.parametrize("end", ["fsync", "close"])
+@pytest.mark.parametrize("which", ["its coordinator", "another one"])
+def test_a_contribution_can_be_taken_back__and_a_step_that_is_repeated_trains_once(cluster, which, end):
+    """A step ends with ETIMEDOUT for a shard that is stopped. The program takes it back, and repeats it until it succeeds."""
+    one = cluster(2)
+    create(one, "m", shards=2, shard_patience=3, consistency="sync")
+    mount = one.mount()
+    place = mount.join("x")
+    mount.contribute(np.ones(SIZE // 4, "<f4"), learner="x")
+    assert mount.wait_for_version(1) == 1
+    coordinator = one.coordinator_shard("m")
+    shard = next(shard for shard in one.shards if (shard is coordinator) == (which == "its coordinator"))
+    errors = []
+
+    def repeats():
+        try:
+            with step(place / "gradients") as file:
+                file.write(np.full(SIZE // 4, 10, "<f4"))
+                if end == "fsync":
+                    file.flush()
+                    os.fsync(file.fileno())
+            return True
+        except OSError as error:
+            errors.append((error.errno, (place / "error").read_text()))
+            return False
+
+    shard.pause()
+    try:
+        assert not repeats() and not repeats()
+    finally:
+        shard.resume()
+    eventually(repeats, LONG)
+    assert mount.wait_for_version(2) == 2
+    assert set(array(place / "weights")) == {11}, errors
+    print(errors)
+    if which == "another one":
+        assert {code for code, _ in errors} == {errno.ETIMEDOUT}, "the coordinator knows that it was taken back"
+    elif end == "fsync":
+        assert errors[0][0] == errno.EIO and "may count" in errors[0][1], "nobody knows"
+    else:
+        assert errors[0][0] == errno.ETIMEDOUT and "may count" in errors[0][1], "nobody knows"
+
+
+@pytest.mark.parametrize("which", ["its coordinator", "another one"])
+def test_a_signal_ends_a_wait__while_a_shard_is_away(cluster, which):
+    one = cluster(2)
+    create(one, "m", shards=2, shard_patience=LONG, consistency="sync")
+    mount = one.mount()
+    place = mount.join("x")
+    coordinator = one.coordinator_shard("m")
+    shard = next(shard for shard in one.shards if (shard is coordinator) == (which == "its coordinator"))
+    child = program(INTERRUPTED, place, SIZE)
+    assert hear(child) == "opened"
+    shard.pause()
+    try:
+        go(child)
+        assert hear(child) == "syncs"
+        time.sleep(1)
+        began = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        assert hear(child) == "interrupted"
+        assert time.monotonic() - began < LONG / 2
+    finally:
+        shard.resume()
+    go(child)
+    assert hear(child) == "done"
+    assert mount.wait_for_version(1) == 1, "fsync could be called again"
+    assert child.wait(LONG) == 0
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])

@@ -64,6 +64,12 @@ pub enum ContributeError {
     /// Another program has failed or died, and the caller's bytes were dropped with its contribution.
     #[error("the contribution that this was part of was dropped: another program that wrote into it failed")]
     Dropped,
+    /// A commit without an answer counts after all.
+    #[error("step {0}, whose end had no answer, counts after all: its contribution is not to be made again")]
+    Counts(Step),
+    /// What was taken back may count all the same.
+    #[error("not taken back yet, and it may count: {0}; the coordinator is told as soon as it answers")]
+    MayCount(ShardError),
     /// The next commit ships what was written, and not the mapping.
     #[error(
         "write(2) was used since the last fsync: the next one ships what was written, and not the mapping"

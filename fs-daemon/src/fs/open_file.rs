@@ -239,18 +239,15 @@ impl OpenFile {
         }
     }
 
-    /// ftruncate(2) to nothing: what was written since the last end is taken back.
-    ///
-    /// # Errors
-    /// As [`Contribution::take_back`].
-    pub fn take_back(&self) -> CallResult<()> {
+    /// ftruncate(2) to nothing: what was written since the last end is taken back, as [`Contribution::take_back`] does.
+    pub fn take_back(&self, done: Done<()>) {
         match self {
-            OpenFile::Contribution { contribution, .. } => return contribution.take_back(),
+            OpenFile::Contribution { contribution, .. } => return contribution.take_back(done),
             OpenFile::Publication { publication, .. } => publication.take_back(),
             OpenFile::Text(text) => text.empty(),
             OpenFile::Version(_) | OpenFile::Snapshot(_) | OpenFile::Trace(_) => {}
         }
-        Ok(())
+        done(Ok(()));
     }
 
     /// ftruncate(2) to the model's size: in a file that was truncated before, what is not written is zeros.

@@ -245,19 +245,22 @@ impl Calls {
 
     /// truncate(2), ftruncate(2) and the truncation of open(2). The size is fixed. A truncation to nothing begins a new
     /// write, and takes back what was written through the file that it names. One to the fixed size means that holes are
-    /// zeros.
+    /// zeros. Only what is taken back may wait: for the coordinator, or until a signal ends that.
     ///
-    /// # Errors
-    /// EINVAL, EACCES, EBUSY for what is being committed.
-    pub fn truncate(&self, ino: u64, fh: Option<u64>, size: u64, tid: u32) -> CallResult<()> {
-        self.fs.check_truncation(ino, size)?;
-        match (fh, size) {
-            (Some(fh), 0) => self.files.get(fh)?.file.take_back()?,
-            (Some(fh), _) => self.files.get(fh)?.file.extended(),
-            (None, 0) => self.files.truncated(ino, tid).iter().for_each(|open| open.file.truncated()),
-            (None, _) => {}
+    /// EINVAL, EACCES, EBUSY for what is being committed, EIO for what counts all the same, or may count.
+    pub fn truncate(&self, ino: u64, fh: Option<u64>, size: u64, tid: u32, done: Done<()>) {
+        let open =
+            self.fs.check_truncation(ino, size).and_then(|()| fh.map(|fh| self.files.get(fh)).transpose());
+        match (open, size) {
+            (Err(error), _) => return done(Err(error)),
+            (Ok(Some(open)), 0) => {
+                return open.file.take_back(self.waits.guard(tid, done, None, |()| {}));
+            }
+            (Ok(Some(open)), _) => open.file.extended(),
+            (Ok(None), 0) => self.files.truncated(ino, tid).iter().for_each(|open| open.file.truncated()),
+            (Ok(None), _) => {}
         }
-        Ok(())
+        done(Ok(()));
     }
 
     /// Whether a read would show something new; if not, `wake` is called when it would. One call wakes every

@@ -18,6 +18,7 @@ use super::Binding;
 use super::calls::Wake;
 use super::reply::{answer, attr, attr_ttl, send_xattr};
 use super::users::Holder;
+use crate::session::error::Done;
 
 /// Bytes of a request: the kernel's limit unless it was raised, and the best size for throughput.
 const MAX_WRITE: u32 = 1 << 20;
@@ -99,13 +100,16 @@ impl Filesystem for Binding {
     ) {
         let caller = self.caller("setattr", ino, request);
         // Times: cp -p and touch may set them; they show the version's all the same.
-        let outcome = self.fs().check_change(ino.0, mode, uid, gid).and_then(|()| match size {
-            Some(size) => self.calls.truncate(ino.0, fh.map(|fh| fh.0), size, request.pid()),
-            None => Ok(()),
-        });
-        match outcome.and_then(|()| self.fs().attributes(ino.0)) {
+        let fs = Arc::clone(&self.calls.fs);
+        let done: Done<()> = Box::new(move |outcome| match outcome.and_then(|()| fs.attributes(ino.0)) {
             Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
             Err(error) => reply.error(caller.refused(&error)),
+        });
+        match (self.fs().check_change(ino.0, mode, uid, gid), size) {
+            (Ok(()), Some(size)) => {
+                self.calls.truncate(ino.0, fh.map(|fh| fh.0), size, request.pid(), done);
+            }
+            (outcome, _) => done(outcome),
         }
     }
 

@@ -24,6 +24,15 @@ use libmodelio::reader::Reader;
 /// The longest time that a close waits again after a step has waited in vain.
 const SECOND_WAIT: Duration = Duration::from_millis(250);
 
+/// What a close says that is not sure to have dropped the contribution.
+const MAY_COUNT: &str =
+    "; the contribution may count: it is taken back when the coordinator answers, unless it counts by then";
+
+/// Whether a commit that ended so may have been taken.
+fn has_no_answer(error: &ContributeError) -> bool {
+    matches!(error, ContributeError::Shard(ShardError::TimedOut(_) | ShardError::Interrupted))
+}
+
 /// How what was written ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
@@ -114,22 +123,40 @@ impl Contribution {
     }
 
     /// The program takes back what was written here: it truncates the file to nothing. The learner's open contribution is
-    /// dropped, whoever has written into it.
+    /// dropped, whoever has written into it. `done` hears whether nothing of it counts, now or later.
     ///
-    /// # Errors
-    /// EBUSY while a commit runs, with nothing changed.
-    pub fn take_back(&self) -> CallResult<()> {
-        if !self.wrote() {
-            return Ok(());
-        }
+    /// EBUSY while a commit runs, with nothing changed. EIO where a commit had no answer, and the contribution counts, or
+    /// may count.
+    pub fn take_back(self: &Arc<Self>, done: Done<()>) {
         let contributor = &self.learner.contributor;
-        // What others have begun since is theirs.
-        if !contributor.is_open() || contributor.is_open_for(self.share()) {
-            contributor.try_abort().map_err(|error| explained(&self.model, error))?;
+        let has_doubt = self.ships_mapping || self.timed_out.load(Ordering::Relaxed);
+        let wrote = self.wrote();
+        if !wrote && !(has_doubt && contributor.is_in_doubt()) {
+            return done(Ok(()));
         }
+        // What others have begun since is theirs.
+        if contributor.is_open() && !contributor.is_open_for(self.share()) {
+            self.taken_back();
+            return done(Ok(()));
+        }
+        let this = Arc::clone(self);
+        contributor.take_back(self.model.timeout(), move |outcome| {
+            if outcome != Err(ContributeError::Busy) {
+                this.taken_back();
+            }
+            // Asked again, it is as open as it was.
+            this.timed_out.store(matches!(outcome, Err(ContributeError::MayCount(_))), Ordering::Relaxed);
+            done(outcome.map_err(|error| {
+                let error = explained(&this.model, error);
+                this.learner.refusal.note(&error, false);
+                error
+            }));
+        });
+    }
+
+    fn taken_back(&self) {
         self.ended();
         self.learner.refusal.ended(false);
-        Ok(())
     }
 
     /// The version it reads, if it has both faces.
@@ -326,6 +353,9 @@ impl Contribution {
                 this.learner.refusal.ended(mapped || is_open);
                 this.show_newest(done);
             }
+            Err(error) if ending == Ending::Close && has_no_answer(&error) => {
+                this.closed_in_doubt(error, done)
+            }
             Err(error) => {
                 let stays_open = this.failed(&error, ending, mapped);
                 let error = explained(&this.model, error);
@@ -354,12 +384,33 @@ impl Contribution {
         )
     }
 
+    /// A close has waited in vain, and drops what was written. If that counts all the same, the close has succeeded.
+    fn closed_in_doubt(self: Arc<Self>, error: ContributeError, done: Done<()>) {
+        let contributor = Arc::clone(&self.learner.contributor);
+        contributor.take_back(SECOND_WAIT, move |outcome| {
+            self.ended();
+            let error = match outcome {
+                Err(ContributeError::Counts(_)) => {
+                    self.learner.refusal.ended(true);
+                    return self.show_newest(done);
+                }
+                Err(ContributeError::MayCount(_)) => {
+                    let mut error = explained(&self.model, error);
+                    error.message += MAY_COUNT;
+                    error
+                }
+                _ => explained(&self.model, error),
+            };
+            self.learner.refusal.note(&error, false);
+            done(Err(error));
+        });
+    }
+
     /// A commit has failed. Returns whether what was written can be committed again; else it is dropped.
     fn failed(&self, error: &ContributeError, ending: Ending, mapped: bool) -> bool {
-        let timed_out = matches!(error, ContributeError::Shard(ShardError::TimedOut(_)));
-        let interrupted = matches!(error, ContributeError::Shard(ShardError::Interrupted));
-        if ending == Ending::Step && (timed_out || interrupted || *error == ContributeError::Busy) {
-            if timed_out && !mapped {
+        let has_no_answer = has_no_answer(error);
+        if ending == Ending::Step && (has_no_answer || *error == ContributeError::Busy) {
+            if has_no_answer && !mapped {
                 self.timed_out.store(true, Ordering::Relaxed);
             }
             return true;

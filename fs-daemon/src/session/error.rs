@@ -88,7 +88,9 @@ impl From<ContributeError> for CallError {
             | ContributeError::PartOfAveraged(_)
             | ContributeError::Writing => CallError::new(libc::EINVAL, error.to_string()),
             ContributeError::Busy => CallError::new(libc::EBUSY, error.to_string()),
-            ContributeError::Dropped => CallError::new(libc::EIO, error.to_string()),
+            ContributeError::Dropped | ContributeError::Counts(_) | ContributeError::MayCount(_) => {
+                CallError::new(libc::EIO, error.to_string())
+            }
         }
     }
 }

@@ -53,6 +53,12 @@ fn commit(contribution: &Arc<Contribution>, ending: Ending) -> Result<(), i32> {
     outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
 }
 
+fn take_back(contribution: &Arc<Contribution>) -> Result<(), i32> {
+    let (done, outcome) = done();
+    contribution.take_back(done);
+    outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
+}
+
 fn publish(publication: &Arc<Publication>) -> CallResult<()> {
     let (done, outcome) = done();
     publication.commit(Ending::Close, done);
@@ -162,13 +168,13 @@ fn what_is_being_committed_cannot_be_taken_back() {
     ahead.write(0, &all(2.0)).unwrap();
     let (done, committed) = done();
     ahead.commit(Ending::Step, done);
-    assert_eq!(ahead.take_back().map_err(|error| error.errno), Err(libc::EBUSY));
+    assert_eq!(take_back(&ahead), Err(libc::EBUSY));
     for _ in 0..2 {
         behind.write(0, &all(1.0)).unwrap();
         assert_eq!(commit(&behind, Ending::Step), Ok(()));
     }
     assert_eq!(committed.recv_timeout(PATIENCE).expect("an answer"), Ok(()));
-    assert_eq!(ahead.take_back(), Ok(()), "nothing is written");
+    assert_eq!(take_back(&ahead), Ok(()), "nothing is written");
     assert_eq!(await_step(&model, &learner), Ok(Version(2)));
     assert!(shows(&Reader::newest(&model.job).unwrap(), 5.0));
 }

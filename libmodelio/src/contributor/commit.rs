@@ -22,6 +22,9 @@ use crate::vocabulary::partly::MAX_PIECES;
 use crate::vocabulary::reducer::Content;
 use crate::vocabulary::weight::Weight;
 
+/// For so long the coordinator may answer an abort before that is logged.
+const BESIDE: Duration = Duration::from_secs(30);
+
 /// The longest model of whose mapping the thread that takes fsync makes a payload.
 const SHORT: u64 = 4 << 20;
 
@@ -348,6 +351,8 @@ impl Contributor {
             self.send_abort();
         }
         let mut state = self.state.lock();
+        let step = state.step;
+        state.asking.ended(step, &result);
         if result.is_ok() || on_error == OnError::Aborts {
             let uses_staging = state.made.is_some();
             state.reset(result.is_ok());
@@ -385,6 +390,56 @@ impl Contributor {
     /// # Errors
     /// [`ContributeError::Busy`] while a commit is under way.
     pub fn try_abort(&self) -> Result<bool, ContributeError> {
+        self.drop_open(|| self.send_abort())
+    }
+
+    /// Whether a commit of the learner's may count that has no answer.
+    pub fn is_in_doubt(&self) -> bool {
+        self.state.lock().asking.is_in_doubt()
+    }
+
+    /// Drops the open contribution as [`Self::abort`] does. If its commit was sent, or an earlier one, and had no answer,
+    /// that is taken back, too. `done` hears before `timeout` is over whether nothing of it counts, now or later.
+    ///
+    /// With the errors but [`ContributeError::Busy`] the contribution is no longer open:
+    /// [`ContributeError::Counts`] and [`ContributeError::MayCount`]. In the latter case it is taken back when the
+    /// coordinator answers, unless it counts by then. That is told by the write that opens the next contribution.
+    pub fn take_back(
+        self: &Arc<Self>,
+        timeout: Duration,
+        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
+    ) {
+        if !self.is_in_doubt() {
+            return done(self.try_abort().map(drop));
+        }
+        let this = Arc::clone(self);
+        let mut ask = Some(move |busy: Option<ContributeError>| {
+            if let Some(busy) = busy {
+                return done(Err(busy));
+            }
+            let of = Arc::clone(&this);
+            let answered = move |result: Result<(), ShardError>| done(of.settle(result));
+            this.job.abort(this.learner, timeout, Box::new(answered));
+        });
+        let dropped = self.drop_open(|| ask.take().into_iter().for_each(|ask| ask(None)));
+        // Nothing was open, or it is being committed.
+        ask.into_iter().for_each(|ask| ask(dropped.clone().err()));
+    }
+
+    /// The coordinator has answered so that the commit in doubt is taken back.
+    fn settle(&self, answer: Result<(), ShardError>) -> Result<(), ContributeError> {
+        let learner = self.learner;
+        let taken = answer
+            .and_then(|()| self.job.taken_step(learner).ok_or(ShardError::UnknownLearner(learner)))
+            .map_err(ContributeError::MayCount)?;
+        match self.state.lock().asking.settle(taken) {
+            None => Ok(()),
+            Some(step) => Err(ContributeError::Counts(step)),
+        }
+    }
+
+    /// `send` sends the message, if there is something to drop.
+    fn drop_open(&self, send: impl FnOnce()) -> Result<bool, ContributeError> {
         let mut state = self.state.lock();
         // A running copy ends within microseconds. The deadline is for a stuck machine.
         let deadline = Instant::now() + STUCK;
@@ -404,7 +459,7 @@ impl Contributor {
         if was_open || state.finals.step().is_some() {
             (state.committing, state.aborting) = (true, true);
             drop(state);
-            self.send_abort();
+            send();
             state = self.state.lock();
             (state.committing, state.aborting) = (false, false);
         }
@@ -419,9 +474,13 @@ impl Contributor {
 
     /// The lock is not held, but the state is `committing`, so no new contribution opens before the old one is gone.
     pub(super) fn send_abort(&self) {
-        if let Err(error) = self.job.abort(self.learner) {
-            // A learner that is gone has no contribution open either.
-            tracing::debug!(model = self.job.model(), learner = %self.learner, %error, "dropping a contribution");
-        }
+        let (job, learner) = (Arc::clone(&self.job), self.learner);
+        let answered = move |result: Result<(), ShardError>| {
+            if let Err(error) = result {
+                // A learner that is gone has no contribution open either.
+                tracing::debug!(model = job.model(), %learner, %error, "dropping a contribution");
+            }
+        };
+        self.job.abort(self.learner, BESIDE, Box::new(answered));
     }
 }

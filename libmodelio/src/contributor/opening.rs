@@ -31,12 +31,36 @@ pub(super) struct Asking {
     answer: Option<Opening>,
     /// The number of questions.
     number: u64,
+    /// The step whose commit was sent and has no answer. It may count.
+    in_doubt: Option<Step>,
 }
 
 impl Asking {
     /// The answer was for a contribution that has ended, as what was committed from the mapping has.
     pub(super) fn forget(&mut self) {
         self.answer = None;
+    }
+
+    /// The commit of `step` has ended so. After these errors the coordinator may have taken it.
+    pub(super) fn ended(&mut self, step: Option<Step>, result: &Result<(), ShardError>) {
+        match result {
+            Ok(()) => self.in_doubt = None,
+            Err(ShardError::TimedOut(_) | ShardError::Interrupted | ShardError::Unreachable) => {
+                self.in_doubt = step.or(self.in_doubt);
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Whether a commit may count that has no answer.
+    pub(super) fn is_in_doubt(&self) -> bool {
+        self.in_doubt.is_some()
+    }
+
+    /// The coordinator has taken the learner's commits up to this step, and no other. Returns the step that was in doubt,
+    /// if it counts.
+    pub(super) fn settle(&mut self, taken: Step) -> Option<Step> {
+        self.in_doubt.take().filter(|step| *step <= taken)
     }
 
     /// The contribution has ended, and the answer is not of the next one. Returns the callers that wait for it.
@@ -72,15 +96,21 @@ impl Contributor {
         let this = Arc::clone(self);
         let answered = move |result: Result<Opening, ShardError>| {
             this.waits.get().inspect(|tell| tell(false));
-            let waiting = {
+            let (waiting, counts) = {
                 let mut state = this.state.lock();
                 if state.asking.number != number {
                     return;
                 }
-                state.asking.answer = result.as_ref().ok().copied().filter(|_| state.step.is_none());
-                state.asking.waiting.take().unwrap_or_default()
+                let opening = result.as_ref().ok().copied();
+                state.asking.answer = opening.filter(|_| state.step.is_none());
+                let taken = opening.map(|opening| Step(opening.step.0.saturating_sub(1)));
+                let counts = taken.and_then(|taken| state.asking.settle(taken));
+                (state.asking.waiting.take().unwrap_or_default(), counts)
             };
-            let outcome = result.map(drop).map_err(ContributeError::from);
+            let outcome = match counts {
+                Some(step) => Err(ContributeError::Counts(step)),
+                None => result.map(drop).map_err(ContributeError::from),
+            };
             waiting.into_iter().for_each(|done| done(outcome.clone()));
         };
         self.job.open(self.learner, timeout, Box::new(answered));

@@ -306,6 +306,11 @@ impl CoordinatorCore {
         {
             // Nobody waits for the lent memory.
             self.reclaim(learner, ShardError::Interrupted, now, actions);
+            if matches!(message, Message::Abort { .. }) {
+                self.recall(learner, now, actions);
+                // The answer comes behind a state that says whether the last commit counts.
+                self.send_state(id, now, actions);
+            }
         }
         let mut wanted = Vec::new();
         let core = &mut self.core;
@@ -410,6 +415,8 @@ impl CoordinatorCore {
             }
             Message::WithdrawAssign { token } => {
                 core.withdraw_assign(|s| s.client == id && s.name == token, now, &mut wanted);
+                self.perform(std::mem::take(&mut wanted), now, actions);
+                self.recall_assign(id, token, now, actions);
                 Some(Message::Done)
             }
             Message::SetControl { name, value } => {

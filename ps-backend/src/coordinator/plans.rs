@@ -294,7 +294,48 @@ impl CoordinatorCore {
         actions: &mut Vec<Action>,
     ) {
         let mut wanted = Vec::new();
-        if self.core.reclaim(learner, why, now, &mut wanted) {
+        let is_read = self.core.reclaim(learner, why, now, &mut wanted);
+        self.taken_out(is_read, wanted, now, actions);
+    }
+
+    /// The client of `learner` takes back its last commit, unless that counts.
+    pub(super) fn recall(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action>) {
+        let mut wanted = Vec::new();
+        let is_read = self.core.recall(learner, ShardError::Interrupted, now, &mut wanted);
+        self.taken_out(is_read, wanted, now, actions);
+    }
+
+    /// The client takes back these new weights, unless they count.
+    pub(super) fn recall_assign(
+        &mut self,
+        client: ClientId,
+        token: u64,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let is_it = |work: &core::Action<Source>| {
+            matches!(work, core::Action::Reduce(plan) if matches!(&plan.work, core::Work::Assign { buffer }
+                if (buffer.client, buffer.name) == (client, token)))
+        };
+        let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.work);
+        if !self.queue.iter().any(is_it) && !self.run.as_ref().is_some_and(runs) {
+            return;
+        }
+        let mut wanted = Vec::new();
+        self.core.assign_failed(ShardError::Interrupted, now, &mut wanted);
+        self.drop_work(is_it, now, actions);
+        self.perform(wanted, now, actions);
+    }
+
+    /// A contribution was taken out again. If it `is_read`, the work that reads it is void.
+    fn taken_out(
+        &mut self,
+        is_read: bool,
+        wanted: Vec<core::Action<Source>>,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        if is_read {
             self.drop_work(|work| !is_assign(work), now, actions);
         }
         self.perform(wanted, now, actions);

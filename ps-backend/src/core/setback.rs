@@ -84,8 +84,33 @@ impl<S: Clone> JobCore<S> {
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) -> bool {
-        let is_it = |c: &&mut Committed<S>| c.contribution.lent && c.contribution.learner == learner;
-        let Some(committed) = self.committed.iter_mut().find(is_it) else { return false };
+        self.take_out(learner, |committed| committed.contribution.lent, why, now, actions)
+    }
+
+    /// The program of `learner` takes back its last commit, unless that was answered with success: it fails with `why`,
+    /// and is open again. Returns what [`Self::reclaim`] does.
+    pub fn recall(
+        &mut self,
+        learner: LearnerId,
+        why: ShardError,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) -> bool {
+        // Once the next contribution is open, the taken one is not the last.
+        let is_last = self.members.get(&learner).is_some_and(|member| matches!(member.phase, Phase::Idle));
+        is_last && self.take_out(learner, |committed| committed.undo.is_some(), why, now, actions)
+    }
+
+    fn take_out(
+        &mut self,
+        learner: LearnerId,
+        is_it: impl Fn(&Committed<S>) -> bool,
+        why: ShardError,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) -> bool {
+        let found = self.committed.iter_mut().find(|c| c.contribution.learner == learner && is_it(c));
+        let Some(committed) = found else { return false };
         if committed.place == Place::Accumulated {
             let answer = committed.ticket.take().map(|(ticket, _)| Action::Reply(ticket, Ok(())));
             actions.extend(answer);

@@ -222,6 +222,11 @@ impl ClientCore {
         }
     }
 
+    /// The last step of `learner` that the coordinator has taken, as far as this client knows.
+    pub fn taken_step(&self, learner: LearnerId) -> Option<Step> {
+        self.learners.get(&learner).map(|known| known.state.step)
+    }
+
     /// The version that the program of `learner` has last opened.
     pub fn last_opened(&self, learner: LearnerId) -> Option<Version> {
         self.learners.get(&learner)?.opened

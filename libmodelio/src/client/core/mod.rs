@@ -372,8 +372,9 @@ impl ClientCore {
 
     /// Time passes. The client handles deadlines and repeats messages.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.tick_requests(now, actions);
+        // What it gives up may leave a request that is sent at once.
         self.tick_reach(now, actions);
+        self.tick_requests(now, actions);
         for partition in 0..self.shards.len() {
             self.tick_partition(partition, now, actions);
         }

@@ -65,16 +65,20 @@ impl ClientCore {
             Message::Join { .. } | Message::Leave { .. } => {
                 coordinator.filter(|gone| gone.since + AWAY <= now).map(|gone| gone.error(now))
             }
-            Message::Open { .. } | Message::SetControl { .. } => self.longest_gone(coordinator.iter(), now),
+            Message::Open { .. } | Message::Abort { .. } | Message::SetControl { .. } => {
+                self.longest_gone(coordinator.iter(), now)
+            }
             Message::Commit { .. } | Message::Assign { .. } => self.lost_patience(now),
             // Nobody waits for the others.
             _ => None,
         }
     }
 
-    /// Why this request fails at once. A learner that is to leave does so when the coordinator is back.
+    /// Why this request fails at once. A learner that is to leave does so when the coordinator is back, and what is taken
+    /// back is so then.
     pub(super) fn refuses(&self, token: Token, message: &Message, now: Now) -> Option<ShardError> {
-        let is_beside = token == Token::MAX || matches!(message, Message::Leave { .. });
+        let is_beside =
+            token == Token::MAX || matches!(message, Message::Leave { .. } | Message::Abort { .. });
         if is_beside { None } else { self.ends(message, now) }
     }
 

@@ -1,6 +1,8 @@
 //! Requests to the coordinator. A request is sent when the coordinator is connected, repeated while there is no
 //! answer, and answered once.
 
+use std::time::Duration;
+
 use super::held::Held;
 use super::learners::{Early, Learner};
 use super::{Action, ClientCore, Now, PATIENCE, Token};
@@ -16,9 +18,19 @@ pub(super) struct Request {
     pub(super) deadline: Now,
     pub(super) made: Now,
     pub(super) sent: Option<Now>,
+    /// Its caller waits no more, and it ends at the deadline with [`ShardError::Interrupted`].
+    pub(super) is_withdrawn: bool,
 }
 
+/// For so long a call that was withdrawn waits for the coordinator's answer.
+const WITHDRAWN: Duration = Duration::from_millis(400);
+
 impl Request {
+    /// The core's own, whose answer nobody waits for.
+    pub(super) fn own(message: Message, deadline: Now, now: Now) -> Request {
+        Request { token: Token::MAX, message, deadline, made: now, sent: None, is_withdrawn: false }
+    }
+
     /// Sends the request, perhaps again, with the time that is left for it.
     pub(super) fn send(&mut self, id: u64, now: Now) -> Action {
         let gone = self.sent.map_or(now.saturating_sub(self.made), |sent| now.saturating_sub(sent));
@@ -85,7 +97,21 @@ impl ClientCore {
                 let held = Held { blocks, whole, request, sent_under, early, left_at: None };
                 self.held.insert((*learner, *step), held);
             }
-            Message::Abort { learner } => self.drop_open(*learner, actions),
+            Message::Abort { learner } => self.takes_back(*learner, actions),
+            Message::Withdraw { learner } => {
+                let learner = *learner;
+                self.hurry(
+                    now,
+                    |message| matches!(message, Message::Commit { learner: of, .. } if *of == learner),
+                );
+            }
+            Message::WithdrawAssign { token } => {
+                let token = *token;
+                self.hurry(
+                    now,
+                    |message| matches!(message, Message::Assign { token: of, .. } if *of == token),
+                );
+            }
             Message::Leave { learner, .. } => self.drop_ahead(*learner, actions),
             Message::Assign { token, blocks, ahead, .. } => {
                 *ahead = self.publishes(*token);
@@ -98,7 +124,7 @@ impl ClientCore {
         }
         let id = self.next_request;
         self.next_request += 1;
-        let mut request = Request { token, message, deadline, made: now, sent: None };
+        let mut request = Request { token, message, deadline, made: now, sent: None, is_withdrawn: false };
         if self.coordinator_up {
             actions.push(request.send(id, now));
         }
@@ -322,7 +348,11 @@ impl ClientCore {
         let late: Vec<u64> =
             self.requests.iter().filter(|(_, request)| request.deadline <= now).map(|(&id, _)| id).collect();
         for id in late {
-            let late = ShardError::TimedOut("the shard that coordinates this model does not answer".into());
+            let is_withdrawn = self.requests.get(&id).is_some_and(|request| request.is_withdrawn);
+            let late = match is_withdrawn {
+                true => ShardError::Interrupted,
+                false => ShardError::TimedOut("the shard that coordinates this model does not answer".into()),
+            };
             self.give_up(id, late, actions);
         }
         if self.coordinator_up {
@@ -339,8 +369,47 @@ impl ClientCore {
         }
     }
 
-    /// Nobody waits for this request any more. Its outcome is open.
+    /// The callers of these requests wait no more. A shard that is away holds up nobody's signal.
+    fn hurry(&mut self, now: Now, is_it: impl Fn(&Message) -> bool) {
+        for request in self.requests.values_mut().filter(|request| is_it(&request.message)) {
+            request.deadline = request.deadline.min(now + WITHDRAWN);
+            request.is_withdrawn = true;
+        }
+    }
+
+    /// A contribution of `learner` is taken back. The coordinator hears of it, however long it is away: a commit that it
+    /// takes before then finds no payload here.
+    fn takes_back(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
+        // The later one says the same.
+        let is_earlier = |request: &Request| {
+            request.token == Token::MAX
+                && matches!(request.message, Message::Abort { learner: of } if of == learner)
+        };
+        self.requests.retain(|_, request| !is_earlier(request));
+        self.drop_open(learner, actions);
+        let Some(known) = self.learners.get_mut(&learner).filter(|_| !self.in_process) else { return };
+        let held = self.held.range((learner, known.committed.next())..=(learner, Step(u64::MAX)));
+        let held: Vec<_> = held.map(|(key, _)| *key).collect();
+        if !held.is_empty() {
+            known.is_still_read();
+        }
+        for (learner, step) in
+            held.into_iter().filter(|&(learner, step)| !self.is_committing(learner, step)).collect::<Vec<_>>()
+        {
+            self.release(learner, step, actions);
+        }
+    }
+
+    /// Nobody waits for this request any more. Its outcome is open. What must reach the coordinator is repeated until it
+    /// answers.
     pub(super) fn give_up(&mut self, id: u64, why: ShardError, actions: &mut Vec<Action>) {
+        if let Some(request) = self.requests.get_mut(&id)
+            && matches!(request.message, Message::Abort { .. })
+        {
+            request.deadline = Now::MAX;
+            let token = std::mem::replace(&mut request.token, Token::MAX);
+            return actions.push(Action::Answer(token, Err(why.into())));
+        }
         let Some(request) = self.requests.remove(&id) else { return };
         match request.message {
             Message::Commit { learner, step, lent, .. } => {
@@ -355,6 +424,12 @@ impl ClientCore {
                 self.learners.remove(&learner);
             }
             _ => {}
+        }
+        if let Message::Assign { token, .. } = request.message {
+            let id = self.next_request;
+            self.next_request += 1;
+            // It is sent with what is repeated, and the coordinator hears of it however long it is away.
+            self.requests.insert(id, Request::own(Message::WithdrawAssign { token }, Now::MAX, request.made));
         }
         self.release_left(actions);
         self.release_weights(actions);

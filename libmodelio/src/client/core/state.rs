@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::learners::Learner;
 use super::requests::Request;
-use super::{Action, ClientCore, Now, PATIENCE, Token};
+use super::{Action, ClientCore, Now, PATIENCE};
 use crate::transport::LeaveReason;
 use crate::vocabulary::ids::LearnerId;
 use crate::vocabulary::phase::JobPhase;
@@ -67,7 +67,7 @@ impl ClientCore {
                 let id = self.next_request;
                 self.next_request += 1;
                 let deadline = now + 10 * PATIENCE;
-                let mut request = Request { token: Token::MAX, message, deadline, made: now, sent: None };
+                let mut request = Request::own(message, deadline, now);
                 actions.push(request.send(id, now));
                 self.requests.insert(id, request);
                 self.learners.insert(learner, Learner::new(None, named[&learner].clone(), state.sequence));

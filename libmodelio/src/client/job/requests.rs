@@ -275,16 +275,23 @@ impl Job {
         });
     }
 
-    /// Drops the open contribution.
-    ///
-    /// # Errors
-    /// When there is no such learner.
-    pub fn abort(&self, learner: LearnerId) -> Result<(), ShardError> {
-        self.send_beside(learner, Message::Abort { learner })
+    /// Drops the open contribution, and takes its commit back unless that counts. `done` hears of the coordinator's answer,
+    /// behind which [`Self::taken_step`] is news. If there is none before `timeout` is over, `done` gets an error, and the
+    /// coordinator is told when it is back.
+    pub fn abort(&self, learner: LearnerId, timeout: Duration, done: Done<()>) {
+        if !self.has_learner(learner) {
+            return done(Err(ShardError::UnknownLearner(learner)));
+        }
+        self.request(Message::Abort { learner }, timeout, plain(done));
     }
 
-    /// Ends the wait for the learner's commit, as if its deadline had passed. A commit that is taken, or is being
-    /// taken, is answered as usual.
+    /// The last step of `learner` that the coordinator has taken.
+    pub fn taken_step(&self, learner: LearnerId) -> Option<Step> {
+        self.shared.inner.lock().core.taken_step(learner)
+    }
+
+    /// Ends the wait for the learner's commit within half a second, as if its deadline had passed. A commit that is
+    /// answered by then is answered as usual.
     ///
     /// # Errors
     /// When there is no such learner.

@@ -140,3 +140,75 @@ fn a_call_waits_for_shards_to_which_the_model_has_just_moved() {
     assert_eq!(bench.said, [], "they wait for a connection");
     assert!(bench.core.lost_patience(bench.now).is_none());
 }
+
+#[test]
+fn what_is_taken_back_while_the_coordinator_is_away_is_told_it_later() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    bench.commit(3, 100);
+    bench.gone(true, 20);
+    bench.core.coordinator_down(bench.now, &mut bench.said);
+    bench.pass(0);
+    assert_eq!(bench.named(COORDINATOR), [3], "it may have been taken");
+    for token in [4, 5] {
+        bench.ask(token, Message::Abort { learner: L }, 10);
+        assert_eq!(bench.named(COORDINATOR), [token], "nobody knows whether it counts");
+    }
+    bench.pass(60_000);
+    bench.said.clear();
+    bench.core.coordinator_up(bench.now, &mut bench.said);
+    let told = bench.said.iter().filter_map(|said| match said {
+        Action::ToCoordinator(request, Message::Abort { learner: L }) => Some(*request),
+        _ => None,
+    });
+    let told: Vec<_> = told.collect();
+    assert_eq!(told.len(), 1, "{:?}", bench.said);
+    // A coordinator that has taken the commit before that gets no payload for it.
+    bench.said.clear();
+    bench.grant(1);
+    assert!(bench.pushes(0).is_empty());
+    let gone = Message::SourceGone { plan: PlanId(1), learner: Some(L) };
+    assert!(bench.said.contains(&Action::ToCoordinator(0, gone)), "{:?}", bench.said);
+    bench.coordinator(told[0], Message::Done);
+    bench.pass(60_000);
+    bench.said.clear();
+    bench.core.coordinator_up(bench.now, &mut bench.said);
+    let again = |said: &Action| matches!(said, Action::ToCoordinator(_, Message::Abort { .. }));
+    assert!(!bench.said.iter().any(again), "it was told");
+}
+
+#[test]
+fn new_weights_that_nobody_waits_for_are_taken_back_when_the_shards_answer() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    bench.ask(3, Message::Assign { token: 9, blocks: vec![0..4], timeout_ms: 100_000, ahead: None }, 100);
+    bench.gone(false, 20);
+    bench.pass(0);
+    let told = |said: &Action| matches!(said, Action::ToCoordinator(_, Message::WithdrawAssign { token: 9 }));
+    assert!(bench.said.iter().any(told), "{:?}", bench.said);
+    assert_eq!(bench.named(OTHER), [3]);
+}
+
+#[test]
+fn a_signal_ends_a_wait_though_nobody_answers() {
+    let assign = || Message::Assign { token: 9, blocks: vec![0..4], timeout_ms: 100_000, ahead: None };
+    for is_commit in [true, false] {
+        let mut bench = Bench::new();
+        let withdraw = match is_commit {
+            true => Message::Withdraw { learner: L },
+            false => Message::WithdrawAssign { token: 9 },
+        };
+        match is_commit {
+            true => bench.commit(3, 100),
+            false => bench.ask(3, assign(), 100),
+        }
+        bench.ask(4, withdraw.clone(), 100);
+        bench.pass(200);
+        bench.ask(5, withdraw, 100);
+        let ended = Action::Answer(3, Err(ShardError::Interrupted.into()));
+        bench.pass(199);
+        assert!(!bench.said.contains(&ended), "it may be answered yet");
+        bench.pass(1);
+        assert!(bench.said.contains(&ended), "{:?}", bench.said);
+    }
+}

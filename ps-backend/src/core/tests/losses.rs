@@ -146,3 +146,32 @@ fn an_assignment_that_failed_leaves_the_version() {
     assert!(matches!(sim.replies[&ticket], Err(ShardError::Unreachable)));
     assert_eq!((sim.core.version(), sim.core.running.is_some()), (Version(0), false));
 }
+
+#[test]
+fn a_contribution_can_be_taken_back_though_a_plan_reads_it_but_not_once_it_counts() {
+    let (mut sim, ids) = patient("2", &["a", "b"], 20);
+    let (back, at_back) = everything(&mut sim, ids[0], false);
+    let (other, at_other) = everything(&mut sim, ids[1], false);
+    assert_eq!(reducing(&sim), [back, other]);
+    sim.recall(ids[0].0);
+    sim.abort(ids[0].0);
+    assert_eq!(sim.replies[&at_back], Err(ShardError::Interrupted));
+    assert_eq!(sim.core.member(ids[0].0, sim.now).unwrap().step.0, 0);
+    let (again, at_again) = everything(&mut sim, ids[0], false);
+    sim.finish_work();
+    assert!(ok(&sim, at_other) && ok(&sim, at_again));
+    assert_eq!(sim.versions_of(&[back, other, again]), [None, Some(Version(1)), Some(Version(1))]);
+    // What counts, or is answered, stays, and so does the step before one that is written.
+    sim.recall(ids[0].0);
+    sim.abort(ids[0].0);
+    let (ahead, at_ahead) = everything(&mut sim, ids[0], false);
+    sim.tick(20);
+    sim.accumulate_done(true);
+    sim.recall(ids[0].0);
+    sim.abort(ids[0].0);
+    assert!(ok(&sim, at_ahead));
+    assert_eq!(sim.core.member(ids[0].0, sim.now).unwrap().step.0, 2);
+    everything(&mut sim, ids[1], false);
+    sim.finish_work();
+    assert_eq!(sim.versions_of(&[again, ahead]), [Some(Version(1)), Some(Version(2))]);
+}

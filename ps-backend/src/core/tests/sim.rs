@@ -365,6 +365,15 @@ impl Sim {
         self.call(|core, now, actions| core.abort(learner, now, actions)).unwrap();
     }
 
+    /// The learner takes back its last commit, which the running plan reads, if one runs.
+    pub fn recall(&mut self, learner: LearnerId) {
+        let reads = self.running.is_some();
+        self.void_plan();
+        let why = ShardError::Interrupted;
+        let void = self.call(|core, now, actions| core.recall(learner, why, now, actions));
+        assert_eq!(void, reads);
+    }
+
     pub fn withdraw(&mut self, learner: LearnerId) {
         self.call(|core, now, actions| core.withdraw(learner, now, actions)).unwrap();
     }
