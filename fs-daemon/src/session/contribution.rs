@@ -130,8 +130,7 @@ impl Contribution {
     pub fn take_back(self: &Arc<Self>, done: Done<()>) {
         let contributor = &self.learner.contributor;
         let has_doubt = self.ships_mapping || self.timed_out.load(Ordering::Relaxed);
-        let wrote = self.wrote();
-        if !wrote && !(has_doubt && contributor.is_in_doubt()) {
+        if !(self.wrote() || has_doubt && contributor.is_in_doubt()) {
             return done(Ok(()));
         }
         // What others have begun since is theirs.
@@ -143,9 +142,9 @@ impl Contribution {
         contributor.take_back(self.model.timeout(), move |outcome| {
             if outcome != Err(ContributeError::Busy) {
                 this.taken_back();
+                // Asked again, it is in doubt as before.
+                this.timed_out.store(matches!(outcome, Err(ContributeError::MayCount(_))), Ordering::Relaxed);
             }
-            // Asked again, it is as open as it was.
-            this.timed_out.store(matches!(outcome, Err(ContributeError::MayCount(_))), Ordering::Relaxed);
             done(outcome.map_err(|error| {
                 let error = explained(&this.model, error);
                 this.learner.refusal.note(&error, false);

@@ -509,6 +509,9 @@ impl Coordinator {
     ) {
         let bytes = if bytes.is_empty() || self.is_small() { bytes } else { &[] };
         self.with_core(|state, now, actions| {
+            if state.checked_at.elapsed() > AWAY {
+                state.wakes(now, actions);
+            }
             if state.clients.get(&client).is_some_and(|known| known.is(link)) {
                 state.small.commits(client, &message, bytes);
                 state.core.from_client(client, request, message, now, actions);
@@ -583,24 +586,39 @@ fn patience(bytes: u64) -> Duration {
     Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND).min(MOST)
 }
 
+impl State {
+    /// Somebody looks at the clock. If this process was stopped or starved, what was sent to it in that time is still to be
+    /// read. Its clients may have given up by now what they sent before that, so nothing of it counts if the pause was
+    /// long: they connect again, and repeat what they still want.
+    fn wakes(&mut self, now: Duration, actions: &mut Vec<Action>) {
+        const STALLED: Duration = Duration::from_millis(500);
+        let pause = std::mem::replace(&mut self.checked_at, Instant::now()).elapsed();
+        if pause <= STALLED {
+            return;
+        }
+        self.core.forgive_silence(pause, now);
+        if pause <= AWAY {
+            return;
+        }
+        for (client, link) in std::mem::take(&mut self.clients) {
+            link.close(Close::Asked("this shard has stood still: connect again".into()));
+            self.small.leaves(client);
+            self.core.client_down(client, now, actions);
+        }
+    }
+}
+
 impl Timed for Coordinator {
     fn check(&self) -> Option<Duration> {
         const IDLE: Duration = Duration::from_millis(200);
-        const STALLED: Duration = Duration::from_millis(500);
         if self.is_stopping() {
             return None;
         }
-        let checked_at = {
-            let mut state = self.state.lock();
-            // All deadlines are checked now, so nobody needs to raise the alarm meanwhile.
-            state.checks_at = Duration::ZERO;
-            std::mem::replace(&mut state.checked_at, Instant::now())
-        };
-        // This process was stopped or starved. What was sent to it in that time is still to be read.
-        let stalled = Some(checked_at.elapsed()).filter(|pause| *pause > STALLED);
+        // All deadlines are checked now, so nobody needs to raise the alarm meanwhile.
+        self.state.lock().checks_at = Duration::ZERO;
         self.connect_missing();
         self.with_core(|state, now, actions| {
-            stalled.into_iter().for_each(|pause| state.core.forgive_silence(pause, now));
+            state.wakes(now, actions);
             state.core.tick(now, actions);
         });
         self.log_waits();
