@@ -225,7 +225,7 @@ impl End {
             Message::Commit { learner, step, notice } => {
                 job.commit(learner, step, notice, timeout, then(done, plain));
             }
-            Message::Abort { learner } => done(job.abort(learner).map(plain)),
+            Message::Abort { learner } => job.abort(learner, timeout, then(done, plain)),
             Message::Withdraw { learner } => done(job.withdraw(learner).map(plain)),
             Message::WithdrawAssign { buffer } => {
                 job.withdraw_assign(buffer);

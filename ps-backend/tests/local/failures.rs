@@ -319,7 +319,7 @@ fn nonsense_is_refused_and_changes_nothing() {
         let commit = |done| job.shard.commit(learner.id, Step(1), notice, LONG, done);
         assert!(wait_for(LONG, commit).is_err());
     }
-    job.shard.abort(learner.id).unwrap();
+    wait_for(LONG, |done| job.shard.abort(learner.id, LONG, done)).unwrap();
     let buffer = job.shard.allocate().unwrap();
     let size = job.layout.size();
     for written in [vec![0..1, 2..size + 1], vec![5..9, 3..4], vec![std::ops::Range { start: 9, end: 5 }]] {

@@ -25,6 +25,8 @@ pub(super) struct Held {
     /// Set when its learner has left and the shard still reads the payload where it lies: the number of contributions
     /// in versions at that moment.
     pub(super) left_at: Option<u64>,
+    /// Its program has taken it back: nothing of it is sent from then on.
+    pub(super) is_taken_back: bool,
 }
 
 impl Held {

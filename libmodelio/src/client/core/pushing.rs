@@ -410,7 +410,7 @@ impl ClientCore {
         match payload {
             Granted::Contributions { of, .. } => {
                 for key in of.iter().filter(|key| !open.contains(key)) {
-                    let held = self.held.get(key).ok_or(Some(key.0))?;
+                    let held = self.held.get(key).filter(|held| !held.is_taken_back).ok_or(Some(key.0))?;
                     if held.early.as_ref().is_some_and(|early| early.plan != Some(plan)) {
                         return Err(Some(key.0));
                     }

@@ -94,7 +94,8 @@ impl ClientCore {
                     before.map_or((None, None), |held| (held.sent_under, held.early));
                 let (sent_under, early) = (sent_under.max(sent_before), early.or(early_before));
                 let request = self.next_request;
-                let held = Held { blocks, whole, request, sent_under, early, left_at: None };
+                let held =
+                    Held { blocks, whole, request, sent_under, early, left_at: None, is_taken_back: false };
                 self.held.insert((*learner, *step), held);
             }
             Message::Abort { learner } => self.takes_back(*learner, actions),
@@ -387,16 +388,15 @@ impl ClientCore {
         };
         self.requests.retain(|_, request| !is_earlier(request));
         self.drop_open(learner, actions);
-        let Some(known) = self.learners.get_mut(&learner).filter(|_| !self.in_process) else { return };
-        let held = self.held.range((learner, known.committed.next())..=(learner, Step(u64::MAX)));
-        let held: Vec<_> = held.map(|(key, _)| *key).collect();
-        if !held.is_empty() {
-            known.is_still_read();
+        let Some(known) = self.learners.get(&learner).filter(|_| !self.in_process) else { return };
+        let from = known.committed.next();
+        for (_, held) in self.held.range_mut((learner, from)..=(learner, Step(u64::MAX))) {
+            held.is_taken_back = true;
         }
-        for (learner, step) in
-            held.into_iter().filter(|&(learner, step)| !self.is_committing(learner, step)).collect::<Vec<_>>()
-        {
-            self.release(learner, step, actions);
+        let steps: Vec<_> =
+            self.held.range((learner, from)..=(learner, Step(u64::MAX))).map(|(key, _)| key.1).collect();
+        if steps.into_iter().any(|step| self.sends(learner, step)) {
+            self.outgoing = None;
         }
     }
 

@@ -226,6 +226,7 @@ proptest! {
         }
         bench.coordinator.core.taken_over(bench.now);
         bench.coordinator.states_sent_at = bench.now;
+        bench.coordinator.made_by = PlanId(0);
         for one in [&mut bench, &mut there] {
             one.coordinator.go_on(one.now, &mut one.said);
             for client in [A, B] {
