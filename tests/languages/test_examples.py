@@ -21,7 +21,7 @@ def digits(start_mount, tmp_path):
     pytest.importorskip("sklearn")
     file = tmp_path / "digits.safetensors"
     example("make_digits_model.py", str(file))
-    return start_mount(model=file, lifetime=DEADLINE).model
+    return start_mount(model=file).model
 
 
 def example(script, *arguments, status=0):
@@ -51,7 +51,7 @@ def test_running_statistics_of_batch_norm_are_averaged(start_mount, tmp_path):
         pytest.importorskip(module)
     file = tmp_path / "digits.safetensors"
     example("make_digits_model.py", file, "--convolutional")
-    model = start_mount(model=file, lifetime=DEADLINE).model
+    model = start_mount(model=file).model
     assert "check passed" in example("train_torch.py", model, "--epochs", "5", "--check")
     assert (model / "control" / "tensors").read_text() == "*.running_* reducer=average\n"
     for name in ("norm1.running_mean", "norm2.running_mean"):
