@@ -215,8 +215,8 @@ pub enum ShardError {
     /// The deadline passed.
     #[error("no answer before the deadline: {0}")]
     TimedOut(Cow<'static, str>),
-    /// The commit was withdrawn before it was taken.
-    #[error("interrupted before the contribution was taken")]
+    /// The commit was withdrawn: before it was taken, or nobody answered whether it was.
+    #[error("interrupted before the contribution was known to be taken")]
     Interrupted,
     /// No peer answers, or the shard is shutting down.
     #[error("the shard is not reachable")]

@@ -307,6 +307,7 @@ impl World {
         self.trace(|| format!("client {index}, program {at}: {asked:?} is answered with {result:?}"));
         let compute = self.settings.compute;
         let timed_out = matches!(&result, Err(Refusal::Shard(ShardError::TimedOut(_))));
+        let interrupted = matches!(&result, Err(Refusal::Shard(ShardError::Interrupted)));
         let unknown = matches!(&result, Err(Refusal::Shard(ShardError::UnknownLearner(_))));
         let mapped = matches!(asked, Asked::Commit(_)) && self.clients[index].programs[at].mapped;
         if let (Asked::Commit(uid), true) = (asked, mapped) {
@@ -355,6 +356,11 @@ impl World {
                 self.clients[index].programs[at].doing = Doing::Unsure;
                 return self.program_pauses(index, at, Now::from_millis(50));
             }
+            // A signal ends the wait also where the coordinator does not answer.
+            (Asked::Commit(uid), Err(_)) if interrupted => {
+                self.history.record(uid).unsure = true;
+                return self.abort(index, at);
+            }
             // Its commit may have been taken before its learner was given up.
             (Asked::Commit(_), Err(_)) if unknown => self.clients[index].programs[at].learner = None,
             // In a failed job, the outcome of an earlier try stays unknown.
@@ -374,7 +380,7 @@ impl World {
             }
             (Asked::Withdraw | Asked::OpenBeside(_) | Asked::AbortBeside, _) => return,
             (Asked::Assign(uid), Ok(_)) => self.history.acknowledged(uid),
-            (Asked::Assign(_), Err(_)) if timed_out => {}
+            (Asked::Assign(_), Err(_)) if timed_out || interrupted => {}
             (Asked::Assign(uid), Err(why)) => self.history.refused(uid, &why),
             (_, Err(_)) if unknown => self.clients[index].programs[at].learner = None,
             _ => {}
