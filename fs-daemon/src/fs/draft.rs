@@ -22,7 +22,7 @@ const MOST: usize = 256 * LONGEST;
 #[derive(Clone, Debug, Default)]
 pub struct DraftRoom(Arc<AtomicUsize>);
 
-/// What one draft holds of the room, until it is dropped.
+/// The bytes that one draft holds of the room. Dropping gives them back.
 #[derive(Debug, Default)]
 struct Held {
     room: DraftRoom,

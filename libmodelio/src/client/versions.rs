@@ -392,11 +392,11 @@ impl Versions {
         }
     }
 
-    /// Whether readers have `max` versions open, and not this one; or programs hold `most` others, by mappings too.
+    /// Whether an open of `version` is one too many: `max` others are open, or programs hold `most` others, by mappings
+    /// too. That a learner has it open is no exception: a reader could take one after the other in that way.
     pub fn refuses(&self, version: Version, max: usize, most: usize) -> bool {
-        let is_open = |shown: &&Shown| shown.readers > 0;
-        !self.shown.get(&version).is_some_and(|shown| is_open(&shown))
-            && (self.shown.values().filter(is_open).count() >= max || self.held_besides(version) >= most)
+        let is_open = |(of, shown): &(&Version, &Shown)| **of != version && shown.readers > 0;
+        self.shown.iter().filter(is_open).count() >= max || self.held_besides(version) >= most
     }
 
     /// The other versions that are open, or perhaps mapped.
@@ -528,6 +528,10 @@ mod tests {
             assert!(version == Version(3) || versions.open(version));
         }
         assert!(versions.refuses(Version(3), 2, 9) && !versions.refuses(Version(2), 2, 9));
+        // A learner has it open.
+        assert!(versions.open(Version(3)) && versions.refuses(Version(3), 2, 9));
+        versions.close(Version(3));
+        versions.unpin(Version(3), 1);
         versions.close(Version(1));
         versions.unpin(Version(1), 1);
         assert!(!versions.refuses(Version(3), 2, 9) && versions.refuses(Version(3), 2, 1));

@@ -29,7 +29,7 @@ impl<S: Clone> JobCore<S> {
         if let Phase::Open { step, .. } = member.phase {
             return Ok(Opening { step, staging_lent });
         }
-        member.progress.writes(now);
+        member.activity.writes(now);
         let step = member.step.next();
         member.phase = Phase::Open { step, has_block: false };
         Ok(Opening { step, staging_lent })
@@ -205,7 +205,7 @@ impl<S: Clone> JobCore<S> {
     ) -> Result<(), ShardError> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         member.last_seen = now;
-        member.progress.writes(now);
+        member.activity.writes(now);
         // Once the next contribution is open, the taken one is not the last.
         let is_last = matches!(member.phase, Phase::Idle);
         let dropped = self.drop_pending_commit(learner, ShardError::Interrupted, actions);

@@ -131,7 +131,7 @@ impl<S: Clone> JobCore<S> {
         for learner in alive {
             if let Some(member) = self.members.get_mut(&learner) {
                 member.last_seen = now;
-                member.progress.counts(now);
+                member.activity.counts(now);
             }
         }
     }

@@ -43,7 +43,7 @@ impl<S: Clone> JobCore<S> {
         self.stall = None;
         for member in self.members.values_mut() {
             member.last_seen = now;
-            member.progress.counts(now);
+            member.activity.counts(now);
         }
     }
 

@@ -3,7 +3,7 @@
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 
-use super::state::Progress;
+use super::state::Activity;
 use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase};
 
 /// The longest name of a learner, in bytes.
@@ -57,7 +57,7 @@ impl<S: Clone> JobCore<S> {
             joined_at: if in_mid_step { self.version.next() } else { self.version },
             joined_with: self.version,
             last_seen: now,
-            progress: Progress::since(now),
+            activity: Activity::since(now),
             attached: false,
             exited: None,
             step: Step(0),
@@ -164,7 +164,7 @@ impl<S: Clone> JobCore<S> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         if matches!(member.phase, Phase::Open { .. }) {
             member.phase = Phase::Idle;
-            member.progress.takes_back();
+            member.activity.takes_back();
             self.drop_early(learner, actions);
             self.drop_pending_commit(learner, why, actions);
         } else if let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner)
@@ -182,12 +182,12 @@ impl<S: Clone> JobCore<S> {
         if let Some(member) = self.members.get_mut(&learner) {
             member.last_seen = now;
             if attached.is_none() && matches!(member.phase, Phase::Open { .. }) {
-                member.progress.writes(now);
+                member.activity.writes(now);
             }
             if let Some(attached) = attached {
                 // The first process that uses it has just begun.
                 if attached == Attached::Yes && !member.attached && member.exited.is_none() {
-                    member.progress.writes(now);
+                    member.activity.writes(now);
                 }
                 member.attached = attached == Attached::Yes;
                 // A repeated report does not change the time of the exit.
@@ -201,7 +201,7 @@ impl<S: Clone> JobCore<S> {
     pub fn forgive_silence(&mut self, pause: Now, now: Now) {
         for member in self.members.values_mut() {
             member.last_seen = member.last_seen.saturating_add(pause).min(now);
-            member.progress.at = member.progress.at.saturating_add(pause).min(now);
+            member.activity.at = member.activity.at.saturating_add(pause).min(now);
         }
     }
 

@@ -212,7 +212,7 @@ impl<S: Clone> JobCore<S> {
             member.pace = member.pace.saturating_sub(1);
             member.unpublished = false;
             member.phase = phase;
-            member.progress.takes_back();
+            member.activity.takes_back();
         }
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
         if !self.members.get(&learner).is_some_and(is_open) {

@@ -31,7 +31,7 @@ pub(super) struct Member {
     pub(super) last_seen: Now,
     /// How it gets on with its contributions. Another coordinator has it begin anew.
     #[serde(skip)]
-    pub(super) progress: Progress,
+    pub(super) activity: Activity,
     /// Whether a living process is known to use it.
     pub(super) attached: bool,
     /// When its last process exited. None if a process uses it, or none is known.
@@ -49,21 +49,21 @@ pub(super) struct Member {
 
 /// What a learner does that others wait for. Opening and closing files is nothing of that, nor is what it takes back.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct Activity {
     /// Its last progress.
     pub(super) at: Now,
     /// It has taken back a contribution to the step that comes: what it writes next is no progress before it counts.
     took_back: bool,
 }
 
-impl Progress {
-    pub(super) fn since(at: Now) -> Progress {
-        Progress { at, took_back: false }
+impl Activity {
+    pub(super) fn since(at: Now) -> Activity {
+        Activity { at, took_back: false }
     }
 
     /// A contribution is part of a version, or the learner has waited for others.
     pub(super) fn counts(&mut self, now: Now) {
-        *self = Progress::since(now);
+        *self = Activity::since(now);
     }
 
     /// Bytes of a contribution came, or its commit.

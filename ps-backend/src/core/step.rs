@@ -97,7 +97,7 @@ impl<S: Clone> JobCore<S> {
                 member.published_in = self.version;
                 // The learner had no reason to send anything until now.
                 member.last_seen = now;
-                member.progress.counts(now);
+                member.activity.counts(now);
             }
         }
         self.params = None;
@@ -162,7 +162,7 @@ impl<S: Clone> JobCore<S> {
         let mut undo = None;
         if let Some(member) = self.members.get_mut(&learner) {
             member.last_seen = now;
-            member.progress.writes(now);
+            member.activity.writes(now);
             member.step = member.step.next();
             member.pace += 1;
             member.unpublished = true;

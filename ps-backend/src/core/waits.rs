@@ -96,7 +96,7 @@ impl<S: Clone> JobCore<S> {
         let stalled = self.formed && self.stall.is_some_and(is_over);
         let why = |learner: LearnerId, member: &Member| match member.attached {
             true => {
-                let is_over = stalled && lasted(member.progress.at, now, patience);
+                let is_over = stalled && lasted(member.activity.at, now, patience);
                 (is_over && self.holds_up(learner, member)).then_some(LeaveReason::PatienceOver)
             }
             false => lasted(member.last_seen, now, lease).then_some(LeaveReason::LeaseExpired),

@@ -25,7 +25,7 @@ pub(super) struct Held {
     /// Set when its learner has left and the shard still reads the payload where it lies: the number of contributions
     /// in versions at that moment.
     pub(super) left_at: Option<u64>,
-    /// Its program has taken it back: nothing of it is sent from then on.
+    /// The program has taken the contribution back: the client sends nothing of it from then on.
     pub(super) is_taken_back: bool,
 }
 

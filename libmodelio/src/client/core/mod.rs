@@ -372,7 +372,7 @@ impl ClientCore {
 
     /// Time passes. The client handles deadlines and repeats messages.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
-        // What it gives up may leave a request that is sent at once.
+        // A request that is given up here may leave another one, which the next call sends.
         self.tick_reach(now, actions);
         self.tick_requests(now, actions);
         for partition in 0..self.shards.len() {

@@ -18,11 +18,11 @@ pub(super) struct Request {
     pub(super) deadline: Now,
     pub(super) made: Now,
     pub(super) sent: Option<Now>,
-    /// Its caller waits no more, and it ends at the deadline with [`ShardError::Interrupted`].
+    /// The caller waits no more: the request ends at the deadline with [`ShardError::Interrupted`].
     pub(super) is_withdrawn: bool,
 }
 
-/// For so long a call that was withdrawn waits for the coordinator's answer.
+/// The time that a withdrawn call still waits for the coordinator's answer.
 const WITHDRAWN: Duration = Duration::from_millis(400);
 
 impl Request {
@@ -428,7 +428,7 @@ impl ClientCore {
         if let Message::Assign { token, .. } = request.message {
             let id = self.next_request;
             self.next_request += 1;
-            // It is sent with what is repeated, and the coordinator hears of it however long it is away.
+            // The next tick sends this, and later ones repeat it until the coordinator is back.
             self.requests.insert(id, Request::own(Message::WithdrawAssign { token }, Now::MAX, request.made));
         }
         self.release_left(actions);
