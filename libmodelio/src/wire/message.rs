@@ -694,8 +694,9 @@ pub enum Message {
     },
 
     // -- a shard to the coordinator, once more
-    /// The answer to a repeated `Start`, while payloads are still to come: how many blocks each client has not sent.
-    /// Where clients take turns, only the first of them is named.
+    /// The answer to a repeated `Start`, while payloads are still to come: how many blocks each client has not sent. And
+    /// the answer to a first `Drop`: the clients that have sent nothing for the plan. Where clients take turns, only the
+    /// first of them is named.
     Lacking {
         /// The plan.
         plan: PlanId,

@@ -80,7 +80,16 @@ impl Run {
 
     /// Whether it is this plan, is sealed, and waits for payloads.
     pub(super) fn gathers(&self, plan: PlanId) -> bool {
-        self.id == plan && self.stage == Stage::Gathering && !self.is_open && !is_provisional(&self.work)
+        self.is_sealed(plan) && self.stage == Stage::Gathering
+    }
+
+    /// Whether it is this plan, was sealed, and is dropped.
+    pub(super) fn drops(&self, plan: PlanId) -> bool {
+        self.is_sealed(plan) && self.stage == Stage::Dropping
+    }
+
+    fn is_sealed(&self, plan: PlanId) -> bool {
+        self.id == plan && !self.is_open && !is_provisional(&self.work)
     }
 
     /// The learners whose contributions a client sends for it.
@@ -368,7 +377,7 @@ impl CoordinatorCore {
             rest
         };
         let turns = (is_ordered && is_provisional(&work)).then(|| senders.iter().map(never_sent).collect());
-        self.progress.begin();
+        self.progress.begin(now);
         self.run =
             Some(Run { id, work, kind, senders, turns, start, stage, is_open, squares, waiting, repeat_at });
         self.repeat(now, actions);

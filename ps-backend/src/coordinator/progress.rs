@@ -27,12 +27,16 @@ struct Lacks {
 
 /// The progress of a plan, by the clients that its shards wait for.
 #[derive(Debug, Default)]
-pub(super) struct Progress(BTreeMap<ClientId, Lacks>);
+pub(super) struct Progress {
+    clients: BTreeMap<ClientId, Lacks>,
+    begun: Now,
+}
 
 impl Progress {
     /// Another plan begins.
-    pub(super) fn begin(&mut self) {
-        for known in self.0.values_mut() {
+    pub(super) fn begin(&mut self, now: Now) {
+        self.begun = now;
+        for known in self.clients.values_mut() {
             known.blocks.clear();
             known.said = None;
         }
@@ -40,13 +44,13 @@ impl Progress {
 
     /// A client is there no more.
     pub(super) fn forget(&mut self, client: ClientId) {
-        self.0.remove(&client);
+        self.clients.remove(&client);
     }
 
     /// A shard lacks so many blocks of these clients, and none of the others.
     fn lacks(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
         for &(client, blocks) in clients {
-            let known = self.0.entry(client).or_default();
+            let known = self.clients.entry(client).or_default();
             let before = known.blocks.insert(partition, blocks);
             let since = known.said.replace(now).unwrap_or(now);
             // A shard that is stopped says nothing. What has come by then is still to be read.
@@ -55,7 +59,7 @@ impl Progress {
                 known.idle = Now::ZERO;
             }
         }
-        for (client, known) in &mut self.0 {
+        for (client, known) in &mut self.clients {
             let is_lacked = clients.iter().any(|(lacked, _)| lacked == client);
             if !is_lacked && known.blocks.remove(&partition).is_some() {
                 known.idle = Now::ZERO;
@@ -63,15 +67,37 @@ impl Progress {
         }
     }
 
+    /// A shard drops a plan, and these of its clients have sent it nothing. So plans that are dropped one after the other
+    /// hide nobody, however short they are.
+    fn dropped(
+        &mut self,
+        partition: PartitionIndex,
+        silent: &[(ClientId, u32)],
+        all: &[ClientId],
+        now: Now,
+    ) {
+        for client in all {
+            let known = self.clients.entry(*client).or_default();
+            match silent.iter().find(|(of, _)| of == client) {
+                Some(&(_, blocks)) => {
+                    let since = known.said.replace(now).unwrap_or(self.begun);
+                    known.idle += now.saturating_sub(since).min(REPEAT);
+                    known.blocks.insert(partition, blocks);
+                }
+                None => known.idle = Now::ZERO,
+            }
+        }
+    }
+
     /// A client that has sent nothing for so long.
     fn stuck(&self, long: Now) -> Option<ClientId> {
         let is_stuck = |known: &Lacks| !known.blocks.is_empty() && known.idle >= long;
-        self.0.iter().find(|(_, known)| is_stuck(known)).map(|(&client, _)| client)
+        self.clients.iter().find(|(_, known)| is_stuck(known)).map(|(&client, _)| client)
     }
 }
 
 impl CoordinatorCore {
-    /// A shard waits for payloads of the plan under way, which is sealed.
+    /// A shard waits for payloads of the plan under way, which is sealed, or has waited for them until it was dropped.
     pub(super) fn lacking(
         &mut self,
         partition: PartitionIndex,
@@ -83,10 +109,14 @@ impl CoordinatorCore {
         let lease = self.core.controls().lease;
         // In one process nothing is sent, and an endless lease gives nobody up.
         let is_watched = !self.in_process && !lease.is_zero();
-        let Some(run) = self.run.as_mut().filter(|run| is_watched && run.gathers(plan)) else { return };
+        let Some(run) = self.run.as_mut().filter(|_| is_watched) else { return };
         let known: Vec<ClientId> = run.clients().collect();
         let clients: Vec<_> = clients.iter().filter(|(client, _)| known.contains(client)).copied().collect();
-        self.progress.lacks(partition, &clients, now);
+        match () {
+            () if run.gathers(plan) => self.progress.lacks(partition, &clients, now),
+            () if run.drops(plan) => self.progress.dropped(partition, &clients, &known, now),
+            () => return,
+        }
         let Some(client) = self.progress.stuck(lease + SENT_AGAIN) else { return };
         let learners = run.learners_of(client);
         let named = |learner| self.core.member(learner, now).map(|member| member.name);
@@ -138,15 +168,32 @@ mod tests {
         while progress.stuck(LEASE).is_none() {
             assert!(reports < 20, "it is never stuck");
             if reports % 4 == 0 {
-                progress.begin();
+                progress.begin(now);
             }
             progress.lacks(0, &[(ONE, 3 + reports % 4 / 2)], now);
             (now, reports) = (now + REPEAT, reports + 1);
         }
-        progress.begin();
+        progress.begin(now);
         progress.lacks(0, &[(ONE, 3)], now);
         progress.lacks(0, &[(ONE, 2)], now + REPEAT);
         assert_eq!(progress.stuck(LEASE), None, "it sends");
+    }
+
+    #[test]
+    fn a_client_is_stuck_also_if_no_plan_lives_until_a_shard_is_asked() {
+        const TWO: ClientId = ClientId(2);
+        let short = REPEAT / 5;
+        let (mut progress, mut now, mut plans) = (Progress::default(), Now::from_secs(1), 0);
+        while progress.stuck(LEASE).is_none() {
+            assert!(plans < 60, "it is never stuck");
+            progress.begin(now);
+            now += short;
+            // Both send nothing to shard 0, and the second one sends something to shard 1.
+            progress.dropped(0, &[(ONE, 3), (TWO, 3)], &[ONE, TWO], now);
+            progress.dropped(1, &[(ONE, 3)], &[ONE, TWO], now);
+            plans += 1;
+        }
+        assert_eq!((progress.stuck(LEASE), plans), (Some(ONE), 50));
     }
 
     #[test]

@@ -578,6 +578,23 @@ impl PartitionCore {
         lacking
     }
 
+    /// The clients of which nothing has come for a plan, as [`Self::lacking`] counts. `None` for a plan that nobody waits
+    /// for here.
+    pub fn silent(&self, plan: PlanId) -> Option<Vec<(ClientId, u32)>> {
+        let gathers = |running: &&Running| running.plan.id == plan && running.stage == Stage::Gathering;
+        let running = self.running.as_ref().filter(gathers).filter(|running| !running.plan.is_provisional())?;
+        let has_sent = |client| {
+            let mut sources = running.plan.sources.iter().enumerate();
+            sources.any(|(at, source)| {
+                let has_come = |blocks: &FixedBitSet| blocks.count_ones(..) > 0;
+                source.client == client && (has_come(&running.got[at]) || has_come(&running.kept[at]))
+            })
+        };
+        let mut silent = self.lacking(plan);
+        silent.retain(|(client, _)| !has_sent(*client));
+        Some(silent)
+    }
+
     fn running_if(&mut self, plan: PlanId) -> Option<&mut Running> {
         self.running.as_mut().filter(|running| running.plan.id == plan)
     }

@@ -25,10 +25,10 @@ pub enum Asked {
     Open,
     /// As mounts do: the step is known here, and the coordinator gets a message.
     OpenBeside(Step),
-    AbortBeside,
+    AbortBeside(Option<Uid>),
     Commit(Uid),
     Await(Uid),
-    Abort,
+    Abort(Option<Uid>),
     Withdraw,
     Leave,
     Control,
@@ -199,12 +199,14 @@ impl World {
         let Some(learner) = program.learner else {
             return self.program_pauses(index, at, Now::from_millis(10));
         };
+        let is_its = |uid: &Uid| self.history.records[uid].of.is_some_and(|(of, _)| of == learner);
+        let uid = self.clients[index].programs[at].uid.filter(is_its);
         if self.rng.bool() {
-            self.ask(index, at, Asked::AbortBeside, |_| Message::Abort { learner });
+            self.ask(index, at, Asked::AbortBeside(uid), |_| Message::Abort { learner });
             self.clients[index].programs[at].doing = Doing::Idle;
             return self.program_pauses(index, at, Now::from_millis(1));
         }
-        self.ask(index, at, Asked::Abort, |_| Message::Abort { learner });
+        self.ask(index, at, Asked::Abort(uid), |_| Message::Abort { learner });
     }
 
     fn leave(&mut self, index: usize, at: usize) {
@@ -378,7 +380,9 @@ impl World {
                 assert_eq!(step, expected, "client {index}, program {at}: opened by itself");
                 return;
             }
-            (Asked::Withdraw | Asked::OpenBeside(_) | Asked::AbortBeside, _) => return,
+            (Asked::AbortBeside(uid), Ok(_)) => return self.took_back(index, uid),
+            (Asked::Abort(uid), Ok(_)) => self.took_back(index, uid),
+            (Asked::Withdraw | Asked::OpenBeside(_) | Asked::AbortBeside(_), _) => return,
             (Asked::Assign(uid), Ok(_)) => self.history.acknowledged(uid),
             (Asked::Assign(_), Err(_)) if timed_out || interrupted => {}
             (Asked::Assign(uid), Err(why)) => self.history.refused(uid, &why),
@@ -387,6 +391,16 @@ impl World {
         }
         self.clients[index].programs[at].doing = Doing::Idle;
         self.program_pauses(index, at, compute);
+    }
+
+    /// The coordinator has answered that this contribution is taken back. It counts then as the client knows by now, or
+    /// never.
+    fn took_back(&mut self, index: usize, uid: Option<Uid>) {
+        let Some(uid) = uid else { return };
+        let Some((learner, step)) = self.history.records[&uid].of else { return };
+        if self.clients[index].core.taken_step(learner).is_some_and(|taken| taken < step) {
+            self.history.refused(uid, &"it was taken back");
+        }
     }
 
     fn await_own_step(&mut self, index: usize, at: usize, learner: LearnerId, uid: Uid) {

@@ -721,7 +721,10 @@ impl World {
                 result
             }
             Message::Conclude { plan } => shard.core.conclude(plan, &mut actions),
-            Message::Drop { plan } => shard.core.drop_plan(plan, &mut actions),
+            Message::Drop { plan } => {
+                lacking = shard.core.silent(plan).map(|clients| (plan, clients));
+                shard.core.drop_plan(plan, &mut actions)
+            }
             other => panic!("the coordinator sends {} to a shard", other.name()),
         };
         if let Err(error) = result {

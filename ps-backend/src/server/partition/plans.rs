@@ -84,7 +84,12 @@ impl Partition {
         let outcome = match message {
             Message::Start(plan) => self.start(&mut state, *plan, &mut actions),
             Message::Conclude { plan } => state.core.conclude(plan, &mut actions).map_err(Refusal::from),
-            Message::Drop { plan } => state.core.drop_plan(plan, &mut actions).map_err(Refusal::from),
+            Message::Drop { plan } => {
+                if let Some(clients) = state.core.silent(plan) {
+                    state.send(self.epoch, 0, Message::Lacking { plan, clients });
+                }
+                state.core.drop_plan(plan, &mut actions).map_err(Refusal::from)
+            }
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };
         if let Err(refusal) = outcome {
