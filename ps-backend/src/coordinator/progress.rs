@@ -69,13 +69,7 @@ impl Progress {
 
     /// A shard drops a plan, and these of its clients have sent it nothing. So plans that are dropped one after the other
     /// hide nobody, however short they are.
-    fn dropped(
-        &mut self,
-        partition: PartitionIndex,
-        silent: &[(ClientId, u32)],
-        all: &[ClientId],
-        now: Now,
-    ) {
+    fn dropped(&mut self, partition: PartitionIndex, silent: &[(ClientId, u32)], all: &[ClientId], now: Now) {
         for client in all {
             let known = self.clients.entry(*client).or_default();
             match silent.iter().find(|(of, _)| of == client) {

@@ -582,7 +582,8 @@ impl PartitionCore {
     /// for here.
     pub fn silent(&self, plan: PlanId) -> Option<Vec<(ClientId, u32)>> {
         let gathers = |running: &&Running| running.plan.id == plan && running.stage == Stage::Gathering;
-        let running = self.running.as_ref().filter(gathers).filter(|running| !running.plan.is_provisional())?;
+        let running =
+            self.running.as_ref().filter(gathers).filter(|running| !running.plan.is_provisional())?;
         let has_sent = |client| {
             let mut sources = running.plan.sources.iter().enumerate();
             sources.any(|(at, source)| {

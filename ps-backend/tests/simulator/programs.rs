@@ -394,9 +394,9 @@ impl World {
     }
 
     /// The coordinator has answered that this contribution is taken back. It counts then as the client knows by now, or
-    /// never.
+    /// never: on a stream, the state comes before the answer.
     fn took_back(&mut self, index: usize, uid: Option<Uid>) {
-        let Some(uid) = uid else { return };
+        let Some(uid) = uid.filter(|_| self.settings.weather.streams) else { return };
         let Some((learner, step)) = self.history.records[&uid].of else { return };
         if self.clients[index].core.taken_step(learner).is_some_and(|taken| taken < step) {
             self.history.refused(uid, &"it was taken back");
