@@ -106,10 +106,12 @@ impl CoordinatorCore {
         let Some(run) = self.run.as_mut().filter(|_| is_watched) else { return };
         let known: Vec<ClientId> = run.clients().collect();
         let clients: Vec<_> = clients.iter().filter(|(client, _)| known.contains(client)).copied().collect();
-        match () {
-            () if run.gathers(plan) => self.progress.lacks(partition, &clients, now),
-            () if run.drops(plan) => self.progress.dropped(partition, &clients, &known, now),
-            () => return,
+        if run.gathers(plan) {
+            self.progress.lacks(partition, &clients, now);
+        } else if run.drops(plan) {
+            self.progress.dropped(partition, &clients, &known, now);
+        } else {
+            return;
         }
         let Some(client) = self.progress.stuck(lease + SENT_AGAIN) else { return };
         let learners = run.learners_of(client);

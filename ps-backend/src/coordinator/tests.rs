@@ -250,6 +250,29 @@ fn a_client_that_withholds_its_grant_holds_the_job_up_for_the_lease_alone() {
     assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
 }
 
+/// The shard has each plan dropped sooner than it is asked what it lacks.
+#[test]
+fn a_client_that_withholds_its_grant_is_given_up_also_if_plans_are_dropped_all_the_time() {
+    let mut bench = Bench::new();
+    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
+    bench.commit(A, 1, 1, 3);
+    bench.commit(B, 2, 1, 2);
+    let begun = bench.now;
+    while bench.coordinator.client_count().0 == 2 {
+        let plan = bench.started().plan;
+        [A, B].into_iter().for_each(|client| bench.coordinator.client_alive(client, bench.now));
+        bench.said.clear();
+        bench.pass(REPEAT / 5);
+        bench.partition(0, Message::Torn { plan });
+        assert_eq!(bench.sent_to_partition(), [Message::Drop { plan }]);
+        bench.partition(0, Message::Lacking { plan, clients: vec![(A, 4)] });
+        bench.partition(plan.0, Message::Done);
+        assert!(bench.now <= begun + Now::from_secs(9), "it is still in the job");
+    }
+    assert_eq!(bench.now, begun + Now::from_secs(7), "the lease, and 4 s");
+    assert!(bench.said.iter().any(|said| matches!(said, Action::Close(A, _))));
+}
+
 #[test]
 fn a_contribution_that_is_alone_for_long_is_added_up_and_answered() {
     let mut bench = Bench::new();

@@ -261,6 +261,20 @@ fn a_dropped_plan_is_void_when_no_reservation_of_it_is_left() {
 }
 
 #[test]
+fn clients_are_silent_until_a_payload_of_the_plan_has_come() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.core.silent(ONE), None, "nobody waits for it");
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
+    assert_eq!(bench.core.silent(ONE), Some(vec![(A, 2), (B, 1)]));
+    bench.core.reserve(A, ONE, 1, SENT);
+    bench.completes(A, ONE, 1);
+    assert_eq!(bench.core.silent(ONE), Some(vec![(B, 1)]), "the other one still lacks a block");
+    assert_eq!(bench.core.silent(TWO), None);
+    bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    assert_eq!(bench.core.silent(ONE), None, "a repeated order says it no more");
+}
+
+#[test]
 fn a_plan_that_is_dropped_before_it_comes_never_begins() {
     let mut bench = Bench::new();
     assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Done(ONE)]);
