@@ -18,7 +18,8 @@ There are three ways to contribute a chunk, and each has its own `short` and `lo
              `serial` of its own
 
 Before that, bare sockets send as many bytes as the model has, take as many, and do both at once: that is what the link
-allows. The faster one of the first two is the wire's time. `overlap_step_ratio` is a step of `short` divided by it.
+allows. The faster one of the first two, times the number of hosts, is the wire's time: each host sends its learners' sum
+once, and all of them share the shard's link. `overlap_step_ratio` is a step of `short` divided by it.
 """
 
 import json
@@ -151,7 +152,7 @@ def measure(binary, learner, quiet, quick):
     """{(learners, hosts): {(way, run): medians}}; `learner` is the program of the library's learners, if there is one."""
     from netns import Cluster, Hosts, Link
 
-    steps, found, wire = 5 if quick else 9, {}, None
+    steps, found, one = 5 if quick else 9, {}, None
     blocks = QUICK_BLOCKS if quick else BLOCKS
     for learners, on in CASES[:1] if quick else CASES:
         names = ["shard", *(f"host{at + 1}" for at in range(on))]
@@ -159,9 +160,10 @@ def measure(binary, learner, quiet, quick):
             cluster, runs = Cluster(hosts, binary), {}
             cluster.shard("shard")
             quiet.wait()
-            if wire is None:
+            if one is None:
                 runs |= _by_sockets(hosts, blocks, steps)
-                wire = runs["sockets", "both"]["wire"]
+                one = runs["sockets", "both"]["wire"]
+            wire = one * on
             if learner:
                 library = Library(cluster, hosts, learner, blocks, learners)
                 runs |= _by_library(library, wire, quick, steps)
