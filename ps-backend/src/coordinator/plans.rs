@@ -425,6 +425,7 @@ impl CoordinatorCore {
             }
             (run.work, run.kind, run.senders, run.start, run.repeat_at) = (work, kind, senders, start, now);
             (run.is_open, run.turns) = (false, None);
+            self.progress.begin(now);
         }
         self.repeat(now, actions);
     }

@@ -265,7 +265,7 @@ fn a_client_that_withholds_its_grant_is_given_up_also_if_plans_are_dropped_all_t
         bench.pass(REPEAT / 5);
         bench.partition(0, Message::Torn { plan });
         assert_eq!(bench.sent_to_partition(), [Message::Drop { plan }]);
-        bench.partition(0, Message::Lacking { plan, clients: vec![(A, 4)] });
+        bench.partition(0, Message::Lacking { plan, clients: vec![(A, 4), (B, 0)] });
         bench.partition(plan.0, Message::Done);
         assert!(bench.now <= begun + Now::from_secs(9), "it is still in the job");
     }

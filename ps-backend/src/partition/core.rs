@@ -578,22 +578,39 @@ impl PartitionCore {
         lacking
     }
 
-    /// The clients of which nothing has come for a plan, as [`Self::lacking`] counts. `None` for a plan that nobody waits
-    /// for here.
+    /// Before a sealed plan is dropped: the clients that it has blocks of. Each is there with the number of its blocks if
+    /// nothing of them has come, and with 0 if something has. Where clients take turns, only the first of those of which
+    /// nothing has come is there. `None` for a plan that has not begun here, or has ended.
     pub fn silent(&self, plan: PlanId) -> Option<Vec<(ClientId, u32)>> {
-        let gathers = |running: &&Running| running.plan.id == plan && running.stage == Stage::Gathering;
-        let running =
-            self.running.as_ref().filter(gathers).filter(|running| !running.plan.is_provisional())?;
-        let has_sent = |client| {
-            let mut sources = running.plan.sources.iter().enumerate();
-            sources.any(|(at, source)| {
-                let has_come = |blocks: &FixedBitSet| blocks.count_ones(..) > 0;
-                source.client == client && (has_come(&running.got[at]) || has_come(&running.kept[at]))
-            })
+        let running = self.running.as_ref().filter(|running| running.plan.id == plan)?;
+        let failed = match running.stage {
+            _ if running.plan.is_provisional() => return None,
+            Stage::Gathering | Stage::Ready | Stage::Torn => None,
+            Stage::NonFinite { client, .. } => Some(client),
+            Stage::Beginning | Stage::Making | Stage::Dropped | Stage::Disowned => return None,
         };
-        let mut silent = self.lacking(plan);
-        silent.retain(|(client, _)| !has_sent(*client));
-        Some(silent)
+        let mut found: Vec<(ClientId, u32, bool)> = Vec::new();
+        for (at, source) in running.plan.sources.iter().enumerate() {
+            let blocks = source.blocks.count_ones(..) as u32;
+            let has_come = [&running.got[at], &running.kept[at]].iter().any(|blocks| !blocks.is_clear())
+                || failed == Some(source.client);
+            match found.iter_mut().find(|(client, ..)| *client == source.client) {
+                Some((_, sum, has_sent)) => (*sum, *has_sent) = (*sum + blocks, *has_sent | has_come),
+                None => found.push((source.client, blocks, has_come)),
+            }
+        }
+        found.retain(|(_, blocks, _)| *blocks > 0);
+        if running.plan.ordered {
+            let first = found.iter().position(|(_, _, has_sent)| !has_sent);
+            let mut at = 0..;
+            found.retain(|(_, _, has_sent)| at.next() == first || *has_sent);
+        }
+        Some(
+            found
+                .into_iter()
+                .map(|(client, blocks, has_sent)| (client, if has_sent { 0 } else { blocks }))
+                .collect(),
+        )
     }
 
     fn running_if(&mut self, plan: PlanId) -> Option<&mut Running> {

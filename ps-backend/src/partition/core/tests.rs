@@ -264,12 +264,16 @@ fn a_dropped_plan_is_void_when_no_reservation_of_it_is_left() {
 fn clients_are_silent_until_a_payload_of_the_plan_has_come() {
     let mut bench = Bench::new();
     assert_eq!(bench.core.silent(ONE), None, "nobody waits for it");
-    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
-    assert_eq!(bench.core.silent(ONE), Some(vec![(A, 2), (B, 1)]));
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(C, []), source(B, [0, 2])]));
+    assert_eq!(bench.core.silent(ONE), Some(vec![(A, 2), (B, 2)]), "no block of the third one is here");
     bench.core.reserve(A, ONE, 1, SENT);
     bench.completes(A, ONE, 1);
-    assert_eq!(bench.core.silent(ONE), Some(vec![(B, 1)]), "the other one still lacks a block");
+    assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 2)]), "the first one still lacks a block");
     assert_eq!(bench.core.silent(TWO), None);
+    // Also if the plan is dropped because a payload was not whole.
+    bench.core.reserve(A, ONE, 0, SENT);
+    bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Torn, actions));
+    assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 2)]));
     bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(bench.core.silent(ONE), None, "a repeated order says it no more");
 }
