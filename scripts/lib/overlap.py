@@ -152,7 +152,7 @@ def measure(binary, learner, quiet, quick):
     """{(learners, hosts): {(way, run): medians}}; `learner` is the program of the library's learners, if there is one."""
     from netns import Cluster, Hosts, Link
 
-    steps, found, one = 5 if quick else 9, {}, None
+    steps, found, alone = 5 if quick else 9, {}, None
     blocks = QUICK_BLOCKS if quick else BLOCKS
     for learners, on in CASES[:1] if quick else CASES:
         names = ["shard", *(f"host{at + 1}" for at in range(on))]
@@ -160,10 +160,10 @@ def measure(binary, learner, quiet, quick):
             cluster, runs = Cluster(hosts, binary), {}
             cluster.shard("shard")
             quiet.wait()
-            if one is None:
+            if alone is None:
                 runs |= _by_sockets(hosts, blocks, steps)
-                one = runs["sockets", "both"]["wire"]
-            wire = one * on
+                alone = runs["sockets", "both"]["wire"]
+            wire = alone * on
             if learner:
                 library = Library(cluster, hosts, learner, blocks, learners)
                 runs |= _by_library(library, wire, quick, steps)

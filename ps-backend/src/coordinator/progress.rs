@@ -1,8 +1,8 @@
 //! Who sends what was granted. A client that pings, and sends nothing for the lease and the time that it takes to replace
 //! a connection, is given up: its pings say that its connection lives, and not that its contribution comes.
 //!
-//! A shard that lacks payloads answers each repeated start of the plan by how many blocks it lacks of whom. So a shard
-//! that is stopped, or has not begun the plan, blames nobody.
+//! A shard that lacks payloads answers each repeated start of the plan by how many blocks it lacks of whom, and says of a
+//! plan that is dropped who has sent nothing. So a shard that is stopped, or has not begun the plan, blames nobody.
 
 use std::collections::BTreeMap;
 
@@ -67,8 +67,8 @@ impl Progress {
         }
     }
 
-    /// A shard drops a plan. It has blocks of these clients, and nothing has come from those that it lacks some of. So plans
-    /// that are dropped one after the other hide nobody, however short they are.
+    /// A shard drops a plan, and names the clients whose blocks it wanted: with their number if none has come, else with 0.
+    /// So plans that are dropped one after the other hide nobody, however short they are.
     fn dropped(&mut self, partition: PartitionIndex, clients: &[(ClientId, u32)], now: Now) {
         for &(client, blocks) in clients {
             let known = self.clients.entry(client).or_default();
@@ -183,7 +183,7 @@ mod tests {
             assert!(plans < 60, "it is never stuck");
             progress.begin(now);
             now += short;
-            // Both send nothing to shard 0, and the second one sends something to shard 1, which has no block of the first.
+            // Both send nothing to shard 0. Shard 1 wants blocks of the second one alone, and gets some.
             progress.dropped(0, &[(ONE, 3), (TWO, 3)], now);
             progress.dropped(1, &[(TWO, 0)], now);
             plans += 1;

@@ -578,9 +578,9 @@ impl PartitionCore {
         lacking
     }
 
-    /// Before a sealed plan is dropped: the clients that it has blocks of. Each is there with the number of its blocks if
-    /// nothing of them has come, and with 0 if something has. Where clients take turns, only the first of those of which
-    /// nothing has come is there. `None` for a plan that has not begun here, or has ended.
+    /// Of a sealed plan that is about to be dropped: the clients whose blocks it wants, each with the number of these if
+    /// none has come, and with 0 if one has. Where clients take turns, the others may wait for the first one that has sent
+    /// nothing, and are left out. `None` for a plan that has not begun here, or has ended.
     pub fn silent(&self, plan: PlanId) -> Option<Vec<(ClientId, u32)>> {
         let running = self.running.as_ref().filter(|running| running.plan.id == plan)?;
         let failed = match running.stage {
@@ -589,28 +589,24 @@ impl PartitionCore {
             Stage::NonFinite { client, .. } => Some(client),
             Stage::Beginning | Stage::Making | Stage::Dropped | Stage::Disowned => return None,
         };
-        let mut found: Vec<(ClientId, u32, bool)> = Vec::new();
-        for (at, source) in running.plan.sources.iter().enumerate() {
-            let blocks = source.blocks.count_ones(..) as u32;
-            let has_come = [&running.got[at], &running.kept[at]].iter().any(|blocks| !blocks.is_clear())
-                || failed == Some(source.client);
-            match found.iter_mut().find(|(client, ..)| *client == source.client) {
-                Some((_, sum, has_sent)) => (*sum, *has_sent) = (*sum + blocks, *has_sent | has_come),
-                None => found.push((source.client, blocks, has_come)),
+        let mut clients: Vec<(ClientId, u32)> = Vec::new();
+        for source in running.plan.sources.iter().filter(|source| !source.blocks.is_clear()) {
+            let client = source.client;
+            if clients.iter().any(|(known, _)| *known == client) {
+                continue;
             }
+            let of_it =
+                || (0..running.plan.sources.len()).filter(|&at| running.plan.sources[at].client == client);
+            let has_come = |at: usize| !running.got[at].is_clear() || !running.kept[at].is_clear();
+            let wanted = of_it().map(|at| running.plan.sources[at].blocks.count_ones(..) as u32).sum();
+            let has_sent = failed == Some(client) || of_it().any(has_come);
+            clients.push((client, if has_sent { 0 } else { wanted }));
         }
-        found.retain(|(_, blocks, _)| *blocks > 0);
         if running.plan.ordered {
-            let first = found.iter().position(|(_, _, has_sent)| !has_sent);
-            let mut at = 0..;
-            found.retain(|(_, _, has_sent)| at.next() == first || *has_sent);
+            let mut may_wait = false;
+            clients.retain(|(_, wanted)| *wanted == 0 || !std::mem::replace(&mut may_wait, true));
         }
-        Some(
-            found
-                .into_iter()
-                .map(|(client, blocks, has_sent)| (client, if has_sent { 0 } else { blocks }))
-                .collect(),
-        )
+        Some(clients)
     }
 
     fn running_if(&mut self, plan: PlanId) -> Option<&mut Running> {

@@ -279,6 +279,26 @@ fn clients_are_silent_until_a_payload_of_the_plan_has_come() {
 }
 
 #[test]
+fn whoever_has_sent_what_is_not_finite_is_not_silent() {
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
+    bench.core.reserve(A, ONE, 1, SENT);
+    bench.acts(|core, actions| core.end(A, ONE, 1, Outcome::NonFinite, actions));
+    assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 1)]));
+}
+
+#[test]
+fn where_clients_take_turns_only_the_first_is_silent() {
+    let mut bench = Bench::new();
+    let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
+    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    assert_eq!(bench.core.silent(ONE), Some(vec![(A, 1)]));
+    bench.core.reserve(A, ONE, 0, SENT);
+    bench.completes(A, ONE, 0);
+    assert_eq!(bench.core.silent(ONE), Some(vec![(A, 0), (B, 1)]), "the third one may wait for the second");
+}
+
+#[test]
 fn a_plan_that_is_dropped_before_it_comes_never_begins() {
     let mut bench = Bench::new();
     assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Done(ONE)]);
