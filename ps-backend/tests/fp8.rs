@@ -6,8 +6,7 @@ use libmodelio::bytes::kernels::{
 };
 use proptest::prelude::*;
 
-#[path = "support/fp8.rs"]
-mod fp8;
+use test_devices::fp8;
 
 const WIRES: [Wire; 2] = [Wire::E4M3, Wire::E5M2];
 

@@ -19,8 +19,7 @@ use ps_backend::partition::store::{Limits, PartitionStore, Payload};
 use ps_backend::reducers::{apply, factor, measure_tensor};
 use serde::Deserialize;
 
-#[path = "support/fp8.rs"]
-mod fp8;
+use test_devices::fp8;
 
 /// The types whose masters are compared.
 const NARROW: [Wire; 4] = [Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];

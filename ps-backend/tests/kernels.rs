@@ -11,8 +11,7 @@ use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use proptest::prelude::*;
 use ps_backend::reducers::apply;
 
-#[path = "support/fp8.rs"]
-mod fp8;
+use test_devices::fp8;
 
 const WIRES: [Wire; 5] = [Wire::F32, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 

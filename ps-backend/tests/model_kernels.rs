@@ -4,8 +4,7 @@
 use half::{bf16, f16};
 use libmodelio::bytes::kernels::{Level, Wire, correction, difference, with_level};
 
-#[path = "support/fp8.rs"]
-mod fp8;
+use test_devices::fp8;
 
 const WIRES: [Wire; 6] = [Wire::F64, Wire::F32, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 

@@ -5,7 +5,7 @@ use libmodelio::bytes::kernels::Wire;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use crate::site::{BLOCK, Learner, Way, done};
-use crate::support::fp8;
+use test_devices::fp8;
 
 /// fp32, narrower types and integers, in blocks that hold several of them.
 fn mixed() -> ModelLayout {

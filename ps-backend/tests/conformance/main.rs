@@ -14,8 +14,6 @@ mod rounds;
 mod settings;
 mod site;
 mod steps;
-#[path = "../support/mod.rs"]
-mod support;
 mod tensors;
 mod versions;
 mod waits;

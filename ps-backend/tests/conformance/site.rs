@@ -19,8 +19,8 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use ps_backend::partition::executor::OnDevice;
 use ps_backend::server::local;
 
-use crate::support::software_device::software;
 use crate::world::{self, World};
+use test_devices::software_device::software;
 
 /// The longest wait for an outcome that must come. Devices in software on emulated machines take their time.
 pub const LONG: Duration = Duration::from_secs(600);

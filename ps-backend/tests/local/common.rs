@@ -19,7 +19,7 @@ use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
 use ps_backend::partition::executor::{Cpu, Executor};
 use ps_backend::server::local;
 
-use crate::support::fp8;
+use test_devices::fp8;
 
 pub const LONG: Duration = Duration::from_secs(600);
 pub const BLOCK: u32 = 64 << 10;

@@ -8,8 +8,8 @@ use libmodelio::vocabulary::ids::Version;
 use ps_backend::partition::executor::{Cpu, OnDevice};
 
 use crate::common::{Job, gradient, on};
-use crate::support::homes;
-use crate::support::software_device::software;
+use test_devices::homes;
+use test_devices::software_device::software;
 
 /// Runs tests of `reducers` on each device.
 macro_rules! on_devices {

@@ -6,7 +6,5 @@ mod concurrency;
 mod device;
 mod failures;
 mod reducers;
-#[path = "../support/mod.rs"]
-mod support;
 mod together;
 mod versions;

@@ -11,9 +11,9 @@ use ps_backend::device::Accelerator;
 use ps_backend::server::ServerOptions;
 
 use crate::steps::{THREE_ARE_SUMMED, sums_in};
-use crate::support::homes;
-use crate::support::software_device::software;
 use crate::world::{BLOCK, LONG, Learner, Way, World, ask, read};
+use test_devices::homes;
+use test_devices::software_device::software;
 
 const BYTES: u64 = 1_000_004;
 

@@ -26,7 +26,5 @@ mod small;
 mod steps;
 #[cfg(feature = "rdma")]
 mod strangers;
-#[path = "../support/mod.rs"]
-mod support;
 mod together;
 mod world;

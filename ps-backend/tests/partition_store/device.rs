@@ -14,8 +14,8 @@ use ps_backend::state_copies::StateCopies;
 
 use crate::common;
 use crate::driver::{Source, Twin, WAYS, Way, bytes_of, conclude, model, partition_of};
-use crate::support::homes;
-use crate::support::software_device::software;
+use test_devices::homes;
+use test_devices::software_device::software;
 
 const KEPT: [Kept; 4] = [Kept::Weights, Kept::Masters, Kept::Slot(0), Kept::Slot(1)];
 

@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use ps_backend::device::{Accelerator, Adoption, Launch, Memory};
 use ps_backend::reducers;
 
-use crate::support::{fp8, homes};
+use test_devices::{fp8, homes};
 
 const WIRES: [Wire; 6] = [Wire::F32, Wire::F64, Wire::F16, Wire::BF16, Wire::E4M3, Wire::E5M2];
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ps_backend::device::{Device, DeviceError, Event, Memory, Stream};
 
-use crate::support::software_device::Software;
+use test_devices::software_device::Software;
 
 const BYTES: usize = 1 << 10;
 

@@ -17,8 +17,8 @@ use ps_backend::partition::store::{
 use ps_backend::state_copies::StateCopies;
 
 use crate::common;
-use crate::support::fp8;
 use crate::watching::Watcher;
+use test_devices::fp8;
 
 /// Several blocks of each type, and blocks in which types change.
 pub fn model() -> ModelLayout {

@@ -15,7 +15,7 @@ use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
 
 use crate::common;
 use crate::driver::{bytes_of, conclude, partition_of};
-use crate::support::homes;
+use test_devices::homes;
 
 const VERSIONS: usize = 4;
 

@@ -12,7 +12,7 @@ use ps_backend::state_copies::StateCopies;
 
 use crate::common;
 use crate::driver::{Source, Twin, Way, conclude, model, partition_of};
-use crate::support::homes;
+use test_devices::homes;
 
 const FLOATS: usize = 3 * BLOCK as usize / 4;
 

@@ -16,7 +16,7 @@ use ps_backend::reducers;
 
 use crate::common;
 use crate::driver::{conclude, partition_of};
-use crate::support::homes;
+use test_devices::homes;
 
 const VERSIONS: u64 = 4;
 

@@ -16,7 +16,5 @@ mod moving;
 mod partly;
 mod random;
 mod rules;
-#[path = "../support/mod.rs"]
-mod support;
 mod threads;
 mod watching;

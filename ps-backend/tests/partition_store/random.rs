@@ -8,7 +8,7 @@ use ps_backend::partition::store::Limits;
 
 use crate::common::floats_layout;
 use crate::driver::{Source, Twin, WAYS, model, partition_of};
-use crate::support::homes;
+use test_devices::homes;
 
 /// Which blocks, by bit; which way.
 type Draw = (u16, usize);
