@@ -129,12 +129,14 @@ def takes(at_least, at_most):
 
 
 def eventually(condition, deadline=HANGS):
-    """Waits until `condition()` holds; returns what it says."""
+    """Waits until `condition()` holds; returns what it says. A condition that takes long to ask is asked less often."""
     limit = Limit(deadline)
-    while not (result := condition()):
+    while True:
+        begun = time.monotonic()
+        if result := condition():
+            return result
         assert not limit.over(), f"did not come true within {limit.taken():.0f} s"
-        time.sleep(0.005)
-    return result
+        time.sleep(max(0.005, 3 * (time.monotonic() - begun)))
 
 
 def program(code, *arguments, **options):

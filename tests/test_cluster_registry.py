@@ -111,7 +111,7 @@ class Training:
             while not self.over.is_set():
                 give(self.mounts[which], 1)
                 self.steps[which] += 1
-                time.sleep(0.01)
+                time.sleep(0.03)
         except OSError as error:
             self.errors.append(error)
 

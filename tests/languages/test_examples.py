@@ -42,7 +42,7 @@ def test_three_learners_in_numpy(digits, flags):
 def test_two_learners_in_torch(digits):
     pytest.importorskip("torch")
     pytest.importorskip("safetensors.torch")
-    assert "check passed" in example("train_torch.py", digits, "--check")
+    assert "check passed" in example("train_torch.py", digits, "--epochs", "10", "--check")
 
 
 def test_running_statistics_of_batch_norm_are_averaged(start_mount, tmp_path):
