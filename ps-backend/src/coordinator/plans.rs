@@ -10,7 +10,6 @@ use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::Squares;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
-use super::progress::Progress;
 use super::senders::Sender;
 use super::starts::Kind;
 use super::{Action, CoordinatorCore, REPEAT, Source};
@@ -197,7 +196,7 @@ impl CoordinatorCore {
                 run.waiting.remove(&partition);
                 if run.waiting.is_empty() {
                     if run.stage == Stage::Concluding {
-                        self.progress = Progress::default();
+                        run.clients().for_each(|client| self.progress.forget(client));
                     }
                     self.run = None;
                     if self.awaits_buffer {

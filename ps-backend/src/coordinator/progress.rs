@@ -42,7 +42,7 @@ impl Progress {
         }
     }
 
-    /// A client is there no more.
+    /// A client is there no more, or all that it was granted has come.
     pub(super) fn forget(&mut self, client: ClientId) {
         self.clients.remove(&client);
     }

@@ -273,6 +273,37 @@ fn a_client_that_withholds_its_grant_is_given_up_also_if_plans_are_dropped_all_t
     assert!(bench.said.iter().any(|said| matches!(said, Action::Close(A, _))));
 }
 
+/// Plans that wait for it are dropped. New weights of the other client are made between two of them.
+#[test]
+fn a_client_that_withholds_its_grant_is_given_up_also_if_new_weights_come_meanwhile() {
+    let mut bench = Bench::new();
+    bench.client(A, 2, Message::SetControl { name: "lease".into(), value: "3".into() });
+    bench.commit(A, 1, 1, 3);
+    bench.commit(B, 2, 1, 2);
+    let (begun, mut published) = (bench.now, 0);
+    while bench.coordinator.client_count().0 == 2 {
+        let libmodelio::wire::Plan { plan, work, .. } = bench.started();
+        if let Work::Assign { .. } = work {
+            bench.partition(0, Message::Ready { plan });
+            published += 1;
+        } else {
+            if bench.now == begun + Now::from_secs(3) {
+                let weights =
+                    Message::Assign { token: 4, blocks: vec![0..4], timeout_ms: 100_000, ahead: None };
+                bench.client(B, 4, weights);
+            }
+            [A, B].into_iter().for_each(|client| bench.coordinator.client_alive(client, bench.now));
+            bench.pass(REPEAT / 5);
+            bench.partition(0, Message::Torn { plan });
+            bench.partition(0, Message::Lacking { plan, clients: vec![(A, 4), (B, 0)] });
+        }
+        bench.said.clear();
+        bench.partition(plan.0, Message::Done);
+        assert!(bench.now <= begun + Now::from_secs(9), "it is still in the job");
+    }
+    assert_eq!((bench.now, published), (begun + Now::from_secs(7), 1), "the lease, and 4 s");
+}
+
 #[test]
 fn a_contribution_that_is_alone_for_long_is_added_up_and_answered() {
     let mut bench = Bench::new();
