@@ -169,12 +169,11 @@ impl Shared {
         if let Some(request) = self.pull_request(&mut inner, route, due, DUE_MAX) {
             return Some(request);
         }
-        let (now, mut actions) = (self.now(), Vec::new());
+        let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
         // The map in force numbers the partitions.
         while inner.is_in_force(route)
-            && let Some(Push { plan, block, ahead }) =
-                inner.core.next_push(route.partition, now, &mut actions)
+            && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.partition, now)
         {
             inner.observed.sent(plan, now);
             let (began, shard) = (self.trace_time(), inner.core.shards()[route.partition]);
@@ -184,7 +183,6 @@ impl Shared {
             }
             inner = self.inner.lock();
         }
-        self.act_on(inner, actions);
         None
     }
 

@@ -442,13 +442,6 @@ impl Shared {
         self.act(inner, actions);
     }
 
-    /// Like [`Self::act`], for actions of which there are mostly none.
-    pub(super) fn act_on(&self, inner: MutexGuard<'_, Inner>, actions: Vec<Action>) {
-        if !actions.is_empty() {
-            self.act(inner, actions);
-        }
-    }
-
     /// Carries out actions, releases the lock, and then calls listener and completions.
     pub(super) fn act(&self, inner: MutexGuard<'_, Inner>, actions: Vec<Action>) {
         self.act_unanswered(inner, actions).give();

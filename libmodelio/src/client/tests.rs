@@ -90,8 +90,7 @@ impl Bench {
     }
 
     fn grant(&mut self, plan: u64) {
-        let payload =
-            Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None, turn: None };
+        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
         self.coordinator(0, Message::Grant { plan: PlanId(plan), payload, counted: PlanId(0) });
     }
 
@@ -101,9 +100,7 @@ impl Bench {
     }
 
     fn pushes(&mut self, partition: usize) -> Vec<u32> {
-        std::iter::from_fn(|| self.core.next_push(partition, self.now, &mut self.said))
-            .map(|push| push.block.0)
-            .collect()
+        std::iter::from_fn(|| self.core.next_push(partition, self.now)).map(|push| push.block.0).collect()
     }
 
     fn state(&mut self, sequence: u64, version: u64, step: u64, unpublished: bool) {

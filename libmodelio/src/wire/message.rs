@@ -675,28 +675,10 @@ pub enum Message {
         /// The token that the `Assign` will have.
         token: u64,
     },
-    /// The client has sent these blocks, in its turn, for a provisional plan in which clients take turns. The next
-    /// client may send them now. Not answered. If this is lost, the repeated grant has it said again.
-    SentAhead {
-        /// The plan.
-        plan: PlanId,
-        /// The blocks.
-        blocks: BlockRanges,
-    },
-
-    // -- the coordinator to a client, once more
-    /// The turn of these blocks, too, has come: the client before has sent them.
-    Turn {
-        /// The plan.
-        plan: PlanId,
-        /// The blocks.
-        blocks: BlockRanges,
-    },
-
     // -- a shard to the coordinator, once more
     /// The answer to a repeated `Start`, while payloads are still to come: how many blocks each client has not sent. And
-    /// the answer to a first `Drop`: the clients that have sent nothing for the plan. Where clients take turns, only the
-    /// first of them is named.
+    /// the answer to a first `Drop`: the clients that have sent nothing for the plan. Where the order of clients
+    /// counts, only the first of them is named.
     Lacking {
         /// The plan.
         plan: PlanId,
@@ -784,9 +766,6 @@ pub enum Granted {
         /// among them. A block is sent once each of these has committed, or has written it as a whole. The grant is
         /// repeated without this when all contributions are committed, and then covers all blocks.
         open: Option<Vec<LearnerId>>,
-        /// If clients take turns in a provisional plan: the blocks whose turn has come. Others wait for
-        /// [`Message::Turn`], or until the plan is sealed.
-        turn: Option<BlockRanges>,
     },
     /// The new weights of this token.
     Weights(u64),

@@ -127,12 +127,16 @@ pub enum Protocol {
     V10 = 10,
     /// Settings have `max_learners`, `patience` and `shard_patience`, and a learner may leave because `patience` is over. A
     /// shard says how many blocks it lacks of each client.
+    ///
+    /// This program does not speak it any more.
     V11 = 11,
+    /// Clients take no turns before the commits.
+    V12 = 12,
 }
 
 impl Protocol {
     /// The version that this program speaks.
-    pub const NEWEST: Protocol = Protocol::V11;
+    pub const NEWEST: Protocol = Protocol::V12;
 
     /// The number in a greeting.
     pub fn number(self) -> u16 {
@@ -145,7 +149,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            11 => Ok(Protocol::V11),
+            12 => Ok(Protocol::V12),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -351,18 +351,8 @@ fn kept() -> impl Strategy<Value = Kept> {
 
 fn granted() -> impl Strategy<Value = Granted> {
     prop_oneof![
-        (
-            vec((learner(), id64(Step)), 0..5),
-            any::<bool>(),
-            proptest::option::of(vec(learner(), 0..3)),
-            proptest::option::of(block_ranges()),
-        )
-            .prop_map(|(of, replaces, open, turn)| Granted::Contributions {
-                of,
-                replaces,
-                open,
-                turn
-            }),
+        (vec((learner(), id64(Step)), 0..5), any::<bool>(), proptest::option::of(vec(learner(), 0..3)),)
+            .prop_map(|(of, replaces, open)| Granted::Contributions { of, replaces, open }),
         any::<u64>().prop_map(Granted::Weights),
         any::<u64>().prop_map(Granted::OpenWeights)
     ]
@@ -668,8 +658,6 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), block()).prop_map(|(plan, block)| Message::BlockAhead { plan, block }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Begun { plan }).boxed(),
         any::<u64>().prop_map(|token| Message::WholeWeights { token }).boxed(),
-        (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::SentAhead { plan, blocks }).boxed(),
-        (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::Turn { plan, blocks }).boxed(),
         (id64(PlanId), vec((id64(ClientId), any::<u32>()), 0..4))
             .prop_map(|(plan, clients)| Message::Lacking { plan, clients })
             .boxed(),

@@ -10,7 +10,6 @@ use libmodelio::wire::{JobState, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
-use super::senders::are_two_at_most;
 use super::{Action, CoordinatorCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
 use crate::core::{Contribution, Now, Opening, Ticket};
 
@@ -269,7 +268,6 @@ impl CoordinatorCore {
                 self.core.is_whole(learner, step, now, &mut wanted);
                 self.perform(wanted, now, actions);
             }
-            Message::SentAhead { plan, blocks } => self.sent_ahead(id, plan, &blocks, actions),
             Message::WholeWeights { token } if self.clients.contains_key(&id) => {
                 self.begin_open_weights(id, token, now, actions);
             }
@@ -321,10 +319,6 @@ impl CoordinatorCore {
         };
         let answer = match message {
             Message::Join { name } => {
-                // A plan may begin as soon as the learner has joined.
-                let left = core.unread().map(|(_, source)| &source.client);
-                let two_sums = are_two_at_most(self.owners.values().chain(left).chain([&id]));
-                core.set_two_sums(two_sums);
                 let (learner, incarnation) = core.join(&name, now, &mut wanted)?;
                 self.owners.insert(learner, id);
                 if let Some(client) = self.clients.get_mut(&id) {

@@ -38,7 +38,6 @@ pub use moving::TakeOverError;
 use plans::{Run, is_provisional};
 use progress::Progress;
 use requests::Asked;
-use senders::are_two_at_most;
 
 /// The payload of a contribution, or of new weights.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -212,9 +211,7 @@ impl CoordinatorCore {
     /// also report each later change.
     #[must_use]
     pub fn in_process(self) -> CoordinatorCore {
-        let mut core = self.core.with_provisional_plans();
-        core.set_two_sums(true);
-        CoordinatorCore { in_process: true, core, ..self }
+        CoordinatorCore { in_process: true, core: self.core.with_provisional_plans(), ..self }
     }
 
     /// Reports whether the next version has a buffer.
@@ -284,7 +281,6 @@ impl CoordinatorCore {
                 }
                 core::Action::Published(version) => {
                     self.changed = true;
-                    self.count_clients();
                     self.weights_of = self.run.as_ref().and_then(Run::new_weights);
                     self.made_by = self.run.as_ref().map_or(PlanId(0), Run::id);
                     actions.push(Action::Published(version));
@@ -292,7 +288,6 @@ impl CoordinatorCore {
                 core::Action::Left { learner, reason } => {
                     self.changed = true;
                     let owner = self.owners.remove(&learner);
-                    self.count_clients();
                     if let Some(owner) = owner
                         && let Some(client) = self.clients.get_mut(&owner)
                     {
@@ -314,14 +309,6 @@ impl CoordinatorCore {
         for (client, asked, answer) in answers {
             self.answer(client, asked, answer, actions);
         }
-    }
-
-    /// Counts the clients whose sums the next plan may have: those of learners, also of some that have committed and
-    /// left.
-    fn count_clients(&mut self) {
-        let left = self.core.unread().map(|(_, source)| &source.client);
-        let two_sums = are_two_at_most(self.owners.values().chain(left));
-        self.core.set_two_sums(two_sums);
     }
 
     /// The latest moment for the next [`Self::tick`].

@@ -90,7 +90,6 @@ impl CoordinatorCore {
         coordinator.is_trainable = layout.is_trainable();
         coordinator.states_sent_at = now;
         coordinator.clients.values_mut().for_each(|client| client.taken_over(now));
-        coordinator.count_clients();
         coordinator.core.taken_over(now);
         Ok(coordinator)
     }

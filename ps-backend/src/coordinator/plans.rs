@@ -2,10 +2,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use fixedbitset::FixedBitSet;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_map::PartitionIndex;
-use libmodelio::vocabulary::block_ranges::{self, BlockRanges, MAX_RANGES};
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::Squares;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
@@ -33,9 +31,6 @@ pub(super) struct Run {
     work: core::Action<Source>,
     kind: Kind,
     senders: Vec<Sender>,
-    /// If the senders take turns while the plan is provisional: for each of them, the blocks that it has sent, and
-    /// those that it never will send.
-    turns: Option<Vec<FixedBitSet>>,
     start: Message,
     stage: Stage,
     /// The plan takes new weights that are still being written. The job's core does not know of such a plan.
@@ -99,12 +94,7 @@ impl Run {
 
     fn grant(&self, at: usize) -> Option<Action> {
         let sender = self.senders.get(at)?;
-        let mut payload = sender.payload.clone();
-        if let (Granted::Contributions { turn, .. }, Some(turns)) = (&mut payload, &self.turns) {
-            let mut come = sender.blocks.clone();
-            turns[..at].iter().for_each(|done| come.intersect_with(done));
-            *turn = Some(block_ranges::first_of_bits(&come, MAX_RANGES).0);
-        }
+        let payload = sender.payload.clone();
         Some(Action::ToClient(
             sender.client,
             0,
@@ -368,17 +358,8 @@ impl CoordinatorCore {
         let makes_version = !matches!(kind, Kind::Accumulate(_));
         let is_open = senders.iter().any(|sender| matches!(sender.payload, Granted::OpenWeights(_)));
         let repeat_at = now;
-        let is_ordered = matches!(&start, Message::Start(plan) if plan.ordered && plan.sources.len() > 1);
-        let never_sent = |sender: &Sender| {
-            let mut rest = sender.blocks.clone();
-            rest.grow(self.blocks as usize);
-            rest.toggle_range(..);
-            rest
-        };
-        let turns = (is_ordered && is_provisional(&work)).then(|| senders.iter().map(never_sent).collect());
         self.progress.begin(now);
-        self.run =
-            Some(Run { id, work, kind, senders, turns, start, stage, is_open, squares, waiting, repeat_at });
+        self.run = Some(Run { id, work, kind, senders, start, stage, is_open, squares, waiting, repeat_at });
         self.repeat(now, actions);
         if makes_version && self.announces {
             self.announce(id, actions);
@@ -423,7 +404,7 @@ impl CoordinatorCore {
                 sealed.sources.iter_mut().for_each(same);
             }
             (run.work, run.kind, run.senders, run.start, run.repeat_at) = (work, kind, senders, start, now);
-            (run.is_open, run.turns) = (false, None);
+            run.is_open = false;
             self.progress.begin(now);
         }
         self.repeat(now, actions);
@@ -541,35 +522,6 @@ impl CoordinatorCore {
         if let Some(run) = self.run.as_ref().filter(|run| run.stage == Stage::Gathering) {
             let mine = run.senders.iter().position(|sender| sender.client == client);
             actions.extend(mine.and_then(|at| run.grant(at)));
-        }
-    }
-
-    /// A client has sent these blocks in its turn. The next one that may send them can do so now.
-    pub(super) fn sent_ahead(
-        &mut self,
-        client: ClientId,
-        plan: PlanId,
-        blocks: &BlockRanges,
-        actions: &mut Vec<Action>,
-    ) {
-        let Some(run) = self.run.as_mut().filter(|run| run.id == plan && run.stage == Stage::Gathering)
-        else {
-            return;
-        };
-        let Some(at) = run.senders.iter().position(|sender| sender.client == client) else { return };
-        let (Some(turns), Ok(mut news)) = (&mut run.turns, block_ranges::to_bits(blocks, self.blocks)) else {
-            return;
-        };
-        news.difference_with(&turns[at]);
-        turns[at].union_with(&news);
-        turns[..at].iter().for_each(|done| news.intersect_with(done));
-        for (sender, done) in run.senders.iter().zip(turns).skip(at + 1) {
-            let blocks = block_ranges::first_of_bits(&news, MAX_RANGES).0;
-            if blocks.is_empty() {
-                return;
-            }
-            actions.push(Action::ToClient(sender.client, 0, Message::Turn { plan, blocks }));
-            news.intersect_with(done);
         }
     }
 

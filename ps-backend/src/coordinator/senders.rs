@@ -75,7 +75,7 @@ impl CoordinatorCore {
             of.extend(added);
             of.sort_unstable();
             let all = of.iter().map(|(learner, _)| *learner).collect();
-            let payload = Granted::Contributions { of, replaces, open: Some(open), turn: None };
+            let payload = Granted::Contributions { of, replaces, open: Some(open) };
             let partly = PartlyWritten::default();
             senders.push(Sender { client, learners: all, payload, blocks, partly, counted: PlanId(0) });
         }
@@ -113,7 +113,7 @@ pub(super) fn senders<'a>(
             Sender {
                 client,
                 learners,
-                payload: Granted::Contributions { of, replaces, open: None, turn: None },
+                payload: Granted::Contributions { of, replaces, open: None },
                 blocks,
                 partly,
                 counted: PlanId(0),
@@ -136,14 +136,6 @@ fn values<'a>(
     };
     let sending = sending.iter().map(|of| values(of, Some(of.source.client)));
     sending.chain(accumulated.map(|of| values(of, None))).collect()
-}
-
-/// Whether there are two clients at most among these.
-pub(super) fn are_two_at_most<'a>(mut clients: impl Iterator<Item = &'a ClientId>) -> bool {
-    let Some(first) = clients.next() else { return true };
-    let mut others = clients.filter(|client| *client != first);
-    let second = others.next();
-    others.all(|client| Some(client) == second)
 }
 
 /// A set of blocks as ranges.

@@ -91,8 +91,7 @@ impl CoordinatorCore {
             base: self.core.version(),
             work: todo,
             sources: senders.iter().map(source).collect(),
-            ordered: replaces
-                || controls.deterministic && !(senders.len() <= 2 && self.core.order_does_not_matter()),
+            ordered: replaces || controls.deterministic,
         }));
         Some((kind, senders, start))
     }

@@ -153,7 +153,7 @@ fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
         0,
         Message::Grant {
             plan,
-            payload: Granted::Contributions { of, replaces: false, open: None, turn: None },
+            payload: Granted::Contributions { of, replaces: false, open: None },
             counted: PlanId(0),
         },
     )

@@ -14,7 +14,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use libmodelio::vocabulary::controls::{Consistency, NonFinite};
+use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use serde::{Deserialize, Serialize};
 
@@ -128,6 +128,10 @@ impl<S: Clone> JobCore<S> {
         if !self.provisional || !is_idle || !self.buffer_ready || !self.formed {
             return None;
         }
+        // On a network blocks come in any order, and would wait at the shard for those that go before.
+        if self.staged && self.controls.deterministic {
+            return None;
+        }
         // The version may be made without what is still written. Elsewhere, the rate depends on what comes first.
         if self.has_enough_for_grace() || self.divides_by_staleness() {
             return None;
@@ -169,19 +173,6 @@ impl<S: Clone> JobCore<S> {
         (self.staged || self.missing().nth(1).is_some())
             && self.consistency == Consistency::Sync
             && self.speculation.is_on(self.version)
-    }
-
-    /// Whether a shard may add up sums as they come, and the version has the same bits. Otherwise clients send each
-    /// block in their order.
-    pub fn order_does_not_matter(&self) -> bool {
-        // Of two NaNs, the first one stays.
-        self.two_sums && self.controls.nonfinite == NonFinite::Reject
-    }
-
-    /// Sets whether the learners have two clients at most. Each client sends one sum of its learners' contributions,
-    /// added in the learners' order.
-    pub fn set_two_sums(&mut self, two_sums: bool) {
-        self.two_sums = two_sums;
     }
 
     fn is_open(&self, (learner, step): (LearnerId, Step)) -> bool {

@@ -108,9 +108,6 @@ pub struct JobCore<S> {
     provisional: bool,
     /// Whether the blocks of every such plan lie elsewhere, too. That is so on a network.
     staged: bool,
-    /// Whether shards add up the sums of two clients at most. Their order changes no bit.
-    #[serde(skip)]
-    two_sums: bool,
     speculation: Speculation,
     grace: Grace,
     /// The accumulator is being measured, for a step that must know the norm of its gradient.
@@ -189,7 +186,6 @@ impl<S: Clone> JobCore<S> {
             accumulate_patience: Now::ZERO,
             provisional: false,
             staged: false,
-            two_sums: false,
             speculation: Speculation::default(),
             grace: Grace::default(),
             measuring: false,

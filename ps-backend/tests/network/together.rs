@@ -58,11 +58,8 @@ fn shut_down(clients: Vec<Arc<Job>>) {
 #[test]
 fn blocks_of_all_learners_come_before_any_of_them_commits() {
     for way in ways() {
-        let jobs = ["false", "true"].map(|deterministic| {
-            [&[1, 1][..], &[2], &[2, 1], &[1, 1, 1]].map(|on_clients| (on_clients, deterministic))
-        });
-        for (on_clients, deterministic) in jobs.into_iter().flatten() {
-            let (world, clients, learners) = learners_of(way, on_clients, deterministic);
+        for on_clients in [&[1, 1][..], &[2], &[2, 1], &[1, 1, 1]] {
+            let (world, clients, learners) = learners(way, on_clients);
             for step in 1..=4u64 {
                 let before = of_shard(&world).pushed_bytes;
                 let sent = BYTES * clients.len() as u64;
@@ -87,51 +84,23 @@ fn blocks_of_all_learners_come_before_any_of_them_commits() {
 }
 
 #[test]
-fn a_deterministic_sum_of_two_clients_has_the_same_bits_in_whatever_order_blocks_come() {
+fn a_deterministic_job_sends_after_the_commits_and_adds_in_the_order_of_learners() {
     let value = |learner: usize| [0.1f32, 3e7, -3e7][learner];
     let sum = (value(0) + value(1)) + value(2);
     assert_ne!(sum, value(0) + (value(1) + value(2)), "the order decides");
     for way in ways() {
-        for orders in [[0, 1, 2], [2, 0, 1], [1, 2, 0]] {
-            let (_world, clients, learners) = learners_of(way, &[2, 1], "true");
-            for learner in orders {
-                write(&learners[learner], value(learner), 0..BYTES);
+        for on_clients in [&[2, 1][..], &[1, 1, 1]] {
+            for orders in [[0, 1, 2], [2, 0, 1], [1, 2, 0]] {
+                let (world, clients, learners) = learners_of(way, on_clients, "true");
+                for learner in orders {
+                    write(&learners[learner], value(learner), 0..BYTES);
+                }
+                assert_eq!(of_shard(&world).pushed_bytes, 0, "{way:?}, {orders:?}: nothing is committed");
+                all_commit(&learners);
+                let (_, weights) = pull(&clients[0], &learners[0]);
+                is_all(&weights, sum);
+                shut_down(clients);
             }
-            all_commit(&learners);
-            let (_, weights) = pull(&clients[0], &learners[0]);
-            is_all(&weights, sum);
-            shut_down(clients);
-        }
-    }
-}
-
-#[test]
-fn in_a_deterministic_job_of_three_clients_each_block_comes_in_the_order_of_learners_before_the_commits() {
-    let value = |learner: usize| [0.1f32, 3e7, -3e7][learner];
-    for way in ways() {
-        for orders in [[0, 1, 2], [2, 1, 0], [1, 2, 0]] {
-            let (world, clients, learners) = learners_of(way, &[1, 1, 1], "true");
-            let sent = || of_shard(&world).pushed_bytes;
-            write(&learners[orders[0]], value(orders[0]), 0..BYTES);
-            write(&learners[orders[1]], value(orders[1]), 0..BYTES);
-            std::thread::sleep(Duration::from_millis(100));
-            // Each learner sends what those before it have sent.
-            let before = (0..3).take_while(|learner| *learner != orders[2]).count() as u64;
-            // Each client keeps up to three blocks for the commit.
-            let kept = |clients: u64| 3 * clients * u64::from(crate::world::BLOCK);
-            let most = before * BYTES;
-            assert!(sent() <= most, "{way:?}, {orders:?}: {} of {most}", sent());
-            // Where payload lies, a shard reads all of a block at once.
-            if matches!(way, Way::Tcp(_)) && before > 0 {
-                wait_for_pushed(&world, most.saturating_sub(kept(before)));
-            }
-            write(&learners[orders[2]], value(orders[2]), 0..BYTES);
-            wait_for_pushed(&world, 3 * BYTES - kept(3));
-            all_commit(&learners);
-            let (_, weights) = pull(&clients[0], &learners[0]);
-            is_all(&weights, (value(0) + value(1)) + value(2));
-            assert_eq!(sent(), 3 * BYTES, "{way:?}, {orders:?}: nothing is sent twice");
-            shut_down(clients);
         }
     }
 }

@@ -141,7 +141,6 @@ impl World {
         let id = self.clients[index].id;
         match action {
             Action::ToCoordinator(request, message) => {
-                self.ahead.turns += u64::from(matches!(message, Message::SentAhead { .. }));
                 let coordinator = Node::Coordinator(self.clients[index].course);
                 self.send(Node::Client(index), coordinator, request, message, Body::None);
             }
@@ -296,8 +295,7 @@ impl World {
             let epoch = connection.epoch;
             self.follows(index, partition, to, epoch);
             while !self.clients[index].withholds && self.clients[index].sending[partition] < WINDOW {
-                let next =
-                    |core: &mut ClientCore, now, actions: &mut _| core.next_push(partition, now, actions);
+                let next = |core: &mut ClientCore, now, _: &mut _| core.next_push(partition, now);
                 let Some(push) = self.on_client(index, next) else { break };
                 self.push(index, (partition, to), epoch, push);
             }

@@ -19,8 +19,6 @@ pub struct Early {
     pub weights: u64,
     /// Blocks that followers were sent when their version counted.
     pub late: u64,
-    /// Times that clients told what they had sent in their turn.
-    pub turns: u64,
 }
 
 /// A client that follows a plan.

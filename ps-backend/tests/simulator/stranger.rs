@@ -193,7 +193,7 @@ impl World {
                 0 => Message::Over { plan: PlanId(number) },
                 1 => {
                     let of = vec![(NOBODY, Step(number))];
-                    let payload = Granted::Contributions { of, replaces: false, open: None, turn: None };
+                    let payload = Granted::Contributions { of, replaces: false, open: None };
                     Message::Grant { plan: PlanId(number), payload, counted: PlanId(0) }
                 }
                 _ if !self.names_all(index) => continue,

@@ -5,7 +5,6 @@ use fixedbitset::FixedBitSet;
 use super::learners::{Ahead, Early};
 use super::{Action, ClientCore, Now, PATIENCE};
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::vocabulary::block_ranges::{self, BlockRanges, MAX_RANGES};
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
@@ -31,17 +30,6 @@ pub(super) struct Outgoing {
     pub(super) sent: FixedBitSet,
     /// The form in which blocks cross a network by TCP. `None`: in full. A new setting counts from the next plan.
     coding: Option<Coding>,
-    /// If clients take turns while the plan is provisional.
-    turn: Option<Turn>,
-}
-
-/// The client's turn to send blocks, which are added in the order of the clients.
-#[derive(Debug)]
-struct Turn {
-    /// The blocks whose turn has come.
-    come: FixedBitSet,
-    /// The blocks of which the coordinator was told that they are sent.
-    told: FixedBitSet,
 }
 
 impl Outgoing {
@@ -62,30 +50,6 @@ impl Outgoing {
     /// Whether a contribution of the learner to this step or a later one was open.
     pub(super) fn has_open_from(&self, learner: LearnerId, step: Step) -> bool {
         self.open.as_ref().is_some_and(|open| open.iter().any(|key| key.0 == learner && key.1 >= step))
-    }
-
-    /// Whether the block need not wait for clients that send it before this one.
-    fn has_turn(&self, block: BlockId) -> bool {
-        self.turn.as_ref().is_none_or(|turn| turn.come.contains(block.index()))
-    }
-
-    /// Leaves out of `blocks` those whose turn has not come.
-    fn in_turn(&self, mut blocks: FixedBitSet) -> FixedBitSet {
-        self.turn.iter().for_each(|turn| blocks.intersect_with(&turn.come));
-        blocks
-    }
-
-    /// Blocks that were sent in their turn, and of which the coordinator does not know.
-    fn tell_sent(&mut self) -> Option<Message> {
-        let turn = self.turn.as_mut()?;
-        if self.sent.is_subset(&turn.told) {
-            return None;
-        }
-        let mut news = self.sent.clone();
-        news.difference_with(&turn.told);
-        let blocks = block_ranges::first_of_bits(&news, MAX_RANGES).0;
-        blocks.iter().for_each(|blocks| turn.told.insert_range(blocks.start as usize..blocks.end as usize));
-        Some(Message::SentAhead { plan: self.plan, blocks })
     }
 
     fn contributions(&self) -> &[(LearnerId, Step)] {
@@ -176,7 +140,7 @@ impl ClientCore {
     pub(super) fn granted(
         &mut self,
         plan: PlanId,
-        mut payload: Granted,
+        payload: Granted,
         counted: PlanId,
         now: Now,
         actions: &mut Vec<Action>,
@@ -189,7 +153,7 @@ impl ClientCore {
             let waits = |outgoing: &Outgoing| outgoing.plan == plan && outgoing.is_provisional();
             return match self.outgoing.as_ref().is_some_and(waits) {
                 true if !payload.is_provisional() => self.sealed(plan, payload, now, actions),
-                true => self.granted_again(payload, actions),
+                true => {}
                 false => self.recheck(plan, now, actions),
             };
         }
@@ -215,8 +179,6 @@ impl ClientCore {
         if !self.in_process {
             actions.push(Action::Begins { plan, counted });
         }
-        let (mut blocks, turn) = (blocks, self.take_turn(&mut payload));
-        turn.iter().for_each(|turn| blocks.intersect_with(&turn.come));
         // In a deterministic job all clients send in the order of addition: a client that is ahead would only wait.
         let first = if self.state.controls.deterministic { 0 } else { self.first };
         let partitions = self.owned.iter().map(|owned| {
@@ -235,7 +197,7 @@ impl ClientCore {
             }
         });
         let (partitions, sent) = (partitions.collect(), FixedBitSet::with_capacity(self.blocks));
-        let outgoing = Outgoing { plan, payload, blocks, partitions, open, sent, coding, turn };
+        let outgoing = Outgoing { plan, payload, blocks, partitions, open, sent, coding };
         if outgoing.is_provisional() {
             for &key in outgoing.contributions() {
                 self.sends_ahead(key, plan);
@@ -246,41 +208,6 @@ impl ClientCore {
         self.start_pull(now, actions);
     }
 
-    fn take_turn(&self, payload: &mut Granted) -> Option<Turn> {
-        let Granted::Contributions { turn, .. } = payload else { return None };
-        let (turn, none) = (turn.take()?, FixedBitSet::with_capacity(self.blocks));
-        let come = block_ranges::to_bits(&turn, self.blocks as u32);
-        Some(Turn { come: come.unwrap_or_else(|_| none.clone()), told: none })
-    }
-
-    /// The grant of the provisional plan under way is repeated. Messages about turns may have been lost.
-    fn granted_again(&mut self, mut payload: Granted, actions: &mut Vec<Action>) {
-        let Some(outgoing) = self.outgoing.as_mut() else { return };
-        outgoing.turn.iter_mut().for_each(|turn| turn.told.clear());
-        if let Some(message) = outgoing.tell_sent() {
-            self.notify(message, actions);
-        }
-        if let Some(turn) = self.take_turn(&mut payload) {
-            self.add_turn(&turn.come, actions);
-        }
-    }
-
-    /// The turn of these blocks has come.
-    pub(super) fn turn_comes(&mut self, plan: PlanId, blocks: &BlockRanges, actions: &mut Vec<Action>) {
-        if self.outgoing.as_ref().is_some_and(|outgoing| outgoing.plan == plan)
-            && let Ok(blocks) = block_ranges::to_bits(blocks, self.blocks as u32)
-        {
-            self.add_turn(&blocks, actions);
-        }
-    }
-
-    fn add_turn(&mut self, blocks: &FixedBitSet, actions: &mut Vec<Action>) {
-        let Some(outgoing) = self.outgoing.as_mut() else { return };
-        let Some(turn) = outgoing.turn.as_mut().filter(|turn| !blocks.is_subset(&turn.come)) else { return };
-        turn.come.union_with(blocks);
-        self.add_ready(actions);
-    }
-
     /// Blocks of the provisional plan under way may be ready to be sent that were not before.
     fn add_ready(&mut self, actions: &mut Vec<Action>) {
         let Some(mut outgoing) = self.outgoing.take() else { return };
@@ -289,7 +216,6 @@ impl ClientCore {
             true => self.all_held(outgoing.contributions()),
             false => self.ready(outgoing.contributions()),
         };
-        let ready = outgoing.in_turn(ready);
         outgoing.add(&ready, &self.owned);
         let some_left = |(_, sending): &(usize, &Sending)| !sending.todo.is_clear();
         let left = outgoing.partitions.iter().enumerate().filter(some_left);
@@ -460,7 +386,7 @@ impl ClientCore {
             announces &= self.in_process;
             ahead.sent_under = Some(plan);
             known.sends_for(plan);
-            let is_ready = |of: &Outgoing| of.has_turn(block) && self.is_ready(of.contributions(), block);
+            let is_ready = |of: &Outgoing| self.is_ready(of.contributions(), block);
             let is_ready = self.outgoing.as_ref().is_some_and(is_ready);
             let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
             if let Some(outgoing) = self.outgoing.as_mut().filter(|_| is_ready)
@@ -561,7 +487,7 @@ impl ClientCore {
             }
             actions.push(Action::Wake(partition));
         }
-        (outgoing.payload, outgoing.blocks, outgoing.open, outgoing.turn) = (payload, blocks, None, None);
+        (outgoing.payload, outgoing.blocks, outgoing.open) = (payload, blocks, None);
         self.start_pull(now, actions);
     }
 
@@ -610,24 +536,8 @@ impl ClientCore {
         self.whole((learner, step)).is_some_and(|whole| whole.contains(block.index()))
     }
 
-    /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been. When
-    /// there is no more, the coordinator is told what was sent, if it must know.
-    pub fn next_push(
-        &mut self,
-        partition: PartitionIndex,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) -> Option<Push> {
-        let push = self.take_push(partition, now);
-        if push.is_none()
-            && let Some(message) = self.outgoing.as_mut().and_then(Outgoing::tell_sent)
-        {
-            self.notify(message, actions);
-        }
-        push
-    }
-
-    fn take_push(&mut self, partition: PartitionIndex, now: Now) -> Option<Push> {
+    /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been.
+    pub fn next_push(&mut self, partition: PartitionIndex, now: Now) -> Option<Push> {
         let outgoing = self.outgoing.as_mut()?;
         let sending = &mut outgoing.partitions[partition];
         // The search continues at `at`, so that a whole round costs one pass over the set.

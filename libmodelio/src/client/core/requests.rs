@@ -238,7 +238,6 @@ impl ClientCore {
             Message::State(state) => self.take_state(*state, now, actions),
             Message::Grant { plan, payload, counted } => self.granted(plan, payload, counted, now, actions),
             Message::Begun { plan } => self.begun(plan, now, actions),
-            Message::Turn { plan, blocks } => self.turn_comes(plan, &blocks, actions),
             Message::Over { plan } => self.plan_over(plan, actions),
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
             // A coordinator of this protocol sends nothing else unasked.

@@ -132,10 +132,10 @@ impl Shared {
     fn push_all(&self, local: &Local) {
         loop {
             let mut inner = self.inner.lock();
-            let (now, mut actions) = (self.now(), Vec::new());
-            let Some(Push { plan, block, ahead }) = inner.core.next_push(ALL, now, &mut actions) else {
+            let now = self.now();
+            let Some(Push { plan, block, ahead }) = inner.core.next_push(ALL, now) else {
                 inner.pumps.at_work -= 1;
-                return self.act_on(inner, actions);
+                return;
             };
             inner.observed.sent(plan, now);
             let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else { continue };

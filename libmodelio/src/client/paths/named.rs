@@ -368,13 +368,13 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 drop(inner);
                 return self.tidy(to);
             }
-            let (now, mut actions) = (shared.now(), Vec::new());
+            let now = shared.now();
             let next = match self.unsaid.len() < UNSAID {
-                true => self.held.take().or_else(|| inner.core.next_push(route.partition, now, &mut actions)),
+                true => self.held.take().or_else(|| inner.core.next_push(route.partition, now)),
                 false => None,
             };
             let Some(push) = next else {
-                shared.act_on(inner, actions);
+                drop(inner);
                 let ready = self.tidy(to);
                 if self.memory.fetches(to) {
                     return ready;

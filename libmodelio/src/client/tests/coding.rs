@@ -20,7 +20,7 @@ fn a_new_form_counts_from_the_next_plan_and_not_for_values_that_replace_others()
     assert_eq!(bench.core.coding(), None);
     bench.said.clear();
     let grant = |plan, replaces| {
-        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces, open: None, turn: None };
+        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces, open: None };
         Message::Grant { plan: PlanId(plan), payload, counted: PlanId(1) }
     };
     bench.coordinator(0, grant(2, false));

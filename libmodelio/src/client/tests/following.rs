@@ -296,12 +296,7 @@ fn an_adaptive_client_follows_a_synchronous_plan_once_all_is_committed() {
             bench.pass(100);
         }
         bench.core.version_opened(None, bench.now);
-        let payload = Granted::Contributions {
-            of: vec![(L, Step(1))],
-            replaces: false,
-            open: Some(vec![L]),
-            turn: None,
-        };
+        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };
         bench.coordinator(0, Message::Grant { plan: PLAN, payload, counted: PlanId(0) });
         assert!(!bench.follow(0), "it is not due");
         bench.commit(3, 10);

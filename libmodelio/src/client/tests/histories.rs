@@ -328,14 +328,14 @@ impl World {
             self.coordinator.plan = Some((PlanId(self.coordinator.last_plan), keys, BTreeSet::new()));
         }
         let Some((plan, keys, _)) = &self.coordinator.plan else { return };
-        let payload = Granted::Contributions { of: keys.clone(), replaces: false, open: None, turn: None };
+        let payload = Granted::Contributions { of: keys.clone(), replaces: false, open: None };
         let grant = Message::Grant { plan: *plan, payload, counted: PlanId(0) };
         self.coordinator_says(0, grant, lossless);
     }
 
     /// A shard takes what it is sent, which may be lost.
     fn shard_takes(&mut self, partition: usize, lossless: bool) {
-        while let Some(Push { plan, block, .. }) = self.core.next_push(partition, self.now, &mut Vec::new()) {
+        while let Some(Push { plan, block, .. }) = self.core.next_push(partition, self.now) {
             let (_, Granted::Contributions { of, .. }) = self.core.outgoing().unwrap() else { panic!() };
             let holders: Vec<Key> =
                 of.iter().copied().filter(|&(l, s)| self.core.holds(l, s, block)).collect();

@@ -44,12 +44,8 @@ impl Bench {
     }
 
     fn provisional(&mut self, plan: u64, step: u64) {
-        let payload = Granted::Contributions {
-            of: vec![(L, Step(step))],
-            replaces: false,
-            open: Some(vec![L]),
-            turn: None,
-        };
+        let payload =
+            Granted::Contributions { of: vec![(L, Step(step))], replaces: false, open: Some(vec![L]) };
         self.coordinator(0, Message::Grant { plan: PlanId(plan), payload, counted: PlanId(0) });
     }
 
@@ -337,7 +333,7 @@ fn a_commit_that_the_coordinator_does_not_know_yet_is_sent_for_the_provisional_p
     bench.provisional(7, 1);
     let sent = |bench: &mut Bench| (0..2).flat_map(|partition| bench.pushes(partition)).count();
     assert_eq!((bench.sends(), sent(&mut bench)), (Some(7), 3));
-    let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None, turn: None };
+    let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
     bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
     assert_eq!(sent(&mut bench), 0);
 }
@@ -356,7 +352,7 @@ impl Bench {
         let request = bench.last_request();
         bench.opened(request, 1);
         let of = vec![(L, Step(1)), (M, Step(1))];
-        let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L, M]), turn: None };
+        let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L, M]) };
         bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
         bench
     }
@@ -430,78 +426,9 @@ fn a_block_of_averaged_tensors_is_not_sent_early_if_a_learner_of_its_client_does
     bench.commits(L, 0..3, PartlyWritten::default());
     assert!(bench.sent().is_empty(), "others may be writing");
     let of = vec![(L, Step(1)), (M, Step(1))];
-    let payload = Granted::Contributions { of, replaces: false, open: None, turn: None };
+    let payload = Granted::Contributions { of, replaces: false, open: None };
     bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
     assert_eq!(bench.sent(), [2]);
-}
-
-#[test]
-fn where_the_order_counts_a_block_is_sent_in_its_turn_and_the_coordinator_is_told() {
-    let grant = |turn| Message::Grant {
-        plan: PlanId(7),
-        payload: Granted::Contributions {
-            of: vec![(L, Step(1))],
-            replaces: false,
-            open: Some(vec![L]),
-            turn,
-        },
-        counted: PlanId(0),
-    };
-    let told = |bench: &mut Bench| {
-        let told: Vec<_> =
-            bench.said.extract_if(.., |said| matches!(said, Action::ToCoordinator(0, _))).collect();
-        let told = told.into_iter().filter_map(|said| match said {
-            Action::ToCoordinator(_, Message::SentAhead { plan: PlanId(7), blocks }) => Some(blocks),
-            _ => None,
-        });
-        let mut told: Vec<u32> = told.flatten().flatten().collect();
-        told.sort_unstable();
-        told
-    };
-    let turn = |plan, blocks| Message::Turn { plan: PlanId(plan), blocks };
-    let mut bench = Bench::new();
-    bench.coordinator(0, grant(Some(vec![1..2])));
-    (0..4).for_each(|block| bench.whole(L, block));
-    assert_eq!((bench.sent(), told(&mut bench)), (vec![1], vec![1]));
-    // Another plan's turn, and one beyond the model, mean nothing.
-    bench.coordinator(0, turn(8, vec![0..4]));
-    bench.coordinator(0, turn(7, vec![0..5]));
-    assert_eq!((bench.sent(), told(&mut bench)), (vec![], vec![]));
-    bench.coordinator(0, turn(7, vec![0..1, 3..4]));
-    assert_eq!((bench.sent(), told(&mut bench)), (vec![0, 3], vec![0, 3]));
-    // Whatever was lost is said again.
-    bench.coordinator(0, grant(Some(vec![0..2, 3..4])));
-    assert_eq!((bench.sent(), told(&mut bench)), (vec![], vec![0, 1, 3]));
-    bench.commits(L, 0..4, PartlyWritten::default());
-    assert!(bench.sent().is_empty(), "its turn has not come");
-    let sealed = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None, turn: None };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload: sealed, counted: PlanId(0) });
-    assert_eq!((bench.sent(), told(&mut bench)), (vec![2], vec![]));
-}
-
-#[test]
-fn a_client_whose_learners_have_committed_sends_all_their_blocks_in_turn() {
-    let mut bench = Bench::new();
-    let mut partly = PartlyWritten::default();
-    partly.insert(BlockId(2), vec![0..4]);
-    (0..2).for_each(|block| bench.whole(L, block));
-    bench.commits(L, 0..4, partly);
-    let of = vec![(L, Step(1))];
-    let turn = Some(vec![0..1, 2..3]);
-    let payload = Granted::Contributions { of, replaces: false, open: Some(Vec::new()), turn };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
-    bench.coordinator(0, Message::Turn { plan: PlanId(7), blocks: vec![1..2] });
-    assert_eq!(bench.sent(), [0, 1, 2], "block 2 is written in part");
-}
-
-#[test]
-fn a_turn_that_names_no_blocks_of_the_model_is_none_and_no_lack_of_turns() {
-    let mut bench = Bench::new();
-    (0..2).for_each(|block| bench.whole(L, block));
-    let (of, turn) = (vec![(L, Step(1))], Some(vec![0..9]));
-    let payload = Granted::Contributions { of, replaces: false, open: Some(vec![L]), turn };
-    bench.coordinator(0, Message::Grant { plan: PlanId(7), payload, counted: PlanId(0) });
-    assert!(bench.sent().is_empty());
 }
 
 #[test]
@@ -529,12 +456,7 @@ fn blocks_of_a_new_contribution_join_no_plan_that_ends_with_the_one_before() {
     bench.core = bench.core.in_process();
     let next = |bench: &mut Bench| bench.core.next_own(L, Step(1), BlockId(0));
     let grant = |plan| {
-        let payload = Granted::Contributions {
-            of: vec![(L, Step(1))],
-            replaces: false,
-            open: Some(vec![L]),
-            turn: None,
-        };
+        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };
         Message::Grant { plan, payload, counted: PlanId(0) }
     };
     assert_eq!(next(&mut bench), Own::Announce);

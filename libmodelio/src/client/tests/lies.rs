@@ -94,7 +94,7 @@ fn a_number_that_no_coordinator_reaches_is_passed_over() {
             0,
             Message::Grant {
                 plan: PlanId(number),
-                payload: Granted::Contributions { of, replaces: false, open: None, turn: None },
+                payload: Granted::Contributions { of, replaces: false, open: None },
                 counted: PlanId(0),
             },
         );

@@ -47,11 +47,11 @@ fn nothing_is_reduced_early_beside_what_is_mapped() {
 }
 
 #[test]
-fn on_a_network_blocks_come_before_the_commits_and_nothing_is_accumulated() {
+fn on_a_network_no_block_comes_before_the_commits_and_nothing_is_accumulated() {
     let mut sim = Sim::new(&[("deterministic", "true"), ("learners", "2")]).on_a_network();
     let ids = ["a", "b"].map(|name| sim.join(name).unwrap());
     let written = ids.map(|id| open(&mut sim, id));
-    assert!(sim.comes(ids[1].0, written[1].1, 0));
+    assert!(!sim.comes(ids[1].0, written[1].1, 0));
     let [first, second] = [1, 0].map(|at| {
         let (step, uid) = written[at];
         sim.commit(ids[at].0, step, uid, blocks([0]), false, 60_000)
