@@ -147,47 +147,6 @@ impl BlockMap {
         Ok(BlockMap { epoch: self.next_epoch(), owners })
     }
 
-    /// The map after `new` has come: it takes an even part of everybody's blocks, spread over the model.
-    ///
-    /// # Errors
-    /// [`MapError::Duplicate`], [`MapError::TooManyShards`].
-    pub fn with(&self, new: ShardId) -> Result<BlockMap, MapError> {
-        let mut shares = self.shares();
-        if shares.contains_key(&new) {
-            return Err(MapError::Duplicate(new));
-        }
-        let shards = shares.len() + 1;
-        if shards > MAX_SHARDS {
-            return Err(MapError::TooManyShards(shards));
-        }
-        let wanted = self.owners.len() / shards;
-        let mut owners = self.owners.clone();
-        let mut taken = 0;
-        // Everybody gives until only the even part is left; the remainder stays where it is.
-        let keep = (self.owners.len() - wanted).div_ceil(shards - 1).max(1) as u32;
-        let stride = self.owners.len().checked_div(wanted).unwrap_or(0).max(1);
-        for first in 0..stride {
-            for at in (first..owners.len()).step_by(stride) {
-                let share = shares.entry(owners[at]).or_default();
-                if taken < wanted && owners[at] != new && *share > keep {
-                    *share -= 1;
-                    owners[at] = new;
-                    taken += 1;
-                }
-            }
-        }
-        // If shares are even but for one block, the shards with one block more give the rest.
-        for owner in &mut owners {
-            let share = shares.entry(*owner).or_default();
-            if taken < wanted && *owner != new && *share >= keep {
-                *share -= 1;
-                *owner = new;
-                taken += 1;
-            }
-        }
-        Ok(BlockMap { epoch: self.next_epoch(), owners })
-    }
-
     /// The shards of `takers`, which all may be given blocks, that are to own blocks when `gone` has left:
     /// those that own some already, and one in its place, if there is one that owns none. `choice` picks that
     /// one.
@@ -274,12 +233,6 @@ mod tests {
             prop_assert_eq!(moved(&before, &after), before.blocks_of(gone).count());
             prop_assert!(is_even(&after, others.len()), "{:?}", after.shares());
             prop_assert_eq!(after.epoch(), Epoch(2));
-            // It comes back, or another one in its place.
-            if after.shares().len() == others.len() {
-                let again = after.with(gone).unwrap();
-                prop_assert_eq!(moved(&after, &again), again.blocks_of(gone).count());
-                prop_assert!(is_even(&again, all.len()), "{:?}", again.shares());
-            }
         }
     }
 
@@ -315,6 +268,5 @@ mod tests {
         let map = BlockMap::striped(4, &shards(2)).unwrap();
         assert_eq!(map.without(ShardId(9), &shards(2)), Err(MapError::UnknownShard(ShardId(9))));
         assert_eq!(map.without(ShardId(1), &shards(2)), Err(MapError::Duplicate(ShardId(1))));
-        assert_eq!(map.with(ShardId(1)), Err(MapError::Duplicate(ShardId(1))));
     }
 }
