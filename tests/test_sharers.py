@@ -10,6 +10,7 @@ import pytest
 from filetools import (
     BLOCK, SIZE, Threads, array, eventually, f32, filled, go, hear, mounts, outcome, program, raises, takes
 )
+from patience import HANGS
 
 mounted = mounts(lease=0)
 ONES = np.ones(BLOCK // 4, "<f4")
@@ -274,3 +275,25 @@ def test_a_program_that_starts_others_while_it_writes_is_not_held_up(mounted):
             eventually(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
         os.pwrite(file.fileno(), data[SIZE // 2 :], SIZE // 2)
     assert mount.version() == 1 and (array(mount.model / "weights") == 2).all()
+
+
+BECOMES_ANOTHER = """
+fd = os.open(argv[0], os.O_WRONLY | os.O_TRUNC)
+os.write(fd, open(argv[1], "rb").read())
+os.execvp("true", ["true"])
+"""
+
+
+def test_a_program_that_becomes_another_one_holds_up_nobody(mounted, tmp_path):
+    """Its file is closed by execve(2), under a lock that reading a link in its /proc/<pid>/fd takes."""
+    mount = mounted(consistency="async")
+    data = tmp_path / "data"
+    data.write_bytes(filled(mount, 1).tobytes())
+    (tmp_path / "setting").write_bytes(b"3")
+    places = [mount.join(name) / "gradients" for name in "abc"]
+    programs = [program(BECOMES_ANOTHER, place, data) for place in places]
+    programs.append(program(BECOMES_ANOTHER, mount.model / "control/retain", tmp_path / "setting"))
+    for one in programs:
+        assert one.wait(HANGS) == 0
+    eventually(lambda: mount.version() == len(places))
+    assert (mount.model / "control/retain").read_text() == "3\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REPOSITORY, gradfs_binary
-from filetools import Threads, array, eventually, filled, raises
+from filetools import Threads, array, eventually, filled, outcome, raises
 from test_nbd import FLUSH, READ, TRIM, WRITE, ZEROES, Client
 
 # At the end: what the tests call by the same name is theirs.
@@ -186,6 +186,33 @@ def test_a_limit_of_a_control_group_ends_no_daemon__on_a_network(group, cluster)
     group = group()
     mount = one.mount(transport="tcp")
     a_mount_is_short(mount, lambda: group.limit(group.used() + SLACK))
+
+
+def versions_give_way(mount, group):
+    """Readers have held old versions, and have gone. There is no memory for what another learner writes besides."""
+    a, held, b = Learner(mount), [], mount.join("b")
+    for _ in range(4):
+        held.append(opened(mount.model / "weights"))
+        a.steps(1)
+    for version in held:
+        os.close(version)
+    group.limit(group.used() + SLACK)
+    # The kernel takes a moment to let go of what it has opened past the daemon.
+    eventually(lambda: outcome(lambda: mount.contribute(a.ones, learner="b")) == "done", deadline=20)
+    assert (array(b / "weights") == a.taken + 1).all()
+    assert mount.status()["version_buffers"]["existing"] <= 3 and mount.running()
+
+
+def test_free_versions_give_way_to_what_a_learner_writes(group, start_mount):
+    group = group()
+    versions_give_way(start_mount(**SETTINGS, **ASYNC), group)
+
+
+def test_free_versions_give_way_to_what_a_learner_writes__on_a_network(group, cluster):
+    one = cluster(1)
+    one.create("m", **SETTINGS, **ASYNC)
+    group = group()
+    versions_give_way(one.mount(transport="tcp"), group)
 
 
 def test_learners_that_write_end_no_daemon(group, start_mount):

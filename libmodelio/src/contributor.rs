@@ -332,7 +332,7 @@ impl Contributor {
             return Ok(());
         }
         let staging = Arc::clone(self.state.lock().staging.memory());
-        available::promise(&staging)?;
+        available::promise_before_spares(&staging)?;
         staging.prefault()
     }
 

@@ -81,7 +81,7 @@ impl Disk {
     pub fn promise(&self) -> Result<(), ShardError> {
         let refused =
             |error| ShardError::OutOfMemory(format!("no memory for what is written to the disk: {error}"));
-        available::promise(&self.memory).map_err(refused)
+        available::promise_before_spares(&self.memory).map_err(refused)
     }
 
     /// The version that unwritten bytes are read from.

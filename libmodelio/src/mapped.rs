@@ -35,7 +35,7 @@ impl MappedMemory {
     /// # Errors
     /// When the memory is not there.
     pub fn prefault(&self) -> io::Result<()> {
-        available::promise(self.0.memory())?;
+        available::promise_before_spares(self.0.memory())?;
         self.0.memory().prefault()
     }
 

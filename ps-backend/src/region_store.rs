@@ -398,6 +398,13 @@ impl RegionStore {
         }
     }
 
+    /// Gives back the buffers that are free, but for that of the next version.
+    pub fn give_back(&mut self, retain: usize) {
+        self.find_free(retain);
+        self.live -= self.free.len();
+        self.free.clear();
+    }
+
     /// Gives free buffers above the present limit back to the system.
     fn drop_above(&mut self, max: usize) {
         while self.total() > max && self.free.pop().is_some() {

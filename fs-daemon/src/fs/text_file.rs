@@ -204,13 +204,18 @@ impl TextFile {
             Err(error) => return done(Err(error)),
         };
         let (of_done, written) = (tree.model.name.clone(), value.trim().to_owned());
+        let refusal = Arc::clone(&tree.model.own_refusal);
         let answer = move |outcome| match outcome {
             Ok(()) => {
                 tracing::info!(model = of_done, setting = name, value = written, "set");
                 done(Ok(()));
             }
             Err(SetError::Refused(error)) => done(Err(invalid_value(name, &error.without_name()))),
-            Err(SetError::Unanswered(error)) => done(Err(unanswered(name, error))),
+            Err(SetError::Unanswered(error)) => {
+                let error = unanswered(name, error);
+                refusal.note(&error, false);
+                done(Err(error));
+            }
         };
         tree.model.job.set_control(name, value, tree.model.prompt(), Box::new(answer));
     }
@@ -261,7 +266,9 @@ impl TextFile {
     }
 
     fn unanswered(&self, error: ShardError) -> CallError {
-        unanswered(self.setting_name().unwrap_or_default(), error)
+        let error = unanswered(self.setting_name().unwrap_or_default(), error);
+        self.tree.iter().for_each(|tree| tree.model.own_refusal.note(&error, false));
+        error
     }
 
     /// Keeps the reason where its learner's programs find it.

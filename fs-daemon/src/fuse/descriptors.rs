@@ -1,54 +1,45 @@
 //! The descriptors that a process has, from `/proc` (edge module).
 //!
-//! Neither reading a link in `/proc/<pid>/fd` nor a file in `/proc/<pid>/fdinfo` asks the filesystem of the open file. So a
-//! thread that serves the mount may look.
+//! A file in `/proc/<pid>/fdinfo` is read without asking the filesystem of the open file, and without the lock that a process
+//! in execve(2) holds while its files are closed. So a thread that serves the mount may look. The links in `/proc/<pid>/fd`
+//! take that lock (Linux 6.18): nobody would answer then.
 
 use std::cell::LazyCell;
-use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::io::Read;
 
-use nix::fcntl::readlinkat;
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::Mode;
 
 /// A file that descriptors lead to.
 pub struct Sought<'a> {
     /// Its inode. Numbers of this filesystem's inodes are far above those of others, but all gradfs mounts have the same.
     pub ino: u64,
-    /// Its name. A descriptor of another name is passed over with one look.
-    pub name: &'a str,
     /// The device of its mount, as mountinfo names it.
     pub device: Option<&'a str>,
 }
 
 /// Whether process `pid` has more than `most` descriptors that can write to the file. None if they cannot be seen.
 pub fn has_more(pid: u32, file: &Sought<'_>, most: usize) -> Option<bool> {
-    let path = format!("/proc/{pid}/fd");
-    // A link is looked up from its directory: a path through the number of a process takes longer.
+    let path = format!("/proc/{pid}/fdinfo");
+    // A file is looked up from its directory: a path through the number of a process takes longer.
     let (dir, entries) = (File::open(&path).ok()?, fs::read_dir(&path).ok()?);
     let table = LazyCell::new(|| {
         let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
         String::from_utf8_lossy(&table).into_owned()
     });
+    let mut info = String::new();
     let is_one = |entry: &fs::DirEntry| {
-        let number = entry.file_name();
-        if !readlinkat(&dir, &*number).is_ok_and(|link| is_named(&link, file.name)) {
+        info.clear();
+        let open = openat(&dir, &*entry.file_name(), OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty());
+        if !open.is_ok_and(|fd| File::from(fd).read_to_string(&mut info).is_ok()) {
             return false;
         }
-        let info = Path::new(&format!("/proc/{pid}/fdinfo")).join(number);
-        let info = fs::read_to_string(info).unwrap_or_default();
         let is_its = field(&info, "ino:").and_then(|ino| ino.parse().ok()) == Some(file.ino);
         let mount = field(&info, "mnt_id:").unwrap_or_default();
         is_its && can_write(&info) && file.device.is_none_or(|device| is_of(&table, mount, device))
     };
     Some(entries.filter_map(Result::ok).filter(is_one).nth(most).is_some())
-}
-
-/// Whether the link of a descriptor leads to a file of this name, which the kernel may have dropped since.
-fn is_named(link: &OsStr, name: &str) -> bool {
-    let link = link.as_bytes();
-    let path = link.strip_suffix(b" (deleted)").unwrap_or(link);
-    path.strip_suffix(name.as_bytes()).is_some_and(|dir| dir.ends_with(b"/"))
 }
 
 /// Whether a descriptor with this fdinfo can write.
@@ -80,7 +71,7 @@ mod tests {
         let path = dir.path().join("gradients");
         let file = File::create(&path).unwrap();
         let pid = std::process::id();
-        let sought = Sought { ino: file.metadata().unwrap().ino(), name: "gradients", device: None };
+        let sought = Sought { ino: file.metadata().unwrap().ino(), device: None };
         let count = |sought: &Sought<'_>| (0..).find(|most| has_more(pid, sought, *most) == Some(false));
         assert_eq!(count(&sought), Some(1));
         let duplicates = [(); 3].map(|()| file.try_clone().unwrap());
@@ -91,7 +82,7 @@ mod tests {
         assert_eq!(count(&sought), Some(4), "its name was dropped");
         drop(duplicates);
         assert_eq!(count(&sought), Some(1));
-        assert_eq!(count(&Sought { name: "weights", ..sought }), Some(0));
+        assert_eq!(count(&Sought { ino: 1, ..sought }), Some(0));
         assert_eq!(count(&Sought { device: Some("no device"), ..sought }), Some(0));
         assert_eq!(has_more(0, &sought, 0), None, "of nobody");
     }

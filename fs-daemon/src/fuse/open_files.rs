@@ -4,14 +4,13 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use libmodelio::vocabulary::controls::SETTINGS;
 use parking_lot::RwLock;
 
 use super::descriptors::Sought;
 use super::endings::Candidate;
 use super::users::FileUsers;
 use super::{descriptors, endings};
-use crate::fs::node::{File, MapsTo, Node};
+use crate::fs::node::{MapsTo, Node};
 use crate::fs::open_file::OpenFile;
 use crate::session::error::{CallError, CallResult};
 
@@ -99,7 +98,7 @@ impl OpenFiles {
     /// Whether a process that closes a descriptor of the open file `fh` has another one of that file. `owners`: the process,
     /// and whom it has inherited descriptors from. None if its descriptors cannot be seen.
     pub fn has_duplicate(&self, fh: u64, ino: u64, owners: &[u32]) -> Option<bool> {
-        let file = Sought { ino, name: written_name(ino)?, device: self.device.get().map(String::as_str) };
+        let file = Sought { ino, device: self.device.get().map(String::as_str) };
         descriptors::has_more(*owners.first()?, &file, self.others(fh, ino, owners))
     }
 
@@ -112,19 +111,5 @@ impl OpenFiles {
         let open = self.open.read();
         let of_inode = open.iter().filter(|(other, file)| **other != fh && file.ino == ino);
         of_inode.filter(|(_, file)| file.users.as_ref().is_some_and(has_some)).count()
-    }
-}
-
-/// The name of a file that can be written.
-fn written_name(ino: u64) -> Option<&'static str> {
-    let Node::Model(_, file) = Node::from_ino(ino)? else { return None };
-    match file {
-        File::Gradients(_) | File::LearnerGradients(..) => Some("gradients"),
-        File::Device => Some("device"),
-        File::Weights(_) => Some("weights"),
-        File::Publish(_) => Some("publish"),
-        File::LearnerWeight(_) => Some("weight"),
-        File::Control(index) => SETTINGS.get(index as usize).map(|(name, _)| *name),
-        _ => None,
     }
 }

@@ -190,7 +190,7 @@ impl Learner {
             return Ok(());
         }
         let memory = self.mapping().memory();
-        let taken = available::promise(memory).and_then(|()| memory.prefault());
+        let taken = available::promise_before_spares(memory).and_then(|()| memory.prefault());
         // The next open tries again.
         taken.inspect_err(|_| self.mapped_ready.store(false, Ordering::Relaxed))
     }

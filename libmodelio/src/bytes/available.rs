@@ -8,6 +8,7 @@ use std::fs::read_to_string;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -15,6 +16,18 @@ use super::mmap::Mapping;
 
 /// Memory of this process whose pages are promised, and not all taken yet.
 static PROMISED: Mutex<Vec<Weak<Mapping>>> = Mutex::new(Vec::new());
+
+/// A lock that is taken for longer may be the caller's own.
+pub const LOCKED_FOR_LONG: Duration = Duration::from_millis(10);
+
+/// Whoever keeps memory that nobody needs at present.
+static KEEPERS: Mutex<Vec<Weak<dyn KeepsSpares>>> = Mutex::new(Vec::new());
+
+/// Keeps free buffers, so that the next versions find theirs with their pages.
+pub trait KeepsSpares: Send + Sync {
+    /// Others lack memory: gives back the buffers that are free now. Does nothing if its lock is taken for long.
+    fn give_back(&self);
+}
 
 /// The memory that stays for everything else when a version takes some: stacks, tables, and what programs read.
 const MARGIN: u64 = 16 << 20;
@@ -47,6 +60,29 @@ pub fn promise(memory: &Arc<Mapping>) -> io::Result<()> {
         promised.push(Arc::downgrade(memory));
     }
     Ok(())
+}
+
+/// Like [`promise`], for what a program writes. If there is too little memory, free buffers of versions are given back. Of
+/// those that the kernel still has open, a later call finds the memory. The caller holds no lock of a [`KeepsSpares`].
+///
+/// # Errors
+/// `OutOfMemory`, with both numbers.
+pub fn promise_before_spares(memory: &Arc<Mapping>) -> io::Result<()> {
+    promise(memory).or_else(|_| {
+        let keepers: Vec<_> = KEEPERS.lock().iter().filter_map(Weak::upgrade).collect();
+        // What a client no longer shows, a shard in this process can give back then.
+        for keeper in keepers.iter().chain(&keepers) {
+            keeper.give_back();
+        }
+        promise(memory)
+    })
+}
+
+/// A keeper is asked from now on, for as long as it lives.
+pub fn asks_for_spares(keeper: Weak<dyn KeepsSpares>) {
+    let mut keepers = KEEPERS.lock();
+    keepers.retain(|known| known.strong_count() > 0);
+    keepers.push(keeper);
 }
 
 /// The bytes of it that are not taken yet.

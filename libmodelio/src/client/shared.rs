@@ -22,6 +22,7 @@ use super::peer::Peer;
 use super::residual::Residuals;
 use super::routes::Routes;
 use super::versions::Versions;
+use crate::bytes::available::{self, KeepsSpares};
 use crate::observe::trace::Recorder;
 use crate::timer::Alarm;
 use crate::transport::frames::{Link, Outgoing};
@@ -228,6 +229,15 @@ impl Inner {
     }
 }
 
+impl KeepsSpares for Shared {
+    fn give_back(&self) {
+        if let Some(mut inner) = self.inner.try_lock_for(available::LOCKED_FOR_LONG) {
+            let (retain, max) = inner.bounds();
+            inner.versions.give_back(retain, max);
+        }
+    }
+}
+
 impl Shared {
     /// For the client of this number and the model of this record, with a network or a shard in this process.
     pub(super) fn new(
@@ -239,7 +249,7 @@ impl Shared {
         local: Option<Local>,
     ) -> Arc<Shared> {
         let (started, trace) = (inner.observed.started, Arc::clone(&inner.observed.trace));
-        Arc::new_cyclic(|this| Shared {
+        let shared = Arc::new_cyclic(|this| Shared {
             layout,
             model: record.name.clone(),
             generation: record.generation,
@@ -263,7 +273,10 @@ impl Shared {
             #[cfg(feature = "rdma")]
             rdma_endpoint: Mutex::new(None),
             this: this.clone(),
-        })
+        });
+        let keeper = shared.this.clone();
+        available::asks_for_spares(keeper);
+        shared
     }
 
     pub(super) fn now(&self) -> Now {

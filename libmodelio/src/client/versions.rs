@@ -232,6 +232,14 @@ impl Versions {
         self.back.as_ref().or(self.free.last()).map(|region| Arc::clone(region.memory()))
     }
 
+    /// Gives back the buffers that nobody needs, but for that of the next version.
+    pub fn give_back(&mut self, retain: usize, max: usize) {
+        self.recycle(retain, max);
+        while self.take_from_names(retain) {}
+        let next = usize::from(self.back.is_none() && !self.shows_shards_memory());
+        self.free.truncate(next);
+    }
+
     /// Frees versions that are neither pinned nor named, and not among the newest and the `retain` before it.
     pub fn recycle(&mut self, retain: usize, max: usize) {
         let idle: Vec<Version> = self

@@ -75,7 +75,7 @@ impl Region {
     /// # Errors
     /// [`ShardError::OutOfMemory`] with the reason.
     pub fn promise(&self) -> Result<(), ShardError> {
-        available::promise(&self.memory)
+        available::promise_before_spares(&self.memory)
             .map_err(|error| ShardError::OutOfMemory(format!("no memory for what a learner writes: {error}")))
     }
 }

@@ -27,7 +27,7 @@ use std::io;
 use std::sync::atomic::{AtomicU8, Ordering, fence};
 use std::sync::{Arc, Weak};
 
-use libmodelio::bytes::available;
+use libmodelio::bytes::available::{self, KeepsSpares};
 use libmodelio::bytes::kernels::coded::Fault;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::local::ShardMemory;
@@ -208,6 +208,15 @@ struct Shared {
     loaded: Box<[AtomicU8]>,
 }
 
+impl KeepsSpares for Shared {
+    fn give_back(&self) {
+        if let Some(mut inner) = self.inner.try_lock_for(available::LOCKED_FOR_LONG) {
+            let retain = inner.limits.retain;
+            inner.store.give_back(retain);
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Inner {
     store: RegionStore,
@@ -289,7 +298,10 @@ impl PartitionStore {
             adds_there: true,
         });
         let tally = Arc::default();
-        Ok(PartitionStore { shared: Arc::new(Shared { partition, inner, sums, tally, loaded }) })
+        let shared = Arc::new(Shared { partition, inner, sums, tally, loaded });
+        let keeper = Arc::downgrade(&shared);
+        available::asks_for_spares(keeper);
+        Ok(PartitionStore { shared })
     }
 
     /// The blocks of the partition.

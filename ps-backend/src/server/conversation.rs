@@ -292,8 +292,8 @@ impl Peer {
             Message::Registry(asked) => shared.answer_as_registry(self.origin, &asked, payload),
             Message::Status => {
                 let unsent = Unsent::one_more(&self.unsent, 0)?;
-                let text = shared.status().to_string();
-                let answer = Ok((Message::Text, Some(text.into_bytes())));
+                let text = shared.limits.status.text(Instant::now(), || shared.status().to_string());
+                let answer = Ok((Message::Text, Some(text.as_bytes().to_vec())));
                 answer_counted(&self.link, request, answer, Some(unsent));
                 return Ok(());
             }

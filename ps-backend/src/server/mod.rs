@@ -55,6 +55,7 @@ mod redirect;
 mod shared;
 mod shm_clients;
 mod standing;
+mod status_text;
 mod table;
 mod unsent;
 

@@ -25,6 +25,7 @@ use super::partition::{Partition, PartitionOptions};
 use super::rdma_clients::Rdma;
 use super::redirect::{Gone, Redirect};
 use super::standing::{Standing, life};
+use super::status_text::StatusText;
 use super::table::{Local, Table};
 use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
@@ -58,12 +59,14 @@ pub(super) struct Limits {
     pub complaints: Log,
     pub origins: Arc<Origins>,
     pub errands: Arc<Errands>,
+    pub status: StatusText,
 }
 
 impl Limits {
     /// Limits for a process that can have so many connections.
     pub(super) fn new(places: usize) -> Limits {
-        Limits { complaints: Log::new(), origins: Origins::new(places), errands: Errands::new() }
+        let (origins, errands) = (Origins::new(places), Errands::new());
+        Limits { complaints: Log::new(), origins, errands, status: StatusText::default() }
     }
 }
 

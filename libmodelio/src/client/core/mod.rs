@@ -53,7 +53,7 @@ pub use pulling::{PULL_BLOCKS, Whole};
 use pushing::Outgoing;
 pub use pushing::{Offered, Own, Push};
 use reach::Reach;
-pub use reach::{Gone, OUT_OF_REACH};
+pub use reach::{Gone, NO_TOKEN, OUT_OF_REACH};
 use requests::Request;
 pub use waits::{BUFFERS_HELD, NOT_HERE};
 use waits::{Shortage, Wait};

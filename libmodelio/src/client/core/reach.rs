@@ -9,6 +9,10 @@ use crate::vocabulary::ids::ShardId;
 use crate::vocabulary::phase::AWAY;
 use crate::wire::{Message, Refusal};
 
+/// The token of no new weights. Who takes these back asks for nothing but an answer, which comes behind the settings that
+/// were in force by then.
+pub const NO_TOKEN: u64 = u64::MAX;
+
 /// How reasons of [`ShardError::TimedOut`] begin that name a shard which is out of reach.
 pub const OUT_OF_REACH: &str = "out of reach";
 
@@ -50,6 +54,12 @@ impl ClientCore {
         self.longest_gone(self.reach.coordinator.iter().chain(&self.reach.shards), now)
     }
 
+    /// Why a request ends whose time is over: if the coordinator is out of reach, that names it.
+    pub(super) fn unanswered(&self, now: Now) -> ShardError {
+        let unnamed = || ShardError::TimedOut("the shard that coordinates this model does not answer".into());
+        self.reach.coordinator.map_or_else(unnamed, |gone| gone.error(now))
+    }
+
     fn longest_gone<'a>(&self, gone: impl Iterator<Item = &'a Gone>, now: Now) -> Option<ShardError> {
         // What lasts for less is no outage yet: a connection that was lost comes back.
         let patience = self.state.controls.shard_patience.max(AWAY);
@@ -68,6 +78,7 @@ impl ClientCore {
             Message::Open { .. } | Message::Abort { .. } | Message::SetControl { .. } => {
                 self.longest_gone(coordinator.iter(), now)
             }
+            Message::WithdrawAssign { token: NO_TOKEN } => self.longest_gone(coordinator.iter(), now),
             Message::Commit { .. } | Message::Assign { .. } => self.lost_patience(now),
             // Nobody waits for the others.
             _ => None,

@@ -351,7 +351,7 @@ impl ClientCore {
             let is_withdrawn = self.requests.get(&id).is_some_and(|request| request.is_withdrawn);
             let late = match is_withdrawn {
                 true => ShardError::Interrupted,
-                false => ShardError::TimedOut("the shard that coordinates this model does not answer".into()),
+                false => self.unanswered(now),
             };
             self.give_up(id, late, actions);
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::Job;
 use crate::bytes::block;
-use crate::client::core::{Action, Offered};
+use crate::client::core::{Action, NO_TOKEN, Offered};
 use crate::client::options::{Answered, Done, Opening, SetDone, Staged};
 use crate::transport::frames::Link;
 use crate::transport::{BlockSlot, CommitNotice, Placement, Region, RegionKey, ShardError};
@@ -375,8 +375,7 @@ impl Job {
     /// Calls `done` once [`Self::controls`] shows each change that was answered before this call, on any mount. At the
     /// latest it is called when `timeout` is over, with an error.
     pub fn await_controls(&self, timeout: Duration, done: Done<()>) {
-        // Nothing has this token, so nothing is withdrawn. The answer comes behind the states that were sent before it.
-        self.request(Message::WithdrawAssign { token: u64::MAX }, timeout, plain(done));
+        self.request(Message::WithdrawAssign { token: NO_TOKEN }, timeout, plain(done));
     }
 
     /// Changes one setting of the whole job. It takes effect at the next version. `done` is called before `timeout`

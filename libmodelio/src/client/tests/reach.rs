@@ -190,6 +190,31 @@ fn new_weights_that_nobody_waits_for_are_taken_back_when_the_shards_answer() {
 }
 
 #[test]
+fn whoever_asks_for_the_settings_waits_for_the_coordinator_as_who_changes_one_does() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    bench.ask(3, Message::WithdrawAssign { token: u64::MAX }, 100);
+    bench.gone(true, 19);
+    bench.pass(0);
+    assert!(bench.named(COORDINATOR).is_empty(), "its patience lasts");
+    bench.gone(true, 20);
+    bench.pass(0);
+    assert_eq!(bench.named(COORDINATOR), [3]);
+    bench.ask(4, Message::WithdrawAssign { token: u64::MAX }, 100);
+    assert_eq!(bench.named(COORDINATOR), [4], "at once");
+}
+
+#[test]
+fn a_request_whose_time_is_over_names_the_coordinator_that_is_away() {
+    let mut bench = Bench::new();
+    bench.now = Duration::from_secs(100);
+    bench.ask(3, Message::WithdrawAssign { token: u64::MAX }, 5);
+    bench.gone(true, 4);
+    bench.pass(5_000);
+    assert_eq!(bench.named(COORDINATOR), [3]);
+}
+
+#[test]
 fn a_signal_ends_a_wait_though_nobody_answers() {
     let assign = || Message::Assign { token: 9, blocks: vec![0..4], timeout_ms: 100_000, ahead: None };
     for is_commit in [true, false] {
