@@ -11,7 +11,8 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, array, eventually, go, hear, outcome, program
+from conftest import write_all
+from filetools import BLOCK, array, eventually, go, hear, outcome, program, raises, takes
 
 SIZE = 4 * BLOCK
 # The calls that wait must outlast the others, on any machine.
@@ -291,6 +292,9 @@ def test_a_setting_that_nobody_takes_is_refused_at_its_write(cluster, how):
         done = subprocess.run(["sh", "-c", 'echo 0.5 > "$0"', setting], capture_output=True, text=True, timeout=LONG)
         assert done.returncode != 0 and done.stderr, done
         assert setting.read_text() == before
+        assert f"shard {shard.number}" in (mount.model / "error").read_text()
+        with takes(0, 2), raises(errno.ETIMEDOUT):
+            write_all(setting, b"0.5\n")
     finally:
         if how == "stopped":
             shard.resume()

@@ -70,7 +70,7 @@ pub fn promise(memory: &Arc<Mapping>) -> io::Result<()> {
 pub fn promise_before_spares(memory: &Arc<Mapping>) -> io::Result<()> {
     promise(memory).or_else(|_| {
         let keepers: Vec<_> = KEEPERS.lock().iter().filter_map(Weak::upgrade).collect();
-        // What a client no longer shows, a shard in this process can give back then.
+        // A client may show memory of a shard in this process. The shard gives it back once the client has let go.
         for keeper in keepers.iter().chain(&keepers) {
             keeper.give_back();
         }

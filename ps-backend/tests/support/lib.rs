@@ -1,4 +1,4 @@
-//! What several tests of `ps-backend` share. It is a crate, so that its kernels are compiled once.
+//! Devices and number formats that tests of `ps-backend` share. They are a crate, whose kernels are compiled once.
 
 pub mod fp8;
 pub mod homes;

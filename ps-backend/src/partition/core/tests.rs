@@ -288,7 +288,7 @@ fn whoever_has_sent_what_is_not_finite_is_not_silent() {
 }
 
 #[test]
-fn where_clients_take_turns_only_the_first_is_silent() {
+fn where_the_order_of_clients_counts_only_the_first_is_silent() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
     bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
