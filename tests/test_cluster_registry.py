@@ -401,7 +401,7 @@ def test_a_model_that_is_made_while_the_registry_is_away_is_there_or_not(apart, 
     second.pause()
     threads = Threads()
     try:
-        made = threads.start(lambda: one.run("create", "m", "--size", SIZE, "--block-size", BLOCK, "--reducer", "sum"))
+        made = threads.start(lambda: one.run("create", "m", "--size", SIZE, "--block-size", BLOCK, "--reducer", "sum", "--shards", 2))
         eventually(lambda: one.ask(first)["models"], deadline=HEARD)
         one.table.kill()
     finally:

@@ -291,10 +291,13 @@ impl Peer {
             }
             Message::Registry(asked) => shared.answer_as_registry(self.origin, &asked, payload),
             Message::Status => {
-                let unsent = Unsent::one_more(&self.unsent, 0)?;
-                let text = shared.limits.status.text(Instant::now(), || shared.status().to_string());
-                let answer = Ok((Message::Text, Some(text.as_bytes().to_vec())));
-                answer_counted(&self.link, request, answer, Some(unsent));
+                let (link, unsent) = (self.link.clone(), Unsent::one_more(&self.unsent, 0)?);
+                let answer = move |text: &str| {
+                    let text = Ok((Message::Text, Some(text.as_bytes().to_vec())));
+                    answer_counted(&link, request, text, Some(unsent));
+                };
+                let of_status = Arc::clone(&shared);
+                shared.limits.status.ask(Box::new(answer), move || of_status.status().to_string());
                 return Ok(());
             }
             Message::Move { model, generation, off, timeout_ms, hold_ms } => {

@@ -1,59 +1,136 @@
-//! The text of the status, which is made for a few requests a second alone: it costs a shard more than other answers do.
+//! Requests for the status, which costs a shard more than other answers do. One text answers all who asked before it
+//! was made, and the making takes a part of the time alone.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// The time in which at most [`MOST`] texts are made.
-const WINDOW: Duration = Duration::from_secs(1);
-/// The most texts that are made in [`WINDOW`]. Later requests get the newest one.
-const MOST: u32 = 32;
+/// What a text costs is followed by a pause of so many times as long.
+const PAUSE: u32 = 3;
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 
-/// The newest text.
-#[derive(Default)]
-pub(super) struct StatusText(Mutex<Recent>);
+/// Takes the text to whoever asked.
+pub(super) type Answer = Box<dyn FnOnce(&str) + Send>;
+
+/// The requests that wait for the next text.
+#[derive(Clone, Default)]
+pub(super) struct StatusText(Arc<Mutex<Waiting>>);
 
 #[derive(Default)]
-struct Recent {
-    text: Arc<str>,
-    since: Option<Instant>,
-    made: u32,
+struct Waiting {
+    answers: Vec<Answer>,
+    /// A thread takes them.
+    is_attended: bool,
 }
 
 impl StatusText {
-    /// A text that `make` makes now, or one of the last [`WINDOW`] if enough were made in it.
-    pub(super) fn text(&self, now: Instant, make: impl FnOnce() -> String) -> Arc<str> {
-        let mut recent = self.0.lock();
-        if recent.since.is_none_or(|since| now.saturating_duration_since(since) >= WINDOW) {
-            (recent.since, recent.made) = (Some(now), 0);
+    /// Answers with a text that `make` makes after this call. If there is no thread for it, this one makes it.
+    pub(super) fn ask(&self, answer: Answer, make: impl Fn() -> String + Send + Sync + 'static) {
+        {
+            let mut waiting = self.0.lock();
+            waiting.answers.push(answer);
+            if std::mem::replace(&mut waiting.is_attended, true) {
+                return;
+            }
         }
-        if recent.made < MOST {
-            recent.made += 1;
-            recent.text = make().into();
+        let (this, make) = (self.clone(), Arc::new(make));
+        let made = Arc::clone(&make);
+        let attend = move || {
+            while let Some(answers) = this.next() {
+                thread::sleep(pause_after(answered(answers, &*made)));
+            }
+        };
+        if thread::Builder::new().name("status".into()).spawn(attend).is_err()
+            && let Some(answers) = self.next()
+        {
+            answered(answers, &*make);
+            self.0.lock().is_attended = false;
         }
-        Arc::clone(&recent.text)
     }
+
+    /// Those that wait. If there are none, nobody attends to them from now on.
+    fn next(&self) -> Option<Vec<Answer>> {
+        let mut waiting = self.0.lock();
+        waiting.is_attended = !waiting.answers.is_empty();
+        waiting.is_attended.then(|| std::mem::take(&mut waiting.answers))
+    }
+}
+
+/// Answers all with one text; returns the time it took.
+fn answered(answers: Vec<Answer>, make: &dyn Fn() -> String) -> Duration {
+    let begun = Instant::now();
+    let text = make();
+    for answer in answers {
+        answer(&text);
+    }
+    begun.elapsed()
+}
+
+fn pause_after(took: Duration) -> Duration {
+    (took * PAUSE).min(LONGEST_PAUSE)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
     use super::*;
 
-    #[test]
-    fn a_crowd_that_asks_for_the_status_gets_one_of_the_last_second() {
-        let (status, begun, mut made) = (StatusText::default(), Instant::now(), 0);
-        let mut ask = |after: Duration| {
-            let text = status.text(begun + after, || {
-                made += 1;
-                made.to_string()
-            });
-            text.parse::<u32>().unwrap()
-        };
-        for asked in 1..=MOST {
-            assert_eq!(ask(Duration::ZERO), asked, "each of a few gets its own");
+    /// A status of which each text is the number of texts made, and takes as long as the test says.
+    struct World {
+        status: StatusText,
+        made: Arc<AtomicU32>,
+        go_on: Sender<()>,
+        wait: Arc<Mutex<Receiver<()>>>,
+    }
+
+    impl World {
+        fn new() -> World {
+            let (go_on, wait) = channel();
+            World {
+                status: StatusText::default(),
+                made: Arc::default(),
+                go_on,
+                wait: Arc::new(Mutex::new(wait)),
+            }
         }
-        assert_eq!((ask(Duration::ZERO), ask(WINDOW / 2)), (MOST, MOST));
-        assert_eq!(ask(WINDOW), MOST + 1);
+
+        fn ask(&self) -> Receiver<u32> {
+            let (answer, answered) = channel();
+            let (made, wait) = (Arc::clone(&self.made), Arc::clone(&self.wait));
+            let make = move || {
+                let number = made.fetch_add(1, Ordering::SeqCst) + 1;
+                wait.lock().recv().unwrap();
+                number.to_string()
+            };
+            self.status.ask(Box::new(move |text| answer.send(text.parse().unwrap()).unwrap()), make);
+            answered
+        }
+    }
+
+    #[test]
+    fn a_crowd_that_asks_for_the_status_is_answered_at_once_with_what_holds_after_it_asked() {
+        let world = World::new();
+        let first = world.ask();
+        while world.made.load(Ordering::SeqCst) < 1 {
+            thread::yield_now();
+        }
+        let crowd: Vec<_> = (0..100).map(|_| world.ask()).collect();
+        world.go_on.send(()).unwrap();
+        world.go_on.send(()).unwrap();
+        assert_eq!(first.recv().unwrap(), 1);
+        assert!(crowd.iter().all(|one| one.recv().unwrap() == 2), "one text, made after all of them asked");
+        world.go_on.send(()).unwrap();
+        assert_eq!(world.ask().recv().unwrap(), 3, "nobody is left behind");
+    }
+
+    #[test]
+    fn texts_of_the_status_take_a_part_of_the_time_alone() {
+        assert_eq!(pause_after(Duration::from_millis(2)), Duration::from_millis(6));
+        assert_eq!(pause_after(Duration::from_secs(2)), LONGEST_PAUSE);
     }
 }
