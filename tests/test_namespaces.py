@@ -1,14 +1,17 @@
 """gradfs and its learners in namespaces of their own, as containers have them."""
 
+import errno
 import json
 import mmap
 import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from daemons import BLOCK, ONE, child
+from filetools import raises
 
 # The mount is seen only in there, so what looks at it runs there too.
 PROLOGUE = f"""
@@ -130,6 +133,25 @@ def test_a_program_that_starts_others_is_one_contribution_across_pid_namespaces(
     subprocess.run(["bash", "-c", script, "bash", model, str(BLOCK), gradients], check=True, timeout=300)
     weights = memoryview((model / "learners/a/weights").read_bytes()).cast("f")
     assert (model / "version").read_text() == "4\n" and set(weights) == {6.0}
+    inside.process.stdin.write("\n")
+    end(inside)
+
+
+@pytest.mark.parametrize("name", ["weights", "publish"])
+def test_a_refused_file_is_refused_at_its_last_close__across_pid_namespaces(in_namespaces, name):
+    """NumPy closes a duplicate at each tofile(), which ends what is written, and does not look at the outcome."""
+    inside, path = in_namespaces("sys.stdin.readline(); print(json.dumps(mount.stderr()))", "assign", "--pid", "--mount", "--mount-proc")
+    model = Path(f"/proc/{inside.pid}/root{path}")
+    values = np.ones(BLOCK, "<f4")
+    file = open(model / name, "wb")  # noqa: SIM115
+    for part in np.split(values, 4):
+        part.tofile(file)
+    with raises(errno.EINVAL):
+        file.close()
+    assert (model / "version").read_text() == "0\n"
+    with open(model / name, "wb") as file:
+        values.tofile(file)
+    assert (model / "version").read_text() == "1\n" and (np.fromfile(model / "weights", "<f4") == 1).all()
     inside.process.stdin.write("\n")
     end(inside)
 

@@ -277,6 +277,29 @@ def test_a_program_that_starts_others_while_it_writes_is_not_held_up(mounted):
     assert mount.version() == 1 and (array(mount.model / "weights") == 2).all()
 
 
+LEAVES_IT_TO_A_CHILD = """
+import subprocess
+gradients, data, steps = argv[0], argv[1], int(argv[2])
+for step in range(steps):
+    with open(gradients, "wb") as file:
+        child = subprocess.Popen(["sh", "-c", 'read line; cat "$0"', data], stdin=subprocess.PIPE, stdout=file)
+    child.communicate(b"go on\\n")
+    with open(gradients, "wb", buffering=0) as file:
+        file.write(open(data, "rb").read())
+say("done")
+"""
+
+
+def test_a_file_that_is_left_to_a_child_is_a_step_before_the_openers_next_one(mounted, tmp_path):
+    """The opener closes it first. When it has waited for its child, what that wrote counts before what is opened then."""
+    mount = mounted()
+    data = tmp_path / "data"
+    data.write_bytes(filled(mount, 1).tobytes())
+    opener = program(LEAVES_IT_TO_A_CHILD, mount.model / "gradients", data, 5)
+    assert hear(opener) == "done"
+    assert mount.version() == 10 and (array(mount.model / "weights") == 10).all()
+
+
 BECOMES_ANOTHER = """
 fd = os.open(argv[0], os.O_WRONLY | os.O_TRUNC)
 os.write(fd, open(argv[1], "rb").read())

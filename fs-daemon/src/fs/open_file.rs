@@ -176,8 +176,9 @@ impl OpenFile {
     pub fn is_unfinished(&self) -> bool {
         match self {
             OpenFile::Contribution { contribution, .. } => {
-                contribution.wrote() && contribution.learner().is_open()
+                contribution.is_begun() && contribution.learner().is_open()
             }
+            OpenFile::Publication { publication, .. } => publication.is_begun(),
             _ => self.is_pending(),
         }
     }

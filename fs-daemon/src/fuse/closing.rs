@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::calls::{Calls, Chore};
 use super::endings::{AtClose, at_close};
 use super::open_files::ProgramFile;
-use super::pending_exits::Settling;
+use super::pending_exits::{OfLearner, Settling};
 use super::process::Exit;
 use super::users::Holder;
 use crate::fs::open_file::OpenFile;
@@ -46,8 +46,7 @@ impl Calls {
                 self.end_when_settled(fh, Arc::clone(&open), Ending::Close, by.tid, done);
             }
             AtClose::Waits => {
-                if let OpenFile::Contribution { tree, contribution } = &open.file {
-                    let learner = (tree.index, contribution.learner().id);
+                if let Some(learner) = learner_of(&open.file) {
                     self.pending_exits.begin(learner, fh, Instant::now());
                 }
                 done(Ok(()));
@@ -86,12 +85,24 @@ impl Calls {
             contribution.closed();
         }
         if open.users.is_some() {
+            let is_unfinished = open.file.is_unfinished();
+            if let Some(learner) = learner_of(&open.file).filter(|_| is_unfinished) {
+                self.pending_exits.begin(learner, fh, Instant::now());
+            }
             let settling = Settling::new(&self.pending_exits, fh);
-            if open.file.is_unfinished() {
+            if is_unfinished {
                 // Finding out how the program ended may take a moment.
                 let _ = self.chores.send(Chore::Settle(open, settling));
             }
         }
+    }
+}
+
+/// The learner that contributes through a file.
+fn learner_of(file: &OpenFile) -> Option<OfLearner> {
+    match file {
+        OpenFile::Contribution { tree, contribution } => Some((tree.index, contribution.learner().id)),
+        _ => None,
     }
 }
 
@@ -102,7 +113,7 @@ pub(super) fn settle(open: Arc<ProgramFile>, settling: Settling) {
     let settle = move || {
         let violent = users
             .iter()
-            .filter_map(|process| process.wait_exit(DEATH_PATIENCE).map(|exit| (process.tgid(), exit)))
+            .filter_map(|process| process.end_of_leaving(DEATH_PATIENCE).map(|exit| (process.tgid(), exit)))
             .find(|(_, exit)| matches!(exit, Exit::Signal(_) | Exit::Unknown));
         match violent {
             Some((pid, exit)) => drop_unfinished(&open.file, pid, exit),

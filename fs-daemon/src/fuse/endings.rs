@@ -45,12 +45,13 @@ pub enum AtClose {
     Nothing,
     /// What was written ends, and the close reports how.
     Ends,
-    /// The fate of what was written is known once its program is gone, at RELEASE.
+    /// This may have been the last descriptor. What becomes of what was written is known at RELEASE, once its program is
+    /// gone.
     Waits,
 }
 
 /// Decides a close. `is_pending`: something was written, refused or emptied since the last end. A close before that changes
-/// nothing, ends nothing and reports nothing. `has_duplicate`: the process has more descriptors of the inode than it has
+/// nothing, ends nothing and reports nothing. `has_duplicate`: the owner has more descriptors of the inode than it has
 /// other open files there.
 pub fn at_close(
     is_pending: bool,
@@ -62,9 +63,12 @@ pub fn at_close(
     }
     match closer() {
         Closer::Dying => AtClose::Waits,
-        Closer::Other => AtClose::Nothing,
-        Closer::Owner if has_duplicate() => AtClose::Nothing,
-        Closer::Owner => AtClose::Ends,
+        closer => match (has_duplicate(), closer) {
+            (true, _) => AtClose::Nothing,
+            (false, Closer::Owner) => AtClose::Ends,
+            // Whoever opened it has closed it: this may be the last one.
+            (false, _) => AtClose::Waits,
+        },
     }
 }
 
@@ -136,7 +140,12 @@ mod tests {
     fn the_last_close_of_the_owner_ends_what_was_written() {
         assert_eq!(close(true, Closer::Owner, true), AtClose::Nothing, "NumPy closes its dup");
         assert_eq!(close(true, Closer::Owner, false), AtClose::Ends);
-        assert_eq!(close(true, Closer::Other, false), AtClose::Nothing, "a child");
+        assert_eq!(close(true, Closer::Other, true), AtClose::Nothing, "a child");
+        assert_eq!(
+            close(true, Closer::Other, false),
+            AtClose::Waits,
+            "a child that the owner has left the file to"
+        );
         assert_eq!(close(true, Closer::Dying, false), AtClose::Waits);
     }
 

@@ -82,6 +82,12 @@ impl Process {
         self.tgid
     }
 
+    /// How it ended. If it is ending just now, and has closed its files for that reason, this waits up to `timeout`.
+    pub fn end_of_leaving(&self, timeout: Duration) -> Option<Exit> {
+        let statm = fs::read_to_string(format!("/proc/{}/statm", self.tgid)).unwrap_or_default();
+        self.wait_exit(if has_memory(&statm) { Duration::ZERO } else { timeout })
+    }
+
     /// How it ended, or None while it runs. Never blocks.
     pub fn exited(&self) -> Option<Exit> {
         self.wait_exit(Duration::ZERO)

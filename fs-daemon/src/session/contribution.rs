@@ -110,6 +110,11 @@ impl Contribution {
         self.written.lock().is_pending()
     }
 
+    /// Whether something was written here that no close has told of.
+    pub fn is_begun(&self) -> bool {
+        self.written.lock().is_begun()
+    }
+
     /// The file was opened with O_TRUNC.
     pub fn truncated(&self) {
         self.written.lock().truncate();
@@ -306,7 +311,7 @@ impl Contribution {
         let is_dropped = self.learner.contributor.has_dropped(self.share());
         // If others have dropped it, that is what there is to say.
         if !is_dropped && let Err(error) = self.check() {
-            return done(Err(self.drop_own(error)));
+            return done(Err(self.drop_own(error, ending)));
         }
         if is_dropped || !self.written.lock().has_holes() {
             return self.commit_written(ending, done);
@@ -314,19 +319,19 @@ impl Contribution {
         let this = Arc::clone(self);
         on_own_thread("gradfs-holes", move || match this.write_holes() {
             Ok(()) => this.commit_written(ending, done),
-            Err(error) => done(Err(this.drop_own(error))),
+            Err(error) => done(Err(this.drop_own(error, ending))),
         });
     }
 
     /// What was written here must not count, for this reason.
-    fn drop_own(&self, error: CallError) -> CallError {
+    fn drop_own(&self, error: CallError, ending: Ending) -> CallError {
         let contributor = &self.learner.contributor;
         // What others write into stays. If nothing is open, a contribution may have failed to open.
         if !contributor.is_open() || contributor.is_open_for(self.share()) {
             contributor.abort();
         }
         self.ended();
-        self.written.lock().refuse_rest(&error);
+        self.written.lock().refuse_rest(&error, ending);
         self.learner.refusal.note(&error, false);
         error
     }

@@ -75,6 +75,11 @@ impl Publication {
         self.written.lock().is_pending()
     }
 
+    /// Whether something was written that no close has told of.
+    pub fn is_begun(&self) -> bool {
+        self.written.lock().is_begun()
+    }
+
     /// The coming commit is to take all bytes or nothing, if nothing was written yet.
     pub fn must_be_whole(&self) {
         self.written.lock().truncate();
@@ -178,7 +183,7 @@ impl Publication {
                 if written.is_truncated() {
                     let mut rest = self.written.lock();
                     rest.truncate();
-                    rest.refuse_rest(&error);
+                    rest.refuse_rest(&error, ending);
                 }
                 answer(Err(error));
             }

@@ -5,6 +5,7 @@
 
 use libmodelio::vocabulary::layout::ModelLayout;
 
+use super::contribution::Ending;
 use super::error::{CallError, CallResult};
 use super::explained::trained_type;
 
@@ -20,6 +21,8 @@ pub struct Written {
     refused: Option<CallError>,
     /// Why the beginning of this file must not count: what is written is the rest of it.
     refused_before: Option<CallError>,
+    /// A close has told that. Whether it was the last one, nobody knows; so each later one tells it, too.
+    told_by_close: bool,
 }
 
 /// The form of what was written.
@@ -36,6 +39,11 @@ enum Run {
 impl Written {
     /// Whether there is something to end: bytes, holes, or a refusal to report.
     pub fn is_pending(&self) -> bool {
+        self.is_begun() || self.told_by_close
+    }
+
+    /// Whether there is something to end that no close has told of.
+    pub fn is_begun(&self) -> bool {
         self.run != Run::Nothing || self.refused.is_some() || self.has_holes
     }
 
@@ -68,7 +76,7 @@ impl Written {
             Ok(_) if len == 0 => {}
             Ok(_) => {
                 if self.run == Run::Nothing && offset == 0 {
-                    self.refused_before = None;
+                    (self.refused_before, self.told_by_close) = (None, false);
                 }
                 self.run = match self.run {
                     Run::Nothing if offset == 0 => Run::To(len as u64),
@@ -86,9 +94,10 @@ impl Written {
 
     /// What was written so far must not count. Of a file that is written as a whole, what comes behind it must not, either.
     /// Whoever writes at offset 0 next begins another one.
-    pub fn refuse_rest(&mut self, why: &CallError) {
+    pub fn refuse_rest(&mut self, why: &CallError, ending: Ending) {
         if self.truncated {
             self.refused_before = Some(why.clone());
+            self.told_by_close = ending == Ending::Close;
         }
     }
 
@@ -102,7 +111,7 @@ impl Written {
     /// # Errors
     /// That of the write, or of the beginning.
     pub fn check_refused(&self) -> CallResult<()> {
-        let before = self.refused_before.as_ref().filter(|_| self.run != Run::Nothing);
+        let before = self.refused_before.as_ref().filter(|_| self.run != Run::Nothing || self.told_by_close);
         self.refused.as_ref().or(before).cloned().map_or(Ok(()), Err)
     }
 
@@ -230,7 +239,7 @@ mod tests {
         of.note(0, 8, &Ok(()));
         of.end();
         of.truncate();
-        of.refuse_rest(&why);
+        of.refuse_rest(&why, Ending::Step);
         assert_eq!((of.is_pending(), of.check_refused()), (false, Ok(())), "it was told");
         let mut again = of.clone();
         of.note(8, 8, &Ok(()));
@@ -238,9 +247,26 @@ mod tests {
         again.note(0, 8, &Ok(()));
         assert_eq!(again.check_refused(), Ok(()), "another file");
         let mut parts = Written::default();
-        parts.refuse_rest(&why);
+        parts.refuse_rest(&why, Ending::Close);
         parts.note(8, 8, &Ok(()));
         assert_eq!(parts.check_refused(), Ok(()), "each part is one of its own");
+    }
+
+    #[test]
+    fn each_close_of_a_refused_file_says_so() {
+        let why = CallError::new(libc::EINVAL, "not all bytes were written");
+        let mut of = Written::default();
+        of.truncate();
+        of.note(0, 8, &Ok(()));
+        for _ in 0..3 {
+            of.end();
+            of.truncate();
+            of.refuse_rest(&why, Ending::Close);
+            assert_eq!((of.is_begun(), of.is_pending()), (false, true));
+            assert_eq!(of.check_refused(), Err(why.clone()));
+        }
+        of.note(0, 8, &Ok(()));
+        assert_eq!((of.is_begun(), of.check_refused()), (true, Ok(())), "another file");
     }
 
     #[test]
