@@ -286,7 +286,7 @@ def test_run_warns_if_the_job_waits_for_more_learners(mount, begin):
 # Contributions without end: each takes so long, and a third learner makes all of them slow.
 PACED = STEPS.replace(
     "    open(",
-    "    n = len(os.listdir(os.path.dirname(me)))\n    time.sleep(0.1 * max(1, n - 1) ** 2)\n    open(", 1
+    "    n = len(os.listdir(os.path.dirname(me)))\n    time.sleep(0.4 * max(1, n - 1) ** 2)\n    open(", 1
 )
 
 
@@ -294,7 +294,7 @@ PACED = STEPS.replace(
 def test_run_looks_for_the_number_of_learners(start_mount, begin):
     """A second learner doubles the contributions a second, and a third one makes them fewer."""
     mount = start_mount("--no-passthrough", size=SIZE, block_size="64KiB", reducer="sum", consistency="async")
-    process = begin("-n", "auto", "--max", 4, "--window", 2, "--gain", 20, mount.model, *python(PACED, 10**9))
+    process = begin("-n", "auto", "--max", 4, "--window", 4, "--gain", 20, mount.model, *python(PACED, 10**9))
     seen = []
     for line in process.stderr:
         seen.append(line)

@@ -51,10 +51,12 @@ impl Candidate {
 }
 
 /// The shards for a model that takes `needed` bytes on all of them together: `wanted`, or as many as answer and have room
-/// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order.
+/// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order, from one
+/// that the name of the model decides: models that are made at once, before any of them is there, spread over the shards.
 /// Where too few have room, shards without room are among the chosen ones, and say so when they are asked. So are those
 /// that do not answer, where no others can take the model.
 pub fn choose(
+    name: &str,
     mut candidates: Vec<Candidate>,
     wanted: Option<usize>,
     most: usize,
@@ -67,8 +69,15 @@ pub fn choose(
         candidates.iter().filter(can_take).count() >= *shards
     };
     let shards = wanted.unwrap_or_else(|| (1..=all).rev().find(fits).unwrap_or(all)).min(all);
+    candidates.rotate_left(first(name, all));
     candidates.sort_by_key(|candidate| (!candidate.has_room(part(shards)), candidate.load()));
     candidates.into_iter().take(shards).map(|candidate| candidate.record).collect()
+}
+
+/// The first of so many shards that are alike.
+fn first(name: &str, shards: usize) -> usize {
+    let number = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, name.as_bytes());
+    number as usize % shards.max(1)
 }
 
 #[cfg(test)]
@@ -95,7 +104,7 @@ mod tests {
     }
 
     fn chosen(candidates: &[Candidate], wanted: Option<usize>, most: usize, needed: u64) -> Vec<u16> {
-        let chosen = choose(candidates.to_vec(), wanted, most, needed);
+        let chosen = choose("", candidates.to_vec(), wanted, most, needed);
         chosen.into_iter().map(|record| record.shard.0).collect()
     }
 
@@ -110,6 +119,21 @@ mod tests {
         assert_eq!(chosen(&full, Some(1), 9, 10), [2]);
         assert_eq!(chosen(&full, Some(2), 9, 20), [2, 3]);
         assert_eq!(chosen(&full, Some(3), 9, 60), [2, 1, 3], "who has no room says so when it is asked");
+    }
+
+    #[test]
+    fn the_name_decides_between_shards_that_are_alike() {
+        let alike = [shard(1, 100, &[]), shard(2, 100, &[]), shard(3, 100, &[])];
+        let mut models = [0; 3];
+        for number in 0..300 {
+            let name = format!("model-{number}");
+            let chosen = choose(&name, alike.to_vec(), Some(3), 9, 10);
+            let order: Vec<u16> = chosen.iter().map(|record| record.shard.0).collect();
+            assert!([[1, 2, 3], [2, 3, 1], [3, 1, 2]].contains(&order[..].try_into().unwrap()));
+            models[usize::from(order[0]) - 1] += 1;
+        }
+        // 100 each would be even; three standard deviations of a fair draw are 25.
+        assert!(models.iter().all(|models| (75..=125).contains(models)), "{models:?}");
     }
 
     #[test]
