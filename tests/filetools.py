@@ -139,6 +139,14 @@ def eventually(condition, deadline=HANGS):
         time.sleep(max(0.005, 3 * (time.monotonic() - begun)))
 
 
+@contextlib.contextmanager
+def impatient(mount, seconds=0.4):
+    """Calls that wait fail after so many seconds; before and afterwards they have what a busy machine needs."""
+    mount.control("timeout", seconds)
+    yield
+    mount.control("timeout", HANGS)
+
+
 def program(code, *arguments, **options):
     """Starts a Python program; it prints a line to say how far it is, and reads one to go on."""
     prologue = (

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, Threads, array, eventually, filled, raises, takes
+from filetools import BLOCK, Threads, array, eventually, filled, impatient, raises, takes
 
 # Not a multiple of the block, and blocks on every shard.
 SIZE = 5 * BLOCK + 1236
@@ -149,11 +149,11 @@ def test_grace_waits_a_little_for_the_late_on_all_mounts(job):
 
 
 def test_ssp_bounds_the_lead_on_all_mounts(job):
-    _, (a, b) = job(consistency="ssp(1)", learners=2, timeout=0.5)
+    _, (a, b) = job(consistency="ssp(1)", learners=2)
     a.join("fast"), b.join("slow")
     give(a, 1, "fast")
     give(a, 1, "fast")
-    with takes(0.4, 5), raises(errno.ETIMEDOUT):
+    with impatient(a, 0.5), takes(0.4, 5), raises(errno.ETIMEDOUT):
         give(a, 1, "fast")
     give(b, 10, "slow")
     give(a, 100, "fast")

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from filetools import Threads, array, eventually, filled, raises, takes
+from filetools import Threads, array, eventually, filled, impatient, raises, takes
 
 BLOCK = 64 << 10
 SIZE = 2 * BLOCK + 1236
@@ -375,10 +375,10 @@ def test_deterministic_is_bit_for_bit__in_the_order_of_learners(mounted):
 
 
 def test_deterministic_is_bit_for_bit__so_what_is_mapped_waits_for_its_version(mounted, way):
-    mount = joined(mounted(learners=2, deterministic=True, timeout=0.4, **way), "ab")
+    mount = joined(mounted(learners=2, deterministic=True, **way), "ab")
     with gradients(mount, "a") as fd, mmap.mmap(fd, SIZE) as memory:
         memory[:] = filled(mount, 1).tobytes()
-        with takes(0.35, 5), raises(errno.ETIMEDOUT):
+        with impatient(mount), takes(0.35, 5), raises(errno.ETIMEDOUT):
             os.fsync(fd)
         waits = Threads().start(os.fsync, fd)
         time.sleep(0.1)

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from filetools import BLOCK, SIZE, Threads, array, eventually, finish, go, hear, mounts, outcome, program, raises
+from filetools import BLOCK, SIZE, Threads, array, eventually, finish, go, hear, impatient, mounts, outcome, program, raises
 
 mounted = mounts()
 
@@ -52,7 +52,7 @@ def test_msync_ships_mapped_gradients(mounted):
 
 
 def test_msync_ships_mapped_gradients__or_says_why_not(mounted):
-    mount = mounted(learners=2, timeout=0.4, lease=0)
+    mount = mounted(learners=2, lease=0)
     place, other = mount.join("a"), mount.join("b")
     gradients = memmap(place / "gradients")
     gradients[:] = np.nan
@@ -62,7 +62,7 @@ def test_msync_ships_mapped_gradients__or_says_why_not(mounted):
     gradients[:] = 1
     gradients.flush()
     gradients[:] = 10
-    with raises(errno.ETIMEDOUT):
+    with impatient(mount), raises(errno.ETIMEDOUT):
         gradients.flush()
     theirs = memmap(other / "gradients")
     theirs[:] = 2

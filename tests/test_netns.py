@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, gradfs_binary
+from patience import HANGS
 
 # At the end: what the tests call by the same name is theirs.
 sys.path.append(str(REPOSITORY / "scripts/lib"))
@@ -76,14 +77,14 @@ def outcome(cluster, *taken):
     """What differs from the sum of so many steps of each learner, and the version, seen on the first learner's host."""
     model = cluster.mounts["learner0"][0] / "model"
     command = [sys.executable, WORK, model, "total", "--taken", *map(str, taken)]
-    return found(cluster.hosts.start("learner0", command).finish(30))
+    return found(cluster.hosts.start("learner0", command).finish(HANGS))
 
 
 def steps_said(learner):
     return learner.said().count("step ")
 
 
-def wait_until(condition, what, deadline=300):
+def wait_until(condition, what, deadline=HANGS):
     end = time.monotonic() + deadline
     while not condition():
         assert time.monotonic() < end, f"not within {deadline} s: {what}"
@@ -101,8 +102,8 @@ def environment():
 
 def test_training_over_delay_and_loss_equals_one_process():
     """The digits: two learners and two shards on hosts of their own, 1 ms and 0.1% loss each way."""
-    command = [SCRIPT, "demo", "--delay", "1ms", "--loss", "0.1%", "--epochs", "5", "--deadline", "60"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    command = [SCRIPT, "demo", "--delay", "1ms", "--loss", "0.1%", "--epochs", "5", "--deadline", str(HANGS)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=2 * HANGS, check=False)
     if done.returncode == NOT_PERMITTED:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -115,7 +116,7 @@ def test_many_learners_take_many_steps(cluster):
     """More connections than a shard has version buffers, each of which has pulled another version last."""
     four = cluster(1, 4, size=9 * (256 << 10) + 4)
     learners = [start_learner(four, rank, 60) for rank in range(4)]
-    assert [found(learner.finish(40))["taken"] for learner in learners] == [60] * 4
+    assert [found(learner.finish(HANGS))["taken"] for learner in learners] == [60] * 4
     assert outcome(four, 60, 60, 60, 60) == {"wrong": 0, "version": 60, "largest": 0}
 
 
@@ -129,7 +130,7 @@ def test_a_partition_that_heals_within_the_lease_loses_and_doubles_nothing(clust
     time.sleep(1)
     assert steps_said(learners[0]) == before < 40, "the other one waits"
     two.hosts.heal("learner1")
-    said = [found(learner.finish(30)) for learner in learners]
+    said = [found(learner.finish(HANGS)) for learner in learners]
     assert [one["taken"] for one in said] == [40, 40] and [one["failed"] for one in said] == [None, None]
     assert outcome(two, 40, 40) == {"wrong": 0, "version": 40, "largest": 0}
 
@@ -141,11 +142,11 @@ def test_a_partition_longer_than_the_lease_makes_the_others_go_on(cluster):
     wait_until(lambda: steps_said(learners[1]) >= 5, "five steps")
     two.hosts.cut("learner1")
     begun = time.monotonic()
-    other = found(learners[0].finish(20))
+    other = found(learners[0].finish(HANGS))
     assert (other["taken"], other["failed"]) == (40, None)
     assert time.monotonic() - begun > 3, "it waited for the lease"
     two.hosts.heal("learner1")
-    cut_off = found(learners[1].finish(30))
+    cut_off = found(learners[1].finish(HANGS))
     assert cut_off["failed"] and 5 <= cut_off["taken"] < 40, cut_off
     ends = [outcome(two, 40, taken) for taken in (cut_off["taken"], cut_off["taken"] + 1)]
     assert [end["wrong"] for end in ends].count(0) == 1, ends

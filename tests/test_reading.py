@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from filetools import (
-    SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell, takes
+    SIZE, Threads, array, eventually, f32, filled, finish, go, hear, impatient, mounts, program, raises, shell, takes
 )
 
 # They add contributions up, so that with ones every element is the version's number.
@@ -122,10 +122,10 @@ def test_mapping_outlives_its_descriptor__and_all_its_duplicates(mounted):
 
 
 def test_held_versions_bound_the_memory(mounted):
-    mount = mounted(max_versions=4, timeout=0.5)
+    mount = mounted(max_versions=4)
     ones = filled(mount, 1)
     handles = []
-    with takes(0.4, 8), raises(errno.ETIMEDOUT):
+    with impatient(mount, 0.5), takes(0.4, 8), raises(errno.ETIMEDOUT):
         for _ in range(12):
             handles.append(os.open(mount.model / "weights", os.O_RDONLY))
             mount.contribute(ones)
@@ -135,7 +135,6 @@ def test_held_versions_bound_the_memory(mounted):
     for i, fd in enumerate(handles):
         assert only_version(np.frombuffer(os.pread(fd, SIZE, 0), "<f4")) == i
         os.close(fd)
-    mount.control("timeout", 10)
     mount.contribute(ones)
     assert only_version(array(mount.model / "weights")) == version + 1
 
@@ -354,11 +353,11 @@ def test_a_slip_of_one_program_keeps_no_reader_waiting(mounted):
 
 
 def test_open_gives_up_at_the_timeout(mounted):
-    mount = mounted(learners=2, timeout=0.4)
+    mount = mounted(learners=2)
     a, _ = mount.join("a"), mount.join("b")
     ones = filled(mount, 1)
     mount.contribute(ones, learner="a")
-    with takes(0.35, 3), raises(errno.ETIMEDOUT):
+    with impatient(mount), takes(0.35, 3), raises(errno.ETIMEDOUT):
         os.open(a / "weights", os.O_RDONLY)
     mount.contribute(ones, learner="b")
     assert only_version(array(a / "weights")) == 2, "nothing is lost by that"

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from filetools import (
-    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell, takes
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, impatient, mounts, program, raises, shell, takes
 )
 
 pytestmark = pytest.mark.also_on_network
@@ -286,10 +286,10 @@ def test_a_learner_writes_ahead(mounted):
 
 
 def test_a_learner_writes_ahead__until_the_timeout(mounted):
-    mount = mounted(learners=2, timeout=0.4)
+    mount = mounted(learners=2)
     mount.join("a"), mount.join("b")
     mount.contribute(filled(mount, 1), learner="a")
-    with takes(0.35, 3), raises(errno.ETIMEDOUT):
+    with impatient(mount), takes(0.35, 3), raises(errno.ETIMEDOUT):
         mount.contribute(filled(mount, 100), learner="a")
     mount.contribute(filled(mount, 10), learner="b")
     mount.catch_up()
@@ -297,27 +297,28 @@ def test_a_learner_writes_ahead__until_the_timeout(mounted):
 
 
 def test_a_close_after_a_failed_fsync_does_not_wait_again(mounted):
-    mount = mounted(learners=2, timeout=2.5)
+    mount = mounted(learners=2)
     mount.join("a"), mount.join("b")
     mount.contribute(filled(mount, 1), learner="a")
     fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
     assert os.write(fd, filled(mount, 100).tobytes()) == SIZE
-    with takes(2.4, 6), raises(errno.ETIMEDOUT):
-        os.fsync(fd)
-    with takes(0, 1.5), raises(errno.ETIMEDOUT):
-        os.close(fd)
+    with impatient(mount, 2.5):
+        with takes(2.4, 6), raises(errno.ETIMEDOUT):
+            os.fsync(fd)
+        with takes(0, 1.5), raises(errno.ETIMEDOUT):
+            os.close(fd)
     mount.contribute(filled(mount, 10), learner="b")
     mount.catch_up()
     assert (array(mount.model / "weights") == 11).all(), "it was dropped"
 
 
 def test_a_close_after_a_failed_fsync_does_not_wait_again__nor_after_one_that_succeeded_then(mounted):
-    mount = mounted(learners=2, timeout=0.4)
+    mount = mounted(learners=2)
     mount.join("a"), mount.join("b")
     mount.contribute(filled(mount, 1), learner="a")
     fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
     assert os.write(fd, filled(mount, 100).tobytes()) == SIZE
-    with raises(errno.ETIMEDOUT):
+    with impatient(mount), raises(errno.ETIMEDOUT):
         os.fsync(fd)
     mount.contribute(filled(mount, 10), learner="b")
     os.fsync(fd)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import write_all
 from filetools import (
-    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell, takes
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, impatient, mounts, program, raises, shell, takes
 )
 
 pytestmark = pytest.mark.also_on_network
@@ -342,12 +342,12 @@ def test_mapped_weights_are_published_at_fsync__or_never_once_a_signal_ends_it(m
 
 @pytest.mark.one_process
 def test_mapped_weights_are_published_at_fsync__or_not_at_all_after_the_timeout(mounted):
-    mount = mounted(timeout=0.4, lease=0)
+    mount = mounted(lease=0)
     gradients = os.open(mount.join("a") / "gradients", os.O_WRONLY)
     os.pwrite(gradients, filled(mount, 3)[: BLOCK // 4], 0)
     fd, view = mapped(mount)
     view[:] = 7
-    with takes(0.35, 3), raises(errno.ETIMEDOUT):
+    with impatient(mount), takes(0.35, 3), raises(errno.ETIMEDOUT):
         os.fsync(fd)
     os.close(gradients)
     assert mount.wait_for_version(1) == 1

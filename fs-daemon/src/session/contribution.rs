@@ -331,7 +331,7 @@ impl Contribution {
             contributor.abort();
         }
         self.ended();
-        self.written.lock().refuse_rest(&error, ending);
+        self.written.lock().refuse_rest(&error, ending == Ending::Close);
         self.learner.refusal.note(&error, false);
         error
     }

@@ -183,7 +183,7 @@ impl Publication {
                 if written.is_truncated() {
                     let mut rest = self.written.lock();
                     rest.truncate();
-                    rest.refuse_rest(&error, ending);
+                    rest.refuse_rest(&error, ending == Ending::Close);
                 }
                 answer(Err(error));
             }

@@ -5,7 +5,6 @@
 
 use libmodelio::vocabulary::layout::ModelLayout;
 
-use super::contribution::Ending;
 use super::error::{CallError, CallResult};
 use super::explained::trained_type;
 
@@ -94,10 +93,10 @@ impl Written {
 
     /// What was written so far must not count. Of a file that is written as a whole, what comes behind it must not, either.
     /// Whoever writes at offset 0 next begins another one.
-    pub fn refuse_rest(&mut self, why: &CallError, ending: Ending) {
+    pub fn refuse_rest(&mut self, why: &CallError, told_by_close: bool) {
         if self.truncated {
             self.refused_before = Some(why.clone());
-            self.told_by_close = ending == Ending::Close;
+            self.told_by_close = told_by_close;
         }
     }
 
@@ -239,7 +238,7 @@ mod tests {
         of.note(0, 8, &Ok(()));
         of.end();
         of.truncate();
-        of.refuse_rest(&why, Ending::Step);
+        of.refuse_rest(&why, false);
         assert_eq!((of.is_pending(), of.check_refused()), (false, Ok(())), "it was told");
         let mut again = of.clone();
         of.note(8, 8, &Ok(()));
@@ -247,7 +246,7 @@ mod tests {
         again.note(0, 8, &Ok(()));
         assert_eq!(again.check_refused(), Ok(()), "another file");
         let mut parts = Written::default();
-        parts.refuse_rest(&why, Ending::Close);
+        parts.refuse_rest(&why, true);
         parts.note(8, 8, &Ok(()));
         assert_eq!(parts.check_refused(), Ok(()), "each part is one of its own");
     }
@@ -261,7 +260,7 @@ mod tests {
         for _ in 0..3 {
             of.end();
             of.truncate();
-            of.refuse_rest(&why, Ending::Close);
+            of.refuse_rest(&why, true);
             assert_eq!((of.is_begun(), of.is_pending()), (false, true));
             assert_eq!(of.check_refused(), Err(why.clone()));
         }
