@@ -144,7 +144,7 @@ impl Vocabulary {
                 self.keys.get_key_value(&name.to_lowercase()).filter(|_| name == name.to_uppercase())
             else {
                 // Others may use the prefix, so this is no error; but a slip of the pen should show.
-                if !matches!(name, "CONFIG" | "LOG" | "LOG_FILE" | "LOG_FORMAT")
+                if !matches!(name, "CONFIG" | "LOG" | "LOG_FILE" | "LOG_FORMAT" | "LEARNER")
                     && let Some(meant) = self.nearest(name, 2)
                 {
                     let meant = meant.to_uppercase();

@@ -1,0 +1,117 @@
+//! The rules, held against the product. The lists below say where it does not keep them, and why.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::path::Path;
+
+use structure::sources::Crate;
+use structure::{circles, fields, impls};
+
+const ROOTS: [&str; 3] = ["libmodelio/src/lib.rs", "ps-backend/src/lib.rs", "fs-daemon/src/main.rs"];
+const MOST_FIELDS: usize = 15;
+
+/// Structs with more fields, and how many they have. A heap is to be taken apart; its number may only fall.
+const OF_MANY_FIELDS: [(&str, &str, usize, Why); 14] = [
+    ("ClientCore", "libmodelio/src/client/core/mod.rs", 58, Why::Heap),
+    ("Shared", "libmodelio/src/client/shared.rs", 32, Why::Heap),
+    ("Inner", "libmodelio/src/client/shared.rs", 29, Why::Heap),
+    ("State", "libmodelio/src/contributor.rs", 26, Why::Heap),
+    ("Learner", "libmodelio/src/client/core/learners.rs", 17, Why::Heap),
+    ("JobCore", "ps-backend/src/core/mod.rs", 40, Why::Heap),
+    ("Shared", "ps-backend/src/server/shared.rs", 34, Why::Heap),
+    ("CoordinatorCore", "ps-backend/src/coordinator/mod.rs", 27, Why::Heap),
+    ("RegionStore", "ps-backend/src/region_store.rs", 17, Why::Heap),
+    ("Controls", "libmodelio/src/vocabulary/controls.rs", 24, Why::Settings),
+    ("RdmaOptions", "libmodelio/src/transport/rdma/options.rs", 18, Why::Settings),
+    ("JobArgs", "fs-daemon/src/cli.rs", 24, Why::Settings),
+    ("RdmaArgs", "fs-daemon/src/cli/rdma.rs", 17, Why::Settings),
+    ("JobState", "libmodelio/src/wire/message.rs", 20, Why::Message),
+];
+
+/// Types with methods in files that are neither theirs nor private children of theirs, and in how many.
+const METHODS_ELSEWHERE: [(&str, usize, Why); 23] = [
+    ("Connection", 2, Why::Heap),
+    ("Inner", 5, Why::Heap),
+    ("Shared", 18, Why::Heap),
+    ("Calls", 3, Why::Heap),
+    ("Fs", 7, Why::Heap),
+    ("Model", 2, Why::Heap),
+    ("Loading", 1, Why::Heap),
+    ("Partition", 1, Why::Heap),
+    ("Handle", 2, Why::OnePart),
+    ("ModelTree", 1, Why::Heap),
+    ("Backend", 1, Why::OnePart),
+    ("CmChannel", 1, Why::OnePart),
+    ("Registration", 1, Why::OnePart),
+    ("PartitionJob", 1, Why::OnePart),
+    ("VersionBuilder", 1, Why::OnePart),
+    ("Caller", 1, Why::OnePart),
+    ("Started", 1, Why::OnePart),
+    ("Given", 2, Why::Settings),
+    ("Merged", 2, Why::Settings),
+    ("Message", 1, Why::Message),
+    ("ModelRecord", 1, Why::Message),
+    ("Refusal", 1, Why::Message),
+    ("Step", 1, Why::SameName),
+];
+
+/// Why a rule is not kept.
+#[derive(Clone, Copy, Debug)]
+enum Why {
+    /// It has several duties.
+    Heap,
+    /// People set these, each by its own name.
+    Settings,
+    /// It is as the wire has it; how it is written there stands beside.
+    Message,
+    /// One part of it needs a device, or `unsafe`, and has a file for that.
+    OnePart,
+    /// Another type of the name, which a macro defines, has the methods.
+    SameName,
+}
+
+type Crates = [(&'static str, Crate); 3];
+
+/// One test of all rules: it takes seconds to read the sources.
+#[test]
+fn the_product_keeps_the_rules_of_its_structure() {
+    let repository = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("a workspace");
+    let crates = ROOTS.map(|root| (root, Crate::read(repository, root).expect("sources")));
+    no_struct_has_more_than_fifteen_fields(&crates);
+    methods_stand_with_their_type(&crates);
+    no_files_import_each_other_in_a_circle(&crates);
+}
+
+fn no_struct_has_more_than_fifteen_fields(crates: &Crates) {
+    let listed =
+        |&(name, file, fields, _): &(&str, &str, usize, Why)| ((name.to_owned(), file.to_owned()), fields);
+    let listed: BTreeMap<_, _> = OF_MANY_FIELDS.iter().map(listed).collect();
+    let many =
+        crates.iter().flat_map(|(_, of)| fields::counts(of)).filter(|count| count.fields > MOST_FIELDS);
+    let found: BTreeMap<_, _> = many.map(|count| ((count.name, count.file), count.fields)).collect();
+    same(&found, &listed, "fields");
+}
+
+fn methods_stand_with_their_type(crates: &Crates) {
+    let listed: BTreeMap<_, _> =
+        METHODS_ELSEWHERE.iter().map(|&(name, files, _)| (name.to_owned(), files)).collect();
+    let mut found = BTreeMap::new();
+    for (name, files) in crates.iter().flat_map(|(_, of)| impls::elsewhere(of)) {
+        *found.entry(name).or_insert(0) += files.len();
+    }
+    same(&found, &listed, "files with methods elsewhere");
+}
+
+fn no_files_import_each_other_in_a_circle(crates: &Crates) {
+    for (root, of) in crates {
+        let arrows = circles::arrows(of);
+        assert!(arrows.len() > 50, "{root}: hardly any file imports another");
+        assert_eq!(circles::circles(&arrows), [], "{root}");
+    }
+}
+
+fn same<K: Ord + Debug, V: PartialEq + Debug>(found: &BTreeMap<K, V>, listed: &BTreeMap<K, V>, what: &str) {
+    let names = found.keys().chain(listed.keys()).filter(|name| found.get(name) != listed.get(name));
+    let wrong: BTreeMap<_, _> = names.map(|name| (name, (found.get(name), listed.get(name)))).collect();
+    assert!(wrong.is_empty(), "{what}, as they are and as the list of exceptions has them: {wrong:#?}");
+}
