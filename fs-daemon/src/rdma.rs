@@ -9,7 +9,8 @@ use crate::error::Error;
 /// In a build without RDMA, or when libibverbs cannot tell.
 #[cfg(not(feature = "rdma"))]
 pub fn devices(_: bool) -> Result<(), Error> {
-    Err(Error::new("RDMA devices cannot be listed").caused_by(libmodelio::transport::NO_RDMA))
+    Err(Error::new("RDMA devices cannot be listed")
+        .caused_by(libmodelio::vocabulary::transport_kind::NO_RDMA))
 }
 
 #[cfg(feature = "rdma")]

@@ -31,13 +31,15 @@ pub use self::opening::Wrote;
 use self::replicas::Replicas;
 use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
+use crate::bytes::region::{Region, RegionKey};
 use crate::client::Job;
 use crate::mapped::MappedMemory;
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
-use crate::transport::{BlockSlot, Placement, Region, RegionKey, ShardError};
+use crate::vocabulary::block_slot::{BlockSlot, Placement};
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
+use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::weight::Weight;
 
 /// Why a write or commit failed.

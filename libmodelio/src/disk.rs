@@ -20,12 +20,14 @@ use self::chunks::{Begun, Chunks, Source};
 use crate::bytes::available;
 use crate::bytes::block::{self, span};
 use crate::bytes::mmap::Mapping;
+use crate::bytes::region::Region;
 use crate::client::{Done, Job};
 use crate::reader::Reader;
 use crate::transport::stream::{Guard, Piece, Target};
-use crate::transport::{Region, ShardError, TransportKind};
 use crate::vocabulary::block_ranges::MAX_RANGES;
 use crate::vocabulary::ids::Version;
+use crate::vocabulary::shard_error::ShardError;
+use crate::vocabulary::transport_kind::TransportKind;
 
 /// The length of a chunk, in bytes, if blocks are not shorter. A write of less copies the rest of its chunk once.
 const CHUNK: u64 = 64 << 10;

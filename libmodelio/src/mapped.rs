@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
+use crate::bytes::region::Region;
 use crate::client::Job;
 use crate::tracker::WriteRefused;
-use crate::transport::{Region, ShardError};
+use crate::vocabulary::shard_error::ShardError;
 
 /// A region of a model's size that a program maps.
 pub struct MappedMemory(Region);

@@ -15,13 +15,14 @@ use smallvec::SmallVec;
 
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
+use crate::bytes::region::Region;
 use crate::client::Job;
 use crate::mapped::MappedMemory;
 use crate::tracker::WriteRefused;
-use crate::transport::{Region, ShardError};
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::ranges;
+use crate::vocabulary::shard_error::ShardError;
 
 /// The most threads that copy one mapping. More would not copy faster than memory can take it.
 const MAX_COPIERS: usize = 4;

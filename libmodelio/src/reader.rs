@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::bytes::region::Region;
 use crate::client::{Job, VersionView};
-use crate::transport::Region;
 use crate::transport::stream::{Guard, Piece};
 use crate::vocabulary::ids::Version;
 

@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::region::Region;
+use libmodelio::client::CommitNotice;
 use libmodelio::client::{ClientOptions, Job, TransportChoice, wait_for};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{CommitNotice, Region};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};

@@ -34,8 +34,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use libmodelio::bytes::available;
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::region::{Region, RegionKey};
 use libmodelio::bytes::surplus::Surplus;
-use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::Reducer;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use libmodelio::client::{ClientOptions, Job, TransportChoice};
 use libmodelio::registry::Registry;
-use libmodelio::transport::NO_RDMA;
 use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions};
 use libmodelio::vocabulary::ids::ShardId;
+use libmodelio::vocabulary::transport_kind::NO_RDMA;
 use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
 
 use super::{deadline, explain_new_registry, registry, registry_error};

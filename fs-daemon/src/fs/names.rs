@@ -3,9 +3,9 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::members::LeaveReason;
 
 use super::access::Owner;
 use super::attr::Attributes;

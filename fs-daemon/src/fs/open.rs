@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use libmodelio::transport::Region;
+use libmodelio::bytes::region::Region;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 
 use super::filesystem::{Fs, stale};

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use libmodelio::client::SetError;
 use libmodelio::contributor::Wrote;
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::controls::{ControlError, SETTINGS};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::{NoWeight, Weight};
 use parking_lot::Mutex;
 

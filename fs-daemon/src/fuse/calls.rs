@@ -12,8 +12,8 @@ use std::sync::{Arc, mpsc};
 
 use libmodelio::client::Event;
 use libmodelio::contributor::Wrote;
-use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::members::LeaveReason;
 use parking_lot::Mutex;
 
 use super::memory_lookups::MemoryLookups;

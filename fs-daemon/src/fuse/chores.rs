@@ -6,7 +6,7 @@ use std::io;
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
-use libmodelio::transport::LeaveReason;
+use libmodelio::vocabulary::members::LeaveReason;
 
 use super::calls::{Calls, Chore, Started, Wake};
 use super::closing::settle;

@@ -5,8 +5,8 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::members::LeaveReason;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
 use super::process::{Exit, Process, Watcher, thread_group};

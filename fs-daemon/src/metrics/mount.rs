@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use libmodelio::client::ShardView;
-use libmodelio::transport::TransportKind;
 use libmodelio::vocabulary::norm::Norm;
+use libmodelio::vocabulary::transport_kind::TransportKind;
 
 use super::page::{Histograms, JobWaits, Number, PHASES, PHASES_HELP, Page, Payload, TotalSeconds};
 use crate::session::model::Model;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::contributor::{ContributeError, Share, Wrote};
-use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::shard_error::ShardError;
 use parking_lot::Mutex;
 
 use super::error::{CallError, CallResult, Done};

@@ -2,7 +2,7 @@
 
 use libmodelio::contributor::ContributeError;
 use libmodelio::tracker::WriteRefused;
-use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 /// Why a call fails.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -3,11 +3,11 @@
 use libmodelio::client::core::{BUFFERS_HELD, NOT_HERE, OUT_OF_REACH};
 use libmodelio::contributor::ContributeError;
 use libmodelio::tracker::WriteRefused;
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout, Tensor};
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::shard_error::ShardError;
 use ps_backend::core::{ALL_BUFFERS_HELD, NOT_COMMITTED};
 
 use super::error::CallError;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use libmodelio::client::{LastCommit, wait_for};
 use libmodelio::reader::Reader;
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::error::{CallError, CallResult, Done};
 use super::explained::explained;

@@ -7,11 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use libmodelio::bytes::available;
+use libmodelio::bytes::region::Region;
 use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
-use libmodelio::transport::{Attached, LeaveReason, Region, ShardError};
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::Weight;
 use parking_lot::Mutex;
 

@@ -6,9 +6,9 @@ use std::time::{Duration, SystemTime};
 
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{Contributor, Traffic};
-use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::reducer::Content;
 use libmodelio::wire::MAX_SMALL_MODEL;
 use parking_lot::Mutex;

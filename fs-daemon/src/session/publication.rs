@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use libmodelio::mapped::MappedMemory;
 use libmodelio::publisher::Publisher;
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ranges;
+use libmodelio::vocabulary::shard_error::ShardError;
 use parking_lot::Mutex;
 
 use super::contribution::{Ending, Withdraw};

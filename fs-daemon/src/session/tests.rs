@@ -18,7 +18,7 @@ use super::publication::Publication;
 use libmodelio::publisher::Publisher;
 use libmodelio::reader::Reader;
 use libmodelio::tracker::WriteRefused;
-use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 const PATIENCE: Duration = Duration::from_secs(600);
 const SIZE: u64 = 1 << 16;

@@ -76,9 +76,9 @@ impl Said {
 #[cfg(test)]
 mod tests {
     use libmodelio::client::ShardView;
-    use libmodelio::transport::TransportKind;
     use libmodelio::vocabulary::ids::Version;
     use libmodelio::vocabulary::members::WaitedFor;
+    use libmodelio::vocabulary::transport_kind::TransportKind;
 
     use super::*;
 

@@ -5,4 +5,5 @@ pub mod block;
 pub mod crc32c;
 pub mod kernels;
 pub mod mmap;
+pub mod region;
 pub mod surplus;

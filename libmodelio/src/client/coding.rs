@@ -6,10 +6,10 @@ use super::fallback::FastPath;
 use super::residual::Residuals;
 use super::shared::{Inner, Shared};
 use super::sum;
-use crate::transport::TransportKind;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, PlanId};
 use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::transport_kind::TransportKind;
 
 /// Why contributions cross the network in full, whatever the setting is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]

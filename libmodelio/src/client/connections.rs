@@ -178,7 +178,7 @@ impl Shared {
 
     #[cfg(not(feature = "rdma"))]
     fn connect_by_rdma(&self, route: Route) {
-        self.without(FastPath::Rdma, route, crate::transport::NO_RDMA);
+        self.without(FastPath::Rdma, route, crate::vocabulary::transport_kind::NO_RDMA);
     }
 
     /// The fast path to a shard has not come about. The client takes TCP instead, unless the options forbid it.

@@ -3,6 +3,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `core` | the decisions (pure) |
+//! | `commit_notice` | what a contribution holds when it ends |
 //! | `job` | [`Job`], the interface |
 //! | `options` | options, events, errors |
 //! | `late` | learners and shards that the job waits for |
@@ -21,6 +22,7 @@
 mod averaged;
 mod blocks;
 mod coding;
+mod commit_notice;
 mod connections;
 mod conversation;
 pub mod core;
@@ -46,6 +48,7 @@ mod usage;
 mod versions;
 
 pub use self::core::LastCommit;
+pub use commit_notice::CommitNotice;
 pub use job::{Job, JobStatus, ShardView, VersionView, wait_for};
 pub use memory::JobMemory;
 pub use observed::Phases;

@@ -5,14 +5,15 @@ use std::time::Duration;
 
 use strum::{EnumString, VariantNames};
 
+use crate::bytes::region::Region;
 use crate::registry::Registry;
 use crate::transport::rdma::RdmaOptions;
 use crate::transport::reactor::{Choice, Reactor};
-use crate::transport::{Region, ShardError};
 use crate::vocabulary::controls::{ControlError, PullPolicy};
 use crate::vocabulary::ids::{LearnerId, Step, Version};
 use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::partly::PartlyWritten;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Checksum, Message, Refusal};
 
 /// The transport of blocks.

@@ -10,10 +10,10 @@ use super::routes::{Route, Routes, ShardRoute, overtaken};
 use super::shared::{Inner, Shared};
 use crate::client::core::{Action, ClientCore, Now};
 use crate::registry::{Registry, RegistryError};
-use crate::transport::ShardError;
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::ShardId;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 
 /// A shard that is out of reach for so long may have been stopped after its blocks moved. The registry is then asked,

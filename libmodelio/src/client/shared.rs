@@ -23,6 +23,7 @@ use super::residual::Residuals;
 use super::routes::Routes;
 use super::versions::Versions;
 use crate::bytes::available::{self, KeepsSpares};
+use crate::bytes::region::Region;
 use crate::observe::trace::Recorder;
 use crate::timer::Alarm;
 use crate::transport::frames::{Link, Outgoing};
@@ -30,13 +31,13 @@ use crate::transport::local::{End, Mail, Shard};
 use crate::transport::reactor::Handle;
 use crate::transport::stream::Close;
 use crate::transport::tally::Tally;
-use crate::transport::{Region, ShardError};
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::controls::NonFinite;
 use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::reducer::Reducer;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Message, ModelRecord, Refusal};
 
 /// The RDMA device, or why it could not be opened, and when.

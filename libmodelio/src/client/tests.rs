@@ -16,10 +16,11 @@ mod shortage;
 use std::time::Duration;
 
 use super::core::{Action, BUFFERS_HELD, ClientCore, LastCommit, NOT_HERE, Now};
-use crate::transport::{Attached, ShardError};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
+use crate::vocabulary::members::Attached;
 use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
 
 const L: LearnerId = LearnerId(7);

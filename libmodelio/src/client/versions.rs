@@ -13,8 +13,8 @@ use std::time::SystemTime;
 
 use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
+use crate::bytes::region::{Region, RegionKey};
 use crate::bytes::surplus::Surplus;
-use crate::transport::{Region, RegionKey};
 use crate::vocabulary::ids::Version;
 
 /// A version that the client shows.

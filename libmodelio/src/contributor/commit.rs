@@ -13,13 +13,15 @@ use parking_lot::Mutex;
 
 use super::models::Made;
 use super::{ContributeError, Contributor, STUCK, Share, State};
+use crate::bytes::region::Region;
+use crate::client::CommitNotice;
 use crate::tracker::Gaps;
-use crate::transport::{CommitNotice, Region, ShardError};
 use crate::vocabulary::groups::{AveragedMark, Contents};
 use crate::vocabulary::ids::{BlockId, Step};
 use crate::vocabulary::layout::Tensor;
 use crate::vocabulary::partly::MAX_PIECES;
 use crate::vocabulary::reducer::Content;
+use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::weight::Weight;
 
 /// For so long the coordinator may answer an abort before that is logged.

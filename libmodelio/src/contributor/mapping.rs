@@ -13,8 +13,8 @@ use std::time::Duration;
 use parking_lot::MutexGuard;
 
 use super::{ContributeError, Contributor, State};
+use crate::bytes::region::Region;
 use crate::tracker::WriteRefused;
-use crate::transport::Region;
 use crate::vocabulary::weight::Weight;
 
 impl Contributor {

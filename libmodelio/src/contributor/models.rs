@@ -22,12 +22,14 @@ use std::sync::atomic::Ordering;
 use super::{Contributor, State, region};
 use crate::bytes::block::span;
 use crate::bytes::kernels::{self, Wire};
+use crate::bytes::region::Region;
 use crate::reader::Reader;
 use crate::tracker::Piece;
-use crate::transport::{Placement, Region, ShardError};
+use crate::vocabulary::block_slot::Placement;
 use crate::vocabulary::ids::{BlockId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::reducer::{Content, Reducer, decimal};
+use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::weight::Weight;
 
 /// What a learner began from: the version that it has read, and its replica of the model if it has one.

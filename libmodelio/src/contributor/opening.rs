@@ -10,8 +10,8 @@ use std::time::Duration;
 use super::{ContributeError, Contributor, Done, State, region};
 use crate::bytes::surplus::UNUSED_FOR;
 use crate::client::Opening;
-use crate::transport::ShardError;
 use crate::vocabulary::ids::Step;
+use crate::vocabulary::shard_error::ShardError;
 
 /// What has become of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use crate::transport::Region;
+use crate::bytes::region::Region;
 use crate::vocabulary::ids::{Step, Version};
 
 /// The replicas of one learner.
@@ -78,7 +78,7 @@ mod tests {
 
     use super::*;
     use crate::bytes::mmap::Mapping;
-    use crate::transport::RegionKey;
+    use crate::bytes::region::RegionKey;
 
     fn region(key: u64) -> Region {
         Region::new(Arc::new(Mapping::anonymous(4096).unwrap()), RegionKey(key))

@@ -14,14 +14,8 @@
 //! A module uses only those modules that its row names. So messages (`frames`) and the ways of moving bytes
 //! (the three transports) do not know of each other, and meet in [`stream::Stream`].
 //!
-//! Two more use none of them, nor are used by them:
-//!
-//! | module | holds |
-//! |---|---|
-//! | `contribution` | what a learner hands to a shard: regions, blocks, commits |
-//! | `tally` | counts of moved payload, and of the part that CPUs copied |
+//! `tally` counts moved payload, and the part that CPUs copied. It uses none of them, and none uses it.
 
-mod contribution;
 pub mod exchange;
 pub mod frames;
 pub mod local;
@@ -31,8 +25,3 @@ pub mod shm;
 pub mod stream;
 pub mod tally;
 pub mod tcp;
-
-pub use crate::vocabulary::members::{Attached, LeaveReason};
-pub use contribution::{
-    BlockSlot, CommitNotice, NO_RDMA, Placement, Region, RegionKey, ShardError, TransportKind,
-};

@@ -3,6 +3,7 @@
 
 pub mod block_map;
 pub mod block_ranges;
+pub mod block_slot;
 pub mod coding;
 pub mod controls;
 pub mod dtype;
@@ -17,6 +18,8 @@ pub mod phase;
 pub mod ranges;
 pub mod reducer;
 pub mod schedule;
+pub mod shard_error;
 pub mod tensor_rules;
 pub mod tensor_steps;
+pub mod transport_kind;
 pub mod weight;

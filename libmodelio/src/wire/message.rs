@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::{BlockRanges, TensorRanges};
 use crate::vocabulary::coding::Form;
 use crate::vocabulary::controls::Controls;
@@ -20,10 +19,12 @@ use crate::vocabulary::groups::{Contents, Groups};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
+use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Combine, Reducer};
+use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::tensor_steps::TensorSteps;
 use crate::vocabulary::weight::Weight;
 

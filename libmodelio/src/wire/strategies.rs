@@ -8,7 +8,6 @@ use proptest::prelude::*;
 use strum::IntoEnumIterator;
 
 use super::*;
-use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::BlockRanges;
 use crate::vocabulary::coding::{Coding, Form};
 use crate::vocabulary::controls::Controls;
@@ -16,10 +15,12 @@ use crate::vocabulary::groups::{AveragedMark, Contents, Groups, Overrides};
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
+use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorFactors, TensorSquares};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::reducer::{self, Combine, Content, Hyper, Reducer};
+use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::tensor_steps::TensorSteps;
 use crate::vocabulary::weight::Weight;
 

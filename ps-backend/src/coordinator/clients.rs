@@ -1,11 +1,11 @@
 //! The coordinator's clients: their requests, which are carried out once, their learners and their leases.
 use std::collections::{BTreeMap, BTreeSet};
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{JobState, Message, Refusal};
 use serde::{Deserialize, Serialize};
 

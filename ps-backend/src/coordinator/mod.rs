@@ -21,7 +21,6 @@ mod tests;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
@@ -29,6 +28,7 @@ use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Version}
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 pub use libmodelio::vocabulary::phase::AWAY;
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Message, Refusal};
 use serde::{Deserialize, Serialize};
 

@@ -2,10 +2,10 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::Squares;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
 use super::senders::Sender;

@@ -10,11 +10,11 @@ mod together;
 
 use std::ops::Range;
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Step;
 use libmodelio::vocabulary::layout::DType;
 use libmodelio::vocabulary::norm::{ExactSum, Quantity, Squares};
 use libmodelio::vocabulary::reducer::Combine;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Granted, Work};
 
 use super::*;

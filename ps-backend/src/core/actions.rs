@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::groups::{Contents, Groups};
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::norm::{Quantity, TensorFactors};
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::reducer::{self, Combine};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::vocabulary::weight::Weight;
 use serde::{Deserialize, Serialize};

@@ -1,9 +1,9 @@
 //! Requests that begin or end a contribution or publication.
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::groups::Contents;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::weight::Weight;
 
 use super::{

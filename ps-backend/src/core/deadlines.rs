@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::waits::SAID;
 use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PendingKind, Place, Ticket};

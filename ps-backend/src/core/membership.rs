@@ -1,7 +1,8 @@
 //! Membership of the job: joining, leaving, and too few learners.
 
-use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::state::Activity;
 use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase};

@@ -5,10 +5,10 @@
 
 use std::collections::BTreeSet;
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::groups::{Groups, TensorReducers};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use serde::{Deserialize, Serialize};
 

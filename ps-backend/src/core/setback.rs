@@ -6,8 +6,9 @@
 
 use std::sync::Arc;
 
-use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{LearnerId, Step};
+use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::{Action, Committed, JobCore, Member, Now, Phase, Place, Plan, Work};
 

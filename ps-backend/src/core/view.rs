@@ -1,9 +1,9 @@
 //! The job's state, for reading. Nothing here decides.
 use std::sync::Arc;
 
-use libmodelio::transport::Attached;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::members::Attached;
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 

@@ -1,7 +1,7 @@
 //! Waiting learners: who is named as the cause, and who leaves because others wait.
 
-use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::phase::LONG;
 
 use super::{Action, JobCore, Member, Now, PendingKind, Stall, Wait, WaitedFor};

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::{Region, RegionKey};
+use libmodelio::bytes::region::{Region, RegionKey};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Step;

@@ -7,7 +7,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use libmodelio::transport::Region;
+use libmodelio::bytes::region::Region;
 use libmodelio::vocabulary::ids::Version;
 
 use super::table::{Left, Table};

@@ -95,7 +95,7 @@ fn start_rdma(shared: &Arc<Shared>, _: SocketAddr) -> Result<(), NoRdma> {
     Err(match shared.options.rdma {
         RdmaUse::Off => NoRdma::off(),
         RdmaUse::Auto | RdmaUse::On => {
-            NoRdma { why: libmodelio::transport::NO_RDMA.to_owned(), hindered: false }
+            NoRdma { why: libmodelio::vocabulary::transport_kind::NO_RDMA.to_owned(), hindered: false }
         }
     })
 }

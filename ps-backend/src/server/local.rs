@@ -6,13 +6,14 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::region::Region;
 use libmodelio::client::{ClientError, Job};
 use libmodelio::transport::local::{HeldVersion, Mailbox, Pushed, Shard, ShardMemory, SharedBlock};
-use libmodelio::transport::{Region, ShardError};
 use libmodelio::vocabulary::block_map::{BlockMap, MapError};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Generation, LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{JobState, ModelRecord, RecordError, Refusal};
 
 use super::coordinator::{Begins, Coordinator};

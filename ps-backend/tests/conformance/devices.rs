@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::{Placement, ShardError};
+use libmodelio::vocabulary::block_slot::Placement;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{BLOCKS, Way, done, store};
 

@@ -4,8 +4,10 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
 use libmodelio::client::Event;
-use libmodelio::transport::{LeaveReason, Placement, ShardError};
+use libmodelio::vocabulary::block_slot::Placement;
 use libmodelio::vocabulary::ids::Step;
+use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{BLOCKS, LONG, Message, Way, answer, is_unknown};
 

@@ -3,8 +3,10 @@ use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::{BlockSlot, CommitNotice, Placement, ShardError};
+use libmodelio::client::CommitNotice;
+use libmodelio::vocabulary::block_slot::{BlockSlot, Placement};
 use libmodelio::vocabulary::ids::{BlockId, Step};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{BLOCK, BLOCKS, End, LONG, Learner, Message, Way, answer, done};
 

@@ -4,8 +4,10 @@
 use std::time::Duration;
 
 use fastrand::Rng;
-use libmodelio::transport::{LeaveReason, Placement, ShardError};
+use libmodelio::vocabulary::block_slot::Placement;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{BLOCK, BLOCKS, Contribution, LONG, Learner, Message, Way, answer, done};
 

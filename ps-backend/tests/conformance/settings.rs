@@ -1,10 +1,11 @@
 //! Settings: they are the whole job's, count from the next version, and decide what a version waits for.
 
 use libmodelio::client::SetError;
-use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{BLOCKS, LONG, SHORT, Way, answer, done, timed_out, until};
 

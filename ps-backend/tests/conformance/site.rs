@@ -6,16 +6,19 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::region::{Region, RegionKey};
+use libmodelio::client::CommitNotice;
 use libmodelio::client::{Done, Job, Opening, SetError, wait_for};
 #[cfg(feature = "rdma")]
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{
-    BlockSlot, CommitNotice, LeaveReason, Placement, Region, RegionKey, ShardError, TransportKind,
-};
+use libmodelio::vocabulary::block_slot::{BlockSlot, Placement};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::shard_error::ShardError;
+use libmodelio::vocabulary::transport_kind::TransportKind;
 use ps_backend::partition::executor::OnDevice;
 use ps_backend::server::local;
 
@@ -362,7 +365,7 @@ impl Learner {
         }
     }
 
-    pub fn leave(&self, reason: libmodelio::transport::LeaveReason) {
+    pub fn leave(&self, reason: libmodelio::vocabulary::members::LeaveReason) {
         done(self.end.ask(Message::Leave { learner: self.id, reason }));
     }
 

@@ -5,7 +5,7 @@ use std::sync::mpsc::channel;
 
 use libmodelio::client::LastCommit;
 use libmodelio::contributor::{Contributor, Share};
-use libmodelio::transport::Placement;
+use libmodelio::vocabulary::block_slot::Placement;
 use libmodelio::vocabulary::ids::{Step, Version};
 
 use crate::site::{BLOCK, BLOCKS, LONG, SHORT, Way, answer, done, timed_out};

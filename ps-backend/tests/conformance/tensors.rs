@@ -5,9 +5,9 @@ use std::sync::mpsc::channel;
 
 use half::{bf16, f16};
 use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::partly::MAX_PIECES;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{BLOCK, End, LONG, Learner, Site, Way};
 

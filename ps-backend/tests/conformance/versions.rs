@@ -6,8 +6,8 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use libmodelio::client::{Event, Job};
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{BLOCK, End, LONG, Way, done, floats};
 

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{Step, Version};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{BLOCK, BLOCKS, LONG, Message, Reply, SHORT, Way, answer, done, timed_out};
 

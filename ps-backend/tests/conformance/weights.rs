@@ -4,8 +4,9 @@
 
 use std::ops::Range;
 
-use libmodelio::transport::{Region, ShardError};
+use libmodelio::bytes::region::Region;
 use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::site::{Answer, BLOCK, BLOCKS, End, LONG, Message, Reply, Way, answer, done, store};
 

@@ -8,14 +8,16 @@ use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use libmodelio::bytes::kernels::Wire;
+use libmodelio::bytes::region::Region;
 use libmodelio::client::{self, wait_for};
 use libmodelio::contributor::{ContributeError, Contributor, Share, Wrote};
 use libmodelio::observe::trace::{MOST_EVENTS, What};
-use libmodelio::transport::{Attached, LeaveReason, Region, ShardError};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
+use libmodelio::vocabulary::shard_error::ShardError;
 use ps_backend::partition::executor::{Cpu, Executor};
 use ps_backend::server::local;
 

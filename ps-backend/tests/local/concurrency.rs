@@ -6,7 +6,8 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use libmodelio::contributor::ContributeError;
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::common::{BLOCK, Job, LONG, Learner, decode, encode, floats_layout};
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use libmodelio::contributor::ContributeError;
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::shard_error::ShardError;
 use ps_backend::partition::executor::{Cpu, OnDevice};
 
 use crate::common::{Job, gradient, on};

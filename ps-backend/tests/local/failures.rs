@@ -5,11 +5,14 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::client::CommitNotice;
 use libmodelio::client::wait_for;
 use libmodelio::contributor::{ContributeError, Share};
-use libmodelio::transport::{BlockSlot, CommitNotice, LeaveReason, Placement, ShardError};
+use libmodelio::vocabulary::block_slot::{BlockSlot, Placement};
 use libmodelio::vocabulary::ids::{BlockId, Step, Version};
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::common::{BLOCK, Job, LONG, Reference, decode, encode, floats_layout, gradient};
 

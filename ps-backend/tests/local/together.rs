@@ -4,8 +4,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::contributor::{ContributeError, Share};
-use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::common::{Job, LONG, Learner, decode, encode, floats_layout, initial_weights};
 

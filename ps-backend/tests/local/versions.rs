@@ -3,8 +3,8 @@
 use std::slice::from_ref;
 
 use libmodelio::client::Event;
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::common::{Job, decode, encode, floats_layout, gradient};
 

@@ -8,10 +8,11 @@ use half::bf16;
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{Contributor, Share};
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{ShardError, TransportKind};
 use libmodelio::vocabulary::coding::{Coding, Form};
 use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::shard_error::ShardError;
+use libmodelio::vocabulary::transport_kind::TransportKind;
 use libmodelio::wire::{Message, Refusal, Role};
 
 use crate::ahead::{commit, contributor, is_all, pull};

@@ -8,8 +8,8 @@ use std::time::Duration;
 use libmodelio::client::Job;
 use libmodelio::contributor::{ContributeError, Contributor, Share};
 use libmodelio::tracker::WriteRefused;
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::Message;
 
 use crate::ahead::{BYTES, commit, contributor, is_all, pull, wait_for_pushed, ways, write};

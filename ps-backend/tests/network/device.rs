@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use libmodelio::transport::ShardError;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Message, Refusal};
 use ps_backend::device::Accelerator;
 use ps_backend::server::ServerOptions;

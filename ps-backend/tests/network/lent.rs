@@ -5,9 +5,11 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::region::{Region, RegionKey};
+use libmodelio::client::CommitNotice;
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{CommitNotice, Region, RegionKey, ShardError};
 use libmodelio::vocabulary::ids::{Step, Version};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::Message;
 
 use crate::shm::Raw;

@@ -8,13 +8,16 @@ use std::time::{Duration, Instant};
 
 use libmodelio::admin::AdminError;
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::region::{Region, RegionKey};
+use libmodelio::client::CommitNotice;
 use libmodelio::client::core::OUT_OF_REACH;
 use libmodelio::client::{ClientError, ClientOptions, Job, TransportChoice};
 use libmodelio::registry::{Registry, RegistryError};
-use libmodelio::transport::{CommitNotice, Region, RegionKey, ShardError, TransportKind};
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::shard_error::ShardError;
+use libmodelio::vocabulary::transport_kind::TransportKind;
 use libmodelio::wire::{
     Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest, Role, ShardRecord,
 };

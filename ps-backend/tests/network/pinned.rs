@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::client::{Job, TransportChoice};
-use libmodelio::transport::TransportKind;
 use libmodelio::transport::rdma::{Endpoint, Placement, RdmaOptions};
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::vocabulary::ids::{ClientId, Version};
+use libmodelio::vocabulary::transport_kind::TransportKind;
 use libmodelio::wire::{Message, Protocol, Role, frame};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 

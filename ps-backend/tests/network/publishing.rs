@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use libmodelio::client::Job;
 use libmodelio::publisher::Publisher;
-use libmodelio::transport::ShardError;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::ahead::{BYTES, commit, contributor, is_all, wait_for_pushed, ways, write};
 use crate::payload::of_shard;

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::TransportChoice;
-use libmodelio::transport::TransportKind;
 use libmodelio::transport::rdma::{
     Buffers, Device, DeviceMemory, Endpoint, Export, Notice, Placement, Polling, RdmaOptions,
 };
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::transport_kind::TransportKind;
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
 
 use ps_backend::server::{Server, ServerOptions};

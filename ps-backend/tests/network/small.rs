@@ -1,8 +1,8 @@
 //! Small models: a contribution goes with its commit, and a version comes with the state that announces it.
 
-use libmodelio::transport::ShardError;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, Step, Version};
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Message, Refusal, Role};
 
 use crate::ahead::{commit, contributor, is_all, pull, write};

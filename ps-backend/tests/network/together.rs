@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use libmodelio::client::Job;
 use libmodelio::contributor::{ContributeError, Contributor, Share};
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use crate::ahead::{BYTES, commit, contributor, is_all, pull, set_lease, wait_for_pushed, ways, write};
 use crate::payload::of_shard;

@@ -7,14 +7,17 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::bytes::region::{Region, RegionKey};
+use libmodelio::client::CommitNotice;
 use libmodelio::client::{ClientError, ClientOptions, Job, TransportChoice};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{CommitNotice, LeaveReason, Region, RegionKey, ShardError};
 use libmodelio::vocabulary::controls::{Controls, PullPolicy};
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::members::LeaveReason;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Checksum, Message, ModelRecord, Refusal, ShardRecord};
 use ps_backend::create::{NewModel, create};
 use ps_backend::server::{RdmaUse, Server, ServerOptions};

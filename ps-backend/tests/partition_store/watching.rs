@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use common::{BLOCK, floats_layout};
 use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::Region;
+use libmodelio::bytes::region::Region;
 use libmodelio::transport::rdma::published::{Absent, DIRECTORY, Directory, ENTRY, find};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};

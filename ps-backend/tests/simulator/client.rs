@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 
 use libmodelio::client::core::{Action, ClientCore, Push, Token};
-use libmodelio::transport::Attached;
 use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::members::Attached;
 use libmodelio::wire::{Granted, Message};
 
 use crate::history::{Content, GARBAGE, Uid};

@@ -3,9 +3,10 @@
 use std::collections::BTreeSet;
 
 use libmodelio::client::core::Token;
-use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, LearnerId, Step};
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::partly::PartlyWritten;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Message, Refusal};
 
 use crate::client::{Client, ClientEvent, Payload};

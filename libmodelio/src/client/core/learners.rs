@@ -9,8 +9,10 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 
 use super::{Action, ClientCore, Now, Token};
-use crate::transport::{Attached, BlockSlot, LeaveReason, ShardError};
+use crate::vocabulary::block_slot::BlockSlot;
 use crate::vocabulary::ids::{Incarnation, LearnerId, PlanId, Step, Version};
+use crate::vocabulary::members::{Attached, LeaveReason};
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{LearnerState, Message};
 
 /// The deadline of requests that the client has already answered itself.

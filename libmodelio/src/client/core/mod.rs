@@ -36,11 +36,12 @@ use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 
-use crate::transport::{LeaveReason, ShardError};
 use crate::vocabulary::block_map::{BlockMap, PartitionIndex};
 use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
+use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{JobState, MAX_NUMBER, Message, Refusal};
 use held::Held;
 pub use learners::LastCommit;

@@ -4,9 +4,9 @@
 //! they last. Other calls that need a shard wait for it for the setting `shard_patience`.
 
 use super::{Action, ClientCore, Now, Token};
-use crate::transport::ShardError;
 use crate::vocabulary::ids::ShardId;
 use crate::vocabulary::phase::AWAY;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Message, Refusal};
 
 /// The token of no new weights. Who takes these back asks for nothing but an answer, which comes behind the settings that

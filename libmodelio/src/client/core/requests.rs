@@ -6,9 +6,10 @@ use std::time::Duration;
 use super::held::Held;
 use super::learners::{Early, Learner};
 use super::{Action, ClientCore, Now, PATIENCE, Token};
-use crate::transport::{Attached, ShardError};
 use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
+use crate::vocabulary::members::Attached;
 use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Granted, LearnerState, Message, Refusal};
 
 #[derive(Debug)]

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use super::learners::Learner;
 use super::requests::Request;
 use super::{Action, ClientCore, Now, PATIENCE};
-use crate::transport::LeaveReason;
 use crate::vocabulary::ids::LearnerId;
+use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::phase::JobPhase;
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message};
 

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use super::{Action, ClientCore, LastCommit, Now, Token};
-use crate::transport::ShardError;
 use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{LearnerId, Version};
 use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::shard_error::ShardError;
 
 const BEING_MADE: &str = "the contribution is taken, but its version is still being made";
 const OTHERS_MISSING: &str = "other learners have not contributed to this step";

@@ -45,7 +45,10 @@ impl Job {
         };
         let (transport, connections) = (options.transport, options.connections);
         if transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {
-            return Err(ClientError::Transport { model, why: crate::transport::NO_RDMA.to_owned() });
+            return Err(ClientError::Transport {
+                model,
+                why: crate::vocabulary::transport_kind::NO_RDMA.to_owned(),
+            });
         }
         let routes = Routes::new(&map, record.coordinator, shards, transport, connections).map_err(bad)?;
         if let Some(why) = routes.partitions.iter().find_map(|place| place.barred.clone()) {

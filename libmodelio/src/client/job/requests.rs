@@ -8,15 +8,18 @@ use std::time::Duration;
 
 use super::Job;
 use crate::bytes::block;
+use crate::bytes::region::{Region, RegionKey};
+use crate::client::commit_notice::CommitNotice;
 use crate::client::core::{Action, NO_TOKEN, Offered};
 use crate::client::options::{Answered, Done, Opening, SetDone, Staged};
 use crate::transport::frames::Link;
-use crate::transport::{BlockSlot, CommitNotice, Placement, Region, RegionKey, ShardError};
 use crate::vocabulary::block_ranges;
+use crate::vocabulary::block_slot::{BlockSlot, Placement};
 use crate::vocabulary::controls::ControlError;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::partly::MAX_PIECES;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Message, Refusal};
 
 /// The timeout of requests that nobody waits for.

@@ -10,13 +10,13 @@ use crate::client::fallback::FastPath;
 use crate::client::options::TransportChoice;
 use crate::client::peer::Peer;
 use crate::client::routes::ShardRoute;
-use crate::transport::TransportKind;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{ShardId, Version};
 use crate::vocabulary::members::{MemberView, WaitedFor};
 use crate::vocabulary::norm::Norm;
 use crate::vocabulary::phase::{AWAY, JobPhase};
+use crate::vocabulary::transport_kind::TransportKind;
 use crate::wire::{Checksum, JobState, LearnerState};
 
 /// One of the model's shards.

@@ -11,12 +11,13 @@ use super::Job;
 use super::requests::shard_error;
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
+use crate::bytes::region::Region;
 use crate::client::options::Done;
 use crate::client::shared::{NewWeights, Shared};
 use crate::transport::frames::Link;
-use crate::transport::{Region, ShardError};
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::ids::{BlockId, Version};
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{MAX_SMALL_MODEL, Message, Refusal};
 
 impl Job {

@@ -8,14 +8,16 @@ use std::sync::Arc;
 use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
+use crate::bytes::region::Region;
 use crate::client::blocks::Payload;
 use crate::client::core::{Action, Now, Own, Push};
 use crate::client::shared::{Answers, Inner, Local, Shared};
 use crate::transport::local::{End, HeldVersion, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
 use crate::transport::tally::Flow;
-use crate::transport::{BlockSlot, Placement, Region, ShardError};
 use crate::vocabulary::block_map::PartitionIndex;
+use crate::vocabulary::block_slot::{BlockSlot, Placement};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId};
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Granted, Message, Refusal};
 
 /// The only partition: the shard has all blocks.

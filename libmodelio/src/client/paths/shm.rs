@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime};
 use super::Connection;
 use super::named::{AHEAD, Named, PeerMemory};
 use crate::bytes::mmap::Mapping;
+use crate::bytes::region::{Region, RegionKey};
 use crate::client::conversation::Data;
 use crate::client::core::Whole;
 use crate::client::fallback::FastPath;
@@ -20,7 +21,6 @@ use crate::transport::frames::{Framed, Link, Outgoing};
 use crate::transport::shm::{self, Descriptors, Lender, Regions};
 use crate::transport::stream::Close;
 use crate::transport::tally::Flow;
-use crate::transport::{Region, RegionKey};
 use crate::vocabulary::ids::{BlockId, Epoch, Version};
 use crate::wire::{Message, Received};
 

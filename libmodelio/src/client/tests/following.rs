@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::client::core::Whole;
-use crate::transport::LeaveReason;
+use crate::vocabulary::members::LeaveReason;
 
 const PLAN: PlanId = PlanId(1);
 

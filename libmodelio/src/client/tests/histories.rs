@@ -7,12 +7,13 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use crate::client::core::{Action, ClientCore, Now, Push};
-use crate::transport::{Attached, ShardError};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::block_ranges::BlockRanges;
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
+use crate::vocabulary::members::Attached;
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
 
 const BLOCKS: u32 = 6;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::client::core::Own;
-use crate::transport::BlockSlot;
+use crate::vocabulary::block_slot::BlockSlot;
 use crate::vocabulary::partly::PartlyWritten;
 
 fn slot(step: u64, block: u32) -> BlockSlot {
@@ -115,7 +115,7 @@ fn a_learner_that_is_gone_or_of_another_incarnation_offers_nothing() {
     let other = BlockSlot { incarnation: Incarnation(2), ..slot(1, 0) };
     assert_eq!(bench.core.take(other), Err(ShardError::UnknownLearner(L)));
     assert_eq!(bench.core.identity(L), Some(("l", Incarnation(1))));
-    bench.ask(3, Message::Leave { learner: L, reason: crate::transport::LeaveReason::Asked }, 10);
+    bench.ask(3, Message::Leave { learner: L, reason: crate::vocabulary::members::LeaveReason::Asked }, 10);
     assert!(bench.core.has_learner(L) && bench.core.is_leaving(L));
     bench.coordinator(3, Message::Done);
     assert_eq!(bench.take(1, 0), Err(ShardError::UnknownLearner(L)));

@@ -78,6 +78,6 @@ fn a_map_that_is_not_newer_or_of_another_model_changes_nothing() {
         assert!(!bench.core.moved(&map, bench.now, &mut bench.said));
     }
     assert_eq!(bench.core.shards(), [1, 2].map(ShardId));
-    bench.ask(3, Message::Leave { learner: L, reason: crate::transport::LeaveReason::Asked }, 1);
+    bench.ask(3, Message::Leave { learner: L, reason: crate::vocabulary::members::LeaveReason::Asked }, 1);
     assert!(matches!(bench.said[..], [Action::ToCoordinator(..)]), "the coordinator is connected as before");
 }

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::client::core::Gone;
-use crate::transport::LeaveReason;
 use crate::vocabulary::ids::Epoch;
+use crate::vocabulary::members::LeaveReason;
 
 const COORDINATOR: ShardId = ShardId(1);
 const OTHER: ShardId = ShardId(2);

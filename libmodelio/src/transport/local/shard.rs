@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use super::Mailbox;
-use crate::transport::{Region, ShardError};
+use crate::bytes::region::Region;
 use crate::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Version};
+use crate::vocabulary::shard_error::ShardError;
 use crate::wire::JobState;
 
 /// One contribution to a block, or its new values.

@@ -1,6 +1,6 @@
 //! Holding a job between two versions, and taking it elsewhere.
 
-use libmodelio::transport::Attached;
+use libmodelio::vocabulary::members::Attached;
 use libmodelio::vocabulary::reducer::Combine;
 use proptest::prelude::*;
 
@@ -189,7 +189,8 @@ fn a_coordinator_that_is_taken_over_remembers_all() {
     }
     // A request that was carried out is answered, and not carried out again.
     there.said.clear();
-    let leave = Message::Leave { learner: LearnerId(1), reason: libmodelio::transport::LeaveReason::Asked };
+    let leave =
+        Message::Leave { learner: LearnerId(1), reason: libmodelio::vocabulary::members::LeaveReason::Asked };
     there.client(A, 3, leave);
     assert_eq!(there.sent_to(A), [(3, Message::Done)], "as the commit was answered");
     assert_eq!(there.coordinator.job().members(there.now).len(), 2);

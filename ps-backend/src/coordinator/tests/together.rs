@@ -21,7 +21,10 @@ fn waiting() -> (Bench, PlanId) {
 }
 
 fn leave(learner: u32) -> Message {
-    Message::Leave { learner: LearnerId(learner), reason: libmodelio::transport::LeaveReason::Asked }
+    Message::Leave {
+        learner: LearnerId(learner),
+        reason: libmodelio::vocabulary::members::LeaveReason::Asked,
+    }
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Promises of asynchronous jobs.
 
-use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Step, Version};
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, blocks, ok, open};

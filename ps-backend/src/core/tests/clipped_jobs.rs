@@ -1,8 +1,8 @@
 //! Promises of jobs whose steps must know the norm of their gradient. The simulation checks each norm.
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{BLOCKS, Id, Sim, blocks, everything, ok, open};

@@ -1,7 +1,7 @@
 //! Promises of jobs in which the order of learners decides every sum.
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, blocks, everything, ok, open};

@@ -1,7 +1,7 @@
 //! On a network a contribution that is being written holds nobody up, though a plan has begun with its blocks.
 
-use libmodelio::transport::{Attached, LeaveReason};
 use libmodelio::vocabulary::ids::{Step, Version};
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
 
 use super::super::*;
 use super::sim::{BLOCKS, Id, Sim, Uid, blocks, everything, ok, open};

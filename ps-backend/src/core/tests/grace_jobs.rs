@@ -1,7 +1,8 @@
 //! Promises of jobs whose versions wait a while for late contributions.
 
-use libmodelio::transport::{Attached, ShardError};
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::members::Attached;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{BLOCKS, Id, Sim, Uid, blocks, everything, ok, open};

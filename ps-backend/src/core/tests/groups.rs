@@ -1,8 +1,8 @@
 //! Promises of jobs whose settings have rules for single tensors. The simulation has two: `head` and `body`.
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::groups::Steps;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{Id, Sim, blocks, early_job, everything, job, ok, open};

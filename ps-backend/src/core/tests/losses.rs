@@ -1,8 +1,9 @@
 //! Contributions that are accumulated together, and payloads that are lost.
 
-use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, everything, job, ok};

@@ -1,8 +1,9 @@
 //! Promises about who is in the job: forming, joining, leaving, leases, too few.
 
-use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, blocks, early_job, everything, job, ok, open};

@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use fixedbitset::FixedBitSet;
-use libmodelio::transport::Attached;
 use libmodelio::vocabulary::ids::{LearnerId, Step};
+use libmodelio::vocabulary::members::Attached;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 

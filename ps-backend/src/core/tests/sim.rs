@@ -7,12 +7,13 @@ use std::ops::Add;
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::groups::{AveragedMark, Contents, GroupId};
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::DType;
+use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::norm::{ExactSum, Norm, Quantity, Squares, TensorNorms, TensorSquares};
 use libmodelio::vocabulary::reducer;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::history::History;

@@ -1,7 +1,8 @@
 //! Promises of jobs with bounded staleness.
 
-use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::sim::{Id, Sim, blocks, everything, ok, open};
 

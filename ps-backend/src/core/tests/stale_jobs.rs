@@ -1,6 +1,6 @@
 //! Promises of jobs whose learning rate depends on the staleness of contributions.
 
-use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{BLOCKS, Id, Sim, blocks, ok, open};

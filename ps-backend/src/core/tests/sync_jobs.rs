@@ -1,7 +1,7 @@
 //! Promises of synchronous jobs, and of behaviour that both kinds of job share.
 
-use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{BlockId, Step, Version};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{BLOCKS, Sim, TENSORS, Uid, blocks, early_job, everything, job, ok, open};

@@ -1,7 +1,8 @@
 //! On a network, the learners of a synchronous job write to one plan at the same time.
 
-use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Step, Version};
+use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, blocks, everything, ok, open};

@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::Region;
+use libmodelio::bytes::region::Region;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 
 use super::Shared;

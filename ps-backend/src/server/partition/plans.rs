@@ -3,12 +3,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
-use libmodelio::transport::ShardError;
 use libmodelio::transport::frames::Link;
 use libmodelio::transport::local::{End, Granted, Mail, Recipient};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Combine;
+use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{self, Message, Refusal, Work};
 
 use super::{Partition, State, ToCoordinator};

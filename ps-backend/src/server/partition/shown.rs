@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::Region;
+use libmodelio::bytes::region::Region;
 use libmodelio::transport::rdma::Device;
 use libmodelio::transport::rdma::published::Directory;
 use libmodelio::transport::rdma::verbs::{RemoteMemory, VerbsError};

@@ -1,0 +1,102 @@
+//! Why a shard refuses a request.
+
+use std::borrow::Cow;
+use std::io;
+
+use serde::{Deserialize, Serialize};
+
+use super::ids::{BlockId, LearnerId, ShardId, Step};
+
+/// A shard's refusal of a request. A refused request changes nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+pub enum ShardError {
+    /// The learner is not in the job, or has another incarnation.
+    #[error("learner {0} is no longer in the job: join again (mkdir learners/<id>)")]
+    UnknownLearner(LearnerId),
+    /// The name belongs to a live learner.
+    #[error("learner {0:?} is already in the job")]
+    NameTaken(String),
+    /// A learner table is full.
+    #[error("the job already has {0} learners, its limit (control/max_learners)")]
+    TooManyLearners(usize),
+    /// A step that is neither the learner's next nor an earlier one.
+    #[error("step {got} is out of order: step {expected} is next")]
+    StepOutOfOrder {
+        /// The received value.
+        got: Step,
+        /// The next step.
+        expected: Step,
+    },
+    /// A block the model does not have, or a payload of another length than the block.
+    #[error("block {block} with {bytes} bytes does not fit the model's layout")]
+    BadBlock {
+        /// The block.
+        block: BlockId,
+        /// The payload.
+        bytes: usize,
+    },
+    /// Offset and length leave the model.
+    #[error("the range leaves the model")]
+    OutOfRange,
+    /// NaN or Inf under `nonfinite=reject`.
+    #[error("block {0} holds NaN or Inf (control/nonfinite is \"reject\"); the contribution is dropped")]
+    NonFinite(BlockId),
+    /// The job has fewer active learners than `min_learners`.
+    #[error("the job is stopped: {active} active learners, control/min_learners is {needed}")]
+    Stopped {
+        /// Active now.
+        active: u32,
+        /// Needed.
+        needed: u32,
+    },
+    /// The deadline passed.
+    #[error("no answer before the deadline: {0}")]
+    TimedOut(Cow<'static, str>),
+    /// The commit was withdrawn: before it was taken, or nobody answered whether it was.
+    #[error("interrupted before the contribution was known to be taken")]
+    Interrupted,
+    /// No peer answers, or the shard is shutting down.
+    #[error("the shard is not reachable")]
+    Unreachable,
+    /// There is no memory for the request.
+    #[error("out of memory: {0}")]
+    OutOfMemory(String),
+    /// The request is not allowed in this state.
+    #[error("{0}")]
+    NotAllowed(String),
+    /// A shard has lost its blocks, or contradicts the others. The job cannot go on.
+    #[error("the job has failed: {0}")]
+    Lost(String),
+    /// No file descriptor is left for the request.
+    #[error(
+        "out of open files: {0}; start gradfs with a higher limit (ulimit -Hn), or have fewer learners and versions"
+    )]
+    OutOfFiles(String),
+    /// The values are written in too many pieces.
+    #[error(
+        "written in too many pieces: with reducer assign, a version takes {0} pieces of partly written blocks at most, of all learners"
+    )]
+    Scattered(usize),
+}
+
+impl ShardError {
+    /// Adds the shards that are out of reach to the reason of a timeout.
+    #[must_use]
+    pub fn with_away(self, away: &[ShardId]) -> ShardError {
+        match self {
+            ShardError::TimedOut(why) if !away.is_empty() => {
+                let shards: Vec<String> = away.iter().map(|shard| format!("shard {shard}")).collect();
+                ShardError::TimedOut(format!("{why}; out of reach: {}", shards.join(", ")).into())
+            }
+            error => error,
+        }
+    }
+
+    /// The error for missing memory. Each piece of memory takes a file descriptor, and those may be used up instead.
+    pub fn no_memory(error: &io::Error) -> ShardError {
+        match error.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => ShardError::OutOfFiles(error.to_string()),
+            _ => ShardError::OutOfMemory(error.to_string()),
+        }
+    }
+}
