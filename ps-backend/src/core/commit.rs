@@ -79,7 +79,7 @@ impl<S: Clone> JobCore<S> {
         }
         self.refuse_contents(contribution.contents, contribution.weight)?;
         let Contribution { sent, tensors, .. } = contribution;
-        if sent.len() != self.blocks {
+        if sent.len() != self.recipe.blocks() {
             return Err(ShardError::NotAllowed(
                 "the commit names blocks that the model does not have".into(),
             ));
@@ -98,7 +98,7 @@ impl<S: Clone> JobCore<S> {
                 self.version
             )));
         }
-        if tensors.len() != self.tensors {
+        if tensors.len() != self.recipe.tensors() {
             return Err(ShardError::NotAllowed(
                 "the commit names tensors that the model does not have".into(),
             ));

@@ -84,7 +84,7 @@ impl<S: Clone> JobCore<S> {
             actions.push(Action::Drop);
         }
         let Some(open) = self.may_begin_early() else { return };
-        self.params = Some(self.params());
+        self.fix_params();
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate) {
             committed.place = Place::Kept;
         }

@@ -34,7 +34,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The reducer with the most of the optimizer state that exists.
     pub fn state_of(&self) -> Reducer {
-        self.state_of.widest()
+        self.recipe.state_of().widest()
     }
 
     /// Another coordinator has taken over the held job. No message of learners could come meanwhile, so all leases
@@ -63,12 +63,7 @@ impl<S: Clone> JobCore<S> {
             PendingKind::Commit { contribution, .. } => contributed(contribution),
             PendingKind::Assign { .. } => true,
         };
-        self.blocks == blocks as usize
-            && self.tensors == tensors
-            && self.optimizer_steps.tensors() == tensors as u64
-            && self.of_tensors.is_sound(tensors, self.controls.reducer)
-            && self.params.as_ref().is_none_or(|(reducer, _, of)| of.is_sound(tensors, *reducer))
-            && [&self.reducers, &self.state_of].iter().all(|of| of.tensors() == tensors as u64)
+        self.recipe.is_sound(blocks as usize, tensors, self.controls.reducer)
             && !self.has_accumulated()
             && self.committed.iter().all(held)
             && self.pending.iter().all(waits)

@@ -5,7 +5,7 @@ use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::state::Activity;
-use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase};
+use super::{Action, JobCore, Member, Now, PendingKind, Phase};
 
 /// The longest name of a learner, in bytes.
 const MAX_NAME: usize = 64;
@@ -42,11 +42,7 @@ impl<S: Clone> JobCore<S> {
             return Err(ShardError::TooManyLearners(most));
         }
         let none_left = || ShardError::NotAllowed("the job has no number left for a learner".into());
-        let learner = LearnerId(self.next_learner);
-        self.next_learner = self.next_learner.checked_add(1).ok_or_else(none_left)?;
-        let incarnation = self.lives.entry(name.to_owned()).or_insert(self.forgotten);
-        incarnation.0 = incarnation.0.saturating_add(1);
-        let incarnation = *incarnation;
+        let (learner, incarnation) = self.incarnations.begin(name).ok_or_else(none_left)?;
         let in_mid_step = self.is_reducing()
             || self.formed
                 && (!self.committed.is_empty()
@@ -108,23 +104,11 @@ impl<S: Clone> JobCore<S> {
         // The plan may wait for the learner though nothing of its contribution is written.
         self.drop_early(learner, actions);
         if let Some(member) = self.members.remove(&learner) {
-            self.remember(member.name);
+            let is_member = |name: &str| self.members.values().any(|member| member.name == name);
+            self.incarnations.end(member.name, is_member);
         }
         actions.push(Action::Left { learner, reason });
         Ok(())
-    }
-
-    /// Frees a name, which comes back as another incarnation. The newest such names are remembered one by one. For
-    /// all others, only the highest incarnation of any of them is.
-    fn remember(&mut self, name: String) {
-        self.left.push_back(name);
-        if self.left.len() > MAX_LEARNERS
-            && let Some(oldest) = self.left.pop_front()
-            && !self.members.values().any(|member| member.name == oldest)
-            && let Some(incarnation) = self.lives.remove(&oldest)
-        {
-            self.forgotten = self.forgotten.max(incarnation);
-        }
     }
 
     /// The consequences of learners leaving.

@@ -36,7 +36,11 @@ mod deadlines;
 mod early;
 mod grace;
 mod hold;
+mod incarnations;
+mod measured;
 mod membership;
+mod newest;
+mod recipe;
 mod record;
 mod setback;
 mod settings;
@@ -51,14 +55,9 @@ mod waits;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{Consistency, Controls};
-use libmodelio::vocabulary::groups::{Groups, TensorReducers};
-use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Version};
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
-use libmodelio::vocabulary::norm::{Norm, TensorNorms};
-use libmodelio::vocabulary::reducer::{Hyper, Reducer};
-use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use serde::{Deserialize, Serialize};
 
 pub use actions::{Action, Contribution, Now, Opening, Plan, Ticket, Work};
@@ -66,6 +65,10 @@ pub use commit::NOT_COMMITTED;
 pub use deadlines::ALL_BUFFERS_HELD;
 use early::{Early, Speculation};
 use grace::Grace;
+use incarnations::Incarnations;
+use measured::Measured;
+use newest::Newest;
+use recipe::Recipe;
 pub use record::{JobRecord, LearnerRecord};
 use state::{Committed, Member, OfTensors, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
 
@@ -79,20 +82,12 @@ pub const MAX_LEARNERS: usize = libmodelio::vocabulary::controls::MAX_LEARNERS a
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(bound(serialize = "S: Serialize", deserialize = "S: Deserialize<'de>"))]
 pub struct JobCore<S> {
-    blocks: usize,
-    tensors: usize,
     controls: Controls,
     /// The consistency in force. It follows `controls` when no block of the coming version depends on it.
     consistency: Consistency,
     version: Version,
     members: BTreeMap<LearnerId, Member>,
-    /// The last incarnation of each name in the job or in `left`.
-    lives: BTreeMap<String, Incarnation>,
-    /// The names that have left, the newest last.
-    left: VecDeque<String>,
-    /// The highest incarnation of a forgotten name.
-    forgotten: Incarnation,
-    next_learner: u32,
+    incarnations: Incarnations,
     /// Whether the expected number of learners has been reached.
     formed: bool,
     committed: Vec<Committed<S>>,
@@ -110,31 +105,10 @@ pub struct JobCore<S> {
     staged: bool,
     speculation: Speculation,
     grace: Grace,
-    /// The accumulator is being measured, for a step that must know the norm of its gradient.
-    #[serde(skip)]
-    measuring: bool,
-    /// The sum of the squares of what the accumulator holds, if nothing was added since it was measured.
-    squares: Option<f64>,
-    /// The norms of tensors, with the same condition.
-    #[serde(skip)]
-    norms: Option<Vec<TensorNorms>>,
-    /// The norm behind the newest version, if its step had to know it.
-    norm: Option<Norm>,
+    measured: Measured,
     /// The publication of new weights in the running plan.
     running_ticket: Option<(Ticket, Now)>,
-    /// Reducer, constants, frozen tensors and groups of the coming version. They are fixed once part of it was
-    /// computed.
-    params: Option<(Reducer, Hyper, OfTensors)>,
-    /// What the settings say of single tensors.
-    of_tensors: OfTensors,
-    /// The reducer of each tensor by the settings.
-    reducers: TensorReducers,
-    /// The reducer of each tensor whose optimizer state exists.
-    state_of: TensorReducers,
-    /// The state begins anew on top of this version.
-    restart: Option<Version>,
-    /// Replicas of the model begin anew with this version.
-    replicas_since: Version,
+    recipe: Recipe,
     /// All learners have left in the middle of a step. Learners are counted again after it.
     reform: bool,
     /// Whether the next version has a buffer.
@@ -145,39 +119,20 @@ pub struct JobCore<S> {
     /// A time in which learners wait for others.
     stall: Option<Stall>,
     wait: Option<Wait>,
-    /// The optimizer steps of each tensor since its state was zero.
-    optimizer_steps: TensorSteps,
-    contributions_taken: u64,
-    /// The contributions that the newest version has added.
-    newest_of: u32,
-    /// The learning rate of the newest version, if it was divided by the staleness of a contribution or could be.
-    rate: Option<f32>,
+    newest: Newest,
 }
 
 impl<S: Clone> JobCore<S> {
     /// A job at version 0 without learners, for a model with `blocks` blocks and `tensors` tensors. The next version
     /// is assumed to have a buffer.
     pub fn new(blocks: u32, tensors: usize, controls: Controls) -> JobCore<S> {
-        let blocks = blocks as usize;
-        let reducers = TensorReducers::new(tensors, controls.reducer, &Groups::default());
-        let frozen = Tensors(FixedBitSet::with_capacity(tensors));
         JobCore {
-            blocks,
-            tensors,
             consistency: controls.consistency,
-            state_of: reducers.clone(),
-            reducers,
-            restart: None,
-            replicas_since: Version(0),
-            params: None,
-            of_tensors: OfTensors { frozen, groups: Groups::default() },
+            recipe: Recipe::new(blocks as usize, tensors, controls.reducer),
             controls,
             version: Version(0),
             members: BTreeMap::new(),
-            lives: BTreeMap::new(),
-            left: VecDeque::new(),
-            forgotten: Incarnation(0),
-            next_learner: 1,
+            incarnations: Incarnations::default(),
             formed: false,
             committed: Vec::new(),
             pending: VecDeque::new(),
@@ -188,20 +143,14 @@ impl<S: Clone> JobCore<S> {
             staged: false,
             speculation: Speculation::default(),
             grace: Grace::default(),
-            measuring: false,
-            squares: None,
-            norms: None,
-            norm: None,
+            measured: Measured::default(),
             running_ticket: None,
             reform: false,
             buffer_ready: true,
             holds: false,
             stall: None,
             wait: None,
-            optimizer_steps: TensorSteps::uniform(tensors, 0),
-            contributions_taken: 0,
-            newest_of: 0,
-            rate: None,
+            newest: Newest::default(),
         }
     }
 

@@ -5,8 +5,8 @@
 
 use std::collections::BTreeSet;
 
-use libmodelio::vocabulary::groups::{Groups, TensorReducers};
-use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::groups::TensorReducers;
+use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
@@ -63,20 +63,18 @@ impl<S: Clone> JobCore<S> {
         };
         let mut learners: Vec<LearnerRecord> = self.members.values().map(of_member).collect();
         let members: BTreeSet<&str> = self.members.values().map(|member| member.name.as_str()).collect();
-        let left = self.lives.iter().filter(|(name, _)| !members.contains(name.as_str()));
-        learners.extend(left.map(|(name, &incarnation)| LearnerRecord {
-            name: name.clone(),
-            incarnation,
-            step: None,
-        }));
+        let left = self.incarnations.names().filter(|(name, _)| !members.contains(name));
+        let of_left =
+            |(name, incarnation): (&str, _)| LearnerRecord { name: name.to_owned(), incarnation, step: None };
+        learners.extend(left.map(of_left));
         JobRecord {
             version: self.version,
-            optimizer: self.state_of.widest(),
-            reducers: Some(self.state_of.clone()).filter(TensorReducers::are_mixed),
-            steps: self.optimizer_steps.clone(),
-            contributions: self.contributions_taken,
+            optimizer: self.recipe.state_of().widest(),
+            reducers: Some(self.recipe.state_of().clone()).filter(TensorReducers::are_mixed),
+            steps: self.recipe.steps().clone(),
+            contributions: self.newest.all_contributions,
             learners,
-            unlisted: self.forgotten,
+            unlisted: self.incarnations.forgotten(),
         }
     }
 
@@ -87,28 +85,29 @@ impl<S: Clone> JobCore<S> {
     /// When the record is of a job with other tensors, or is not sound.
     pub fn restore(&mut self, record: JobRecord) -> Result<(), ShardError> {
         let refused = |why: String| Err(ShardError::NotAllowed(why));
-        if record.steps.tensors() != self.tensors as u64 {
+        if record.steps.tensors() != self.recipe.tensors() as u64 {
             let got = record.steps.tensors();
-            return refused(format!("the record is of {got} tensors, the model has {}", self.tensors));
+            return refused(format!(
+                "the record is of {got} tensors, the model has {}",
+                self.recipe.tensors()
+            ));
         }
-        if record.reducers.as_ref().is_some_and(|of| of.tensors() != self.tensors as u64) {
-            return refused(format!("the record has reducers of other than {} tensors", self.tensors));
+        if record.reducers.as_ref().is_some_and(|of| of.tensors() != self.recipe.tensors() as u64) {
+            return refused(format!(
+                "the record has reducers of other than {} tensors",
+                self.recipe.tensors()
+            ));
         }
         if record.learners.len() > 2 * MAX_LEARNERS {
             return refused(format!("the record names {} learners", record.learners.len()));
         }
         record.learners.iter().try_for_each(|learner| check_name(&learner.name))?;
-        debug_assert!(self.members.is_empty() && self.next_learner == LearnerId(1).0, "it has begun");
+        debug_assert!(self.members.is_empty(), "it has begun");
         self.version = record.version;
-        let uniform = || TensorReducers::new(self.tensors, record.optimizer, &Groups::default());
-        self.state_of = record.reducers.unwrap_or_else(uniform);
-        self.optimizer_steps = record.steps;
-        self.contributions_taken = record.contributions;
-        self.forgotten = record.unlisted;
-        for LearnerRecord { name, incarnation, .. } in record.learners.into_iter().rev() {
-            self.lives.insert(name.clone(), incarnation);
-            self.left.push_back(name);
-        }
+        self.recipe.restore(record.reducers, record.optimizer, record.steps);
+        self.newest.all_contributions = record.contributions;
+        let names = record.learners.into_iter().map(|learner| (learner.name, learner.incarnation)).collect();
+        self.incarnations.restore(names, record.unlisted);
         Ok(())
     }
 }

@@ -170,7 +170,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The contributions under way are not in the accumulator.
     fn stop_accumulation(&mut self) {
-        self.measuring = false;
+        self.measured.stops();
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
             committed.place = if committed.contribution.steady { Place::Kept } else { Place::ToAccumulate };
         }
@@ -194,7 +194,7 @@ impl<S: Clone> JobCore<S> {
     /// Fixed settings are released when nothing depends on them any more.
     pub(super) fn release_params(&mut self) {
         if !self.is_under_way() {
-            self.params = None;
+            self.recipe.release();
         }
     }
 

@@ -2,12 +2,11 @@
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
-use libmodelio::vocabulary::groups::{Groups, TensorReducers};
-use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::groups::Groups;
+use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
-use libmodelio::vocabulary::reducer::{Hyper, Reducer};
-use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
+use super::recipe::Params;
 use super::{Action, JobCore, Member, Now, OfTensors, PendingKind, Phase, Tensors};
 
 impl<S: Clone> JobCore<S> {
@@ -17,13 +16,7 @@ impl<S: Clone> JobCore<S> {
     /// # Panics
     /// If this is not a set of the model's tensors.
     pub fn set_tensors(&mut self, frozen: FixedBitSet, groups: Groups) {
-        assert_eq!(frozen.len(), self.tensors, "tensors of the model");
-        self.of_tensors = OfTensors { frozen: Tensors(frozen), groups };
-        self.find_reducers();
-    }
-
-    fn find_reducers(&mut self) {
-        self.reducers = TensorReducers::new(self.tensors, self.controls.reducer, &self.of_tensors.groups);
+        self.recipe.set_tensors(frozen, groups, self.controls.reducer);
     }
 
     /// New settings take effect at the next version. A formed job stays formed, however many `learners` are expected.
@@ -32,12 +25,11 @@ impl<S: Clone> JobCore<S> {
         let is_new = controls.learners != self.controls.learners;
         let is_other = controls.hyper.learning_rate != self.controls.hyper.learning_rate;
         // The coming version has corrections of the old replicas. Averaging begins anew from it.
-        if controls.reducer.restarts() && is_other && self.optimizer_steps.highest() > 0 {
-            self.replicas_since = self.version.next();
-            self.restart = Some(self.replicas_since);
+        if controls.reducer.restarts() && is_other {
+            self.recipe.restart_at(self.version.next());
         }
         self.controls = controls;
-        self.find_reducers();
+        self.recipe.set_reducer(self.controls.reducer);
         self.drop_pending_contents(actions);
         if is_new {
             self.form(now);
@@ -59,7 +51,7 @@ impl<S: Clone> JobCore<S> {
     ) -> Result<(), ControlError> {
         let content = controls.reducer.content();
         let taken = self.committed.iter().map(|committed| committed.contribution.contents.content);
-        let mut others = taken.chain(self.params.as_ref().map(|(reducer, ..)| reducer.content()));
+        let mut others = taken.chain(self.recipe.fixed().map(|(reducer, ..)| reducer.content()));
         if let Some(other) = others.find(|other| !other.fits(content)) {
             return Err(ControlError::Conflict(format!(
                 "the coming version has contributions of {}, which reducer {} does not take: set it once that version is out",
@@ -70,7 +62,7 @@ impl<S: Clone> JobCore<S> {
         let of_tensors = OfTensors { frozen: Tensors(frozen.clone()), groups: groups.clone() };
         let mark = of_tensors.averaged(controls.reducer);
         let taken = self.committed.iter().map(|committed| committed.contribution.contents.averaged);
-        let begun = self.params.as_ref().map(|(reducer, _, of_tensors)| of_tensors.averaged(*reducer));
+        let begun = self.recipe.fixed().map(|(reducer, _, of_tensors)| of_tensors.averaged(*reducer));
         if taken.chain(begun).any(|of| of != mark) {
             let why = "the coming version has contributions with values of averaged tensors, and the rules would \
                        have others averaged: set them once that version is out";
@@ -104,18 +96,7 @@ impl<S: Clone> JobCore<S> {
             return;
         }
         self.follow_consistency();
-        let is_due = |at: &mut Version| *at <= self.version;
-        let anew = self.params.is_none() && self.restart.take_if(is_due).is_some();
-        if self.params.is_none() && (self.state_of != self.reducers || anew) {
-            if !anew {
-                (self.replicas_since, self.restart) = (self.version, None);
-            }
-            self.optimizer_steps = match anew {
-                true => TensorSteps::uniform(self.tensors, 0),
-                false => self.optimizer_steps.restarted(&self.state_of, &self.reducers),
-            };
-            self.state_of = self.reducers.clone();
-        }
+        self.recipe.settle(self.version);
         if self.committed.is_empty() && std::mem::take(&mut self.reform) {
             self.formed = self.members.len() >= self.controls.learners as usize;
         }
@@ -133,9 +114,12 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The parameters of the coming version.
-    pub(super) fn params(&self) -> (Reducer, Hyper, OfTensors) {
-        let set =
-            || (self.controls.reducer, self.controls.hyper_after(self.version), self.of_tensors.clone());
-        self.params.clone().unwrap_or_else(set)
+    pub(super) fn params(&self) -> Params {
+        self.recipe.of_next(&self.controls, self.version)
+    }
+
+    /// Part of the coming version is computed with its parameters.
+    pub(super) fn fix_params(&mut self) {
+        self.recipe.fix(&self.controls, self.version);
     }
 }

@@ -33,7 +33,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The learning rate of the newest version, if the staleness of its contribution counted.
     pub fn rate(&self) -> Option<f32> {
-        self.rate
+        self.newest.rate
     }
 }
 

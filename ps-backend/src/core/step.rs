@@ -6,7 +6,7 @@ use std::sync::Arc;
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::groups::{GroupId, Groups};
 use libmodelio::vocabulary::ids::LearnerId;
-use libmodelio::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors, TensorSquares};
+use libmodelio::vocabulary::norm::{Norm, Quantity, Squares, TensorFactors};
 use libmodelio::vocabulary::reducer;
 
 use super::{
@@ -31,13 +31,7 @@ impl<S: Clone> JobCore<S> {
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) {
-        self.measuring = false;
-        match measured {
-            // Nothing is added with the norms of tensors if the gradient was measured before.
-            Some(Squares::Tensors(all)) => self.norms = Some(all.iter().map(TensorSquares::norms).collect()),
-            Some(Squares::Gradient(sum)) => self.squares = Some(sum.value()),
-            None => (self.squares, self.norms) = (None, None),
-        }
+        self.measured.accumulated(measured);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
             if !learners.contains(&committed.contribution.learner) {
                 continue;
@@ -60,15 +54,15 @@ impl<S: Clone> JobCore<S> {
         actions.push(Action::Published(self.version));
         match &plan.work {
             Work::Reduce { step, tensors, .. } => {
-                (self.norm, self.squares, self.norms) = (step.norm, None, None);
-                self.rate = self.divides_by_staleness().then_some(step.hyper.learning_rate);
-                self.optimizer_steps = self.optimizer_steps.after(tensors);
+                self.measured.forget();
+                let rate = self.divides_by_staleness().then_some(step.hyper.learning_rate);
+                self.newest.reduced(self.committed.len(), step.norm, rate);
+                self.recipe.reduced(tensors);
                 self.end_step(now, actions);
             }
             Work::Assign { .. } => {
-                (self.norm, self.newest_of, self.rate) = (None, 0, None);
-                // They were those of other weights.
-                self.norms = None;
+                self.newest.assigned();
+                self.measured.forget_norms();
                 // The step goes on: a learner that came in the middle of it still waits for the next one.
                 let version = self.version;
                 for member in self.members.values_mut().filter(|member| member.joined_at >= version) {
@@ -86,8 +80,6 @@ impl<S: Clone> JobCore<S> {
 
     fn end_step(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         self.grace.step_ended();
-        self.newest_of = self.committed.len() as u32;
-        self.contributions_taken += self.committed.len() as u64;
         for committed in std::mem::take(&mut self.committed) {
             if let Some((ticket, _)) = committed.ticket {
                 actions.push(Action::Reply(ticket, Ok(())));
@@ -100,7 +92,7 @@ impl<S: Clone> JobCore<S> {
                 member.activity.counts(now);
             }
         }
-        self.params = None;
+        self.recipe.release();
         if !self.limits_head_start() {
             self.stall = None;
         }
@@ -220,7 +212,7 @@ impl<S: Clone> JobCore<S> {
             hyper = staleness::of_stale(hyper, self.staleness());
         }
         let written = self.written(&frozen, provisional.is_some());
-        let tensors = self.optimizer_steps.next(&written);
+        let tensors = self.recipe.next_steps(&written);
         let contributions = (self.committed.len() + provisional.map_or(0, BTreeSet::len)) as u32;
         // Those that are not committed count once: no block is sent early of others.
         let weights = self.committed.iter().map(|committed| committed.contribution.weight.get());
@@ -228,16 +220,16 @@ impl<S: Clone> JobCore<S> {
         let weight = Some(Norm::new(weight)).filter(|_| weight != f64::from(contributions));
         let t = tensors.highest();
         let mut step = reducer::Step { reducer, hyper, contributions, weight, t, ..reducer::Step::default() };
-        step.norm = self.squares.map(|squares| Norm::new(step.scale() * squares.sqrt()));
+        step.norm = self.measured.squares().map(|squares| Norm::new(step.scale() * squares.sqrt()));
         let factors = self.factors(&groups, &step, &written, provisional);
-        let fresh_state = self.optimizer_steps.highest() == 0;
+        let fresh_state = !self.recipe.has_state();
         let work = Work::Reduce { step, tensors, groups, factors, fresh_state, inputs };
         Plan { work, provisional: provisional.cloned() }
     }
 
     /// The tensors that the coming version reduces. A provisional one may reduce any.
     fn written(&self, frozen: &Tensors, is_provisional: bool) -> FixedBitSet {
-        let mut written = FixedBitSet::with_capacity(self.tensors);
+        let mut written = FixedBitSet::with_capacity(self.recipe.tensors());
         if is_provisional {
             written.insert_range(..);
         }
@@ -255,21 +247,21 @@ impl<S: Clone> JobCore<S> {
         written: &FixedBitSet,
         provisional: Option<&BTreeSet<LearnerId>>,
     ) -> TensorFactors {
-        if self.norms.is_none() && groups.averaged(step.reducer).next().is_none() {
+        if self.measured.norms().is_none() && groups.averaged(step.reducer).next().is_none() {
             return TensorFactors::default();
         }
         let steps = groups.steps(step);
         let runs =
             groups.runs().iter().flat_map(|&(count, group)| std::iter::repeat_n(group, count as usize));
         let groups = runs.chain(std::iter::repeat(GroupId::MODEL));
-        TensorFactors::new((0..self.tensors).zip(groups).map(|(tensor, group)| {
+        TensorFactors::new((0..self.recipe.tensors()).zip(groups).map(|(tensor, group)| {
             let step = steps.of_group(group);
             let without = |committed: &Committed<S>| !committed.contribution.tensors.contains(tensor);
             if step.of_values {
                 let lacks = written.contains(tensor) && self.committed.iter().any(without);
                 return lacks.then(|| 1.0 / self.weight_of(tensor, provisional));
             }
-            let norms = self.norms.as_ref().filter(|_| step.reducer.is_layerwise())?;
+            let norms = self.measured.norms().filter(|_| step.reducer.is_layerwise())?;
             norms.get(tensor).map(|norms| reducers::factor(step, *norms))
         }))
     }
@@ -293,23 +285,20 @@ impl<S: Clone> JobCore<S> {
         let (reducer, hyper, OfTensors { groups, .. }) = self.params();
         let all = self.committed.iter().all(|c| c.place == Place::Accumulated);
         match (reducer.measures(&hyper), groups.are_layerwise(reducer)) {
-            (true, _) if !all || self.squares.is_none() => Some(Quantity::Gradient),
-            (_, true) if !all || self.norms.is_none() => Some(Quantity::Tensors),
+            (true, _) if !all || self.measured.squares().is_none() => Some(Quantity::Gradient),
+            (_, true) if !all || self.measured.norms().is_none() => Some(Quantity::Tensors),
             _ => None,
         }
     }
 
     /// Adds up what is not accumulated, and measures all of it.
     fn measure(&mut self, quantity: Quantity, actions: &mut Vec<Action<S>>) {
-        (self.measuring, self.norms) = (true, None);
-        if quantity == Quantity::Gradient {
-            self.squares = None;
-        }
+        self.measured.begins(quantity);
         let Work::Reduce { step, groups, .. } = self.reduce_plan(None).work else { return };
         // Values of averaged tensors are no part of the gradient.
         let mut counts = self.written(&self.params().2.frozen, false);
         groups.averaged(step.reducer).for_each(|averaged| counts.set_range(averaged, false));
-        let tensors = self.optimizer_steps.next(&counts);
+        let tensors = self.recipe.next_steps(&counts);
         let contributions = self.accumulate(|place| place != Place::Accumulated);
         actions.push(Action::Measure { contributions, step, tensors, groups, quantity });
     }
@@ -357,7 +346,7 @@ impl<S: Clone> JobCore<S> {
             contributions.push(Arc::clone(&committed.contribution));
         }
         contributions.sort_by_key(|contribution| contribution.learner);
-        self.params = Some(self.params());
+        self.fix_params();
         contributions
     }
 }

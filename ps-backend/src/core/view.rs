@@ -40,7 +40,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The norm of the gradient behind the newest version, if its step had to know it.
     pub fn norm(&self) -> Option<Norm> {
-        self.norm
+        self.newest.norm
     }
 
     /// The settings.
@@ -50,17 +50,17 @@ impl<S: Clone> JobCore<S> {
 
     /// The number of contributions taken since the start.
     pub fn contributions_taken(&self) -> u64 {
-        self.contributions_taken
+        self.newest.all_contributions
     }
 
     /// Replicas of the model begin anew with this version.
     pub fn replicas_since(&self) -> Version {
-        self.replicas_since
+        self.recipe.replicas_since()
     }
 
     /// The number of contributions that the newest version has added. 0 if new weights were published.
     pub fn newest_of(&self) -> u32 {
-        self.newest_of
+        self.newest.contributions
     }
 
     /// The number of learners whose contribution to the coming version is in.
@@ -78,7 +78,7 @@ impl<S: Clone> JobCore<S> {
     /// Whether contributions are being accumulated: [`super::Action::Accumulate`] or [`super::Action::Measure`] is under
     /// way.
     pub(super) fn is_accumulating(&self) -> bool {
-        self.measuring || self.committed.iter().any(|c| c.place == Place::Accumulating)
+        self.measured.is_under_way() || self.committed.iter().any(|c| c.place == Place::Accumulating)
     }
 
     /// The contributions to the coming version that are in the accumulator.
@@ -118,7 +118,7 @@ impl<S: Clone> JobCore<S> {
             JobPhase::Stopped
         } else if !self.formed {
             JobPhase::Forming
-        } else if self.running.is_some() || self.measuring {
+        } else if self.running.is_some() || self.measured.is_under_way() {
             JobPhase::Reducing
         } else {
             JobPhase::Running

@@ -17,7 +17,7 @@ impl<S: Clone> JobCore<S> {
         let step_waits = self.gathers() && !self.committed.is_empty();
         // Without a buffer learners wait for readers, and while the job is held they wait for nobody in it.
         let waits = self.running.is_none()
-            && !self.measuring
+            && !self.measured.is_under_way()
             && self.buffer_ready
             && !self.is_held()
             && (step_waits || !self.pending.is_empty());

@@ -1,6 +1,7 @@
 //! Promises of jobs whose steps must know the norm of their gradient. The simulation checks each norm.
 
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 

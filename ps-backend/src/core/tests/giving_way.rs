@@ -2,8 +2,8 @@
 
 use libmodelio::vocabulary::ids::{Step, Version};
 use libmodelio::vocabulary::members::{Attached, LeaveReason};
+use libmodelio::vocabulary::reducer::Reducer;
 
-use super::super::*;
 use super::sim::{BLOCKS, Id, Sim, Uid, blocks, everything, ok, open};
 
 /// A job of one learner, which has written a block that is part of a plan.

@@ -1,7 +1,10 @@
 //! Promises of jobs whose settings have rules for single tensors. The simulation has two: `head` and `body`.
 
+use libmodelio::vocabulary::groups::Groups;
 use libmodelio::vocabulary::groups::Steps;
+use libmodelio::vocabulary::groups::TensorReducers;
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;

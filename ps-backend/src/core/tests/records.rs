@@ -1,6 +1,7 @@
 //! The record of a job, which snapshots keep: it has the newest version's facts, and nothing else.
 
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 use super::super::*;
 use super::sim::{everything, job, open};

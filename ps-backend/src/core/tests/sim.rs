@@ -2,6 +2,9 @@
 //! contributions instead of numbers. So every version can be asked for its contributions, and the invariants
 //! are checked at every step.
 
+use libmodelio::vocabulary::groups::Groups;
+use libmodelio::vocabulary::groups::TensorReducers;
+use libmodelio::vocabulary::reducer::Reducer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Add;
 use std::sync::Arc;
@@ -211,10 +214,10 @@ impl Sim {
     fn call<R>(&mut self, f: impl FnOnce(&mut JobCore<Uid>, Now, &mut Vec<Action<Uid>>) -> R) -> R {
         let mut actions = Vec::new();
         let result = f(&mut self.core, self.now, &mut actions);
-        for tensor in self.state_of.differing(&self.core.state_of).ones() {
+        for tensor in self.state_of.differing(self.core.recipe.state_of()).ones() {
             (self.steps[tensor], self.last_reducers[tensor]) = (0, None);
         }
-        self.state_of = self.core.state_of.clone();
+        self.state_of = self.core.recipe.state_of().clone();
         for action in actions {
             self.act(action);
         }

@@ -1,6 +1,8 @@
 //! Promises of synchronous jobs, and of behaviour that both kinds of job share.
 
+use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::{BlockId, Step, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
@@ -243,11 +245,11 @@ fn changing_the_reducer_and_back_starts_its_state_anew() {
     for t in 1..=3 {
         everything(&mut sim, ids[0], true);
         sim.reduce_done(true);
-        assert_eq!(sim.core.optimizer_steps.runs(), [(TENSORS as u32, t)]);
+        assert_eq!(sim.core.recipe.steps().runs(), [(TENSORS as u32, t)]);
     }
     sim.set("reducer", "sgd");
     sim.set("reducer", "adam");
-    assert_eq!(sim.core.optimizer_steps.runs(), [(TENSORS as u32, 0)]);
+    assert_eq!(sim.core.recipe.steps().runs(), [(TENSORS as u32, 0)]);
 }
 
 #[test]

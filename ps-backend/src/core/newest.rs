@@ -1,0 +1,29 @@
+//! What the newest version was made of.
+
+use libmodelio::vocabulary::norm::Norm;
+use serde::{Deserialize, Serialize};
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Newest {
+    /// The contributions that are part of it or of an earlier version.
+    pub(super) all_contributions: u64,
+    /// The contributions that it has added. 0 if new weights were published.
+    pub(super) contributions: u32,
+    /// The norm of its gradient, if its step had to know it.
+    pub(super) norm: Option<Norm>,
+    /// Its learning rate, if that was divided by the staleness of a contribution or could be.
+    pub(super) rate: Option<f32>,
+}
+
+impl Newest {
+    /// It was made of so many contributions.
+    pub(super) fn reduced(&mut self, contributions: usize, norm: Option<Norm>, rate: Option<f32>) {
+        let all_contributions = self.all_contributions + contributions as u64;
+        *self = Newest { all_contributions, contributions: contributions as u32, norm, rate };
+    }
+
+    /// It has new weights.
+    pub(super) fn assigned(&mut self) {
+        *self = Newest { all_contributions: self.all_contributions, ..Newest::default() };
+    }
+}
