@@ -49,7 +49,7 @@ impl<S: Clone> JobCore<S> {
     /// Whether a commit of `learner` can be taken now.
     pub(super) fn takes_commit(&self, learner: LearnerId) -> bool {
         // A provisional plan was computed without it.
-        self.early.as_ref().is_none_or(|early| early.takes(learner)) && self.would_take_commit(learner)
+        (!self.early.is_under_way() || self.early.takes(learner)) && self.would_take_commit(learner)
     }
 
     /// Whether it could be if no plan had begun early for another learner.
@@ -59,14 +59,14 @@ impl<S: Clone> JobCore<S> {
         };
         match self.consistency {
             Consistency::Sync => {
-                self.takes_part(member) && (self.buffer_ready || !self.has_enough_with(learner))
+                self.takes_part(member) && (self.making.has_buffer() || !self.has_enough_with(learner))
             }
             Consistency::Quorum(_) | Consistency::Grace(..) => {
-                self.buffer_ready || !self.has_enough_with(learner)
+                self.making.has_buffer() || !self.has_enough_with(learner)
             }
             Consistency::Async | Consistency::Ssp(_) => {
-                self.formed
-                    && self.buffer_ready
+                self.formation.is_formed()
+                    && self.making.has_buffer()
                     && self.committed.is_empty()
                     && !self.is_too_far_ahead(learner)
             }
@@ -94,7 +94,7 @@ impl<S: Clone> JobCore<S> {
             Consistency::Quorum(quorum) | Consistency::Grace(quorum, _) => contributions >= quorum as usize,
             _ => false,
         };
-        self.formed && (quorum || !missing)
+        self.formation.is_formed() && (quorum || !missing)
     }
 
     /// Learners who take part in the coming version and have not committed.
@@ -125,7 +125,7 @@ impl<S: Clone> JobCore<S> {
     /// The only learner who writes, if every contribution makes a version. Where its blocks lie nowhere else, it must also
     /// be the only one who may commit: the plan cannot give way then.
     fn only_writer(&self) -> Option<LearnerId> {
-        if !self.committed.is_empty() || !self.staged && self.members.len() > 1 {
+        if !self.committed.is_empty() || !self.early.are_all_staged() && self.members.len() > 1 {
             return None;
         }
         let mut writers = self.members.keys().copied().filter(|learner| self.has_block(*learner));
@@ -150,7 +150,7 @@ impl<S: Clone> JobCore<S> {
     /// Whether a waiting learner may be waiting for `learner`.
     pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
         // Where a plan that has begun early gives way, nobody waits for it.
-        if self.is_early(learner) && self.early.as_ref().is_some_and(|early| !early.staged) {
+        if self.is_early(learner) && !self.early.is_staged() {
             return true;
         }
         match self.consistency {

@@ -20,8 +20,8 @@ impl<S: Clone> JobCore<S> {
         let pending = self.pending.iter().map(|pending| pending.deadline);
         // The reader of lent memory checks its deadline itself: see `overdue`.
         let taken = self.committed.iter().filter(|c| !c.is_read_on_loan());
-        let taken = taken.filter_map(|c| c.ticket).chain(self.running_ticket);
-        let taken = taken.map(|(_, deadline)| deadline);
+        let taken =
+            taken.filter_map(|c| c.ticket).map(|(_, deadline)| deadline).chain(self.making.deadline());
         pending.chain(taken).chain(self.next_accumulation()).chain(self.grace_ends()).min()
     }
 
@@ -83,8 +83,8 @@ impl<S: Clone> JobCore<S> {
             }
             let what = match pending.kind {
                 PendingKind::Assign { .. } => "a contribution is still being written",
-                _ if !self.formed => "the job still waits for its learners (control/learners)",
-                _ if !self.buffer_ready => ALL_BUFFERS_HELD,
+                _ if !self.formation.is_formed() => "the job still waits for its learners (control/learners)",
+                _ if !self.making.has_buffer() => ALL_BUFFERS_HELD,
                 PendingKind::Commit { ref contribution, .. }
                     if self.is_too_far_ahead(contribution.learner) =>
                 {
@@ -96,7 +96,7 @@ impl<S: Clone> JobCore<S> {
             timed_out(pending.ticket, what.into());
         }
         self.pending = kept;
-        if let Some((ticket, _)) = self.running_ticket.take_if(over) {
+        if let Some(ticket) = self.making.late(now) {
             timed_out(ticket, "the version is still being made; it will come".into());
         }
         let missing =

@@ -29,24 +29,24 @@ const PATIENCE: Now = Now::from_secs(1);
 
 /// The provisional plan under way.
 #[derive(Debug)]
-pub(super) struct Early {
+struct Early {
     /// The learners whose contributions were still to be committed when it began.
     open: BTreeSet<LearnerId>,
     since: Now,
     /// Whether its blocks are staged, too. Then it gives way to whoever waits for it.
-    pub(super) staged: bool,
+    staged: bool,
 }
 
 impl Early {
     /// Whether it takes a commit of `learner`.
-    pub(super) fn takes(&self, learner: LearnerId) -> bool {
+    fn takes(&self, learner: LearnerId) -> bool {
         self.open.contains(&learner)
     }
 }
 
 /// Whether plans may begin early, by what became of earlier ones.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Speculation {
+struct Speculation {
     /// The number of plans that were dropped since one counted, of those that others than their learner can drop.
     /// (Others succeed where these fail: when the others have committed, the last one has a plan of its own.)
     failures: u32,
@@ -62,15 +62,73 @@ impl Speculation {
     }
 
     /// The plan for the version after this one was dropped.
-    pub(super) fn fails(&mut self, version: Version) {
+    fn fails(&mut self, version: Version) {
         let pause = 1 << self.failures.min(MOST_DOUBLINGS);
         self.failures = self.failures.saturating_add(1);
         self.resumes_at = Version(version.0.saturating_add(pause));
     }
 
     /// A plan counts that others than its learner could have dropped.
-    pub(super) fn succeeds(&mut self) {
+    fn succeeds(&mut self) {
         self.failures = 0;
+    }
+}
+
+/// The plans that begin early: whether any may, and the one under way.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct EarlyPlans {
+    #[serde(skip)]
+    under_way: Option<Early>,
+    /// Whether plans begin while contributions to them are still written.
+    may_begin: bool,
+    /// Whether the blocks of every such plan lie elsewhere, too. That is so on a network.
+    are_all_staged: bool,
+    speculation: Speculation,
+    /// How long a contribution whose memory is needed back waits for the others of its step.
+    accumulate_patience: Now,
+}
+
+impl EarlyPlans {
+    pub(super) fn allow(&mut self) {
+        self.may_begin = true;
+    }
+
+    pub(super) fn stage_all(&mut self) {
+        self.are_all_staged = true;
+    }
+
+    pub(super) fn set_accumulate_patience(&mut self, patience: Now) {
+        self.accumulate_patience = patience;
+    }
+
+    pub(super) fn accumulate_patience(&self) -> Now {
+        self.accumulate_patience
+    }
+
+    pub(super) fn are_all_staged(&self) -> bool {
+        self.are_all_staged
+    }
+
+    /// Whether one is under way.
+    pub(super) fn is_under_way(&self) -> bool {
+        self.under_way.is_some()
+    }
+
+    /// Whether the blocks of the one under way lie elsewhere, too.
+    pub(super) fn is_staged(&self) -> bool {
+        self.under_way.as_ref().is_some_and(|early| early.staged)
+    }
+
+    /// Whether the one under way takes a commit of `learner`.
+    pub(super) fn takes(&self, learner: LearnerId) -> bool {
+        self.under_way.as_ref().is_some_and(|early| early.takes(learner))
+    }
+
+    /// The plan for the version after this one is not carried out. Another one that begins early would be sent in vain
+    /// just as well.
+    pub(super) fn fails(&mut self, version: Version) {
+        self.speculation.fails(version);
+        self.under_way = None;
     }
 }
 
@@ -78,7 +136,7 @@ impl<S: Clone> JobCore<S> {
     /// Begins the coming version's plan if contributions to it can be sent before all are committed.
     pub(super) fn begin_early(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         if self.is_left_to_one() {
-            self.early = None;
+            self.early.under_way = None;
             self.put_back();
             self.release_params();
             actions.push(Action::Drop);
@@ -89,8 +147,8 @@ impl<S: Clone> JobCore<S> {
             committed.place = Place::Kept;
         }
         actions.push(Action::Reduce(Arc::new(self.reduce_plan(Some(&open)))));
-        let staged = self.staged || open.len() > 1;
-        self.early = Some(Early { open, since: now, staged });
+        let staged = self.early.are_all_staged || open.len() > 1;
+        self.early.under_way = Some(Early { open, since: now, staged });
         self.be_patient(now);
     }
 
@@ -98,8 +156,8 @@ impl<S: Clone> JobCore<S> {
     /// or longer. If that does not do, their contributions are accumulated. In one process nothing is sent again, so
     /// they need not wait longer than that.
     pub(super) fn be_patient(&mut self, now: Now) {
-        let Some(early) = &self.early else { return };
-        let least = if self.staged { PATIENCE } else { self.accumulate_patience };
+        let Some(early) = &self.early.under_way else { return };
+        let least = if self.early.are_all_staged { PATIENCE } else { self.early.accumulate_patience };
         let patience = now.saturating_sub(early.since).max(least);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
             committed.accumulate_at = (now + patience).min(committed.patient_until);
@@ -108,7 +166,8 @@ impl<S: Clone> JobCore<S> {
 
     /// Whether the plan of all in one process lacks one contribution, which has no block yet.
     fn is_left_to_one(&self) -> bool {
-        let Some(early) = self.early.as_ref().filter(|early| early.staged && !self.staged) else {
+        let staged = |early: &&Early| early.staged && !self.early.are_all_staged;
+        let Some(early) = self.early.under_way.as_ref().filter(staged) else {
             return false;
         };
         let mut left = early.open.iter().filter(|learner| !self.has_committed(**learner));
@@ -123,13 +182,15 @@ impl<S: Clone> JobCore<S> {
 
     /// The learners for whose contributions a plan may begin now.
     fn may_begin_early(&self) -> Option<BTreeSet<LearnerId>> {
-        let is_idle =
-            self.running.is_none() && self.early.is_none() && !self.is_accumulating() && !self.holds;
-        if !self.provisional || !is_idle || !self.buffer_ready || !self.formed {
+        let is_idle = !self.making.is_under_way()
+            && !self.early.is_under_way()
+            && !self.is_accumulating()
+            && !self.making.holds();
+        if !self.early.may_begin || !is_idle || !self.making.has_buffer() || !self.formation.is_formed() {
             return None;
         }
         // On a network blocks come in any order, and would wait at the shard for those that go before.
-        if self.staged && self.controls.deterministic {
+        if self.early.are_all_staged && self.controls.deterministic {
             return None;
         }
         // The version may be made without what is still written. Elsewhere, the rate depends on what comes first.
@@ -147,7 +208,7 @@ impl<S: Clone> JobCore<S> {
         // Values of several learners replace each other byte by byte, so a later commit may change a block that is
         // computed already.
         let replaces = reducer.combine().replaces();
-        if !self.gathers() && self.members.len() > 1 && !self.speculation.is_on(self.version) {
+        if !self.gathers() && self.members.len() > 1 && !self.early.speculation.is_on(self.version) {
             return None;
         }
         if replaces && !self.committed.is_empty() {
@@ -158,6 +219,7 @@ impl<S: Clone> JobCore<S> {
             false => self.last_outstanding().into_iter().collect(),
         };
         if self
+            .early
             .speculation
             .failed_alone
             .is_some_and(|failed| open.iter().eq([&failed.0]) && self.is_open(failed))
@@ -170,9 +232,9 @@ impl<S: Clone> JobCore<S> {
     /// Whether a plan that begins early takes the contributions of all learners. They can be sent again if it is
     /// dropped, and the version needs all of them.
     fn takes_all_at_once(&self) -> bool {
-        (self.staged || self.missing().nth(1).is_some())
+        (self.early.are_all_staged || self.missing().nth(1).is_some())
             && self.consistency == Consistency::Sync
-            && self.speculation.is_on(self.version)
+            && self.early.speculation.is_on(self.version)
     }
 
     fn is_open(&self, (learner, step): (LearnerId, Step)) -> bool {
@@ -194,7 +256,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Whether `learner` still writes to the plan that has begun early.
     pub(super) fn is_early(&self, learner: LearnerId) -> bool {
-        self.early.as_ref().is_some_and(|early| early.takes(learner)) && !self.has_committed(learner)
+        self.early.takes(learner) && !self.has_committed(learner)
     }
 
     fn has_committed(&self, learner: LearnerId) -> bool {
@@ -204,7 +266,7 @@ impl<S: Clone> JobCore<S> {
     /// Whether contributions to the plan that has begun early are still written.
     pub(super) fn waits_for_early(&self) -> bool {
         let waits = |early: &Early| early.open.iter().any(|learner| !self.has_committed(*learner));
-        self.early.as_ref().is_some_and(waits)
+        self.early.under_way.as_ref().is_some_and(waits)
     }
 
     /// Drops the plan that has early blocks of `learner`, unless they are committed. The other contributions are sent
@@ -212,7 +274,7 @@ impl<S: Clone> JobCore<S> {
     pub fn drop_early(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
         if self.is_early(learner) && self.end_early() {
             // Another contribution takes its place.
-            self.speculation.failed_alone = None;
+            self.early.speculation.failed_alone = None;
             actions.push(Action::Drop);
         }
     }
@@ -227,13 +289,13 @@ impl<S: Clone> JobCore<S> {
 
     /// The provisional plan under way will not count. False if there is none.
     pub(super) fn end_early(&mut self) -> bool {
-        let Some(Early { open, .. }) = self.early.take() else { return false };
+        let Some(Early { open, .. }) = self.early.under_way.take() else { return false };
         if let (Some(&learner), 1) = (open.first(), open.len()) {
             let step = self.members.get(&learner).map(|member| member.step.next());
-            self.speculation.failed_alone = step.map(|step| (learner, step));
+            self.early.speculation.failed_alone = step.map(|step| (learner, step));
         }
         if self.is_of_others(&open) {
-            self.speculation.fails(self.version);
+            self.early.speculation.fails(self.version);
         }
         self.put_back();
         self.release_params();
@@ -242,9 +304,9 @@ impl<S: Clone> JobCore<S> {
 
     /// The provisional plan under way, if there is one, is sealed.
     pub(super) fn seal_early(&mut self) -> bool {
-        let Some(Early { open, .. }) = self.early.take() else { return false };
+        let Some(Early { open, .. }) = self.early.under_way.take() else { return false };
         if self.is_of_others(&open) {
-            self.speculation.succeeds();
+            self.early.speculation.succeeds();
         }
         true
     }
@@ -259,14 +321,14 @@ impl<S: Clone> JobCore<S> {
 
     /// A committed contribution whose memory is read for the provisional plan: it can be taken out with that.
     pub(super) fn is_read_early(&self, committed: &Committed<S>) -> bool {
-        self.early.is_some() && committed.place == Place::Kept && !committed.contribution.steady
+        self.early.is_under_way() && committed.place == Place::Kept && !committed.contribution.steady
     }
 
     /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does
     /// another consistency that may free who waits. A learner that has committed waits for the others, but only for so
     /// long.
     pub(super) fn give_way(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let Some(early) = self.early.as_ref().filter(|early| early.staged) else { return };
+        let Some(early) = self.early.under_way.as_ref().filter(|early| early.staged) else { return };
         let waits = |pending: &Pending<S>| match &pending.kind {
             PendingKind::Commit { contribution } => {
                 !early.takes(contribution.learner) && self.would_take_commit(contribution.learner)
@@ -277,7 +339,7 @@ impl<S: Clone> JobCore<S> {
         let is_due = |committed: &Committed<S>| {
             self.is_read_early(committed) && committed.accumulate_at <= now && !self.controls.deterministic
         };
-        let is_in_the_way = self.holds
+        let is_in_the_way = self.making.holds()
             || self.consistency != self.controls.consistency
             || self.waits_for_early() && self.committed.iter().any(is_due);
         if (is_in_the_way || self.pending.iter().any(waits)) && self.end_early() {

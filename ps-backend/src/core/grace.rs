@@ -70,7 +70,7 @@ impl<S: Clone> JobCore<S> {
     /// Opens the window when so many contributions are in that it begins, and notes its end.
     pub(super) fn note_grace(&mut self, now: Now) {
         let Consistency::Grace(_, factor) = self.consistency else { return };
-        if !self.formed || !self.has_enough_for_grace() {
+        if !self.formation.is_formed() || !self.has_enough_for_grace() {
             self.grace.window = None;
             return;
         }

@@ -10,20 +10,20 @@ use super::{Action, Committed, Contribution, JobCore, Now, Pending, PendingKind,
 impl<S: Clone> JobCore<S> {
     /// Begins to hold.
     pub fn hold(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        self.holds = true;
+        self.making.hold();
         self.advance(now, actions);
     }
 
     /// Lets the job go on.
     pub fn release(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        if std::mem::take(&mut self.holds) {
+        if self.making.release() {
             self.advance(now, actions);
         }
     }
 
     /// Whether no work begins any more, and all earlier work is done.
     pub fn is_held(&self) -> bool {
-        self.holds && !self.is_under_way()
+        self.making.holds() && !self.is_under_way()
     }
 
     /// The names of the learners that the coming version waits for.
@@ -40,7 +40,7 @@ impl<S: Clone> JobCore<S> {
     /// Another coordinator has taken over the held job. No message of learners could come meanwhile, so all leases
     /// begin anew.
     pub fn taken_over(&mut self, now: Now) {
-        self.stall = None;
+        self.waits.moved_on();
         for member in self.members.values_mut() {
             member.last_seen = now;
             member.activity.counts(now);

@@ -44,9 +44,9 @@ impl<S: Clone> JobCore<S> {
         let none_left = || ShardError::NotAllowed("the job has no number left for a learner".into());
         let (learner, incarnation) = self.incarnations.begin(name).ok_or_else(none_left)?;
         let in_mid_step = self.is_reducing()
-            || self.formed
+            || self.formation.is_formed()
                 && (!self.committed.is_empty()
-                    || self.running.is_some()
+                    || self.making.is_under_way()
                     || self.members.values().any(|member| matches!(member.phase, Phase::Open { .. })));
         let member = Member {
             name: name.to_owned(),
@@ -72,8 +72,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The job is formed if all learners are there. Then its first step begins.
     pub(super) fn form(&mut self, now: Now) {
-        if !self.formed && self.members.len() >= self.controls.learners as usize {
-            self.formed = true;
+        if self.formation.form(self.members.len() >= self.controls.learners as usize) {
             self.grace.begins(now);
         }
     }
@@ -118,9 +117,9 @@ impl<S: Clone> JobCore<S> {
         if self.members.is_empty() {
             // The next learners form a new job, which waits again until all are there. If the committed contributions
             // make a version by themselves, they need not wait for that.
-            let flushes = self.formed && self.committed.len() >= self.controls.min_learners as usize;
-            self.reform = flushes && !self.committed.is_empty();
-            self.formed = self.reform;
+            let flushes = self.committed.len() >= self.controls.min_learners as usize;
+            let flushes = flushes && self.formation.is_formed() && !self.committed.is_empty();
+            self.formation.all_have_left(flushes);
         }
     }
 
@@ -191,7 +190,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     pub(super) fn is_stopped(&self) -> bool {
-        self.formed && (self.members.len() as u32) < self.controls.min_learners
+        self.formation.is_formed() && (self.members.len() as u32) < self.controls.min_learners
     }
 
     pub(super) fn refuse_if_stopped(&self) -> Result<(), ShardError> {

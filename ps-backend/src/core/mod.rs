@@ -34,9 +34,11 @@ mod commit;
 mod consistency;
 mod deadlines;
 mod early;
+mod formation;
 mod grace;
 mod hold;
 mod incarnations;
+mod making;
 mod measured;
 mod membership;
 mod newest;
@@ -53,7 +55,6 @@ mod view;
 mod waits;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 
 use libmodelio::vocabulary::controls::{Consistency, Controls};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
@@ -63,14 +64,17 @@ use serde::{Deserialize, Serialize};
 pub use actions::{Action, Contribution, Now, Opening, Plan, Ticket, Work};
 pub use commit::NOT_COMMITTED;
 pub use deadlines::ALL_BUFFERS_HELD;
-use early::{Early, Speculation};
+use early::EarlyPlans;
+use formation::Formation;
 use grace::Grace;
 use incarnations::Incarnations;
+use making::Making;
 use measured::Measured;
 use newest::Newest;
 use recipe::Recipe;
 pub use record::{JobRecord, LearnerRecord};
-use state::{Committed, Member, OfTensors, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
+use state::{Committed, Member, OfTensors, Pending, PendingKind, Phase, Place, Tensors};
+use waits::Waits;
 
 /// The most writes of new weights that may wait at once.
 pub const MAX_ASSIGNS: usize = 64;
@@ -88,37 +92,15 @@ pub struct JobCore<S> {
     version: Version,
     members: BTreeMap<LearnerId, Member>,
     incarnations: Incarnations,
-    /// Whether the expected number of learners has been reached.
-    formed: bool,
+    formation: Formation,
     committed: Vec<Committed<S>>,
     pending: VecDeque<Pending<S>>,
-    /// The provisional plan under way.
-    #[serde(skip)]
-    early: Option<Early>,
-    #[serde(skip)]
-    running: Option<Arc<Plan<S>>>,
-    /// How long a contribution whose memory is needed back waits for the others of its step.
-    accumulate_patience: Now,
-    /// Whether plans begin while contributions to them are still written.
-    provisional: bool,
-    /// Whether the blocks of every such plan lie elsewhere, too. That is so on a network.
-    staged: bool,
-    speculation: Speculation,
+    early: EarlyPlans,
+    making: Making<S>,
     grace: Grace,
     measured: Measured,
-    /// The publication of new weights in the running plan.
-    running_ticket: Option<(Ticket, Now)>,
     recipe: Recipe,
-    /// All learners have left in the middle of a step. Learners are counted again after it.
-    reform: bool,
-    /// Whether the next version has a buffer.
-    buffer_ready: bool,
-    /// Whether no new work begins once earlier work is done.
-    #[serde(skip)]
-    holds: bool,
-    /// A time in which learners wait for others.
-    stall: Option<Stall>,
-    wait: Option<Wait>,
+    waits: Waits,
     newest: Newest,
 }
 
@@ -133,23 +115,14 @@ impl<S: Clone> JobCore<S> {
             version: Version(0),
             members: BTreeMap::new(),
             incarnations: Incarnations::default(),
-            formed: false,
+            formation: Formation::default(),
             committed: Vec::new(),
             pending: VecDeque::new(),
-            early: None,
-            running: None,
-            accumulate_patience: Now::ZERO,
-            provisional: false,
-            staged: false,
-            speculation: Speculation::default(),
+            early: EarlyPlans::default(),
+            making: Making::new(),
             grace: Grace::default(),
             measured: Measured::default(),
-            running_ticket: None,
-            reform: false,
-            buffer_ready: true,
-            holds: false,
-            stall: None,
-            wait: None,
+            waits: Waits::default(),
             newest: Newest::default(),
         }
     }
@@ -159,21 +132,21 @@ impl<S: Clone> JobCore<S> {
     /// at most doubles the cost.
     #[must_use]
     pub fn with_accumulate_patience(mut self, patience: Now) -> JobCore<S> {
-        self.accumulate_patience = patience;
+        self.early.set_accumulate_patience(patience);
         self
     }
 
     /// Begins plans when there are whole blocks of contributions that are still written: [`Self::is_whole`].
     #[must_use]
     pub fn with_provisional_plans(mut self) -> JobCore<S> {
-        self.provisional = true;
+        self.early.allow();
         self
     }
 
     /// What comes of a contribution before its commit is staged, too: such a plan gives way to whoever waits for it.
     #[must_use]
     pub fn of_staged_blocks(mut self) -> JobCore<S> {
-        self.staged = true;
+        self.early.stage_all();
         self
     }
 }

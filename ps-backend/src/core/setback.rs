@@ -4,13 +4,11 @@
 //! plan or the accumulation that has it. The other contributions go back to where they can be read again. The earlier
 //! contents of the accumulator stay.
 
-use std::sync::Arc;
-
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::{Action, Committed, JobCore, Member, Now, Phase, Place, Plan, Work};
+use super::{Action, Committed, JobCore, Member, Now, Phase, Place};
 
 impl<S: Clone> JobCore<S> {
     /// The contributions of an [`Action::Accumulate`] could not be added up, and nothing was added. The named commits
@@ -131,10 +129,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The publication of new weights has failed. There is no new version.
     pub fn assign_failed(&mut self, error: ShardError, now: Now, actions: &mut Vec<Action<S>>) {
-        let is_assign = |plan: &mut Arc<Plan<S>>| matches!(plan.work, Work::Assign { .. });
-        if self.running.take_if(is_assign).is_some()
-            && let Some((ticket, _)) = self.running_ticket.take()
-        {
+        if let Some(ticket) = self.making.ends_publication() {
             actions.push(Action::Reply(ticket, Err(error)));
         }
         self.advance(now, actions);
@@ -143,19 +138,15 @@ impl<S: Clone> JobCore<S> {
     /// Whether the plan under way reads this contribution.
     fn reads(&self, committed: &Committed<S>) -> bool {
         let learner = committed.contribution.learner;
-        let is_running = self.running.as_ref().is_some_and(|plan| match &plan.work {
-            Work::Reduce { inputs, .. } => inputs.iter().any(|input| input.learner == learner),
-            Work::Assign { .. } => false,
-        });
-        is_running || self.is_read_early(committed)
+        let mut inputs = self.making.reduces().into_iter().flatten();
+        inputs.any(|input| input.learner == learner) || self.is_read_early(committed)
     }
 
     /// The version under way is not made.
     fn stop_plan(&mut self) {
-        self.running = None;
+        self.making.ends();
         // Another plan that begins early would be sent in vain just as well.
-        self.speculation.fails(self.version);
-        self.early = None;
+        self.early.fails(self.version);
         self.put_back();
     }
 

@@ -92,13 +92,13 @@ impl<S: Clone> JobCore<S> {
 
     /// Lets new settings take effect and new learners take part, if nothing that has begun depends on the old ones.
     pub(super) fn settle(&mut self) {
-        if self.running.is_some() || self.early.is_some() {
+        if self.making.is_under_way() || self.early.is_under_way() {
             return;
         }
         self.follow_consistency();
         self.recipe.settle(self.version);
-        if self.committed.is_empty() && std::mem::take(&mut self.reform) {
-            self.formed = self.members.len() >= self.controls.learners as usize;
+        if self.committed.is_empty() {
+            self.formation.step_is_over(self.members.len() >= self.controls.learners as usize);
         }
         let version = self.version;
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
@@ -106,7 +106,7 @@ impl<S: Clone> JobCore<S> {
         let has_begun = !self.committed.is_empty() || self.members.values().any(writes);
         // If no step has begun, learners that came in a dropped one need not wait for the next. Before the job is
         // formed, all take part.
-        if !(self.formed && has_begun) {
+        if !(self.formation.is_formed() && has_begun) {
             for member in self.members.values_mut() {
                 member.joined_at = member.joined_at.min(version);
             }

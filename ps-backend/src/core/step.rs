@@ -18,7 +18,7 @@ use crate::reducers;
 impl<S: Clone> JobCore<S> {
     /// Reports whether the next version has a buffer.
     pub fn set_buffer_ready(&mut self, ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
-        self.buffer_ready = ready;
+        self.making.set_buffer(ready);
         self.advance(now, actions);
     }
 
@@ -48,8 +48,8 @@ impl<S: Clone> JobCore<S> {
 
     /// The running plan is computed, and its version is published.
     pub fn reduced(&mut self, buffer_ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
-        let Some(plan) = self.running.take() else { return };
-        self.buffer_ready = buffer_ready;
+        let Some(plan) = self.making.ends() else { return };
+        self.making.set_buffer(buffer_ready);
         self.version = self.version.next();
         actions.push(Action::Published(self.version));
         match &plan.work {
@@ -68,8 +68,8 @@ impl<S: Clone> JobCore<S> {
                 for member in self.members.values_mut().filter(|member| member.joined_at >= version) {
                     member.joined_at = version.next();
                 }
-                self.stall = None;
-                if let Some((ticket, _)) = self.running_ticket.take() {
+                self.waits.moved_on();
+                if let Some(ticket) = self.making.published() {
                     actions.push(Action::Reply(ticket, Ok(())));
                 }
             }
@@ -94,7 +94,7 @@ impl<S: Clone> JobCore<S> {
         }
         self.recipe.release();
         if !self.limits_head_start() {
-            self.stall = None;
+            self.waits.moved_on();
         }
     }
 
@@ -102,11 +102,11 @@ impl<S: Clone> JobCore<S> {
     pub(super) fn advance(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         self.give_way(now, actions);
         self.settle();
-        if self.running.is_none() {
+        if !self.making.is_under_way() {
             self.take_pending(now, actions);
         }
         self.note_grace(now);
-        if self.running.is_none() {
+        if !self.making.is_under_way() {
             self.start_accumulation(now, actions);
             self.start_step(actions);
         }
@@ -121,7 +121,7 @@ impl<S: Clone> JobCore<S> {
         let mut waiting = std::mem::take(&mut self.pending);
         let mut kept = VecDeque::with_capacity(waiting.len());
         while let Some(pending) = waiting.pop_front() {
-            if self.running.is_some() {
+            if self.making.is_under_way() {
                 kept.push_back(pending);
                 continue;
             }
@@ -134,10 +134,10 @@ impl<S: Clone> JobCore<S> {
                     }
                 }
                 // The first version may have come before a publication that was allowed when it was requested.
-                PendingKind::Assign { buffer } if self.early.is_none() && !self.is_held() => {
+                PendingKind::Assign { buffer } if !self.early.is_under_way() && !self.is_held() => {
                     match self.may_assign() {
                         Ok(()) => {
-                            self.running_ticket = Some((ticket, deadline));
+                            self.making.publishes(ticket, deadline);
                             self.run(Plan { work: Work::Assign { buffer }, provisional: None }, actions);
                         }
                         Err(error) => actions.push(Action::Reply(ticket, Err(error))),
@@ -160,13 +160,13 @@ impl<S: Clone> JobCore<S> {
             member.unpublished = true;
             undo = Some(std::mem::replace(&mut member.phase, Phase::Idle)).filter(|_| !contribution.steady);
         }
-        let is_kept = contribution.steady || self.early.as_ref().is_some_and(|early| early.staged);
+        let is_kept = contribution.steady || self.early.is_staged();
         let left = ticket.1.saturating_sub(now);
         self.committed.push(Committed {
             place: if is_kept { Place::Kept } else { Place::ToAccumulate },
             contribution: Arc::new(contribution),
             ticket: Some(ticket),
-            accumulate_at: now + self.accumulate_patience.min(left / 4),
+            accumulate_at: now + self.early.accumulate_patience().min(left / 4),
             patient_until: now + left / 2,
             undo,
         });
@@ -175,10 +175,10 @@ impl<S: Clone> JobCore<S> {
 
     /// Begins the coming version if it is complete. Otherwise answers the commits whose payload is safe.
     fn start_step(&mut self, actions: &mut Vec<Action<S>>) {
-        if self.committed.is_empty() || self.running.is_some() {
+        if self.committed.is_empty() || self.making.is_under_way() {
             return;
         }
-        if !self.is_complete() || self.is_busy() || !self.buffer_ready || self.is_held() {
+        if !self.is_complete() || self.is_busy() || !self.making.has_buffer() || self.is_held() {
             for committed in
                 self.committed.iter_mut().filter(|c| c.contribution.steady && c.place == Place::Kept)
             {
@@ -208,7 +208,7 @@ impl<S: Clone> JobCore<S> {
         inputs.sort_by_key(|contribution| contribution.learner);
         let (reducer, mut hyper, OfTensors { frozen, groups }) = self.params();
         // What has begun early has begun with the whole rate.
-        if provisional.is_none() && self.early.is_none() && self.divides_by_staleness() {
+        if provisional.is_none() && !self.early.is_under_way() && self.divides_by_staleness() {
             hyper = staleness::of_stale(hyper, self.staleness());
         }
         let written = self.written(&frozen, provisional.is_some());
@@ -305,7 +305,7 @@ impl<S: Clone> JobCore<S> {
 
     fn run(&mut self, plan: Plan<S>, actions: &mut Vec<Action<S>>) {
         let plan = Arc::new(plan);
-        self.running = Some(Arc::clone(&plan));
+        self.making.begins(&plan);
         if self.seal_early() {
             actions.push(Action::Seal(plan));
         } else {
@@ -316,7 +316,11 @@ impl<S: Clone> JobCore<S> {
     /// When the next contribution is accumulated.
     pub(super) fn next_accumulation(&self) -> Option<Now> {
         // Accumulation adds contributions in the order in which they come.
-        if self.running.is_some() || self.is_accumulating() || self.controls.deterministic || self.holds {
+        if self.making.is_under_way()
+            || self.is_accumulating()
+            || self.controls.deterministic
+            || self.making.holds()
+        {
             return None;
         }
         self.committed
@@ -329,8 +333,8 @@ impl<S: Clone> JobCore<S> {
     /// Accumulates contributions whose memory is needed back. When the first one is due, all are accumulated.
     fn start_accumulation(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         // If the version is made now anyway, the memory is read in place.
-        let now_anyway = self.is_complete() && self.buffer_ready && !self.is_busy();
-        if now_anyway || self.early.is_some() || self.next_accumulation().is_none_or(|at| at > now) {
+        let now_anyway = self.is_complete() && self.making.has_buffer() && !self.is_busy();
+        if now_anyway || self.early.is_under_way() || self.next_accumulation().is_none_or(|at| at > now) {
             return;
         }
         let params = self.params();

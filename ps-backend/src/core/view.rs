@@ -7,7 +7,7 @@ use libmodelio::vocabulary::members::Attached;
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 
-use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place, Work};
+use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place};
 
 fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     MemberView {
@@ -89,12 +89,15 @@ impl<S: Clone> JobCore<S> {
 
     /// Whether a version is being made of contributions. Nobody can join it, even if all learners have left meanwhile.
     pub(super) fn is_reducing(&self) -> bool {
-        self.running.as_ref().is_some_and(|plan| matches!(plan.work, Work::Reduce { .. }))
+        self.making.reduces().is_some()
     }
 
     /// Whether part of the coming version has been computed, or is being computed.
     pub(super) fn is_under_way(&self) -> bool {
-        self.running.is_some() || self.early.is_some() || self.is_accumulating() || self.has_accumulated()
+        self.making.is_under_way()
+            || self.early.is_under_way()
+            || self.is_accumulating()
+            || self.has_accumulated()
     }
 
     /// Whether the accumulator holds contributions to the coming version.
@@ -116,9 +119,9 @@ impl<S: Clone> JobCore<S> {
     pub fn state(&self) -> JobPhase {
         if self.is_stopped() {
             JobPhase::Stopped
-        } else if !self.formed {
+        } else if !self.formation.is_formed() {
             JobPhase::Forming
-        } else if self.running.is_some() || self.measured.is_under_way() {
+        } else if self.making.is_under_way() || self.measured.is_under_way() {
             JobPhase::Reducing
         } else {
             JobPhase::Running

@@ -3,41 +3,43 @@
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::phase::LONG;
+use serde::{Deserialize, Serialize};
 
-use super::{Action, JobCore, Member, Now, PendingKind, Stall, Wait, WaitedFor};
+use super::state::{Stall, Wait};
+use super::{Action, JobCore, Member, Now, PendingKind, WaitedFor};
 
 /// The most names in a report.
 pub(super) const SAID: usize = 16;
 /// A wait goes on if a learner waits again within this time: requests that time out come again.
 const PAUSE: Now = Now::from_secs(1);
 
-impl<S: Clone> JobCore<S> {
-    /// Notes whether a learner waits for others at the moment.
-    pub(super) fn note_stall(&mut self, now: Now) {
-        let step_waits = self.gathers() && !self.committed.is_empty();
-        // Without a buffer learners wait for readers, and while the job is held they wait for nobody in it.
-        let waits = self.running.is_none()
-            && !self.measured.is_under_way()
-            && self.buffer_ready
-            && !self.is_held()
-            && (step_waits || !self.pending.is_empty());
-        let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
+/// The waits for other learners.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Waits {
+    stall: Option<Stall>,
+    wait: Option<Wait>,
+}
+
+impl Waits {
+    /// Learners wait for nobody's progress any more.
+    pub(super) fn moved_on(&mut self) {
+        self.stall = None;
+    }
+
+    /// Whether a learner waits now, at what pace of the slowest one. Whoever waits in vain, and hears so, may be back
+    /// within `pause` for the rest of the time.
+    fn note_stall(&mut self, waits: bool, slowest: u64, pause: Now, now: Now) {
         // If the slowest learner has moved on or left, the wait is for others now.
         self.stall.take_if(|stall| stall.slowest != slowest);
         if waits {
-            let stall = self.stall.get_or_insert(Stall { since: now, until: now, slowest });
-            stall.until = now;
+            self.stall.get_or_insert(Stall { since: now, until: now, slowest }).until = now;
         } else {
-            let [lease, patience] = [self.controls.lease, self.controls.patience];
-            // Whoever waits in vain, and hears so, may be back for the rest of the time.
-            let pause = if lease.is_zero() { patience } else { lease.min(patience) };
             self.stall.take_if(|stall| now.saturating_sub(stall.until) >= pause);
         }
-        let at = match self.formed {
-            false => u64::MAX,
-            true if self.limits_head_start() => slowest,
-            true => self.version.0,
-        };
+    }
+
+    /// Whether a learner waits now, for what comes behind `at`.
+    fn note(&mut self, waits: bool, at: u64, now: Now) {
         let is_long = |wait: &mut Wait| wait.paused.is_some_and(|since| now.saturating_sub(since) >= PAUSE);
         self.wait.take_if(|wait| wait.at != at || is_long(wait));
         match &mut self.wait {
@@ -46,11 +48,37 @@ impl<S: Clone> JobCore<S> {
             None => self.wait = waits.then_some(Wait { since: now, paused: None, at }),
         }
     }
+}
+
+impl<S: Clone> JobCore<S> {
+    /// Notes whether a learner waits for others at the moment.
+    pub(super) fn note_stall(&mut self, now: Now) {
+        let step_waits = self.gathers() && !self.committed.is_empty();
+        // Without a buffer learners wait for readers, and while the job is held they wait for nobody in it.
+        let waits = !self.making.is_under_way()
+            && !self.measured.is_under_way()
+            && self.making.has_buffer()
+            && !self.is_held()
+            && (step_waits || !self.pending.is_empty());
+        let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
+        let [lease, patience] = [self.controls.lease, self.controls.patience];
+        let pause = if lease.is_zero() { patience } else { lease.min(patience) };
+        self.waits.note_stall(waits, slowest, pause, now);
+        let at = match self.formation.is_formed() {
+            false => u64::MAX,
+            true if self.limits_head_start() => slowest,
+            true => self.version.0,
+        };
+        self.waits.note(waits, at, now);
+    }
 
     /// Removes learners whose last process exited this long ago, and for whom another learner has been waiting for as
     /// long.
     pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let Some(wait) = self.wait.filter(|wait| self.formed && wait.paused.is_none()) else { return };
+        let Some(wait) = self.waits.wait.filter(|wait| self.formation.is_formed() && wait.paused.is_none())
+        else {
+            return;
+        };
         let linger = self.controls.linger;
         let lingers = |member: &Member| {
             let since = member.exited.map(|at| at.max(member.last_seen).max(wait.since));
@@ -75,8 +103,8 @@ impl<S: Clone> JobCore<S> {
     /// The learners that others wait for, if the wait has lasted long, and its beginning. The beginning tells waits
     /// apart.
     pub fn late(&self, now: Now) -> Option<(Now, WaitedFor)> {
-        let wait = self.wait.filter(|wait| now.saturating_sub(wait.since) >= LONG)?;
-        let late = if self.formed {
+        let wait = self.waits.wait.filter(|wait| now.saturating_sub(wait.since) >= LONG)?;
+        let late = if self.formation.is_formed() {
             let mut names = self.waited_for().map(|(_, member)| member.name.clone());
             WaitedFor { learners: names.by_ref().take(SAID).collect(), more: names.count() }
         } else {
@@ -93,7 +121,7 @@ impl<S: Clone> JobCore<S> {
         let lasted =
             |since: Now, until: Now, limit: Now| !limit.is_zero() && until.saturating_sub(since) >= limit;
         let is_over = |stall: Stall| lasted(stall.since, stall.until, patience);
-        let stalled = self.formed && self.stall.is_some_and(is_over);
+        let stalled = self.formation.is_formed() && self.waits.stall.is_some_and(is_over);
         let why = |learner: LearnerId, member: &Member| match member.attached {
             true => {
                 let is_over = stalled && lasted(member.activity.at, now, patience);

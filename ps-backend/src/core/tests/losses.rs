@@ -131,7 +131,7 @@ fn a_job_forms_again_after_the_last_learners_lose_their_payload() {
     sim.leave(ids[1].0);
     sim.lose(&[ids[0].0, ids[1].0]);
     assert_eq!((sim.core.state(), sim.core.committed()), (JobPhase::Forming, 0));
-    assert!(sim.core.running.is_none() && !sim.core.is_accumulating());
+    assert!(!sim.core.making.is_under_way() && !sim.core.is_accumulating());
     let ids: Vec<_> = ["a", "b"].map(|name| sim.join(name).unwrap()).into();
     let uids: Vec<_> = ids.iter().map(|&id| everything(&mut sim, id, false).0).collect();
     sim.finish_work();
@@ -142,10 +142,10 @@ fn a_job_forms_again_after_the_last_learners_lose_their_payload() {
 fn an_assignment_that_failed_leaves_the_version() {
     let (mut sim, _) = job("1", &["a"]);
     let ticket = sim.assign(1_000);
-    assert!(sim.core.running.is_some());
+    assert!(sim.core.making.is_under_way());
     sim.assign_failed();
     assert!(matches!(sim.replies[&ticket], Err(ShardError::Unreachable)));
-    assert_eq!((sim.core.version(), sim.core.running.is_some()), (Version(0), false));
+    assert_eq!((sim.core.version(), sim.core.making.is_under_way()), (Version(0), false));
 }
 
 #[test]
