@@ -13,9 +13,10 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::Controls;
-use libmodelio::vocabulary::ids::{LearnerId, Step};
-use ps_backend::core::{Action, Contribution, JobCore, Ticket, Work};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, Step};
+use ps_backend::core::{Action, Contribution, JobCore, Source, Ticket, Work};
 
 /// Time since the beginning.
 pub type Now = Duration;
@@ -92,7 +93,7 @@ enum Event {
 struct World {
     settings: Settings,
     rng: Rng,
-    core: JobCore<usize>,
+    core: JobCore,
     now: Now,
     events: BinaryHeap<Reverse<(Now, u64, Event)>>,
     event: u64,
@@ -292,7 +293,12 @@ impl World {
             contents: Default::default(),
             weight: Default::default(),
             base: None,
-            source: uid,
+            source: Source {
+                client: ClientId(0),
+                name: uid as u64,
+                weights: BlockRanges::new(),
+                ahead: None,
+            },
             steady: true,
             lent: false,
         };
@@ -312,7 +318,7 @@ impl World {
         }
     }
 
-    fn call<R>(&mut self, what: impl FnOnce(&mut JobCore<usize>, Now, &mut Vec<Action<usize>>) -> R) -> R {
+    fn call<R>(&mut self, what: impl FnOnce(&mut JobCore, Now, &mut Vec<Action>) -> R) -> R {
         let mut actions = Vec::new();
         let result = what(&mut self.core, self.now, &mut actions);
         for action in actions {
@@ -327,7 +333,7 @@ impl World {
                 }
                 Action::Reduce(plan) => {
                     let Work::Reduce { inputs, .. } = &plan.work else { panic!("nobody writes weights") };
-                    self.running = inputs.iter().map(|input| input.source).collect();
+                    self.running = inputs.iter().map(|input| input.source.name as usize).collect();
                     self.after(REDUCE, Event::Reduced);
                 }
                 Action::Published(_) | Action::Left { .. } => {}

@@ -10,8 +10,8 @@ use libmodelio::wire::{JobState, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
-use super::{Action, CoordinatorCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
-use crate::core::{Contribution, Now, Opening, Ticket};
+use super::{Action, CoordinatorCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM};
+use crate::core::{Contribution, Now, Opening, Source, Ticket};
 
 /// The longest name and the longest value of a setting, in bytes.
 const MAX_SETTING: (usize, usize) = (64, 64 << 10);
@@ -258,7 +258,7 @@ impl CoordinatorCore {
                 }
             }
             // The client knows the step. If this is refused, so will be the commit.
-            Message::Open { learner } if self.failed.is_none() => {
+            Message::Open { learner } if self.health.failed().is_none() => {
                 if let Err(refusal) = self.open(id, learner, now, actions) {
                     tracing::debug!(%learner, %refusal, "cannot be opened");
                 }
@@ -275,7 +275,9 @@ impl CoordinatorCore {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
             // The staged contribution lies in this process, so another plan would not find it either.
-            Message::SourceGone { plan, learner } if self.in_process && self.needs(plan, learner) => {
+            Message::SourceGone { plan, learner }
+                if self.local_shard.is_there() && self.needs(plan, learner) =>
+            {
                 let who = learner.map_or("new weights".to_owned(), |learner| format!("learner {learner}"));
                 let why = format!("plan {plan}: the contribution of {who} is gone");
                 self.fail(0, &Refusal::Other(why), now, actions);
@@ -296,7 +298,7 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) -> Result<(), Refusal> {
-        if let Some(failed) = &self.failed {
+        if let Some(failed) = self.health.failed() {
             return Err(failed.clone());
         }
         if let Message::Abort { learner } | Message::Withdraw { learner } = message
@@ -328,7 +330,7 @@ impl CoordinatorCore {
                 // run just now.
                 self.perform(std::mem::take(&mut wanted), now, actions);
                 self.send_state_to_all(now, actions);
-                Some(Message::Joined { learner, incarnation, since: self.sequence })
+                Some(Message::Joined { learner, incarnation, since: self.states.sequence() })
             }
             Message::Leave { learner, reason } => {
                 core.leave(mine(learner)?, reason, now, &mut wanted)?;
@@ -366,18 +368,18 @@ impl CoordinatorCore {
                 if next == Some(step) {
                     core.open(learner, now)?;
                 }
-                let sent = self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
-                let tensors =
-                    block_ranges::to_bits(&tensors, self.tensors).map_err(|_| ShardError::OutOfRange)?;
+                let sent = self.shape.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
+                let tensors = block_ranges::to_bits(&tensors, self.shape.tensors())
+                    .map_err(|_| ShardError::OutOfRange)?;
                 let fits = |partly: &PartlyWritten| {
-                    partly.pieces() <= MAX_PIECES && partly.check(self.blocks).is_ok()
+                    partly.pieces() <= MAX_PIECES && partly.check(self.shape.blocks()).is_ok()
                 };
                 if !partly.as_ref().is_none_or(fits) || !weight.is_valid() {
                     return Err(ShardError::OutOfRange.into());
                 }
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new(), ahead: None };
-                let steady = self.in_process && !lent;
+                let steady = self.local_shard.is_there() && !lent;
                 let contribution = Contribution {
                     learner,
                     sent,
@@ -399,7 +401,7 @@ impl CoordinatorCore {
                 None
             }
             Message::Assign { token, blocks, timeout_ms, ahead } => {
-                self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
+                self.shape.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 self.open_next.take_if(|open| *open == (id, token));
                 self.core.may_assign()?;
                 let ticket = self.ticket(id, asked);
@@ -426,14 +428,13 @@ impl CoordinatorCore {
                     Refusal::Control(error.to_string().chars().take(MAX_REASON).collect())
                 };
                 let controls = controls.map_err(|error| refused(&error))?;
-                controls.check_trainable(self.is_trainable).map_err(|error| refused(&error))?;
-                let tensors = self.names.iter().map(|(name, dtype)| (name.as_str(), *dtype));
-                let of_tensors = controls.of_tensors(tensors);
+                controls.check_trainable(self.shape.is_trainable()).map_err(|error| refused(&error))?;
+                let of_tensors = controls.of_tensors(self.shape.names());
                 let (frozen, groups) = of_tensors.map_err(|error| refused(&error))?;
                 core.may_set(&controls, &frozen, &groups).map_err(|error| refused(&error))?;
                 core.set_tensors(frozen, groups);
                 core.set_controls(controls, now, &mut wanted);
-                self.changed = true;
+                self.states.outdated();
                 Some(Message::Done)
             }
             other => return Err(Refusal::Role { what: other.name().to_owned() }),
@@ -466,15 +467,12 @@ impl CoordinatorCore {
     }
 
     fn ticket(&mut self, client: ClientId, asked: Asked) -> Ticket {
-        let ticket = self.next_ticket;
-        self.next_ticket += 1;
-        self.tickets.insert(ticket, (client, asked));
-        ticket
+        self.tickets.give(client, asked)
     }
 
     pub(super) fn answer(&mut self, id: ClientId, asked: Asked, answer: Message, actions: &mut Vec<Action>) {
         // In one process no answer is lost.
-        let kept = !self.in_process;
+        let kept = !self.local_shard.is_there();
         if let Some(client) = self.clients.get_mut(&id)
             && client.requests.answers(asked, &answer, kept)
         {
@@ -494,7 +492,7 @@ impl CoordinatorCore {
         for client in self.clients.values_mut().filter(|client| client.connected) {
             client.requests.tick(longest, now);
         }
-        if self.in_process {
+        if self.local_shard.is_there() {
             return;
         }
         let is_gone = |(id, client): &(&ClientId, &Client)| {
@@ -519,7 +517,7 @@ impl CoordinatorCore {
             let before = GivenUp { newest: client.requests.newest(), counted: client.counted };
             self.given_up.push_back((id, before));
         }
-        self.tickets.retain(|_, (of, _)| *of != id);
+        self.tickets.forget(id);
         let mut wanted = Vec::new();
         self.core.withdraw_assign(|source| source.client == id, now, &mut wanted);
         // This comes before anything is dropped: it may have begun work that is void afterwards.

@@ -1,10 +1,59 @@
 //! The job's state, as it is sent to clients.
 use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::wire::{JobState, LearnerState, Message};
+use serde::{Deserialize, Serialize};
 
 use super::clients::Client;
 use super::{Action, CoordinatorCore};
 use crate::core::Now;
+
+/// What clients were sent of the job's state.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct SentStates {
+    /// The number of the newest state that was sent.
+    sequence: u64,
+    /// Whether clients must be sent another one.
+    are_outdated: bool,
+    /// When all clients were last sent one, or were found to know it.
+    sent_at: Now,
+}
+
+impl SentStates {
+    /// The state is another one now.
+    pub(super) fn outdated(&mut self) {
+        self.are_outdated = true;
+    }
+
+    /// Whether it is another one than clients were sent. Whoever asks sends it.
+    pub(super) fn are_outdated(&mut self) -> bool {
+        std::mem::take(&mut self.are_outdated)
+    }
+
+    /// A state is sent: it has the next number.
+    fn begin(&mut self) {
+        self.sequence += 1;
+    }
+
+    fn begin_for_all(&mut self, now: Now) {
+        self.sent_at = now;
+        self.begin();
+    }
+
+    /// The number of the newest state that was sent.
+    pub(super) fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// When all clients were last sent one.
+    pub(super) fn sent_at(&self) -> Now {
+        self.sent_at
+    }
+
+    /// Clients of a coordinator that was taken over at `now` come back by themselves.
+    pub(super) fn taken_over(&mut self, now: Now) {
+        self.sent_at = now;
+    }
+}
 
 impl CoordinatorCore {
     /// The state of the job for one client, without its number.
@@ -35,10 +84,10 @@ impl CoordinatorCore {
             contributions: self.core.contributions_taken(),
             late: late.learners,
             late_more: late.more as u32,
-            away: self.away.clone(),
+            away: self.health.away().to_vec(),
             norm: self.core.norm(),
-            own_weights: self.weights_of.filter(|(client, _)| *client == id).map(|(_, token)| token),
-            made_by: self.made_by,
+            own_weights: self.made_from.weights_of(id),
+            made_by: self.made_from.plan(),
             newest_of: self.core.newest_of(),
             grace_window: self.core.grace_window(),
             rate: self.core.rate(),
@@ -47,20 +96,18 @@ impl CoordinatorCore {
     }
 
     pub(super) fn send_state(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
-        self.sequence += 1;
+        self.states.begin();
         self.send_states(&[id], |_, _| true, now, actions);
     }
 
     pub(super) fn send_state_to_all(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.states_sent_at = now;
-        self.sequence += 1;
+        self.states.begin_for_all(now);
         self.send_states(&self.connected(), |_, _| true, now, actions);
     }
 
     /// Sends the state to clients that do not know it, and repeats it to the others, less and less often.
     pub(super) fn resend_states(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.states_sent_at = now;
-        self.sequence += 1;
+        self.states.begin_for_all(now);
         self.send_states(&self.connected(), |client, state| client.needs_state(state, now), now, actions);
     }
 
@@ -80,7 +127,7 @@ impl CoordinatorCore {
             if let Some(client) = self.clients.get_mut(&id)
                 && whether(client, &state)
             {
-                let numbered = JobState { sequence: self.sequence, ..state.clone() };
+                let numbered = JobState { sequence: self.states.sequence(), ..state.clone() };
                 actions.push(Action::ToClient(id, 0, Message::State(Box::new(numbered))));
                 client.sent(state, now);
             }

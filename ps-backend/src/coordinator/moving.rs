@@ -3,6 +3,7 @@
 
 use libmodelio::vocabulary::layout::ModelLayout;
 
+use super::shape::Shape;
 use super::{Action, CoordinatorCore, Now};
 use crate::core::JobRecord;
 
@@ -34,7 +35,7 @@ impl CoordinatorCore {
 
     /// Why the job is not held yet, for people.
     pub fn held_up_by(&self) -> String {
-        if let Some(failed) = &self.failed {
+        if let Some(failed) = self.health.failed() {
             return format!("the job has failed: {failed}");
         }
         if let Some(run) = &self.run {
@@ -78,17 +79,12 @@ impl CoordinatorCore {
         let (blocks, tensors) = (layout.blocks(), layout.tensors().len());
         let mut coordinator: CoordinatorCore =
             postcard::from_bytes(bytes).map_err(|error| TakeOverError(error.to_string()))?;
-        if coordinator.blocks != blocks
-            || coordinator.tensors != tensors as u32
-            || !coordinator.core.is_sound(blocks, tensors)
-        {
+        if !coordinator.shape.is_of(layout) || !coordinator.core.is_sound(blocks, tensors) {
             let what = format!("it is not of a model of {blocks} blocks and {tensors} tensors");
             return Err(TakeOverError(what));
         }
-        coordinator.partitions = partitions;
-        coordinator.names = super::names(layout);
-        coordinator.is_trainable = layout.is_trainable();
-        coordinator.states_sent_at = now;
+        coordinator.shape = Shape::new(layout, partitions);
+        coordinator.states.taken_over(now);
         coordinator.clients.values_mut().for_each(|client| client.taken_over(now));
         coordinator.core.taken_over(now);
         Ok(coordinator)

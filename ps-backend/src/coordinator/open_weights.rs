@@ -9,8 +9,8 @@ use std::sync::Arc;
 use libmodelio::vocabulary::ids::ClientId;
 
 use super::plans::Run;
-use super::{Action, CoordinatorCore, Source};
-use crate::core::{self, Now};
+use super::{Action, CoordinatorCore};
+use crate::core::{self, Now, Source};
 
 impl CoordinatorCore {
     /// A client has a whole block of new weights, and writes others. A plan begins that takes the blocks as they come, once
@@ -29,7 +29,7 @@ impl CoordinatorCore {
             self.open_next = Some((client, token));
             return;
         }
-        let weights = std::iter::once(0..self.blocks).collect();
+        let weights = std::iter::once(0..self.shape.blocks()).collect();
         let buffer = Source { client, name: token, weights, ahead: None };
         let plan = core::Plan { work: core::Work::Assign { buffer }, provisional: Some(BTreeSet::new()) };
         self.begin(core::Action::Reduce(Arc::new(plan)), now, actions);

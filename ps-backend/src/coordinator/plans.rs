@@ -10,8 +10,8 @@ use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
 use super::senders::Sender;
 use super::starts::Kind;
-use super::{Action, CoordinatorCore, REPEAT, Source};
-use crate::core::{self, Now};
+use super::{Action, CoordinatorCore, REPEAT};
+use crate::core::{self, Now, Source};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
@@ -28,7 +28,7 @@ enum Stage {
 pub(super) struct Run {
     id: PlanId,
     /// The core's action.
-    work: core::Action<Source>,
+    work: core::Action,
     kind: Kind,
     senders: Vec<Sender>,
     start: Message,
@@ -189,7 +189,7 @@ impl CoordinatorCore {
                         run.clients().for_each(|client| self.progress.forget(client));
                     }
                     self.run = None;
-                    if self.awaits_buffer {
+                    if self.local_shard.awaits_buffer() {
                         self.buffer(true, now, actions);
                     }
                     self.begin_next(now, actions);
@@ -311,12 +311,12 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        let is_it = |work: &core::Action<Source>| {
+        let is_it = |work: &core::Action| {
             matches!(work, core::Action::Reduce(plan) if matches!(&plan.work, core::Work::Assign { buffer }
                 if (buffer.client, buffer.name) == (client, token)))
         };
         let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.work);
-        if !self.queue.iter().any(is_it) && !self.run.as_ref().is_some_and(runs) {
+        if !self.queue.has(is_it) && !self.run.as_ref().is_some_and(runs) {
             return;
         }
         let mut wanted = Vec::new();
@@ -326,13 +326,7 @@ impl CoordinatorCore {
     }
 
     /// A contribution was taken out again. If it `is_read`, the work that reads it is void.
-    fn taken_out(
-        &mut self,
-        is_read: bool,
-        wanted: Vec<core::Action<Source>>,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
+    fn taken_out(&mut self, is_read: bool, wanted: Vec<core::Action>, now: Now, actions: &mut Vec<Action>) {
         if is_read {
             self.drop_work(|work| !is_assign(work), now, actions);
         }
@@ -340,14 +334,13 @@ impl CoordinatorCore {
     }
 
     /// Begins the work that the core wants.
-    pub(super) fn begin(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
-        if self.failed.is_some() {
+    pub(super) fn begin(&mut self, work: core::Action, now: Now, actions: &mut Vec<Action>) {
+        if self.health.failed().is_some() {
             return;
         }
-        let Some((kind, senders, start)) = self.plan_of(&work, self.next_plan) else { return };
-        let id = self.next_plan;
-        self.next_plan = PlanId(id.0 + 1);
-        let waiting = (0..self.partitions).collect();
+        let Some((kind, senders, start)) = self.plan_of(&work, self.queue.next()) else { return };
+        let id = self.queue.number();
+        let waiting = self.shape.partitions().collect();
         let stage = Stage::Gathering;
         let squares = match &work {
             core::Action::Measure { quantity, tensors, .. } => {
@@ -375,10 +368,10 @@ impl CoordinatorCore {
     }
 
     /// Seals the provisional plan under way. Shards get the final plan, and clients are granted all of it.
-    pub(super) fn seal(&mut self, plan: Arc<core::Plan<Source>>, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn seal(&mut self, plan: Arc<core::Plan>, now: Now, actions: &mut Vec<Action>) {
         let work = core::Action::Reduce(plan);
         // The provisional plan has not begun: it waits for the end of the plan before.
-        if let Some(waits) = self.queue.iter_mut().find(|work| is_provisional(work)) {
+        if let Some(waits) = self.queue.find(is_provisional) {
             *waits = work;
             return;
         }
@@ -390,7 +383,7 @@ impl CoordinatorCore {
     }
 
     /// The plan under way becomes that of this `work`, which has all that was sent for it.
-    fn seal_as(&mut self, work: core::Action<Source>, id: PlanId, now: Now, actions: &mut Vec<Action>) {
+    fn seal_as(&mut self, work: core::Action, id: PlanId, now: Now, actions: &mut Vec<Action>) {
         if let Some((kind, senders, mut start)) = self.plan_of(&work, id)
             && let Some(run) = &mut self.run
         {
@@ -418,7 +411,7 @@ impl CoordinatorCore {
 
     /// Begins work, or queues it until the present plan has ended. A plan of new weights that are still being written
     /// gives way, unless the work is to publish these.
-    pub(super) fn want(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn want(&mut self, work: core::Action, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return self.begin(work, now, actions) };
         let (id, open) = (run.id, run.open_weights());
         let is_of = |open: &Source, source: &Source| {
@@ -428,7 +421,7 @@ impl CoordinatorCore {
             return self.seal_as(work, id, now, actions);
         }
         let gives_way = open.is_some();
-        self.queue.push_back(work);
+        self.queue.push(work);
         if gives_way {
             self.drop_run(now, actions);
         }
@@ -445,8 +438,8 @@ impl CoordinatorCore {
                 self.core.accumulated(learners, squares, now, &mut wanted);
             }
             Some(Kind::Reduce | Kind::Assign) => {
-                self.awaits_buffer = self.in_process;
-                self.core.reduced(!self.in_process, now, &mut wanted);
+                let has_buffer = self.local_shard.version_is_made();
+                self.core.reduced(has_buffer, now, &mut wanted);
             }
             None => {}
         }
@@ -473,7 +466,7 @@ impl CoordinatorCore {
     fn wind_up(&mut self, stage: Stage, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &mut self.run else { return };
         run.stage = stage;
-        run.waiting = (0..self.partitions).collect();
+        run.waiting = self.shape.partitions().collect();
         // With a new version clients get the state, which says so, too.
         if stage == Stage::Dropping || matches!(run.kind, Kind::Accumulate(_)) {
             for sender in &run.senders {
@@ -491,13 +484,13 @@ impl CoordinatorCore {
     fn begin_again(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
         if !run.is_open {
-            self.queue.push_front(run.work.clone());
+            self.queue.push_first(run.work.clone());
         }
         self.drop_run(now, actions);
     }
 
     fn begin_next(&mut self, now: Now, actions: &mut Vec<Action>) {
-        match self.queue.pop_front() {
+        match self.queue.take_first() {
             Some(work) => self.begin(work, now, actions),
             None => self.begin_waiting_weights(now, actions),
         }
@@ -551,28 +544,26 @@ impl CoordinatorCore {
     /// sum. The work is under way, or is queued.
     pub(super) fn drop_work(
         &mut self,
-        is_it: impl Fn(&core::Action<Source>) -> bool,
+        is_it: impl Fn(&core::Action) -> bool,
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        match self.queue.iter().position(is_it) {
-            Some(at) => drop(self.queue.remove(at)),
-            None => self.drop_run(now, actions),
+        if !self.queue.drop_first(is_it) {
+            self.drop_run(now, actions);
         }
     }
 
     /// The number up to which plans are over.
     pub fn over(&self) -> PlanId {
         let gathers = self.run.as_ref().is_some_and(|run| run.stage == Stage::Gathering);
-        PlanId(self.next_plan.0 - 1 - u64::from(gathers))
+        PlanId(self.queue.next().0 - 1 - u64::from(gathers))
     }
 
     /// Whether the core publishes new weights of `client`.
     pub(super) fn assigns_from(&self, client: ClientId) -> bool {
-        let of_client = |plan: &core::Plan<Source>| matches!(&plan.work, core::Work::Assign { buffer } if buffer.client == client);
-        let waits =
-            |work: &core::Action<Source>| matches!(work, core::Action::Reduce(plan) if of_client(plan));
-        self.queue.iter().any(waits)
+        let of_client = |plan: &core::Plan| matches!(&plan.work, core::Work::Assign { buffer } if buffer.client == client);
+        let waits = |work: &core::Action| matches!(work, core::Action::Reduce(plan) if of_client(plan));
+        self.queue.has(waits)
             || self.run.as_ref().is_some_and(|run| {
                 matches!(run.kind, Kind::Assign)
                     && !run.is_open
@@ -589,14 +580,14 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        let whose = self.shards.get(partition).map_or("a shard".into(), |shard| format!("shard {shard}"));
+        let whose = self.shape.shard(partition);
         let why = Refusal::Shard(ShardError::Lost(format!(
             "{whose} does not have this job's blocks any more: {refusal}"
         )));
-        self.failed = Some(why.clone());
+        self.health.fail(why.clone());
         self.run = None;
         self.queue.clear();
-        for (_, (client, asked)) in std::mem::take(&mut self.tickets) {
+        for (client, asked) in self.tickets.take_all() {
             self.answer(client, asked, Message::Refused(why.clone()), actions);
         }
         self.send_state_to_all(now, actions);
@@ -604,12 +595,12 @@ impl CoordinatorCore {
 }
 
 /// Whether the last contribution to the work is still being written.
-pub(super) fn is_provisional(work: &core::Action<Source>) -> bool {
+pub(super) fn is_provisional(work: &core::Action) -> bool {
     matches!(work, core::Action::Reduce(plan) if plan.provisional.is_some() && assigned(work).is_none())
 }
 
 /// The new weights that the work publishes.
-fn assigned(work: &core::Action<Source>) -> Option<&Source> {
+fn assigned(work: &core::Action) -> Option<&Source> {
     match work {
         core::Action::Reduce(plan) => match &plan.work {
             core::Work::Assign { buffer } => Some(buffer),
@@ -619,6 +610,6 @@ fn assigned(work: &core::Action<Source>) -> Option<&Source> {
     }
 }
 
-fn is_assign(work: &core::Action<Source>) -> bool {
+fn is_assign(work: &core::Action) -> bool {
     assigned(work).is_some()
 }

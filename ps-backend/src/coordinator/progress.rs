@@ -101,7 +101,7 @@ impl CoordinatorCore {
     ) {
         let lease = self.core.controls().lease;
         // In one process nothing is sent, and an endless lease gives nobody up.
-        let is_watched = !self.in_process && !lease.is_zero();
+        let is_watched = !self.local_shard.is_there() && !lease.is_zero();
         let Some(run) = self.run.as_mut().filter(|_| is_watched) else { return };
         let sends: Vec<ClientId> = run.clients().filter(|client| self.clients.contains_key(client)).collect();
         let clients: Vec<_> = clients.iter().filter(|(client, _)| sends.contains(client)).copied().collect();

@@ -9,8 +9,8 @@ use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step};
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::wire::Granted;
 
+use super::CoordinatorCore;
 use super::shares::{Share, Values, shares};
-use super::{CoordinatorCore, Source};
 use crate::core::{Contribution, Now};
 
 /// One client's part of a plan.
@@ -63,7 +63,7 @@ impl CoordinatorCore {
             }
         }
         for (client, added) in by_client {
-            let mut blocks = FixedBitSet::with_capacity(self.blocks as usize);
+            let mut blocks = FixedBitSet::with_capacity(self.shape.blocks() as usize);
             blocks.insert_range(..);
             let before =
                 senders.iter().position(|sender| sender.client == client).map(|at| senders.remove(at));
@@ -88,8 +88,8 @@ impl CoordinatorCore {
 /// `replaces` the others, each byte gets the value of the highest learner that has written it, whether it is sent now
 /// or was sent before (`accumulated`).
 pub(super) fn senders<'a>(
-    contributions: &'a [Arc<Contribution<Source>>],
-    accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
+    contributions: &'a [Arc<Contribution>],
+    accumulated: impl Iterator<Item = &'a Arc<Contribution>>,
     replaces: bool,
 ) -> Vec<Sender> {
     let mut sorted: Vec<_> = contributions.iter().collect();
@@ -125,10 +125,10 @@ pub(super) fn senders<'a>(
 }
 
 fn values<'a>(
-    sending: &[&'a Arc<Contribution<Source>>],
-    accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
+    sending: &[&'a Arc<Contribution>],
+    accumulated: impl Iterator<Item = &'a Arc<Contribution>>,
 ) -> Vec<Values<'a>> {
-    let values = |of: &'a Contribution<Source>, sender| Values {
+    let values = |of: &'a Contribution, sender| Values {
         learner: of.learner,
         sender,
         sent: &of.sent,

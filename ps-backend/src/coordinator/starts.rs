@@ -5,8 +5,8 @@ use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{Granted, Message, Plan, PlanSource, Work};
 
+use super::CoordinatorCore;
 use super::senders::{Sender, ranges, senders};
-use super::{CoordinatorCore, Source};
 use crate::core;
 
 /// The purpose of a plan.
@@ -23,11 +23,7 @@ pub(super) enum Kind {
 impl CoordinatorCore {
     /// The senders of a core's action, and its message to the shards as the plan of this number. None for actions
     /// that are no work of shards.
-    pub(super) fn plan_of(
-        &self,
-        work: &core::Action<Source>,
-        id: PlanId,
-    ) -> Option<(Kind, Vec<Sender>, Message)> {
+    pub(super) fn plan_of(&self, work: &core::Action, id: PlanId) -> Option<(Kind, Vec<Sender>, Message)> {
         let (kind, mut senders, todo) = match work {
             core::Action::Accumulate { contributions, combine } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
@@ -63,7 +59,7 @@ impl CoordinatorCore {
                             Some(_) => Granted::OpenWeights(buffer.name),
                         },
                         // The blocks were checked when the request came.
-                        blocks: self.block_set(&buffer.weights).unwrap_or_default(),
+                        blocks: self.shape.block_set(&buffer.weights).unwrap_or_default(),
                         partly: PartlyWritten::default(),
                         counted: PlanId(0),
                     };
@@ -82,7 +78,7 @@ impl CoordinatorCore {
             client: sender.client,
             blocks: ranges(&sender.blocks),
             // Clients check the parts of their sums themselves.
-            check: reject && (self.in_process || sender.learners.len() <= 1),
+            check: reject && (self.local_shard.is_there() || sender.learners.len() <= 1),
             partly: sender.partly.clone(),
             provisional: sender.is_provisional(),
         };

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::groups::{Contents, Groups};
-use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::norm::{Quantity, TensorFactors};
 use libmodelio::vocabulary::partly::PartlyWritten;
@@ -24,9 +25,22 @@ pub type Now = Duration;
 /// Names a request whose answer comes later.
 pub type Ticket = u64;
 
-/// One learner's committed contribution. `S` is the place of its payload.
+/// The payload of a contribution, or of new weights.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Source {
+    /// The client that holds it.
+    pub client: ClientId,
+    /// The client's name for it: the learner's step, or the token of new weights.
+    pub name: u64,
+    /// The blocks of new weights.
+    pub weights: BlockRanges,
+    /// The provisional plan for which blocks of new weights were sent.
+    pub ahead: Option<PlanId>,
+}
+
+/// One learner's committed contribution.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Contribution<S> {
+pub struct Contribution {
     /// The learner.
     pub learner: LearnerId,
     /// The blocks that it holds. Others count as zero.
@@ -45,7 +59,7 @@ pub struct Contribution<S> {
     /// joined.
     pub base: Option<Version>,
     /// The place of its payload.
-    pub source: S,
+    pub source: Source,
     /// The payload is in this process, and stays unchanged until its version is made. So it is safe as soon as it is
     /// taken.
     pub steady: bool,
@@ -56,9 +70,9 @@ pub struct Contribution<S> {
 
 /// The computation of the next version.
 #[derive(Clone, Debug)]
-pub struct Plan<S> {
+pub struct Plan {
     /// The work.
-    pub work: Work<S>,
+    pub work: Work,
     /// The plan is provisional: these learners have not committed their contributions, which `inputs` does not have.
     /// [`Action::Seal`] or [`Action::Drop`] follows.
     pub provisional: Option<BTreeSet<LearnerId>>,
@@ -68,7 +82,7 @@ pub struct Plan<S> {
 // There is one at a time, behind an `Arc`.
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug)]
-pub enum Work<S> {
+pub enum Work {
     /// Reduce contributions.
     Reduce {
         /// The reducer, its hyper-parameters and counts. They are the same for all blocks of the version. `t` is the
@@ -83,23 +97,23 @@ pub enum Work<S> {
         /// Optimizer state starts from zero.
         fresh_state: bool,
         /// The contributions that are not in the accumulator, by learner.
-        inputs: Vec<Arc<Contribution<S>>>,
+        inputs: Vec<Arc<Contribution>>,
     },
     /// Publish new weights.
     Assign {
         /// The place of the new weights.
-        buffer: S,
+        buffer: Source,
     },
 }
 
 /// Work for the edge.
 #[derive(Clone, Debug)]
-pub enum Action<S> {
+pub enum Action {
     /// Add all of these to the accumulator. Then call `JobCore::accumulated`, or `JobCore::accumulate_failed` if
     /// nothing was added.
     Accumulate {
         /// The contributions to add, by learner. There is at least one.
-        contributions: Vec<Arc<Contribution<S>>>,
+        contributions: Vec<Arc<Contribution>>,
         /// How to combine them. The last one may replace the earlier ones.
         combine: Combine,
     },
@@ -107,7 +121,7 @@ pub enum Action<S> {
     /// accumulator. `JobCore::accumulated` gets the result.
     Measure {
         /// The contributions to add, by learner.
-        contributions: Vec<Arc<Contribution<S>>>,
+        contributions: Vec<Arc<Contribution>>,
         /// The step that needs the result.
         step: reducer::Step,
         /// The optimizer step of each tensor, as in [`Work::Reduce`].
@@ -119,9 +133,9 @@ pub enum Action<S> {
     },
     /// Compute a version, then call `JobCore::reduced`. If the plan is provisional, that must wait until it is
     /// sealed.
-    Reduce(Arc<Plan<S>>),
+    Reduce(Arc<Plan>),
     /// Seal the provisional plan under way with this one. All its contributions are committed.
-    Seal(Arc<Plan<S>>),
+    Seal(Arc<Plan>),
     /// Drop the provisional plan under way. Its results never count.
     Drop,
     /// Answer a request for good.

@@ -8,13 +8,13 @@ use libmodelio::vocabulary::weight::Weight;
 
 use super::{
     Action, Committed, Contribution, JobCore, MAX_ASSIGNS, Now, Opening, Pending, PendingKind, Phase, Place,
-    Ticket,
+    Source, Ticket,
 };
 
 /// The beginning of a timeout's message. The names of the awaited learners follow.
 pub const NOT_COMMITTED: &str = "not committed: ";
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Opens a contribution of `learner`, at its first write.
     ///
     /// # Errors
@@ -42,10 +42,10 @@ impl<S: Clone> JobCore<S> {
         &mut self,
         ticket: Ticket,
         step: Step,
-        mut contribution: Contribution<S>,
+        mut contribution: Contribution,
         deadline: Now,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) {
         let learner = contribution.learner;
         if let Some(member) = self.members.get_mut(&learner) {
@@ -70,7 +70,7 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    fn may_commit(&self, contribution: &Contribution<S>, step: Step) -> Result<(), ShardError> {
+    fn may_commit(&self, contribution: &Contribution, step: Step) -> Result<(), ShardError> {
         let learner = contribution.learner;
         let member = self.members.get(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         self.refuse_if_stopped()?;
@@ -128,8 +128,8 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Refuses commits that are not taken yet and are not what the reducer takes.
-    pub(super) fn drop_pending_contents(&mut self, actions: &mut Vec<Action<S>>) {
-        let of = |pending: &Pending<S>| match &pending.kind {
+    pub(super) fn drop_pending_contents(&mut self, actions: &mut Vec<Action>) {
+        let of = |pending: &Pending| match &pending.kind {
             PendingKind::Commit { contribution } => {
                 Some((contribution.learner, contribution.contents, contribution.weight))
             }
@@ -147,9 +147,9 @@ impl<S: Clone> JobCore<S> {
     fn commit_again(
         &mut self,
         ticket: Ticket,
-        contribution: &Contribution<S>,
+        contribution: &Contribution,
         deadline: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) {
         let learner = contribution.learner;
         let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner) else {
@@ -175,9 +175,9 @@ impl<S: Clone> JobCore<S> {
         &mut self,
         learner: LearnerId,
         why: ShardError,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> bool {
-        let of_learner = |pending: &Pending<S>| matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner);
+        let of_learner = |pending: &Pending| matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner);
         let pending = self.pending.iter().position(of_learner).and_then(|at| self.pending.remove(at));
         if let Some(pending) = &pending {
             actions.push(Action::Reply(pending.ticket, Err(why)));
@@ -186,7 +186,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Refuses a commit of `learner` that is not taken yet. Its payload is about to be overwritten.
-    pub fn withdraw_untaken(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn withdraw_untaken(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action>) {
         if self.drop_pending_commit(learner, ShardError::Interrupted, actions) {
             self.advance(now, actions);
         }
@@ -201,7 +201,7 @@ impl<S: Clone> JobCore<S> {
         &mut self,
         learner: LearnerId,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> Result<(), ShardError> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         member.last_seen = now;
@@ -209,12 +209,11 @@ impl<S: Clone> JobCore<S> {
         // Once the next contribution is open, the taken one is not the last.
         let is_last = matches!(member.phase, Phase::Idle);
         let dropped = self.drop_pending_commit(learner, ShardError::Interrupted, actions);
-        let is_read = |c: &Committed<S>| c.contribution.learner == learner && self.is_read_early(c);
+        let is_read = |c: &Committed| c.contribution.learner == learner && self.is_read_early(c);
         if !dropped && is_last && self.committed.iter().any(is_read) && self.end_early() {
             actions.push(Action::Drop);
         }
-        let waits =
-            |c: &&mut Committed<S>| c.contribution.learner == learner && c.place == Place::ToAccumulate;
+        let waits = |c: &&mut Committed| c.contribution.learner == learner && c.place == Place::ToAccumulate;
         if !dropped
             && is_last
             && let Some(committed) = self.committed.iter_mut().find(waits)
@@ -230,8 +229,9 @@ impl<S: Clone> JobCore<S> {
 
     /// Nobody waits any more for the publication of the buffers that `is_it` matches. Publications that have not
     /// begun do not take place.
-    pub fn withdraw_assign(&mut self, is_it: impl Fn(&S) -> bool, now: Now, actions: &mut Vec<Action<S>>) {
-        let is_it = |pending: &Pending<S>| matches!(&pending.kind, PendingKind::Assign { buffer, .. } if is_it(buffer));
+    pub fn withdraw_assign(&mut self, is_it: impl Fn(&Source) -> bool, now: Now, actions: &mut Vec<Action>) {
+        let is_it =
+            |pending: &Pending| matches!(&pending.kind, PendingKind::Assign { buffer, .. } if is_it(buffer));
         self.pending.retain(|pending| {
             let over = is_it(pending);
             if over {
@@ -246,16 +246,16 @@ impl<S: Clone> JobCore<S> {
     pub fn assign(
         &mut self,
         ticket: Ticket,
-        buffer: S,
+        buffer: Source,
         deadline: Now,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) {
         if let Err(error) = self.may_assign() {
             actions.push(Action::Reply(ticket, Err(error)));
             return;
         }
-        let waits = |pending: &&Pending<S>| matches!(pending.kind, PendingKind::Assign { .. });
+        let waits = |pending: &&Pending| matches!(pending.kind, PendingKind::Assign { .. });
         if self.pending.iter().filter(waits).count() >= MAX_ASSIGNS {
             let why = format!("{MAX_ASSIGNS} writes of new weights wait already, the limit");
             actions.push(Action::Reply(ticket, Err(ShardError::OutOfMemory(why))));

@@ -16,7 +16,7 @@ use libmodelio::vocabulary::ids::LearnerId;
 
 use super::{JobCore, Member, PendingKind, Phase, Place};
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Takes over the consistency that is set. Learners that ran ahead under another one start level with the
     /// others.
     pub(super) fn follow_consistency(&mut self) {

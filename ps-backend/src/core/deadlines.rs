@@ -13,7 +13,7 @@ use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PendingKind, Place, 
 pub const ALL_BUFFERS_HELD: &str =
     "every version buffer is held open (close old handles or raise control/max_versions)";
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// The latest moment for the next [`Self::tick`], by requests, accumulations and the grace window. Leases need
     /// additional checks now and then.
     pub fn next_deadline(&self) -> Option<Now> {
@@ -26,7 +26,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Time passes. Handles deadlines and leases.
-    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
         // Leases come first: a request that waited for a learner may be in time once that learner is gone.
         self.note_stall(now);
         self.expire_leases(now, actions);
@@ -41,7 +41,7 @@ impl<S: Clone> JobCore<S> {
     /// answer such a commit: the caller calls [`Self::reclaim`], or ends the reading soon.
     pub fn overdue(&self, now: Now) -> Vec<LearnerId> {
         let on_loan = self.committed.iter().filter(|c| c.is_read_on_loan());
-        let is_over = |c: &&Committed<S>| c.ticket.is_some_and(|(_, deadline)| deadline <= now);
+        let is_over = |c: &&Committed| c.ticket.is_some_and(|(_, deadline)| deadline <= now);
         on_loan.filter(is_over).map(|c| c.contribution.learner).collect()
     }
 
@@ -51,10 +51,10 @@ impl<S: Clone> JobCore<S> {
         on_loan.filter_map(|c| c.ticket).map(|(_, deadline)| deadline).min()
     }
 
-    fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action>) {
         let over = |ticket: &mut (Ticket, Now)| ticket.1 <= now;
         // Learners did not commit in time, so nothing that waits for them is read for now.
-        let is_late = |c: &Committed<S>| {
+        let is_late = |c: &Committed| {
             !c.contribution.lent
                 && self.is_read_early(c)
                 && c.ticket.is_some_and(|(_, deadline)| deadline <= now)

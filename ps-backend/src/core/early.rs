@@ -132,9 +132,9 @@ impl EarlyPlans {
     }
 }
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Begins the coming version's plan if contributions to it can be sent before all are committed.
-    pub(super) fn begin_early(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub(super) fn begin_early(&mut self, now: Now, actions: &mut Vec<Action>) {
         if self.is_left_to_one() {
             self.early.under_way = None;
             self.put_back();
@@ -244,7 +244,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The contribution that `learner` writes to `step` has a whole block. A plan may begin that takes its blocks as
     /// they come.
-    pub fn is_whole(&mut self, learner: LearnerId, step: Step, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn is_whole(&mut self, learner: LearnerId, step: Step, now: Now, actions: &mut Vec<Action>) {
         let phase = self.members.get_mut(&learner).map(|member| &mut member.phase);
         if let Some(Phase::Open { step: open, has_block }) = phase
             && *open == step
@@ -271,7 +271,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Drops the plan that has early blocks of `learner`, unless they are committed. The other contributions are sent
     /// again.
-    pub fn drop_early(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
+    pub fn drop_early(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
         if self.is_early(learner) && self.end_early() {
             // Another contribution takes its place.
             self.early.speculation.failed_alone = None;
@@ -281,7 +281,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The provisional plan under way could not take a block, so it is void. All contributions are read when they are
     /// committed.
-    pub fn early_failed(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn early_failed(&mut self, now: Now, actions: &mut Vec<Action>) {
         if self.end_early() {
             self.advance(now, actions);
         }
@@ -313,30 +313,30 @@ impl<S: Clone> JobCore<S> {
 
     /// Whether others than its learner can have a plan for these dropped, or have to send again then.
     fn is_of_others(&self, open: &BTreeSet<LearnerId>) -> bool {
-        let is_other = |c: &Committed<S>| {
+        let is_other = |c: &Committed| {
             c.place == Place::Kept && !c.contribution.steady && !open.contains(&c.contribution.learner)
         };
         open.len() > 1 || self.committed.iter().any(is_other) || !self.gathers() && self.members.len() > 1
     }
 
     /// A committed contribution whose memory is read for the provisional plan: it can be taken out with that.
-    pub(super) fn is_read_early(&self, committed: &Committed<S>) -> bool {
+    pub(super) fn is_read_early(&self, committed: &Committed) -> bool {
         self.early.is_under_way() && committed.place == Place::Kept && !committed.contribution.steady
     }
 
     /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does
     /// another consistency that may free who waits. A learner that has committed waits for the others, but only for so
     /// long.
-    pub(super) fn give_way(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub(super) fn give_way(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(early) = self.early.under_way.as_ref().filter(|early| early.staged) else { return };
-        let waits = |pending: &Pending<S>| match &pending.kind {
+        let waits = |pending: &Pending| match &pending.kind {
             PendingKind::Commit { contribution } => {
                 !early.takes(contribution.learner) && self.would_take_commit(contribution.learner)
             }
             PendingKind::Assign { .. } => true,
         };
         // In the order of learners, nothing is accumulated.
-        let is_due = |committed: &Committed<S>| {
+        let is_due = |committed: &Committed| {
             self.is_read_early(committed) && committed.accumulate_at <= now && !self.controls.deterministic
         };
         let is_in_the_way = self.making.holds()

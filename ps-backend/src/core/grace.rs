@@ -66,7 +66,7 @@ impl Grace {
     }
 }
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Opens the window when so many contributions are in that it begins, and notes its end.
     pub(super) fn note_grace(&mut self, now: Now) {
         let Consistency::Grace(_, factor) = self.consistency else { return };

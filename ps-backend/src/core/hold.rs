@@ -7,15 +7,15 @@ use libmodelio::vocabulary::reducer::Reducer;
 
 use super::{Action, Committed, Contribution, JobCore, Now, Pending, PendingKind, Place};
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Begins to hold.
-    pub fn hold(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn hold(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.making.hold();
         self.advance(now, actions);
     }
 
     /// Lets the job go on.
-    pub fn release(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn release(&mut self, now: Now, actions: &mut Vec<Action>) {
         if self.making.release() {
             self.advance(now, actions);
         }
@@ -51,15 +51,15 @@ impl<S: Clone> JobCore<S> {
     /// process may be anything.
     pub fn is_sound(&self, blocks: u32, tensors: usize) -> bool {
         let of_model = |set: &fixedbitset::FixedBitSet| set.len() == blocks as usize;
-        let contributed = |contribution: &Contribution<S>| {
+        let contributed = |contribution: &Contribution| {
             of_model(&contribution.sent)
                 && contribution.tensors.len() == tensors
                 && contribution.partly.as_ref().is_none_or(|partly| partly.check(blocks).is_ok())
         };
-        let held = |committed: &Committed<S>| {
+        let held = |committed: &Committed| {
             !matches!(committed.place, Place::Accumulating) && contributed(&committed.contribution)
         };
-        let waits = |pending: &Pending<S>| match &pending.kind {
+        let waits = |pending: &Pending| match &pending.kind {
             PendingKind::Commit { contribution, .. } => contributed(contribution),
             PendingKind::Assign { .. } => true,
         };

@@ -8,10 +8,9 @@ use super::actions::{Now, Plan, Ticket, Work};
 
 /// The plan all of whose contributions are committed, and what keeps the next one from beginning.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(bound = "")]
-pub(super) struct Making<S> {
+pub(super) struct Making {
     #[serde(skip)]
-    plan: Option<Arc<Plan<S>>>,
+    plan: Option<Arc<Plan>>,
     /// The request whose new weights the plan publishes.
     ticket: Option<(Ticket, Now)>,
     /// Whether the next version has a buffer.
@@ -21,9 +20,9 @@ pub(super) struct Making<S> {
     holds: bool,
 }
 
-impl<S> Making<S> {
+impl Making {
     /// Nothing is made, and the next version has a buffer.
-    pub(super) fn new() -> Making<S> {
+    pub(super) fn new() -> Making {
         Making { plan: None, ticket: None, has_buffer: true, holds: false }
     }
 
@@ -33,7 +32,7 @@ impl<S> Making<S> {
     }
 
     /// The plan under way, if it reduces contributions: the learners whose contributions it reads.
-    pub(super) fn reduces(&self) -> Option<impl Iterator<Item = &super::Contribution<S>>> {
+    pub(super) fn reduces(&self) -> Option<impl Iterator<Item = &super::Contribution>> {
         match &self.plan.as_ref()?.work {
             Work::Reduce { inputs, .. } => Some(inputs.iter().map(|input| &**input)),
             Work::Assign { .. } => None,
@@ -41,7 +40,7 @@ impl<S> Making<S> {
     }
 
     /// A plan begins.
-    pub(super) fn begins(&mut self, plan: &Arc<Plan<S>>) {
+    pub(super) fn begins(&mut self, plan: &Arc<Plan>) {
         self.plan = Some(Arc::clone(plan));
     }
 
@@ -51,13 +50,13 @@ impl<S> Making<S> {
     }
 
     /// The plan is over, whether its version is made or not.
-    pub(super) fn ends(&mut self) -> Option<Arc<Plan<S>>> {
+    pub(super) fn ends(&mut self) -> Option<Arc<Plan>> {
         self.plan.take()
     }
 
     /// If the plan publishes new weights, it is over; returns the request.
     pub(super) fn ends_publication(&mut self) -> Option<Ticket> {
-        let is_assign = |plan: &mut Arc<Plan<S>>| matches!(plan.work, Work::Assign { .. });
+        let is_assign = |plan: &mut Arc<Plan>| matches!(plan.work, Work::Assign { .. });
         self.plan.take_if(is_assign)?;
         self.published()
     }

@@ -22,7 +22,7 @@ pub(super) fn check_name(name: &str) -> Result<(), ShardError> {
     Err(ShardError::NotAllowed(why))
 }
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// A learner joins as `name`. In the middle of a step it takes part from the next one on.
     ///
     /// # Errors
@@ -31,7 +31,7 @@ impl<S: Clone> JobCore<S> {
         &mut self,
         name: &str,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> Result<(LearnerId, Incarnation), ShardError> {
         check_name(name)?;
         if self.members.values().any(|member| member.name == name) {
@@ -86,7 +86,7 @@ impl<S: Clone> JobCore<S> {
         learner: LearnerId,
         reason: LeaveReason,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> Result<(), ShardError> {
         self.depart(learner, reason, actions)?;
         self.after_departure(now, actions);
@@ -97,7 +97,7 @@ impl<S: Clone> JobCore<S> {
         &mut self,
         learner: LearnerId,
         reason: LeaveReason,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> Result<(), ShardError> {
         self.drop_open(learner, ShardError::UnknownLearner(learner), actions)?;
         // The plan may wait for the learner though nothing of its contribution is written.
@@ -111,7 +111,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The consequences of learners leaving.
-    pub(super) fn after_departure(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub(super) fn after_departure(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.stop_if_too_few(actions);
         self.advance(now, actions);
         if self.members.is_empty() {
@@ -131,7 +131,7 @@ impl<S: Clone> JobCore<S> {
         &mut self,
         learner: LearnerId,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> Result<(), ShardError> {
         let why = ShardError::NotAllowed("the contribution was dropped".into());
         self.drop_open(learner, why, actions)?;
@@ -143,7 +143,7 @@ impl<S: Clone> JobCore<S> {
         &mut self,
         learner: LearnerId,
         why: ShardError,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> Result<(), ShardError> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         if matches!(member.phase, Phase::Open { .. }) {
@@ -202,7 +202,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Refuses the requests of waiting learners if the job has stopped.
-    pub(super) fn stop_if_too_few(&mut self, actions: &mut Vec<Action<S>>) {
+    pub(super) fn stop_if_too_few(&mut self, actions: &mut Vec<Action>) {
         if !self.is_stopped() {
             return;
         }

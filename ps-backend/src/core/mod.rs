@@ -61,7 +61,7 @@ use libmodelio::vocabulary::ids::{LearnerId, Version};
 pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
 use serde::{Deserialize, Serialize};
 
-pub use actions::{Action, Contribution, Now, Opening, Plan, Ticket, Work};
+pub use actions::{Action, Contribution, Now, Opening, Plan, Source, Ticket, Work};
 pub use commit::NOT_COMMITTED;
 pub use deadlines::ALL_BUFFERS_HELD;
 use early::EarlyPlans;
@@ -84,8 +84,7 @@ pub const MAX_LEARNERS: usize = libmodelio::vocabulary::controls::MAX_LEARNERS a
 
 /// The decisions of one job.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(bound(serialize = "S: Serialize", deserialize = "S: Deserialize<'de>"))]
-pub struct JobCore<S> {
+pub struct JobCore {
     controls: Controls,
     /// The consistency in force. It follows `controls` when no block of the coming version depends on it.
     consistency: Consistency,
@@ -93,10 +92,10 @@ pub struct JobCore<S> {
     members: BTreeMap<LearnerId, Member>,
     incarnations: Incarnations,
     formation: Formation,
-    committed: Vec<Committed<S>>,
-    pending: VecDeque<Pending<S>>,
+    committed: Vec<Committed>,
+    pending: VecDeque<Pending>,
     early: EarlyPlans,
-    making: Making<S>,
+    making: Making,
     grace: Grace,
     measured: Measured,
     recipe: Recipe,
@@ -104,10 +103,10 @@ pub struct JobCore<S> {
     newest: Newest,
 }
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// A job at version 0 without learners, for a model with `blocks` blocks and `tensors` tensors. The next version
     /// is assumed to have a buffer.
-    pub fn new(blocks: u32, tensors: usize, controls: Controls) -> JobCore<S> {
+    pub fn new(blocks: u32, tensors: usize, controls: Controls) -> JobCore {
         JobCore {
             consistency: controls.consistency,
             recipe: Recipe::new(blocks as usize, tensors, controls.reducer),
@@ -131,21 +130,21 @@ impl<S: Clone> JobCore<S> {
     /// are summed in one pass need no accumulation. The time of an accumulation is a good choice: a wait in vain then
     /// at most doubles the cost.
     #[must_use]
-    pub fn with_accumulate_patience(mut self, patience: Now) -> JobCore<S> {
+    pub fn with_accumulate_patience(mut self, patience: Now) -> JobCore {
         self.early.set_accumulate_patience(patience);
         self
     }
 
     /// Begins plans when there are whole blocks of contributions that are still written: [`Self::is_whole`].
     #[must_use]
-    pub fn with_provisional_plans(mut self) -> JobCore<S> {
+    pub fn with_provisional_plans(mut self) -> JobCore {
         self.early.allow();
         self
     }
 
     /// What comes of a contribution before its commit is staged, too: such a plan gives way to whoever waits for it.
     #[must_use]
-    pub fn of_staged_blocks(mut self) -> JobCore<S> {
+    pub fn of_staged_blocks(mut self) -> JobCore {
         self.early.stage_all();
         self
     }

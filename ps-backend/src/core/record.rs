@@ -53,7 +53,7 @@ impl JobRecord {
     }
 }
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// The record of the newest version.
     pub fn record(&self) -> JobRecord {
         let of_member = |member: &Member| LearnerRecord {

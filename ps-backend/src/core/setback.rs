@@ -10,14 +10,14 @@ use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::{Action, Committed, JobCore, Member, Now, Phase, Place};
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// The contributions of an [`Action::Accumulate`] could not be added up, and nothing was added. The named commits
     /// fail with the error beside them, and are open again. The others are accumulated anew.
     pub fn accumulate_failed(
         &mut self,
         failed: Vec<(LearnerId, ShardError)>,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) {
         self.stop_accumulation();
         self.fail(failed, actions);
@@ -27,7 +27,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The running plan found NaN or Inf in contributions that were not checked before. Their commits fail with the
     /// error beside them, and are taken back. The version is not made.
-    pub fn refused(&mut self, bad: Vec<(LearnerId, ShardError)>, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn refused(&mut self, bad: Vec<(LearnerId, ShardError)>, now: Now, actions: &mut Vec<Action>) {
         self.stop_plan();
         self.fail(bad, actions);
         self.release_params();
@@ -39,8 +39,8 @@ impl<S: Clone> JobCore<S> {
     ///
     /// Returns whether the plan or the accumulation under way needed one of the payloads. Then that work is void and
     /// must not be reported as done. `actions` may begin other work.
-    pub fn lost(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action<S>>) -> bool {
-        let is_gone = |committed: &Committed<S>| {
+    pub fn lost(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action>) -> bool {
+        let is_gone = |committed: &Committed| {
             !committed.contribution.steady
                 && committed.place != Place::Accumulated
                 && learners.contains(&committed.contribution.learner)
@@ -81,7 +81,7 @@ impl<S: Clone> JobCore<S> {
         learner: LearnerId,
         why: ShardError,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> bool {
         self.take_out(learner, |committed| committed.contribution.lent, why, now, actions)
     }
@@ -93,7 +93,7 @@ impl<S: Clone> JobCore<S> {
         learner: LearnerId,
         why: ShardError,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> bool {
         // Once the next contribution is open, the taken one is not the last.
         let is_last = self.members.get(&learner).is_some_and(|member| matches!(member.phase, Phase::Idle));
@@ -103,10 +103,10 @@ impl<S: Clone> JobCore<S> {
     fn take_out(
         &mut self,
         learner: LearnerId,
-        is_it: impl Fn(&Committed<S>) -> bool,
+        is_it: impl Fn(&Committed) -> bool,
         why: ShardError,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) -> bool {
         let found = self.committed.iter_mut().find(|c| c.contribution.learner == learner && is_it(c));
         let Some(committed) = found else { return false };
@@ -128,7 +128,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The publication of new weights has failed. There is no new version.
-    pub fn assign_failed(&mut self, error: ShardError, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn assign_failed(&mut self, error: ShardError, now: Now, actions: &mut Vec<Action>) {
         if let Some(ticket) = self.making.ends_publication() {
             actions.push(Action::Reply(ticket, Err(error)));
         }
@@ -136,7 +136,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Whether the plan under way reads this contribution.
-    fn reads(&self, committed: &Committed<S>) -> bool {
+    fn reads(&self, committed: &Committed) -> bool {
         let learner = committed.contribution.learner;
         let mut inputs = self.making.reduces().into_iter().flatten();
         inputs.any(|input| input.learner == learner) || self.is_read_early(committed)
@@ -167,9 +167,9 @@ impl<S: Clone> JobCore<S> {
         }
     }
 
-    fn fail(&mut self, failed: Vec<(LearnerId, ShardError)>, actions: &mut Vec<Action<S>>) {
+    fn fail(&mut self, failed: Vec<(LearnerId, ShardError)>, actions: &mut Vec<Action>) {
         for (learner, error) in failed {
-            let of_learner = |c: &&mut Committed<S>| c.contribution.learner == learner;
+            let of_learner = |c: &&mut Committed| c.contribution.learner == learner;
             let Some(committed) =
                 self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate).find(of_learner)
             else {
@@ -191,7 +191,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Takes back a commit of which nothing was read. The contribution is open again, and its early blocks are
     /// dropped.
-    pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
+    pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
         let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
         let committed = self.committed.remove(at);
         let step = self.members.get(&learner).map_or(Step(0), |member| member.step);

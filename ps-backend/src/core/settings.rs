@@ -9,7 +9,7 @@ use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use super::recipe::Params;
 use super::{Action, JobCore, Member, Now, OfTensors, PendingKind, Phase, Tensors};
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Freezes these tensors and reduces all others by these groups, from the next version of which nothing has been
     /// computed.
     ///
@@ -20,7 +20,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// New settings take effect at the next version. A formed job stays formed, however many `learners` are expected.
-    pub fn set_controls(&mut self, mut controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn set_controls(&mut self, mut controls: Controls, now: Now, actions: &mut Vec<Action>) {
         controls.begin_schedule(&self.controls, self.version);
         let is_new = controls.learners != self.controls.learners;
         let is_other = controls.hyper.learning_rate != self.controls.hyper.learning_rate;

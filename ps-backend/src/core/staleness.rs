@@ -19,7 +19,7 @@ pub(super) fn of_stale(mut hyper: Hyper, staleness: u64) -> Hyper {
     hyper
 }
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Whether the learning rate depends on the staleness of the contribution.
     pub(super) fn divides_by_staleness(&self) -> bool {
         self.controls.staleness_aware && !self.gathers()

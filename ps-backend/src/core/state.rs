@@ -8,7 +8,7 @@ use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use serde::{Deserialize, Serialize};
 
-use super::{Contribution, Now, Ticket, bits};
+use super::{Contribution, Now, Source, Ticket, bits};
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Phase {
@@ -100,8 +100,8 @@ pub(super) enum Place {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Committed<S> {
-    pub(super) contribution: Arc<Contribution<S>>,
+pub(super) struct Committed {
+    pub(super) contribution: Arc<Contribution>,
     pub(super) place: Place,
     /// The request to answer when the payload is safe, and its deadline.
     pub(super) ticket: Option<(Ticket, Now)>,
@@ -114,7 +114,7 @@ pub(super) struct Committed<S> {
     pub(super) undo: Option<Phase>,
 }
 
-impl<S> Committed<S> {
+impl Committed {
     /// Whether its payload is being read from memory that is not the shard's own.
     pub(super) fn is_read(&self) -> bool {
         self.place == Place::Accumulating || self.place == Place::Kept && !self.contribution.steady
@@ -153,16 +153,16 @@ impl OfTensors {
 
 /// A commit that cannot be taken yet.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Pending<S> {
+pub(super) struct Pending {
     pub(super) ticket: Ticket,
     pub(super) deadline: Now,
-    pub(super) kind: PendingKind<S>,
+    pub(super) kind: PendingKind,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum PendingKind<S> {
-    Commit { contribution: Contribution<S> },
-    Assign { buffer: S },
+pub(super) enum PendingKind {
+    Commit { contribution: Contribution },
+    Assign { buffer: Source },
 }
 
 /// A time in which learners wait for others. Short pauses do not end it, because requests that time out come again.

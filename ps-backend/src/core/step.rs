@@ -15,9 +15,9 @@ use super::{
 };
 use crate::reducers;
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Reports whether the next version has a buffer.
-    pub fn set_buffer_ready(&mut self, ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn set_buffer_ready(&mut self, ready: bool, now: Now, actions: &mut Vec<Action>) {
         self.making.set_buffer(ready);
         self.advance(now, actions);
     }
@@ -29,7 +29,7 @@ impl<S: Clone> JobCore<S> {
         learners: &[LearnerId],
         measured: Option<&Squares>,
         now: Now,
-        actions: &mut Vec<Action<S>>,
+        actions: &mut Vec<Action>,
     ) {
         self.measured.accumulated(measured);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
@@ -47,7 +47,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The running plan is computed, and its version is published.
-    pub fn reduced(&mut self, buffer_ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
+    pub fn reduced(&mut self, buffer_ready: bool, now: Now, actions: &mut Vec<Action>) {
         let Some(plan) = self.making.ends() else { return };
         self.making.set_buffer(buffer_ready);
         self.version = self.version.next();
@@ -78,7 +78,7 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    fn end_step(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    fn end_step(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.grace.step_ended();
         for committed in std::mem::take(&mut self.committed) {
             if let Some((ticket, _)) = committed.ticket {
@@ -99,7 +99,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Takes the commits that can be taken, and begins the work that can begin.
-    pub(super) fn advance(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub(super) fn advance(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.give_way(now, actions);
         self.settle();
         if !self.making.is_under_way() {
@@ -114,7 +114,7 @@ impl<S: Clone> JobCore<S> {
         self.note_stall(now);
     }
 
-    fn take_pending(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    fn take_pending(&mut self, now: Now, actions: &mut Vec<Action>) {
         if self.pending.is_empty() {
             return;
         }
@@ -149,7 +149,7 @@ impl<S: Clone> JobCore<S> {
         self.pending = kept;
     }
 
-    fn accept(&mut self, ticket: (Ticket, Now), contribution: Contribution<S>, now: Now) {
+    fn accept(&mut self, ticket: (Ticket, Now), contribution: Contribution, now: Now) {
         let learner = contribution.learner;
         let mut undo = None;
         if let Some(member) = self.members.get_mut(&learner) {
@@ -174,7 +174,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Begins the coming version if it is complete. Otherwise answers the commits whose payload is safe.
-    fn start_step(&mut self, actions: &mut Vec<Action<S>>) {
+    fn start_step(&mut self, actions: &mut Vec<Action>) {
         if self.committed.is_empty() || self.making.is_under_way() {
             return;
         }
@@ -202,7 +202,7 @@ impl<S: Clone> JobCore<S> {
 
     /// The plan for the coming version. It has the committed contributions. If it is provisional, it also has those of
     /// these learners, which may hold any tensor.
-    pub(super) fn reduce_plan(&self, provisional: Option<&BTreeSet<LearnerId>>) -> Plan<S> {
+    pub(super) fn reduce_plan(&self, provisional: Option<&BTreeSet<LearnerId>>) -> Plan {
         let kept = self.committed.iter().filter(|committed| committed.place == Place::Kept);
         let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
@@ -256,7 +256,7 @@ impl<S: Clone> JobCore<S> {
         let groups = runs.chain(std::iter::repeat(GroupId::MODEL));
         TensorFactors::new((0..self.recipe.tensors()).zip(groups).map(|(tensor, group)| {
             let step = steps.of_group(group);
-            let without = |committed: &Committed<S>| !committed.contribution.tensors.contains(tensor);
+            let without = |committed: &Committed| !committed.contribution.tensors.contains(tensor);
             if step.of_values {
                 let lacks = written.contains(tensor) && self.committed.iter().any(without);
                 return lacks.then(|| 1.0 / self.weight_of(tensor, provisional));
@@ -269,7 +269,7 @@ impl<S: Clone> JobCore<S> {
     /// The weight of the contributions that have written a tensor. Those that are still written may do so: a block of
     /// the tensor is computed before their commit only if each of them has sent it.
     fn weight_of(&self, tensor: usize, provisional: Option<&BTreeSet<LearnerId>>) -> f64 {
-        let brings = |committed: &&Committed<S>| committed.contribution.tensors.contains(tensor);
+        let brings = |committed: &&Committed| committed.contribution.tensors.contains(tensor);
         let committed = self.committed.iter().filter(brings).map(|of| of.contribution.weight.get());
         committed.sum::<f64>() + provisional.map_or(0, BTreeSet::len) as f64
     }
@@ -292,7 +292,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Adds up what is not accumulated, and measures all of it.
-    fn measure(&mut self, quantity: Quantity, actions: &mut Vec<Action<S>>) {
+    fn measure(&mut self, quantity: Quantity, actions: &mut Vec<Action>) {
         self.measured.begins(quantity);
         let Work::Reduce { step, groups, .. } = self.reduce_plan(None).work else { return };
         // Values of averaged tensors are no part of the gradient.
@@ -303,7 +303,7 @@ impl<S: Clone> JobCore<S> {
         actions.push(Action::Measure { contributions, step, tensors, groups, quantity });
     }
 
-    fn run(&mut self, plan: Plan<S>, actions: &mut Vec<Action<S>>) {
+    fn run(&mut self, plan: Plan, actions: &mut Vec<Action>) {
         let plan = Arc::new(plan);
         self.making.begins(&plan);
         if self.seal_early() {
@@ -331,7 +331,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// Accumulates contributions whose memory is needed back. When the first one is due, all are accumulated.
-    fn start_accumulation(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    fn start_accumulation(&mut self, now: Now, actions: &mut Vec<Action>) {
         // If the version is made now anyway, the memory is read in place.
         let now_anyway = self.is_complete() && self.making.has_buffer() && !self.is_busy();
         if now_anyway || self.early.is_under_way() || self.next_accumulation().is_none_or(|at| at > now) {
@@ -343,7 +343,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The contributions in these places are being accumulated from now on.
-    fn accumulate(&mut self, from: impl Fn(Place) -> bool) -> Vec<Arc<Contribution<S>>> {
+    fn accumulate(&mut self, from: impl Fn(Place) -> bool) -> Vec<Arc<Contribution>> {
         let mut contributions = Vec::new();
         for committed in self.committed.iter_mut().filter(|c| from(c.place)) {
             committed.place = Place::Accumulating;

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::members::Attached;
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::phase::JobPhase;
 
-use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place};
+use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place, Source};
 
 fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     MemberView {
@@ -32,7 +32,7 @@ fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     }
 }
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// The newest complete version.
     pub fn version(&self) -> Version {
         self.version
@@ -69,7 +69,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The places of taken contributions that still have to be read, by learner.
-    pub fn unread(&self) -> impl Iterator<Item = (LearnerId, &S)> {
+    pub fn unread(&self) -> impl Iterator<Item = (LearnerId, &Source)> {
         let unread =
             self.committed.iter().filter(|c| !c.contribution.steady && c.place != Place::Accumulated);
         unread.map(|c| (c.contribution.learner, &c.contribution.source))
@@ -82,7 +82,7 @@ impl<S: Clone> JobCore<S> {
     }
 
     /// The contributions to the coming version that are in the accumulator.
-    pub(crate) fn accumulated_contributions(&self) -> impl Iterator<Item = &Arc<Contribution<S>>> {
+    pub(crate) fn accumulated_contributions(&self) -> impl Iterator<Item = &Arc<Contribution>> {
         let accumulated = self.committed.iter().filter(|committed| committed.place == Place::Accumulated);
         accumulated.map(|committed| &committed.contribution)
     }

@@ -50,7 +50,7 @@ impl Waits {
     }
 }
 
-impl<S: Clone> JobCore<S> {
+impl JobCore {
     /// Notes whether a learner waits for others at the moment.
     pub(super) fn note_stall(&mut self, now: Now) {
         let step_waits = self.gathers() && !self.committed.is_empty();
@@ -74,7 +74,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Removes learners whose last process exited this long ago, and for whom another learner has been waiting for as
     /// long.
-    pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(wait) = self.waits.wait.filter(|wait| self.formation.is_formed() && wait.paused.is_none())
         else {
             return;
@@ -116,7 +116,7 @@ impl<S: Clone> JobCore<S> {
 
     /// Removes silent learners: those that no process is known to use, after the lease; and those whose processes live and
     /// have made no progress, if another learner has been waiting for them for as long as patience lasts.
-    pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+    pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action>) {
         let [lease, patience] = [self.controls.lease, self.controls.patience];
         let lasted =
             |since: Now, until: Now, limit: Now| !limit.is_zero() && until.saturating_sub(since) >= limit;

@@ -226,8 +226,8 @@ proptest! {
             bench.coordinator.client_alive(client, bench.now);
         }
         bench.coordinator.core.taken_over(bench.now);
-        bench.coordinator.states_sent_at = bench.now;
-        bench.coordinator.made_by = PlanId(0);
+        bench.coordinator.states.taken_over(bench.now);
+        bench.coordinator.made_from.forget_plan();
         for one in [&mut bench, &mut there] {
             one.coordinator.go_on(one.now, &mut one.said);
             for client in [A, B] {

@@ -4,7 +4,7 @@ use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::sim::{Id, Sim, Uid, blocks, everything, ok, open};
+use super::sim::{Id, Sim, Uid, blocks, everything, ok, open, uid};
 
 fn job(names: &[&str]) -> (Sim, Vec<Id>) {
     let learners = names.len().to_string();
@@ -18,7 +18,7 @@ fn order(sim: &Sim) -> Vec<Uid> {
         return Vec::new();
     };
     assert!(sim.accumulator.is_empty(), "the accumulator comes first, whoever is in it");
-    inputs.iter().map(|input| input.source).collect()
+    inputs.iter().map(|input| uid(input)).collect()
 }
 
 #[test]

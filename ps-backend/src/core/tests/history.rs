@@ -7,7 +7,6 @@ use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::LearnerId;
 
 use super::super::*;
-use super::sim::Uid;
 
 #[derive(Debug, Default)]
 pub struct History {
@@ -34,7 +33,7 @@ impl History {
 
     /// A version is going to be made of this number of `contributions`, of which `inputs` are not in the
     /// accumulator.
-    pub fn begin(&mut self, core: &JobCore<Uid>, contributions: u32, inputs: &[Arc<Contribution<Uid>>]) {
+    pub fn begin(&mut self, core: &JobCore, contributions: u32, inputs: &[Arc<Contribution>]) {
         let members = core.members(Now::ZERO);
         let missing = members.iter().filter(|m| m.joined_at <= core.version() && !m.unpublished).count();
         let least = core.controls().min_learners as usize;
@@ -81,7 +80,7 @@ impl History {
 
     /// Nobody has committed more than s + 1 steps more than the slowest learner. A learner that has committed
     /// c steps reads, in the newest version, everybody's steps up to c - s - 1.
-    pub fn check_coordinator(&self, core: &JobCore<Uid>) {
+    pub fn check_coordinator(&self, core: &JobCore) {
         let Consistency::Ssp(most) = core.consistency else { return };
         if !self.fixed {
             return;

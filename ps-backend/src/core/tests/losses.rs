@@ -6,7 +6,7 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::sim::{Id, Sim, Uid, everything, job, ok};
+use super::sim::{Id, Sim, Uid, everything, job, ok, uid};
 
 /// A job of these whose core accumulations after `millis`.
 fn patient(learners: &str, names: &[&str], millis: u64) -> (Sim, Vec<Id>) {
@@ -16,12 +16,12 @@ fn patient(learners: &str, names: &[&str], millis: u64) -> (Sim, Vec<Id>) {
 }
 
 fn accumulating(sim: &Sim) -> Vec<Uid> {
-    sim.accumulations.iter().flatten().map(|c| c.source).collect()
+    sim.accumulations.iter().flatten().map(|c| uid(c)).collect()
 }
 
 fn reducing(sim: &Sim) -> Vec<Uid> {
     match sim.running.as_ref().map(|plan| &plan.work) {
-        Some(Work::Reduce { inputs, .. }) => inputs.iter().map(|input| input.source).collect(),
+        Some(Work::Reduce { inputs, .. }) => inputs.iter().map(|input| uid(input)).collect(),
         _ => Vec::new(),
     }
 }

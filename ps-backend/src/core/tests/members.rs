@@ -6,7 +6,7 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::sim::{Id, Sim, Uid, blocks, early_job, everything, job, ok, open};
+use super::sim::{Id, Sim, Uid, blocks, early_job, everything, job, ok, open, payload};
 
 #[test]
 fn nothing_completes_before_the_job_is_formed() {
@@ -535,7 +535,7 @@ fn writes_of_new_weights_that_wait_are_limited() {
     let mut refused = 0;
     for ticket in 0..MAX_ASSIGNS as u64 + 3 {
         let mut actions = Vec::new();
-        sim.core.assign(ticket, 0, Now::from_secs(9), Now::ZERO, &mut actions);
+        sim.core.assign(ticket, payload(0), Now::from_secs(9), Now::ZERO, &mut actions);
         refused += actions
             .iter()
             .filter(|action| matches!(action, Action::Reply(_, Err(ShardError::OutOfMemory(_)))))

@@ -10,7 +10,9 @@ use std::ops::Add;
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::groups::{AveragedMark, Contents, GroupId};
+use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::DType;
 use libmodelio::vocabulary::members::LeaveReason;
@@ -34,6 +36,16 @@ fn tensor_of(block: u32) -> usize {
 
 /// A contribution, under a name of its own.
 pub type Uid = u32;
+
+/// The payload of a contribution, or new weights, of this number.
+pub fn payload(uid: Uid) -> Source {
+    Source { client: ClientId(0), name: uid.into(), weights: BlockRanges::new(), ahead: None }
+}
+
+/// The number of a contribution's payload.
+pub fn uid(contribution: &Contribution) -> Uid {
+    Uid::try_from(contribution.source.name).unwrap()
+}
 pub type Reply = Result<(), ShardError>;
 type Content = Vec<Uid>;
 
@@ -57,7 +69,7 @@ struct Request {
 
 #[derive(Debug)]
 pub struct Sim {
-    pub core: JobCore<Uid>,
+    pub core: JobCore,
     pub now: Now,
     next_ticket: Ticket,
     next_uid: Uid,
@@ -65,12 +77,12 @@ pub struct Sim {
     pub replies: BTreeMap<Ticket, Reply>,
     pub records: BTreeMap<Uid, Record>,
     /// Contributions that are being accumulated.
-    pub accumulations: Vec<Vec<Arc<Contribution<Uid>>>>,
+    pub accumulations: Vec<Vec<Arc<Contribution>>>,
     /// The accumulator is measured after that.
     measures: Option<(Quantity, reducer::Step)>,
     /// The norms of tensors, if they were measured for the coming version.
     norms: Option<(usize, Vec<TensorNorms>)>,
-    pub running: Option<Arc<Plan<Uid>>>,
+    pub running: Option<Arc<Plan>>,
     pub accumulator: BTreeMap<u32, Content>,
     /// Contributions of which a block has come early, by block.
     back: BTreeMap<u32, BTreeSet<Uid>>,
@@ -90,7 +102,7 @@ pub struct Sim {
     /// The steps of the tensors of blocks that came early, and the factors.
     early: BTreeMap<u32, (u64, Option<f64>)>,
     /// The provisional plan under way.
-    pub provisional: Option<Arc<Plan<Uid>>>,
+    pub provisional: Option<Arc<Plan>>,
     pub left: Vec<(LearnerId, LeaveReason)>,
     accumulated: BTreeSet<Uid>,
     /// Contributions whose payload was lost.
@@ -211,7 +223,7 @@ impl Sim {
         (ticket, deadline)
     }
 
-    fn call<R>(&mut self, f: impl FnOnce(&mut JobCore<Uid>, Now, &mut Vec<Action<Uid>>) -> R) -> R {
+    fn call<R>(&mut self, f: impl FnOnce(&mut JobCore, Now, &mut Vec<Action>) -> R) -> R {
         let mut actions = Vec::new();
         let result = f(&mut self.core, self.now, &mut actions);
         for tensor in self.state_of.differing(self.core.recipe.state_of()).ones() {
@@ -224,7 +236,7 @@ impl Sim {
         result
     }
 
-    fn act(&mut self, action: Action<Uid>) {
+    fn act(&mut self, action: Action) {
         match action {
             Action::Reply(ticket, reply) => {
                 let request = self.requests.remove(&ticket).expect("a ticket is answered once");
@@ -411,13 +423,13 @@ impl Sim {
         );
     }
 
-    fn sum(&self, plan: &Plan<Uid>, block: u32) -> Content {
+    fn sum(&self, plan: &Plan, block: u32) -> Content {
         let Work::Reduce { inputs, .. } = &plan.work else { return Vec::new() };
         let mut content = self.accumulator.get(&block).cloned().unwrap_or_default();
         for input in inputs.iter().filter(|input| input.sent.contains(block as usize)) {
-            let record = &self.records[&input.source];
-            assert!(record.steady || !record.taken, "memory is read that was given back: {}", input.source);
-            content.push(input.source);
+            let record = &self.records[&uid(input)];
+            assert!(record.steady || !record.taken, "memory is read that was given back: {}", uid(input));
+            content.push(uid(input));
         }
         content
     }
@@ -431,7 +443,7 @@ impl Sim {
         let Some(contributions) = self.accumulations.pop() else { return };
         let measures = self.measures.take();
         for contribution in &contributions {
-            let record = &self.records[&contribution.source];
+            let record = &self.records[&uid(contribution)];
             assert!(record.steady || !record.taken, "memory is accumulated that was given back");
         }
         if !ok {
@@ -445,11 +457,11 @@ impl Sim {
             return self.call(|core, now, actions| core.accumulate_failed(failed, now, actions));
         }
         for contribution in &contributions {
-            assert!(!self.gone.contains(&contribution.source), "what is lost is accumulated");
+            assert!(!self.gone.contains(&uid(contribution)), "what is lost is accumulated");
             for block in contribution.sent.ones() {
-                self.accumulator.entry(block as u32).or_default().push(contribution.source);
+                self.accumulator.entry(block as u32).or_default().push(uid(contribution));
             }
-            self.accumulated.insert(contribution.source);
+            self.accumulated.insert(uid(contribution));
         }
         let learners: Vec<_> = contributions.iter().map(|contribution| contribution.learner).collect();
         // A contribution's number stands for the squares of each of its blocks.
@@ -480,15 +492,15 @@ impl Sim {
 
     /// The payloads of these learners are gone, except for those that the shard holds itself.
     pub fn lose(&mut self, learners: &[LearnerId]) {
-        let needs = |of: &[Arc<Contribution<Uid>>]| {
-            of.iter().any(|c| !self.records[&c.source].steady && learners.contains(&c.learner))
+        let needs = |of: &[Arc<Contribution>]| {
+            of.iter().any(|c| !self.records[&uid(c)].steady && learners.contains(&c.learner))
         };
         let plan_is_void = self.running.as_ref().is_some_and(|plan| match &plan.work {
             Work::Reduce { inputs, .. } => needs(inputs),
             Work::Assign { .. } => false,
         });
         // What was committed to a provisional plan is being read.
-        let is_read = |committed: &Committed<Uid>| {
+        let is_read = |committed: &Committed| {
             self.core.is_read_early(committed) && learners.contains(&committed.contribution.learner)
         };
         let early_is_void = self.provisional.is_some() && self.core.committed.iter().any(is_read);
@@ -610,7 +622,7 @@ impl Sim {
         let Some(Work::Reduce { inputs, .. }) = self.running.as_ref().map(|plan| &plan.work) else {
             return false;
         };
-        let Some(bad) = inputs.iter().find(|input| !self.records[&input.source].steady) else {
+        let Some(bad) = inputs.iter().find(|input| !self.records[&uid(input)].steady) else {
             return false;
         };
         let bad = vec![(bad.learner, ShardError::NonFinite(BlockId(0)))];
@@ -676,7 +688,7 @@ impl Sim {
             },
             weight: Default::default(),
             base: self.base,
-            source: uid,
+            source: payload(uid),
             steady,
             lent: false,
         };
@@ -711,7 +723,7 @@ impl Sim {
 
     pub fn assign(&mut self, timeout: u64) -> Ticket {
         let (ticket, deadline) = self.ticket(timeout, None);
-        self.call(|core, now, actions| core.assign(ticket, 0, deadline, now, actions));
+        self.call(|core, now, actions| core.assign(ticket, payload(0), deadline, now, actions));
         ticket
     }
 

@@ -6,7 +6,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::sim::{BLOCKS, Sim, TENSORS, Uid, blocks, early_job, everything, job, ok, open};
+use super::sim::{BLOCKS, Sim, TENSORS, blocks, early_job, everything, job, ok, open};
 
 #[test]
 fn a_version_needs_all_learners() {
@@ -205,7 +205,7 @@ fn a_commit_that_is_being_reduced_at_its_deadline_counts_and_can_be_asked_for() 
 
 #[test]
 fn hyper_parameters_are_frozen_once_a_plan_has_begun() {
-    let rate_and_reducer = |plan: &Plan<Uid>| match &plan.work {
+    let rate_and_reducer = |plan: &Plan| match &plan.work {
         Work::Reduce { step, .. } => (step.hyper.learning_rate, step.reducer),
         Work::Assign { .. } => panic!(),
     };

@@ -1,0 +1,75 @@
+//! Work that waits until the present plan has ended, and the numbers of plans.
+
+use std::collections::VecDeque;
+
+use libmodelio::vocabulary::ids::PlanId;
+use serde::{Deserialize, Serialize};
+
+use crate::core::Action;
+
+/// The core's next actions, and the number of the next plan.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct PlanQueue {
+    #[serde(skip)]
+    waiting: VecDeque<Action>,
+    next: PlanId,
+}
+
+impl Default for PlanQueue {
+    fn default() -> PlanQueue {
+        PlanQueue { waiting: VecDeque::new(), next: PlanId(1) }
+    }
+}
+
+impl PlanQueue {
+    /// The number of the next plan.
+    pub(super) fn next(&self) -> PlanId {
+        self.next
+    }
+
+    /// The number of a plan that begins.
+    pub(super) fn number(&mut self) -> PlanId {
+        let number = self.next;
+        self.next = PlanId(number.0 + 1);
+        number
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Work that waits for the other work in the queue.
+    pub(super) fn push(&mut self, work: Action) {
+        self.waiting.push_back(work);
+    }
+
+    /// Work that is done anew, before the other work.
+    pub(super) fn push_first(&mut self, work: Action) {
+        self.waiting.push_front(work);
+    }
+
+    /// The work that begins now.
+    pub(super) fn take_first(&mut self) -> Option<Action> {
+        self.waiting.pop_front()
+    }
+
+    /// Whether such work waits.
+    pub(super) fn has(&self, is_it: impl Fn(&Action) -> bool) -> bool {
+        self.waiting.iter().any(is_it)
+    }
+
+    /// The first such work, to be replaced.
+    pub(super) fn find(&mut self, is_it: impl Fn(&Action) -> bool) -> Option<&mut Action> {
+        self.waiting.iter_mut().find(|work| is_it(work))
+    }
+
+    /// Drops the first such work. False if there is none.
+    pub(super) fn drop_first(&mut self, is_it: impl Fn(&Action) -> bool) -> bool {
+        let at = self.waiting.iter().position(is_it);
+        at.and_then(|at| self.waiting.remove(at)).is_some()
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.waiting.clear();
+    }
+}
