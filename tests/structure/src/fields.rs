@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 
-use syn::{Fields, Item, ItemStruct, Type};
+use syn::visit::{self, Visit};
+use syn::{Fields, Item, ItemStruct, Type, TypePath};
 
 use crate::sources::{Crate, is_of_tests};
 
@@ -20,22 +21,23 @@ pub struct Count {
 /// Counts the fields of all structs of a crate.
 pub fn counts(of: &Crate) -> Vec<Count> {
     let items = || of.modules.iter().flat_map(|module| module.items.iter().map(move |item| (module, item)));
-    let (mut structs, mut uses, mut has_methods) = (HashMap::<_, Vec<_>>::new(), HashMap::new(), Vec::new());
+    let (mut structs, mut uses, mut has_methods) = (HashMap::<_, Vec<_>>::new(), Uses::default(), Vec::new());
     for (module, item) in items() {
         match item {
             Item::Struct(item) => {
                 structs.entry(item.ident.to_string()).or_default().push((module, item));
-                for field in types(item).filter_map(plain_name) {
-                    *uses.entry(field).or_insert(0) += 1;
-                }
+                types(item).for_each(|of| uses.visit_type(of));
             }
+            Item::Enum(item) => item.variants.iter().for_each(|variant| uses.visit_fields(&variant.fields)),
             Item::Impl(item) if item.trait_.is_none() => has_methods.extend(plain_name(&item.self_ty)),
             _ => {}
         }
     }
     let count = |item: &ItemStruct| {
         count(item, &|name| match structs.get(name).map(Vec::as_slice) {
-            Some([(_, only)]) if uses.get(name) == Some(&1) && !has_methods.iter().any(|has| has == name) => {
+            Some([(_, only)])
+                if uses.0.get(name) == Some(&1) && !has_methods.iter().any(|has| has == name) =>
+            {
                 Some(only)
             }
             _ => None,
@@ -69,6 +71,19 @@ fn types(item: &ItemStruct) -> impl Iterator<Item = &Type> {
     fields.filter(|field| !field.attrs.iter().any(is_of_tests)).map(|field| &field.ty)
 }
 
+/// How often fields name each type, also within another one.
+#[derive(Default)]
+struct Uses(HashMap<String, usize>);
+
+impl<'ast> Visit<'ast> for Uses {
+    fn visit_type_path(&mut self, path: &'ast TypePath) {
+        if let Some(last) = path.path.segments.last() {
+            *self.0.entry(last.ident.to_string()).or_insert(0) += 1;
+        }
+        visit::visit_type_path(self, path);
+    }
+}
+
 /// The name of a type without arguments, or that an `impl` is of.
 pub(crate) fn plain_name(of: &Type) -> Option<String> {
     let Type::Path(path) = of else { return None };
@@ -90,6 +105,12 @@ mod tests {
         assert_eq!(
             fields(&format!("struct Outer {{ a: u8, held: Held, too: Held }} {rest}"), "Outer"),
             3,
+            "used twice"
+        );
+        let boxed = "enum E { Some(Box<Held>) }";
+        assert_eq!(
+            fields(&format!("struct Outer {{ a: u8, held: Held }} {rest} {boxed}"), "Outer"),
+            2,
             "used twice"
         );
         let methods = "impl Held { fn owns(&self) {} }";

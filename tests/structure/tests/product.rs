@@ -11,12 +11,11 @@ const ROOTS: [&str; 3] = ["libmodelio/src/lib.rs", "ps-backend/src/lib.rs", "fs-
 const MOST_FIELDS: usize = 15;
 
 /// Structs with more fields, and how many they have. A heap is to be taken apart; its number may only fall.
-const OF_MANY_FIELDS: [(&str, &str, usize, Why); 12] = [
-    ("ClientCore", "libmodelio/src/client/core/mod.rs", 58, Why::Heap),
+const OF_MANY_FIELDS: [(&str, &str, usize, Why); 11] = [
+    ("ClientCore", "libmodelio/src/client/core/mod.rs", 16, Why::Heap),
     ("Shared", "libmodelio/src/client/shared.rs", 32, Why::Heap),
     ("Inner", "libmodelio/src/client/shared.rs", 29, Why::Heap),
     ("State", "libmodelio/src/contributor.rs", 26, Why::Heap),
-    ("Learner", "libmodelio/src/client/core/learners.rs", 17, Why::Heap),
     ("Shared", "ps-backend/src/server/shared.rs", 34, Why::Heap),
     ("RegionStore", "ps-backend/src/region_store.rs", 17, Why::Heap),
     ("Controls", "libmodelio/src/vocabulary/controls.rs", 24, Why::Settings),

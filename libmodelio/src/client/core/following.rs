@@ -17,8 +17,8 @@ impl ClientCore {
     pub(super) fn follow(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(plan) = self.followable() else { return };
         self.pull_times.began_ahead(now);
-        self.pull = Some(Pull::new(self.state.version.next(), &self.owned, Some(plan), now));
-        actions.extend((0..self.shards.len()).map(Action::Wake));
+        self.pull = Some(Pull::new(self.state.version.next(), self.owners.owned(), Some(plan), now));
+        actions.extend(self.owners.partitions().map(Action::Wake));
     }
 
     /// Whether the policy, or a request that waits, wants what is followed now.
@@ -32,9 +32,10 @@ impl ClientCore {
 
     /// Others make a version by this plan.
     pub(super) fn begun(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
-        let known = self.outgoing.as_ref().map_or(self.over, |outgoing| outgoing.plan.max(self.over));
+        let known =
+            self.outgoing.as_ref().map_or(self.plans.over(), |outgoing| outgoing.plan.max(self.plans.over()));
         if plan > known && plan.0 <= MAX_NUMBER {
-            self.of_others = Some(plan);
+            self.plans.others_begin(plan);
             self.start_pull(now, actions);
         }
     }
@@ -44,15 +45,15 @@ impl ClientCore {
         match self.outgoing() {
             Some((_, Granted::Weights(_) | Granted::OpenWeights(_))) => None,
             Some((plan, Granted::Contributions { .. })) => Some(plan),
-            None => self.of_others,
+            None => self.plans.of_others(),
         }
     }
 
     /// Whether the newest version is shown, and the next one may be pulled while it is made.
     pub(super) fn can_follow(&self) -> bool {
-        let is_idle = self.pull.is_none() && !self.whole && self.reserved == 0;
-        let is_newest = self.state.sequence != 0 && self.shown == Some(self.state.version);
-        !self.in_process && is_idle && is_newest && self.followable().is_some()
+        let is_idle = self.pull.is_none() && self.buffers.is_idle();
+        let is_newest = self.state.sequence != 0 && self.buffers.shown() == Some(self.state.version);
+        !self.way.is_in_place() && is_idle && is_newest && self.followable().is_some()
     }
 
     /// The state says whether the plan that the client follows has made a version. If it has not, what has come is void.
@@ -63,11 +64,13 @@ impl ClientCore {
             pull.decided = true;
             pull.partitions.iter_mut().for_each(|receiving| receiving.moved = now);
             // No shard sends blocks by itself where this client reads them from memory: the pull begins now.
-            if pull.left == self.blocks && pull.partitions.iter().all(|receiving| !receiving.sends_ahead) {
+            if pull.left == self.owners.blocks()
+                && pull.partitions.iter().all(|receiving| !receiving.sends_ahead)
+            {
                 self.pull_times.began(now);
             }
             if !self.show_if_complete(actions) {
-                actions.extend((0..self.shards.len()).map(Action::Wake));
+                actions.extend(self.owners.partitions().map(Action::Wake));
             }
         } else if is_anew || self.state.version >= pull.version || self.state.over >= plan {
             self.pull = None;

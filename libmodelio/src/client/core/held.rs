@@ -1,7 +1,5 @@
 //! Payload that shards may still need: which contribution holds it, and when it is released.
 
-use std::ops::Range;
-
 use fixedbitset::FixedBitSet;
 
 use super::learners::Early;
@@ -39,18 +37,10 @@ impl Held {
 }
 
 impl ClientCore {
-    pub(super) fn bits(&self, ranges: &[Range<u32>]) -> FixedBitSet {
-        let mut bits = FixedBitSet::with_capacity(self.blocks);
-        for range in ranges {
-            bits.insert_range((range.start as usize).min(self.blocks)..(range.end as usize).min(self.blocks));
-        }
-        bits
-    }
-
     pub(super) fn release(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         if let Some(held) = self.held.remove(&(learner, step)) {
             // If the commit was refused, that plan has blocks which the next contribution to the step must not join.
-            self.given_up = self.given_up.max(held.sent_under);
+            self.plans.give_up(held.sent_under);
             // A plan that reads it may already be over, but the client has not been told.
             if self.sends(learner, step) {
                 self.outgoing = None;
@@ -69,8 +59,9 @@ impl ClientCore {
         };
         // Every committed contribution is part of the next version that is made of contributions.
         let contributions = self.state.contributions;
-        let is_over =
-            |held: &Held| !self.in_process || held.left_at.is_some_and(|left_at| contributions > left_at);
+        let is_over = |held: &Held| {
+            !self.way.is_in_place() || held.left_at.is_some_and(|left_at| contributions > left_at)
+        };
         let left: Vec<_> = self
             .held
             .iter()
@@ -97,9 +88,7 @@ impl ClientCore {
     }
 
     pub(super) fn is_committing(&self, learner: LearnerId, step: Step) -> bool {
-        self.requests.values().any(|request| {
-            matches!(request.message, Message::Commit { learner: l, step: s, .. } if (l, s) == (learner, step))
-        })
+        self.requests.has(|message| matches!(*message, Message::Commit { learner: l, step: s, .. } if (l, s) == (learner, step)))
     }
 
     /// Whether the plan under way includes this contribution.
@@ -111,18 +100,13 @@ impl ClientCore {
     /// Releases new weights that no request waits for, unless they are being sent.
     pub(super) fn release_weights(&mut self, actions: &mut Vec<Action>) {
         let is_needed = |token: u64| {
-            self.requests
-                .values()
-                .any(|r| matches!(r.message, Message::Assign { token: t, .. } if t == token))
-                || self.open_weights.contains_key(&token)
+            self.requests.has(|message| matches!(*message, Message::Assign { token: t, .. } if t == token))
                 || self.outgoing.as_ref().is_some_and(|outgoing| {
                     [Granted::Weights(token), Granted::OpenWeights(token)].contains(&outgoing.payload)
                 })
         };
-        let over: Vec<u64> = self.weights.keys().copied().filter(|&token| !is_needed(token)).collect();
-        for token in over {
-            self.weights.remove(&token);
-            self.showable.remove(&token);
+        for token in self.weights.unneeded(is_needed) {
+            self.weights.forget(token);
             actions.push(Action::ReleaseWeights(token));
         }
     }

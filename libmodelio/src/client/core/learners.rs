@@ -153,16 +153,12 @@ impl ClientCore {
 
     /// Whether the learner has asked to leave and has no answer yet.
     pub fn is_leaving(&self, learner: LearnerId) -> bool {
-        self.requests
-            .values()
-            .any(|request| matches!(request.message, Message::Leave { learner: of, .. } if of == learner))
+        self.requests.has(|message| matches!(*message, Message::Leave { learner: of, .. } if of == learner))
     }
 
     /// Whether the learner has dropped a contribution and the coordinator has not answered that yet.
     pub(super) fn is_aborting(&self, learner: LearnerId) -> bool {
-        self.requests
-            .values()
-            .any(|request| matches!(request.message, Message::Abort { learner: of } if of == learner))
+        self.requests.has(|message| matches!(*message, Message::Abort { learner: of } if of == learner))
     }
 
     /// The name and incarnation of a learner that has joined through this client.
@@ -176,7 +172,7 @@ impl ClientCore {
     /// afterwards whether the plan is still under way.
     pub fn take_strays(&mut self, learner: LearnerId) -> bool {
         let Some(known) = self.learners.get_mut(&learner) else { return false };
-        (known.sends_for.take().is_some() | std::mem::take(&mut known.strays)) && !self.in_process
+        (known.sends_for.take().is_some() | std::mem::take(&mut known.strays)) && !self.way.is_in_place()
     }
 
     /// Whether the learner has a contribution open.
@@ -265,7 +261,7 @@ impl ClientCore {
         self.opened(learner, known.0, actions);
         let message = Message::Open { learner };
         // In one process no message is lost, so none has to be answered.
-        match self.in_process {
+        match self.way.is_in_place() {
             true => self.notify(message, actions),
             false => self.request(Token::MAX, message, deadline.max(now + BESIDE), now, actions),
         }
@@ -288,7 +284,7 @@ impl ClientCore {
             self.drop_open(learner, actions);
         }
         if let Some(known) = self.learners.get_mut(&learner) {
-            let taken = || FixedBitSet::with_capacity(self.blocks);
+            let taken = || self.owners.no_blocks();
             known.open.get_or_insert_with(|| Open { step, taken: taken(), ahead: None });
         }
     }
@@ -381,7 +377,7 @@ impl ClientCore {
         let held = self.held.range((learner, from)..=(learner, Step(u64::MAX)));
         let held = held.filter_map(|(_, held)| held.sent_under);
         let sent = ahead.as_ref().and_then(|(_, ahead)| ahead.sent_under);
-        self.given_up = self.given_up.into_iter().chain(waits).chain(held).chain(sent).max();
+        self.plans.give_up(waits.into_iter().chain(held).chain(sent).max());
         if let Some((step, _)) = ahead {
             actions.push(Action::Release(learner, step));
         }

@@ -7,9 +7,13 @@
 //! | module | holds |
 //! |---|---|
 //! | `requests` | requests to the coordinator, and its answers |
+//! | `coordination` | the connection to the coordinator |
+//! | `plans_seen` | plans of which the client has heard |
 //! | `learners` | this client's learners and their steps |
 //! | `state` | the job's state, from the coordinator |
 //! | `held` | payload that shards may still need |
+//! | `owners` | the block map in force |
+//! | `buffers` | the version that is shown, and the buffer behind it |
 //! | `moving` | a change of the block map |
 //! | `pushing`, `pulling` | blocks to and from shards |
 //! | `following` | blocks of a version that is still being made |
@@ -18,11 +22,15 @@
 //! | `reach` | shards that are out of reach |
 //! | `waits` | requests that wait for a version |
 
+mod buffers;
+mod coordination;
 mod following;
 mod held;
 mod learners;
 mod moving;
 mod open_weights;
+mod owners;
+mod plans_seen;
 mod pull_times;
 mod pulling;
 mod pushing;
@@ -31,33 +39,36 @@ mod requests;
 mod state;
 mod waits;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 
 use crate::vocabulary::block_map::{BlockMap, PartitionIndex};
 use crate::vocabulary::controls::PullPolicy;
-use crate::vocabulary::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
+use crate::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Step, Version};
 use crate::vocabulary::members::LeaveReason;
-use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{JobState, MAX_NUMBER, Message, Refusal};
+use buffers::Buffers;
+use coordination::Coordination;
 use held::Held;
 pub use learners::LastCommit;
 use learners::Learner;
-use open_weights::OpenWeights;
+use open_weights::NewWeights;
+use owners::Owners;
+use plans_seen::PlansSeen;
 pub use pull_times::PullReport;
 use pull_times::PullTimes;
 use pulling::Pull;
 pub use pulling::{PULL_BLOCKS, Whole};
-use pushing::Outgoing;
 pub use pushing::{Offered, Own, Push};
+use pushing::{Outgoing, Way};
 use reach::Reach;
 pub use reach::{Gone, NO_TOKEN, OUT_OF_REACH};
-use requests::Request;
+use requests::Requests;
+use waits::Waits;
 pub use waits::{BUFFERS_HELD, NOT_HERE};
-use waits::{Shortage, Wait};
 
 /// Time since the client started.
 pub type Now = Duration;
@@ -113,68 +124,22 @@ pub enum Action {
 /// One client of one model.
 #[derive(Debug)]
 pub struct ClientCore {
-    /// The epoch of the block map in force.
-    epoch: Epoch,
-    blocks: usize,
-    shards: Vec<ShardId>,
-    /// For each partition, its blocks.
-    owned: Vec<FixedBitSet>,
-    coordinator_up: bool,
-    shard_up: Vec<bool>,
+    owners: Owners,
+    coordination: Coordination,
     reach: Reach,
-    requests: BTreeMap<u64, Request>,
-    next_request: u64,
-    /// The number that the client last sent in an `AckThrough`.
-    acked_through: u64,
-    /// Why the job has no coordinator any more, and the job's phase before that.
-    lost: Option<(ShardError, JobPhase)>,
-    /// When the coordinator first reported that the job has failed.
-    failed_at: Option<Now>,
+    requests: Requests,
     state: JobState,
-    /// The coordinator's newest connection has not brought a state yet.
-    is_anew: bool,
     learners: BTreeMap<LearnerId, Learner>,
     /// The contributions that may have to be sent.
     held: BTreeMap<(LearnerId, Step), Held>,
-    /// New weights that may have to be sent.
-    weights: BTreeMap<u64, FixedBitSet>,
-    /// New weights that are still being written.
-    open_weights: BTreeMap<u64, OpenWeights>,
+    weights: NewWeights,
     outgoing: Option<Outgoing>,
-    /// The plan under way that makes a version, if this client sends nothing for it.
-    of_others: Option<PlanId>,
-    /// The newest plan that is over.
-    over: PlanId,
-    /// A dropped provisional plan for which blocks were sent. No more blocks go to it.
-    given_up: Option<PlanId>,
-    /// The version that the client shows. None before the first one.
-    shown: Option<Version>,
+    plans: PlansSeen,
+    buffers: Buffers,
     pull: Option<Pull>,
-    /// There is no memory for the version that is to be pulled.
-    shortage: Option<Shortage>,
-    /// When the log was last told so.
-    said_shortage: Option<Now>,
-    /// A version is whole in the buffer, and not shown yet.
-    whole: bool,
-    /// The version that has come with the state which announces it.
-    brought: Option<Version>,
-    /// The version in `whole` was not pulled.
-    is_own: bool,
-    /// New weights whose memory can be shown.
-    showable: BTreeSet<u64>,
-    /// The number of blocks that connections are receiving.
-    reserved: u32,
-    waits: Vec<Wait>,
-    /// When to pull, if the job's settings do not say that.
-    pulls: Option<PullPolicy>,
+    waits: Waits,
     pull_times: PullTimes,
-    /// The block to begin sending at.
-    first: usize,
-    /// The shard is in this process. It reads contributions where they lie until they are part of a version, even
-    /// after their commits are answered.
-    in_process: bool,
-    /// Contributions go with their commits.
-    sends_with_commits: bool,
+    way: Way,
     /// The blocks of tensors whose values are averaged.
     averaged: FixedBitSet,
 }
@@ -182,75 +147,52 @@ pub struct ClientCore {
 impl ClientCore {
     /// A client that shows no version yet, for a model with this block map.
     pub fn new(map: &BlockMap) -> ClientCore {
-        let (shards, owned) = moving::partitions(map);
         ClientCore {
-            epoch: map.epoch(),
-            blocks: map.blocks() as usize,
-            coordinator_up: false,
-            shard_up: vec![false; shards.len()],
+            owners: Owners::new(map),
+            coordination: Coordination::default(),
             reach: Reach::default(),
-            owned,
-            shards,
-            requests: BTreeMap::new(),
-            next_request: 1,
-            acked_through: 0,
-            lost: None,
-            failed_at: None,
+            requests: Requests::default(),
             state: JobState::default(),
-            is_anew: false,
             learners: BTreeMap::new(),
             held: BTreeMap::new(),
-            weights: BTreeMap::new(),
-            open_weights: BTreeMap::new(),
+            weights: NewWeights::default(),
             outgoing: None,
-            of_others: None,
-            over: PlanId(0),
-            given_up: None,
+            plans: PlansSeen::default(),
             averaged: FixedBitSet::new(),
-            shown: None,
+            buffers: Buffers::default(),
             pull: None,
-            shortage: None,
-            said_shortage: None,
-            whole: false,
-            brought: None,
-            is_own: false,
-            showable: BTreeSet::new(),
-            reserved: 0,
-            waits: Vec::new(),
-            pulls: None,
+            waits: Waits::default(),
             pull_times: PullTimes::default(),
-            first: 0,
-            in_process: false,
-            sends_with_commits: false,
+            way: Way::Ahead,
         }
     }
 
     /// The shard is in this process, and payload for it stays where it is.
     pub fn in_process(self) -> ClientCore {
-        ClientCore { in_process: true, ..self }
+        ClientCore { way: Way::InPlace, ..self }
     }
 
     /// Begins sending at a block that depends on `client`. A shard adds the clients' payloads of a block one by one,
     /// so clients that begin at the same block would wait for each other.
-    pub fn apart(self, client: ClientId) -> ClientCore {
-        // Consecutive client numbers must begin far apart.
-        let mixed = client.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        ClientCore { first: ((mixed * self.blocks as u64) >> 32) as usize, ..self }
+    pub fn apart(mut self, client: ClientId) -> ClientCore {
+        self.owners.begin_apart(client);
+        self
     }
 
     /// Contributions go with their commits, so none of their blocks goes before.
     pub fn sends_with_commits(self) -> ClientCore {
-        ClientCore { sends_with_commits: true, ..self }
+        ClientCore { way: Way::WithCommits, ..self }
     }
 
     /// Pulls by this policy, whatever the job's settings say.
-    pub fn pulls(self, policy: PullPolicy) -> ClientCore {
-        ClientCore { pulls: Some(policy), ..self }
+    pub fn pulls(mut self, policy: PullPolicy) -> ClientCore {
+        self.pull_times.set_policy(policy);
+        self
     }
 
     /// The shards, by [`PartitionIndex`].
     pub fn shards(&self) -> &[ShardId] {
-        &self.shards
+        self.owners.shards()
     }
 
     /// The newest state from the coordinator.
@@ -260,12 +202,12 @@ impl ClientCore {
 
     /// The version that the client shows. 0 if it shows none yet.
     pub fn version(&self) -> Version {
-        self.shown.unwrap_or_default()
+        self.buffers.shown().unwrap_or_default()
     }
 
     /// Whether the client shows a version.
     pub fn shows_any(&self) -> bool {
-        self.shown.is_some()
+        self.buffers.shown().is_some()
     }
 
     /// The number of unanswered requests, and of contributions and new weights whose payload is still needed.
@@ -277,7 +219,7 @@ impl ClientCore {
 
     /// A connection to a shard is open. If there was no other one, whatever was on its way before may be lost.
     pub fn shard_up(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
-        if !std::mem::replace(&mut self.shard_up[partition], true) {
+        if !self.owners.set_up(partition, true) {
             self.check_partition(partition, now, actions);
         }
         actions.push(Action::Wake(partition));
@@ -285,7 +227,7 @@ impl ClientCore {
 
     /// No connection to the shard is open.
     pub fn shard_down(&mut self, partition: PartitionIndex) {
-        self.shard_up[partition] = false;
+        self.owners.set_up(partition, false);
     }
 
     /// One of several connections to a shard has ended. The client finds and repeats what was on it.
@@ -320,7 +262,7 @@ impl ClientCore {
     ) {
         match message {
             Message::Missing { plan, blocks } => {
-                let mut bits = self.bits(&blocks);
+                let mut bits = self.owners.bits(&blocks);
                 let of_plan = |outgoing: &&mut Outgoing| outgoing.plan == plan && !outgoing.is_provisional();
                 let Some(outgoing) = self.outgoing.as_mut().filter(of_plan) else { return };
                 // Another coordinator may have begun a plan with that number there.
@@ -328,7 +270,7 @@ impl ClientCore {
                 let sending = &mut outgoing.partitions[partition];
                 sending.done = bits.is_clear();
                 sending.struggles |= !sending.done;
-                sending.todo = &bits & &self.owned[partition];
+                sending.todo = &bits & &self.owners.owned()[partition];
                 (sending.at, sending.round) = (0, true);
                 sending.moved = now;
                 actions.push(Action::Wake(partition));
@@ -357,11 +299,11 @@ impl ClientCore {
 
     /// The latest moment for the next [`Self::tick`].
     pub fn next_deadline(&self) -> Option<Now> {
-        let requests = self.requests.values().flat_map(|request| {
-            let again = request.sent.filter(|_| self.coordinator_up).map(|sent| sent + PATIENCE);
+        let requests = self.requests.iter().flat_map(|(_, request)| {
+            let again = request.sent.filter(|_| self.coordination.is_up()).map(|sent| sent + PATIENCE);
             [Some(request.deadline), again].into_iter().flatten()
         });
-        let waits = self.waits.iter().map(|wait| wait.deadline);
+        let waits = self.waits.waiting().map(|wait| wait.deadline);
         let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.partitions);
         let sending = sending.filter(|partition| !partition.done).map(|partition| partition.moved + PATIENCE);
         let pulling = self.pull.iter().filter(|pull| pull.decided).flat_map(|pull| &pull.partitions);
@@ -376,7 +318,7 @@ impl ClientCore {
         // A request that is given up here may leave another one, which the next call sends.
         self.tick_reach(now, actions);
         self.tick_requests(now, actions);
-        for partition in 0..self.shards.len() {
+        for partition in self.owners.partitions() {
             self.tick_partition(partition, now, actions);
         }
         self.answer_waits(now, actions);

@@ -1,23 +1,7 @@
 //! A change of the block map: the model's blocks have new owners, and perhaps a new coordinator.
 
-use fixedbitset::FixedBitSet;
-
 use super::{Action, ClientCore, Now};
 use crate::vocabulary::block_map::BlockMap;
-use crate::vocabulary::ids::ShardId;
-
-/// The shards of a map by [`PartitionIndex`](crate::vocabulary::block_map::PartitionIndex), and the blocks of each.
-pub(super) fn partitions(map: &BlockMap) -> (Vec<ShardId>, Vec<FixedBitSet>) {
-    let shards: Vec<ShardId> = map.shares().into_keys().collect();
-    let mut owned = vec![FixedBitSet::with_capacity(map.blocks() as usize); shards.len()];
-    for (block, owner) in map.owners().iter().enumerate() {
-        // Every owner is in the list of shards.
-        if let Ok(partition) = shards.binary_search(owner) {
-            owned[partition].insert(block);
-        }
-    }
-    (shards, owned)
-}
 
 impl ClientCore {
     /// Puts `map` in force after a move. It numbers the partitions from now on.
@@ -29,7 +13,7 @@ impl ClientCore {
     ///
     /// Returns false, and changes nothing, if the map is not newer or is another model's.
     pub fn moved(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) -> bool {
-        if map.epoch() <= self.epoch || map.blocks() as usize != self.blocks {
+        if map.epoch() <= self.owners.epoch() || map.blocks() as usize != self.owners.blocks() {
             return false;
         }
         self.goes_to(map, now, actions);
@@ -41,7 +25,7 @@ impl ClientCore {
     ///
     /// Returns false, and changes nothing, if the map is another model's.
     pub fn corrected(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) -> bool {
-        if map.blocks() as usize != self.blocks {
+        if map.blocks() as usize != self.owners.blocks() {
             return false;
         }
         self.state.sequence = 0;
@@ -51,12 +35,10 @@ impl ClientCore {
     }
 
     fn goes_to(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) {
-        self.epoch = map.epoch();
-        (self.shards, self.owned) = partitions(map);
-        self.coordinator_up = false;
+        self.owners.go_to(map);
+        self.coordination.down();
         self.found();
         self.out_of_reach(None, Vec::new());
-        self.shard_up = vec![false; self.shards.len()];
         if let Some(plan) = self.outgoing.as_ref().map(|outgoing| outgoing.plan) {
             self.plan_over(plan, actions);
         }

@@ -4,6 +4,8 @@
 //! Blocks that were sent count if the request to publish names that plan. A program may write a block again before it
 //! publishes. Then the blocks that were sent do not count, and all of them are sent once they are published.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use fixedbitset::FixedBitSet;
 
 use super::pushing::Outgoing;
@@ -14,11 +16,69 @@ use crate::wire::{Granted, Message};
 
 /// New weights that no request publishes yet.
 #[derive(Debug)]
-pub(super) struct OpenWeights {
+struct OpenWeights {
     /// The blocks that are whole.
-    pub(super) whole: FixedBitSet,
+    whole: FixedBitSet,
     /// The plan that has taken some of them.
     sent_under: Option<PlanId>,
+}
+
+/// New weights, by their tokens.
+#[derive(Debug, Default)]
+pub(super) struct NewWeights {
+    /// Those that may have to be sent, with their blocks.
+    published: BTreeMap<u64, FixedBitSet>,
+    /// Those that are still being written.
+    open: BTreeMap<u64, OpenWeights>,
+    /// Those whose memory can be shown.
+    showable: BTreeSet<u64>,
+}
+
+impl NewWeights {
+    /// A block is whole, of a model with so many. Returns whether it is the first one.
+    fn write(&mut self, token: u64, block: BlockId, blocks: usize) -> bool {
+        let is_first = !self.open.contains_key(&token);
+        let new = || OpenWeights { whole: FixedBitSet::with_capacity(blocks), sent_under: None };
+        self.open.entry(token).or_insert_with(new).whole.insert(block.index());
+        is_first
+    }
+
+    /// They stay unchanged in memory that can be shown.
+    pub(super) fn can_show(&mut self, token: u64) {
+        self.showable.insert(token);
+    }
+
+    /// A request publishes these blocks.
+    pub(super) fn publish(&mut self, token: u64, blocks: FixedBitSet) {
+        self.published.insert(token, blocks);
+    }
+
+    /// The blocks that a request publishes.
+    pub(super) fn published(&self, token: u64) -> Option<&FixedBitSet> {
+        self.published.get(&token)
+    }
+
+    /// Whether they are published, and their memory can be shown.
+    pub(super) fn is_showable(&self, token: u64) -> bool {
+        self.showable.contains(&token)
+    }
+
+    /// The number that may have to be sent.
+    pub(super) fn len(&self) -> usize {
+        self.published.len()
+    }
+
+    /// Those that may have to be sent, but are neither written any more nor needed.
+    pub(super) fn unneeded(&self, is_needed: impl Fn(u64) -> bool) -> Vec<u64> {
+        let unneeded = |token: &u64| !self.open.contains_key(token) && !is_needed(*token);
+        self.published.keys().copied().filter(unneeded).collect()
+    }
+
+    /// Their memory is needed no more.
+    pub(super) fn forget(&mut self, token: u64) {
+        self.published.remove(&token);
+        self.showable.remove(&token);
+    }
 }
 
 impl ClientCore {
@@ -31,11 +91,7 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) -> Option<PartitionIndex> {
-        let blocks = self.blocks;
-        let is_first = !self.open_weights.contains_key(&token);
-        let new = || OpenWeights { whole: FixedBitSet::with_capacity(blocks), sent_under: None };
-        let open = self.open_weights.entry(token).or_insert_with(new);
-        open.whole.insert(block.index());
+        let is_first = self.weights.write(token, block, self.owners.blocks());
         let is_it = |payload: &Granted| *payload == Granted::OpenWeights(token);
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| is_it(&outgoing.payload)) else {
             if is_first {
@@ -44,7 +100,7 @@ impl ClientCore {
             return None;
         };
         outgoing.blocks.insert(block.index());
-        let partition = self.owned.iter().position(|owned| owned.contains(block.index()))?;
+        let partition = self.owners.of(block)?;
         let sending = &mut outgoing.partitions[partition];
         sending.todo.insert(block.index());
         (sending.at, sending.round) = (sending.at.min(block.index()), false);
@@ -54,29 +110,28 @@ impl ClientCore {
     /// New weights will not be published as they were written so far: a block is written again, or they are given up. That
     /// may be because the request to publish them has failed before its plan was sealed.
     pub fn rewrites_weights(&mut self, token: u64, actions: &mut Vec<Action>) {
-        let was_open = self.open_weights.remove(&token).is_some();
+        let was_open = self.weights.open.remove(&token).is_some();
         let outgoing = self.outgoing.take_if(|of| of.payload == Granted::OpenWeights(token));
         if let Some(Outgoing { plan, .. }) = outgoing {
-            self.given_up = self.given_up.max(Some(plan));
+            self.plans.give_up(Some(plan));
             self.notify(Message::SourceGone { plan, learner: None }, actions);
         } else if !was_open {
             return;
         }
-        self.weights.remove(&token);
-        self.showable.remove(&token);
+        self.weights.forget(token);
         actions.push(Action::ReleaseWeights(token));
     }
 
     /// The blocks of new weights that can be sent while others are written. A plan takes them from now on.
     pub(super) fn take_open_weights(&mut self, token: u64, plan: PlanId) -> Option<FixedBitSet> {
-        let open = self.open_weights.get_mut(&token)?;
+        let open = self.weights.open.get_mut(&token)?;
         open.sent_under = Some(plan);
         Some(open.whole.clone())
     }
 
     /// A request publishes new weights, which are complete. Returns the plan for which blocks of them were sent.
     pub(super) fn publishes(&mut self, token: u64) -> Option<PlanId> {
-        let plan = self.open_weights.remove(&token)?.sent_under?;
+        let plan = self.weights.open.remove(&token)?.sent_under?;
         let takes = |of: &Outgoing| of.plan == plan && of.payload == Granted::OpenWeights(token);
         self.outgoing.as_ref().is_some_and(takes).then_some(plan)
     }

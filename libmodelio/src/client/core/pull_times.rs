@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::Now;
+use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::LearnerId;
 
 /// A learner that opens versions, or all programs that read without being one.
@@ -80,6 +81,8 @@ impl Opens {
 /// The rhythm of opens and pulls.
 #[derive(Debug, Default)]
 pub(super) struct PullTimes {
+    /// When to pull, if the job's settings do not say that.
+    policy: Option<PullPolicy>,
     openers: BTreeMap<Opener, Opens>,
     took: Option<Average>,
     /// When the newest pull began.
@@ -108,6 +111,16 @@ pub struct PullReport {
 }
 
 impl PullTimes {
+    /// Pulls by this policy, whatever the job's settings say.
+    pub(super) fn set_policy(&mut self, policy: PullPolicy) {
+        self.policy = Some(policy);
+    }
+
+    /// The policy that stands before the job's.
+    pub(super) fn policy(&self) -> Option<PullPolicy> {
+        self.policy
+    }
+
     /// A program opens the version that is shown. `mark` says how far it is, its step for example: while it is the same,
     /// further opens belong to the first one.
     pub(super) fn opened(&mut self, opener: Opener, mark: u64, now: Now) {

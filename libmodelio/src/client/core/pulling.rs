@@ -93,75 +93,75 @@ impl ClientCore {
             return;
         }
         self.pull_times.is_behind(now);
-        if self.brought == Some(self.state.version) {
-            self.whole = true;
+        if self.buffers.has_brought(self.state.version) {
+            self.buffers.fill();
             self.pull_times.began(now);
             return actions.push(Action::Pulled(self.state.version));
         }
         if let Some(token) = self.own_weights() {
-            (self.whole, self.is_own) = (true, true);
+            self.buffers.fill_with_own();
             return actions.push(Action::Own(self.state.version, token));
         }
         if !self.is_wanted(now) {
             return;
         }
         self.pull_times.began(now);
-        self.pull = Some(Pull::new(self.state.version, &self.owned, None, now));
-        actions.extend((0..self.shards.len()).map(Action::Wake));
+        self.pull = Some(Pull::new(self.state.version, self.owners.owned(), None, now));
+        actions.extend(self.owners.partitions().map(Action::Wake));
     }
 
     /// If the version exists and all its blocks are here, it is to be shown.
     pub(super) fn show_if_complete(&mut self, actions: &mut Vec<Action>) -> bool {
         let all = |pull: &mut Pull| pull.left == 0 && pull.decided;
-        let complete = if self.reserved == 0 { self.pull.take_if(all) } else { None };
+        let complete = if !self.buffers.is_received() { self.pull.take_if(all) } else { None };
         let Some(Pull { version, .. }) = complete else { return false };
-        self.whole = true;
+        self.buffers.fill();
         actions.push(Action::Pulled(version));
         true
     }
 
     /// Whether the back buffer can be filled at once with this version, which the client has not asked for.
     pub fn takes_version(&self, version: Version) -> bool {
-        let is_idle = self.pull.is_none() && !self.whole && self.reserved == 0;
-        is_idle && self.shown.is_none_or(|shown| version > shown) && self.state.sequence != 0
+        let is_idle = self.pull.is_none() && self.buffers.is_idle();
+        is_idle && self.buffers.shown().is_none_or(|shown| version > shown) && self.state.sequence != 0
     }
 
     /// The back buffer has all of this version, which the next state announces. [`Self::brings_nothing`] must follow.
     pub fn brings(&mut self, version: Version) {
-        self.brought = Some(version);
+        self.buffers.set_brought(Some(version));
     }
 
     /// Nothing has come with the states after this.
     pub fn brings_nothing(&mut self) {
-        self.brought = None;
+        self.buffers.set_brought(None);
     }
 
     /// New weights of this token, which are about to be sent, stay unchanged in memory that can be shown. If they are
     /// all of a version, that is not pulled.
     pub fn can_show(&mut self, token: u64) {
-        self.showable.insert(token);
+        self.weights.can_show(token);
     }
 
     /// The new weights that the newest version consists of, byte for byte, if their memory is still here and can be shown.
     fn own_weights(&self) -> Option<u64> {
-        let token = self.state.own_weights.filter(|token| self.showable.contains(token))?;
-        let is_whole = self.weights.get(&token)?.count_ones(..) == self.blocks;
+        let token = self.state.own_weights.filter(|token| self.weights.is_showable(*token))?;
+        let is_whole = self.weights.published(token)?.count_ones(..) == self.owners.blocks();
         // A NaN may have other bits in the version.
         (is_whole && self.state.controls.nonfinite == NonFinite::Reject).then_some(token)
     }
 
     /// Whether there is a newer version than the one that is shown, and nothing is being pulled.
     fn can_pull(&self) -> bool {
-        let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
-        self.pull.is_none() && !self.whole && self.reserved == 0 && self.state.sequence != 0 && !is_shown
+        let is_shown = self.buffers.shown().is_some_and(|shown| self.state.version <= shown);
+        self.pull.is_none() && self.buffers.is_idle() && self.state.sequence != 0 && !is_shown
     }
 
     /// The policy in force.
     pub(super) fn pull_policy(&self) -> PullPolicy {
-        match self.in_process {
+        match self.way.is_in_place() {
             // Nothing is transferred.
             true => PullPolicy::Eager,
-            false => self.pulls.unwrap_or_else(|| self.state.controls.pull_policy()),
+            false => self.pull_times.policy().unwrap_or_else(|| self.state.controls.pull_policy()),
         }
     }
 
@@ -180,7 +180,7 @@ impl ClientCore {
     pub fn offered_version(&self) -> Version {
         match self.pull_policy() {
             // A version that cannot come now is not offered.
-            PullPolicy::OnDemand if !self.misses_a_shard() => self.state.version.max(self.version()),
+            PullPolicy::OnDemand if !self.reach.misses_a_shard() => self.state.version.max(self.version()),
             PullPolicy::OnDemand | PullPolicy::Eager | PullPolicy::Adaptive => self.version(),
         }
     }
@@ -209,7 +209,7 @@ impl ClientCore {
 
     /// Whether the coordinator and all shards are connected.
     pub fn reaches_all(&self) -> bool {
-        self.coordinator_up && self.shard_up.iter().all(|up| *up)
+        self.coordination.is_up() && self.owners.are_all_up()
     }
 
     /// A program opens the version that is shown, as this learner or as none.
@@ -234,7 +234,7 @@ impl ClientCore {
                 self.learners.get(&learner).is_some_and(|known| known.state.published_in > self.version())
             }
         };
-        if self.shown.is_none() || self.waits.iter().any(newer) {
+        if self.buffers.shown().is_none() || self.waits.waiting().any(newer) {
             return true;
         }
         match self.pull_policy() {
@@ -272,7 +272,7 @@ impl ClientCore {
         let (&first, &last) = (asked.first()?, asked.last()?);
         // A range over blocks that have come would bring those again.
         let gap = |pair: &[usize]| {
-            let between = &self.owned[partition];
+            let between = &self.owners.owned()[partition];
             (pair[0] + 1..pair[1]).any(|block| between.contains(block))
         };
         let last = asked.windows(2).find(|pair| gap(pair)).map_or(last, |pair| pair[0]);
@@ -285,9 +285,13 @@ impl ClientCore {
     /// `asks` must send the request if the answer is [`Whole::Ask`].
     pub fn pull_whole(&mut self, asks: bool, now: Now) -> Whole {
         let pull = self.pull.as_mut().filter(|pull| pull.decided);
-        let (1, Some(pull), 0) = (self.owned.len(), pull, self.reserved) else { return Whole::Not };
+        let (1, Some(pull), false) = (self.owners.owned().len(), pull, self.buffers.is_received()) else {
+            return Whole::Not;
+        };
         let receiving = &mut pull.partitions[0];
-        if pull.left < self.blocks || !(receiving.asked.is_clear() || receiving.asked == receiving.missing) {
+        if pull.left < self.owners.blocks()
+            || !(receiving.asked.is_clear() || receiving.asked == receiving.missing)
+        {
             return Whole::Not;
         }
         if !asks || receiving.retry.is_some() || !receiving.asked.is_clear() {
@@ -300,27 +304,29 @@ impl ClientCore {
 
     /// The number of blocks that a request asks a shard for.
     pub fn asked_in(&self, partition: PartitionIndex, blocks: &Range<u32>) -> usize {
-        self.owned[partition].count_ones(blocks.start as usize..blocks.end as usize)
+        self.owners.owned()[partition].count_ones(blocks.start as usize..blocks.end as usize)
     }
 
     /// Reserves a block of a version for a connection. True if the block is wanted; then [`Self::end_reservation`]
     /// must follow. A reserved block is not wanted a second time: a broken second copy would overwrite part of the
     /// first.
     pub fn reserve(&mut self, version: Version, block: BlockId) -> bool {
-        let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
+        let partition = self.owners.of(block);
         let (Some(partition), Some(pull)) = (partition, &mut self.pull) else { return false };
         let receiving = &mut pull.partitions[partition];
         let wanted = pull.version == version
             && receiving.missing.contains(block.index())
             && !receiving.reserved.put(block.index());
-        self.reserved += u32::from(wanted);
+        if wanted {
+            self.buffers.reserve();
+        }
         wanted
     }
 
     /// A block that was asked for is not on its way after all.
     #[cfg(feature = "rdma")]
     pub fn not_asked(&mut self, version: Version, block: BlockId) {
-        let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
+        let partition = self.owners.of(block);
         if let (Some(partition), Some(pull)) = (partition, &mut self.pull)
             && pull.version == version
         {
@@ -337,8 +343,8 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        self.reserved = self.reserved.saturating_sub(1);
-        let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
+        self.buffers.end_reservation();
+        let partition = self.owners.of(block);
         if let (Some(partition), Some(pull)) = (partition, &mut self.pull)
             && pull.version == version
         {
@@ -366,9 +372,10 @@ impl ClientCore {
 
     /// The pulled version is complete here without any transfer. False if it is not wanted.
     pub fn is_here(&mut self, version: Version, actions: &mut Vec<Action>) -> bool {
-        let wanted = self.reserved == 0 && self.pull.take_if(|pull| pull.version == version).is_some();
+        let wanted =
+            !self.buffers.is_received() && self.pull.take_if(|pull| pull.version == version).is_some();
         if wanted {
-            self.whole = true;
+            self.buffers.fill();
             actions.push(Action::Pulled(version));
         }
         wanted
@@ -376,11 +383,10 @@ impl ClientCore {
 
     /// The client shows this version from now on.
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
-        self.shown = self.shown.max(Some(version));
-        self.whole = false;
+        let was_pulled = self.buffers.show(version);
         self.pull_times.caught_up();
-        self.shortage = None;
-        if !std::mem::take(&mut self.is_own) {
+        self.waits.has_memory();
+        if was_pulled {
             self.pull_times.ended(now);
         }
         self.start_pull(now, actions);

@@ -136,6 +136,24 @@ impl Sending {
     }
 }
 
+/// How contributions reach their shards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Blocks are sent as soon as they are whole.
+    Ahead,
+    /// None of their blocks goes before the commit, which takes them along.
+    WithCommits,
+    /// The shard is in this process. It reads contributions where they lie until they are part of a version, even after
+    /// their commits are answered.
+    InPlace,
+}
+
+impl Way {
+    pub(super) fn is_in_place(self) -> bool {
+        self == Way::InPlace
+    }
+}
+
 impl ClientCore {
     pub(super) fn granted(
         &mut self,
@@ -148,7 +166,8 @@ impl ClientCore {
         if plan.0 > MAX_NUMBER {
             return;
         }
-        let known = self.outgoing.as_ref().map_or(self.over, |outgoing| outgoing.plan.max(self.over));
+        let known =
+            self.outgoing.as_ref().map_or(self.plans.over(), |outgoing| outgoing.plan.max(self.plans.over()));
         if plan <= known {
             let waits = |outgoing: &Outgoing| outgoing.plan == plan && outgoing.is_provisional();
             return match self.outgoing.as_ref().is_some_and(waits) {
@@ -158,7 +177,7 @@ impl ClientCore {
             };
         }
         // The coordinator does not know yet that the contribution was dropped.
-        if payload.is_provisional() && self.given_up.is_some_and(|given_up| given_up >= plan) {
+        if payload.is_provisional() && self.plans.given_up().is_some_and(|given_up| given_up >= plan) {
             return;
         }
         // The coordinator runs one plan at a time.
@@ -175,13 +194,13 @@ impl ClientCore {
             Err(learner) => return self.notify(Message::SourceGone { plan, learner }, actions),
         };
         let adds_up = matches!(payload, Granted::Contributions { replaces: false, .. });
-        let coding = self.state.controls.wire.filter(|_| adds_up && !self.in_process);
-        if !self.in_process {
+        let coding = self.state.controls.wire.filter(|_| adds_up && !self.way.is_in_place());
+        if !self.way.is_in_place() {
             actions.push(Action::Begins { plan, counted });
         }
         // In a deterministic job all clients send in the order of addition: a client that is ahead would only wait.
-        let first = if self.state.controls.deterministic { 0 } else { self.first };
-        let partitions = self.owned.iter().map(|owned| {
+        let first = if self.state.controls.deterministic { 0 } else { self.owners.first() };
+        let partitions = self.owners.owned().iter().map(|owned| {
             let todo = owned & &blocks;
             let any = open.is_none() && !todo.is_clear();
             Sending {
@@ -196,7 +215,7 @@ impl ClientCore {
                 struggles: false,
             }
         });
-        let (partitions, sent) = (partitions.collect(), FixedBitSet::with_capacity(self.blocks));
+        let (partitions, sent) = (partitions.collect(), self.owners.no_blocks());
         let outgoing = Outgoing { plan, payload, blocks, partitions, open, sent, coding };
         if outgoing.is_provisional() {
             for &key in outgoing.contributions() {
@@ -204,7 +223,7 @@ impl ClientCore {
             }
         }
         self.outgoing = Some(outgoing);
-        actions.extend((0..self.shards.len()).map(Action::Wake));
+        actions.extend(self.owners.partitions().map(Action::Wake));
         self.start_pull(now, actions);
     }
 
@@ -216,7 +235,7 @@ impl ClientCore {
             true => self.all_held(outgoing.contributions()),
             false => self.ready(outgoing.contributions()),
         };
-        outgoing.add(&ready, &self.owned);
+        outgoing.add(&ready, self.owners.owned());
         let some_left = |(_, sending): &(usize, &Sending)| !sending.todo.is_clear();
         let left = outgoing.partitions.iter().enumerate().filter(some_left);
         actions.extend(left.map(|(partition, _)| Action::Wake(partition)));
@@ -249,7 +268,7 @@ impl ClientCore {
     pub(super) fn commits_ahead(&mut self, key: (LearnerId, Step), actions: &mut Vec<Action>) {
         let waits = |outgoing: &Outgoing| {
             // Without another contribution in it, the plan of one process is about to be sealed.
-            outgoing.has_open(key) && !(self.in_process && outgoing.has_open_alone(key))
+            outgoing.has_open(key) && !(self.way.is_in_place() && outgoing.has_open_alone(key))
         };
         if let Some(plan) =
             self.outgoing.as_ref().filter(|outgoing| waits(outgoing)).map(|outgoing| outgoing.plan)
@@ -264,8 +283,8 @@ impl ClientCore {
     /// what is written of a block that is whole nowhere.) Of averaged tensors, each one must have it as a whole: nobody
     /// knows before who brings no values.
     fn ready(&self, of: &[(LearnerId, Step)]) -> FixedBitSet {
-        let mut some = FixedBitSet::with_capacity(self.blocks);
-        let mut all = FixedBitSet::with_capacity(self.blocks);
+        let mut some = self.owners.no_blocks();
+        let mut all = self.owners.no_blocks();
         all.insert_range(..);
         for key in of {
             match (self.held.get(key), self.learners.get(&key.0).and_then(|known| known.ahead(key.1))) {
@@ -297,7 +316,7 @@ impl ClientCore {
     /// The blocks of committed contributions that may be sent while contributions of other clients are open. Those that
     /// are written in part are among them, except of averaged tensors.
     fn all_held(&self, of: &[(LearnerId, Step)]) -> FixedBitSet {
-        let mut all = FixedBitSet::with_capacity(self.blocks);
+        let mut all = self.owners.no_blocks();
         let held = || of.iter().filter_map(|key| self.held.get(key));
         held().for_each(|held| all.union_with(&held.blocks));
         held().for_each(|held| all.difference_with(&held.lacks(&self.averaged)));
@@ -331,7 +350,7 @@ impl ClientCore {
         payload: &Granted,
         open: Option<&[(LearnerId, Step)]>,
     ) -> Result<FixedBitSet, Option<LearnerId>> {
-        let mut blocks = FixedBitSet::with_capacity(self.blocks);
+        let mut blocks = self.owners.no_blocks();
         let open = open.unwrap_or_default();
         match payload {
             Granted::Contributions { of, .. } => {
@@ -346,7 +365,7 @@ impl ClientCore {
                     blocks = self.ready(of);
                 }
             }
-            Granted::Weights(token) => blocks.union_with(self.weights.get(token).ok_or(None)?),
+            Granted::Weights(token) => blocks.union_with(self.weights.published(*token).ok_or(None)?),
             Granted::OpenWeights(token) => blocks = self.take_open_weights(*token, plan).ok_or(None)?,
         }
         Ok(blocks)
@@ -375,20 +394,20 @@ impl ClientCore {
         let known = self.learners.get_mut(&learner)?;
         let open = known.open.as_mut().filter(|open| open.step == step)?;
         // In one process, a block that a program has written was announced before.
-        let mut announces = !self.in_process || open.ahead.is_none();
-        let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
+        let mut announces = !self.way.is_in_place() || open.ahead.is_none();
+        let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.owners.blocks()));
         let is_first = ahead.whole.is_clear();
         ahead.whole.insert(block.index());
         let mut wakes = None;
         let is_part = |outgoing: &Outgoing| outgoing.has_open((learner, step));
         if let Some(plan) = self.outgoing.as_ref().filter(|of| is_part(of)).map(|of| of.plan) {
             // In one process, the coordinator wants to know who has a block.
-            announces &= self.in_process;
+            announces &= self.way.is_in_place();
             ahead.sent_under = Some(plan);
             known.sends_for(plan);
             let is_ready = |of: &Outgoing| self.is_ready(of.contributions(), block);
             let is_ready = self.outgoing.as_ref().is_some_and(is_ready);
-            let partition = self.owned.iter().position(|owned| owned.contains(block.index()));
+            let partition = self.owners.of(block);
             if let Some(outgoing) = self.outgoing.as_mut().filter(|_| is_ready)
                 && let Some(partition) = partition.filter(|_| !outgoing.sent.contains(block.index()))
             {
@@ -400,7 +419,7 @@ impl ClientCore {
             }
         }
         // A contribution of one block is about to be committed.
-        if announces && is_first && self.blocks > 1 && !self.sends_with_commits {
+        if announces && is_first && self.owners.blocks() > 1 && self.way != Way::WithCommits {
             self.notify(Message::WholeBlock { learner, step }, actions);
         }
         Some(Offered { is_first, wakes })
@@ -416,7 +435,7 @@ impl ClientCore {
         let open = self.learners.get_mut(&learner).and_then(|known| known.open.as_mut());
         let Some(open) = open.filter(|open| open.step == step && !is_held) else { return Own::Stage };
         let is_first = open.ahead.is_none();
-        let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
+        let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.owners.blocks()));
         match self.outgoing.as_mut().filter(|outgoing| outgoing.has_open_alone((learner, step))) {
             Some(outgoing) => {
                 if outgoing.sent.put(block.index()) {
@@ -436,8 +455,8 @@ impl ClientCore {
     pub fn sent_own(&mut self, learner: LearnerId, step: Step, plan: PlanId, block: BlockId) -> bool {
         let Some(known) = self.learners.get_mut(&learner) else { return false };
         if let Some(open) = known.open.as_mut().filter(|open| open.step == step) {
-            let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
-            let new = || Early { plan: Some(plan), blocks: FixedBitSet::with_capacity(self.blocks) };
+            let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.owners.blocks()));
+            let new = || Early { plan: Some(plan), blocks: self.owners.no_blocks() };
             let early = ahead.early.get_or_insert_with(new);
             early.plan = early.plan.filter(|known| *known == plan);
             early.blocks.insert(block.index());
@@ -453,7 +472,7 @@ impl ClientCore {
         let lies_there = |of: &Outgoing| !of.is_provisional() || self.is_ready(of.contributions(), block);
         let lies_there = self.outgoing.as_ref().is_some_and(lies_there);
         if let Some(outgoing) = self.outgoing.as_mut().filter(|_| lies_there)
-            && let Some(partition) = self.owned.iter().position(|owned| owned.contains(block.index()))
+            && let Some(partition) = self.owners.of(block)
         {
             let sending = &mut outgoing.partitions[partition];
             sending.todo.insert(block.index());
@@ -476,7 +495,9 @@ impl ClientCore {
         for (learner, _) in outgoing.contributions() {
             self.learners.get_mut(learner).into_iter().for_each(|known| known.sealed(plan));
         }
-        for (partition, (owned, sending)) in self.owned.iter().zip(&mut outgoing.partitions).enumerate() {
+        for (partition, (owned, sending)) in
+            self.owners.owned().iter().zip(&mut outgoing.partitions).enumerate()
+        {
             let mine = owned & &blocks;
             (sending.any, sending.done) = (!mine.is_clear(), mine.is_clear());
             sending.todo = mine;
@@ -506,8 +527,7 @@ impl ClientCore {
         if plan.0 > MAX_NUMBER {
             return;
         }
-        self.over = self.over.max(plan);
-        self.of_others.take_if(|of_others| *of_others <= plan);
+        self.plans.end(plan);
         if self.outgoing.take_if(|outgoing| outgoing.plan <= plan).is_some() {
             self.release_left(actions);
             self.release_weights(actions);

@@ -32,21 +32,23 @@ pub(super) struct Reach {
     shards: Vec<Gone>,
 }
 
+impl Reach {
+    /// The coordinator is in reach again: requests that need nobody else no longer end for its absence.
+    pub(super) fn coordinator_answers(&mut self) {
+        self.coordinator = None;
+    }
+
+    /// Whether a shard is out of reach, for however short a time.
+    pub(super) fn misses_a_shard(&self) -> bool {
+        self.coordinator.is_some() || !self.shards.is_empty()
+    }
+}
+
 impl ClientCore {
     /// Sets the shards that are out of reach, until the next call: the coordinator, if it is, and those with blocks. A
     /// move clears them, as the new map's shards were not sought yet.
     pub fn out_of_reach(&mut self, coordinator: Option<Gone>, shards: Vec<Gone>) {
         self.reach = Reach { coordinator, shards };
-    }
-
-    /// The coordinator is in reach again: requests that need nobody else no longer end for its absence.
-    pub(super) fn coordinator_answers(&mut self) {
-        self.reach.coordinator = None;
-    }
-
-    /// Whether a shard is out of reach, for however short a time.
-    pub(super) fn misses_a_shard(&self) -> bool {
-        self.reach.coordinator.is_some() || !self.reach.shards.is_empty()
     }
 
     /// Why calls end that need all shards, if one has been out of reach for as long as the settings allow.
@@ -95,13 +97,13 @@ impl ClientCore {
 
     /// Ends the requests that need a shard which has been out of reach for too long.
     pub(super) fn tick_reach(&mut self, now: Now, actions: &mut Vec<Action>) {
-        if !self.misses_a_shard() {
+        if !self.reach.misses_a_shard() {
             return;
         }
         let waiting = self.requests.iter().filter(|(_, request)| request.token != Token::MAX);
-        let ended = waiting.filter_map(|(&id, request)| Some((id, self.ends(&request.message, now)?)));
+        let ended = waiting.filter_map(|(id, request)| Some((id, self.ends(&request.message, now)?)));
         for (id, why) in ended.collect::<Vec<_>>() {
-            match self.requests.get_mut(&id) {
+            match self.requests.get_mut(id) {
                 Some(request) if matches!(request.message, Message::Leave { .. }) => {
                     let token = std::mem::replace(&mut request.token, Token::MAX);
                     request.deadline = Now::MAX;

@@ -1,12 +1,13 @@
 //! Requests to the coordinator. A request is sent when the coordinator is connected, repeated while there is no
 //! answer, and answered once.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::held::Held;
 use super::learners::{Early, Learner};
 use super::{Action, ClientCore, Now, PATIENCE, Token};
-use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
+use crate::vocabulary::ids::{LearnerId, Step, Version};
 use crate::vocabulary::members::Attached;
 use crate::vocabulary::phase::JobPhase;
 use crate::vocabulary::shard_error::ShardError;
@@ -28,7 +29,7 @@ const WITHDRAWN: Duration = Duration::from_millis(400);
 
 impl Request {
     /// The core's own, whose answer nobody waits for.
-    pub(super) fn own(message: Message, deadline: Now, now: Now) -> Request {
+    fn own(message: Message, deadline: Now, now: Now) -> Request {
         Request { token: Token::MAX, message, deadline, made: now, sent: None, is_withdrawn: false }
     }
 
@@ -40,6 +41,72 @@ impl Request {
         }
         self.sent = Some(now);
         Action::ToCoordinator(id, self.message.clone())
+    }
+}
+
+/// The unanswered requests, by their numbers.
+#[derive(Debug)]
+pub(super) struct Requests {
+    open: BTreeMap<u64, Request>,
+    next: u64,
+    /// The number that the client last sent in an `AckThrough`.
+    acked_through: u64,
+}
+
+impl Default for Requests {
+    fn default() -> Requests {
+        Requests { open: BTreeMap::new(), next: 1, acked_through: 0 }
+    }
+}
+
+impl Requests {
+    /// The number of the next request.
+    fn number(&mut self) -> u64 {
+        let number = self.next;
+        self.next += 1;
+        number
+    }
+
+    /// Makes a request of the core's own, which the next tick sends. Returns its number.
+    pub(super) fn make_own(&mut self, message: Message, deadline: Now, now: Now) -> u64 {
+        let id = self.number();
+        self.open.insert(id, Request::own(message, deadline, now));
+        id
+    }
+
+    /// Sends a request now, perhaps again.
+    pub(super) fn send(&mut self, id: u64, now: Now) -> Option<Action> {
+        self.open.get_mut(&id).map(|request| request.send(id, now))
+    }
+
+    pub(super) fn get_mut(&mut self, id: u64) -> Option<&mut Request> {
+        self.open.get_mut(&id)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Request)> {
+        self.open.iter().map(|(&id, request)| (id, request))
+    }
+
+    /// Whether such a message has no answer yet.
+    pub(super) fn has(&self, is_it: impl Fn(&Message) -> bool) -> bool {
+        self.open.values().any(|request| is_it(&request.message))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.open.len()
+    }
+
+    /// The number up to which the coordinator was told that all requests have answers.
+    pub(super) fn acked_through(&self) -> u64 {
+        self.acked_through
+    }
+
+    /// Whether the coordinator is to be told that more requests have answers.
+    fn acks_more(&mut self) -> bool {
+        let through = self.open.keys().next().map_or(self.next, |&first| first) - 1;
+        let is_more = through > self.acked_through;
+        self.acked_through = self.acked_through.max(through);
+        is_more
     }
 }
 
@@ -60,9 +127,9 @@ impl ClientCore {
         let mut committed = None;
         match &mut message {
             Message::Commit { learner, step, blocks, partly, given_up, .. } => {
-                *given_up = self.given_up;
+                *given_up = self.plans.given_up();
                 committed = Some((*learner, *step));
-                let blocks = self.bits(blocks);
+                let blocks = self.owners.bits(blocks);
                 if self.held.get(&(*learner, *step)).is_some_and(|held| held.blocks != blocks) {
                     let why =
                         "the commit of this step may have been taken: commit the same blocks, or abort it";
@@ -94,7 +161,7 @@ impl ClientCore {
                 let (sent_before, early_before) =
                     before.map_or((None, None), |held| (held.sent_under, held.early));
                 let (sent_under, early) = (sent_under.max(sent_before), early.or(early_before));
-                let request = self.next_request;
+                let request = self.requests.next;
                 let held =
                     Held { blocks, whole, request, sent_under, early, left_at: None, is_taken_back: false };
                 self.held.insert((*learner, *step), held);
@@ -117,23 +184,22 @@ impl ClientCore {
             Message::Leave { learner, .. } => self.drop_ahead(*learner, actions),
             Message::Assign { token, blocks, ahead, .. } => {
                 *ahead = self.publishes(*token);
-                self.weights.insert(*token, self.bits(blocks));
+                self.weights.publish(*token, self.owners.bits(blocks));
             }
             _ => {}
         }
         if let Some(key) = committed {
             self.commits_ahead(key, actions);
         }
-        let id = self.next_request;
-        self.next_request += 1;
+        let id = self.requests.number();
         let mut request = Request { token, message, deadline, made: now, sent: None, is_withdrawn: false };
-        if self.coordinator_up {
+        if self.coordination.is_up() {
             actions.push(request.send(id, now));
         }
-        self.requests.insert(id, request);
+        self.requests.open.insert(id, request);
         self.tick_reach(now, actions);
         // A connected coordinator refuses the request itself. Without one, nobody else would.
-        if let Some(why) = self.lost().filter(|_| self.is_abandoned() || !self.coordinator_up) {
+        if let Some(why) = self.lost().filter(|_| self.is_abandoned() || !self.coordination.is_up()) {
             self.answered(id, Message::Refused(why.into()), now, actions);
         }
     }
@@ -142,9 +208,9 @@ impl ClientCore {
     /// state ends when another block map takes effect, or when the coordinator is found after all.
     pub fn fail(&mut self, why: ShardError, now: Now, actions: &mut Vec<Action>) {
         let before = std::mem::replace(&mut self.state.phase, JobPhase::Failed);
-        self.lost = Some((why.clone(), before));
+        self.coordination.lose(why.clone(), before);
         let is_lent = |request: &Request| matches!(request.message, Message::Commit { lent: true, .. });
-        if self.requests.values().any(is_lent) {
+        if self.requests.open.values().any(is_lent) {
             // The coordinator has not decided this, so shards may still be reading.
             actions.push(Action::EndLoans);
         }
@@ -154,7 +220,7 @@ impl ClientCore {
                 self.learners.get_mut(learner).into_iter().for_each(Learner::is_still_read);
             }
         }
-        for id in self.requests.keys().copied().collect::<Vec<_>>() {
+        for id in self.requests.open.keys().copied().collect::<Vec<_>>() {
             self.answered(id, Message::Refused(why.clone().into()), now, actions);
         }
         // The payload of earlier requests will not be granted any more.
@@ -171,7 +237,7 @@ impl ClientCore {
 
     /// The job has a coordinator.
     pub(super) fn found(&mut self) {
-        if let Some((_, before)) = self.lost.take() {
+        if let Some(before) = self.coordination.find() {
             self.state.phase = before;
         }
     }
@@ -179,42 +245,39 @@ impl ClientCore {
     /// Whether the job has lost its coordinator ([`Self::fail`]). The coordinator may have reported a failed job
     /// before that.
     pub fn is_abandoned(&self) -> bool {
-        self.lost.is_some()
+        self.coordination.lost().is_some()
     }
 
     /// Why requests fail, if the job has lost a shard's blocks.
     pub fn lost(&self) -> Option<ShardError> {
         let failed = || ShardError::Lost("a shard does not have its blocks any more".into());
-        let abandoned = self.lost.as_ref().map(|(why, _)| why.clone());
-        abandoned.or_else(|| (self.state.phase == JobPhase::Failed).then(failed))
+        self.coordination.lost().cloned().or_else(|| (self.state.phase == JobPhase::Failed).then(failed))
     }
 
     /// The numbers of the client's requests, for the coordinator.
     pub(super) fn numbers(&self) -> Action {
         Action::ToCoordinator(
             0,
-            Message::AckThrough { request: self.acked_through, newest: self.next_request - 1 },
+            Message::AckThrough { request: self.requests.acked_through, newest: self.requests.next - 1 },
         )
     }
 
     /// Sends a message that has no answer.
     pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
-        if self.coordinator_up {
+        if self.coordination.is_up() {
             actions.push(Action::ToCoordinator(0, message));
         }
     }
 
     /// The coordinator's connection is open. All unanswered requests are sent (again).
     pub fn coordinator_up(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.coordinator_up = true;
+        self.coordination.up();
         self.found();
-        self.coordinator_answers();
+        self.reach.coordinator_answers();
         // Numbers from an earlier connection, perhaps of another coordinator, no longer count.
-        self.over = PlanId(0);
-        self.of_others = None;
-        self.is_anew = true;
+        self.plans.begin_anew();
         actions.push(self.numbers());
-        for (&id, request) in &mut self.requests {
+        for (&id, request) in &mut self.requests.open {
             actions.push(request.send(id, now));
         }
     }
@@ -222,11 +285,16 @@ impl ClientCore {
     /// The coordinator's connection has ended. Requests that were made after the coordinator had reported a failed
     /// job were not taken, so they fail. Earlier requests may have been taken, and wait.
     pub fn coordinator_down(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.coordinator_up = false;
-        let (Some(failed_at), Some(why)) = (self.failed_at, self.lost()) else { return };
+        self.coordination.down();
+        let (Some(failed_at), Some(why)) = (self.coordination.failed_at(), self.lost()) else { return };
         let asked_since = |request: &Request| request.made >= failed_at;
-        let refused: Vec<u64> =
-            self.requests.iter().filter(|(_, request)| asked_since(request)).map(|(&id, _)| id).collect();
+        let refused: Vec<u64> = self
+            .requests
+            .open
+            .iter()
+            .filter(|(_, request)| asked_since(request))
+            .map(|(&id, _)| id)
+            .collect();
         for id in refused {
             self.answered(id, Message::Refused(why.clone().into()), now, actions);
         }
@@ -247,7 +315,7 @@ impl ClientCore {
     }
 
     pub(super) fn answered(&mut self, id: u64, answer: Message, now: Now, actions: &mut Vec<Action>) {
-        let Some(request) = self.requests.remove(&id) else { return };
+        let Some(request) = self.requests.open.remove(&id) else { return };
         let result = match answer {
             Message::Refused(refusal) => Err(refusal),
             answer => Ok(answer),
@@ -290,7 +358,7 @@ impl ClientCore {
             }
             (Message::Commit { learner, step, lent, .. }, Ok(_)) => {
                 self.has_committed(*learner, *step, id);
-                if *lent || !self.in_process {
+                if *lent || !self.way.is_in_place() {
                     self.release(*learner, *step, actions);
                 }
             }
@@ -331,7 +399,7 @@ impl ClientCore {
             Message::Commit { learner, step, lent: true, .. } => Some((learner, step)),
             _ => None,
         };
-        let ended: Vec<_> = self.requests.extract_if(.., |_, request| lent(request).is_some()).collect();
+        let ended: Vec<_> = self.requests.open.extract_if(.., |_, request| lent(request).is_some()).collect();
         for (learner, step) in ended.iter().filter_map(|(_, request)| lent(request)) {
             self.end_loan(learner, step, actions);
         }
@@ -346,25 +414,28 @@ impl ClientCore {
 
     /// Handles deadlines, and repeats requests.
     pub(super) fn tick_requests(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let late: Vec<u64> =
-            self.requests.iter().filter(|(_, request)| request.deadline <= now).map(|(&id, _)| id).collect();
+        let late: Vec<u64> = self
+            .requests
+            .open
+            .iter()
+            .filter(|(_, request)| request.deadline <= now)
+            .map(|(&id, _)| id)
+            .collect();
         for id in late {
-            let is_withdrawn = self.requests.get(&id).is_some_and(|request| request.is_withdrawn);
+            let is_withdrawn = self.requests.open.get(&id).is_some_and(|request| request.is_withdrawn);
             let late = match is_withdrawn {
                 true => ShardError::Interrupted,
                 false => self.unanswered(now),
             };
             self.give_up(id, late, actions);
         }
-        if self.coordinator_up {
+        if self.coordination.is_up() {
             let is_late = |request: &Request| request.sent.is_none_or(|sent| sent + PATIENCE <= now);
-            let acked_through = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
-            if acked_through > self.acked_through || self.requests.values().any(is_late) {
-                // If requests have no effect, the coordinator may not know their numbers either.
-                self.acked_through = self.acked_through.max(acked_through);
+            // If requests have no effect, the coordinator may not know their numbers either.
+            if self.requests.acks_more() || self.requests.open.values().any(is_late) {
                 actions.push(self.numbers());
             }
-            for (&id, request) in self.requests.iter_mut().filter(|(_, request)| is_late(request)) {
+            for (&id, request) in self.requests.open.iter_mut().filter(|(_, request)| is_late(request)) {
                 actions.push(request.send(id, now));
             }
         }
@@ -372,7 +443,7 @@ impl ClientCore {
 
     /// The callers of these requests wait no more. A shard that is away holds up nobody's signal.
     fn hurry(&mut self, now: Now, is_it: impl Fn(&Message) -> bool) {
-        for request in self.requests.values_mut().filter(|request| is_it(&request.message)) {
+        for request in self.requests.open.values_mut().filter(|request| is_it(&request.message)) {
             request.deadline = request.deadline.min(now + WITHDRAWN);
             request.is_withdrawn = true;
         }
@@ -386,9 +457,9 @@ impl ClientCore {
             request.token == Token::MAX
                 && matches!(request.message, Message::Abort { learner: of } if of == learner)
         };
-        self.requests.retain(|_, request| !is_earlier(request));
+        self.requests.open.retain(|_, request| !is_earlier(request));
         self.drop_open(learner, actions);
-        let Some(known) = self.learners.get(&learner).filter(|_| !self.in_process) else { return };
+        let Some(known) = self.learners.get(&learner).filter(|_| !self.way.is_in_place()) else { return };
         let from = known.committed.next();
         for (_, held) in self.held.range_mut((learner, from)..=(learner, Step(u64::MAX))) {
             held.is_taken_back = true;
@@ -403,14 +474,14 @@ impl ClientCore {
     /// Nobody waits for this request any more. Its outcome is open. What must reach the coordinator is repeated until it
     /// answers.
     pub(super) fn give_up(&mut self, id: u64, why: ShardError, actions: &mut Vec<Action>) {
-        if let Some(request) = self.requests.get_mut(&id)
+        if let Some(request) = self.requests.get_mut(id)
             && matches!(request.message, Message::Abort { .. })
         {
             request.deadline = Now::MAX;
             let token = std::mem::replace(&mut request.token, Token::MAX);
             return actions.push(Action::Answer(token, Err(why.into())));
         }
-        let Some(request) = self.requests.remove(&id) else { return };
+        let Some(request) = self.requests.open.remove(&id) else { return };
         match request.message {
             Message::Commit { learner, step, lent, .. } => {
                 self.next_is(learner, id, None);
@@ -426,10 +497,8 @@ impl ClientCore {
             _ => {}
         }
         if let Message::Assign { token, .. } = request.message {
-            let id = self.next_request;
-            self.next_request += 1;
             // The next tick sends this, and later ones repeat it until the coordinator is back.
-            self.requests.insert(id, Request::own(Message::WithdrawAssign { token }, Now::MAX, request.made));
+            self.requests.make_own(Message::WithdrawAssign { token }, Now::MAX, request.made);
         }
         self.release_left(actions);
         self.release_weights(actions);

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use super::learners::Learner;
-use super::requests::Request;
 use super::{Action, ClientCore, Now, PATIENCE};
 use crate::vocabulary::ids::LearnerId;
 use crate::vocabulary::members::LeaveReason;
@@ -19,7 +18,7 @@ impl ClientCore {
             return;
         }
         // The first state over a connection counts, whatever an earlier connection brought.
-        let is_anew = std::mem::take(&mut self.is_anew);
+        let is_anew = self.coordination.takes_first_state();
         if state.sequence <= self.state.sequence && !is_anew {
             return;
         }
@@ -27,7 +26,7 @@ impl ClientCore {
             self.pull.take_if(|pull| pull.version > state.version && pull.decided);
         }
         self.plan_over(state.over, actions);
-        if state.acked_through != Some(self.acked_through) && self.coordinator_up {
+        if state.acked_through != Some(self.requests.acked_through()) && self.coordination.is_up() {
             actions.push(self.numbers());
         }
         let named: BTreeMap<LearnerId, LearnerState> =
@@ -47,7 +46,7 @@ impl ClientCore {
         for (&learner, known) in &self.learners {
             // The `Touch` was lost, or the coordinator did not know the learner yet.
             let attached = known.attached.filter(|attached| *attached != known.state.attached);
-            if attached.is_some() && named.contains_key(&learner) && self.coordinator_up {
+            if attached.is_some() && named.contains_key(&learner) && self.coordination.is_up() {
                 let touch = Message::Touch { learners: vec![learner], attached };
                 actions.push(Action::ToCoordinator(0, touch));
             }
@@ -57,26 +56,22 @@ impl ClientCore {
             let needed = if state.unpublished { state.step } else { state.step.next() };
             self.release_older(state.learner, needed, actions);
         }
-        let joining = self.requests.values().any(|request| matches!(request.message, Message::Join { .. }));
+        let joining = self.requests.has(|message| matches!(message, Message::Join { .. }));
         if !joining {
             // A learner whose join was given up here has joined after all. Nobody would ever use it.
             let strays: Vec<LearnerId> =
                 named.keys().copied().filter(|learner| !self.learners.contains_key(learner)).collect();
             for learner in strays {
                 let message = Message::Leave { learner, reason: LeaveReason::Asked };
-                let id = self.next_request;
-                self.next_request += 1;
-                let deadline = now + 10 * PATIENCE;
-                let mut request = Request::own(message, deadline, now);
-                actions.push(request.send(id, now));
-                self.requests.insert(id, request);
+                let id = self.requests.make_own(message, now + 10 * PATIENCE, now);
+                actions.extend(self.requests.send(id, now));
                 self.learners.insert(learner, Learner::new(None, named[&learner].clone(), state.sequence));
             }
         }
         let offered = self.offered_version();
-        self.failed_at = (state.phase == JobPhase::Failed).then(|| self.failed_at.unwrap_or(now));
+        self.coordination.reports(state.phase == JobPhase::Failed, now);
         self.state = state;
-        if self.in_process {
+        if self.way.is_in_place() {
             self.release_left(actions);
         }
         actions.push(Action::State);

@@ -37,7 +37,7 @@ pub(super) struct Wait {
 
 /// There is no memory for the version that is pulled.
 #[derive(Debug)]
-pub(super) struct Shortage {
+struct Shortage {
     since: Now,
     why: String,
 }
@@ -46,6 +46,37 @@ pub(super) struct Shortage {
 const GRACE: Duration = Duration::from_millis(200);
 /// A shortage that comes again within this time is not logged again.
 const SAID_FOR: Duration = Duration::from_secs(60);
+
+/// The waits, and whether there is memory for the version that is pulled.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    waiting: Vec<Wait>,
+    shortage: Option<Shortage>,
+    /// When the log was last told of a shortage.
+    said_at: Option<Now>,
+}
+
+impl Waits {
+    /// The waits that have no answer yet.
+    pub(super) fn waiting(&self) -> impl Iterator<Item = &Wait> {
+        self.waiting.iter()
+    }
+
+    /// There is no memory, for this reason. True if the log should say it.
+    fn lack_memory(&mut self, why: String, now: Now) -> bool {
+        self.shortage.get_or_insert(Shortage { since: now, why });
+        let is_said = self.said_at.is_some_and(|at| now < at + SAID_FOR);
+        if !is_said {
+            self.said_at = Some(now);
+        }
+        !is_said
+    }
+
+    /// There is memory.
+    pub(super) fn has_memory(&mut self) {
+        self.shortage = None;
+    }
+}
 
 impl ClientCore {
     /// Waits until the client shows a version that holds the last commit of `learner`.
@@ -86,39 +117,34 @@ impl ClientCore {
     }
 
     pub(super) fn wait(&mut self, wait: Wait, now: Now, actions: &mut Vec<Action>) {
-        self.waits.push(wait);
+        self.waits.waiting.push(wait);
         self.answer_waits(now, actions);
         self.start_pull(now, actions);
         // There may be memory by now.
-        if self.shortage.is_some() {
-            actions.extend((0..self.shards.len()).map(Action::Wake));
+        if self.waits.shortage.is_some() {
+            actions.extend(self.owners.partitions().map(Action::Wake));
         }
     }
 
     /// There is no memory for the version that is to be pulled, for this reason. Those that wait for a version which exists
     /// are told so soon. True if the log should say it.
     pub fn lacks_memory(&mut self, why: String, now: Now) -> bool {
-        self.shortage.get_or_insert(Shortage { since: now, why });
-        let is_said = self.said_shortage.is_some_and(|at| now < at + SAID_FOR);
-        if !is_said {
-            self.said_shortage = Some(now);
-        }
-        !is_said
+        self.waits.lack_memory(why, now)
     }
 
     /// The version that is to be pulled has a buffer, or waits for one that readers hold.
     pub fn has_memory(&mut self) {
-        self.shortage = None;
+        self.waits.has_memory();
     }
 
     /// Why there is no memory for the version that is to be pulled.
     pub fn shortage(&self) -> Option<&str> {
-        self.shortage.as_ref().map(|shortage| shortage.why.as_str())
+        self.waits.shortage.as_ref().map(|shortage| shortage.why.as_str())
     }
 
     /// When the first wait is to be answered because there is no memory.
     pub(super) fn shortage_deadline(&self) -> Option<Now> {
-        self.waits.iter().filter_map(|wait| self.fails_at(wait)).min()
+        self.waits.waiting().filter_map(|wait| self.fails_at(wait)).min()
     }
 
     /// When a wait for a version that exists ends, if there is no memory to pull it until then.
@@ -127,7 +153,7 @@ impl ClientCore {
             Awaits::Step(learner) => self.is_published(learner),
             Awaits::Version(version) | Awaits::Reachable(version) => self.state.version >= version,
         };
-        let shortage = self.shortage.as_ref().filter(|_| exists)?;
+        let shortage = self.waits.shortage.as_ref().filter(|_| exists)?;
         Some(shortage.since.max(wait.since) + GRACE)
     }
 
@@ -140,7 +166,7 @@ impl ClientCore {
     pub(super) fn answer_waits(&mut self, now: Now, actions: &mut Vec<Action>) {
         let impatient = self.lost_patience(now);
         let ended = self.lost().or_else(|| self.stopped()).or_else(|| impatient.clone());
-        let mut waits = std::mem::take(&mut self.waits);
+        let mut waits = std::mem::take(&mut self.waits.waiting);
         waits.retain(|wait| {
             let fails = || self.fails(wait, now).map(Err);
             let late = |why: &'static str| {
@@ -160,7 +186,7 @@ impl ClientCore {
                     }
                 },
                 Awaits::Version(version) | Awaits::Reachable(version)
-                    if self.shown.is_some_and(|shown| shown >= version) =>
+                    if self.buffers.shown().is_some_and(|shown| shown >= version) =>
                 {
                     Some(Ok(self.version()))
                 }
@@ -174,7 +200,7 @@ impl ClientCore {
             actions.push(Action::Awaited(wait.token, result));
             false
         });
-        self.waits.append(&mut waits);
+        self.waits.waiting.append(&mut waits);
     }
 
     /// Why the version of a step has not been published.

@@ -1,0 +1,64 @@
+//! The connection to the coordinator, and whether the job has one.
+
+use super::Now;
+use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::shard_error::ShardError;
+
+/// What the client knows of the coordinator's process.
+#[derive(Debug, Default)]
+pub(super) struct Coordination {
+    is_up: bool,
+    /// The newest connection has not brought a state yet.
+    is_anew: bool,
+    /// Why the job has no coordinator any more, and the job's phase before that.
+    lost: Option<(ShardError, JobPhase)>,
+    /// When the coordinator first reported that the job has failed.
+    failed_at: Option<Now>,
+}
+
+impl Coordination {
+    /// Whether it is connected.
+    pub(super) fn is_up(&self) -> bool {
+        self.is_up
+    }
+
+    /// It is connected. The first state that comes counts, whatever an earlier connection brought.
+    pub(super) fn up(&mut self) {
+        (self.is_up, self.is_anew) = (true, true);
+    }
+
+    /// It is not connected.
+    pub(super) fn down(&mut self) {
+        self.is_up = false;
+    }
+
+    /// A state comes. Whether it is the first one over the newest connection.
+    pub(super) fn takes_first_state(&mut self) -> bool {
+        std::mem::take(&mut self.is_anew)
+    }
+
+    /// The job has no coordinator any more.
+    pub(super) fn lose(&mut self, why: ShardError, phase_before: JobPhase) {
+        self.lost = Some((why, phase_before));
+    }
+
+    /// The job has one after all, or again. Returns the phase before it was lost.
+    pub(super) fn find(&mut self) -> Option<JobPhase> {
+        self.lost.take().map(|(_, before)| before)
+    }
+
+    /// Why the job has none, if that is so.
+    pub(super) fn lost(&self) -> Option<&ShardError> {
+        self.lost.as_ref().map(|(why, _)| why)
+    }
+
+    /// It reports whether the job has failed.
+    pub(super) fn reports(&mut self, has_failed: bool, now: Now) {
+        self.failed_at = has_failed.then(|| self.failed_at.unwrap_or(now));
+    }
+
+    /// When it first reported that the job has failed.
+    pub(super) fn failed_at(&self) -> Option<Now> {
+        self.failed_at
+    }
+}
