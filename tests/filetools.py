@@ -143,8 +143,10 @@ def eventually(condition, deadline=HANGS):
 def impatient(mount, seconds=0.4):
     """Calls that wait fail after so many seconds; before and afterwards they have what a busy machine needs."""
     mount.control("timeout", seconds)
-    yield
-    mount.control("timeout", HANGS)
+    try:
+        yield
+    finally:
+        mount.control("timeout", HANGS)
 
 
 def program(code, *arguments, **options):

@@ -300,6 +300,30 @@ def test_a_file_that_is_left_to_a_child_is_a_step_before_the_openers_next_one(mo
     assert mount.version() == 10 and (array(mount.model / "weights") == 10).all()
 
 
+LEAVES_IT_TO_A_CHILD_THAT_DIES = """
+import subprocess
+gradients, data = argv
+write = "import os, sys, time; os.write(1, open(sys.argv[1], 'rb').read()); os.write(2, b'written'); time.sleep(300)"
+with open(gradients, "wb") as file:
+    child = subprocess.Popen([sys.executable, "-c", write, data], stdout=file, stderr=subprocess.PIPE)
+child.stderr.read(7)
+child.kill()
+child.wait()
+with open(gradients, "wb", buffering=0) as file:
+    file.write(open(data, "rb").read())
+say("done")
+"""
+
+
+def test_killed_writer_leaves_no_half_step__that_its_opener_has_left_the_file_to(mounted, tmp_path):
+    mount = mounted()
+    data = tmp_path / "data"
+    data.write_bytes(filled(mount, 1).tobytes())
+    opener = program(LEAVES_IT_TO_A_CHILD_THAT_DIES, mount.model / "gradients", data)
+    assert hear(opener) == "done"
+    assert mount.version() == 1 and (array(mount.model / "weights") == 1).all()
+
+
 BECOMES_ANOTHER = """
 fd = os.open(argv[0], os.O_WRONLY | os.O_TRUNC)
 os.write(fd, open(argv[1], "rb").read())

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::calls::{Calls, Chore};
-use super::endings::{AtClose, at_close};
+use super::endings::{AtClose, Closer, at_close};
 use super::open_files::ProgramFile;
 use super::pending_exits::{OfLearner, Settling};
 use super::process::Exit;
@@ -34,10 +34,11 @@ impl Calls {
         };
         let Some(users) = &open.users else { return done(Ok(())) };
         users.note_closer(by);
-        // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes it first.
-        let has_duplicate = || {
+        // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes it
+        // first. And another process' close says nothing.
+        let has_duplicate = |closer| {
             let seen = self.files.has_duplicate(fh, open.ino, &users.owners(by));
-            seen.unwrap_or_else(|| !open.file.is_written())
+            seen.unwrap_or_else(|| closer == Closer::Other || !open.file.is_written())
         };
         match at_close(open.file.is_pending(), || users.closer(by), has_duplicate) {
             AtClose::Nothing => done(Ok(())),
@@ -108,12 +109,21 @@ fn learner_of(file: &OpenFile) -> Option<OfLearner> {
 
 /// Ends or drops what was left unfinished in a file whose last descriptor is gone; `settling` is dropped after it.
 pub(super) fn settle(open: Arc<ProgramFile>, settling: Settling) {
-    let Some(users) = open.users.as_ref().map(|users| users.processes()) else { return };
+    let Some((users, saw_death)) = open.users.as_ref().map(|users| (users.processes(), users.saw_death()))
+    else {
+        return;
+    };
     let model = open.file.written_model().map(str::to_owned);
     let settle = move || {
         let violent = users
             .iter()
-            .filter_map(|process| process.end_of_leaving(DEATH_PATIENCE).map(|exit| (process.tgid(), exit)))
+            .filter_map(|process| {
+                let exit = match saw_death {
+                    true => process.wait_exit(DEATH_PATIENCE),
+                    false => process.end_of_leaving(DEATH_PATIENCE),
+                };
+                exit.map(|exit| (process.tgid(), exit))
+            })
             .find(|(_, exit)| matches!(exit, Exit::Signal(_) | Exit::Unknown));
         match violent {
             Some((pid, exit)) => drop_unfinished(&open.file, pid, exit),

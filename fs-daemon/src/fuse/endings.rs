@@ -56,14 +56,14 @@ pub enum AtClose {
 pub fn at_close(
     is_pending: bool,
     closer: impl FnOnce() -> Closer,
-    has_duplicate: impl FnOnce() -> bool,
+    has_duplicate: impl FnOnce(Closer) -> bool,
 ) -> AtClose {
     if !is_pending {
         return AtClose::Nothing;
     }
     match closer() {
         Closer::Dying => AtClose::Waits,
-        closer => match (has_duplicate(), closer) {
+        closer => match (has_duplicate(closer), closer) {
             (true, _) => AtClose::Nothing,
             (false, Closer::Owner) => AtClose::Ends,
             // Whoever opened it has closed it: this may be the last one.
@@ -125,13 +125,13 @@ mod tests {
     use super::*;
 
     fn close(is_pending: bool, closer: Closer, has_duplicate: bool) -> AtClose {
-        at_close(is_pending, || closer, || has_duplicate)
+        at_close(is_pending, || closer, |_| has_duplicate)
     }
 
     #[test]
     fn a_close_before_any_write_ends_nothing() {
         for closer in [Closer::Owner, Closer::Other, Closer::Dying] {
-            let never = || -> bool { panic!("nobody needs to know") };
+            let never = |_| -> bool { panic!("nobody needs to know") };
             assert_eq!(at_close(false, || closer, never), AtClose::Nothing);
         }
     }

@@ -30,6 +30,8 @@ pub struct FileUsers {
     last_writer: AtomicU32,
     /// A close has ended what was written: its process has no descriptor left. The kernel says later that nobody has.
     closed: AtomicBool,
+    /// A process has closed it by dying.
+    saw_death: AtomicBool,
     seen: Mutex<Seen>,
 }
 
@@ -79,8 +81,8 @@ impl FileUsers {
         let owner = opener.map_or(Owner::Lock(None), Owner::Process);
         let threads = opener.map(|opener| (tid, opener)).into_iter().collect();
         let seen = Seen { owner, threads, processes: process.into_iter().collect() };
-        let (last_writer, closed) = (AtomicU32::new(tid), AtomicBool::new(false));
-        FileUsers { opener, last_writer, closed, seen: Mutex::new(seen) }
+        let (closed, saw_death) = (AtomicBool::new(false), AtomicBool::new(false));
+        FileUsers { opener, last_writer: AtomicU32::new(tid), closed, saw_death, seen: Mutex::new(seen) }
     }
 
     /// Notes who writes; nearly free when it is the one who wrote last, and can be seen.
@@ -102,6 +104,7 @@ impl FileUsers {
     /// Who closes. Whoever closes alone is not kept.
     pub fn closer(&self, by: Holder) -> Closer {
         if by.tid != 0 && is_killed_or_kernel(by.tid) {
+            self.saw_death.store(true, Ordering::Relaxed);
             return Closer::Dying;
         }
         let seen = self.seen.lock();
@@ -126,6 +129,11 @@ impl FileUsers {
     /// Whether its process has no descriptor of it left, as far as that is known.
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
+    }
+
+    /// Whether a process has closed it by dying.
+    pub fn saw_death(&self) -> bool {
+        self.saw_death.load(Ordering::Relaxed)
     }
 
     /// The processes.

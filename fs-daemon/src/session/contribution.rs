@@ -135,7 +135,8 @@ impl Contribution {
     pub fn take_back(self: &Arc<Self>, done: Done<()>) {
         let contributor = &self.learner.contributor;
         let has_doubt = self.ships_mapping || self.timed_out.load(Ordering::Relaxed);
-        if !(self.wrote() || has_doubt && contributor.is_in_doubt()) {
+        if !(self.is_begun() || has_doubt && contributor.is_in_doubt()) {
+            self.written.lock().begin_anew();
             return done(Ok(()));
         }
         // What others have begun since is theirs.
@@ -232,9 +233,9 @@ impl Contribution {
     }
 
     /// Why what was written here must not count.
-    fn check(&self) -> CallResult<()> {
+    fn check(&self, ending: Ending) -> CallResult<()> {
         let written = self.written.lock();
-        written.check_refused()?;
+        written.check_refused(ending == Ending::Close)?;
         // What others have written into the contribution is part of it, and one that others have ended is judged.
         let contributor = &self.learner.contributor;
         let is_in = self.model.job.has_learner(self.learner.id);
@@ -310,7 +311,7 @@ impl Contribution {
     pub fn commit(self: &Arc<Self>, ending: Ending, done: Done<()>) {
         let is_dropped = self.learner.contributor.has_dropped(self.share());
         // If others have dropped it, that is what there is to say.
-        if !is_dropped && let Err(error) = self.check() {
+        if !is_dropped && let Err(error) = self.check(ending) {
             return done(Err(self.drop_own(error, ending)));
         }
         if is_dropped || !self.written.lock().has_holes() {
@@ -326,8 +327,9 @@ impl Contribution {
     /// What was written here must not count, for this reason.
     fn drop_own(&self, error: CallError, ending: Ending) -> CallError {
         let contributor = &self.learner.contributor;
-        // What others write into stays. If nothing is open, a contribution may have failed to open.
-        if !contributor.is_open() || contributor.is_open_for(self.share()) {
+        // What others write into stays. If nothing is open, a contribution may have failed to open. What a close tells again
+        // has been dropped already.
+        if self.is_begun() && (!contributor.is_open() || contributor.is_open_for(self.share())) {
             contributor.abort();
         }
         self.ended();
@@ -463,12 +465,7 @@ impl Contribution {
         self.share.store(0, Ordering::Relaxed);
         self.timed_out.store(false, Ordering::Relaxed);
         // What a truncated file is written with next is to be whole, too.
-        let mut written = self.written.lock();
-        let is_truncated = written.is_truncated();
-        written.end();
-        if is_truncated {
-            written.truncate();
-        }
+        self.written.lock().begin_anew();
     }
 
     /// Reads the newest version from now on, if it reads.

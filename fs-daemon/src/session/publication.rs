@@ -97,7 +97,7 @@ impl Publication {
         let written = self.publisher.lock().take_if(|publisher| publisher.is_open());
         drop(written);
         let mut written = self.written.lock();
-        written.end();
+        written.begin_anew();
         written.truncate();
     }
 
@@ -150,7 +150,7 @@ impl Publication {
 
     /// Publishes this. `holes`: whether its holes could be written.
     fn commit_written(&self, written: &Written, holes: CallResult<()>, ending: Ending, done: Done<()>) {
-        let refused = written.check_refused().and(holes);
+        let refused = written.check_refused(ending == Ending::Close).and(holes);
         let is_mapped = ending == Ending::Step && !self.is_open() && refused.is_ok();
         if let Some(mapped) = self.mapped.as_ref().filter(|_| is_mapped) {
             // The mapping is whole, as a truncated file is to be.

@@ -86,9 +86,14 @@ impl Written {
         }
     }
 
-    /// What was written has ended. If nothing was written, the file is still truncated.
+    /// What was written has ended. If nothing was written, the file is still truncated, and still refused.
     pub fn end(&mut self) -> Written {
-        if self.is_pending() { std::mem::take(self) } else { self.clone() }
+        if self.is_begun() { std::mem::take(self) } else { self.clone() }
+    }
+
+    /// Nothing of what was written so far matters any more. A truncated file is to be written as a whole again.
+    pub fn begin_anew(&mut self) {
+        *self = Written { truncated: self.truncated, ..Written::default() };
     }
 
     /// What was written so far must not count. Of a file that is written as a whole, what comes behind it must not, either.
@@ -105,12 +110,13 @@ impl Written {
         self.refused = None;
     }
 
-    /// The first write that was refused, or the beginning of the file.
+    /// The first write that was refused, or the beginning of the file. A close tells that again, and fsync does not.
     ///
     /// # Errors
     /// That of the write, or of the beginning.
-    pub fn check_refused(&self) -> CallResult<()> {
-        let before = self.refused_before.as_ref().filter(|_| self.run != Run::Nothing || self.told_by_close);
+    pub fn check_refused(&self, is_close: bool) -> CallResult<()> {
+        let is_told = self.run != Run::Nothing || self.told_by_close && is_close;
+        let before = self.refused_before.as_ref().filter(|_| is_told);
         self.refused.as_ref().or(before).cloned().map_or(Ok(()), Err)
     }
 
@@ -223,9 +229,9 @@ mod tests {
         of.note(SIZE, 8, &Err::<(), _>(refused.clone()));
         of.note(0, 8, &Ok(()));
         of.note(SIZE, 8, &Err::<(), _>(CallError::new(libc::EIO, "second")));
-        assert_eq!((of.is_pending(), of.check_refused()), (true, Err(refused)));
+        assert_eq!((of.is_pending(), of.check_refused(true)), (true, Err(refused)));
         of.end();
-        assert_eq!((of.is_pending(), of.check_refused()), (false, Ok(())));
+        assert_eq!((of.is_pending(), of.check_refused(true)), (false, Ok(())));
         of.note(0, 0, &Ok(()));
         assert!(!of.is_pending(), "nothing was written");
     }
@@ -239,16 +245,16 @@ mod tests {
         of.end();
         of.truncate();
         of.refuse_rest(&why, false);
-        assert_eq!((of.is_pending(), of.check_refused()), (false, Ok(())), "it was told");
+        assert_eq!((of.is_pending(), of.check_refused(true)), (false, Ok(())), "it was told");
         let mut again = of.clone();
         of.note(8, 8, &Ok(()));
-        assert_eq!(of.check_refused(), Err(why.clone()));
+        assert_eq!(of.check_refused(true), Err(why.clone()));
         again.note(0, 8, &Ok(()));
-        assert_eq!(again.check_refused(), Ok(()), "another file");
+        assert_eq!(again.check_refused(true), Ok(()), "another file");
         let mut parts = Written::default();
         parts.refuse_rest(&why, true);
         parts.note(8, 8, &Ok(()));
-        assert_eq!(parts.check_refused(), Ok(()), "each part is one of its own");
+        assert_eq!(parts.check_refused(true), Ok(()), "each part is one of its own");
     }
 
     #[test]
@@ -262,10 +268,17 @@ mod tests {
             of.truncate();
             of.refuse_rest(&why, true);
             assert_eq!((of.is_begun(), of.is_pending()), (false, true));
-            assert_eq!(of.check_refused(), Err(why.clone()));
+            assert_eq!(
+                (of.check_refused(true), of.check_refused(false)),
+                (Err(why.clone()), Ok(())),
+                "fsync ships a mapping"
+            );
         }
+        let mut anew = of.clone();
+        anew.begin_anew();
+        assert_eq!((anew.is_pending(), anew.is_truncated(), anew.check_refused(true)), (false, true, Ok(())));
         of.note(0, 8, &Ok(()));
-        assert_eq!((of.is_begun(), of.check_refused()), (true, Ok(())), "another file");
+        assert_eq!((of.is_begun(), of.check_refused(true)), (true, Ok(())), "another file");
     }
 
     #[test]

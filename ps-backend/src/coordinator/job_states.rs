@@ -24,8 +24,8 @@ impl SentStates {
         self.are_outdated = true;
     }
 
-    /// Whether it is another one than clients were sent. Whoever asks sends it.
-    pub(super) fn are_outdated(&mut self) -> bool {
+    /// Whether it is another one than clients were sent. The caller sends it: the next call returns false.
+    pub(super) fn take_outdated(&mut self) -> bool {
         std::mem::take(&mut self.are_outdated)
     }
 

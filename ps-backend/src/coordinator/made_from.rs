@@ -28,9 +28,4 @@ impl MadeFrom {
     pub(super) fn plan(&self) -> PlanId {
         self.plan
     }
-
-    #[cfg(test)]
-    pub(super) fn forget_plan(&mut self) {
-        self.plan = PlanId(0);
-    }
 }

@@ -246,7 +246,7 @@ impl CoordinatorCore {
                 | core::Action::Reduce(_)) => self.want(work, now, actions),
             }
         }
-        if self.states.are_outdated() {
+        if self.states.take_outdated() {
             self.send_state_to_all(now, actions);
         }
         // Answers go after the state: a client that has its answer must know the outcome.

@@ -31,7 +31,7 @@ impl Making {
         self.plan.is_some()
     }
 
-    /// The plan under way, if it reduces contributions: the learners whose contributions it reads.
+    /// The contributions that the plan under way reads, if it reduces contributions.
     pub(super) fn reduces(&self) -> Option<impl Iterator<Item = &super::Contribution>> {
         match &self.plan.as_ref()?.work {
             Work::Reduce { inputs, .. } => Some(inputs.iter().map(|input| &**input)),

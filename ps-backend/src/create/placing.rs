@@ -51,8 +51,8 @@ impl Candidate {
 }
 
 /// The shards for a model that takes `needed` bytes on all of them together: `wanted`, or as many as answer and have room
-/// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order, from one
-/// that the name of the model decides: models that are made at once, before any of them is there, spread over the shards.
+/// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order, beginning
+/// at one that the name of the model decides. So models that are made at once spread over the shards.
 /// Where too few have room, shards without room are among the chosen ones, and say so when they are asked. So are those
 /// that do not answer, where no others can take the model.
 pub fn choose(
@@ -69,8 +69,11 @@ pub fn choose(
         candidates.iter().filter(can_take).count() >= *shards
     };
     let shards = wanted.unwrap_or_else(|| (1..=all).rev().find(fits).unwrap_or(all)).min(all);
-    candidates.rotate_left(first(name, all));
-    candidates.sort_by_key(|candidate| (!candidate.has_room(part(shards)), candidate.load()));
+    let rank = |candidate: &Candidate| (!candidate.has_room(part(shards)), candidate.load());
+    candidates.sort_by_key(rank);
+    for alike in candidates.chunk_by_mut(|one, other| rank(one) == rank(other)) {
+        alike.rotate_left(first(name, alike.len()));
+    }
     candidates.into_iter().take(shards).map(|candidate| candidate.record).collect()
 }
 
@@ -134,6 +137,13 @@ mod tests {
         }
         // 100 each would be even; three standard deviations of a fair draw are 25.
         assert!(models.iter().all(|models| (75..=125).contains(models)), "{models:?}");
+        let first = |number| choose(&format!("model-{number}"), alike.to_vec(), Some(1), 1, 10)[0].shard.0;
+        let firsts: std::collections::BTreeSet<u16> = (0..300).map(first).collect();
+        assert_eq!(firsts.len(), 3, "also models of one block");
+        let loaded = [shard(1, 100, &[9]), shard(2, 100, &[]), shard(3, 100, &[])];
+        let of = |number| choose(&format!("model-{number}"), loaded.to_vec(), Some(1), 9, 10)[0].shard.0;
+        let second = (0..300).filter(|&number| of(number) == 2).count();
+        assert!((124..=176).contains(&second) && (0..300).all(|number| of(number) != 1), "{second}");
     }
 
     #[test]

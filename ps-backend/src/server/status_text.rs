@@ -43,11 +43,10 @@ impl StatusText {
                 thread::sleep(pause_after(answered(answers, &*made)));
             }
         };
-        if thread::Builder::new().name("status".into()).spawn(attend).is_err()
-            && let Some(answers) = self.next()
-        {
-            answered(answers, &*make);
-            self.0.lock().is_attended = false;
+        if thread::Builder::new().name("status".into()).spawn(attend).is_err() {
+            while let Some(answers) = self.next() {
+                answered(answers, &*make);
+            }
         }
     }
 

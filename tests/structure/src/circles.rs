@@ -2,7 +2,7 @@
 //!
 //! A file has an arrow to another if it names something that the other defines. A name that is re-exported leads to the
 //! file that defines it. What a module names of those that it is within is no arrow, for it is an inner part of them; but
-//! the crate's own file is no such part.
+//! the crate's own file is no such part. Names that a macro defines, and paths within macro calls, are not seen.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 

@@ -1,9 +1,9 @@
-//! How many fields each struct has.
+//! How many fields each struct has. Variants of enums do not count.
 
 use std::collections::HashMap;
 
 use syn::visit::{self, Visit};
-use syn::{Fields, Item, ItemStruct, Type, TypePath};
+use syn::{Item, ItemStruct, Type, TypePath};
 
 use crate::sources::{Crate, is_of_tests};
 
@@ -61,14 +61,9 @@ fn count<'a>(item: &ItemStruct, holder: &dyn Fn(&str) -> Option<&'a ItemStruct>)
     types(item).map(of).sum()
 }
 
-/// The types of the named fields that are there without tests.
+/// The types of the fields that are there without tests.
 fn types(item: &ItemStruct) -> impl Iterator<Item = &Type> {
-    let named = match &item.fields {
-        Fields::Named(named) => Some(named),
-        _ => None,
-    };
-    let fields = named.into_iter().flat_map(|named| &named.named);
-    fields.filter(|field| !field.attrs.iter().any(is_of_tests)).map(|field| &field.ty)
+    item.fields.iter().filter(|field| !field.attrs.iter().any(is_of_tests)).map(|field| &field.ty)
 }
 
 /// How often fields name each type, also within another one.
@@ -101,7 +96,7 @@ mod tests {
     #[test]
     fn a_type_that_only_holds_fields_counts_as_them() {
         let rest = "struct Held { a: u8, b: u8, c: u8 } struct Tuple(u8, u8);";
-        assert_eq!(fields(&format!("struct Outer {{ a: u8, held: Held, t: Tuple }} {rest}"), "Outer"), 4);
+        assert_eq!(fields(&format!("struct Outer {{ a: u8, held: Held, t: Tuple }} {rest}"), "Outer"), 6);
         assert_eq!(
             fields(&format!("struct Outer {{ a: u8, held: Held, too: Held }} {rest}"), "Outer"),
             3,

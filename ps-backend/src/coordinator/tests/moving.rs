@@ -227,7 +227,7 @@ proptest! {
         }
         bench.coordinator.core.taken_over(bench.now);
         bench.coordinator.states.taken_over(bench.now);
-        bench.coordinator.made_from.forget_plan();
+        bench.coordinator.made_from = Default::default();
         for one in [&mut bench, &mut there] {
             one.coordinator.go_on(one.now, &mut one.said);
             for client in [A, B] {
