@@ -136,7 +136,7 @@ pub fn create(
         return Err(CreateError::TooFewShards { wanted, there: there.len(), draining });
     }
     let needed = MemoryUse::of_partition(new.layout, new.controls, Some(StateCopies::default()));
-    let there = choose(new.name, ask(there), new.shards, blocks, needed.total());
+    let there = choose(ask(there), new.shards, blocks, needed.total());
     let ids: Vec<ShardId> = there.iter().map(|shard| shard.shard).collect();
     let map = BlockMap::striped(new.layout.blocks(), &ids)?;
     let mut random = [0; 8];

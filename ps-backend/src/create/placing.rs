@@ -51,12 +51,10 @@ impl Candidate {
 }
 
 /// The shards for a model that takes `needed` bytes on all of them together: `wanted`, or as many as answer and have room
-/// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order, beginning
-/// at one that the name of the model decides. So models that are made at once spread over the shards.
+/// for their part, and at most `most`. The first one is to coordinate it. Shards that are alike are taken in their order.
 /// Where too few have room, shards without room are among the chosen ones, and say so when they are asked. So are those
 /// that do not answer, where no others can take the model.
 pub fn choose(
-    name: &str,
     mut candidates: Vec<Candidate>,
     wanted: Option<usize>,
     most: usize,
@@ -69,18 +67,8 @@ pub fn choose(
         candidates.iter().filter(can_take).count() >= *shards
     };
     let shards = wanted.unwrap_or_else(|| (1..=all).rev().find(fits).unwrap_or(all)).min(all);
-    let rank = |candidate: &Candidate| (!candidate.has_room(part(shards)), candidate.load());
-    candidates.sort_by_key(rank);
-    for alike in candidates.chunk_by_mut(|one, other| rank(one) == rank(other)) {
-        alike.rotate_left(first(name, alike.len()));
-    }
+    candidates.sort_by_key(|candidate| (!candidate.has_room(part(shards)), candidate.load()));
     candidates.into_iter().take(shards).map(|candidate| candidate.record).collect()
-}
-
-/// The first of so many shards that are alike.
-fn first(name: &str, shards: usize) -> usize {
-    let number = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, name.as_bytes());
-    number as usize % shards.max(1)
 }
 
 #[cfg(test)]
@@ -107,7 +95,7 @@ mod tests {
     }
 
     fn chosen(candidates: &[Candidate], wanted: Option<usize>, most: usize, needed: u64) -> Vec<u16> {
-        let chosen = choose("", candidates.to_vec(), wanted, most, needed);
+        let chosen = choose(candidates.to_vec(), wanted, most, needed);
         chosen.into_iter().map(|record| record.shard.0).collect()
     }
 
@@ -122,28 +110,6 @@ mod tests {
         assert_eq!(chosen(&full, Some(1), 9, 10), [2]);
         assert_eq!(chosen(&full, Some(2), 9, 20), [2, 3]);
         assert_eq!(chosen(&full, Some(3), 9, 60), [2, 1, 3], "who has no room says so when it is asked");
-    }
-
-    #[test]
-    fn the_name_decides_between_shards_that_are_alike() {
-        let alike = [shard(1, 100, &[]), shard(2, 100, &[]), shard(3, 100, &[])];
-        let mut models = [0; 3];
-        for number in 0..300 {
-            let name = format!("model-{number}");
-            let chosen = choose(&name, alike.to_vec(), Some(3), 9, 10);
-            let order: Vec<u16> = chosen.iter().map(|record| record.shard.0).collect();
-            assert!([[1, 2, 3], [2, 3, 1], [3, 1, 2]].contains(&order[..].try_into().unwrap()));
-            models[usize::from(order[0]) - 1] += 1;
-        }
-        // 100 each would be even; three standard deviations of a fair draw are 25.
-        assert!(models.iter().all(|models| (75..=125).contains(models)), "{models:?}");
-        let first = |number| choose(&format!("model-{number}"), alike.to_vec(), Some(1), 1, 10)[0].shard.0;
-        let firsts: std::collections::BTreeSet<u16> = (0..300).map(first).collect();
-        assert_eq!(firsts.len(), 3, "also models of one block");
-        let loaded = [shard(1, 100, &[9]), shard(2, 100, &[]), shard(3, 100, &[])];
-        let of = |number| choose(&format!("model-{number}"), loaded.to_vec(), Some(1), 9, 10)[0].shard.0;
-        let second = (0..300).filter(|&number| of(number) == 2).count();
-        assert!((124..=176).contains(&second) && (0..300).all(|number| of(number) != 1), "{second}");
     }
 
     #[test]
