@@ -35,7 +35,7 @@ impl Calls {
         let Some(users) = &open.users else { return done(Ok(())) };
         users.note_closer(by);
         // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes it
-        // first. And another process' close says nothing.
+        // first. The close of another process says nothing then.
         let has_duplicate = |closer| {
             let seen = self.files.has_duplicate(fh, open.ino, &users.owners(by));
             seen.unwrap_or_else(|| closer == Closer::Other || !open.file.is_written())

@@ -1,5 +1,5 @@
 //! Requests for the status, which costs a shard more than other answers do. One text answers all who asked before it
-//! was made, and the making takes a part of the time alone.
+//! was made, and a pause follows.
 
 use std::sync::Arc;
 use std::thread;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// What a text costs is followed by a pause of so many times as long.
+/// The pause after a text lasts this many times as long as making it did.
 const PAUSE: u32 = 3;
 /// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);

@@ -64,7 +64,7 @@ enum Why {
     Message,
     /// One part of it needs a device, or `unsafe`, and has a file for that.
     OnePart,
-    /// Another type of the name, which a macro defines, has the methods.
+    /// The methods are of another type of that name, which a macro defines.
     SameName,
 }
 
