@@ -5,6 +5,7 @@ import errno
 import itertools
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from filetools import (
     BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, outcome, program, raises, shell, takes
 )
 from patience import Limit
+from test_metrics import Metrics
 
 PATIENCE = 1
 
@@ -386,18 +388,30 @@ def test_what_exit_leaves_open_counts__though_the_learner_does_not_linger(start_
     assert (array(mount.place("b") / "weights") == 11).all()
 
 
+def waited_for(mount):
+    """How many learners are waited for, as the metrics say, and for how long by name."""
+    scraped = Metrics(mount)
+    (model,) = [labels["model"] for labels, _ in scraped.all("gradfs_learners_waited_for")]
+    named = {labels["learner"]: seconds for labels, seconds in scraped.all("gradfs_learner_waited_for_seconds")}
+    return scraped("gradfs_learners_waited_for", model=model), named
+
+
 def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__before_all_have_joined(start_mount):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200)
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, metrics="127.0.0.1:0")
     mount.join("a")
     mount.contribute(filled(mount, 1), learner="a")
     assert mount.status()["waits_for_more_learners"] == 0
+    assert waited_for(mount) == (0, {})
     eventually(lambda: mount.status()["waits_for_more_learners"] == 2, deadline=9)
     assert mount.status()["waits_for_learners"] == []
+    assert waited_for(mount) == (2, {}), "nobody knows their names"
     eventually(lambda: "s for 2 more to join (control/learners)" in mount.stderr())
 
 
 def test_after_5_s_of_waiting_it_is_said_who_is_waited_for(start_mount):
-    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=0)
+    mount = start_mount(
+        size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=0, metrics="127.0.0.1:0"
+    )
     for name in ("a", "slow", "b"):
         mount.join(name)
     mount.contribute(filled(mount, 1), learner="a")
@@ -406,12 +420,61 @@ def test_after_5_s_of_waiting_it_is_said_who_is_waited_for(start_mount):
     waited = time.time()
     time.sleep(3)
     assert mount.status()["waits_for_learners"] == []
+    assert waited_for(mount) == (0, {})
     (late,) = eventually(lambda: mount.status()["waits_for_learners"], deadline=6)
     assert late["id"] == "slow" and began - 1 < late["since_unix_seconds"] < waited + 1, (late, began, waited)
+    count, seconds = waited_for(mount)
+    assert count == 1 and seconds.keys() == {"slow"} and 5 <= seconds["slow"] < time.time() - began + 1, (seconds, began)
     line = "s for slow"
     eventually(lambda: line in mount.stderr())
     time.sleep(2.5)
     assert mount.stderr().count("learners have been waiting for") == 1, "once a wait"
     mount.contribute(filled(mount, 1), learner="slow")
     eventually(lambda: mount.status()["waits_for_learners"] == [])
+    eventually(lambda: waited_for(mount) == (0, {}))
 
+
+
+# Opens weights, and contributes once it is told to.
+READER = """
+with open(argv[0] + "/weights", "rb") as weights:
+    size = os.stat(weights.fileno()).st_size
+say("open")
+wait()
+with open(argv[0] + "/gradients", "wb", buffering=0) as gradients:
+    gradients.write(bytes([0, 0, 128, 63]) * (size // 4))  # 1.0
+say("closed")
+wait()
+"""
+
+
+def test_the_first_step_of_a_process_that_has_opened_weights_may_take_longer_than_the_lease(start_mount, shards):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=1, patience=600)
+    places = [mount.join(name) for name in ("slow", "killed", "b")]
+    slow, killed = (program(READER, place) for place in places[:2])
+    assert [hear(one) for one in (slow, killed)] == ["open"] * 2
+    mount.contribute(filled(mount, 10), learner="b")
+    time.sleep(3)
+    assert all(place.exists() for place in places), "they compute their first gradients"
+    killed.kill()
+    killed.communicate(timeout=300)
+    eventually(lambda: not mount.place("killed").exists())
+    go(slow)
+    assert hear(slow) == "closed"
+    assert (array(mount.place("b") / "weights") == 11).all()
+    # Now it is one whose gradients were open.
+    slow.kill()
+    slow.communicate(timeout=300)
+    eventually(lambda: not mount.place("slow").exists())
+
+
+def test_whoever_is_dropped_hears_why__if_it_has_only_opened_weights(start_mount):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, patience=1)
+    a, b = mount.join("a"), mount.join("b")
+    reader = program(READER, a, stderr=subprocess.PIPE)
+    assert hear(reader) == "open"
+    mount.contribute(filled(mount, 10), learner="b")
+    eventually(lambda: not a.exists())
+    _, stderr = reader.communicate("go on\n", timeout=300)
+    assert f"[Errno {errno.ENOTCONN}]" in stderr
+    assert (array(b / "weights") == 10).all()

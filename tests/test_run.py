@@ -110,6 +110,13 @@ def test_run_starts_a_process_for_each_learner__and_says_where_they_meet(mount, 
     assert finish(begin("-n", 1, mount.model, *show))[0] == "node1 29500\n"
 
 
+def test_run_starts_a_process_for_each_learner__whose_first_step_takes_longer_than_the_lease(start_mount, begin):
+    mount = start_mount(size=SIZE, block_size="64KiB", reducer="sum", learners=2, lease=1, patience=600)
+    script = f'test $RANK = 0 || sleep 4; exec "{sys.executable}" -c "$0" 2'
+    finish(begin("-n", 2, mount.model, *shell(script), STEPS))
+    assert mount.status()["contributions"] == 4 and "lease" not in mount.stderr()
+
+
 def test_run_starts_a_process_for_each_learner__from_within(mount, begin):
     """A path that is relative or a link leads to the model, too; other names, no `--`, one process without a prefix."""
     out, _ = finish(begin("-n", 1, "--name", "mine", ".", "sh", "-c", "echo $GRADFS_LEARNER", cwd=mount.model))

@@ -2,7 +2,6 @@
 
 use std::time::SystemTime;
 
-use libmodelio::vocabulary::controls::MAX_LEARNERS;
 use libmodelio::vocabulary::ids::Version;
 
 use super::access::{Owner, Use};
@@ -228,14 +227,15 @@ impl Fs {
         for tree in self.trees() {
             let model = &tree.model;
             let pages = model.layout.size().div_ceil(4096);
-            let most = u64::from(model.job.controls().max_versions);
+            let controls = model.job.controls();
+            let (most, most_learners) = (u64::from(controls.max_versions), u64::from(controls.max_learners));
             let used = model.job.versions().len() as u64;
             space.blocks += pages * most;
             space.free += pages * most.saturating_sub(used);
             let learners = model.learners().len() as u64;
             let files = 32 + (model.layout.tensors().len() + tree.paths.len()) as u64;
-            space.free_files += u64::from(MAX_LEARNERS).saturating_sub(learners) * FILES_OF_LEARNER;
-            space.files += files + u64::from(MAX_LEARNERS) * FILES_OF_LEARNER;
+            space.free_files += most_learners.saturating_sub(learners) * FILES_OF_LEARNER;
+            space.files += files + most_learners.max(learners) * FILES_OF_LEARNER;
         }
         space
     }

@@ -8,7 +8,7 @@ use super::endings::{AtClose, Closer, at_close};
 use super::open_files::ProgramFile;
 use super::pending_exits::{OfLearner, Settling};
 use super::process::Exit;
-use super::users::Holder;
+use super::users::{FileUsers, Holder};
 use crate::fs::open_file::OpenFile;
 use crate::session::contribution::Ending;
 use crate::session::error::{CallError, CallResult, Done};
@@ -20,7 +20,10 @@ impl Calls {
     /// fsync(2): ends the contribution, whoever calls.
     pub fn fsync(&self, fh: u64, tid: u32, done: Done<()>) {
         match self.files.get(fh) {
-            Ok(open) => self.end_when_settled(fh, open, Ending::Step, tid, done),
+            Ok(open) => {
+                open.users.iter().for_each(FileUsers::note_end);
+                self.end_when_settled(fh, open, Ending::Step, tid, done);
+            }
             Err(error) => done(Err(error)),
         }
     }
@@ -36,13 +39,20 @@ impl Calls {
         users.note_closer(by);
         // Where descriptors cannot be seen, a file that was truncated alone may still be written: a shell's `>` closes it
         // first. The close of another process says nothing then.
-        let has_duplicate = |closer| {
-            let seen = self.files.has_duplicate(fh, open.ino, &users.owners(by));
-            seen.unwrap_or_else(|| closer == Closer::Other || !open.file.is_written())
-        };
-        match at_close(open.file.is_pending(), || users.closer(by), has_duplicate) {
-            AtClose::Nothing => done(Ok(())),
+        let seen = || self.files.has_duplicate(fh, open.ino, &users.owners(by));
+        let has_duplicate =
+            |closer| seen().unwrap_or_else(|| closer == Closer::Other || !open.file.is_written());
+        let is_pending = open.file.is_pending();
+        match at_close(is_pending, || users.closer(by), has_duplicate) {
+            AtClose::Nothing => {
+                // A child may have it still. It must not count as a file of the opener.
+                if !is_pending && users.is_opener(by) && seen() == Some(false) {
+                    users.note_closed();
+                }
+                done(Ok(()));
+            }
             AtClose::Ends => {
+                users.note_end();
                 users.note_closed();
                 self.end_when_settled(fh, Arc::clone(&open), Ending::Close, by.tid, done);
             }

@@ -6,7 +6,7 @@
 
 use std::cell::LazyCell;
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{self, Read};
 
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
@@ -19,11 +19,14 @@ pub struct Sought<'a> {
     pub device: Option<&'a str>,
 }
 
-/// Whether process `pid` has more than `most` descriptors that can write to the file. None if they cannot be seen.
-pub fn has_more(pid: u32, file: &Sought<'_>, most: usize) -> Option<bool> {
+/// Whether process `pid` has more than `most` descriptors that can write to the file.
+///
+/// # Errors
+/// When they cannot be seen.
+pub fn has_more(pid: u32, file: &Sought<'_>, most: usize) -> io::Result<bool> {
     let path = format!("/proc/{pid}/fdinfo");
     // A file is looked up from its directory: a path through the number of a process takes longer.
-    let (dir, entries) = (File::open(&path).ok()?, fs::read_dir(&path).ok()?);
+    let (dir, entries) = (File::open(&path)?, fs::read_dir(&path)?);
     let table = LazyCell::new(|| {
         let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
         String::from_utf8_lossy(&table).into_owned()
@@ -39,7 +42,7 @@ pub fn has_more(pid: u32, file: &Sought<'_>, most: usize) -> Option<bool> {
         let mount = field(&info, "mnt_id:").unwrap_or_default();
         is_its && can_write(&info) && file.device.is_none_or(|device| is_of(&table, mount, device))
     };
-    Some(entries.filter_map(Result::ok).filter(is_one).nth(most).is_some())
+    Ok(entries.filter_map(Result::ok).filter(is_one).nth(most).is_some())
 }
 
 /// Whether a descriptor with this fdinfo can write.
@@ -72,7 +75,7 @@ mod tests {
         let file = File::create(&path).unwrap();
         let pid = std::process::id();
         let sought = Sought { ino: file.metadata().unwrap().ino(), device: None };
-        let count = |sought: &Sought<'_>| (0..).find(|most| has_more(pid, sought, *most) == Some(false));
+        let count = |sought: &Sought<'_>| (0..).find(|most| !has_more(pid, sought, *most).unwrap());
         assert_eq!(count(&sought), Some(1));
         let duplicates = [(); 3].map(|()| file.try_clone().unwrap());
         let _reads = File::open(&path).unwrap();
@@ -84,7 +87,7 @@ mod tests {
         assert_eq!(count(&sought), Some(1));
         assert_eq!(count(&Sought { ino: 1, ..sought }), Some(0));
         assert_eq!(count(&Sought { device: Some("no device"), ..sought }), Some(0));
-        assert_eq!(has_more(0, &sought, 0), None, "of nobody");
+        assert!(has_more(0, &sought, 0).is_err(), "of nobody");
     }
 
     #[test]

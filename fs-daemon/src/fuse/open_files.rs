@@ -1,7 +1,8 @@
 //! Files that programs have open, by the number the kernel knows them by.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
@@ -40,6 +41,8 @@ pub struct OpenFiles {
     open: RwLock<HashMap<u64, Arc<ProgramFile>>>,
     /// The device of the mount.
     device: OnceLock<String>,
+    /// Said once that the descriptors of some process cannot be seen.
+    warned: AtomicBool,
 }
 
 /// Most files open at once.
@@ -99,7 +102,18 @@ impl OpenFiles {
     /// and whom it has inherited descriptors from. None if its descriptors cannot be seen.
     pub fn has_duplicate(&self, fh: u64, ino: u64, owners: &[u32]) -> Option<bool> {
         let file = Sought { ino, device: self.device.get().map(String::as_str) };
-        descriptors::has_more(*owners.first()?, &file, self.others(fh, ino, owners))
+        let pid = *owners.first()?;
+        let seen = descriptors::has_more(pid, &file, self.others(fh, ino, owners));
+        if seen.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
+            && !self.warned.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(
+                pid,
+                "the descriptors of a process cannot be seen: there the close of a duplicate ends what was written \
+                 (NumPy's tofile). Start gradfs as root, or as that process's user"
+            );
+        }
+        seen.ok()
     }
 
     /// The number of other open files of the inode that may have descriptors of the owners and can be written. Files whose

@@ -121,9 +121,20 @@ impl FileUsers {
         heir.into_iter().chain([opener]).collect()
     }
 
-    /// A close has ended what was written.
+    /// What was written ends. How those who wrote it have ended does not matter to what comes.
+    pub fn note_end(&self) {
+        let is_kept = |known: &Arc<Process>| Some(known.tgid()) == self.opener || known.exited().is_none();
+        self.seen.lock().processes.retain(is_kept);
+    }
+
+    /// Its process has no descriptor of it left.
     pub fn note_closed(&self) {
         self.closed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the process that opened it closes.
+    pub fn is_opener(&self, by: Holder) -> bool {
+        self.opener.is_some_and(|opener| self.seen.lock().process_of(by.tid) == Some(opener))
     }
 
     /// Whether its process has no descriptor of it left, as far as that is known.
@@ -176,6 +187,20 @@ mod tests {
             child.wait().unwrap();
         }
         assert_eq!(users.processes().len(), 2, "this process and the last one");
+    }
+
+    #[test]
+    fn killed_children_are_not_kept_when_what_they_wrote_has_ended() {
+        let users = users();
+        for lock in 0..20 {
+            let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+            users.note_writer(Holder { tid: child.id(), lock });
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert_eq!(users.processes().len(), 21, "the next end may have to know");
+        users.note_end();
+        assert_eq!(users.processes().len(), 1);
     }
 
     #[test]

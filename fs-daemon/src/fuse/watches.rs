@@ -1,4 +1,5 @@
-//! Processes that have `gradients` open, or had, and still live: a learner leaves with the last of them that is killed.
+//! Processes that use learners, and still live. A learner leaves with the last process that is killed of those that have,
+//! or had, its `gradients` open. Before there is one, its lease waits for those that have opened its `weights`.
 
 use std::collections::HashMap;
 use std::io;
@@ -35,14 +36,31 @@ struct Watched {
 
 /// What a process uses.
 enum Uses {
-    Learner(Arc<Learner>),
+    /// A learner whose `gradients` it has opened.
+    Contributes(Arc<Learner>),
+    /// A learner whose `weights` it has opened.
+    Attends(Arc<Learner>),
     /// A learner that was dropped: the process hears why for as long as it lives.
     Dropped(LearnerId),
 }
 
+impl Uses {
+    /// The learner, as long as it is in its job.
+    fn learner(&self) -> Option<&Arc<Learner>> {
+        match self {
+            Uses::Contributes(learner) | Uses::Attends(learner) => Some(learner),
+            Uses::Dropped(_) => None,
+        }
+    }
+}
+
 impl Watched {
+    fn contributes_as(&self, learner: &Arc<Learner>) -> bool {
+        matches!(&self.uses, Uses::Contributes(one) if Arc::ptr_eq(one, learner))
+    }
+
     fn is_of(&self, learner: &Arc<Learner>) -> bool {
-        matches!(&self.uses, Uses::Learner(one) if Arc::ptr_eq(one, learner))
+        self.uses.learner().is_some_and(|one| Arc::ptr_eq(one, learner))
     }
 
     fn is_of_dropped(&self, model: &Model, learner: LearnerId) -> bool {
@@ -87,19 +105,8 @@ impl Watches {
         tid: u32,
         process: Option<&Arc<Process>>,
     ) {
-        if let (Some(watcher), Some(process)) = (self.watcher.get(), process) {
-            let (is_known, is_users) = {
-                let watched = self.watched.lock();
-                let same = |one: &&Watched| one.process.tgid() == process.tgid();
-                let is_users = watched.values().filter(same).any(|one| one.is_of(learner));
-                (watched.values().any(|one| Arc::ptr_eq(&one.process, process)), is_users)
-            };
-            // For another learner of the process, the watcher needs another pidfd.
-            let another = || Process::of_thread(tid).map(Arc::new);
-            let process = if is_known { another() } else { Some(Arc::clone(process)) };
-            if let Some(process) = process.filter(|_| !is_users) {
-                self.watch(watcher, model, learner, process);
-            }
+        if let Some(process) = process {
+            self.uses(model, learner, tid, process, Uses::Contributes(Arc::clone(learner)));
         }
         if tid != 0 {
             return;
@@ -112,6 +119,39 @@ impl Watches {
                 "a learner runs in a PID namespace that this daemon cannot see: if it is killed, what it has \
                  written by then counts. Start gradfs in a namespace that contains its learners"
             );
+        }
+    }
+
+    /// Thread `tid` opens the learner's `weights`. Nearly free once a process contributes.
+    pub fn attended(&self, model: &Arc<Model>, learner: &Arc<Learner>, tid: u32) {
+        if learner.wants_attendants()
+            && let Some(process) = self.process_of(tid)
+        {
+            self.uses(model, learner, tid, &process, Uses::Attends(Arc::clone(learner)));
+            learner.report_use();
+        }
+    }
+
+    /// Thread `tid` of `process` uses the learner from now on.
+    fn uses(&self, model: &Arc<Model>, learner: &Arc<Learner>, tid: u32, process: &Arc<Process>, uses: Uses) {
+        let Some(watcher) = self.watcher.get() else { return };
+        let is_known = {
+            let mut watched = self.watched.lock();
+            let is_its = |one: &&mut Watched| one.process.tgid() == process.tgid() && one.is_of(learner);
+            if let Some(known) = watched.values_mut().find(is_its) {
+                if let (Uses::Attends(_), Uses::Contributes(_)) = (&known.uses, &uses) {
+                    known.uses = uses;
+                    learner.user_came();
+                    learner.attendant_left();
+                }
+                return;
+            }
+            watched.values().any(|one| Arc::ptr_eq(&one.process, process))
+        };
+        // For another learner of the process, the watcher needs another pidfd.
+        let another = || Process::of_thread(tid).map(Arc::new);
+        if let Some(process) = if is_known { another() } else { Some(Arc::clone(process)) } {
+            self.watch(watcher, model, learner, process, uses);
         }
     }
 
@@ -136,7 +176,7 @@ impl Watches {
         if tid == 0 {
             return learner.has_unseen_users();
         }
-        self.is_of_one(tid, |one| one.is_of(learner))
+        self.is_of_one(tid, |one| one.contributes_as(learner))
     }
 
     /// Whether thread `tid` is of a process that has used a learner that was dropped since.
@@ -155,8 +195,15 @@ impl Watches {
             || !processes.is_empty() && thread_group(tid).is_some_and(|of| processes.contains(&of))
     }
 
-    fn watch(&self, watcher: &Watcher, model: &Arc<Model>, learner: &Arc<Learner>, process: Arc<Process>) {
-        let tgid = process.tgid();
+    fn watch(
+        &self,
+        watcher: &Watcher,
+        model: &Arc<Model>,
+        learner: &Arc<Learner>,
+        process: Arc<Process>,
+        uses: Uses,
+    ) {
+        let (tgid, contributes) = (process.tgid(), matches!(uses, Uses::Contributes(_)));
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
         {
             let mut watched = self.watched.lock();
@@ -164,35 +211,44 @@ impl Watches {
             if watched.values().any(is_same) {
                 return;
             }
-            let uses = Uses::Learner(Arc::clone(learner));
             watched.insert(key, Watched { model: Arc::clone(model), uses, process: Arc::clone(&process) });
+            match contributes {
+                true => learner.user_came(),
+                false => learner.attendant_came(),
+            }
         }
-        learner.user_came();
         if let Err(error) = watcher.watch(process, key) {
             tracing::warn!(%error, model = model.name, learner = learner.name, pid = tgid, "its process cannot be watched; the lease decides");
-            learner.has_unseen_user();
+            if contributes {
+                learner.has_unseen_user();
+            }
             self.unwatch(key);
         }
     }
 
-    /// Takes back a watch: what it was of, the learner, and whether no other process uses that. None if the learner was
-    /// dropped before.
+    /// Takes back a watch: what it was of, the learner if the process contributed, and whether no other process does. None
+    /// if the learner was dropped before.
     fn unwatch(&self, key: u64) -> Option<(Watched, Arc<Learner>, bool)> {
         let (ended, alone) = {
             let mut watched = self.watched.lock();
             let ended = watched.remove(&key)?;
             let is_other = |other: &Watched| match &ended.uses {
-                Uses::Learner(learner) => other.is_of(learner),
+                Uses::Contributes(learner) | Uses::Attends(learner) => other.contributes_as(learner),
                 Uses::Dropped(id) => other.is_of_dropped(&ended.model, *id),
             };
             let alone = !watched.values().any(is_other);
             (ended, alone)
         };
         match &ended.uses {
-            Uses::Learner(learner) => {
+            Uses::Contributes(learner) => {
                 let learner = Arc::clone(learner);
                 learner.user_ended();
                 Some((ended, learner, alone))
+            }
+            Uses::Attends(learner) => {
+                learner.attendant_left();
+                learner.report_use();
+                None
             }
             Uses::Dropped(gone) => {
                 if alone {
@@ -203,7 +259,7 @@ impl Watches {
         }
     }
 
-    /// A watched process ended. A killed process takes its learner with it. A process that exits by itself
+    /// A watched process ended. A killed process that contributed takes its learner with it. A process that exits by itself
     /// may have been one of many (a shell's `dd`): `control/linger` and the lease decide.
     fn ended(&self, key: u64, exit: Exit) {
         let _nobody_opens = self.opening.write();
@@ -224,7 +280,9 @@ impl Watches {
         let mut watched = self.watched.lock();
         // Of one that was dropped before, nobody may ask any more.
         let is_over = |one: &Watched| match &one.uses {
-            Uses::Learner(of) => !dropped && of.id == learner && std::ptr::eq(&*one.model, model),
+            Uses::Contributes(of) | Uses::Attends(of) => {
+                !dropped && of.id == learner && std::ptr::eq(&*one.model, model)
+            }
             Uses::Dropped(id) => one.model.dropped(*id).is_none(),
         };
         for (key, _) in watched.extract_if(|_, one| is_over(one)) {
@@ -234,8 +292,7 @@ impl Watches {
         }
         let mut any = false;
         for one in watched.values_mut() {
-            if matches!(&one.uses, Uses::Learner(of) if of.id == learner) && std::ptr::eq(&*one.model, model)
-            {
+            if one.uses.learner().is_some_and(|of| of.id == learner) && std::ptr::eq(&*one.model, model) {
                 one.uses = Uses::Dropped(learner);
                 any = true;
             }

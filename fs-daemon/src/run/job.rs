@@ -1,8 +1,9 @@
 //! The job that learners of `gradfs run` join: its directory in a mount, and what its `status.json` says.
 
 use std::collections::HashMap;
-use std::fs;
+use std::fs::{self, OpenOptions};
 use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -78,7 +79,10 @@ impl Job {
     /// The name is taken, or no more learners may join.
     pub fn join(&self, name: &str) -> Result<(), Error> {
         let path = self.learner(name);
-        let Err(error) = fs::create_dir(&path) else { return Ok(()) };
+        let Err(error) = fs::create_dir(&path) else {
+            attend(&path);
+            return Ok(());
+        };
         let shown = path.display();
         let hint = match error.raw_os_error() {
             Some(libc::EEXIST) => {
@@ -160,6 +164,13 @@ fn models(path: &Path) -> Option<String> {
     let mut names: Vec<_> = directories.map(|entry| entry.path().display().to_string()).collect();
     names.sort();
     Some(names.join(", "))
+}
+
+/// Opens the learner's `weights`. So the learner stays for as long as this process lives: its own process may take long
+/// before it opens anything.
+fn attend(learner: &Path) {
+    // If the version is not here yet, it is enough to have asked.
+    let _ = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(learner.join("weights"));
 }
 
 #[cfg(test)]

@@ -279,7 +279,7 @@ impl Contribution {
             done(outcome.and_then(|()| match this.write(offset, &data)? {
                 Wrote::Taken => Ok(()),
                 // Another program's contribution has begun and ended meanwhile.
-                Wrote::Asks => Err(ContributeError::Busy.into()),
+                Wrote::Asks => Err(this.refused(offset, len, ContributeError::Busy)),
             }));
         }));
         let this = Arc::clone(self);
@@ -289,13 +289,18 @@ impl Contribution {
                 if this.is_closed.load(Ordering::SeqCst) {
                     this.learner.contributor.forget_unopened();
                 }
-                let error = explained(&this.model, error);
-                this.learner.refusal.note(&error, true);
-                this.written.lock().note::<()>(offset, len, &Err(error.clone()));
-                error
+                this.refused(offset, len, error)
             });
             named(outcome);
         });
+    }
+
+    /// A write that had to ask for its step was refused: the next end says so, too.
+    fn refused(&self, offset: u64, len: usize, error: ContributeError) -> CallError {
+        let error = explained(&self.model, error);
+        self.learner.refusal.note(&error, true);
+        self.written.lock().note::<()>(offset, len, &Err(error.clone()));
+        error
     }
 
     /// Writes that were refused are no reason against the step: whoever made them has heard of each, and goes on.

@@ -22,7 +22,7 @@ pub fn explained(model: &Model, error: impl Into<ContributeError>) -> CallError 
 }
 
 /// Where a program finds what it must know of offsets.
-const ORDER: &str = " (the model's file layout says where each tensor lies)";
+pub(super) const ORDER: &str = " (the model's file layout says where each tensor lies)";
 
 /// How reasons begin to which the learners that are waited for add nothing.
 const COMPLETE: [&str; 5] = [NOT_COMMITTED, NOT_HERE, BUFFERS_HELD, ALL_BUFFERS_HELD, OUT_OF_REACH];

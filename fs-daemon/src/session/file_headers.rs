@@ -149,23 +149,34 @@ mod tests {
         [b"PK\x03\x04\x00\x00\x08\x08\x00\x00".as_slice(), &[0; 16], b"\x10\0\x12\0archive/data.pkl"].concat()
     }
 
+    const PICKLES: [&[u8]; 4] = [
+        b"\x80\x04\x95\x8c\x00\x00\x00\x00\x00\x00\x00\x8c\x15numpy.core.multiarray",
+        b"\x80\x05\x95\x8c\x01\x00\x00\x00\x00\x00\x00}\x94",
+        b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00",
+    ];
+    /// Python's `gzip.compress` of normal numbers, and the same with a name and a stored block.
+    const GZIP: &[u8] =
+        b"\x1f\x8b\x08\x00\xc8\xbc\x08\x6b\x02\xff\x1c\x97\x87\x3b\xd6\xff\x17\x87\x93\x8c\xcc\xc8\x4a\x19";
+    const STORED: [u8; 25] = *b"\x1f\x8b\x08\x08\x10\x20\x30\x66\x00\x03g.bin\x00\x01\x04\x00\xfb\xff1234";
+
+    fn npy(version: u8) -> Vec<u8> {
+        [b"\x93NUMPY".as_slice(), &[version, 0, 118, 0], b"{'descr': '<f4'"].concat()
+    }
+
+    fn safetensors() -> Vec<u8> {
+        let text = br#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}      "#;
+        [60u64.to_le_bytes().as_slice(), text].concat()
+    }
+
     #[test]
     fn archives_and_pickles_are_known() {
         assert!(is_zip(&zip()));
-        let pickles: [&[u8]; 4] = [
-            b"\x80\x04\x95\x8c\x00\x00\x00\x00\x00\x00\x00\x8c\x15numpy.core.multiarray",
-            b"\x80\x05\x95\x8c\x01\x00\x00\x00\x00\x00\x00}\x94",
-            b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.",
-            b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00",
-        ];
-        assert!(pickles.iter().all(|data| is_pickle(data)));
-        // Python's `gzip.compress` of normal numbers, and the same with a name and a stored block.
-        let normal = b"\x1f\x8b\x08\x00\xc8\xbc\x08\x6b\x02\xff\x1c\x97\x87\x3b\xd6\xff\x17\x87\x93\x8c\xcc\xc8\x4a\x19";
-        let stored = b"\x1f\x8b\x08\x08\x10\x20\x30\x66\x00\x03g.bin\x00\x01\x04\x00\xfb\xff1234";
-        assert!(is_gzip(normal));
-        assert!(is_gzip(stored));
-        assert!(!is_gzip(&normal[..12]), "too short to tell");
-        let mut wrong = *stored;
+        assert!(PICKLES.iter().all(|data| is_pickle(data)));
+        assert!(is_gzip(GZIP));
+        assert!(is_gzip(&STORED));
+        assert!(!is_gzip(&GZIP[..12]), "too short to tell");
+        let mut wrong = STORED;
         wrong[18] ^= 1;
         assert!(!is_gzip(&wrong), "the length of the stored block");
     }
@@ -175,17 +186,28 @@ mod tests {
     fn random_numbers_are_no_header() {
         let mut dice = Dice(37);
         // One changed byte of each header that is checked makes it none, with the chance that its place has.
-        let header = zip();
-        let passing = |at: usize| {
-            let mut changed = header.clone();
-            let passes = |value: &u8| {
-                changed[at] = *value;
-                is_zip(&changed)
+        let chance = |header: &[u8], is_one: IsOne| -> f64 {
+            let passing = |at: usize| {
+                let mut changed = header.to_vec();
+                let passes = |value: &u8| {
+                    changed[at] = *value;
+                    is_one(&changed)
+                };
+                (0..=255).filter(passes).count() as f64
             };
-            (0..=255).filter(passes).count() as f64
+            (0..header.len()).map(|at| (passing(at) / 256.0).log2()).sum()
         };
-        let chance: f64 = (0..header.len()).map(|at| (passing(at) / 256.0).log2()).sum();
-        assert!(chance < -40.0, "a zip archive: 2^{chance}");
+        let others: [(&[u8], IsOne); 5] = [
+            (&npy(1), is_npy),
+            (&safetensors(), is_safetensors),
+            (&zip(), is_zip),
+            (GZIP, is_gzip),
+            (&STORED, is_gzip),
+        ];
+        for (header, is_one) in PICKLES.map(|header| (header, is_pickle as IsOne)).into_iter().chain(others) {
+            let chance = chance(header, is_one);
+            assert!(chance < -40.0, "2^{chance}: {header:02x?}");
+        }
         for round in 0..20_000 {
             let scale = f64::powi(10.0, (round % 13) - 8);
             let mut bytes = [[0u8; 64]; 6];
@@ -215,11 +237,9 @@ mod tests {
 
     #[test]
     fn files_with_headers_are_known_and_numbers_are_not() {
-        let npy = |version: u8| [b"\x93NUMPY".as_slice(), &[version, 0, 118, 0], b"{'descr': '<f4'"].concat();
         assert!(is_npy(&npy(1)));
         assert!(!is_npy(&npy(9)) && !is_npy(&npy(2)) && !is_npy(b"\x93NUMPY"));
-        let mut header = 60u64.to_le_bytes().to_vec();
-        header.extend(br#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}      "#);
+        let mut header = safetensors();
         assert!(is_safetensors(&header));
         assert!(refuse_header(0, &header).is_err_and(|error| error.errno == libc::EINVAL));
         assert_eq!(refuse_header(4, &header), Ok(()), "elsewhere it is data");

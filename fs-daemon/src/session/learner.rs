@@ -75,6 +75,8 @@ struct Users {
     open: u32,
     /// Users whose end will be reported.
     present: u32,
+    /// Processes that have opened its weights, and whose end will be reported.
+    attending: u32,
     /// A user has ended, and no other one has come since.
     ended: bool,
     /// There are users whose end will not be reported.
@@ -89,6 +91,8 @@ impl Users {
             (1.., _) => Attached::Yes,
             // It lives, and has closed its files. Where nobody waits for it, the lease decides.
             (0, 1..) if awaited => Attached::Yes,
+            // Its first step may take long.
+            (0, 0) if self.attending > 0 && !self.ended && awaited => Attached::Yes,
             // A contribution that was left open may be about to count.
             (0, 0) if self.ended && !self.unseen && !unsettled => Attached::Exited,
             _ => Attached::No,
@@ -247,6 +251,23 @@ impl Learner {
         self.report_use();
     }
 
+    /// Whether it matters who attends to the learner: nobody has contributed as it yet.
+    pub fn wants_attendants(&self) -> bool {
+        let users = self.users.lock();
+        users.present == 0 && !users.ended && !users.unseen
+    }
+
+    /// A process attends to the learner until [`Self::attendant_left`]: it has opened its weights.
+    pub fn attendant_came(&self) {
+        self.users.lock().attending += 1;
+    }
+
+    /// It does so no more.
+    pub fn attendant_left(&self) {
+        let mut users = self.users.lock();
+        users.attending = users.attending.saturating_sub(1);
+    }
+
     /// Somebody uses the learner whose end nobody will see.
     pub fn has_unseen_user(&self) {
         self.users.lock().unseen = true;
@@ -285,7 +306,7 @@ mod tests {
 
     #[test]
     fn only_a_known_end_of_all_users_lets_go_of_a_learner() {
-        let users = |open, present, ended, unseen| Users { open, present, ended, unseen };
+        let users = |open, present, ended, unseen| Users { open, present, attending: 0, ended, unseen };
         for awaited in [false, true] {
             assert_eq!(users(1, 0, true, false).attached(false, awaited), Attached::Yes);
             assert_eq!(users(0, 0, true, false).attached(false, awaited), Attached::Exited);
@@ -299,5 +320,13 @@ mod tests {
         }
         assert_eq!(users(0, 1, true, false).attached(false, true), Attached::Yes);
         assert_eq!(users(0, 1, true, false).attached(false, false), Attached::No, "nobody will wait for it");
+    }
+
+    #[test]
+    fn who_has_opened_its_weights_uses_a_learner_until_somebody_contributes() {
+        let users = |ended| Users { attending: 1, ended, ..Users::default() };
+        assert_eq!(users(false).attached(false, true), Attached::Yes);
+        assert_eq!(users(false).attached(false, false), Attached::No, "nobody will wait for it");
+        assert_eq!(users(true).attached(false, true), Attached::Exited, "who contributed has ended");
     }
 }

@@ -6,7 +6,7 @@
 use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::error::{CallError, CallResult};
-use super::explained::trained_type;
+use super::explained::{ORDER, trained_type};
 
 /// The writes of one open file since the last end.
 #[derive(Clone, Debug, Default)]
@@ -155,7 +155,7 @@ impl Written {
                 libc::EINVAL,
                 format!(
                     "{what}, and ends inside tensor {name:?}: nothing of it counts. If it is an array of {types}, \
-                     convert it to the model's type first"
+                     convert it to the model's type first{ORDER}"
                 ),
             )),
         }
@@ -173,7 +173,7 @@ impl Written {
                 libc::EINVAL,
                 format!(
                     "the file was truncated, and what was written ends at byte {end}, inside tensor {name:?}: nothing of \
-                     it counts. Write whole tensors, or open without O_TRUNC to write a part"
+                     it counts. Write whole tensors, or open without O_TRUNC to write a part{ORDER}"
                 ),
             )),
         }

@@ -276,9 +276,9 @@ mod tests {
     #[test]
     fn requests_that_wait_leave_threads_to_others_of_their_address() {
         let world = World::new();
-        let slow = [Kind::Memory, Kind::Others].repeat(50);
+        let slow = [Kind::Record, Kind::Memory, Kind::Others].repeat(50);
         let _ends: Vec<_> = slow.into_iter().map(|kind| world.ask(origin(1), kind, 0)).collect();
-        for _ in 0..MAX_OF_MEMORY + MAX_OF_OTHERS {
+        for _ in 0..MAX_OF_RECORDS + MAX_OF_MEMORY + MAX_OF_OTHERS {
             world.next();
         }
         assert!(world.none());

@@ -303,7 +303,7 @@ fn the_own_learner_joins_beside_other_requests_under_its_name() {
 }
 
 #[test]
-fn a_file_whose_step_has_ended_is_none_of_its_process_before_the_kernel_releases_it() {
+fn a_file_that_its_process_has_closed_is_none_of_it_before_the_kernel_releases_it() {
     let mounted = Mounted::new();
     let learner = mounted.model().join("a", None).unwrap();
     let (ino, pid) =
@@ -317,7 +317,7 @@ fn a_file_whose_step_has_ended_is_none_of_its_process_before_the_kernel_releases
     let [one, other, last] = [(); 3].map(|()| open(libc::O_WRONLY));
     assert_eq!(mounted.calls.files.others(last, ino, &[pid]), 2);
     assert_eq!(mounted.calls.files.others(last, ino, &[1]), 0, "of another process");
-    for (fh, writes, left) in [(other, false, 2), (one, true, 1)] {
+    for (fh, writes, left) in [(other, false, 1), (one, true, 0)] {
         let by = Holder { tid: pid, lock: 1 };
         let (sender, ended) = channel();
         let of_write = sender.clone();
