@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from conftest import write_all
 from filetools import BLOCK, array, eventually, go, hear, outcome, program, raises, takes
+from patience import Limit
 
 SIZE = 4 * BLOCK
 # The calls that wait must outlast the others, on any machine.
 LONG = 120
 # Of the calls of model `a`.
 TIMEOUT = 12
+# What needs no shard takes less. The kernel locks a directory in which somebody makes another one.
+SOON, BEHIND_MKDIR = 0.1, 2
 LEARNERS = 4
 
 TRIES = """
@@ -95,8 +98,8 @@ def ends(shard, how):
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_coordinator_that_is_away_holds_up_nobody_else(pair, how):
-    """Programs of model `a` wait for its coordinator in every way that there is. Meanwhile all calls on `b`, and all
-    reads and listings of `a`, come back: none of them lasts half as long as a call that waits."""
+    """Programs of model `a` wait for its coordinator in every way that there is. Meanwhile each call on `b`, and each
+    read or listing of `a`, takes less than 100 ms. One listing of learners may wait behind a mkdir there."""
     one, shard = pair(timeout=TIMEOUT, shard_patience=LONG)
     mount = one.mount("--threads", "2", models=("a", "b"))
     a, b = mount.root / "a", mount.root / "b"
@@ -104,7 +107,7 @@ def test_a_coordinator_that_is_away_holds_up_nobody_else(pair, how):
         (a / f"learners/w{learner}").mkdir()
     for learner in ("idle", "x"):
         ((a if learner == "idle" else b) / f"learners/{learner}").mkdir()
-    data, took = np.ones(SIZE // 4, "<f4").tobytes(), {}
+    data, took, late = np.ones(SIZE // 4, "<f4").tobytes(), {}, []
     children = [program(TRIES, a / f"learners/w{learner}", SIZE) for learner in range(LEARNERS)]
     over = threading.Event()
 
@@ -114,9 +117,11 @@ def test_a_coordinator_that_is_away_holds_up_nobody_else(pair, how):
             time.sleep(0.01)
 
     def answers(name, call, *arguments):
-        began = time.monotonic()
+        soon, once = Limit(SOON), Limit(BEHIND_MKDIR)
         call(*arguments)
-        took[name] = max(took.get(name, 0), time.monotonic() - began)
+        took[name] = max(took.get(name, 0), soon.taken())
+        late.extend([name] if soon.over() else [])
+        assert not once.over(), took
 
     others = [
         threading.Thread(target=tries, args=arguments)
@@ -145,7 +150,7 @@ def test_a_coordinator_that_is_away_holds_up_nobody_else(pair, how):
             answers("leaving b", os.rmdir, b / "learners/y")
         longest = max(took, key=took.get)
         print(f"the longest call: {longest}, {took[longest]:.3f} s")
-        assert took[longest] < TIMEOUT / 2, took
+        assert late in ([], ["ls a/learners"]), (late, took)
         assert all(child.poll() is None for child in children)
     finally:
         over.set()

@@ -18,6 +18,7 @@ import pytest
 import wire
 from cluster import Cluster
 from filetools import BLOCK, eventually, takes
+from patience import HANGS, Limit
 from wire import Closed, Peer, body, frame
 
 BLOCKS = 4
@@ -59,14 +60,15 @@ class World:
             assert (values == self.steps).all(), f"step {self.steps}: {sorted(set(values.tolist()))}"
             time.sleep(0.005)
 
-    def trains(self, deadline=300):
-        """Waits for two more steps."""
-        wanted, end = self.steps + 2, time.monotonic() + deadline
+    def trains(self, deadline=HANGS, steps=2):
+        """Waits for so many more steps; returns the seconds that they take."""
+        wanted, limit = self.steps + steps, Limit(deadline)
         while self.steps < wanted:
             if self._learner.done():
                 self._learner.result()
-            assert time.monotonic() < end, "the training does not go on"
+            assert not limit.over(), "the training does not go on"
             time.sleep(0.002)
+        return limit.taken()
 
     def peer(self, role=None, shard=None):
         """A connection, greeted in a role as a client of its own: answers to a client's requests are kept."""
@@ -648,6 +650,48 @@ def test_floods_take_no_more_than_their_limits(world, what):
     for peer in peers:
         peer.socket.close()
     world.trains()
+
+
+def long_put(world, peer):
+    """The frame of a `Put` that the registry reads as a whole before it refuses it: its record is valid, and of 6 MiB."""
+    known = peer.request("Registry", wire.REGISTRY["Model"], "m", request=1, epoch=0).payload
+    reading = wire.Reading(known)
+    assert (reading.text(), reading.number(), reading.number()) == ("m", world.generation, 1)
+    tensor = (reading.text(), reading.text(), [reading.number() for _ in range(reading.number())])
+    empty = [(f"empty.{number:040}", "F32", [0]) for number in range(120_000)]
+    record = wire.field(("m", world.generation, [tensor, *empty])) + known[reading.at :]
+    # It would replace a record of epoch 0.
+    return frame(body("Registry", wire.REGISTRY["Put"], b"\1\0"), record, request=2)
+
+
+def test_floods_take_no_more_than_their_limits__and_long_records_leave_a_training_its_pace(world):
+    """Of a tenth at least: the registry has blocks of the model, too."""
+    registry, sent, over = world.cluster.shards[0], Counter(), threading.Event()
+    refused = ("Epoch", world.epoch, 0)
+    with world.peer("admin", registry) as peer:
+        put = long_put(world, peer)
+        peer.send(put)
+        assert len(put) > 6 * MIB and peer.hear_of("Refused").fields == refused
+
+    def flood(number):
+        with world.peer("admin", registry) as peer:
+            while not over.is_set():
+                peer.send(put)
+                assert peer.hear_of("Refused").fields == refused
+                sent[number] += 1
+
+    before = world.trains(steps=100)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        floods = [pool.submit(flood, number) for number in range(AT_ONCE)]
+        try:
+            eventually(lambda: len(sent) == AT_ONCE)
+            meanwhile = world.trains(steps=100)
+        finally:
+            over.set()
+        for one in floods:
+            one.result(HANGS)
+    after = world.trains(steps=100)
+    assert meanwhile < 10 * max(before, after), (before, meanwhile, after)
 
 
 def test_a_crowd_of_strangers_keeps_nobody_out(world):

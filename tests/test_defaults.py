@@ -10,7 +10,10 @@ torch = pytest.importorskip("torch")
 
 # The reducers that torch has, with what torch calls their settings.
 NAMES = {"lr": "learning_rate", "eps": "epsilon", **{name: name for name in ("weight_decay", "alpha", "dampening")}}
-OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
+OPTIMIZERS = {
+    "sgd": "SGD", "momentum": "SGD", "nesterov": "SGD", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop",
+    "adagrad": "Adagrad",
+}  # fmt: skip
 # In some releases torch's SGD has no default for it, and in later ones this.
 RATE_OF_SGD = 1e-3
 
@@ -20,7 +23,7 @@ def of_torch(reducer):
     parameters = inspect.signature(getattr(torch.optim, OPTIMIZERS[reducer])).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     found = {ours: defaults[theirs] for theirs, ours in NAMES.items() if theirs in defaults}
-    if reducer == "sgd" and not isinstance(found["learning_rate"], float):
+    if OPTIMIZERS[reducer] == "SGD" and not isinstance(found["learning_rate"], float):
         found["learning_rate"] = RATE_OF_SGD
     if "betas" in defaults:
         found["beta1"], found["beta2"] = defaults["betas"]

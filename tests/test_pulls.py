@@ -11,6 +11,12 @@ from filetools import BLOCK, Threads, array, eventually, filled, raises
 
 SIZE = 16 * BLOCK
 MIB = 1 << 20
+NOTHING = {"versions": 0, "ms": 0}
+
+
+def behind(mount):
+    """How far a mount says that it is behind."""
+    return mount.status()["pull"]["behind"]
 
 
 def opened_at_once(path):
@@ -58,7 +64,10 @@ def test_async_opens_wait_only_if_read_own_step_is_true(cluster):
 
     proxy.rule = hold
     is_held.set()
+    assert behind(mount) == NOTHING
     mount.contribute(ones, learner="a")
+    late = eventually(lambda: (told := behind(mount))["ms"] and told)
+    assert late["versions"] == 1 and eventually(lambda: behind(mount)["ms"] > late["ms"])
     assert (array(a / "weights") == 1).all() and (opened_at_once(a / "weights") == 1).all()
     mount.control("read_own_step", "true")
     with raises(errno.EAGAIN):
@@ -68,6 +77,7 @@ def test_async_opens_wait_only_if_read_own_step_is_true(cluster):
     assert not waiting.done()
     is_held.clear()
     assert (waiting.result(300) == 2).all()
+    assert behind(mount) == NOTHING
 
 
 def test_a_mount_that_pulls_on_demand_pulls_what_is_opened(cluster):
@@ -84,6 +94,7 @@ def test_a_mount_that_pulls_on_demand_pulls_what_is_opened(cluster):
     assert reads.status()["version"] == 5
     time.sleep(0.1)
     assert reads.status()["pull"]["pulls"] == pulled["pulls"]
+    assert reads.status()["pull"]["behind"]["versions"] == 5
     assert (array(reads.model / "weights") == 5).all()
     assert (array(reads.model / "weights") == 5).all()
     assert reads.status()["pull"]["pulls"] == pulled["pulls"] + 1
@@ -170,7 +181,7 @@ def test_an_open_without_rhythm_shows_the_newest_version_that_is_known(cluster):
     trains.leave("a")
     for mount in (trains, reads):
         eventually(lambda: mount.seen() == steps)
-        assert mount.status()["pull"]["behind"] == {"versions": 0, "ms": 0}
+        assert behind(mount) == NOTHING
 
 
 def test_blocks_come_back_while_others_are_still_written(cluster):

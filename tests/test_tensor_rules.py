@@ -196,6 +196,41 @@ def test_wrong_rules_change_nothing__beside_other_settings(start_mount, model):
     mount.control("tensors", "head.* frozen")
 
 
+# A rule for each tensor, of which the last one freezes its tensor: almost 64 KiB.
+MANY = [f"layer{number:03}.{'w' * 66}" for number in range(640)]
+MANY_RULES = "\n".join([*(f"{name} learning_rate_scale=2" for name in MANY[:-1]), f"{MANY[-1]} frozen"])
+
+
+@pytest.fixture
+def many(tmp_path):
+    path = tmp_path / "many.safetensors"
+    return write_safetensors(path, {name: ("F32", (BLOCK // 256,), bytes(BLOCK // 64)) for name in MANY})
+
+
+def the_last_of_many_rules_counts(mount):
+    assert 60_000 < len(MANY_RULES) < 65_536
+    assert mount.control("tensors", MANY_RULES) == MANY_RULES
+    mount.contribute(np.ones(len(MANY) * BLOCK // 256, "<f4"))
+    mount.catch_up()
+    values = np.frombuffer(mount.weights(), "<f4").reshape(len(MANY), -1)
+    assert (values[:-1] == -2).all() and not values[-1].any()
+
+
+@pytest.mark.also_on_network
+def test_a_rule_counts_for_its_tensors__among_many(start_mount, many):
+    the_last_of_many_rules_counts(start_mount(model=many, block_size=BLOCK, reducer="sgd", learning_rate=1))
+
+
+def test_a_rule_counts_for_its_tensors__among_many_over_tcp(cluster, many):
+    """Another mount, and one that begins later, show all of them."""
+    one = cluster(1)
+    one.create("m", model=many, block_size=BLOCK, reducer="sgd", learning_rate=1)
+    mount, other = one.mount(transport="tcp"), one.mount(transport="tcp")
+    the_last_of_many_rules_counts(mount)
+    eventually(lambda: other.control("tensors") == MANY_RULES)
+    assert one.mount(transport="tcp").control("tensors") == MANY_RULES
+
+
 @pytest.mark.also_on_network
 def test_a_norm_is_over_all_tensors_whatever_their_rules(start_mount, model):
     """But for those that a rule freezes."""

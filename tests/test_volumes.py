@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from conftest import gradfs_binary
 from daemons import as_root, is_mounted
 
@@ -27,18 +28,38 @@ def test_an_empty_volume_is_a_mountpoint(start_mount, gradfs, tmp_path):
             subprocess.run(["umount", "-l", volume], check=True)
 
 
-def test_a_reader_that_has_gone_is_no_failure(tmp_path):
+def without_reader(stream, *words):
+    """A command to its end, with one of its streams in a pipe that was closed before it began."""
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
+        reader.wait(300)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: reader.stdin}
+        return subprocess.run([gradfs_binary(), *words], **streams, timeout=300, check=False, text=True)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_has_gone_is_no_failure(tmp_path, start_mount, gradfs, stream):
     """The pipe is closed before the command begins."""
-    for stream in ("stdout", "stderr"):
-        for words in (["up", "--dry-run", "--size", "1MiB", tmp_path], ["unmount", tmp_path], ["up", "--nonsense"], ["completions", "bash"]):
-            with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
-                reader.wait(300)
-                others = {name: subprocess.PIPE for name in ("stdout", "stderr") if name != stream}
-                command = [gradfs_binary(), *words]
-                done = subprocess.run(command, **{stream: reader.stdin}, **others, timeout=300, check=False, text=True)
-            whole = subprocess.run(command, capture_output=True, timeout=300, check=False)
-            said = (done.stdout or "") + (done.stderr or "")
-            assert done.returncode == whole.returncode and "panicked" not in said, (words, stream, done)
+    mount = start_mount(size="64KiB")
+    for words in (
+        ["up", "--dry-run", "--size", "1MiB", tmp_path], ["unmount", tmp_path], ["up", "--nonsense"], ["completions", "bash"],
+        ["status", mount.root], ["status", "--json", mount.model],
+        ["trace", mount.root, "--seconds", "0.1", "--output", tmp_path / "trace"],
+        ["save", "--replace", mount.model, tmp_path / "saved"],
+        # It prints a line each second.
+        ["run", "-n", "2", "--progress", mount.model, "--", "sleep", "1.5"],
+    ):
+        done, whole = without_reader(stream, *words), gradfs(*words)
+        assert whole.stdout or whole.stderr, words
+        said = (done.stdout or "") + (done.stderr or "")
+        assert done.returncode == whole.returncode and "panicked" not in said, (words, done)
+
+
+def test_a_reader_that_has_gone_is_no_failure__but_one_of_processes_that_print(start_mount):
+    """Those get SIGPIPE, which is a failure; `gradfs run` itself ends in order."""
+    mount = start_mount(size="64KiB")
+    words = ["run", "-n", "2", mount.model, "--", "sh", "-c", "while :; do echo line; done"]
+    done = without_reader("stdout", *words)
+    assert done.returncode == 141 and "panicked" not in done.stderr, done
 
 
 def test_a_command_whose_output_is_lost_fails(tmp_path, start_mount):

@@ -2,13 +2,17 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
-from filetools import BLOCK, SIZE, array, f32, filled, mounts, raises, shell, write_safetensors
+from conftest import write_all
+from filetools import BLOCK, SIZE, array, eventually, f32, filled, mounts, raises, shell, write_safetensors
+from patience import HANGS
 
 mounted = mounts()
 COUNT = SIZE // 4
@@ -137,6 +141,29 @@ def test_a_close_before_any_write_ends_nothing(mounted):
         with raises(errno.EINVAL):
             os.close(fd)
     assert mount.version() == 0
+
+
+@pytest.mark.parametrize("name", ["weights", "publish"])
+def test_weights_publish_atomically__and_never_what_sigterm_interrupts(mounted, name):
+    """Neither a part nor all bytes, with O_TRUNC or without: such a close is not the program's own."""
+    mount = mounted(reducer="assign")
+    old, new = filled(mount, 5), filled(mount, 7).tobytes()
+    mount.contribute(old)
+    assert mount.version() == 1
+    truncates, keeps = 'exec cat > "$1"', 'exec dd of="$1" bs=1000 conv=notrunc status=none'
+    for number, (script, count) in enumerate([(truncates, 1000), (truncates, SIZE - 4), (truncates, SIZE), (keeps, 1000)], 1):
+        writer = subprocess.Popen(["bash", "-c", script, "bash", mount.model / name], stdin=subprocess.PIPE)
+        writer.stdin.write(new[:count])
+        writer.stdin.flush()
+        # It has written this, and waits for more.
+        eventually(lambda: f"pos:\t{count}\n" in Path(f"/proc/{writer.pid}/fdinfo/1").read_text())
+        writer.send_signal(signal.SIGTERM)
+        assert writer.wait(HANGS) == -signal.SIGTERM
+        writer.stdin.close()
+        eventually(lambda: mount.stderr().count("killed by SIGTERM while it wrote weights") == number)
+        assert mount.version() == 1 and (array(mount.model / "weights") == 5).all(), (script, count)
+    write_all(mount.model / name, new)
+    assert mount.version() == 2 and mount.weights() == new
 
 
 def test_a_duplicates_close_ends_nothing(mounted):

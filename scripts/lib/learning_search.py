@@ -42,16 +42,17 @@ def curve(network, first, data, method, learners, batch, rate, epochs, seed, mom
     return found
 
 
-def rows(name, method, learners, epochs, seeds):
+def rows(name, method, learners, epochs, seeds, **sma):
     """Yields (batch, rate, median epochs, all epochs)."""
-    import digits
-    from learning_work import NETWORKS
+    # It also makes `digits` importable.
+    from learning_work import NETWORKS, digits
 
     network, data = NETWORKS[name](), digits.load_data()
     # Training changes the network's own parameters.
     first = network.initial().copy()
     for batch, rate in itertools.product((total // learners for total in TOTALS), RATES):
         found = [
-            epochs_to(curve(network, first, data, method, learners, batch, rate, epochs, seed)) for seed in range(seeds)
+            epochs_to(curve(network, first, data, method, learners, batch, rate, epochs, seed, **sma))
+            for seed in range(seeds)
         ]
         yield batch, rate, statistics.median(found), found

@@ -219,7 +219,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
     });
     if let Some((policy, PullReport { pulls, pull, interval, bubble })) = status.pull {
         let seconds = |of: Option<Duration>| of.map(|of| (of.as_secs_f64() * 1e6).round() / 1e6);
-        let behind = model.job.staleness(status.version);
+        let behind = model.job.staleness(model.job.version());
         value["pull"] = json!({
             "policy": policy.to_string(),
             "behind": {"versions": behind.versions, "ms": behind.behind.as_millis() as u64},

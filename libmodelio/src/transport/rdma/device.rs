@@ -38,7 +38,8 @@ impl Device {
     }
 
     /// Like [`Self::open`], with memory of another device, such as a GPU, for payload from peers. iRDMA found that
-    /// memory best for writes to a shard, and the host's for reads from it (§IV-A).
+    /// memory best for writes to a shard, and the host's for reads from it (§IV-A). No command passes one: that waits for a
+    /// GPU beside an RDMA device to try it on.
     ///
     /// # Errors
     /// [`VerbsError`], which says what is missing.
