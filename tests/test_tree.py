@@ -428,6 +428,9 @@ def test_statfs_counts_version_buffers(start_mount):
     assert 0.9 * before.f_files < before.f_favail == before.f_ffree < before.f_files, "no monitor sees them used up"
     mount.join("a")
     assert os.statvfs(mount.root).f_ffree < before.f_ffree
+    mount.control("max_learners", 8)
+    few = os.statvfs(mount.root)
+    assert few.f_ffree == 7 * (before.f_ffree // 4096) and few.f_files < before.f_files, "of eight learners, one has joined"
 
 
 def test_status_tells_what_the_job_does(start_mount):

@@ -1,5 +1,5 @@
 //! The coordinator's clients: their requests, which are carried out once, their learners and their leases.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
@@ -45,7 +45,7 @@ pub(super) struct GivenUp {
     /// Its highest request number. Requests up to it come too late.
     newest: u64,
     /// The newest plan with contributions of the client's that counts, or 0.
-    counted: PlanId,
+    pub(super) counted: PlanId,
 }
 
 /// The last state that a client was sent, without its number.
@@ -528,6 +528,20 @@ impl CoordinatorCore {
         self.lose(id, &learners.into_iter().collect::<Vec<_>>(), now, actions);
         actions.push(Action::Close(id, Refusal::Other(why.into())));
     }
+
+    /// The newest plan with contributions of a client's that counts, or 0. The client may have been given up just now.
+    pub(super) fn newest_counted(&self, id: ClientId) -> PlanId {
+        let before = || self.given_up.iter().rev().find(|(known, _)| *known == id);
+        match self.clients.get(&id) {
+            Some(client) => client.counted,
+            None => before().map_or(PlanId(0), |(_, before)| before.counted),
+        }
+    }
+}
+
+/// What is remembered of a client.
+pub(super) fn given_up(all: &mut VecDeque<(ClientId, GivenUp)>, id: ClientId) -> Option<&mut GivenUp> {
+    all.iter_mut().rev().find(|(known, _)| *known == id).map(|(_, before)| before)
 }
 
 /// The learner that a request is about.

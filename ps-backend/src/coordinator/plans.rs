@@ -8,6 +8,7 @@ use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
+use super::clients::given_up;
 use super::senders::Sender;
 use super::starts::Kind;
 use super::{Action, CoordinatorCore, REPEAT};
@@ -449,11 +450,12 @@ impl CoordinatorCore {
     /// The contributions of the running plan count.
     fn counts(&mut self) {
         let Some(run) = &self.run else { return };
-        for sender in &run.senders {
-            if matches!(sender.payload, Granted::Contributions { .. })
-                && let Some(client) = self.clients.get_mut(&sender.client)
-            {
+        let is_contribution = |sender: &&Sender| matches!(sender.payload, Granted::Contributions { .. });
+        for sender in run.senders.iter().filter(is_contribution) {
+            if let Some(client) = self.clients.get_mut(&sender.client) {
                 client.counted = run.id;
+            } else if let Some(before) = given_up(&mut self.given_up, sender.client) {
+                before.counted = run.id;
             }
         }
     }

@@ -69,7 +69,7 @@ impl CoordinatorCore {
             _ => return None,
         };
         for sender in &mut senders {
-            sender.counted = self.clients.get(&sender.client).map_or(PlanId(0), |client| client.counted);
+            sender.counted = self.newest_counted(sender.client);
         }
         let controls = self.core.controls();
         let reject = controls.nonfinite == NonFinite::Reject;

@@ -218,6 +218,26 @@ fn a_step_of_two_clients() {
     assert_eq!(bench.coordinator.running(), None);
 }
 
+/// Its contribution is granted in the moment in which its lease ends: the clock has jumped.
+#[test]
+fn a_client_that_is_given_up_hears_which_of_its_plans_counts() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    bench.commit(B, 2, 1, 2);
+    let counts = bench.started().plan;
+    bench.partition(0, Message::Ready { plan: counts });
+    bench.partition(counts.0, Message::Done);
+    bench.commit(A, 1, 2, 3);
+    bench.said.clear();
+    bench.pass(Now::from_secs(61));
+    assert_eq!(bench.coordinator.client_count().0, 0);
+    let granted = bench.sent_to(A).into_iter().find_map(|(_, message)| match message {
+        Message::Grant { counted, .. } => Some(counted),
+        _ => None,
+    });
+    assert_eq!(granted, Some(counts));
+}
+
 /// Learner 1's client commits and pings, and sends nothing of what it is granted.
 #[test]
 fn a_client_that_withholds_its_grant_holds_the_job_up_for_the_lease_alone() {
