@@ -468,6 +468,22 @@ def test_the_first_step_of_a_process_that_has_opened_weights_may_take_longer_tha
     eventually(lambda: not mount.place("slow").exists())
 
 
+def test_the_first_step_of_a_process_that_has_opened_weights_may_take_longer_than_the_lease__but_a_look_prolongs_nothing(
+    start_mount,
+):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=200, lease=1, patience=600)
+    looked_at, refused, _ = (mount.join(name) for name in ("looked_at", "refused", "b"))
+    with raises(errno.EACCES):
+        os.open(refused / "weights", os.O_WRONLY)
+    look = f"while head -c 4 {looked_at}/weights > /dev/null; do sleep 0.05; done"
+    looks = subprocess.Popen(["bash", "-c", look], stderr=subprocess.DEVNULL)
+    mount.contribute(filled(mount, 1), learner="b")
+    assert (array(mount.place("b") / "weights") == 1).all(), "the job goes on without them"
+    assert sorted(os.listdir(mount.model / "learners")) == ["b"]
+    assert looks.wait(300) == 0
+    eventually(lambda: mount.status()["watched_processes"] <= 1)
+
+
 def test_whoever_is_dropped_hears_why__if_it_has_only_opened_weights(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=200, patience=1)
     a, b = mount.join("a"), mount.join("b")

@@ -227,6 +227,31 @@ def test_who_outlives_the_opener_owns_its_file(mounted):
     assert array(mount.model / "weights")[:5].tolist() == [1, 1, 1, 1, 0]
 
 
+# The opener exits with two files that it has not written to. Its child writes a part of an element through one of them.
+HEIR = """
+import errno, os, sys, time
+one, other = (os.open(sys.argv[1], os.O_WRONLY) for _ in range(2))
+opener = os.getpid()
+if os.fork():
+    sys.exit()
+while os.getppid() == opener:
+    time.sleep(0.01)
+os.pwrite(one, bytes(6), 0)
+try:
+    os.close(one)
+    print("closed")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+"""
+
+
+def test_who_outlives_the_opener_owns_its_file__and_hears_of_refusals(mounted):
+    mount = mounted()
+    done = subprocess.run([sys.executable, "-c", HEIR, mount.model / "gradients"], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "EINVAL\n", done.stderr
+    assert mount.version() == 0
+
+
 # What must not count
 
 

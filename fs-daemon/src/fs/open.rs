@@ -87,6 +87,15 @@ impl OpenRequest {
         }
     }
 
+    /// The learner whose weights this opens, only to read.
+    pub fn attends(&self) -> Option<Arc<Learner>> {
+        let (tree, file) = self.file().filter(|_| self.reads && !self.writes)?;
+        match file {
+            File::LearnerWeights(id, _) => tree.model.learner(id).ok(),
+            _ => None,
+        }
+    }
+
     /// The mount's own learner, if this reads a file in which its processes find their own step.
     pub fn own_learner(&self) -> Option<Arc<Learner>> {
         let (tree, file) = self.file().filter(|_| self.reads)?;

@@ -46,7 +46,8 @@ impl Calls {
         match at_close(is_pending, || users.closer(by), has_duplicate) {
             AtClose::Nothing => {
                 // A child may have it still. It must not count as a file of the opener.
-                if !is_pending && users.is_opener(by) && seen() == Some(false) {
+                let is_contribution = matches!(open.file, OpenFile::Contribution { .. });
+                if is_contribution && !is_pending && users.is_living_opener(by) && seen() == Some(false) {
                     users.note_closed();
                 }
                 done(Ok(()));

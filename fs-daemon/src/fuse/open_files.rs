@@ -103,7 +103,12 @@ impl OpenFiles {
     pub fn has_duplicate(&self, fh: u64, ino: u64, owners: &[u32]) -> Option<bool> {
         let file = Sought { ino, device: self.device.get().map(String::as_str) };
         let pid = *owners.first()?;
-        let seen = descriptors::has_more(pid, &file, self.others(fh, ino, owners));
+        let others = self.others(fh, ino, owners);
+        let seen = descriptors::has_more(pid, &file, others).and_then(|more| {
+            // Another thread may have opened one meanwhile.
+            let now = self.others(fh, ino, owners);
+            if more && now > others { descriptors::has_more(pid, &file, now) } else { Ok(more) }
+        });
         if seen.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
             && !self.warned.swap(true, Ordering::Relaxed)
         {

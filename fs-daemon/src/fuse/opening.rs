@@ -11,7 +11,6 @@ use super::calls::Calls;
 use super::open_files::ProgramFile;
 use super::users::FileUsers;
 use crate::fs::filesystem::stale;
-use crate::fs::node::File;
 use crate::fs::open::{OpenRequest, Way};
 use crate::fs::open_file::OpenFile;
 use crate::session::error::{CallError, CallResult, Done};
@@ -47,9 +46,7 @@ impl Calls {
         }
         request.is_own = request.own_learner().is_some_and(|own| self.watches.is_user(&own, tid));
         let Some((tree, file)) = request.file() else { return done(self.open_now(&request, tid)) };
-        if let File::LearnerWeights(id, _) = file
-            && let Ok(learner) = tree.model.learner(id)
-        {
+        if let Some(learner) = request.attends() {
             self.watches.attended(&tree.model, &learner, tid);
         }
         let (tree, named) = (Arc::clone(tree), file.version());

@@ -139,11 +139,16 @@ impl AsFd for Process {
 /// kernels. Unlike a dying or a kernel's thread, it has memory, which `/proc/<tid>/statm` shows without that lock, and in
 /// much less time than `/proc/<tid>/status`.
 pub fn is_killed_or_kernel(tid: u32) -> bool {
-    if has_memory(&fs::read_to_string(format!("/proc/{tid}/statm")).unwrap_or_default()) {
+    if !is_ending_or_kernel(tid) {
         return false;
     }
     let stat = fs::read_to_string(format!("/proc/{tid}/stat")).unwrap_or_default();
     closes_by_death(&stat, || status_is_hidden(tid))
+}
+
+/// Whether thread `tid` ends just now, by a signal or by itself, or is one of the kernel's.
+pub(super) fn is_ending_or_kernel(tid: u32) -> bool {
+    !has_memory(&fs::read_to_string(format!("/proc/{tid}/statm")).unwrap_or_default())
 }
 
 /// Whether `/proc/<tid>/statm` names pages of memory.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use parking_lot::Mutex;
 
 use super::endings::{Closer, Owner};
-use super::process::{Exit, Process, is_killed_or_kernel, thread_group};
+use super::process::{Exit, Process, is_ending_or_kernel, is_killed_or_kernel, thread_group};
 
 /// Threads of one file that are remembered; more are looked up again.
 const MAX_THREADS: usize = 256;
@@ -57,9 +57,18 @@ impl Seen {
         self.threads.insert(tid, tgid);
         if !self.processes.iter().any(|known| known.tgid() == tgid) {
             // Those who have exited by themselves meant what they wrote: there is no more to know.
-            self.processes.retain(|known| !matches!(known.exited(), Some(Exit::Code(_))));
+            self.keep(|known| !matches!(known.exited(), Some(Exit::Code(_))));
             self.processes.push(Arc::new(process));
         }
+    }
+
+    /// Forgets all other processes, and their threads: others get their numbers. Returns whether there were any.
+    fn keep(&mut self, is_kept: impl Fn(&Process) -> bool) -> bool {
+        let gone: Vec<Arc<Process>> = self.processes.extract_if(.., |known| !is_kept(known)).collect();
+        for process in &gone {
+            self.threads.retain(|_, of| *of != process.tgid());
+        }
+        !gone.is_empty()
     }
 
     /// The process of thread `tid`, if that can be seen.
@@ -123,8 +132,10 @@ impl FileUsers {
 
     /// What was written ends. How those who wrote it have ended does not matter to what comes.
     pub fn note_end(&self) {
-        let is_kept = |known: &Arc<Process>| Some(known.tgid()) == self.opener || known.exited().is_none();
-        self.seen.lock().processes.retain(is_kept);
+        let is_kept = |known: &Process| Some(known.tgid()) == self.opener || known.exited().is_none();
+        if self.seen.lock().keep(is_kept) {
+            self.last_writer.store(0, Ordering::Relaxed);
+        }
     }
 
     /// Its process has no descriptor of it left.
@@ -132,9 +143,10 @@ impl FileUsers {
         self.closed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the process that opened it closes.
-    pub fn is_opener(&self, by: Holder) -> bool {
+    /// Whether the process that opened it closes, and not because it ends: then an heir may have it.
+    pub fn is_living_opener(&self, by: Holder) -> bool {
         self.opener.is_some_and(|opener| self.seen.lock().process_of(by.tid) == Some(opener))
+            && !is_ending_or_kernel(by.tid)
     }
 
     /// Whether its process has no descriptor of it left, as far as that is known.
@@ -201,6 +213,9 @@ mod tests {
         assert_eq!(users.processes().len(), 21, "the next end may have to know");
         users.note_end();
         assert_eq!(users.processes().len(), 1);
+        let seen = users.seen.lock();
+        assert_eq!((seen.threads.len(), seen.processes.len()), (1, 1), "their numbers may be others' soon");
+        assert_eq!(users.last_writer.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::members::LeaveReason;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
-use super::process::{Exit, Process, Watcher, thread_group};
+use super::process::{Exit, MAX_WATCHED, Process, Watcher, thread_group};
 use crate::session::learner::Learner;
 use crate::session::model::Model;
 
@@ -122,13 +122,19 @@ impl Watches {
         }
     }
 
-    /// Thread `tid` opens the learner's `weights`. Nearly free once a process contributes.
+    /// Thread `tid` opens the learner's `weights`. Nearly free once a process contributes. Whoever contributes finds place:
+    /// others have half of it.
     pub fn attended(&self, model: &Arc<Model>, learner: &Arc<Learner>, tid: u32) {
-        if learner.wants_attendants()
-            && let Some(process) = self.process_of(tid)
-        {
+        if !learner.wants_attendants(model.job.controls().lease) || self.len() >= MAX_WATCHED / 2 {
+            return;
+        }
+        if let Some(process) = self.process_of(tid) {
             self.uses(model, learner, tid, &process, Uses::Attends(Arc::clone(learner)));
             learner.report_use();
+            // It may have left meanwhile.
+            if model.learner(learner.id).is_err() {
+                self.left(model, learner.id, false);
+            }
         }
     }
 

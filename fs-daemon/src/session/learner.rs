@@ -92,7 +92,7 @@ impl Users {
             // It lives, and has closed its files. Where nobody waits for it, the lease decides.
             (0, 1..) if awaited => Attached::Yes,
             // Its first step may take long.
-            (0, 0) if self.attending > 0 && !self.ended && awaited => Attached::Yes,
+            (0, 0) if self.attending > 0 && !self.ended && !self.unseen && awaited => Attached::Yes,
             // A contribution that was left open may be about to count.
             (0, 0) if self.ended && !self.unseen && !unsettled => Attached::Exited,
             _ => Attached::No,
@@ -251,10 +251,12 @@ impl Learner {
         self.report_use();
     }
 
-    /// Whether it matters who attends to the learner: nobody has contributed as it yet.
-    pub fn wants_attendants(&self) -> bool {
+    /// Whether it matters who attends to the learner: nobody has contributed as it yet. Whoever comes later than the lease
+    /// after it has joined does not prolong its time: programs that look at it again and again would do that for ever.
+    pub fn wants_attendants(&self, lease: Duration) -> bool {
         let users = self.users.lock();
-        users.present == 0 && !users.ended && !users.unseen
+        let is_new = lease.is_zero() || self.joined.elapsed().is_ok_and(|since| since < lease);
+        users.present == 0 && !users.ended && !users.unseen && (is_new || users.attending > 0)
     }
 
     /// A process attends to the learner until [`Self::attendant_left`]: it has opened its weights.
@@ -270,7 +272,9 @@ impl Learner {
 
     /// Somebody uses the learner whose end nobody will see.
     pub fn has_unseen_user(&self) {
-        self.users.lock().unseen = true;
+        if !std::mem::replace(&mut self.users.lock().unseen, true) {
+            self.report_use();
+        }
     }
 
     /// Whether it has users whose end nobody will see.
