@@ -28,7 +28,7 @@ use self::mountinfo::{Mount, OpenTable};
 use crate::error::Error;
 
 /// How long a path may take to answer.
-const PATIENCE: Duration = Duration::from_secs(2);
+const PATH_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a new mount may take to answer for the first time.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the kernel may take to unmount, and a daemon to end after that.
@@ -181,13 +181,13 @@ pub fn of(path: &Path) -> Result<(PathBuf, PathBuf), Error> {
 /// Reads a small file of a mount, unless that takes too long.
 pub fn text(path: &Path) -> io::Result<String> {
     let asked = path.to_owned();
-    bounded(PATIENCE, move || fs::read_to_string(asked))
+    bounded(PATH_TIMEOUT, move || fs::read_to_string(asked))
 }
 
 /// The names in a directory of a mount, unless that takes too long.
 pub fn names(path: &Path) -> io::Result<Vec<String>> {
     let asked = path.to_owned();
-    bounded(PATIENCE, move || {
+    bounded(PATH_TIMEOUT, move || {
         fs::read_dir(asked)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
     })
 }
@@ -195,7 +195,7 @@ pub fn names(path: &Path) -> io::Result<Vec<String>> {
 /// Opens a file of a mount to read it, unless that takes too long.
 pub fn opened(path: &Path) -> io::Result<fs::File> {
     let asked = path.to_owned();
-    bounded(PATIENCE, move || fs::File::open(asked))
+    bounded(PATH_TIMEOUT, move || fs::File::open(asked))
 }
 
 /// `path` without symbolic links, found without trusting any mount on the way to answer. `missing`
@@ -205,7 +205,7 @@ fn resolve(path: &Path, missing: impl Fn(Display<'_>) -> String) -> Result<PathB
     // Without a slash at the end, which would make the lookup look into the mount.
     let absolute: PathBuf = std::path::absolute(path).map_err(failed)?.components().collect();
     let asked = absolute.clone();
-    let error = match bounded(PATIENCE, move || fs::canonicalize(asked)) {
+    let error = match bounded(PATH_TIMEOUT, move || fs::canonicalize(asked)) {
         Ok(path) => return Ok(path),
         Err(error) => error,
     };
@@ -271,7 +271,7 @@ fn check_directory(path: &Path) -> Result<(), Error> {
     let shown = path.display();
     let asked = path.to_owned();
     // `None`: not a directory.
-    let empty = bounded(PATIENCE, move || {
+    let empty = bounded(PATH_TIMEOUT, move || {
         if !fs::metadata(&asked)?.is_dir() {
             return Ok(None);
         }
@@ -330,7 +330,7 @@ enum Probe {
 fn probe(path: &Path) -> Probe {
     let asked = path.to_owned();
     // statfs is never answered from a cache, unlike stat; stat tells where statfs is not passed on.
-    let answer = bounded(PATIENCE, move || {
+    let answer = bounded(PATH_TIMEOUT, move || {
         statvfs(&asked).map_err(io::Error::from)?;
         fs::symlink_metadata(&asked).map(drop)
     });

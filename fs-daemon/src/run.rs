@@ -39,7 +39,7 @@ use crate::sys;
 /// The status that shells have for a command that is not there.
 const NOT_FOUND: u8 = 127;
 /// The processes are looked at so often even if no signal tells of an end.
-const LOOK: Duration = Duration::from_secs(1);
+const PROCESS_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the last learners may take to leave.
 const LAST_LEAVES: Duration = Duration::from_secs(5);
 
@@ -195,7 +195,11 @@ impl Edge<'_> {
                 return status;
             }
             let until = self.supervisor.next_tick().map(|at| at.saturating_duration_since(Instant::now()));
-            let Ok(event) = events.recv_timeout(until.unwrap_or(LOOK).min(LOOK)) else { continue };
+            let Ok(event) =
+                events.recv_timeout(until.unwrap_or(PROCESS_CHECK_INTERVAL).min(PROCESS_CHECK_INTERVAL))
+            else {
+                continue;
+            };
             match event {
                 // Looked at above.
                 Event::Signal(Signal::SIGCHLD) => {}

@@ -22,7 +22,7 @@ use crate::proc::mask_in_status;
 pub const FORCED_EXIT: i32 = 130;
 
 /// How long after the first signal others are taken for the same wish.
-const ONE_WISH: Duration = Duration::from_secs(1);
+const REPEATED_WITHIN: Duration = Duration::from_secs(1);
 
 /// Why the daemon should stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,7 +129,7 @@ impl Signals {
                 self.first = Some(now);
                 Wish::Stop
             }
-            Some(first) if now.duration_since(first) < ONE_WISH => Wish::Same,
+            Some(first) if now.duration_since(first) < REPEATED_WITHIN => Wish::Same,
             Some(_) => Wish::Force,
         }
     }

@@ -15,11 +15,11 @@ use crate::progress::Progress;
 use crate::session::trace::TRACE_FILE;
 
 /// The longest trace.
-const LONGEST: Duration = Duration::from_secs(3600);
+const MAX_LENGTH: Duration = Duration::from_secs(3600);
 /// Longest wait for a trace that has just been closed: the kernel tells of a close a moment later.
-const CLOSING: Duration = Duration::from_secs(1);
+const MAX_CLOSING: Duration = Duration::from_secs(1);
 /// How often it is looked whether a signal has come.
-const LOOK: Duration = Duration::from_millis(50);
+const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// As many bytes are read at once.
 const PIECE: usize = 1 << 20;
 
@@ -30,8 +30,8 @@ const PIECE: usize = 1 << 20;
 pub fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse::<f64>().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     seconds
-        .filter(|length| !length.is_zero() && *length <= LONGEST)
-        .ok_or_else(|| format!("a number of seconds above 0 and up to {} is needed", LONGEST.as_secs()))
+        .filter(|length| !length.is_zero() && *length <= MAX_LENGTH)
+        .ok_or_else(|| format!("a number of seconds above 0 and up to {} is needed", MAX_LENGTH.as_secs()))
 }
 
 /// Records the mount on `mountpoint` for so long, and writes what it did to `output`.
@@ -49,7 +49,7 @@ pub fn run(mountpoint: &Path, length: Duration, output: &Path) -> Result<(), Err
     let progress = Progress::seconds(length.as_secs(), format!("tracing {shown} (Ctrl-C ends it early)"));
     while began.elapsed() < length && interrupt.why().is_none() {
         progress.set_position(began.elapsed().as_secs());
-        std::thread::sleep(LOOK.min(length.saturating_sub(began.elapsed())));
+        std::thread::sleep(SIGNAL_CHECK_INTERVAL.min(length.saturating_sub(began.elapsed())));
     }
     progress.finish();
     let took = began.elapsed().min(length);
@@ -72,12 +72,12 @@ pub fn run(mountpoint: &Path, length: Duration, output: &Path) -> Result<(), Err
 /// Opens the trace of a mount, which begins it.
 fn begin(mountpoint: &Path) -> Result<File, Error> {
     let path = mountpoint.join(TRACE_FILE);
-    let deadline = Instant::now() + CLOSING;
+    let deadline = Instant::now() + MAX_CLOSING;
     let error = loop {
         match mountpoint::opened(&path) {
             Ok(file) => return Ok(file),
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(SIGNAL_CHECK_INTERVAL);
             }
             Err(error) => break error,
         }
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn a_length_is_a_number_of_seconds() {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
-        assert_eq!(seconds("3600"), Ok(LONGEST));
+        assert_eq!(seconds("3600"), Ok(MAX_LENGTH));
         for wrong in ["", "0", "-1", "NaN", "inf", "1e300", "3601", "10s"] {
             assert!(seconds(wrong).is_err(), "{wrong}");
         }

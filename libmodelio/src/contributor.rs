@@ -101,7 +101,7 @@ pub struct Traffic {
     pub staged: AtomicU64,
 }
 
-struct State {
+struct ContributorState {
     tracker: ContributionTracker,
     /// The step of the open contribution. `None` while none is open.
     step: Option<Step>,
@@ -167,7 +167,7 @@ const STUCK: Duration = Duration::from_secs(10);
 /// The most dropped contributions that are remembered. All programs have long closed older ones.
 const MAX_DROPPED: usize = 1024;
 
-impl State {
+impl ContributorState {
     /// Whether `share` is of a dropped contribution.
     fn has_dropped(&self, share: Share) -> bool {
         matches!(share, Share::Of(number) if self.dropped.contains(&number))
@@ -224,7 +224,7 @@ pub struct Contributor {
     /// The region that programs map through `gradients`. A write(2) never uses it, so a mapping always holds what its
     /// program stored.
     mapped: MappedMemory,
-    state: Mutex<State>,
+    state: Mutex<ContributorState>,
     /// The staging region has its pages, or gets them.
     has_pages: AtomicBool,
     /// Signalled when no piece is in flight.
@@ -255,7 +255,7 @@ impl Contributor {
         traffic: Arc<Traffic>,
     ) -> Result<Contributor, ShardError> {
         let layout = Arc::clone(job.layout());
-        let state = Mutex::new(State {
+        let state = Mutex::new(ContributorState {
             tracker: ContributionTracker::new(layout.size(), layout.block_size()),
             step: None,
             asking: Asking::default(),
@@ -441,7 +441,7 @@ impl Contributor {
     }
 
     /// Why the contribution fails, if it does. A job that has failed since is the better reason.
-    fn failure(&self, state: &State) -> Option<ContributeError> {
+    fn failure(&self, state: &ContributorState) -> Option<ContributeError> {
         let failed = state.failed.clone()?;
         Some(self.job.lost().map_or(failed, ContributeError::from))
     }
@@ -554,21 +554,21 @@ impl Contributor {
     }
 
     /// Locks the state. An abort that is under way ends before that: it takes microseconds.
-    fn settled(&self) -> MutexGuard<'_, State> {
+    fn settled(&self) -> MutexGuard<'_, ContributorState> {
         let mut state = self.state.lock();
         let deadline = Instant::now() + STUCK;
         while state.aborting && !self.idle.wait_until(&mut state, deadline).timed_out() {}
         state
     }
 
-    fn wake_if_idle(&self, state: &State) {
+    fn wake_if_idle(&self, state: &ContributorState) {
         if !state.tracker.is_busy() {
             self.idle.notify_all();
         }
     }
 }
 
-impl State {
+impl ContributorState {
     /// A mapped contribution is taken. A program that goes on so has no use for staging memory.
     fn mapped_one(&mut self, job: &Job) -> bool {
         self.mapped_in_turn += 1;

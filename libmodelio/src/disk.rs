@@ -32,9 +32,9 @@ use crate::vocabulary::transport_kind::TransportKind;
 /// The length of a chunk, in bytes, if blocks are not shorter. A write of less copies the rest of its chunk once.
 const CHUNK: u64 = 64 << 10;
 /// The most bytes that are copied or zeroed under the lock.
-const AT_ONCE: u64 = 1 << 20;
+const MAX_BYTES_UNDER_LOCK: u64 = 1 << 20;
 
-struct State {
+struct DiskState {
     chunks: Chunks,
     /// The version that unwritten bytes are read from.
     base: Arc<Reader>,
@@ -50,7 +50,7 @@ pub struct Disk {
     memory: Arc<Mapping>,
     /// The same, registered once.
     region: Region,
-    state: Mutex<State>,
+    state: Mutex<DiskState>,
 }
 
 impl Disk {
@@ -70,7 +70,7 @@ impl Disk {
         let base = Arc::new(Reader::newest(&job).ok_or(ShardError::Unreachable)?);
         let chunk = CHUNK.min(job.layout().block_size().into());
         let chunks = Chunks::new(size, chunk, base.version());
-        let state = State { chunks, base, now: Vec::new(), next: Vec::new() };
+        let state = DiskState { chunks, base, now: Vec::new(), next: Vec::new() };
         let memory = Arc::new(memory);
         let region = job.register(Arc::clone(&memory));
         Ok(Disk { job, memory, region, state: Mutex::new(state) })
@@ -98,7 +98,7 @@ impl Disk {
 
     /// The state, in which unwritten bytes are those of the newest version. A version is let go of outside of the lock,
     /// because that may call others back.
-    fn up_to_date(&self) -> MutexGuard<'_, State> {
+    fn up_to_date(&self) -> MutexGuard<'_, DiskState> {
         let newest = self.job.version();
         let mut state = self.state.lock();
         if state.chunks.would_see(newest) {
@@ -119,7 +119,7 @@ impl Disk {
     /// When `range` leaves the model.
     pub fn read(self: &Arc<Self>, range: Range<u64>, mut piece: impl FnMut(Piece)) {
         let state = self.up_to_date();
-        let State { chunks, base, .. } = &*state;
+        let DiskState { chunks, base, .. } = &*state;
         chunks.read(range, |range, source| {
             piece(match source {
                 Source::Version => base.piece(range),
@@ -140,7 +140,7 @@ impl Disk {
     pub fn write(self: &Arc<Self>, range: Range<u64>) -> Write {
         assert!(range.start <= range.end && range.end <= self.memory.len() as u64, "{range:?}");
         let mut state = self.up_to_date();
-        let State { chunks, base, .. } = &mut *state;
+        let DiskState { chunks, base, .. } = &mut *state;
         let begun = chunks.write(&range, |gap| self.fill(base, gap));
         Write { disk: Arc::clone(self), range, begun }
     }
@@ -152,10 +152,10 @@ impl Disk {
     pub fn write_zeros(&self, range: &Range<u64>) {
         let mut start = range.start;
         while start < range.end {
-            let piece = start..range.end.min((start / AT_ONCE + 1) * AT_ONCE);
+            let piece = start..range.end.min((start / MAX_BYTES_UNDER_LOCK + 1) * MAX_BYTES_UNDER_LOCK);
             start = piece.end;
             let mut state = self.up_to_date();
-            let State { chunks, base, .. } = &mut *state;
+            let DiskState { chunks, base, .. } = &mut *state;
             chunks.write_at_once(&piece, |gap| self.fill(base, gap));
             let bytes = span(&piece);
             assert!(bytes.end <= self.memory.len(), "{piece:?}");
@@ -174,8 +174,8 @@ impl Disk {
     pub fn prepare(&self) -> bool {
         let mut state = self.up_to_date();
         let block = u64::from(self.job.layout().block_size());
-        let State { chunks, base, .. } = &mut *state;
-        chunks.prepare(block, AT_ONCE, |gap| self.fill(base, gap))
+        let DiskState { chunks, base, .. } = &mut *state;
+        chunks.prepare(block, MAX_BYTES_UNDER_LOCK, |gap| self.fill(base, gap))
     }
 
     /// Publishes all writes that are over as a version, which takes the blocks that they have changed. `done` hears
@@ -187,7 +187,7 @@ impl Disk {
             return;
         }
         let block = u64::from(self.job.layout().block_size());
-        let State { chunks, base, now, .. } = &mut *state;
+        let DiskState { chunks, base, now, .. } = &mut *state;
         let Some(blocks) = chunks.publish(block, MAX_RANGES, |gap| self.fill(base, gap)) else {
             drop(state);
             return done(Ok(()));

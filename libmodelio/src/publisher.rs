@@ -32,7 +32,7 @@ static CORES: LazyLock<usize> = LazyLock::new(|| std::thread::available_parallel
 const BYTES_A_COPIER: u64 = 4 << 20;
 
 #[derive(Debug, Default)]
-struct State {
+struct PublisherState {
     written: Vec<Range<u64>>,
     /// What is being copied.
     in_flight: Vec<Range<u64>>,
@@ -52,7 +52,7 @@ pub struct Publisher {
     job: Arc<Job>,
     buffer: Region,
     size: u64,
-    state: Mutex<State>,
+    state: Mutex<PublisherState>,
     idle: Condvar,
 }
 
@@ -66,7 +66,8 @@ impl Publisher {
         let size = buffer.memory().len() as u64;
         let none = FixedBitSet::with_capacity(job.layout().blocks() as usize);
         let rewritten = !job.sends_open_weights();
-        let state = State { suspects: none.clone(), sent: none, rewritten, ..State::default() };
+        let state =
+            PublisherState { suspects: none.clone(), sent: none, rewritten, ..PublisherState::default() };
         let state = Mutex::new(state);
         Ok(Publisher { job, buffer, size, state, idle: Condvar::new() })
     }
@@ -140,7 +141,7 @@ impl Publisher {
     }
 
     /// The range was copied.
-    fn end(&self, range: Range<u64>, note: impl FnOnce(&mut State)) {
+    fn end(&self, range: Range<u64>, note: impl FnOnce(&mut PublisherState)) {
         let mut state = self.state.lock();
         note(&mut state);
         if let Some(at) = state.in_flight.iter().position(|other| *other == range) {
@@ -310,7 +311,7 @@ impl Drop for Publisher {
     }
 }
 
-impl State {
+impl PublisherState {
     /// Whether all of a block was written, and nobody but the caller writes it at the moment. What may have to be refused
     /// does not count.
     fn is_whole(&self, layout: &ModelLayout, block: BlockId) -> bool {

@@ -28,15 +28,15 @@ struct Entry {
     roused: bool,
 }
 
-struct State {
+struct TimerState {
     runs: bool,
     next: u64,
     entries: BTreeMap<u64, Entry>,
     due: BTreeSet<(Instant, u64)>,
 }
 
-static STATE: Mutex<State> =
-    Mutex::new(State { runs: false, next: 0, entries: BTreeMap::new(), due: BTreeSet::new() });
+static STATE: Mutex<TimerState> =
+    Mutex::new(TimerState { runs: false, next: 0, entries: BTreeMap::new(), due: BTreeSet::new() });
 static CHANGED: Condvar = Condvar::new();
 
 /// Checks after `what` from now on, for as long as it lives.
@@ -113,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    const LONG: Duration = Duration::from_secs(20);
+    const TEST_DEADLINE: Duration = Duration::from_secs(20);
 
     struct Checks(Mutex<Vec<Duration>>, Sender<Instant>);
 
@@ -136,30 +136,30 @@ mod tests {
     fn an_object_is_checked_after_each_pause_until_it_returns_none() {
         let pause = Duration::from_millis(30);
         let (_what, _, checks) = watched(vec![pause, Duration::ZERO]);
-        let first = checks.recv_timeout(LONG).unwrap();
-        let second = checks.recv_timeout(LONG).unwrap();
+        let first = checks.recv_timeout(TEST_DEADLINE).unwrap();
+        let second = checks.recv_timeout(TEST_DEADLINE).unwrap();
         assert!(second - first >= pause);
-        checks.recv_timeout(LONG).unwrap();
+        checks.recv_timeout(TEST_DEADLINE).unwrap();
         assert!(checks.recv_timeout(2 * pause).is_err(), "it is over");
     }
 
     #[test]
     fn a_woken_object_is_checked_at_once_and_others_are_not() {
-        let (_other, _, others) = watched(vec![LONG]);
-        others.recv_timeout(LONG).unwrap();
-        let (_what, alarm, checks) = watched(vec![LONG, LONG]);
-        checks.recv_timeout(LONG).unwrap();
+        let (_other, _, others) = watched(vec![TEST_DEADLINE]);
+        others.recv_timeout(TEST_DEADLINE).unwrap();
+        let (_what, alarm, checks) = watched(vec![TEST_DEADLINE, TEST_DEADLINE]);
+        checks.recv_timeout(TEST_DEADLINE).unwrap();
         alarm.rouse();
-        checks.recv_timeout(LONG / 2).unwrap();
+        checks.recv_timeout(TEST_DEADLINE / 2).unwrap();
         assert!(others.try_recv().is_err());
     }
 
     #[test]
     fn a_dropped_object_is_not_checked() {
-        let (what, alarm, checks) = watched(vec![LONG, LONG]);
-        checks.recv_timeout(LONG).unwrap();
+        let (what, alarm, checks) = watched(vec![TEST_DEADLINE, TEST_DEADLINE]);
+        checks.recv_timeout(TEST_DEADLINE).unwrap();
         drop(what);
         alarm.rouse();
-        assert!(checks.recv_timeout(LONG).is_err());
+        assert!(checks.recv_timeout(TEST_DEADLINE).is_err());
     }
 }

@@ -194,7 +194,7 @@ fn put_ready(
     record: &ModelRecord,
     shards: &[ShardRecord],
 ) -> Result<(), RegistryError> {
-    const PAUSE: Duration = Duration::from_millis(200);
+    const RETRY_PAUSE: Duration = Duration::from_millis(200);
     let deadline = Instant::now() + PROMPT;
     loop {
         let answer = match registry.put(record, Some(record.epoch), deadline) {
@@ -203,7 +203,9 @@ fn put_ready(
             outcome => outcome,
         };
         match answer {
-            Err(RegistryError::Peer(_)) if Instant::now() + PAUSE < deadline => std::thread::sleep(PAUSE),
+            Err(RegistryError::Peer(_)) if Instant::now() + RETRY_PAUSE < deadline => {
+                std::thread::sleep(RETRY_PAUSE)
+            }
             outcome => return outcome,
         }
     }

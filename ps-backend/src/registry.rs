@@ -79,7 +79,7 @@ struct Shard {
 
 /// A model, as its last record says.
 #[derive(Debug)]
-struct Model {
+struct RegisteredModel {
     generation: Generation,
     epoch: Epoch,
     ready: bool,
@@ -91,7 +91,7 @@ struct Model {
 #[derive(Debug, Default)]
 pub struct RegistryCore {
     shards: BTreeMap<ShardId, Shard>,
-    models: BTreeMap<String, Model>,
+    models: BTreeMap<String, RegisteredModel>,
     deleted: Deleted,
     refused: Refused,
     record_bytes: usize,
@@ -274,7 +274,7 @@ impl RegistryCore {
         Ok(())
     }
 
-    fn model(&self, name: &str) -> Result<&Model, Refusal> {
+    fn model(&self, name: &str) -> Result<&RegisteredModel, Refusal> {
         // A name that is none is not repeated in the refusal: it may be of any length.
         check_model_name(name).map_err(Refusal::other)?;
         self.models.get(name).ok_or_else(|| Refusal::NoModel(name.to_owned()))
@@ -335,7 +335,7 @@ impl RegistryCore {
         }
         self.record_bytes = record_bytes;
         let ModelRecord { name, generation, epoch, ready, .. } = record;
-        self.models.insert(name, Model { generation, epoch, ready, owners, bytes: payload.into() });
+        self.models.insert(name, RegisteredModel { generation, epoch, ready, owners, bytes: payload.into() });
         Ok(())
     }
 
@@ -365,7 +365,7 @@ impl RegistryCore {
 }
 
 /// Whether `record` may take the place of the one that is stored, for somebody who saw it at `epoch`.
-fn follows(stored: &Model, epoch: Epoch, record: &ModelRecord) -> Result<(), Refusal> {
+fn follows(stored: &RegisteredModel, epoch: Epoch, record: &ModelRecord) -> Result<(), Refusal> {
     check_generation(&record.name, stored.generation, record.generation)?;
     if epoch != stored.epoch {
         return Err(Refusal::Epoch { expected: stored.epoch, got: epoch });

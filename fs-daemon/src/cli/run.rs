@@ -31,7 +31,7 @@ kills them. The exit status is 0 if all ended with 0, else that of the first tha
 signal); with --on-failure drop only if all failed. It is 127 if there is no such command.";
 
 /// The most learners of a job.
-const MOST: u32 = 4096;
+const MAX_PROCESSES: u32 = 4096;
 
 /// The arguments of `gradfs run`.
 #[derive(Args, Debug)]
@@ -67,7 +67,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds, allow_negative_numbers = true)]
     grace: Duration,
     /// -n auto: the most processes [default: the number of cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST)))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_PROCESSES)))]
     max: Option<u32>,
     /// -n auto: one more must bring so many percent [default: 5]
     #[arg(long, value_name = "PERCENT", value_parser = percent, allow_negative_numbers = true)]
@@ -120,15 +120,15 @@ impl RunArgs {
 }
 
 fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |cores| (cores.get() as u32).min(MOST))
+    std::thread::available_parallelism().map_or(1, |cores| (cores.get() as u32).min(MAX_PROCESSES))
 }
 
 fn number(text: &str) -> Result<Number, String> {
     if text.eq_ignore_ascii_case("auto") {
         return Ok(Number::Auto);
     }
-    let count = text.parse().ok().filter(|count| (1..=MOST).contains(count));
-    count.map(Number::Fixed).ok_or_else(|| format!("a number from 1 to {MOST} is needed, or auto"))
+    let count = text.parse().ok().filter(|count| (1..=MAX_PROCESSES).contains(count));
+    count.map(Number::Fixed).ok_or_else(|| format!("a number from 1 to {MAX_PROCESSES} is needed, or auto"))
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

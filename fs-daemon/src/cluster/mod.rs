@@ -20,10 +20,10 @@ use crate::error::Error;
 use crate::memory;
 
 /// Longest wait for the registry.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REGISTRY_TIMEOUT: Duration = Duration::from_secs(10);
 
 fn deadline() -> Instant {
-    Instant::now() + PATIENCE
+    Instant::now() + REGISTRY_TIMEOUT
 }
 
 fn registry(at: &Endpoint) -> RemoteRegistry {

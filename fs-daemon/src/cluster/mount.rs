@@ -199,12 +199,12 @@ fn connect(
 
 /// The name of this mount's own learner: other mounts of the job have theirs.
 fn own_learner() -> String {
-    const LONGEST: usize = 64;
+    const MAX_NAME: usize = 64;
     let host = nix::unistd::gethostname().unwrap_or_default();
     let fits = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let host: String = host.to_string_lossy().chars().filter(fits).collect();
     let pid = std::process::id();
-    let room = LONGEST - "mount--".len() - pid.to_string().len();
+    let room = MAX_NAME - "mount--".len() - pid.to_string().len();
     let host: String = host.chars().take(room).collect();
     format!("mount-{host}-{pid}")
 }

@@ -8,7 +8,7 @@ use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use libmodelio::vocabulary::controls::LONGEST;
+use libmodelio::vocabulary::controls::MAX_TEXT;
 
 use crate::session::error::{CallError, CallResult};
 
@@ -16,7 +16,7 @@ use crate::session::error::{CallError, CallResult};
 const SHORT: usize = 4096;
 
 /// Bytes that all drafts of one mount hold at most. Whoever may write a setting may open it many times.
-const MOST: usize = 256 * LONGEST;
+const MAX_BYTES_OF_DRAFTS: usize = 256 * MAX_TEXT;
 
 /// Bytes that the drafts of one mount hold.
 #[derive(Clone, Debug, Default)]
@@ -34,7 +34,7 @@ impl Held {
     fn resize(&mut self, bytes: usize) -> bool {
         let (more, less) = (bytes.saturating_sub(self.bytes), self.bytes.saturating_sub(bytes));
         let held = self.room.0.fetch_add(more, Ordering::Relaxed) + more;
-        let fits = more == 0 || held <= MOST;
+        let fits = more == 0 || held <= MAX_BYTES_OF_DRAFTS;
         self.room.0.fetch_sub(if fits { less } else { more }, Ordering::Relaxed);
         self.bytes = if fits { bytes } else { self.bytes };
         fits
@@ -51,7 +51,7 @@ impl Drop for Held {
 #[derive(Debug, Default)]
 pub struct Draft {
     bytes: Vec<u8>,
-    state: State,
+    state: DraftState,
     refused: Option<CallError>,
     held: Held,
 }
@@ -66,7 +66,7 @@ pub enum NotTaken {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum State {
+enum DraftState {
     #[default]
     Untouched,
     /// It was truncated, and nothing was written since.
@@ -82,17 +82,17 @@ impl Draft {
 
     /// The file was truncated to nothing.
     pub fn empty(&mut self) {
-        *self = Draft { state: State::Empty, ..Draft::of(&self.held.room) };
+        *self = Draft { state: DraftState::Empty, ..Draft::of(&self.held.room) };
     }
 
     /// Whether a close has something to apply, or a refusal to report.
     pub fn is_pending(&self) -> bool {
-        self.state != State::Untouched || self.refused.is_some()
+        self.state != DraftState::Untouched || self.refused.is_some()
     }
 
     /// Whether something was written, or refused.
     pub fn is_written(&self) -> bool {
-        self.state == State::Written || self.refused.is_some()
+        self.state == DraftState::Written || self.refused.is_some()
     }
 
     /// Takes a piece. `present` is the value in force. Returns whether a line, and so maybe the value, ends there.
@@ -107,17 +107,17 @@ impl Draft {
     ) -> Result<bool, NotTaken> {
         let mut bytes = match self.state {
             _ if offset == 0 => Vec::new(),
-            State::Untouched => present().into_bytes(),
-            State::Empty | State::Written => mem::take(&mut self.bytes),
+            DraftState::Untouched => present().into_bytes(),
+            DraftState::Empty | DraftState::Written => mem::take(&mut self.bytes),
         };
-        if offset != bytes.len() as u64 || bytes.len() + data.len() > LONGEST {
+        if offset != bytes.len() as u64 || bytes.len() + data.len() > MAX_TEXT {
             return Err(NotTaken::Piece);
         }
         if !self.held.resize(bytes.len() + data.len()) {
             return Err(NotTaken::Room);
         }
         bytes.extend_from_slice(data);
-        (self.bytes, self.state) = (bytes, State::Written);
+        (self.bytes, self.state) = (bytes, DraftState::Written);
         Ok(self.bytes.ends_with(b"\n"))
     }
 
@@ -148,7 +148,7 @@ impl Draft {
         let Draft { bytes, state, refused, .. } = mem::replace(self, fresh);
         match refused {
             Some(error) => Some(Err(error)),
-            None => (state != State::Untouched).then_some(Ok(bytes)),
+            None => (state != DraftState::Untouched).then_some(Ok(bytes)),
         }
     }
 }
@@ -167,7 +167,7 @@ mod tests {
     fn each_line_of_a_long_text_is_checked_once() {
         let mut draft = Draft::default();
         let (line, mut checked, mut at) = (b"layer.weight frozen\n", 0, 0);
-        while at + line.len() <= LONGEST {
+        while at + line.len() <= MAX_TEXT {
             // Lines come in two pieces each.
             for part in [&line[..9], &line[9..]] {
                 write(&mut draft, at as u64, part).unwrap();
@@ -219,14 +219,14 @@ mod tests {
         assert!(write(&mut draft, 5, b"n").is_err(), "a hole");
         assert!(write(&mut draft, 2, b"n").is_err(), "in the middle");
         draft.empty();
-        assert!(write(&mut draft, 1, b"n").is_err() && write(&mut draft, 0, &[b'x'; LONGEST + 1]).is_err());
+        assert!(write(&mut draft, 1, b"n").is_err() && write(&mut draft, 0, &[b'x'; MAX_TEXT + 1]).is_err());
     }
 
     #[test]
     fn all_drafts_together_hold_what_they_may() {
         let room = DraftRoom::default();
-        let (mut drafts, long) = (Vec::new(), vec![b'x'; LONGEST]);
-        for _ in 0..MOST / LONGEST {
+        let (mut drafts, long) = (Vec::new(), vec![b'x'; MAX_TEXT]);
+        for _ in 0..MAX_BYTES_OF_DRAFTS / MAX_TEXT {
             let mut draft = Draft::of(&room);
             write(&mut draft, 0, &long).unwrap();
             write(&mut draft, 0, &long).unwrap();

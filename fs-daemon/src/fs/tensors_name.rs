@@ -10,7 +10,7 @@
 //!
 //! An `fsync` holds the lock of its file while it waits here. A program that removes or renames that file
 //! holds the lock of the directory and waits for the file's lock, and the drop waits for the directory's
-//! lock. So no wait is longer than [`PATIENCE`].
+//! lock. So no wait is longer than [`ANSWER_TIMEOUT`].
 
 use std::mem::take;
 use std::time::{Duration, Instant};
@@ -19,14 +19,14 @@ use libmodelio::vocabulary::ids::Version;
 use parking_lot::Mutex;
 
 /// Answers that have waited for this long are given. The name may lead to an older version for a moment then.
-pub const PATIENCE: Duration = Duration::from_secs(1);
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The kernel's knowledge of one model's `tensors`.
 #[derive(Default)]
-pub struct TensorsName(Mutex<State>);
+pub struct TensorsName(Mutex<NameState>);
 
 #[derive(Default)]
-struct State {
+struct NameState {
     /// The oldest version to which the name may lead.
     in_kernel: Option<Version>,
     /// The same of a name that the kernel is just dropping.
@@ -43,7 +43,7 @@ struct Waiting {
     answer: Answer,
 }
 
-impl State {
+impl NameState {
     fn oldest(&self) -> Option<Version> {
         [self.in_kernel, self.dropping].into_iter().flatten().min()
     }
@@ -83,7 +83,7 @@ impl TensorsName {
 
     /// Gives the answers that have waited for too long. Must not run on the thread that has the name dropped.
     pub fn give_up(&self, now: Instant) {
-        let is_late = |waiting: &mut Waiting| now.saturating_duration_since(waiting.since) >= PATIENCE;
+        let is_late = |waiting: &mut Waiting| now.saturating_duration_since(waiting.since) >= ANSWER_TIMEOUT;
         let late: Vec<_> = self.0.lock().waiting.extract_if(.., is_late).collect();
         late.into_iter().for_each(|waiting| (waiting.answer)());
     }
@@ -151,7 +151,7 @@ mod tests {
             name.when_shown(Version(4), answer(&given));
             name.give_up(Instant::now());
             assert_eq!(given.load(Ordering::Relaxed), 0);
-            name.give_up(Instant::now() + PATIENCE);
+            name.give_up(Instant::now() + ANSWER_TIMEOUT);
             assert_eq!(given.load(Ordering::Relaxed), 1);
         });
         assert_eq!(given.load(Ordering::Relaxed), 1, "it is given once");

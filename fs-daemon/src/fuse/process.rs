@@ -249,12 +249,12 @@ fn status_in_stat(stat: &str) -> Option<i32> {
 /// Tells when processes end: one thread for all of them.
 #[derive(Debug)]
 pub struct Watcher {
-    shared: Arc<Shared>,
+    shared: Arc<WatcherShared>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct WatcherShared {
     epoll: Epoll,
     /// Written to once, to end the thread.
     stop: EventFd,
@@ -268,7 +268,7 @@ struct Watched {
     last_token: u64,
 }
 
-impl Shared {
+impl WatcherShared {
     /// Takes a process out of the epoll set before its pidfd closes: closing alone does not while a
     /// forked child that has not called exec yet holds a copy.
     fn unregister(&self, process: &Process) {
@@ -277,7 +277,7 @@ impl Shared {
     }
 }
 
-/// The token of `Shared::stop`; processes count from 1.
+/// The token of `WatcherShared::stop`; processes count from 1.
 const STOP: u64 = 0;
 
 impl Watcher {
@@ -287,7 +287,7 @@ impl Watcher {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let stop = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         epoll.add(&stop, EpollEvent::new(EpollFlags::EPOLLIN, STOP))?;
-        let shared = Arc::new(Shared { epoll, stop, watched: Mutex::default() });
+        let shared = Arc::new(WatcherShared { epoll, stop, watched: Mutex::default() });
         let of_thread = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name("gradfs-watcher".into())
@@ -347,7 +347,7 @@ impl Drop for Watcher {
     }
 }
 
-fn run_watcher(shared: &Shared, mut ended: impl FnMut(u64, Exit)) {
+fn run_watcher(shared: &WatcherShared, mut ended: impl FnMut(u64, Exit)) {
     let mut events = [EpollEvent::empty(); 64];
     loop {
         let count = match shared.epoll.wait(&mut events, EpollTimeout::NONE) {

@@ -81,7 +81,9 @@ pub(super) fn log_rest() {
 
 fn log_left_out(now: Instant) {
     loop {
-        let Some(Kind { call, model, error, left_out, .. }) = LIMIT.lock().take_over(now) else { return };
+        let Some(RefusalKind { call, model, error, left_out, .. }) = LIMIT.lock().take_over(now) else {
+            return;
+        };
         let model = model.as_deref();
         tracing::warn!(call, model, "{left_out} more like this within {} s: {error}", INTERVAL.as_secs());
     }
@@ -89,12 +91,12 @@ fn log_left_out(now: Instant) {
 
 /// Shown and omitted refusals in the current intervals.
 struct Limit {
-    kinds: [Option<Kind>; KINDS],
+    kinds: [Option<RefusalKind>; KINDS],
 }
 
 /// Refusals of one kind since the first of them.
 #[derive(Debug)]
-struct Kind {
+struct RefusalKind {
     call: &'static str,
     model: Option<String>,
     /// The first.
@@ -110,8 +112,8 @@ impl Limit {
     }
 
     /// Takes out what is over by `now`; returns the first of it that something was left out of.
-    fn take_over(&mut self, now: Instant) -> Option<Kind> {
-        let over = |kind: &mut Kind| now.saturating_duration_since(kind.since) >= INTERVAL;
+    fn take_over(&mut self, now: Instant) -> Option<RefusalKind> {
+        let over = |kind: &mut RefusalKind| now.saturating_duration_since(kind.since) >= INTERVAL;
         self.kinds.iter_mut().find_map(|slot| slot.take_if(over).filter(|kind| kind.left_out > 0))
     }
 
@@ -120,7 +122,7 @@ impl Limit {
     fn admits(&mut self, now: Instant, call: &'static str, model: Option<&str>, error: &CallError) -> bool {
         let first = || {
             let model = model.map(str::to_owned);
-            Kind { call, model, error: error.clone(), since: now, shown: 0, left_out: 0 }
+            RefusalKind { call, model, error: error.clone(), since: now, shown: 0, left_out: 0 }
         };
         let kind = self.place(call, model, error).get_or_insert_with(first);
         if kind.shown < LINES {
@@ -134,12 +136,12 @@ impl Limit {
 
     /// The place that counts the refusal: its kind's place, else a free one. When all places are taken, it is
     /// the place of any refusal of the same call and errno, or else of the last that came.
-    fn place(&mut self, call: &str, model: Option<&str>, error: &CallError) -> &mut Option<Kind> {
-        let same_call = |kind: &Kind| kind.call == call && kind.error.errno == error.errno;
-        let same = |kind: &Kind| {
+    fn place(&mut self, call: &str, model: Option<&str>, error: &CallError) -> &mut Option<RefusalKind> {
+        let same_call = |kind: &RefusalKind| kind.call == call && kind.error.errno == error.errno;
+        let same = |kind: &RefusalKind| {
             same_call(kind) && kind.model.as_deref() == model && alike(&kind.error.message, &error.message)
         };
-        let find = |wanted: &dyn Fn(&Option<Kind>) -> bool| self.kinds.iter().position(wanted);
+        let find = |wanted: &dyn Fn(&Option<RefusalKind>) -> bool| self.kinds.iter().position(wanted);
         let place = find(&|slot| slot.as_ref().is_some_and(same))
             .or_else(|| find(&Option::is_none))
             .or_else(|| find(&|slot| slot.as_ref().is_some_and(same_call)))

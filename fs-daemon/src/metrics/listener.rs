@@ -16,7 +16,7 @@ use super::http::{self, Asked, MAX_REQUEST, Refusal};
 /// The most connections at a time.
 const MAX_CONNECTIONS: usize = 64;
 /// The number of connections that are accepted before other work gets its turn.
-const AT_ONCE: usize = 16;
+const MAX_ACCEPTED_PER_TURN: usize = 16;
 /// The time for a request to come.
 const REQUEST: Duration = Duration::from_secs(5);
 /// The time for a client to take the answer.
@@ -26,7 +26,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// The most bytes that gradfs reads and throws away until the client hangs up.
 const MAX_LEFTOVER: usize = 1 << 20;
 /// The pause before the next connection is accepted, if there is no descriptor to spare.
-const PAUSE: Duration = Duration::from_millis(100);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Makes what is scraped.
 type Page = dyn Fn() -> Result<String, prometheus::Error>;
@@ -76,7 +76,7 @@ pub fn run(listener: &TcpListener, stop: &EventFd, page: &Page) {
             .retain_mut(|connection| ready.next() != Some(true) || connection.goes_on(now, page).is_ok());
         if knocked && let Err(error) = accept(listener, &mut connections, now) {
             tracing::debug!(%error, "a scrape is not accepted now");
-            paused = Some(now + PAUSE);
+            paused = Some(now + ACCEPT_PAUSE);
         }
     }
 }
@@ -90,7 +90,7 @@ fn timeout(next: Option<Instant>, now: Instant) -> PollTimeout {
 
 /// Accepts who waits. If there are too many, the oldest one goes: a scrape takes milliseconds.
 fn accept(listener: &TcpListener, connections: &mut VecDeque<Connection>, now: Instant) -> io::Result<()> {
-    for _ in 0..AT_ONCE {
+    for _ in 0..MAX_ACCEPTED_PER_TURN {
         let stream = match listener.accept() {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),

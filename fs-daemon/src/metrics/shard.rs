@@ -15,7 +15,7 @@ struct Status {
     tcp: Connections,
     shared_memory: Connections,
     rdma: Rdma,
-    models: Vec<Model>,
+    models: Vec<ModelFigures>,
 }
 
 #[derive(Deserialize)]
@@ -30,7 +30,7 @@ struct Rdma {
 }
 
 #[derive(Deserialize)]
-struct Model {
+struct ModelFigures {
     name: String,
     version: u64,
     blocks: u64,
@@ -46,11 +46,11 @@ struct Coordinator {
     state: String,
     contributions: u64,
     unreachable: Vec<Away>,
-    late: Option<Late>,
+    late: Option<LateLearners>,
 }
 
 #[derive(Deserialize)]
-struct Late {
+struct LateLearners {
     learners: Vec<String>,
     more: usize,
     seconds: f64,
@@ -123,7 +123,7 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
             learners.set(&[name], coordinator.learners.len() as u64)?;
             contributions.total(&[name], coordinator.contributions)?;
             let late = coordinator.late.as_ref();
-            let waited = |late: &Late| Duration::try_from_secs_f64(late.seconds).unwrap_or_default();
+            let waited = |late: &LateLearners| Duration::try_from_secs_f64(late.seconds).unwrap_or_default();
             let late = late.map(|late| (&late.learners[..], late.more, waited(late)));
             waits.tell(name, &coordinator.state, late)?;
             for one in &coordinator.unreachable {

@@ -195,7 +195,7 @@ fn a_deaf_mount_does_not_hang_us() {
     assert!(message.contains("does not answer"), "{message}");
     let message = place.refused("mnt/below");
     assert!(message.contains("is inside") && message.contains("does not answer"), "{message}");
-    assert!(start.elapsed() < 3 * PATIENCE + Duration::from_secs(60));
+    assert!(start.elapsed() < 3 * PATH_TIMEOUT + Duration::from_secs(60));
     unmount_with(&place.path(), true, &place.locks).unwrap();
     assert_eq!(mountinfo::topmost(&place.path()).unwrap(), None);
     drop(device);
@@ -206,7 +206,7 @@ fn a_daemon_that_is_killed_while_we_ask_is_dead() {
     let place = Place::new();
     let Some(device) = deaf(&place.path(), "gradfs", "fuse.gradfs") else { return };
     let killer = thread::spawn(move || {
-        thread::sleep(PATIENCE / 4);
+        thread::sleep(PATH_TIMEOUT / 4);
         drop(device);
     });
     assert_eq!(probe(&place.path()), Probe::Dead);

@@ -44,7 +44,7 @@ pub struct ModelExports {
 
 /// The meaning of a name.
 #[derive(Clone, Copy)]
-enum Kind<'a> {
+enum ExportKind<'a> {
     Device,
     Disk,
     Newest,
@@ -63,11 +63,12 @@ impl ModelExports {
     /// Whether opening an export may take long: a version must come, or memory must be taken.
     pub fn takes_long(&self, name: &str) -> bool {
         match self.kind(name) {
-            Some((_, Kind::Disk)) => true,
-            Some((model, Kind::Newest | Kind::Following | Kind::Device | Kind::Learner(_))) => {
-                model.is_behind()
-            }
-            Some((_, Kind::Numbered(_) | Kind::Gradients)) | None => false,
+            Some((_, ExportKind::Disk)) => true,
+            Some((
+                model,
+                ExportKind::Newest | ExportKind::Following | ExportKind::Device | ExportKind::Learner(_),
+            )) => model.is_behind(),
+            Some((_, ExportKind::Numbered(_) | ExportKind::Gradients)) | None => false,
         }
     }
 
@@ -81,74 +82,74 @@ impl ModelExports {
         let model = &model;
         let newest = || model.open_newest();
         // Nothing tells a client of block devices from which version, or replica, it begins.
-        if matches!(kind, Kind::Gradients | Kind::Device | Kind::Learner(_))
+        if matches!(kind, ExportKind::Gradients | ExportKind::Device | ExportKind::Learner(_))
             && model.job.content().is_weights()
         {
             let what = format!("reducer {} takes models, which are written as files", model.job.reducer().0);
             return Err(CallError::new(libc::EACCES, what));
         }
         let (name, reader) = match kind {
-            Kind::Newest => return Ok(Face::Version(Arc::new(newest()?))),
-            Kind::Following => return Ok(Face::Following(Following::new(model, newest()?).into())),
-            Kind::Disk => return Ok(Face::Disk(OpenDisk::open(model)?.into())),
-            Kind::Numbered(version) => {
+            ExportKind::Newest => return Ok(Face::Version(Arc::new(newest()?))),
+            ExportKind::Following => return Ok(Face::Following(Following::new(model, newest()?).into())),
+            ExportKind::Disk => return Ok(Face::Disk(OpenDisk::open(model)?.into())),
+            ExportKind::Numbered(version) => {
                 model.refuse_reader(version)?;
                 let why = "this version is gone (control/retain keeps more of them)";
                 let reader = Reader::open(&model.job, version).ok_or_else(|| gone(why))?;
                 return Ok(Face::Version(Arc::new(reader)));
             }
-            Kind::Gradients => (&*model.own_name, None),
-            Kind::Device => (&*model.own_name, Some(newest()?)),
-            Kind::Learner(name) => (name, Some(newest()?)),
+            ExportKind::Gradients => (&*model.own_name, None),
+            ExportKind::Device => (&*model.own_name, Some(newest()?)),
+            ExportKind::Learner(name) => (name, Some(newest()?)),
         };
         Ok(Face::Learner(Arc::new(LearnerFace::new(model, name, reader))))
     }
 
-    fn kind<'a>(&self, name: &'a str) -> Option<(Arc<Model>, Kind<'a>)> {
+    fn kind<'a>(&self, name: &'a str) -> Option<(Arc<Model>, ExportKind<'a>)> {
         let models = (self.models)();
         let model = |name: &str| models.iter().find(|model| model.name == name).cloned();
         if let ("", [only]) = (name, &models[..]) {
-            return Some((Arc::clone(only), Kind::Newest));
+            return Some((Arc::clone(only), ExportKind::Newest));
         }
         if let Some(device) = model(name) {
-            let kind = if device.is_disk() { Kind::Disk } else { Kind::Device };
+            let kind = if device.is_disk() { ExportKind::Disk } else { ExportKind::Device };
             return Some((device, kind));
         }
         if let Some((of, learner)) = name.split_once("/learners/") {
-            return is_learner_name(learner).then_some((model(of)?, Kind::Learner(learner)));
+            return is_learner_name(learner).then_some((model(of)?, ExportKind::Learner(learner)));
         }
         if let Some(of) = name.strip_suffix("/weights") {
-            return Some((model(of)?, Kind::Newest));
+            return Some((model(of)?, ExportKind::Newest));
         }
         if let Some(of) = name.strip_suffix("/weights@follow") {
-            return Some((model(of)?, Kind::Following));
+            return Some((model(of)?, ExportKind::Following));
         }
         if let Some(of) = name.strip_suffix("/gradients") {
-            return Some((model(of)?, Kind::Gradients));
+            return Some((model(of)?, ExportKind::Gradients));
         }
         let (of, number) = name.rsplit_once('@')?;
         // "+3" and "03" are no versions, though `parse` would take them as numbers.
         let version = number.parse().ok().filter(|version: &u64| version.to_string() == number)?;
-        Some((model(of)?, Kind::Numbered(Version(version))))
+        Some((model(of)?, ExportKind::Numbered(Version(version))))
     }
 
-    fn described(name: String, model: &Model, kind: Kind<'_>) -> Export {
+    fn described(name: String, model: &Model, kind: ExportKind<'_>) -> Export {
         let of = &model.name;
         let (description, flags) = match kind {
-            Kind::Device => (format!("model {of}: read weights, write gradients"), READS | WRITES),
-            Kind::Disk => (format!("model {of} as a disk: FLUSH publishes a version"), DISK),
-            Kind::Newest => (format!("newest version of model {of}"), READS | transmission::READ_ONLY),
-            Kind::Following => {
+            ExportKind::Device => (format!("model {of}: read weights, write gradients"), READS | WRITES),
+            ExportKind::Disk => (format!("model {of} as a disk: FLUSH publishes a version"), DISK),
+            ExportKind::Newest => (format!("newest version of model {of}"), READS | transmission::READ_ONLY),
+            ExportKind::Following => {
                 let description = format!("newest version of model {of}, a newer one after each FLUSH");
                 (description, READS | transmission::READ_ONLY)
             }
             // All connections read the same bytes.
-            Kind::Numbered(version) => (
+            ExportKind::Numbered(version) => (
                 format!("version {version} of model {of}"),
                 READS | transmission::READ_ONLY | transmission::CAN_MULTI_CONN,
             ),
-            Kind::Gradients => (format!("gradients of model {of}, write only"), WRITES),
-            Kind::Learner(learner) => {
+            ExportKind::Gradients => (format!("gradients of model {of}, write only"), WRITES),
+            ExportKind::Learner(learner) => {
                 (format!("learner {learner} of model {of}: read weights, write gradients"), READS | WRITES)
             }
         };
@@ -161,17 +162,17 @@ impl Exports for ModelExports {
         let mut all = Vec::new();
         for model in &(self.models)() {
             let name = &model.name;
-            let whole = if model.is_disk() { Kind::Disk } else { Kind::Device };
+            let whole = if model.is_disk() { ExportKind::Disk } else { ExportKind::Device };
             all.push(Self::described(name.clone(), model, whole));
-            all.push(Self::described(format!("{name}/weights"), model, Kind::Newest));
-            all.push(Self::described(format!("{name}/weights@follow"), model, Kind::Following));
-            all.push(Self::described(format!("{name}/gradients"), model, Kind::Gradients));
+            all.push(Self::described(format!("{name}/weights"), model, ExportKind::Newest));
+            all.push(Self::described(format!("{name}/weights@follow"), model, ExportKind::Following));
+            all.push(Self::described(format!("{name}/gradients"), model, ExportKind::Gradients));
             for learner in model.learners().iter().filter(|learner| learner.name != model.own_name) {
-                let kind = Kind::Learner(&learner.name);
+                let kind = ExportKind::Learner(&learner.name);
                 all.push(Self::described(format!("{name}/learners/{}", learner.name), model, kind));
             }
             for version in model.job.versions() {
-                all.push(Self::described(format!("{name}@{version}"), model, Kind::Numbered(version)));
+                all.push(Self::described(format!("{name}@{version}"), model, ExportKind::Numbered(version)));
             }
         }
         all
@@ -180,7 +181,7 @@ impl Exports for ModelExports {
     fn find(&self, name: &str) -> Option<Export> {
         let (model, kind) = self.kind(name)?;
         match kind {
-            Kind::Numbered(version) if !model.job.versions().contains(&version) => None,
+            ExportKind::Numbered(version) if !model.job.versions().contains(&version) => None,
             kind => Some(Self::described(name.to_owned(), &model, kind)),
         }
     }

@@ -57,7 +57,7 @@ pub struct LearnerFace {
     model: Arc<Model>,
     /// The learner.
     name: String,
-    state: Mutex<State>,
+    state: Mutex<FaceState>,
     /// A step has ended since the version came that is read.
     is_behind: AtomicBool,
     /// Writes of this step that were refused, by offset, and not repeated with success.
@@ -65,7 +65,7 @@ pub struct LearnerFace {
 }
 
 /// The learner joins with the first write.
-enum State {
+enum FaceState {
     /// Nothing was written: the version to read, if the export reads one.
     Looks(Option<Arc<Reader>>),
     Writes(Arc<Contribution>),
@@ -137,7 +137,7 @@ impl LearnerFace {
         LearnerFace {
             model: Arc::clone(model),
             name: name.to_owned(),
-            state: Mutex::new(State::Looks(reader.map(Arc::new))),
+            state: Mutex::new(FaceState::Looks(reader.map(Arc::new))),
             is_behind: AtomicBool::new(false),
             refused: Mutex::default(),
         }
@@ -151,16 +151,16 @@ impl LearnerFace {
     /// The version to read, if the export reads one.
     fn reader(&self) -> Option<Arc<Reader>> {
         match &*self.state.lock() {
-            State::Looks(reader) => reader.clone(),
-            State::Writes(contribution) => contribution.reader(),
+            FaceState::Looks(reader) => reader.clone(),
+            FaceState::Writes(contribution) => contribution.reader(),
         }
     }
 
     /// The contribution, if the learner has joined.
     fn contribution(&self) -> Option<Arc<Contribution>> {
         match &*self.state.lock() {
-            State::Looks(_) => None,
-            State::Writes(contribution) => Some(Arc::clone(contribution)),
+            FaceState::Looks(_) => None,
+            FaceState::Writes(contribution) => Some(Arc::clone(contribution)),
         }
     }
 
@@ -171,11 +171,11 @@ impl LearnerFace {
     pub fn write(&self, offset: u64, bytes: &[u8]) -> CallResult<Wrote> {
         let mut state = self.state.lock();
         let contribution = match &*state {
-            State::Writes(contribution) => Arc::clone(contribution),
-            State::Looks(reader) => {
+            FaceState::Writes(contribution) => Arc::clone(contribution),
+            FaceState::Looks(reader) => {
                 let shown = reader.as_ref().map(|reader| reader.version());
                 let contribution = Arc::new(self.join(shown)?);
-                *state = State::Writes(Arc::clone(&contribution));
+                *state = FaceState::Writes(Arc::clone(&contribution));
                 contribution
             }
         };

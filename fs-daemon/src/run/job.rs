@@ -13,8 +13,8 @@ use crate::error::{DAEMON_ENDED, Error};
 use crate::mountpoint;
 
 /// How long a learner's name may be in use after it has left.
-const LEAVING: Duration = Duration::from_secs(2);
-const LOOK: Duration = Duration::from_millis(20);
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+const LEAVE_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 const EXAMPLE: &str = "name the directory of a model in a mount: gradfs run -n 4 /mnt/job/llama -- COMMAND";
 
 /// The directory of a model in a mount.
@@ -125,9 +125,9 @@ impl Job {
     /// As [`Self::join`].
     pub fn rejoin(&self, name: &str) -> Result<(), Error> {
         self.leave(name)?;
-        let deadline = Instant::now() + LEAVING;
+        let deadline = Instant::now() + LEAVE_TIMEOUT;
         while self.learner(name).is_dir() && Instant::now() < deadline {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(LEAVE_CHECK_INTERVAL);
         }
         self.join(name)
     }

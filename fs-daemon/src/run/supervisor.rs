@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use nix::sys::signal::Signal;
 
 /// A SIGINT so soon after the first is the same wish: timeout(1) signals its child, and then the child's group.
-const ONE_WISH: Duration = Duration::from_millis(200);
+const REPEATED_WITHIN: Duration = Duration::from_millis(200);
 
 /// The status that shells have for a command that cannot be started.
 const NOT_STARTED: u8 = 126;
@@ -187,7 +187,7 @@ impl Supervisor {
         }
         match self.asked {
             Some(first) if signal == Signal::SIGINT => {
-                if now.saturating_duration_since(first) < ONE_WISH {
+                if now.saturating_duration_since(first) < REPEATED_WITHIN {
                     return Vec::new();
                 }
                 self.ranks.iter_mut().for_each(|rank| rank.kill_at = None);

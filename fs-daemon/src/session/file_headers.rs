@@ -42,13 +42,16 @@ fn is_npy(data: &[u8]) -> bool {
 
 /// The header's length, and JSON of it: an object with a quoted name first, printable as far as it is looked at.
 fn is_safetensors(data: &[u8]) -> bool {
-    const LONGEST_LINE: usize = 256;
-    const LONGEST: u64 = 100_000_000;
+    const MAX_LINE: usize = 256;
+    const MAX_HEADER: u64 = 100_000_000;
     let Some((length, text)) = data.split_first_chunk() else { return false };
     let length = u64::from_le_bytes(*length);
-    let text = &text[..text.len().min(LONGEST_LINE).min(length.min(LONGEST) as usize)];
+    let text = &text[..text.len().min(MAX_LINE).min(length.min(MAX_HEADER) as usize)];
     let is_text = |byte: &u8| (b' '..=b'~').contains(byte) || *byte >= 0x80;
-    (2..=LONGEST).contains(&length) && text.len() >= 8 && text.starts_with(b"{\"") && text.iter().all(is_text)
+    (2..=MAX_HEADER).contains(&length)
+        && text.len() >= 8
+        && text.starts_with(b"{\"")
+        && text.iter().all(is_text)
 }
 
 /// A local file header: its magic, a version up to 6.3, no encryption, and a method that libraries write.

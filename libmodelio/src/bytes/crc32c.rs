@@ -5,21 +5,21 @@ use crc_fast::{CrcAlgorithm, Digest};
 use crate::bytes::mmap::prefetch;
 
 /// The length from which it pays to ask for memory ahead.
-const LONG: usize = 16 << 10;
+const PREFETCH_FROM: usize = 16 << 10;
 /// Bytes that are asked for at once, and how far ahead: of blocks that are in no cache, 15 GB/s instead of 13.
-const AT_ONCE: usize = 2 << 10;
+const PREFETCHED: usize = 2 << 10;
 const AHEAD: usize = 8 << 10;
 
 /// The checksum of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     // A 32-bit checksum in the crate's common type.
-    if bytes.len() < LONG {
+    if bytes.len() < PREFETCH_FROM {
         return crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32;
     }
     let mut crc = Crc32c::new();
-    for (at, piece) in bytes.chunks(AT_ONCE).enumerate() {
-        let ahead = at * AT_ONCE + AHEAD;
-        prefetch(bytes.get(ahead..(ahead + AT_ONCE).min(bytes.len())).unwrap_or_default());
+    for (at, piece) in bytes.chunks(PREFETCHED).enumerate() {
+        let ahead = at * PREFETCHED + AHEAD;
+        prefetch(bytes.get(ahead..(ahead + PREFETCHED).min(bytes.len())).unwrap_or_default());
         crc.update(piece);
     }
     crc.finish()

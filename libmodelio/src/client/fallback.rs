@@ -12,7 +12,7 @@ use crate::transport::frames::Link;
 /// The pause before the better path is tried again. It doubles with each failed try,
 const FIRST: Duration = Duration::from_secs(5);
 /// up to this limit.
-const LONGEST: Duration = Duration::from_secs(60);
+const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// How long a connection is kept open before it is closed, so that blocks on it can arrive.
 const DRAIN: Duration = Duration::from_secs(1);
 
@@ -134,7 +134,7 @@ impl Fallbacks {
         if tried {
             self.trial = None;
             self.tries += 1;
-            self.again = Some(now + FIRST.saturating_mul(1 << self.tries.min(8)).min(LONGEST));
+            self.again = Some(now + FIRST.saturating_mul(1 << self.tries.min(8)).min(MAX_PAUSE));
         }
         self.taken.remove(&number);
         if self.leaving.as_ref().is_some_and(|(leaving, _)| leaving.is(link)) {
@@ -186,7 +186,7 @@ mod tests {
             (Some("no room"), None)
         );
         // The first connection must be there before anything is tried.
-        assert!(fallbacks.due(now + LONGEST, 2).is_none());
+        assert!(fallbacks.due(now + MAX_PAUSE, 2).is_none());
         let links = [(); 2].map(|()| Link::default());
         (0..2).for_each(|number| fallbacks.greeted(number, &links[number]));
         let mut pauses = Vec::new();
@@ -223,7 +223,7 @@ mod tests {
         assert!(fallbacks.why(FastPath::Rdma).is_some() && tried(&mut fallbacks, now, 0));
         assert!(fallbacks.overcome(0, now).expect("one makes room").is(&links[1]));
         assert!(!fallbacks.ended(1, &links[1], now));
-        assert!(fallbacks.why(FastPath::Rdma).is_none() && fallbacks.due(now + LONGEST, 1).is_none());
+        assert!(fallbacks.why(FastPath::Rdma).is_none() && fallbacks.due(now + MAX_PAUSE, 1).is_none());
         assert!(fallbacks.take(1, FastPath::Rdma, "the link is down", now), "it is news again");
     }
 
@@ -236,10 +236,12 @@ mod tests {
         assert!(tried(&mut fallbacks, now + FIRST, 1));
         assert!(!fallbacks.ended(0, &link, now + FIRST), "it was in use");
         assert!(fallbacks.overcome(1, now + FIRST).is_none() && !fallbacks.is_trial(1));
-        assert!(fallbacks.due(now + LONGEST, 2).is_none());
+        assert!(fallbacks.due(now + MAX_PAUSE, 2).is_none());
         // The connection with the earlier fallback's number goes by the better path now.
         fallbacks.take(0, FastPath::SharedMemory, "nobody answers", now);
         assert!(fallbacks.overcome(0, now).is_none());
-        assert!(fallbacks.why(FastPath::SharedMemory).is_none() && fallbacks.due(now + LONGEST, 2).is_none());
+        assert!(
+            fallbacks.why(FastPath::SharedMemory).is_none() && fallbacks.due(now + MAX_PAUSE, 2).is_none()
+        );
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use crate::vocabulary::ids::ShardId;
-use crate::vocabulary::phase::{AWAY, LONG};
+use crate::vocabulary::phase::{AWAY, NAMED_AFTER};
 use crate::wire::JobState;
 
 /// The learners and shards that the job waits for.
@@ -21,7 +21,7 @@ impl Late {
         if state.late.is_empty() && state.late_more == 0 {
             self.learners = None;
         } else {
-            self.learners.get_or_insert_with(|| ago(LONG));
+            self.learners.get_or_insert_with(|| ago(NAMED_AFTER));
         }
         self.shards.retain(|shard, _| state.away.contains(shard));
         for &shard in &state.away {

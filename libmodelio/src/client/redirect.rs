@@ -20,7 +20,7 @@ use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 /// and again after growing pauses that begin with this one.
 const GONE: Duration = Duration::from_secs(2);
 /// The longest pause between two questions.
-const LONGEST: Duration = Duration::from_secs(60);
+const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// The longest wait for an answer of the registry's.
 const ANSWER: Duration = Duration::from_secs(5);
 
@@ -396,7 +396,7 @@ impl Shared {
         let pause = match inquiry.other_lives {
             // The next answer is worth having soon.
             1 => GONE,
-            _ => (GONE * 2u32.pow(inquiry.tries.min(5))).min(LONGEST),
+            _ => (GONE * 2u32.pow(inquiry.tries.min(5))).min(MAX_PAUSE),
         };
         inquiry.next = Some(Instant::now() + pause);
     }

@@ -12,7 +12,7 @@ use fixedbitset::FixedBitSet;
 use parking_lot::Mutex;
 
 use super::models::Made;
-use super::{ContributeError, Contributor, STUCK, Share, State};
+use super::{ContributeError, Contributor, ContributorState, STUCK, Share};
 use crate::bytes::region::Region;
 use crate::client::CommitNotice;
 use crate::tracker::Gaps;
@@ -30,7 +30,7 @@ const BESIDE: Duration = Duration::from_secs(30);
 /// The longest model of whose mapping the thread that takes fsync makes a payload.
 const SHORT: u64 = 4 << 20;
 
-impl State {
+impl ContributorState {
     /// A commit of `step` is sent, and makes the learner's next replica.
     fn commits_replica(&mut self, step: Step) {
         if let Some(next) = self.made.as_ref().and_then(|made| made.next()) {

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use parking_lot::MutexGuard;
 
-use super::{ContributeError, Contributor, State};
+use super::{ContributeError, Contributor, ContributorState};
 use crate::bytes::region::Region;
 use crate::tracker::WriteRefused;
 use crate::vocabulary::weight::Weight;
@@ -90,7 +90,7 @@ impl Contributor {
     }
 
     /// Locks the state, with nothing of the mapping final unless it is being committed.
-    pub(super) fn without_finals(&self) -> MutexGuard<'_, State> {
+    pub(super) fn without_finals(&self) -> MutexGuard<'_, ContributorState> {
         let mut state = self.settled();
         if !state.committing && state.finals.clear().is_some() {
             (state.committing, state.aborting) = (true, true);

@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Contributor, State, region};
+use super::{Contributor, ContributorState, region};
 use crate::bytes::block::span;
 use crate::bytes::kernels::{self, Wire};
 use crate::bytes::region::Region;
@@ -207,13 +207,13 @@ impl Contributor {
         self.replica_at(&mut self.state.lock(), version)
     }
 
-    fn replica_at(&self, state: &mut State, version: Version) -> Option<Region> {
+    fn replica_at(&self, state: &mut ContributorState, version: Version) -> Option<Region> {
         self.show_replicas(state);
         state.replicas.at(version, self.job.replicas_since()).cloned()
     }
 
     /// Commits that are part of a version now: it shows their replicas.
-    pub(super) fn show_replicas(&self, state: &mut State) {
+    pub(super) fn show_replicas(&self, state: &mut ContributorState) {
         while let Some(step) = state.replicas.waiting()
             && let Some(version) = self.job.published_in(self.learner, step)
         {
@@ -254,7 +254,7 @@ impl Contributor {
     }
 
     /// How the payload of the next contribution is made, if it is not what is written.
-    pub(super) fn made(&self, state: &mut State) -> Result<Option<Arc<Made>>, ShardError> {
+    pub(super) fn made(&self, state: &mut ContributorState) -> Result<Option<Arc<Made>>, ShardError> {
         let (reducer, hyper) = self.job.reducer();
         let (content, weight) = (reducer.content(), state.weight);
         self.refuse_weight(reducer, weight)?;
@@ -300,7 +300,7 @@ impl Contributor {
     }
 
     /// What the learner begins its next contribution from: what it has read, or else the newest version.
-    fn began(&self, state: &mut State) -> Result<Arc<Began>, ShardError> {
+    fn began(&self, state: &mut ContributorState) -> Result<Arc<Began>, ShardError> {
         if let Some(began) = &state.began {
             return Ok(Arc::clone(began));
         }

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{ContributeError, Contributor, Done, State, region};
+use super::{ContributeError, Contributor, ContributorState, Done, region};
 use crate::bytes::surplus::UNUSED_FOR;
 use crate::client::Opening;
 use crate::vocabulary::ids::Step;
@@ -133,13 +133,17 @@ impl Contributor {
         }
     }
 
-    fn knows_step(&self, state: &State) -> bool {
+    fn knows_step(&self, state: &ContributorState) -> bool {
         state.asking.answer.is_some() || self.job.knows_step(self.learner)
     }
 
     /// Opens the contribution. `None` if the coordinator must be asked for the step. The state is locked during this
     /// call, which answers no request.
-    pub(super) fn open(&self, state: &mut State, timeout: Duration) -> Result<Option<Step>, ShardError> {
+    pub(super) fn open(
+        &self,
+        state: &mut ContributorState,
+        timeout: Duration,
+    ) -> Result<Option<Step>, ShardError> {
         if !self.knows_step(state) {
             return Ok(None);
         }

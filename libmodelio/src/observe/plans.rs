@@ -17,7 +17,7 @@ use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
 
 /// A plan under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Running {
+struct RunningPlan {
     plan: PlanId,
     granted: Now,
     /// When its contributions were complete.
@@ -62,7 +62,7 @@ impl PlanPhases {
 /// The plans and commits of one client.
 #[derive(Debug, Default)]
 pub struct PlanTimes {
-    running: Option<Running>,
+    running: Option<RunningPlan>,
     /// The commits that are not part of a version.
     commits: BTreeMap<LearnerId, (Step, Now)>,
 }
@@ -93,7 +93,7 @@ impl PlanTimes {
             return None;
         }
         let before = self.end(None, now);
-        self.running = Some(Running { plan, granted: now, sealed: None, sent: None, over: None });
+        self.running = Some(RunningPlan { plan, granted: now, sealed: None, sent: None, over: None });
         before
     }
 
@@ -155,7 +155,7 @@ impl PlanTimes {
     }
 
     fn end(&mut self, version: Option<Version>, now: Now) -> Option<PlanPhases> {
-        let Running { plan, granted, sealed, sent, over } = self.running.take()?;
+        let RunningPlan { plan, granted, sealed, sent, over } = self.running.take()?;
         let over = if version.is_some() { now } else { over.unwrap_or(now) };
         Some(PlanPhases { plan, granted, sealed, sent, over, version })
     }

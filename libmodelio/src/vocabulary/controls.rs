@@ -109,7 +109,9 @@ impl FromStr for Consistency {
         let number = |least: u32, text: &str| {
             // `parse` would take a sign.
             let digits = Some(text).filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
-            digits.and_then(|digits| digits.parse().ok()).filter(|number| (least..=MOST).contains(number))
+            digits
+                .and_then(|digits| digits.parse().ok())
+                .filter(|number| (least..=MAX_COUNT).contains(number))
         };
         let plain = text.to_ascii_lowercase();
         let parsed = match (plain.as_str(), plain.strip_suffix(')').and_then(|text| text.split_once('('))) {
@@ -133,14 +135,14 @@ const AUTO: &str = "auto";
 /// The value of `wire` without a coding.
 const FULL: &str = "full";
 /// The greatest count that a setting takes.
-const MOST: u32 = 65_536;
+const MAX_COUNT: u32 = 65_536;
 /// The highest number of a version that a setting takes.
 const LAST_VERSION: u64 = 1 << 48;
 /// Most learners of a job at a time.
 pub const MAX_LEARNERS: u32 = 4096;
 
 /// Bytes of patterns in `frozen`, and of rules in `tensors`, at most: enough for a rule for each tensor of a large model.
-pub const LONGEST: usize = 64 << 10;
+pub const MAX_TEXT: usize = 64 << 10;
 
 /// The treatment of NaN and Inf in a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -494,8 +496,8 @@ impl Controls {
             "shard_patience" => {
                 new.shard_patience = field.seconds(0.0, "a number of seconds from 0 to a year")?;
             }
-            "retain" => new.retain = field.count(0, MOST)?,
-            "max_versions" => new.max_versions = field.count(3, MOST)?,
+            "retain" => new.retain = field.count(0, MAX_COUNT)?,
+            "max_versions" => new.max_versions = field.count(3, MAX_COUNT)?,
             "pull" => new.pull = field.word_or_auto("auto, eager, adaptive or on-demand")?,
             "read_own_step" => new.read_own_step = field.word_or_auto("auto, true or false")?,
             "nonfinite" => {
@@ -821,8 +823,8 @@ impl Field<'_> {
     /// Refuses a text of so many bytes that not every state of the job can tell it.
     fn check_length(&self, what: &str) -> Result<(), ControlError> {
         match self.value.len() {
-            got if got > LONGEST => Err(ControlError::Conflict(format!(
-                "{got} bytes of {what} in {}, the limit is {LONGEST}",
+            got if got > MAX_TEXT => Err(ControlError::Conflict(format!(
+                "{got} bytes of {what} in {}, the limit is {MAX_TEXT}",
                 self.name
             ))),
             _ => Ok(()),

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub const AWAY: Duration = Duration::from_secs(2);
 
 /// Learners that others have been waiting for this long are named.
-pub const LONG: Duration = Duration::from_secs(5);
+pub const NAMED_AFTER: Duration = Duration::from_secs(5);
 
 /// When a peer was last heard, for a peer that may be stopped while its connection stands. One that is silent is asked
 /// for a sign of life, and is out of reach if it does not answer. Time in which this process was stopped itself does not

@@ -64,7 +64,7 @@ impl Content {
 }
 
 /// What reducers of one kind have in common.
-struct Kind {
+struct ReducerKind {
     content: Content,
     reads: &'static [&'static str],
 }
@@ -73,14 +73,15 @@ struct Kind {
 struct Facts {
     combine: Combine,
     state: &'static [&'static str],
-    kind: Kind,
+    kind: ReducerKind,
     reads: &'static [&'static str],
 }
 
 /// Those that add contributions up.
-const ADDS: Kind = Kind { content: Content::Gradient, reads: &["clip_norm", "clip_value", "loss_scale"] };
+const ADDS: ReducerKind =
+    ReducerKind { content: Content::Gradient, reads: &["clip_norm", "clip_value", "loss_scale"] };
 /// Optimizers.
-const STEPS: Kind = Kind {
+const STEPS: ReducerKind = ReducerKind {
     content: Content::Gradient,
     reads: &[
         "learning_rate",
@@ -93,11 +94,11 @@ const STEPS: Kind = Kind {
     ],
 };
 /// Those that put a value in the place of another.
-const PUTS: Kind = Kind { content: Content::Values, reads: &[] };
+const PUTS: ReducerKind = ReducerKind { content: Content::Values, reads: &[] };
 /// Those that go from the model to the mean of its learners' models.
-const MEANS: Kind = Kind { content: Content::Model, reads: &[] };
+const MEANS: ReducerKind = ReducerKind { content: Content::Model, reads: &[] };
 /// Those by which the learners' replicas and the model attract each other.
-const PULLS: Kind = Kind { content: Content::Replica, reads: &["elasticity"] };
+const PULLS: ReducerKind = ReducerKind { content: Content::Replica, reads: &["elasticity"] };
 
 /// The reducers, one entry each: how it combines contributions, what it keeps for each weight, by torch's names, its
 /// kind, and which hyper-parameters it reads besides those of its kind. A reducer's name in lower case is its word in

@@ -6,8 +6,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 /// The least and the largest weight. Products with them, and one by their sum, are finite and not zero in fp32, too.
-const LEAST: f64 = 1e-15;
-const MOST: f64 = 1e15;
+const MIN_WEIGHT: f64 = 1e-15;
+const MAX_WEIGHT: f64 = 1e15;
 
 /// A number above zero, such as the tokens or samples behind a contribution. Two are equal if their bits are.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,7 +29,7 @@ impl Weight {
 
     /// Whether it is a number that a weight can be. What a peer says may be any.
     pub fn is_valid(self) -> bool {
-        (LEAST..=MOST).contains(&self.get())
+        (MIN_WEIGHT..=MAX_WEIGHT).contains(&self.get())
     }
 }
 

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::waits::SAID;
+use super::waits::MAX_NAMES;
 use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PendingKind, Place, Ticket};
 
 /// A reason of [`ShardError::TimedOut`]: readers hold all buffers.
@@ -101,9 +101,11 @@ impl JobCore {
         }
         let missing =
             match self.committed.iter().any(|c| c.ticket.is_some_and(|(_, deadline)| deadline <= now)) {
-                true => {
-                    self.waited_for().map(|(_, member)| format!("{:?}", member.name)).take(SAID).collect()
-                }
+                true => self
+                    .waited_for()
+                    .map(|(_, member)| format!("{:?}", member.name))
+                    .take(MAX_NAMES)
+                    .collect(),
                 false => Vec::new(),
             };
         let mut back = Vec::new();

@@ -25,7 +25,7 @@ const MOST_DOUBLINGS: u32 = 5;
 
 /// A learner that has committed waits at least this long for the others. A plan that is dropped costs as much as was
 /// sent.
-const PATIENCE: Now = Now::from_secs(1);
+const WAIT_FOR_OTHERS: Now = Now::from_secs(1);
 
 /// The provisional plan under way.
 #[derive(Debug)]
@@ -157,7 +157,7 @@ impl JobCore {
     /// they need not wait longer than that.
     pub(super) fn be_patient(&mut self, now: Now) {
         let Some(early) = &self.early.under_way else { return };
-        let least = if self.early.are_all_staged { PATIENCE } else { self.early.accumulate_patience };
+        let least = if self.early.are_all_staged { WAIT_FOR_OTHERS } else { self.early.accumulate_patience };
         let patience = now.saturating_sub(early.since).max(least);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
             committed.accumulate_at = (now + patience).min(committed.patient_until);

@@ -2,16 +2,16 @@
 
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::members::LeaveReason;
-use libmodelio::vocabulary::phase::LONG;
+use libmodelio::vocabulary::phase::NAMED_AFTER;
 use serde::{Deserialize, Serialize};
 
 use super::state::{Stall, Wait};
 use super::{Action, JobCore, Member, Now, PendingKind, WaitedFor};
 
 /// The most names in a report.
-pub(super) const SAID: usize = 16;
+pub(super) const MAX_NAMES: usize = 16;
 /// A wait goes on if a learner waits again within this time: requests that time out come again.
-const PAUSE: Now = Now::from_secs(1);
+const SAME_WAIT_WITHIN: Now = Now::from_secs(1);
 
 /// The waits for other learners.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -40,7 +40,8 @@ impl Waits {
 
     /// Whether a learner waits now, for what comes behind `at`.
     fn note(&mut self, waits: bool, at: u64, now: Now) {
-        let is_long = |wait: &mut Wait| wait.paused.is_some_and(|since| now.saturating_sub(since) >= PAUSE);
+        let is_long =
+            |wait: &mut Wait| wait.paused.is_some_and(|since| now.saturating_sub(since) >= SAME_WAIT_WITHIN);
         self.wait.take_if(|wait| wait.at != at || is_long(wait));
         match &mut self.wait {
             Some(wait) if waits => wait.paused = None,
@@ -103,10 +104,10 @@ impl JobCore {
     /// The learners that others wait for, if the wait has lasted long, and its beginning. The beginning tells waits
     /// apart.
     pub fn late(&self, now: Now) -> Option<(Now, WaitedFor)> {
-        let wait = self.waits.wait.filter(|wait| now.saturating_sub(wait.since) >= LONG)?;
+        let wait = self.waits.wait.filter(|wait| now.saturating_sub(wait.since) >= NAMED_AFTER)?;
         let late = if self.formation.is_formed() {
             let mut names = self.waited_for().map(|(_, member)| member.name.clone());
-            WaitedFor { learners: names.by_ref().take(SAID).collect(), more: names.count() }
+            WaitedFor { learners: names.by_ref().take(MAX_NAMES).collect(), more: names.count() }
         } else {
             let more = (self.controls.learners as usize).saturating_sub(self.members.len());
             WaitedFor { learners: Vec::new(), more }

@@ -25,7 +25,7 @@ const CAPABILITY: (i32, i32) = (7, 0);
 /// Threads of a block.
 const THREADS: u32 = 256;
 /// Elements that a thread computes at once, but for F64.
-const AT_ONCE: usize = 4;
+const ELEMENTS_PER_THREAD: usize = 4;
 
 /// A GPU.
 #[derive(Debug)]
@@ -325,7 +325,7 @@ impl Device for Cuda {
         let (constants, elements) = match wire {
             Wire::F64 => (parameter(&mut double), *count),
             // The ragged ends take no threads of their own.
-            _ => (parameter(&mut single), count.div_ceil(AT_ONCE)),
+            _ => (parameter(&mut single), count.div_ceil(ELEMENTS_PER_THREAD)),
         };
         // SAFETY: a kernel of this name takes a run and constants of this type; the rest is passed on to the caller.
         unsafe { self.launch(kernel, stream, elements, &mut [parameter(&mut run), constants]) }

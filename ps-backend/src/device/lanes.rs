@@ -19,7 +19,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::groups::Steps;
 use smallvec::SmallVec;
 
-use super::runs::MOST;
+use super::runs::MAX_WORDS;
 use super::{Address, Adoption, Device, DeviceError, Does, Event, Launch, Memory, Run, Stream};
 use crate::reducers;
 
@@ -28,9 +28,9 @@ const LANES: usize = 4;
 /// Words by which a run's first word may miss a multiple of 16 bytes, rounded up.
 const MARGIN: usize = 4;
 /// Bytes of a lane's room for one sum. The rooms begin at multiples of 256 bytes.
-const SUM: usize = ((MOST + MARGIN) * 4).next_multiple_of(256);
+const SUM: usize = ((MAX_WORDS + MARGIN) * 4).next_multiple_of(256);
 /// Bytes of a lane's room for narrow weights, of 16 bits at most.
-const NARROW: usize = ((MOST + MARGIN) * 2).next_multiple_of(256);
+const NARROW: usize = ((MAX_WORDS + MARGIN) * 2).next_multiple_of(256);
 
 /// The bytes of a device that [`Lanes`] take.
 pub const BYTES: u64 = (LANES * (2 * SUM + NARROW)) as u64;

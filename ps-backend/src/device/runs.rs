@@ -9,10 +9,10 @@ use libmodelio::vocabulary::tensor_steps::Treatment;
 use smallvec::SmallVec;
 
 /// The most words of a run. Between two copies a device pauses for some microseconds, so longer runs are faster.
-pub const MOST: usize = 2 << 20;
+pub const MAX_WORDS: usize = 2 << 20;
 /// The least words of a run that is cut. The first run's copy to the device and the last one's from it overlap with nothing,
 /// so there should be many runs.
-const LEAST: usize = 128 << 10;
+const MIN_WORDS: usize = 128 << 10;
 /// The number of runs that a batch is cut into, if they do not become too short or too long.
 const WANTED: usize = 16;
 
@@ -73,7 +73,7 @@ impl Runs {
     /// No runs yet. About so many words are to come.
     pub fn new(words: usize) -> Runs {
         // No F64 is cut in two.
-        let most = (words / WANTED).next_multiple_of(2).clamp(LEAST, MOST);
+        let most = (words / WANTED).next_multiple_of(2).clamp(MIN_WORDS, MAX_WORDS);
         Runs { runs: Vec::new(), most }
     }
 
@@ -149,11 +149,14 @@ mod tests {
 
     #[test]
     fn no_run_is_longer_than_a_lane_has_room_for() {
-        let mut runs = Runs::new(100 * MOST);
-        runs.push(Wire::F64, &Does::Adopt, 6..6 + 2 * MOST + 2, 24);
-        runs.push(Wire::F64, &Does::Adopt, 8 + 2 * MOST..8 + 3 * MOST, 32 + 8 * MOST);
+        let mut runs = Runs::new(100 * MAX_WORDS);
+        runs.push(Wire::F64, &Does::Adopt, 6..6 + 2 * MAX_WORDS + 2, 24);
+        runs.push(Wire::F64, &Does::Adopt, 8 + 2 * MAX_WORDS..8 + 3 * MAX_WORDS, 32 + 8 * MAX_WORDS);
         let lengths: Vec<_> = runs.all().iter().map(|run| (run.words.len(), run.bytes.len())).collect();
-        assert_eq!(lengths, [(MOST, 4 * MOST), (MOST, 4 * MOST), (MOST, 4 * MOST), (2, 8)]);
+        assert_eq!(
+            lengths,
+            [(MAX_WORDS, 4 * MAX_WORDS), (MAX_WORDS, 4 * MAX_WORDS), (MAX_WORDS, 4 * MAX_WORDS), (2, 8)]
+        );
         assert!(runs.all().windows(2).all(|pair| pair[0].words.end == pair[1].words.start));
         // A small batch is cut, too, so that copies overlap.
         let mut runs = Runs::new(4 << 20);

@@ -181,11 +181,11 @@ impl Pass {
                 Ok(())
             }
             Pass::Merge(merge) => {
-                const AT_ONCE: usize = 16;
+                const MAX_MERGED_AT_ONCE: usize = 16;
                 let all = merge.len();
-                (0..all.div_ceil(AT_ONCE)).into_par_iter().for_each(|part| {
-                    let start = part * AT_ONCE;
-                    merge.run(start..(start + AT_ONCE).min(all));
+                (0..all.div_ceil(MAX_MERGED_AT_ONCE)).into_par_iter().for_each(|part| {
+                    let start = part * MAX_MERGED_AT_ONCE;
+                    merge.run(start..(start + MAX_MERGED_AT_ONCE).min(all));
                 });
                 Ok(())
             }

@@ -193,12 +193,12 @@ impl Limits {
 /// The memory of one shard's partition of a model. Clones share it. Block numbers are those of the partition.
 #[derive(Clone, Debug)]
 pub struct PartitionStore {
-    shared: Arc<Shared>,
+    shared: Arc<StoreShared>,
 }
 
 /// The part that pinned versions keep alive.
 #[derive(Debug)]
-struct Shared {
+struct StoreShared {
     partition: PartitionLayout,
     inner: Mutex<Inner>,
     sums: Arc<Sums>,
@@ -208,7 +208,7 @@ struct Shared {
     loaded: Box<[AtomicU8]>,
 }
 
-impl KeepsSpares for Shared {
+impl KeepsSpares for StoreShared {
     fn give_back(&self) {
         if let Some(mut inner) = self.inner.try_lock_for(available::LOCKED_FOR_LONG) {
             let retain = inner.limits.retain;
@@ -298,7 +298,7 @@ impl PartitionStore {
             adds_there: true,
         });
         let tally = Arc::default();
-        let shared = Arc::new(Shared { partition, inner, sums, tally, loaded });
+        let shared = Arc::new(StoreShared { partition, inner, sums, tally, loaded });
         let keeper = Arc::downgrade(&shared);
         available::asks_for_spares(keeper);
         Ok(PartitionStore { shared })
@@ -455,7 +455,7 @@ impl PartitionStore {
             }
             _ => None,
         };
-        let Shared { sums, tally, .. } = &*self.shared;
+        let StoreShared { sums, tally, .. } = &*self.shared;
         let shared = (Arc::clone(sums), Arc::clone(tally));
         let job =
             PartitionJob::new(Arc::clone(self.layout()), shared, work, builder, measure, (check, in_place));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::ids::PlanId;
 
 /// The longest wait for the message about a plan. The coordinator repeats it more often.
-pub const LONGEST: Duration = Duration::from_secs(3);
+pub const MAX_WAIT: Duration = Duration::from_secs(3);
 
 /// The plan that one connection waits for.
 #[derive(Clone, Copy, Debug, Default)]
@@ -23,7 +23,7 @@ impl UnknownPlan {
     /// enough, its further blocks need not wait.
     pub fn waits(&mut self, plan: PlanId, now: Instant) -> bool {
         match self.waits {
-            Some((of, since)) if of == plan => now < since + LONGEST,
+            Some((of, since)) if of == plan => now < since + MAX_WAIT,
             _ => {
                 self.waits = Some((plan, now));
                 true
@@ -33,7 +33,7 @@ impl UnknownPlan {
 
     /// The end of the wait, if it is after `now`.
     pub fn until(&self, now: Instant) -> Option<Instant> {
-        self.waits.map(|(_, since)| since + LONGEST).filter(|&until| now < until)
+        self.waits.map(|(_, since)| since + MAX_WAIT).filter(|&until| now < until)
     }
 }
 
@@ -47,13 +47,13 @@ mod tests {
         let mut unknown_plan = UnknownPlan::default();
         assert_eq!(unknown_plan.until(start), None);
         assert!(unknown_plan.waits(PlanId(7), start));
-        let almost = start + LONGEST - Duration::from_millis(1);
+        let almost = start + MAX_WAIT - Duration::from_millis(1);
         assert!(unknown_plan.waits(PlanId(7), almost));
-        assert_eq!(unknown_plan.until(almost), Some(start + LONGEST));
-        let late = start + LONGEST;
+        assert_eq!(unknown_plan.until(almost), Some(start + MAX_WAIT));
+        let late = start + MAX_WAIT;
         assert!(!unknown_plan.waits(PlanId(7), late), "long enough");
         assert_eq!(unknown_plan.until(late), None);
         assert!(unknown_plan.waits(PlanId(8), late), "another one has its own time");
-        assert_eq!(unknown_plan.until(late), Some(late + LONGEST));
+        assert_eq!(unknown_plan.until(late), Some(late + MAX_WAIT));
     }
 }

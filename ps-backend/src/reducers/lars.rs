@@ -7,7 +7,7 @@ use libmodelio::vocabulary::norm::TensorNorms;
 use libmodelio::vocabulary::reducer::Step;
 
 use super::gradient::{Gradient, constant};
-use super::momentum::{Running, Way};
+use super::momentum::{RunningMomentum, Way};
 use super::sum::Carried;
 use super::{Formula, Layerwise, Reduce};
 
@@ -22,11 +22,11 @@ impl Lars {
 
 impl Reduce for Lars {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
-        Running::pass(step, operands, Self::way, Self::way)
+        RunningMomentum::pass(step, operands, Self::way, Self::way)
     }
 
     fn formula(&self, step: &Step, _: bool) -> Formula {
-        Running::formula(step, Self::way(step), Self::way(step))
+        RunningMomentum::formula(step, Self::way(step), Self::way(step))
     }
 }
 

@@ -14,7 +14,7 @@ use libmodelio::bytes::kernels::{Operands, Scalar};
 use libmodelio::vocabulary::reducer::{Hyper, Step};
 
 use super::gradient::Gradient;
-use super::momentum::{Running, Way};
+use super::momentum::{RunningMomentum, Way};
 use super::sum::Carried;
 use super::{Formula, Function, Reduce};
 
@@ -63,11 +63,11 @@ impl Sma {
 
 impl Reduce for Sma {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
-        Running::pass(step, operands, Self::way, Self::way)
+        RunningMomentum::pass(step, operands, Self::way, Self::way)
     }
 
     fn formula(&self, step: &Step, _: bool) -> Formula {
-        Running::formula(step, Self::way(step), Self::way(step))
+        RunningMomentum::formula(step, Self::way(step), Self::way(step))
     }
 }
 
@@ -83,10 +83,10 @@ impl Diloco {
 
 impl Reduce for Diloco {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
-        Running::pass(step, operands, Self::way, Self::way)
+        RunningMomentum::pass(step, operands, Self::way, Self::way)
     }
 
     fn formula(&self, step: &Step, _: bool) -> Formula {
-        Running::formula(step, Self::way(step), Self::way(step))
+        RunningMomentum::formula(step, Self::way(step), Self::way(step))
     }
 }

@@ -22,11 +22,11 @@ impl Momentum {
 
 impl Reduce for Momentum {
     fn pass(&self, step: &Step, operands: Operands<'_>, _: bool) -> bool {
-        Running::pass(step, operands, |step| self.way(step), |step| self.way(step))
+        RunningMomentum::pass(step, operands, |step| self.way(step), |step| self.way(step))
     }
 
     fn formula(&self, step: &Step, _: bool) -> Formula {
-        Running::formula(step, self.way(step), self.way(step))
+        RunningMomentum::formula(step, self.way(step), self.way(step))
     }
 }
 
@@ -38,7 +38,7 @@ pub struct Way<S> {
     pub nesterov: bool,
 }
 
-impl Running<f32, false> {
+impl RunningMomentum<f32, false> {
     /// The pass of a step in both types.
     pub fn pass(
         step: &Step,
@@ -48,13 +48,13 @@ impl Running<f32, false> {
     ) -> bool {
         if step.t <= 1 {
             operands.reduce(
-                || Running::<_, true>::new(step, single(step)),
-                || Running::<_, true>::new(step, double(step)),
+                || RunningMomentum::<_, true>::new(step, single(step)),
+                || RunningMomentum::<_, true>::new(step, double(step)),
             )
         } else {
             operands.reduce(
-                || Running::<_, false>::new(step, single(step)),
-                || Running::<_, false>::new(step, double(step)),
+                || RunningMomentum::<_, false>::new(step, single(step)),
+                || RunningMomentum::<_, false>::new(step, double(step)),
             )
         }
     }
@@ -67,23 +67,23 @@ impl Running<f32, false> {
             (false, false) => Function::Momentum,
             (false, true) => Function::Nesterov,
         };
-        let constants = Running::<f32, false>::new(step, single).constants();
-        Formula::new(function, constants, Running::<f64, false>::new(step, double).constants())
+        let constants = RunningMomentum::<f32, false>::new(step, single).constants();
+        Formula::new(function, constants, RunningMomentum::<f64, false>::new(step, double).constants())
     }
 }
 
 /// The `FIRST` step fills the buffer.
 #[derive(Clone, Copy)]
-pub struct Running<S, const FIRST: bool> {
+pub struct RunningMomentum<S, const FIRST: bool> {
     way: Way<S>,
     momentum: S,
     undamped: S,
 }
 
-impl<S: Scalar, const FIRST: bool> Running<S, FIRST> {
+impl<S: Scalar, const FIRST: bool> RunningMomentum<S, FIRST> {
     fn new(step: &Step, way: Way<S>) -> Self {
         let dampening = if step.reducer.reads("dampening") { step.hyper.dampening } else { 0.0 };
-        Running {
+        RunningMomentum {
             way,
             momentum: constant(step.hyper.momentum),
             undamped: S::nearest(1.0 - S::meant(dampening)),
@@ -96,7 +96,7 @@ impl<S: Scalar, const FIRST: bool> Running<S, FIRST> {
     }
 }
 
-impl<S: Scalar, const FIRST: bool> Op for Running<S, FIRST> {
+impl<S: Scalar, const FIRST: bool> Op for RunningMomentum<S, FIRST> {
     type Scalar = S;
     const READS_SLOTS: bool = !FIRST;
     const SLOTS: usize = 1;

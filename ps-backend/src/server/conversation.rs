@@ -34,7 +34,7 @@ const SILENCE: Duration = Duration::from_secs(10);
 const MAX_PULLS: usize = 256;
 
 /// The kind of a connection, from its greeting.
-enum Kind {
+enum PeerKind {
     Strange,
     Control { client: ClientId, coordinator: Arc<Coordinator> },
     Data(Box<Data>),
@@ -73,7 +73,7 @@ pub(super) struct Peer {
     /// Its place among those that have greeted.
     place: Option<Place>,
     link: Link,
-    kind: Kind,
+    kind: PeerKind,
     epoch: Epoch,
     /// Kept here until the greeting.
     memory: Option<Box<ShmClient>>,
@@ -104,7 +104,7 @@ impl Peer {
             origin: None,
             place: None,
             link: Link::default(),
-            kind: Kind::Strange,
+            kind: PeerKind::Strange,
             epoch: Epoch(0),
             memory,
             #[cfg(feature = "rdma")]
@@ -127,9 +127,9 @@ impl Peer {
     /// Where the model of this connection is now, if it has moved since the greeting.
     fn moved(&self) -> Option<Redirect> {
         match &self.kind {
-            Kind::Control { coordinator, .. } => coordinator.moved().cloned(),
-            Kind::Data(data) => data.partition.moved().cloned(),
-            Kind::Strange | Kind::Coordinator(_) | Kind::Admin => None,
+            PeerKind::Control { coordinator, .. } => coordinator.moved().cloned(),
+            PeerKind::Data(data) => data.partition.moved().cloned(),
+            PeerKind::Strange | PeerKind::Coordinator(_) | PeerKind::Admin => None,
         }
     }
 
@@ -145,9 +145,9 @@ impl Peer {
     /// Blocks have come. The client has left their checksum out.
     fn unchecked(&self, bytes: usize) {
         match &self.kind {
-            Kind::Data(data) => data.partition.store().tally().unchecked(bytes),
-            Kind::Control { coordinator, .. } => coordinator.unchecked(bytes),
-            Kind::Strange | Kind::Coordinator(_) | Kind::Admin => {}
+            PeerKind::Data(data) => data.partition.store().tally().unchecked(bytes),
+            PeerKind::Control { coordinator, .. } => coordinator.unchecked(bytes),
+            PeerKind::Strange | PeerKind::Coordinator(_) | PeerKind::Admin => {}
         }
     }
 
@@ -170,7 +170,7 @@ impl Peer {
             return Err(Refusal::Role { what: format!("{role:?} by RDMA") }.into());
         }
         if *role == Role::Admin {
-            self.kind = Kind::Admin;
+            self.kind = PeerKind::Admin;
             return Ok(());
         }
         let got = received.header.epoch();
@@ -197,7 +197,7 @@ impl Peer {
                 let coordinator = found.coordinator.clone();
                 let coordinator =
                     coordinator.ok_or_else(|| Refusal::other("this shard does not coordinate the model"))?;
-                Kind::Control { client: *client, coordinator }
+                PeerKind::Control { client: *client, coordinator }
             }
             Role::Data => {
                 self.link.expect_much();
@@ -205,7 +205,7 @@ impl Peer {
                 if let Some(memory) = &mut memory {
                     memory.serve(&partition);
                 }
-                Kind::Data(Box::new(Data {
+                PeerKind::Data(Box::new(Data {
                     sender: Sender::over(&self.link, *client),
                     partition,
                     reservation: None,
@@ -223,16 +223,16 @@ impl Peer {
             }
             Role::Coordinator => {
                 partition.coordinated_by(ToCoordinator::There(self.link.clone()), PlanId(client.0));
-                Kind::Coordinator(partition)
+                PeerKind::Coordinator(partition)
             }
-            Role::Admin => Kind::Admin,
+            Role::Admin => PeerKind::Admin,
         };
         Ok(())
     }
 
     fn welcome(&mut self) -> Result<(), Refusal> {
         #[cfg(feature = "rdma")]
-        if let Kind::Data(data) = &mut self.kind
+        if let PeerKind::Data(data) = &mut self.kind
             && let Data { sender, partition, remote: Some(remote), .. } = &mut **data
         {
             let rdma = self
@@ -247,10 +247,10 @@ impl Peer {
         let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
         match &self.kind {
-            Kind::Control { client, coordinator } => {
+            PeerKind::Control { client, coordinator } => {
                 coordinator.client_up(*client, &self.link, &self.address)?
             }
-            Kind::Data(data) => data.partition.client_up(data.sender.client, &self.link),
+            PeerKind::Data(data) => data.partition.client_up(data.sender.client, &self.link),
             _ => {}
         }
         Ok(())
@@ -260,7 +260,7 @@ impl Peer {
     fn send_off(
         &self,
         request: u64,
-        kind: errands::Kind,
+        kind: errands::ErrandKind,
         payload: &[u8],
         answers: impl FnOnce(&[u8]) -> AdminAnswer + Send + 'static,
     ) -> Result<(), Refusal> {
@@ -285,7 +285,7 @@ impl Peer {
                 | RegistryRequest::Model { .. }),
             ) if shared.table.is_some() => {
                 let (of_asked, from) = (Arc::clone(&shared), self.origin);
-                return self.send_off(request, errands::Kind::Record, payload, move |payload| {
+                return self.send_off(request, errands::ErrandKind::Record, payload, move |payload| {
                     of_asked.answer_as_registry(from, &asked, payload)
                 });
             }
@@ -324,16 +324,17 @@ impl Peer {
                 });
             }
             Message::Create if shared.options.holds_blocks => {
-                return self.send_off(request, errands::Kind::Memory, payload, move |payload| {
+                return self.send_off(request, errands::ErrandKind::Memory, payload, move |payload| {
                     shared.create(payload)
                 });
             }
             Message::Loaded { generation } if shared.options.holds_blocks => {
-                return self
-                    .send_off(request, errands::Kind::Short, payload, move |_| shared.loaded(generation));
+                return self.send_off(request, errands::ErrandKind::Short, payload, move |_| {
+                    shared.loaded(generation)
+                });
             }
             Message::Delete { model, generation } if shared.options.holds_blocks => {
-                return self.send_off(request, errands::Kind::Short, payload, move |_| {
+                return self.send_off(request, errands::ErrandKind::Short, payload, move |_| {
                     shared.delete(&model, generation)
                 });
             }
@@ -532,7 +533,7 @@ impl Conversation for Peer {
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         let request = received.header.request();
-        if matches!(self.kind, Kind::Strange) {
+        if matches!(self.kind, PeerKind::Strange) {
             let greeted = self.greet(received).and_then(|()| self.welcome().map_err(TurnedAway::from));
             return match greeted {
                 Ok(()) => Ok(Take::Nothing),
@@ -544,26 +545,28 @@ impl Conversation for Peer {
             return Err(self.send_redirect(request, &to));
         }
         let epoch = received.header.epoch();
-        if !matches!(self.kind, Kind::Admin) && epoch != self.epoch && received.message != Message::Pong {
+        if !matches!(self.kind, PeerKind::Admin) && epoch != self.epoch && received.message != Message::Pong {
             return Err(self.refuse(request, Refusal::Epoch { expected: self.epoch, got: epoch }));
         }
         let outcome = match &mut self.kind {
-            Kind::Strange => Ok(Take::Nothing),
-            Kind::Control { .. } if received.header.payload_len() > 0 => match &received.message {
+            PeerKind::Strange => Ok(Take::Nothing),
+            PeerKind::Control { .. } if received.header.payload_len() > 0 => match &received.message {
                 Message::Commit { .. } => Ok(Take::Buffered),
                 _ => received.expect_payload(0).map(|()| Take::Nothing).map_err(|error| error.to_refusal()),
             },
-            Kind::Control { client, coordinator } => {
+            PeerKind::Control { client, coordinator } => {
                 coordinator.client_message(*client, &self.link, request, received.message.clone(), &[]);
                 Ok(Take::Nothing)
             }
-            Kind::Data(data) => data.message(received, &self.link),
-            Kind::Coordinator(partition) => {
+            PeerKind::Data(data) => data.message(received, &self.link),
+            PeerKind::Coordinator(partition) => {
                 partition.from_coordinator(request, received.message.clone(), Some(&self.link));
                 Ok(Take::Nothing)
             }
-            Kind::Admin if received.header.payload_len() > 0 => Ok(Take::Buffered),
-            Kind::Admin => self.administer(request, received.message.clone(), &[]).map(|()| Take::Nothing),
+            PeerKind::Admin if received.header.payload_len() > 0 => Ok(Take::Buffered),
+            PeerKind::Admin => {
+                self.administer(request, received.message.clone(), &[]).map(|()| Take::Nothing)
+            }
         };
         outcome.map_err(|refusal| self.refuse(request, refusal))
     }
@@ -573,7 +576,7 @@ impl Conversation for Peer {
             self.unchecked(received.header.payload_len() as usize);
         }
         let outcome = match &mut self.kind {
-            Kind::Data(data) => match data.reservation.take() {
+            PeerKind::Data(data) => match data.reservation.take() {
                 Some(reservation) => {
                     if data.goes_through_rings() {
                         let len = received.header.payload_len() as usize;
@@ -583,8 +586,8 @@ impl Conversation for Peer {
                 }
                 None => Ok(()),
             },
-            Kind::Admin => self.administer(received.header.request(), received.message.clone(), bytes),
-            Kind::Control { client, coordinator } => {
+            PeerKind::Admin => self.administer(received.header.request(), received.message.clone(), bytes),
+            PeerKind::Control { client, coordinator } => {
                 let (request, message) = (received.header.request(), received.message.clone());
                 coordinator.client_message(*client, &self.link, request, message, bytes);
                 Ok(())
@@ -595,35 +598,35 @@ impl Conversation for Peer {
     }
 
     fn copied(&mut self, bytes: usize) {
-        if let Kind::Data(data) = &self.kind {
+        if let PeerKind::Data(data) = &self.kind {
             data.partition.store().tally().copied(Flow::Push, bytes);
         }
     }
 
     fn next(&mut self) -> Option<Outgoing> {
         match &mut self.kind {
-            Kind::Data(data) => data.next_block(&self.link),
+            PeerKind::Data(data) => data.next_block(&self.link),
             _ => None,
         }
     }
 
     fn limits(&self) -> Limits {
         match &self.kind {
-            Kind::Strange => Limits::GREETING,
-            Kind::Control { .. } => Limits { payload: MAX_SMALL_MODEL, ..Limits::MAX },
-            Kind::Coordinator(_) => Limits { payload: 0, ..Limits::MAX },
-            Kind::Data(data) => {
+            PeerKind::Strange => Limits::GREETING,
+            PeerKind::Control { .. } => Limits { payload: MAX_SMALL_MODEL, ..Limits::MAX },
+            PeerKind::Coordinator(_) => Limits { payload: 0, ..Limits::MAX },
+            PeerKind::Data(data) => {
                 let layout = data.partition.layout();
                 // Two, because blocks of fp32 have forms of that length.
                 let most = layout.widening().max(2) as u32;
                 Limits { payload: most * layout.block_size().min(MAX_BLOCK_SIZE), ..Limits::MAX }
             }
-            Kind::Admin => Limits { payload: MAX_PAYLOAD, ..Limits::MAX },
+            PeerKind::Admin => Limits { payload: MAX_PAYLOAD, ..Limits::MAX },
         }
     }
 
     fn silence(&self) -> Option<Duration> {
-        (!matches!(self.kind, Kind::Strange)).then_some(SILENCE)
+        (!matches!(self.kind, PeerKind::Strange)).then_some(SILENCE)
     }
 
     fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
@@ -631,13 +634,13 @@ impl Conversation for Peer {
             return Err(self.send_redirect(0, &to));
         }
         match &mut self.kind {
-            Kind::Data(data) => data.tick(now, &self.link).map_err(|refusal| self.refuse(0, refusal)),
+            PeerKind::Data(data) => data.tick(now, &self.link).map_err(|refusal| self.refuse(0, refusal)),
             _ => Ok(None),
         }
     }
 
     fn alive(&mut self) {
-        if let Kind::Control { client, coordinator } = &self.kind {
+        if let PeerKind::Control { client, coordinator } = &self.kind {
             coordinator.client_alive(*client);
         }
     }
@@ -648,7 +651,7 @@ impl Conversation for Peer {
     }
 
     fn given_up(&mut self) {
-        if let Kind::Data(data) = &mut self.kind {
+        if let PeerKind::Data(data) = &mut self.kind {
             data.given_up();
         }
     }
@@ -659,9 +662,9 @@ impl Conversation for Peer {
         if self.place.take().is_none() {
             self.shared.limits.origins.ended(&self.link);
         }
-        match std::mem::replace(&mut self.kind, Kind::Strange) {
-            Kind::Control { client, coordinator } => coordinator.client_down(client, &self.link),
-            Kind::Data(data) => {
+        match std::mem::replace(&mut self.kind, PeerKind::Strange) {
+            PeerKind::Control { client, coordinator } => coordinator.client_down(client, &self.link),
+            PeerKind::Data(data) => {
                 data.partition.client_down(&self.link);
                 #[cfg(feature = "rdma")]
                 if let Some(mut remote) = data.remote {

@@ -39,7 +39,7 @@ const FEW_CLIENTS: usize = 2;
 /// Finds a shard's address.
 pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
 
-struct State {
+struct CoordinatorState {
     core: CoordinatorCore,
     clients: HashMap<ClientId, Link>,
     /// The client in this process.
@@ -94,7 +94,7 @@ pub struct Coordinator {
     mailbox: Arc<Mailbox>,
     /// The coordinator's own partition.
     here: Weak<Partition>,
-    state: Mutex<State>,
+    state: Mutex<CoordinatorState>,
     network: Option<Network>,
     /// The core's time at the start.
     began_at: Duration,
@@ -182,7 +182,7 @@ impl Coordinator {
             Some(_) => core.with_provisional_plans().announces_plans(),
             None => core.in_process(),
         };
-        let state = State {
+        let state = CoordinatorState {
             core,
             clients: HashMap::new(),
             client_here: None,
@@ -340,15 +340,15 @@ impl Coordinator {
         self.began_at + self.started.elapsed()
     }
 
-    fn with_core(&self, change: impl FnOnce(&mut State, Duration, &mut Vec<Action>)) {
+    fn with_core(&self, change: impl FnOnce(&mut CoordinatorState, Duration, &mut Vec<Action>)) {
         self.with_core_or(change, |_| {});
     }
 
     /// Like [`Self::with_core`]. Returns `frozen` if nothing may change the core.
     fn with_core_or(
         &self,
-        change: impl FnOnce(&mut State, Duration, &mut Vec<Action>),
-        frozen: impl FnOnce(&mut State),
+        change: impl FnOnce(&mut CoordinatorState, Duration, &mut Vec<Action>),
+        frozen: impl FnOnce(&mut CoordinatorState),
     ) {
         let mut actions = Vec::new();
         let mut orders = Vec::new();
@@ -423,7 +423,7 @@ impl Coordinator {
     /// A client's control connection is open.
     pub(super) fn client_up(&self, client: ClientId, link: &Link, address: &str) -> Result<(), Refusal> {
         let mut outcome = Ok(());
-        let met = |state: &mut State| {
+        let met = |state: &mut CoordinatorState| {
             state.sights.client_up(client, address);
             if let Some(old) = state.clients.insert(client, link.clone()) {
                 // A newer connection has replaced this one: its messages do not count.
@@ -476,7 +476,7 @@ impl Coordinator {
 
     /// A client's control connection has ended.
     pub(super) fn client_down(&self, client: ClientId, link: &Link) {
-        let known = |state: &mut State| {
+        let known = |state: &mut CoordinatorState| {
             let known = state.clients.get(&client).is_some_and(|known| known.is(link));
             let is_over = known && state.clients.remove(&client).is_some();
             if is_over {
@@ -582,11 +582,11 @@ impl Recipient for Coordinator {
 /// About the time that moving a contribution takes.
 fn patience(bytes: u64) -> Duration {
     const BYTES_PER_SECOND: f64 = 4e9;
-    const MOST: Duration = Duration::from_millis(50);
-    Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND).min(MOST)
+    const MAX_PATIENCE: Duration = Duration::from_millis(50);
+    Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND).min(MAX_PATIENCE)
 }
 
-impl State {
+impl CoordinatorState {
     /// Somebody looks at the clock. If this process was stopped or starved, what was sent to it in that time is still to be
     /// read. Its clients may have given up by now what they sent before that, so nothing of it counts if the pause was
     /// long: they connect again, and repeat what they still want.
@@ -623,7 +623,7 @@ impl Timed for Coordinator {
         });
         self.log_waits();
         let mut state = self.state.lock();
-        let State { core, sights, clients, .. } = &mut *state;
+        let CoordinatorState { core, sights, clients, .. } = &mut *state;
         sights.look(self.now(), core, |client| clients.contains_key(&client));
         let due = state.core.next_deadline().saturating_sub(self.now());
         let pause = due.clamp(Duration::from_millis(1), IDLE);

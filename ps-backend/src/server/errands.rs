@@ -28,7 +28,7 @@ const MAX_WAITING_BYTES: usize = 64 << 20;
 
 /// The kind of a request, by what it may wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum ErrandKind {
     /// For no other request.
     Short,
     /// For no other request. It is about a model's record.
@@ -40,11 +40,12 @@ pub(super) enum Kind {
 }
 
 /// In the order in which they begin.
-const KINDS: [Kind; 4] = [Kind::Short, Kind::Record, Kind::Memory, Kind::Others];
+const KINDS: [ErrandKind; 4] =
+    [ErrandKind::Short, ErrandKind::Record, ErrandKind::Memory, ErrandKind::Others];
 
 /// A request, and the count of what its connection has under way.
 pub(super) struct Errand {
-    pub kind: Kind,
+    pub kind: ErrandKind,
     pub unsent: Unsent,
     pub work: Box<dyn FnOnce(Unsent) + Send>,
 }
@@ -133,16 +134,16 @@ impl Errands {
 
 impl Line {
     /// The kind of the request that may begin next.
-    fn next(&self, threads: usize) -> Option<Kind> {
+    fn next(&self, threads: usize) -> Option<ErrandKind> {
         if self.running.iter().sum::<usize>() >= threads {
             return None;
         }
         KINDS.into_iter().find(|&kind| {
             let most = match kind {
-                Kind::Short => threads,
-                Kind::Record => MAX_OF_RECORDS,
-                Kind::Memory => MAX_OF_MEMORY,
-                Kind::Others => MAX_OF_OTHERS,
+                ErrandKind::Short => threads,
+                ErrandKind::Record => MAX_OF_RECORDS,
+                ErrandKind::Memory => MAX_OF_MEMORY,
+                ErrandKind::Others => MAX_OF_OTHERS,
             };
             !self.waiting[kind as usize].is_empty() && self.running[kind as usize] < most
         })
@@ -179,7 +180,7 @@ impl Lines {
         Some((origin, errand))
     }
 
-    fn ended(&mut self, origin: Origin, kind: Kind) {
+    fn ended(&mut self, origin: Origin, kind: ErrandKind) {
         if let Some(line) = self.lines.get_mut(&origin) {
             line.running[kind as usize] -= 1;
             if line.is_idle() {
@@ -217,11 +218,11 @@ mod tests {
         }
 
         /// Its end is that of what is returned.
-        fn ask(&self, origin: Origin, kind: Kind, number: u32) -> Sender<()> {
+        fn ask(&self, origin: Origin, kind: ErrandKind, number: u32) -> Sender<()> {
             self.ask_on(&Arc::default(), origin, kind, number)
         }
 
-        fn ask_on(&self, of: &Arc<UnsentAll>, origin: Origin, kind: Kind, number: u32) -> Sender<()> {
+        fn ask_on(&self, of: &Arc<UnsentAll>, origin: Origin, kind: ErrandKind, number: u32) -> Sender<()> {
             let (end, ends) = channel();
             let begun = self.begun.0.clone();
             let work = move |_| {
@@ -245,11 +246,12 @@ mod tests {
     #[test]
     fn the_requests_of_an_address_share_a_few_threads_and_others_go_on() {
         let world = World::new();
-        let mut ends: Vec<_> = (0..500).map(|number| world.ask(origin(1), Kind::Short, number)).collect();
+        let mut ends: Vec<_> =
+            (0..500).map(|number| world.ask(origin(1), ErrandKind::Short, number)).collect();
         for _ in 0..MAX_THREADS {
             assert!(world.next() < MAX_THREADS as u32);
         }
-        let _other = world.ask(origin(2), Kind::Short, 1000);
+        let _other = world.ask(origin(2), ErrandKind::Short, 1000);
         assert_eq!(world.next(), 1000);
         assert!(world.none() && world.errands.lines.lock().threads == MAX_THREADS + 1);
         for next in MAX_THREADS as u32..500 {
@@ -264,7 +266,7 @@ mod tests {
         let connection = Arc::new(UnsentAll::default());
         for _ in 0..10_000 {
             let Ok(unsent) = Unsent::one_more(&connection, 0) else { continue };
-            errands.run(origin(1), Errand { kind: Kind::Short, unsent, work: Box::new(drop) }).unwrap();
+            errands.run(origin(1), Errand { kind: ErrandKind::Short, unsent, work: Box::new(drop) }).unwrap();
             assert!(errands.lines.lock().threads <= MAX_THREADS + 1);
         }
         while errands.lines.lock().threads > 0 {
@@ -276,22 +278,22 @@ mod tests {
     #[test]
     fn requests_that_wait_leave_threads_to_others_of_their_address() {
         let world = World::new();
-        let slow = [Kind::Record, Kind::Memory, Kind::Others].repeat(50);
+        let slow = [ErrandKind::Record, ErrandKind::Memory, ErrandKind::Others].repeat(50);
         let _ends: Vec<_> = slow.into_iter().map(|kind| world.ask(origin(1), kind, 0)).collect();
         for _ in 0..MAX_OF_RECORDS + MAX_OF_MEMORY + MAX_OF_OTHERS {
             world.next();
         }
         assert!(world.none());
-        let _short = world.ask(origin(1), Kind::Short, 1);
+        let _short = world.ask(origin(1), ErrandKind::Short, 1);
         assert_eq!(world.next(), 1);
     }
 
     #[test]
     fn many_addresses_have_no_more_than_their_threads_and_each_has_one() {
         let world = World::new();
-        let asks = |number: u32| world.ask(origin((number % 100) as u8), Kind::Short, number % 100);
+        let asks = |number: u32| world.ask(origin((number % 100) as u8), ErrandKind::Short, number % 100);
         let _ends: Vec<_> = (0..800).map(asks).collect();
-        let _last = world.ask(origin(200), Kind::Short, 200);
+        let _last = world.ask(origin(200), ErrandKind::Short, 200);
         let mut begun = std::collections::BTreeSet::new();
         while begun.len() < 101 {
             begun.insert(world.next());
@@ -303,13 +305,13 @@ mod tests {
     fn a_request_whose_connection_has_ended_does_not_run() {
         let world = World::new();
         let ends: Vec<_> =
-            (0..MAX_THREADS as u32).map(|number| world.ask(origin(1), Kind::Short, number)).collect();
+            (0..MAX_THREADS as u32).map(|number| world.ask(origin(1), ErrandKind::Short, number)).collect();
         for _ in 0..MAX_THREADS {
             world.next();
         }
-        let _in_vain = world.ask_on(&world.connection, origin(1), Kind::Short, 100);
+        let _in_vain = world.ask_on(&world.connection, origin(1), ErrandKind::Short, 100);
         world.connection.end();
-        let _later = world.ask(origin(1), Kind::Short, 101);
+        let _later = world.ask(origin(1), ErrandKind::Short, 101);
         drop(ends);
         assert_eq!(world.next(), 101);
     }
@@ -325,7 +327,7 @@ mod tests {
             let work = Box::new(move |_| {
                 let _ = ends.lock().recv();
             });
-            errands.run(origin(from), Errand { kind: Kind::Memory, unsent, work })
+            errands.run(origin(from), Errand { kind: ErrandKind::Memory, unsent, work })
         };
         for _ in 0..MAX_OF_MEMORY {
             ask(1, 1).unwrap();

@@ -231,13 +231,13 @@ impl Drop for Server {
 
 /// Listens. The port of a process that was just killed may be in use for some moments more.
 fn bind(address: SocketAddr) -> io::Result<TcpListener> {
-    const PATIENCE: Duration = Duration::from_secs(1);
-    const PAUSE: Duration = Duration::from_millis(10);
-    let until = Instant::now() + PATIENCE;
+    const BIND_TIMEOUT: Duration = Duration::from_secs(1);
+    const BIND_PAUSE: Duration = Duration::from_millis(10);
+    let until = Instant::now() + BIND_TIMEOUT;
     loop {
         match tcp::bind(address, &SocketOptions::default()) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until => {
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(BIND_PAUSE);
             }
             outcome => return outcome,
         }

@@ -73,7 +73,7 @@ const MOST_BUFFERS: usize = 32;
 /// The most blocks that a device makes at once. Between two batches it has nothing to do for a moment.
 const MADE_BY_DEVICE: usize = 512;
 
-struct State {
+struct PartitionState {
     core: PartitionCore,
     /// The plan that was started last, until it has begun.
     starting: Option<(PlanId, Version, Work, bool)>,
@@ -101,7 +101,7 @@ struct State {
     here: Here,
 }
 
-impl State {
+impl PartitionState {
     /// The written ranges of a block that `client` sends for the plan under way, if not all of it was written.
     fn written(&self, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
         let source = self.partly.iter().find(|source| source.client == client)?;
@@ -127,7 +127,7 @@ pub struct Partition {
     said_short: Mutex<Option<Instant>>,
     /// For each plan that makes a version, the time from when it was sealed until all its blocks were computed here.
     reduce: Histogram,
-    state: Mutex<State>,
+    state: Mutex<PartitionState>,
     executor: Arc<dyn Executor>,
     /// Connections of clients, for blocks.
     links: Mutex<Vec<Connected>>,
@@ -248,7 +248,7 @@ impl Partition {
         executor: &Arc<dyn Executor>,
         checksum: Checksum,
     ) -> Arc<Partition> {
-        let state = State {
+        let state = PartitionState {
             core: core_at(Version(0), &store, has_client_here),
             starting: None,
             partly: Vec::new(),
@@ -352,9 +352,9 @@ fn core_at(version: Version, store: &PartitionStore, has_client_here: bool) -> P
     }
 }
 
-impl State {
+impl PartitionState {
     /// Sends the coordinator a message, if there is a coordinator. If it is in this process, the caller must drain
-    /// [`State::mailbox`] after it has released the lock.
+    /// [`PartitionState::mailbox`] after it has released the lock.
     fn send(&self, epoch: Epoch, request: u64, message: Message) {
         match &self.coordinator {
             None => {}

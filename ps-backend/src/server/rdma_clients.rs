@@ -100,12 +100,12 @@ impl Rdma {
     /// Slots for blocks of this size: as many as the options say or half of the memory left can hold, and at least
     /// two.
     fn slots(&self, bytes: usize) -> Result<Arc<Slots>, VerbsError> {
-        const LEAST: usize = 2;
+        const MIN_SLOTS: usize = 2;
         let options = self.endpoint.device().options();
         let make = || {
             let arena = self.endpoint.device().payload_arena();
             let fit = (arena.available() / 2) as usize / bytes.max(1);
-            let count = options.slots.min(fit.max(LEAST)).max(1);
+            let count = options.slots.min(fit.max(MIN_SLOTS)).max(1);
             if count < options.slots {
                 let wanted = options.slots;
                 tracing::info!(count, wanted, bytes, "fewer slots than --rdma-slots fit into --rdma-arena");

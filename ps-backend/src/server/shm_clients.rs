@@ -45,7 +45,7 @@ const AHEAD: usize = 512;
 /// The longest time in which a shutdown of the shard goes unnoticed, if nothing wakes the thread.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// The pause before the next client is accepted when descriptors are used up.
-const PAUSE: Duration = Duration::from_millis(100);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A block in a client's memory. If the client wants to know, the request is answered when the block is done with.
 struct Named {
@@ -324,7 +324,7 @@ impl<M: Meets> Accepting<M> {
                 Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNABORTED) => {}
                 Err(errno @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
                     tracing::warn!(%errno, "no client on this host can be accepted for now");
-                    std::thread::sleep(PAUSE);
+                    std::thread::sleep(ACCEPT_PAUSE);
                 }
                 Err(errno) => return Err(errno),
             }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 /// The pause after a text lasts this many times as long as making it did.
-const PAUSE: u32 = 3;
+const PAUSE_PER_MAKING: u32 = 3;
 /// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 
@@ -69,7 +69,7 @@ fn answered(answers: Vec<Answer>, make: &dyn Fn() -> String) -> Duration {
 }
 
 fn pause_after(took: Duration) -> Duration {
-    (took * PAUSE).min(LONGEST_PAUSE)
+    (took * PAUSE_PER_MAKING).min(LONGEST_PAUSE)
 }
 
 #[cfg(test)]

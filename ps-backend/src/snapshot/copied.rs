@@ -17,18 +17,18 @@ use crate::region_store::kept_range;
 /// A copy, by blocks of the partition.
 pub struct Copied {
     layout: Arc<ModelLayout>,
-    kinds: Vec<Kind>,
+    kinds: Vec<CopyKind>,
 }
 
 /// The data of one kind: blocks lie one behind the other.
-struct Kind {
+struct CopyKind {
     what: Kept,
     starts: Vec<usize>,
     bytes: Vec<u8>,
 }
 
-impl Kind {
-    fn new(layout: &ModelLayout, what: Kept) -> Kind {
+impl CopyKind {
+    fn new(layout: &ModelLayout, what: Kept) -> CopyKind {
         let mut starts = vec![0];
         for block in (0..layout.blocks()).map(BlockId) {
             let range = kept_range(layout, block, what);
@@ -36,7 +36,7 @@ impl Kind {
         }
         // Written to, so that its pages are there: to take them costs more than the copy does.
         let bytes = vec![1; starts[layout.blocks() as usize]];
-        Kind { what, starts, bytes }
+        CopyKind { what, starts, bytes }
     }
 
     fn fill(&mut self, kept: &KeptState, executor: &dyn Executor) -> Result<(), SnapshotError> {
@@ -89,7 +89,7 @@ impl Copied {
             range.end - range.start
         };
         let needed = pieces(layout, kinds.iter().copied()).map(len).sum();
-        let make = || kinds.into_iter().map(|what| Kind::new(layout, what)).collect();
+        let make = || kinds.into_iter().map(|what| CopyKind::new(layout, what)).collect();
         let made = memory::take(needed, unpromised, make);
         let kinds = made.map_err(|available| SnapshotError::Room { needed, available })?;
         Ok(Copied { layout: Arc::clone(layout), kinds })
@@ -109,7 +109,7 @@ impl Copied {
         self.kinds.retain(|kind| kinds.contains(&kind.what));
         for what in kinds {
             if !self.kinds.iter().any(|kind| kind.what == what) {
-                self.kinds.push(Kind::new(&self.layout, what));
+                self.kinds.push(CopyKind::new(&self.layout, what));
             }
         }
         self.kinds.iter_mut().try_for_each(|kind| kind.fill(kept, executor))

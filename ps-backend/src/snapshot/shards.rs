@@ -16,7 +16,7 @@ const WINDOW: usize = 32;
 /// The most bytes that are requested at a time: early answers are held here.
 const WINDOW_BYTES: usize = 64 << 20;
 /// Longest wait for one piece.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PIECE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Connections to one shard that may be lost one after the other, with nothing having come over them.
 const LOSSES: u32 = 3;
 
@@ -87,7 +87,7 @@ impl<'a> Shards<'a> {
     fn ask(&mut self, shard: ShardId, piece: Piece) -> Result<u64, SnapshotError> {
         let message = self.message(piece);
         let peer = self.peer(shard)?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + PIECE_TIMEOUT;
         let asked = match &mut peer.connection {
             Some(connection) => connection.ask(&message, &[], deadline),
             none => AdminPeer::connect(&peer.address, deadline)
@@ -157,7 +157,7 @@ impl Source for Shards<'_> {
                 return Err(Refusal::other(format!("the connection to shard {shard} is lost")).into());
             };
             let unexpected = |what| AdminError::Unexpected { address: peer.address.clone(), what };
-            let answer = connection.answer(Instant::now() + PATIENCE).and_then(|answer| match answer {
+            let answer = connection.answer(Instant::now() + PIECE_TIMEOUT).and_then(|answer| match answer {
                 (request, Message::Fetched, bytes) => Ok((request, bytes)),
                 (_, Message::Refused(refusal), _) => Err(refusal.into()),
                 (_, other, _) => Err(unexpected(other.name())),

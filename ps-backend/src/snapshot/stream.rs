@@ -53,9 +53,9 @@ impl Stream {
     pub fn open(path: &Path) -> Result<(StreamHead, Option<Stream>), SnapshotError> {
         let failed = SnapshotError::file(path);
         // As many bytes as the kernel asks a filesystem for at once.
-        const AT_ONCE: usize = 1 << 20;
+        const READ_BYTES: usize = 1 << 20;
         let file = File::open(path).map_err(&failed)?;
-        let mut file = BufReader::with_capacity(AT_ONCE, file);
+        let mut file = BufReader::with_capacity(READ_BYTES, file);
         let mut length = [0; 8];
         file.read_exact(&mut length).map_err(&failed)?;
         let length = u64::from_le_bytes(length);

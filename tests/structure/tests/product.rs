@@ -15,7 +15,7 @@ const OF_MANY_FIELDS: [(&str, &str, usize, Why); 11] = [
     ("ClientCore", "libmodelio/src/client/core/mod.rs", 16, Why::Heap),
     ("Shared", "libmodelio/src/client/shared.rs", 32, Why::Heap),
     ("Inner", "libmodelio/src/client/shared.rs", 29, Why::Heap),
-    ("State", "libmodelio/src/contributor.rs", 26, Why::Heap),
+    ("ContributorState", "libmodelio/src/contributor.rs", 26, Why::Heap),
     ("Shared", "ps-backend/src/server/shared.rs", 34, Why::Heap),
     ("RegionStore", "ps-backend/src/region_store.rs", 17, Why::Heap),
     ("Controls", "libmodelio/src/vocabulary/controls.rs", 24, Why::Settings),

@@ -98,10 +98,10 @@ fn signals_go_to_all_and_a_second_interrupt_kills() {
     assert_eq!(all.next_tick(), None, "nobody is to end");
     assert_eq!(all.signal(Signal::SIGINT, now), [Send(0, Signal::SIGINT), Send(1, Signal::SIGINT)]);
     assert_eq!(all.next_tick(), Some(now + GRACE));
-    assert_eq!(all.signal(Signal::SIGINT, now + ONE_WISH / 2), [], "the same wish");
+    assert_eq!(all.signal(Signal::SIGINT, now + REPEATED_WITHIN / 2), [], "the same wish");
     assert_eq!(all.ended(0, End::Killed(2), now), [Leave(0)], "it is not started again");
-    assert_eq!(all.signal(Signal::SIGTERM, now + ONE_WISH), [Send(1, Signal::SIGTERM)]);
-    assert_eq!(all.signal(Signal::SIGINT, now + ONE_WISH), [Send(1, Signal::SIGKILL)]);
+    assert_eq!(all.signal(Signal::SIGTERM, now + REPEATED_WITHIN), [Send(1, Signal::SIGTERM)]);
+    assert_eq!(all.signal(Signal::SIGINT, now + REPEATED_WITHIN), [Send(1, Signal::SIGKILL)]);
     assert_eq!(all.tick(now + 2 * GRACE), []);
     all.ended(1, End::Killed(9), now);
     assert_eq!(all.status(), Some(130));

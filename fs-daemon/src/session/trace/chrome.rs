@@ -40,11 +40,11 @@ enum Track {
 struct Shown {
     at: Duration,
     took: Duration,
-    kind: Kind,
+    kind: EventKind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum EventKind {
     Event(What),
     /// A program between two calls.
     Compute,
@@ -181,14 +181,14 @@ impl Track {
     }
 }
 
-impl Kind {
+impl EventKind {
     fn is_instant(self) -> bool {
-        matches!(self, Kind::Event(What::Sealed(_) | What::Shown(_)))
+        matches!(self, EventKind::Event(What::Sealed(_) | What::Shown(_)))
     }
 
     /// The name, the category and the arguments. None of them has a character that JSON escapes.
     fn told(self) -> (String, &'static str, Value) {
-        let Kind::Event(what) = self else { return ("compute".to_owned(), "learner", json!({})) };
+        let EventKind::Event(what) = self else { return ("compute".to_owned(), "learner", json!({})) };
         match what {
             What::Call(_, call) => {
                 let name = match call {
@@ -230,7 +230,7 @@ impl Kind {
 fn tracks(recording: Option<Recording>) -> BTreeMap<Track, Vec<Shown>> {
     let mut tracks = BTreeMap::<Track, Vec<Shown>>::new();
     for Event { at, took, what } in recording.map(|recording| recording.events).unwrap_or_default() {
-        tracks.entry(Track::of(what)).or_default().push(Shown { at, took, kind: Kind::Event(what) });
+        tracks.entry(Track::of(what)).or_default().push(Shown { at, took, kind: EventKind::Event(what) });
     }
     for (track, shown) in &mut tracks {
         if matches!(track, Track::Learner(_)) {
@@ -239,7 +239,7 @@ fn tracks(recording: Option<Recording>) -> BTreeMap<Track, Vec<Shown>> {
             shown.extend(pauses);
         }
         // The longer one is around the shorter one. A stall is inside of its call.
-        let is_stall = |of: &Shown| matches!(of.kind, Kind::Event(What::Call(_, Call::Stall)));
+        let is_stall = |of: &Shown| matches!(of.kind, EventKind::Event(What::Call(_, Call::Stall)));
         shown.sort_by_key(|of| (of.at, std::cmp::Reverse(of.took), is_stall(of)));
     }
     tracks
@@ -251,10 +251,10 @@ fn pauses(calls: &[Shown]) -> Vec<Shown> {
     let mut busy = calls.first().map_or(Duration::ZERO, |first| first.at);
     let mut wrote = false;
     for Shown { at, took, kind } in calls {
-        let writes = matches!(kind, Kind::Event(What::Call(_, Call::Write)));
+        let writes = matches!(kind, EventKind::Event(What::Call(_, Call::Write)));
         let shortest = if wrote && writes { SHORTEST_IN_WRITES } else { SHORTEST };
         if *at >= busy + shortest {
-            pauses.push(Shown { at: busy, took: *at - busy, kind: Kind::Compute });
+            pauses.push(Shown { at: busy, took: *at - busy, kind: EventKind::Compute });
         }
         wrote = writes;
         busy = busy.max(*at + *took);

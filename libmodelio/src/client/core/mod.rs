@@ -77,7 +77,7 @@ pub type Now = Duration;
 pub type Token = u64;
 
 /// After this silence the client repeats a request, checks a push and repeats a pull.
-const PATIENCE: Duration = Duration::from_millis(1000);
+const REPEAT_AFTER: Duration = Duration::from_millis(1000);
 
 /// A shard may not have a version yet that the coordinator has announced. The client asks it again after this pause.
 const RETRY: Duration = Duration::from_millis(10);
@@ -300,15 +300,16 @@ impl ClientCore {
     /// The latest moment for the next [`Self::tick`].
     pub fn next_deadline(&self) -> Option<Now> {
         let requests = self.requests.iter().flat_map(|(_, request)| {
-            let again = request.sent.filter(|_| self.coordination.is_up()).map(|sent| sent + PATIENCE);
+            let again = request.sent.filter(|_| self.coordination.is_up()).map(|sent| sent + REPEAT_AFTER);
             [Some(request.deadline), again].into_iter().flatten()
         });
         let waits = self.waits.waiting().map(|wait| wait.deadline);
         let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.partitions);
-        let sending = sending.filter(|partition| !partition.done).map(|partition| partition.moved + PATIENCE);
+        let sending =
+            sending.filter(|partition| !partition.done).map(|partition| partition.moved + REPEAT_AFTER);
         let pulling = self.pull.iter().filter(|pull| pull.decided).flat_map(|pull| &pull.partitions);
         let pulling = pulling.filter(|partition| !partition.missing.is_clear());
-        let pulling = pulling.map(|partition| partition.retry.unwrap_or(partition.moved + PATIENCE));
+        let pulling = pulling.map(|partition| partition.retry.unwrap_or(partition.moved + REPEAT_AFTER));
         let fails = self.shortage_deadline();
         requests.chain(waits).chain(fails).chain(sending).chain(pulling).chain(self.pull_due()).min()
     }
@@ -328,7 +329,7 @@ impl ClientCore {
     fn tick_partition(&mut self, partition: PartitionIndex, now: Now, actions: &mut Vec<Action>) {
         if let Some(outgoing) = &mut self.outgoing {
             let sending = &mut outgoing.partitions[partition];
-            if !sending.done && sending.moved + PATIENCE <= now {
+            if !sending.done && sending.moved + REPEAT_AFTER <= now {
                 sending.moved = now;
                 sending.struggles = true;
                 // Only a block that was sent can be missing.
@@ -344,7 +345,7 @@ impl ClientCore {
             if receiving.retry.take_if(|at| *at <= now).is_some() {
                 actions.push(Action::Wake(partition));
             }
-            if !receiving.missing.is_clear() && receiving.moved + PATIENCE <= now {
+            if !receiving.missing.is_clear() && receiving.moved + REPEAT_AFTER <= now {
                 receiving.moved = now;
                 receiving.struggles = true;
                 receiving.loses_ahead();

@@ -3,7 +3,7 @@
 use fixedbitset::FixedBitSet;
 
 use super::learners::{Ahead, Early};
-use super::{Action, ClientCore, Now, PATIENCE};
+use super::{Action, ClientCore, Now, REPEAT_AFTER};
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
@@ -516,7 +516,7 @@ impl ClientCore {
     fn recheck(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
         for (partition, sending) in outgoing.partitions.iter_mut().enumerate() {
-            if sending.any && sending.done && sending.moved + PATIENCE <= now {
+            if sending.any && sending.done && sending.moved + REPEAT_AFTER <= now {
                 sending.moved = now;
                 actions.push(Action::ToShard(partition, Message::Probe { plan }));
             }

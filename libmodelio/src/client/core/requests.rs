@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::held::Held;
 use super::learners::{Early, Learner};
-use super::{Action, ClientCore, Now, PATIENCE, Token};
+use super::{Action, ClientCore, Now, REPEAT_AFTER, Token};
 use crate::vocabulary::ids::{LearnerId, Step, Version};
 use crate::vocabulary::members::Attached;
 use crate::vocabulary::phase::JobPhase;
@@ -430,7 +430,7 @@ impl ClientCore {
             self.give_up(id, late, actions);
         }
         if self.coordination.is_up() {
-            let is_late = |request: &Request| request.sent.is_none_or(|sent| sent + PATIENCE <= now);
+            let is_late = |request: &Request| request.sent.is_none_or(|sent| sent + REPEAT_AFTER <= now);
             // If requests have no effect, the coordinator may not know their numbers either.
             if self.requests.acks_more() || self.requests.open.values().any(is_late) {
                 actions.push(self.numbers());

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::learners::Learner;
-use super::{Action, ClientCore, Now, PATIENCE};
+use super::{Action, ClientCore, Now, REPEAT_AFTER};
 use crate::vocabulary::ids::LearnerId;
 use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::phase::JobPhase;
@@ -63,7 +63,7 @@ impl ClientCore {
                 named.keys().copied().filter(|learner| !self.learners.contains_key(learner)).collect();
             for learner in strays {
                 let message = Message::Leave { learner, reason: LeaveReason::Asked };
-                let id = self.requests.make_own(message, now + 10 * PATIENCE, now);
+                let id = self.requests.make_own(message, now + 10 * REPEAT_AFTER, now);
                 actions.extend(self.requests.send(id, now));
                 self.learners.insert(learner, Learner::new(None, named[&learner].clone(), state.sequence));
             }

@@ -43,9 +43,9 @@ struct Shortage {
 }
 
 /// A version that a program has just closed may still be held for a moment: so long an open waits for its buffer.
-const GRACE: Duration = Duration::from_millis(200);
+const BUFFER_WAIT: Duration = Duration::from_millis(200);
 /// A shortage that comes again within this time is not logged again.
-const SAID_FOR: Duration = Duration::from_secs(60);
+const SHORTAGE_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The waits, and whether there is memory for the version that is pulled.
 #[derive(Debug, Default)]
@@ -65,7 +65,7 @@ impl Waits {
     /// There is no memory, for this reason. True if the log should say it.
     fn lack_memory(&mut self, why: String, now: Now) -> bool {
         self.shortage.get_or_insert(Shortage { since: now, why });
-        let is_said = self.said_at.is_some_and(|at| now < at + SAID_FOR);
+        let is_said = self.said_at.is_some_and(|at| now < at + SHORTAGE_LOG_INTERVAL);
         if !is_said {
             self.said_at = Some(now);
         }
@@ -154,7 +154,7 @@ impl ClientCore {
             Awaits::Version(version) | Awaits::Reachable(version) => self.state.version >= version,
         };
         let shortage = self.waits.shortage.as_ref().filter(|_| exists)?;
-        Some(shortage.since.max(wait.since) + GRACE)
+        Some(shortage.since.max(wait.since) + BUFFER_WAIT)
     }
 
     /// The answer to a wait for which there is no memory.

@@ -30,7 +30,7 @@ use crate::wire::{Message, Received};
 /// The most bytes read from a ring at once. A few frames fit, so that answers go out between them.
 pub(super) const AHEAD: usize = 512;
 /// The most blocks that are named before the messages go out. The shard must begin soon, and on all connections.
-const AT_ONCE: u32 = 4;
+const MAX_NAMED_AT_ONCE: u32 = 4;
 /// When a connection has named this part of the blocks that are left to push, it asks the shard to answer once it has
 /// used them. So most blocks are named in a few long runs, whose answers wake few threads, and the last ones in short
 /// runs, so that all connections end together.
@@ -38,7 +38,7 @@ const SAY_AFTER: usize = 8;
 /// The shortest and the longest such run, in bytes.
 const RUN: (usize, usize) = (512 << 10, 16 << 20);
 /// So many of the shard's answers may be outstanding. Another connection can name the blocks that this one may not.
-const UNSAID: usize = 2;
+const MAX_UNANSWERED: usize = 2;
 /// The most bytes of a version that one connection asks for ahead, so that others have work, too.
 const ASKED: u32 = 2 << 20;
 /// The most sums that the shard may have at once.
@@ -350,7 +350,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
         if let Some(outgoing) = self.ready.pop_front() {
             return Some((outgoing, 0));
         }
-        if self.named >= AT_ONCE {
+        if self.named >= MAX_NAMED_AT_ONCE {
             // The named blocks go out first; then this is called again.
             self.named = 0;
             to.link.wake();
@@ -369,7 +369,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                 return self.tidy(to);
             }
             let now = shared.now();
-            let next = match self.unsaid.len() < UNSAID {
+            let next = match self.unsaid.len() < MAX_UNANSWERED {
                 true => self.held.take().or_else(|| inner.core.next_push(route.partition, now)),
                 false => None,
             };

@@ -25,7 +25,7 @@ use crate::vocabulary::ids::{BlockId, Epoch, Version};
 use crate::wire::{Message, Received};
 
 /// The longest wait for a shard to accept this end's rings.
-const PATIENCE: Duration = Duration::from_secs(2);
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of such waits before another path is taken, if the options allow one.
 const TRIES: u32 = 2;
 
@@ -171,7 +171,7 @@ impl Shared {
         let of_thread = route.clone();
         let spawned = route.routes.threads.spawn(move |threads| {
             let route = of_thread;
-            let meeting = match shm::meet(route.address(), PATIENCE) {
+            let meeting = match shm::meet(route.address(), ACCEPT_TIMEOUT) {
                 Ok(meeting) => meeting,
                 Err(error) if error.is_transient() && this.meets_again(&route) => {
                     let why = format!("shared memory: {error}");

@@ -107,10 +107,12 @@ impl Endpoint {
         at: SocketAddr,
         accept: impl FnMut(&Arc<QueuePair>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send + 'static,
     ) -> Result<SocketAddr, VerbsError> {
-        const PATIENCE: Duration = Duration::from_secs(5);
+        const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
         let (answer, answered) = channel();
         self.command(Command::Listen { at, accept: Box::new(accept), answer });
-        answered.recv_timeout(PATIENCE).map_err(|_| VerbsError::Broken("RDMA does not answer".into()))?
+        answered
+            .recv_timeout(ANSWER_TIMEOUT)
+            .map_err(|_| VerbsError::Broken("RDMA does not answer".into()))?
     }
 
     /// Connects to a peer. `then` is called once, on a thread that must not be blocked. It gets the queue pair and
@@ -151,7 +153,7 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        const PATIENCE: Duration = Duration::from_secs(1);
-        self.shut_down(PATIENCE);
+        const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+        self.shut_down(SHUTDOWN_TIMEOUT);
     }
 }

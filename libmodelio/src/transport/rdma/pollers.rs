@@ -119,8 +119,8 @@ impl Pollers {
 
 impl Drop for Pollers {
     fn drop(&mut self) {
-        const PATIENCE: Duration = Duration::from_secs(2);
-        if let Err(error) = self.shut_down(PATIENCE) {
+        const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
+        if let Err(error) = self.shut_down(SHUTDOWN_TIMEOUT) {
             tracing::error!(%error, "RDMA does not shut down");
         }
     }

@@ -86,10 +86,10 @@ impl Backend {
 /// Threads that each drive many connections. Dropping it shuts it down.
 pub struct Reactor {
     handle: Handle,
-    threads: Mutex<Vec<Running>>,
+    threads: Mutex<Vec<RunningThreads>>,
 }
 
-struct Running {
+struct RunningThreads {
     thread: JoinHandle<()>,
     /// Closed when the thread is about to end.
     alive: Receiver<()>,
@@ -158,7 +158,7 @@ impl Reactor {
             state.post(|inbox| inbox.shut_down = Some(deadline));
         }
         let mut running = 0;
-        for Running { thread, alive } in self.threads.get_mut().drain(..) {
+        for RunningThreads { thread, alive } in self.threads.get_mut().drain(..) {
             // The thread itself waits for a little less, so that it can report what is wrong.
             let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(50);
             match alive.recv_timeout(left) {
@@ -179,7 +179,7 @@ impl Drop for Reactor {
     }
 }
 
-fn start(name: String, backend: &Backend, state: Arc<ThreadState>) -> io::Result<Running> {
+fn start(name: String, backend: &Backend, state: Arc<ThreadState>) -> io::Result<RunningThreads> {
     let (alive_sender, alive) = sync_channel(1);
     let (started_sender, started) = sync_channel(1);
     let uring = *backend == Backend::Uring;
@@ -200,7 +200,7 @@ fn start(name: String, backend: &Backend, state: Arc<ThreadState>) -> io::Result
         drop(alive_sender);
     })?;
     match started.recv_timeout(START) {
-        Ok(Ok(())) => Ok(Running { thread, alive }),
+        Ok(Ok(())) => Ok(RunningThreads { thread, alive }),
         Ok(Err(errno)) => Err(errno.into()),
         Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Err(Errno::ETIMEDOUT.into()),
     }

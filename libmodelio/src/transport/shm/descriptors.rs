@@ -16,7 +16,7 @@ use nix::sys::socket::{
 
 /// The most descriptors that the kernel passes on at once (SCM_MAX_FD). With room for fewer, those that do not fit
 /// would be lost.
-const AT_ONCE: usize = 253;
+const MAX_DESCRIPTORS: usize = 253;
 
 /// Why a descriptor cannot be sent or received.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -119,7 +119,7 @@ pub(super) fn send(socket: &impl AsFd, bytes: &[u8], fds: &[RawFd]) -> Result<()
 
 /// Receives one message without waiting. Returns its length and its descriptors. Zero bytes: the peer has gone.
 pub(super) fn receive(socket: &impl AsFd, bytes: &mut [u8]) -> Result<(usize, Vec<OwnedFd>), Errno> {
-    let mut control = nix::cmsg_space!([RawFd; AT_ONCE]);
+    let mut control = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
     loop {
         let mut slices = [IoSliceMut::new(bytes)];

@@ -97,10 +97,10 @@ pub struct Meeting {
 /// The name of the socket of a shard that announces this address.
 fn name(address: &str) -> Result<UnixAddr, SetupError> {
     /// Longer addresses are cut. Their checksum tells them apart.
-    const LONGEST: usize = 80;
+    const MAX_NAME_BYTES: usize = 80;
     let mut name = format!("gradfs/{address}");
-    if name.len() > LONGEST {
-        name.truncate(name.floor_char_boundary(LONGEST));
+    if name.len() > MAX_NAME_BYTES {
+        name.truncate(name.floor_char_boundary(MAX_NAME_BYTES));
         name.push_str(&format!("~{:08x}", crc32c(address.as_bytes())));
     }
     UnixAddr::new_abstract(name.as_bytes()).map_err(system("naming the socket"))

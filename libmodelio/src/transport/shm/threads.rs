@@ -100,7 +100,7 @@ impl Threads {
             }
             inner.running += 1;
         }
-        let running = Running(Arc::clone(self));
+        let running = RunningThreads(Arc::clone(self));
         // Without a thread the closure is dropped, and no longer counts as running.
         let spawned = std::thread::Builder::new().name("shm".into()).spawn(move || {
             let running = running;
@@ -162,9 +162,9 @@ impl Threads {
 }
 
 /// A thread that counts.
-struct Running(Arc<Threads>);
+struct RunningThreads(Arc<Threads>);
 
-impl Drop for Running {
+impl Drop for RunningThreads {
     fn drop(&mut self) {
         self.0.inner.lock().running -= 1;
         self.0.ended.notify_all();

@@ -13,9 +13,9 @@ use crate::transport::reactor::{Handle, Kind, Readiness, Ready, Refused, Thread,
 use crate::transport::stream::{Close, Connection, Stream, errno};
 
 /// The number of connections that are accepted before other descriptors get their turn.
-const AT_ONCE: usize = 16;
+const MAX_ACCEPTED_PER_TURN: usize = 16;
 /// The pause before the next try when descriptors or memory are used up.
-const PAUSE: Duration = Duration::from_millis(100);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long it is not said again that connections are refused.
 const SILENCE: Duration = Duration::from_secs(10);
 
@@ -93,7 +93,7 @@ impl Waiting for Accepting {
             Ok(()) => Ready::Again,
             Err(errno) => {
                 tracing::warn!(%errno, "no connection can be accepted for now");
-                Ready::After(PAUSE)
+                Ready::After(ACCEPT_PAUSE)
             }
         })
     }
@@ -103,9 +103,9 @@ impl Accepting {
     /// Accepts the waiting connections.
     ///
     /// # Errors
-    /// When it cannot go on before [`PAUSE`] is over.
+    /// When it cannot go on before [`ACCEPT_PAUSE`] is over.
     fn accept(&mut self, fd: &OwnedFd) -> Result<(), Errno> {
-        for _ in 0..AT_ONCE {
+        for _ in 0..MAX_ACCEPTED_PER_TURN {
             match SockRef::from(fd).accept4(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) {
                 Ok((socket, peer)) => self.accepted(socket.into(), peer.as_socket()),
                 Err(err) => match errno(&err) {

@@ -14,14 +14,14 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Kept;
 use parking_lot::MutexGuard;
 
-use super::{COMING, Inner, PartitionError, PartitionStore, Shared, THERE, mark_of};
+use super::{COMING, Inner, PartitionError, PartitionStore, StoreShared, THERE, mark_of};
 use crate::region_store::Keeping;
 
 /// The newest version with its masters and optimizer state. While this lives, no plan begins, and no state is changed in
 /// place.
 #[derive(Debug)]
 pub struct KeptState {
-    shared: Arc<Shared>,
+    shared: Arc<StoreShared>,
     keeping: Keeping,
     version: Version,
 }
@@ -57,7 +57,7 @@ impl Drop for KeptState {
 /// The longest wait for a version that is being made in place.
 const MADE_WITHIN: Duration = Duration::from_secs(30);
 /// The pause before the next look.
-const PAUSE: Duration = Duration::from_millis(1);
+const CHECK_PAUSE: Duration = Duration::from_millis(1);
 
 impl PartitionStore {
     /// A handle on the data of the newest version. If state is being changed in place, it waits for that.
@@ -84,7 +84,7 @@ impl PartitionStore {
                 return self.keep_now(inner);
             }
             drop(inner);
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(CHECK_PAUSE);
         }
     }
 

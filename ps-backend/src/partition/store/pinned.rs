@@ -8,13 +8,13 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::Region;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 
-use super::Shared;
+use super::StoreShared;
 use crate::region_store::VersionBuffer;
 
 /// A complete version. Its memory is not used again while this lives.
 #[derive(Debug)]
 pub struct PinnedVersion {
-    shared: Arc<Shared>,
+    shared: Arc<StoreShared>,
     buffer: Arc<VersionBuffer>,
     published: SystemTime,
     version: Version,
@@ -22,7 +22,7 @@ pub struct PinnedVersion {
 
 impl PinnedVersion {
     /// `version`, or the newest one.
-    pub(super) fn new(shared: &Arc<Shared>, version: Option<Version>) -> Option<PinnedVersion> {
+    pub(super) fn new(shared: &Arc<StoreShared>, version: Option<Version>) -> Option<PinnedVersion> {
         let mut inner = shared.inner.lock();
         if inner.loading.is_some() {
             return None;
@@ -91,7 +91,7 @@ impl Drop for PinnedVersion {
 /// If the store needs a buffer, it takes a new one in its place, and leaves this one to that process.
 #[derive(Debug)]
 pub struct ShownVersion {
-    shared: Arc<Shared>,
+    shared: Arc<StoreShared>,
     version: Version,
 }
 

@@ -172,7 +172,7 @@ impl Coordinator {
     }
 
     fn try_connect(&self, index: usize, remote: &Arc<RemoteShard>) -> Result<(), String> {
-        const PATIENCE: Duration = Duration::from_secs(5);
+        const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
         let network = self.network.as_ref().ok_or("the model has no shards elsewhere")?;
         let address = remote.find(|shard| (network.resolve)(shard))?;
         let mut found = address.to_socket_addrs().map_err(|error| format!("{address}: {error}"))?;
@@ -188,7 +188,7 @@ impl Coordinator {
             silence: None,
         };
         let stream = Box::new(Framed::new(conversation, link, 4 << 10));
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
         let connected = network.net.connect(found, SocketOptions::default(), deadline, stream, Thread::Any);
         connected.map(drop).map_err(|error| error.to_string())
     }

@@ -13,11 +13,11 @@ use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, Step, Version};
 use libmodelio::wire::{self, JobState, MAX_SMALL_MODEL, Message};
 
-use super::{Coordinator, State, Way};
+use super::{Coordinator, CoordinatorState, Way};
 use crate::server::partition::Partition;
 
 /// The most bytes of blocks that wait for their grants.
-const MOST: usize = 64 << 20;
+const MAX_WAITING_BYTES: usize = 64 << 20;
 
 /// What came with commits, and what goes with states.
 #[derive(Default)]
@@ -43,7 +43,7 @@ impl Small {
     pub(super) fn commits(&mut self, client: ClientId, message: &Message, bytes: &[u8]) {
         let Message::Commit { learner, step, blocks, .. } = message else { return };
         self.drop_of(|of| of == (client, *learner));
-        if bytes.is_empty() || self.bytes + bytes.len() > MOST {
+        if bytes.is_empty() || self.bytes + bytes.len() > MAX_WAITING_BYTES {
             return;
         }
         self.clients.entry(client).or_default();
@@ -94,14 +94,24 @@ impl Coordinator {
     }
 
     /// Puts the blocks that this message grants into the mailbox to the partition. False if they have not come.
-    pub(super) fn grants_here(&self, state: &mut State, client: ClientId, message: &Message) -> bool {
+    pub(super) fn grants_here(
+        &self,
+        state: &mut CoordinatorState,
+        client: ClientId,
+        message: &Message,
+    ) -> bool {
         let Some(granted) = state.small.granted(client, message) else { return false };
         self.mailbox.put(End::Coordinator, End::Partition, Mail::Granted(granted));
         true
     }
 
     /// The version that goes with this state, if the client does not have it.
-    pub(super) fn version_with(&self, state: &mut State, client: ClientId, sent: &JobState) -> Option<Piece> {
+    pub(super) fn version_with(
+        &self,
+        state: &mut CoordinatorState,
+        client: ClientId,
+        sent: &JobState,
+    ) -> Option<Piece> {
         let Small { clients, newest, .. } = &mut state.small;
         let before = clients.get_mut(&client).filter(|before| **before < sent.version)?;
         if newest.as_ref().is_none_or(|(version, ..)| *version != sent.version) {

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::incoming::IncomingPartition;
 
 /// Longest wait for memory that is being taken for another move.
-const PATIENCE: Duration = Duration::from_secs(300);
+const MEMORY_TIMEOUT: Duration = Duration::from_secs(300);
 /// The shard remembers the ended attempts of this many models. A late message of such an attempt changes nothing.
 const MAX_IDLE: usize = 256;
 /// Of one model it remembers the last of them.
@@ -83,7 +83,7 @@ impl IncomingPartitions {
         make: impl FnOnce() -> Result<IncomingPartition, Refusal>,
     ) -> Result<(), Refusal> {
         let over = || Err(Refusal::other("the move was abandoned, or a later attempt has begun"));
-        let Some(_taking) = self.taking.try_lock_for(PATIENCE) else {
+        let Some(_taking) = self.taking.try_lock_for(MEMORY_TIMEOUT) else {
             return Err(Refusal::other(
                 "memory for another move is being taken still: is the host short of it?",
             ));

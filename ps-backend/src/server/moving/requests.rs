@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, ShardId};
 use libmodelio::wire::{Message, Moved, Refusal};
 
 use super::incoming::{IncomingPartition, epoch_before};
-use crate::server::errands::Kind;
+use crate::server::errands::ErrandKind;
 use crate::server::partition::Partition;
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
@@ -33,11 +33,11 @@ pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
 }
 
 /// What such a request may wait for. The first `Pin` of a snapshot takes the memory of its copy, and holds nobody up.
-pub(in crate::server) fn kind_of(message: &Message) -> Kind {
+pub(in crate::server) fn kind_of(message: &Message) -> ErrandKind {
     match message {
-        Message::Prepare { .. } | Message::Pin { holds: false, .. } => Kind::Memory,
-        Message::Capture { .. } | Message::StopMove { .. } => Kind::Others,
-        _ => Kind::Short,
+        Message::Prepare { .. } | Message::Pin { holds: false, .. } => ErrandKind::Memory,
+        Message::Capture { .. } | Message::StopMove { .. } => ErrandKind::Others,
+        _ => ErrandKind::Short,
     }
 }
 
@@ -126,6 +126,10 @@ mod tests {
             let (generation, epoch) = (Generation(1), Epoch(1));
             kind_of(&Message::Pin { generation, epoch, snapshot: 7, slots: 1, holds })
         };
-        assert_eq!([pin(false), pin(true)], [Kind::Memory, Kind::Short], "the job waits for the second one");
+        assert_eq!(
+            [pin(false), pin(true)],
+            [ErrandKind::Memory, ErrandKind::Short],
+            "the job waits for the second one"
+        );
     }
 }

@@ -13,7 +13,7 @@ use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::wire::{Message, Refusal};
 
-use super::{Partition, State};
+use super::{Partition, PartitionState};
 use crate::partition::core::Ahead;
 use crate::partition::store::{EarlyBlock, PinnedVersion};
 
@@ -57,7 +57,7 @@ impl Partition {
         link: &Link,
     ) -> Followed {
         let mut state = self.state.lock();
-        let State { core, followers, job, .. } = &mut *state;
+        let PartitionState { core, followers, job, .. } = &mut *state;
         // The client may follow another plan by now, over another connection.
         let Some(follower) = followers.get_mut(&client).filter(|follower| follower.plan == plan) else {
             return Followed::Over;

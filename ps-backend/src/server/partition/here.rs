@@ -83,7 +83,7 @@ impl Partition {
     }
 }
 
-impl super::State {
+impl super::PartitionState {
     /// Like [`Partition::find_buffer`]. The caller must drain the mailbox.
     pub(super) fn report_buffer(&mut self, store: &crate::partition::store::PartitionStore) -> bool {
         let ready = store.find_buffer();

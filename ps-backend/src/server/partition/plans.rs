@@ -11,7 +11,7 @@ use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{self, Message, Refusal, Work};
 
-use super::{Partition, State, ToCoordinator};
+use super::{Partition, PartitionState, ToCoordinator};
 use crate::partition::core::{self, Action, Plan, Source, local_blocks};
 use crate::partition::executor::{Batch, Done, Pass};
 use crate::partition::store::{Making, PartitionError, PartitionJob};
@@ -20,12 +20,12 @@ use crate::partition::store::{Making, PartitionError, PartitionJob};
 /// it is not over.
 const BEGIN_PAUSE: Duration = Duration::from_millis(1);
 /// The log names plans that cannot begin for longer than this.
-const BEGIN_QUIETLY: Duration = Duration::from_secs(2);
+const NAMED_AFTER: Duration = Duration::from_secs(2);
 /// Missing memory that was logged is not logged again for so long.
-const SAID_FOR: Duration = Duration::from_secs(60);
+const SHORTAGE_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A coordinator that repeats the start of a plan for this long does not know another one that is ready here.
-const INSISTS: Duration = Duration::from_secs(3);
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(3);
 
 impl From<core::PartitionError> for Refusal {
     fn from(error: core::PartitionError) -> Refusal {
@@ -98,7 +98,12 @@ impl Partition {
         self.act(state, actions);
     }
 
-    fn start(&self, state: &mut State, plan: wire::Plan, actions: &mut Vec<Action>) -> Result<(), Refusal> {
+    fn start(
+        &self,
+        state: &mut PartitionState,
+        plan: wire::Plan,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Refusal> {
         if let Work::Reduce { tensors, .. } | Work::Measure { tensors, .. } = &plan.work {
             let (got, expected) = (tensors.tensors(), self.store.partition().tensor_ends().len() as u64);
             if got != expected {
@@ -129,7 +134,7 @@ impl Partition {
         let in_place = self.store.changes_in_place(&plan.work);
         let started = Plan { id, work: plan.work, base, sources, ordered: plan.ordered, in_place };
         let (before, repeats) = (actions.len(), state.core.running().is_some_and(|(of, _)| of == id));
-        let insists = state.coordinated_since.elapsed() >= INSISTS;
+        let insists = state.coordinated_since.elapsed() >= FORGOTTEN_AFTER;
         state.core.start(started, insists, actions)?;
         let seals = actions[before..].contains(&Action::Sealed(id));
         let begins = actions[before..].contains(&Action::Begin(id));
@@ -163,7 +168,7 @@ impl Partition {
     /// coordinator.
     pub(super) fn act(
         self: &Arc<Partition>,
-        mut state: parking_lot::MutexGuard<'_, State>,
+        mut state: parking_lot::MutexGuard<'_, PartitionState>,
         actions: Vec<Action>,
     ) {
         let mut batches = Vec::new();
@@ -283,7 +288,7 @@ impl Partition {
         let started = Instant::now();
         let mut said = false;
         loop {
-            if !said && started.elapsed() > BEGIN_QUIETLY {
+            if !said && started.elapsed() > NAMED_AFTER {
                 // If there is no memory, the log says that.
                 if self.store.shortage().is_none() {
                     tracing::warn!(model = %self.model, %plan, "cannot begin yet: {error}");
@@ -377,7 +382,7 @@ impl Partition {
 
     fn conclude(
         self: &Arc<Partition>,
-        state: &mut State,
+        state: &mut PartitionState,
         plan: PlanId,
         batches: &mut Vec<Batch>,
     ) -> Result<(), PartitionError> {
@@ -389,7 +394,7 @@ impl Partition {
     }
 
     /// All blocks of the plan are computed here.
-    fn is_computed(&self, state: &mut State, plan: PlanId) {
+    fn is_computed(&self, state: &mut PartitionState, plan: PlanId) {
         if let Some((_, since)) = state.sealed.take_if(|(of, _)| *of == plan) {
             self.reduce.took(since.elapsed());
         }
@@ -435,7 +440,7 @@ impl Partition {
     fn add_buffer(&self) {
         let Err(error) = self.store.add_spare(1) else { return };
         let mut said = self.said_short.lock();
-        if said.is_none_or(|at| at.elapsed() >= SAID_FOR) {
+        if said.is_none_or(|at| at.elapsed() >= SHORTAGE_LOG_INTERVAL) {
             *said = Some(Instant::now());
             let what = "no memory for another version: the next one waits until readers close theirs";
             tracing::error!(model = %self.model, %error, "{what}");

@@ -20,7 +20,7 @@ use libmodelio::vocabulary::ranges;
 use libmodelio::wire::{Message, Received, Refusal, Work};
 use smallvec::SmallVec;
 
-use super::{Partition, State};
+use super::{Partition, PartitionState};
 use crate::partition::core::{Outcome, Place, Placement, Sent};
 #[cfg(feature = "rdma")]
 use crate::partition::fetches::Turn;
@@ -261,12 +261,18 @@ impl Partition {
     }
 
     /// The ranges of a client's block that count, if values are replaced and not all of it was written.
-    fn counts(&self, state: &State, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
+    fn counts(&self, state: &PartitionState, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
         state.written(client, self.store.partition().global(block).unwrap_or_default())
     }
 
     /// Whether a payload without a reservation must wait. Its sender is woken later.
-    fn waits(&self, state: &mut State, sender: &mut Sender, push: &Push, placement: Placement) -> bool {
+    fn waits(
+        &self,
+        state: &mut PartitionState,
+        sender: &mut Sender,
+        push: &Push,
+        placement: Placement,
+    ) -> bool {
         if placement != Placement::Later {
             return false;
         }

@@ -28,12 +28,12 @@ pub(in crate::server) struct SumMemory {
     model: String,
     sums: [Arc<Mapping>; 2],
     /// Empty if the memory is never registered.
-    states: Mutex<Vec<State>>,
+    states: Mutex<Vec<SumState>>,
     /// Whether the log says that the memory is not registered.
     said: AtomicBool,
 }
 
-enum State {
+enum SumState {
     /// The memory was not needed yet.
     Idle,
     /// A thread is registering the memory. It compares this value with its own to see whether the result is still
@@ -58,7 +58,7 @@ impl SumMemory {
     /// memory.
     pub(in crate::server) fn of(model: &str, store: &PartitionStore, device: &Arc<Device>) -> Arc<SumMemory> {
         let never = device.is_iwarp() || !Arc::ptr_eq(device.payload_arena(), device.arena());
-        let states = if never { Vec::new() } else { vec![State::Idle, State::Idle] };
+        let states = if never { Vec::new() } else { vec![SumState::Idle, SumState::Idle] };
         let (device, model) = (Arc::clone(device), model.to_owned());
         let (sums, states, said) = (store.sum_memory(), Mutex::new(states), AtomicBool::new(false));
         let memory = Arc::new(SumMemory { device, model, sums, states, said });
@@ -69,7 +69,7 @@ impl SumMemory {
 
     /// Whether some of it may be registered at the moment.
     pub(in crate::server) fn may_be_registered(&self) -> bool {
-        let is_there = |state: &State| !matches!(state, State::None(at) if at.elapsed() < RETRY_AFTER);
+        let is_there = |state: &SumState| !matches!(state, SumState::None(at) if at.elapsed() < RETRY_AFTER);
         self.states.lock().iter().any(is_there)
     }
 
@@ -86,13 +86,13 @@ impl SumMemory {
         let mut states = self.states.lock();
         let state = states.get_mut(index)?;
         match state {
-            State::Registered(registration) => return Some(Arc::clone(registration)),
-            State::Registering(_) => return None,
-            State::None(at) if at.elapsed() < RETRY_AFTER => return None,
-            State::Idle | State::None(_) => {}
+            SumState::Registered(registration) => return Some(Arc::clone(registration)),
+            SumState::Registering(_) => return None,
+            SumState::None(at) if at.elapsed() < RETRY_AFTER => return None,
+            SumState::Idle | SumState::None(_) => {}
         }
         let who = Arc::new(());
-        *state = State::Registering(Arc::clone(&who));
+        *state = SumState::Registering(Arc::clone(&who));
         drop(states);
         let memory = Arc::clone(self);
         let registers = move || memory.register(index, &who);
@@ -112,7 +112,8 @@ impl SumMemory {
     }
 
     fn register(&self, index: usize, who: &Arc<()>) {
-        let is_wanted = |state: &State| matches!(state, State::Registering(other) if Arc::ptr_eq(who, other));
+        let is_wanted =
+            |state: &SumState| matches!(state, SumState::Registering(other) if Arc::ptr_eq(who, other));
         if !self.states.lock().get(index).is_some_and(is_wanted) {
             return;
         }
@@ -124,8 +125,8 @@ impl SumMemory {
             return self.device.forget_to_fill(&self.sums[index]);
         };
         let (next, error) = match registered {
-            Ok(registration) => (State::Registered(registration), None),
-            Err(error) => (State::None(Instant::now()), Some(error)),
+            Ok(registration) => (SumState::Registered(registration), None),
+            Err(error) => (SumState::None(Instant::now()), Some(error)),
         };
         *state = next;
         drop(states);
@@ -140,14 +141,14 @@ impl Spare for SumMemory {
         let mut any = false;
         let mut states = self.states.lock();
         for (state, sum) in states.iter_mut().zip(&self.sums) {
-            match std::mem::replace(state, State::None(Instant::now())) {
-                State::Idle => *state = State::Idle,
-                State::Registering(_) => any = true,
-                State::Registered(_) => {
+            match std::mem::replace(state, SumState::None(Instant::now())) {
+                SumState::Idle => *state = SumState::Idle,
+                SumState::Registering(_) => any = true,
+                SumState::Registered(_) => {
                     any = true;
                     self.device.forget_to_fill(sum);
                 }
-                State::None(at) => *state = State::None(at),
+                SumState::None(at) => *state = SumState::None(at),
             }
         }
         drop(states);

@@ -22,7 +22,7 @@ use crate::transport::stream::Stream;
 /// The interval for checks of queue pairs that may be gone. Everything else wakes the thread or has a deadline.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// The pause after a failure that may last.
-const PAUSE: Duration = Duration::from_millis(100);
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// The longest wait for an accepted connection to be established.
 const ACCEPTING: Duration = Duration::from_secs(5);
 
@@ -64,7 +64,7 @@ impl Manager {
                     Ok(None) => break,
                     Err(error) => {
                         tracing::error!(%error, "no more RDMA connections can be made");
-                        std::thread::sleep(PAUSE);
+                        std::thread::sleep(RETRY_PAUSE);
                         break;
                     }
                 }
@@ -94,7 +94,7 @@ impl Manager {
             && errno != Errno::EINTR
         {
             tracing::error!(%errno, "RDMA connections cannot be waited for");
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_PAUSE);
         }
         let gone = PollFlags::POLLERR | PollFlags::POLLHUP | PollFlags::POLLNVAL;
         if self.is_there && ready[2].revents().is_some_and(|seen| seen.intersects(gone)) {

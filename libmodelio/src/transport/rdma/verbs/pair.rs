@@ -33,7 +33,7 @@ pub struct PairLimits {
     pub receives: u32,
 }
 
-struct State {
+struct PairState {
     posted: Posted,
     /// The number of pieces since the last one that is to be reported.
     since_report: u32,
@@ -45,7 +45,7 @@ struct State {
 }
 
 // SAFETY: the pointers in `requests` are written under the lock just before they are posted, and not used afterwards.
-unsafe impl Send for State {}
+unsafe impl Send for PairState {}
 
 /// One queue pair.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ pub struct Pair {
     raw: *mut sys::ibv_qp,
     number: u32,
     limits: PairLimits,
-    state: Mutex<State>,
+    state: Mutex<PairState>,
     /// The number of posted chains.
     doorbells: AtomicU64,
     posted: AtomicU64,
@@ -67,9 +67,9 @@ unsafe impl Send for Pair {}
 // SAFETY: as above.
 unsafe impl Sync for Pair {}
 
-impl std::fmt::Debug for State {
+impl std::fmt::Debug for PairState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("State")
+        f.debug_struct("PairState")
             .field("outstanding", &self.posted.len())
             .field("broken", &self.broken)
             .finish()
@@ -147,7 +147,7 @@ impl Pair {
         let depth = limits.depth;
         // SAFETY: the pair was just made.
         let number = unsafe { (*raw).qp_num };
-        let state = State {
+        let state = PairState {
             posted: Posted::new(depth as usize),
             since_report: 0,
             requests: Vec::with_capacity(depth as usize),
@@ -265,7 +265,7 @@ impl Pair {
         if let Some(why) = &state.broken {
             return Err(VerbsError::Broken(why.clone()));
         }
-        let State { posted, since_report, requests, pieces, .. } = state;
+        let PairState { posted, since_report, requests, pieces, .. } = state;
         let chain = posted.chain();
         let count = chain.len();
         if count == 0 {

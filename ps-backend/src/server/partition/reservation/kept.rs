@@ -14,7 +14,7 @@ use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
 use libmodelio::wire::Refusal;
 use smallvec::SmallVec;
 
-use super::super::{Partition, State};
+use super::super::{Partition, PartitionState};
 use super::{Push, Reservation};
 use crate::partition::core::NotTaken;
 use crate::partition::store::{BlockInput, PartitionError, Payload};
@@ -93,7 +93,7 @@ impl Partition {
         if state.kept.is_empty() {
             return;
         }
-        let State { kept, core, .. } = &mut *state;
+        let PartitionState { kept, core, .. } = &mut *state;
         for ((block, client), Kept { plan, .. }) in kept.extract_if(|_, kept| kept.link.is(link)) {
             core.is_gone(client, plan, block.0);
         }
