@@ -501,7 +501,13 @@ def test_a_shard_that_hangs_fails_the_save_and_not_the_job(cluster, model, tmp_p
     assert done.returncode == 1 and other.address in done.stderr, done.stderr
     assert not (tmp_path / "saved").exists()
     # Calls fail at once until the mount has heard of the shard again.
-    eventually(lambda: outcome(train, job.mount, range(1, 2)) != "ETIMEDOUT")
+    def goes_on(learner):
+        def step():
+            job.mount.contribute(gradient(1, learner), learner=learner)
+
+        eventually(lambda: outcome(step) != "ETIMEDOUT")
+
+    Threads().run(*(lambda learner=learner: goes_on(learner) for learner in LEARNERS))
     train(job.mount, range(2, 3))
     assert job.mount.version() == 3
     eventually(lambda: job.cluster.run("save", "m", tmp_path / "saved").returncode == 0, 30)
