@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
+use libmodelio::vocabulary::controls::MAX_LEARNERS;
 
 use crate::error::Error;
 use crate::run::supervisor::OnFailure;
@@ -29,9 +30,6 @@ ends, and RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, as torchrun sets th
 SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to all processes, which have groups of their own. A second Ctrl-C \
 kills them. The exit status is 0 if all ended with 0, else that of the first that failed (128 and the number, if by a \
 signal); with --on-failure drop only if all failed. It is 127 if there is no such command.";
-
-/// The most learners of a job.
-const MAX_PROCESSES: u32 = 4096;
 
 /// The arguments of `gradfs run`.
 #[derive(Args, Debug)]
@@ -67,7 +65,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds, allow_negative_numbers = true)]
     grace: Duration,
     /// -n auto: the most processes [default: the number of cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_PROCESSES)))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_LEARNERS)))]
     max: Option<u32>,
     /// -n auto: one more must bring so many percent [default: 5]
     #[arg(long, value_name = "PERCENT", value_parser = percent, allow_negative_numbers = true)]
@@ -120,15 +118,15 @@ impl RunArgs {
 }
 
 fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |cores| (cores.get() as u32).min(MAX_PROCESSES))
+    std::thread::available_parallelism().map_or(1, |cores| (cores.get() as u32).min(MAX_LEARNERS))
 }
 
 fn number(text: &str) -> Result<Number, String> {
     if text.eq_ignore_ascii_case("auto") {
         return Ok(Number::Auto);
     }
-    let count = text.parse().ok().filter(|count| (1..=MAX_PROCESSES).contains(count));
-    count.map(Number::Fixed).ok_or_else(|| format!("a number from 1 to {MAX_PROCESSES} is needed, or auto"))
+    let count = text.parse().ok().filter(|count| (1..=MAX_LEARNERS).contains(count));
+    count.map(Number::Fixed).ok_or_else(|| format!("a number from 1 to {MAX_LEARNERS} is needed, or auto"))
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

@@ -45,7 +45,7 @@ impl Calls {
         let is_pending = open.file.is_pending();
         match at_close(is_pending, || users.closer(by), has_duplicate) {
             AtClose::Nothing => {
-                // A child may have it still. It must not count as a file of the opener.
+                // A child may still have the file. The opener has not, so it must not count as one of the opener's.
                 let is_contribution = matches!(open.file, OpenFile::Contribution { .. });
                 if is_contribution && !is_pending && users.is_living_opener(by) && seen() == Some(false) {
                     users.note_closed();

@@ -35,14 +35,14 @@ struct Waiting {
 }
 
 #[derive(Default)]
-struct PendingExit {
+struct ExitsState {
     exits: Vec<Exit>,
     waiting: Vec<Waiting>,
 }
 
 /// The pending exits of all learners' programs.
 #[derive(Default)]
-pub struct PendingExits(Mutex<PendingExit>);
+pub struct PendingExits(Mutex<ExitsState>);
 
 impl PendingExits {
     /// A dying program has closed the open file `fh`, through which it wrote as `learner`.
@@ -67,7 +67,7 @@ impl PendingExits {
     fn over(&self, is_over: impl Fn(&Exit) -> bool) {
         let freed: Vec<_> = {
             let mut state = self.0.lock();
-            let PendingExit { exits, waiting } = &mut *state;
+            let ExitsState { exits, waiting } = &mut *state;
             exits.retain(|exit| !is_over(exit));
             let is_free = |one: &mut Waiting| exits.iter().all(|exit| exit.learner != one.learner);
             waiting.extract_if(.., is_free).collect()

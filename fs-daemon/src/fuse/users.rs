@@ -62,7 +62,7 @@ impl Seen {
         }
     }
 
-    /// Forgets all other processes, and their threads: others get their numbers. Returns whether there were any.
+    /// Forgets all other processes and their threads, whose numbers may become others'. Returns whether there were any.
     fn keep(&mut self, is_kept: impl Fn(&Process) -> bool) -> bool {
         let gone: Vec<Arc<Process>> = self.processes.extract_if(.., |known| !is_kept(known)).collect();
         for process in &gone {
@@ -130,7 +130,7 @@ impl FileUsers {
         heir.into_iter().chain([opener]).collect()
     }
 
-    /// What was written ends. How those who wrote it have ended does not matter to what comes.
+    /// A close or fsync ends what was written. Writers that have ended are forgotten: how they ended matters no more.
     pub fn note_end(&self) {
         let is_kept = |known: &Process| Some(known.tgid()) == self.opener || known.exited().is_none();
         if self.seen.lock().keep(is_kept) {
@@ -138,7 +138,7 @@ impl FileUsers {
         }
     }
 
-    /// Its process has no descriptor of it left.
+    /// The process that opened the file has no descriptor of it left.
     pub fn note_closed(&self) {
         self.closed.store(true, Ordering::Relaxed);
     }

@@ -122,8 +122,8 @@ impl Watches {
         }
     }
 
-    /// Thread `tid` opens the learner's `weights`. Nearly free once a process contributes. Whoever contributes finds place:
-    /// others have half of it.
+    /// Thread `tid` opens the learner's `weights`. This is nearly free once a process contributes. Processes that only read
+    /// take half of the places at most, so that those which contribute find one.
     pub fn attended(&self, model: &Arc<Model>, learner: &Arc<Learner>, tid: u32) {
         if !learner.wants_attendants(model.job.controls().lease) || self.len() >= MAX_WATCHED / 2 {
             return;
@@ -131,7 +131,7 @@ impl Watches {
         if let Some(process) = self.process_of(tid) {
             self.uses(model, learner, tid, &process, Uses::Attends(Arc::clone(learner)));
             learner.report_use();
-            // It may have left meanwhile.
+            // The learner may have left meanwhile.
             if model.learner(learner.id).is_err() {
                 self.left(model, learner.id, false);
             }

@@ -295,7 +295,7 @@ impl Contribution {
         });
     }
 
-    /// A write that had to ask for its step was refused: the next end says so, too.
+    /// Notes that a write which had to ask for its step was refused. The next end says so, too.
     fn refused(&self, offset: u64, len: usize, error: ContributeError) -> CallError {
         let error = explained(&self.model, error);
         self.learner.refusal.note(&error, true);

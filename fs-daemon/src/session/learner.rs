@@ -91,7 +91,7 @@ impl Users {
             (1.., _) => Attached::Yes,
             // It lives, and has closed its files. Where nobody waits for it, the lease decides.
             (0, 1..) if awaited => Attached::Yes,
-            // Its first step may take long.
+            // The learner's first step may take long.
             (0, 0) if self.attending > 0 && !self.ended && !self.unseen && awaited => Attached::Yes,
             // A contribution that was left open may be about to count.
             (0, 0) if self.ended && !self.unseen && !unsettled => Attached::Exited,
@@ -251,8 +251,8 @@ impl Learner {
         self.report_use();
     }
 
-    /// Whether it matters who attends to the learner: nobody has contributed as it yet. Whoever comes later than the lease
-    /// after it has joined does not prolong its time: programs that look at it again and again would do that for ever.
+    /// Whether it matters who attends to the learner: nobody has contributed as it yet. A process that comes later than the
+    /// lease after the learner has joined does not count. Otherwise programs that look again and again would keep it.
     pub fn wants_attendants(&self, lease: Duration) -> bool {
         let users = self.users.lock();
         let is_new = lease.is_zero() || self.joined.elapsed().is_ok_and(|since| since < lease);
@@ -264,7 +264,7 @@ impl Learner {
         self.users.lock().attending += 1;
     }
 
-    /// It does so no more.
+    /// A process that attended has ended, or contributes now.
     pub fn attendant_left(&self) {
         let mut users = self.users.lock();
         users.attending = users.attending.saturating_sub(1);

@@ -86,7 +86,7 @@ impl Written {
         }
     }
 
-    /// What was written has ended. If nothing was written, the file is still truncated, and still refused.
+    /// Ends what was written. If nothing was written, the file is still truncated, and still refused.
     pub fn end(&mut self) -> Written {
         if self.is_begun() { std::mem::take(self) } else { self.clone() }
     }

@@ -112,7 +112,7 @@ impl CoordinatorCore {
             return Err(Refusal::Other(format!("the model already has {MAX_CLIENTS} clients, its limit")));
         }
         if !self.clients.contains_key(&id) {
-            let was = self.given_up.iter().rposition(|(known, _)| *known == id);
+            let was = given_up_at(&self.given_up, id);
             let before = was.and_then(|at| self.given_up.remove(at)).map(|(_, before)| before);
             self.clients.insert(id, Client::new(before.unwrap_or_default()));
         }
@@ -531,17 +531,16 @@ impl CoordinatorCore {
 
     /// The newest plan with contributions of a client's that counts, or 0. The client may have been given up just now.
     pub(super) fn newest_counted(&self, id: ClientId) -> PlanId {
-        let before = || self.given_up.iter().rev().find(|(known, _)| *known == id);
         match self.clients.get(&id) {
             Some(client) => client.counted,
-            None => before().map_or(PlanId(0), |(_, before)| before.counted),
+            None => given_up_at(&self.given_up, id).map_or(PlanId(0), |at| self.given_up[at].1.counted),
         }
     }
 }
 
-/// What is remembered of a client.
-pub(super) fn given_up(all: &mut VecDeque<(ClientId, GivenUp)>, id: ClientId) -> Option<&mut GivenUp> {
-    all.iter_mut().rev().find(|(known, _)| *known == id).map(|(_, before)| before)
+/// The place of a client among those that were given up.
+pub(super) fn given_up_at(all: &VecDeque<(ClientId, GivenUp)>, id: ClientId) -> Option<usize> {
+    all.iter().rposition(|(known, _)| *known == id)
 }
 
 /// The learner that a request is about.

@@ -8,7 +8,7 @@ use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
 
-use super::clients::given_up;
+use super::clients::given_up_at;
 use super::senders::Sender;
 use super::starts::Kind;
 use super::{Action, CoordinatorCore, REPEAT};
@@ -454,8 +454,8 @@ impl CoordinatorCore {
         for sender in run.senders.iter().filter(is_contribution) {
             if let Some(client) = self.clients.get_mut(&sender.client) {
                 client.counted = run.id;
-            } else if let Some(before) = given_up(&mut self.given_up, sender.client) {
-                before.counted = run.id;
+            } else if let Some(at) = given_up_at(&self.given_up, sender.client) {
+                self.given_up[at].1.counted = run.id;
             }
         }
     }

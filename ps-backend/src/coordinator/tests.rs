@@ -218,7 +218,7 @@ fn a_step_of_two_clients() {
     assert_eq!(bench.coordinator.running(), None);
 }
 
-/// Its contribution is granted in the moment in which its lease ends: the clock has jumped.
+/// The clock jumps. So a contribution is granted in the moment in which its client's lease ends.
 #[test]
 fn a_client_that_is_given_up_hears_which_of_its_plans_counts() {
     let mut bench = Bench::new();

@@ -20,7 +20,7 @@ use crate::partition::store::{Making, PartitionError, PartitionJob};
 /// it is not over.
 const BEGIN_PAUSE: Duration = Duration::from_millis(1);
 /// The log names plans that cannot begin for longer than this.
-const NAMED_AFTER: Duration = Duration::from_secs(2);
+const START_NAMED_AFTER: Duration = Duration::from_secs(2);
 /// Missing memory that was logged is not logged again for so long.
 const SHORTAGE_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -288,7 +288,7 @@ impl Partition {
         let started = Instant::now();
         let mut said = false;
         loop {
-            if !said && started.elapsed() > NAMED_AFTER {
+            if !said && started.elapsed() > START_NAMED_AFTER {
                 // If there is no memory, the log says that.
                 if self.store.shortage().is_none() {
                     tracing::warn!(model = %self.model, %plan, "cannot begin yet: {error}");
