@@ -10,7 +10,6 @@ use super::paths::Connection;
 use super::peer::{EndOfLoan, Peer};
 use super::routes::{Route, overtaken};
 use super::shared::{Inner, Shared};
-use super::usage::Usage;
 use crate::transport::frames::Link;
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
@@ -50,7 +49,7 @@ impl Shared {
                 if let Some(leaving) = peer.fallbacks.overcome(route.number, Instant::now()) {
                     let address = route.address();
                     tracing::info!(model = %self.model, %address, "in place of one by TCP there is a better way");
-                    peer.usage.park(&leaving);
+                    peer.park(&leaving, true);
                 }
             } else {
                 peer.fallbacks.greeted(route.number, link);
@@ -85,7 +84,7 @@ impl Shared {
         let before = peer.links.len();
         peer.links.retain(|known| !known.is(link));
         peer.loans.retain(|(known, _)| !known.is(link));
-        peer.usage.forget(link);
+        peer.park(link, false);
         let was_up = before > peer.links.len();
         let alone = peer.links.is_empty();
         if alone {
@@ -261,45 +260,19 @@ impl Inner {
     /// Whether blocks go over this connection at the moment, in a client with this many threads.
     pub(super) fn uses(&self, partition: PartitionIndex, link: &Link, threads: usize) -> bool {
         let most = threads.div_ceil(self.partitions.len()).max(1);
-        let peer = &self.partitions[partition];
-        peer.usage.uses(&peer.links, link, most, self.core.struggles(partition))
+        self.partitions[partition].uses(link, most, self.core.struggles(partition))
     }
 }
 
 impl Connection {
-    /// The shard parks the connection, or uses it like the others again.
+    /// The shard parks the connection, or uses it like the others again. Then all of them are asked what they send.
     pub(super) fn park(&self, parked: bool) {
-        self.change_usage(|usage, _| if parked { usage.park(&self.link) } else { usage.wake(&self.link) });
-    }
-
-    /// The shard has said over this connection that blocks are missing. So this connection works, and the others must
-    /// show that they do.
-    pub(super) fn suspect_others(&self) {
-        self.change_usage(|usage, links| {
-            links.iter().filter(|other| !other.is(&self.link)).for_each(|other| usage.suspect(other));
-        });
-    }
-
-    /// The connection has not brought what was asked for.
-    pub(super) fn suspect(&self) {
-        self.change_usage(|usage, _| usage.suspect(&self.link));
-    }
-
-    /// The connection has brought something.
-    pub(super) fn trust(&self) {
-        self.change_usage(|usage, _| usage.trust(&self.link));
-    }
-
-    /// Changes the usage of a peer's connections. If that has an effect, all of them are asked what they send.
-    fn change_usage(&self, change: impl FnOnce(&mut Usage, &[Link])) {
         let mut inner = self.shared.inner.lock();
         if !inner.is_in_force(&self.route) {
             return;
         }
         let peer = inner.peer(&self.route);
-        let before = peer.usage.len();
-        change(&mut peer.usage, &peer.links);
-        if peer.usage.len() != before {
+        if peer.park(&self.link, parked) {
             peer.links.iter().for_each(Link::wake);
         }
     }

@@ -240,7 +240,6 @@ impl<P: BlockPath> Conversation for Data<P> {
             Message::Refused(Refusal::NoVersion { .. }) => self.due = 0,
             // All other refusals end the connection.
             Message::Refused(refusal) => return Err(turned_away(refusal)),
-            Message::Missing { blocks, .. } if !blocks.is_empty() => to.suspect_others(),
             &Message::Park { parked } => {
                 to.park(parked);
                 return Ok(Take::Nothing);
@@ -281,7 +280,6 @@ impl<P: BlockPath> Conversation for Data<P> {
         let to = &self.greeting.to;
         if self.due > 0 && self.came.elapsed() > OVERDUE {
             self.due = 0;
-            to.suspect();
         }
         let (outgoing, asked) = self.path.next(to, self.due)?;
         if self.due == 0 {
@@ -301,10 +299,6 @@ impl<P: BlockPath> Conversation for Data<P> {
 
     fn silence(&self) -> Option<Duration> {
         self.greeting.silence
-    }
-
-    fn alive(&mut self) {
-        self.greeting.to.trust();
     }
 
     fn closed(&mut self, why: &Close) {

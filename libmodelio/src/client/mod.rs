@@ -11,7 +11,7 @@
 //! | `keeper` | deadlines, missing connections |
 //! | `shared` | lock, clock and memory around the core |
 //! | `routes`, `redirect`, `inquiry` | the block map in force with its shards, and its replacement |
-//! | `peer`, `connections`, `usage`, `fallback` | the connections: which exist, are missing, are in use, and go by TCP for now |
+//! | `peer`, `connections`, `fallback` | the connections: which exist, are missing, are in use, and go by TCP for now |
 //! | `conversation` | the messages on each kind of connection |
 //! | `paths` | the ways of blocks: TCP, shared memory, RDMA, or in this process |
 //! | `blocks` | payload on its way, by any path (`unsafe`) |
@@ -44,7 +44,6 @@ mod small;
 mod sum;
 #[cfg(test)]
 mod tests;
-mod usage;
 mod versions;
 
 pub use self::core::LastCommit;

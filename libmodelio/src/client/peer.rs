@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use super::fallback::Fallbacks;
-use super::usage::Usage;
 use crate::transport::frames::Link;
 use crate::vocabulary::phase::Heard;
 
@@ -24,8 +23,8 @@ pub(super) struct Peer {
     pub(super) trouble: Option<String>,
     /// The same error. A new connection does not clear it.
     pub(super) lost: Option<String>,
-    /// The connections that are in use.
-    pub(super) usage: Usage,
+    /// The connections that the shard has parked. They are used if nothing else is, or if something is lost.
+    pub(super) parked: Vec<Link>,
     /// The index in `links` of the next connection to use.
     pub(super) turn: usize,
     /// The connections that go by TCP for want of a better path.
@@ -54,7 +53,7 @@ impl Peer {
             trouble: None,
             lost: None,
             turn: 0,
-            usage: Usage::default(),
+            parked: Vec::new(),
             fallbacks: Fallbacks::default(),
             unmet: 0,
             gone_since: (!barred).then(Instant::now),
@@ -64,10 +63,54 @@ impl Peer {
         }
     }
 
+    /// Whether blocks go over `link`, one of `links`. At most `most` of them are in use, or all while something does not
+    /// progress.
+    pub(super) fn uses(&self, link: &Link, most: usize, struggles: bool) -> bool {
+        let is_parked = |link: &Link| self.parked.iter().any(|parked| parked.is(link));
+        let all = struggles || self.links.iter().all(is_parked);
+        let used = self.links.iter().filter(|link| all || !is_parked(link));
+        used.take(if struggles { usize::MAX } else { most }).any(|used| used.is(link))
+    }
+
+    /// The shard parks the connection, or uses it again. True if that is news.
+    pub(super) fn park(&mut self, link: &Link, parked: bool) -> bool {
+        let before = self.parked.len();
+        self.parked.retain(|known| !known.is(link));
+        if parked {
+            self.parked.push(link.clone());
+        }
+        self.parked.len() != before
+    }
+
     pub(super) fn greeted(&mut self) {
         self.tries = 0;
         self.trouble = None;
         self.gone_since = None;
         self.met = true;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The connections in use, of three.
+    fn used(peer: &Peer, most: usize, struggles: bool) -> Vec<usize> {
+        (0..peer.links.len()).filter(|&at| peer.uses(&peer.links[at], most, struggles)).collect()
+    }
+
+    #[test]
+    fn as_many_connections_are_used_as_are_wanted_and_never_none() {
+        let links: Vec<Link> = (0..3).map(|_| Link::default()).collect();
+        let mut peer = Peer { links: links.clone(), ..Peer::new(false) };
+        assert_eq!(used(&peer, 2, false), [0, 1]);
+        assert_eq!(used(&peer, 2, true), [0, 1, 2]);
+        assert!(peer.park(&links[0], true) && !peer.park(&links[0], true));
+        assert_eq!(used(&peer, 1, false), [1]);
+        assert_eq!(used(&peer, 1, true), [0, 1, 2]);
+        links[1..].iter().for_each(|link| assert!(peer.park(link, true)));
+        assert_eq!(used(&peer, 1, false), [0]);
+        assert!(peer.park(&links[2], false));
+        assert_eq!(used(&peer, 1, false), [2]);
     }
 }
