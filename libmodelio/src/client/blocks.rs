@@ -4,106 +4,27 @@
 //! regions. Each place says why that is sound.
 
 use std::sync::{Arc, Weak};
-use std::time::Instant;
 
 use parking_lot::MutexGuard;
-use smallvec::{SmallVec, smallvec};
 
-use super::options::Staged;
+use super::payloads::Payload;
 use super::residual::NotCoded;
 use super::routes::Route;
-use super::shared::{Inner, NewWeights, Shared};
+use super::shared::{Inner, Shared};
 use crate::bytes::mmap::Mapping;
-use crate::bytes::region::Region;
 use crate::client::core::{PULL_BLOCKS, Push};
-use crate::client::sum::{self, Written};
+use crate::client::sum;
 use crate::client::versions;
-use crate::observe::trace::What;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::stream::{Guard, Piece, Target};
 use crate::transport::tally::Flow;
-use crate::vocabulary::coding::{Coding, Form};
-use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, ShardId, Version};
+use crate::vocabulary::coding::Form;
+use crate::vocabulary::ids::{BlockId, PlanId, Version};
 use crate::wire::{Granted, Message};
 
 /// The most blocks that one connection may have asked for. A shard takes this many requests, even if each asks for
 /// one block.
 const DUE_MAX: usize = 128;
-
-/// The payload of one block for the plan under way.
-pub(super) struct Payload {
-    pub(super) plan: PlanId,
-    /// The memory that holds it, one region for each learner.
-    pub(super) sources: Vec<Region>,
-    /// No program stores into the sources while they are read.
-    pub(super) steady: bool,
-    /// For each source, whether its contribution has been searched for NaN and Inf.
-    pub(super) checked: SmallVec<[bool; 16]>,
-    pub(super) learners: Vec<LearnerId>,
-    /// The shard searches what is sent for NaN and Inf. It does so if the client sends one contribution for the plan.
-    pub(super) shard_checks: bool,
-    /// The last source counts, and not the sum.
-    pub(super) replaces: bool,
-    /// The written ranges of each source, if there are several sources and the last one counts, or if the block is coded.
-    pub(super) written: Vec<Written>,
-    /// The form in which it crosses a network by TCP, if not in full.
-    pub(super) coding: Option<Coding>,
-}
-
-impl Inner {
-    /// The payload of a block for the plan under way. `None` without a plan, or if the payload is gone.
-    pub(super) fn granted(&self, block: BlockId) -> Option<Payload> {
-        let (plan, granted) = self.core.outgoing()?;
-        let is_open = granted.is_provisional();
-        match granted.clone() {
-            Granted::Weights(token) | Granted::OpenWeights(token) => {
-                let NewWeights { buffer, checked, can_show } = self.weights.get(&token)?;
-                let (sources, checked) = (vec![buffer.clone()], smallvec![*checked]);
-                Some(Payload {
-                    plan,
-                    sources,
-                    // A program may write a block again while that is being sent: before it has published, and a disk's
-                    // at any time.
-                    steady: !is_open && *can_show,
-                    checked,
-                    learners: Vec::new(),
-                    shard_checks: true,
-                    replaces: false,
-                    written: Vec::new(),
-                    coding: None,
-                })
-            }
-            Granted::Contributions { mut of, replaces, .. } => {
-                let shard_checks = of.len() == 1;
-                of.retain(|&(learner, step)| self.core.holds(learner, step, block));
-                let staged: Option<Vec<&Staged>> = of.iter().map(|key| self.sources.get(key)).collect();
-                let staged = staged?;
-                let checked: SmallVec<_> = staged.iter().map(|staged| staged.steady).collect();
-                let steady = checked.iter().all(|checked| *checked);
-                let written = |staged: &&Staged| staged.partly.as_ref()?.of(block).map(<[_]>::to_vec);
-                let coding = self.core.coding();
-                let written = match &staged[..] {
-                    several @ [_, _, ..] if replaces => several.iter().map(written).collect(),
-                    all if coding.is_some() => all.iter().map(written).collect(),
-                    _ => Vec::new(),
-                };
-                let sources = staged.into_iter().map(|staged| staged.region.clone()).collect();
-                let learners = of.iter().map(|(learner, _)| *learner).collect();
-                Some(Payload {
-                    plan,
-                    sources,
-                    steady,
-                    checked,
-                    learners,
-                    shard_checks,
-                    replaces,
-                    written,
-                    coding,
-                })
-            }
-        }
-    }
-}
 
 impl Shared {
     /// Takes memory for a version before it is pulled. A thread of its own does it, because it takes a while.
@@ -160,7 +81,7 @@ impl Shared {
         followed: &mut PlanId,
     ) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
-        if inner.is_in_force(route) && !inner.uses(route.partition, link, self.options.threads) {
+        if inner.peers.is_in_force(route) && !inner.uses(route.partition, link, self.options.threads) {
             return None;
         }
         if let Some(follow) = self.follow(&mut inner, route, followed) {
@@ -172,13 +93,13 @@ impl Shared {
         let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
         // The map in force numbers the partitions.
-        while inner.is_in_force(route)
+        while inner.peers.is_in_force(route)
             && let Some(Push { plan, block, ahead }) = inner.core.next_push(route.partition, now)
         {
             inner.observed.sent(plan, now);
-            let (began, shard) = (self.trace_time(), inner.core.shards()[route.partition]);
+            let (began, shard) = (self.timeline.moment(), inner.core.shards()[route.partition]);
             if let Some((form, piece)) = self.push(inner, plan, block, true)? {
-                self.trace_sent(began, plan, block, shard);
+                self.timeline.sent(began, plan, block, shard);
                 return Some((frame(Message::Push { plan, block, form, ahead }, Some(piece)), 0));
             }
             inner = self.inner.lock();
@@ -210,7 +131,7 @@ impl Shared {
 
     /// The request to follow the plan that makes the next version, if that is pulled while it is made.
     fn follow(&self, inner: &mut Inner, route: &Route, followed: &mut PlanId) -> Option<Outgoing> {
-        if !inner.is_in_force(route) || !inner.core.follows(*followed) {
+        if !inner.peers.is_in_force(route) || !inner.core.follows(*followed) {
             return None;
         }
         // Without a buffer, the version is pulled once it exists.
@@ -233,7 +154,7 @@ impl Shared {
         due: usize,
         most: usize,
     ) -> Option<(Outgoing, usize)> {
-        if !inner.is_in_force(route) {
+        if !inner.peers.is_in_force(route) {
             return None;
         }
         inner.core.pulling()?;
@@ -267,7 +188,8 @@ impl Shared {
     ) -> Option<Option<(Form, Piece)>> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        let Payload { sources, steady, learners, replaces, written, coding, .. } = inner.granted(block)?;
+        let Payload { sources, steady, learners, replaces, written, coding, .. } =
+            inner.payloads.granted(&inner.core, block)?;
         let coding = coding.filter(|_| codes);
         let coding = coding.and_then(|coding| self.codes(&mut inner, plan, block, coding, sources.len()));
         // A steady source is sent from where it lies. Others could change between the checksum and the kernel's copy,
@@ -275,7 +197,7 @@ impl Shared {
         if let ([source], true, None) = (&sources[..], steady, &coding) {
             let memory = Arc::clone(source.memory());
             drop(inner);
-            self.tally.moved(Flow::Push, span.len());
+            self.accounts.tally.moved(Flow::Push, span.len());
             // SAFETY: a block that is sent is whole, and nobody writes it again in this contribution. The next one lies
             // elsewhere if this one's plan was dropped ([`crate::client::Job::take_strays`]).
             let piece = unsafe {
@@ -287,7 +209,7 @@ impl Shared {
         // What is wrong with a published block of a disk, the shard says.
         let of_disk = |(_, granted): (PlanId, &Granted)| matches!(granted, Granted::Weights(_));
         let check = inner.rejects_nonfinite() && !inner.core.outgoing().is_some_and(of_disk);
-        let mut out = inner.spare.pop().unwrap_or_default();
+        let mut out = inner.payloads.spare.pop().unwrap_or_default();
         drop(inner);
         // SAFETY: as above. A program can store into memory that it has mapped: then each byte is old or new, and the
         // copy is what is checked and sent. The control flow depends on lengths alone.
@@ -302,15 +224,15 @@ impl Shared {
                 .map_err(NotCoded::NonFinite),
         };
         if !self.still_sends(plan) {
-            self.inner.lock().spare.push(out);
+            self.inner.lock().payloads.spare.push(out);
             return Some(None);
         }
         match summed {
             Ok(form) => {
-                self.tally.moved(Flow::Push, out.len());
+                self.accounts.tally.moved(Flow::Push, out.len());
                 // Of a coded block, what is not reduced is copied.
                 let count = if coding.is_some() { 2 } else { payloads.len() };
-                self.tally.copied(Flow::Push, sum::copied(&self.layout, block, count, replaces));
+                self.accounts.tally.copied(Flow::Push, sum::copied(&self.layout, block, count, replaces));
                 let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
                 let crc = self.options.checksum.of(&pooled.bytes);
                 // SAFETY: nobody writes the vector while the guard lives.
@@ -318,12 +240,12 @@ impl Shared {
                 Some(Some((form, piece)))
             }
             Err(NotCoded::Over) => {
-                self.inner.lock().spare.push(out);
+                self.inner.lock().payloads.spare.push(out);
                 Some(None)
             }
             Err(NotCoded::NonFinite(bad)) => {
                 let mut inner = self.inner.lock();
-                inner.spare.push(out);
+                inner.payloads.spare.push(out);
                 let mut actions = Vec::new();
                 // New weights that are written again meanwhile are searched once more when they are published.
                 if let Some(&learner) = learners.get(bad) {
@@ -350,18 +272,6 @@ impl Shared {
         let (retain, max) = inner.bounds();
         let back = inner.versions.back(retain, max).ok().flatten();
         back.map(|back| Arc::clone(back.memory()))
-    }
-
-    /// The moment of an event that a trace may record. None while no trace runs.
-    pub(super) fn trace_time(&self) -> Option<Instant> {
-        self.trace.is_on().then(Instant::now)
-    }
-
-    /// A block was sent to its shard, from this moment on.
-    pub(super) fn trace_sent(&self, from: Option<Instant>, plan: PlanId, block: BlockId, shard: ShardId) {
-        if let Some(from) = from {
-            self.trace.record(What::Sent(plan, block, shard), from, Instant::now());
-        }
     }
 
     /// Ends the reservation of a block that was being received.
@@ -400,7 +310,7 @@ impl Shared {
         block: BlockId,
     ) -> Option<Target> {
         let (retain, max) = inner.bounds();
-        if !inner.is_in_force(route) || !inner.core.reserve(version, block) {
+        if !inner.peers.is_in_force(route) || !inner.core.reserve(version, block) {
             return None;
         }
         let back = inner.versions.back(retain, max).ok().flatten();
@@ -437,9 +347,9 @@ impl Drop for Pooled {
         if let Some(home) = self.home.upgrade()
             // If the lock is held at this moment, the memory is freed instead.
             && let Some(mut inner) = home.inner.try_lock()
-            && inner.spare.len() < SPARE
+            && inner.payloads.spare.len() < SPARE
         {
-            inner.spare.push(std::mem::take(&mut self.bytes));
+            inner.payloads.spare.push(std::mem::take(&mut self.bytes));
         }
     }
 }

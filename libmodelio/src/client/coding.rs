@@ -2,13 +2,11 @@
 
 use std::sync::Arc;
 
-use super::fallback::FastPath;
 use super::residual::Residuals;
 use super::shared::{Inner, Shared};
 use super::sum;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, PlanId};
-use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::transport_kind::TransportKind;
 
 /// Why contributions cross the network in full, whatever the setting is.
@@ -32,26 +30,6 @@ pub enum FullBecause {
     /// Its elements have no other form.
     #[strum(to_string = "the model has no tensor of fp32 or a narrower type")]
     NoTensor,
-}
-
-impl Inner {
-    /// Forgets residuals, and gives their memory back, once contributions go in full. With another reducer or loss
-    /// scale, what was lost has another unit than what comes; and so it has if other tensors are averaged.
-    pub(super) fn forget_residuals(&mut self, layout: &ModelLayout) {
-        if self.averaged.follow(layout, &self.core.state().controls) {
-            self.core.set_averaged(self.averaged.blocks(layout));
-        }
-        let controls = self.controls();
-        let averaged = Arc::clone(self.averaged.tensors());
-        let unit = Some((controls.reducer, controls.hyper.loss_scale.to_bits(), averaged));
-        if self.unit != unit && self.unit.is_some() {
-            self.residuals = None;
-        }
-        self.unit = unit;
-        if self.controls().wire.is_none() && self.core.coding().is_none() {
-            self.residuals = None;
-        }
-    }
 }
 
 impl Shared {
@@ -87,7 +65,7 @@ impl Shared {
         let full = sum::shape(&self.layout, block, sources, false).1;
         let coded = coding.block_bytes(&self.layout, block);
         let blocks = self.layout.blocks();
-        let residuals = inner.residuals.get_or_insert_with(|| Arc::new(Residuals::new(blocks, plan)));
+        let residuals = inner.form.residuals(blocks, plan);
         let is_worth_it = coded < full || coded == full && residuals.holds(block);
         is_worth_it.then(|| (coding, Arc::clone(residuals)))
     }
@@ -95,23 +73,15 @@ impl Shared {
     /// Says in the log, once for each value, where `wire` has no effect.
     pub(super) fn say_coding(&self, inner: &mut Inner) {
         let coding = inner.controls().wire;
-        if coding == inner.said_coding {
+        if std::mem::replace(&mut inner.form.logged, coding) == coding {
             return;
         }
-        inner.said_coding = coding;
         let Some(coding) = coding else { return };
-        let transport = |partition: usize| {
-            let Some(place) = inner.routes.partitions.get(partition) else { return TransportKind::InProcess };
-            let works = |fast: &FastPath| inner.partitions[partition].fallbacks.why(*fast).is_none();
-            match place.fast.filter(works) {
-                Some(FastPath::SharedMemory) => TransportKind::SharedMemory,
-                Some(FastPath::Rdma) => TransportKind::Rdma,
-                None => TransportKind::Tcp,
-            }
-        };
         for (partition, shard) in inner.core.shards().iter().enumerate() {
-            let transport =
-                if self.local.is_some() { TransportKind::InProcess } else { transport(partition) };
+            let transport = match self.local {
+                Some(_) => TransportKind::InProcess,
+                None => inner.peers.transport(partition),
+            };
             if let Some(why) = self.full_because(inner, transport) {
                 let model = &self.model;
                 tracing::warn!(%model, %shard, "control/wire ({coding}) has no effect on the way to this shard: {why}");

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::core::{Gone, Now};
 use super::fallback::{Due, FastPath};
 use super::inquiry::IN_QUESTION;
 use super::paths::Connection;
@@ -13,7 +12,7 @@ use super::shared::{Inner, Shared};
 use crate::transport::frames::Link;
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
-use crate::wire::{Message, Role};
+use crate::wire::Role;
 
 /// The reason for closing a TCP connection after a faster one has come about.
 const OVERCOME: &str = "another connection has come about in its place, by a better way";
@@ -30,12 +29,12 @@ impl Shared {
         end_of_loan: Option<EndOfLoan>,
     ) -> Result<(), Close> {
         let mut inner = self.inner.lock();
-        if !inner.is_in_force(route) {
+        if !inner.peers.is_in_force(route) {
             return Err(overtaken());
         }
         let mut actions = Vec::new();
         let now = self.now();
-        let peer = inner.peer(route);
+        let peer = inner.peers.peer(route);
         peer.greeted();
         if route.role == Role::Control {
             peer.links = vec![link.clone()];
@@ -60,7 +59,7 @@ impl Shared {
             peer.links.insert(at, link.clone());
             inner.core.shard_up(route.partition, now, &mut actions);
             // The keeper may open the next connection now.
-            self.rouse();
+            self.lifetime.rouse();
         }
         self.act(inner, actions);
         Ok(())
@@ -69,12 +68,12 @@ impl Shared {
     /// A connection has ended.
     pub(super) fn ended(&self, route: &Route, link: &Link, why: &str) {
         let mut inner = self.inner.lock();
-        if !inner.is_in_force(route) {
+        if !inner.peers.is_in_force(route) {
             return;
         }
         let mut actions = Vec::new();
         let now = self.now();
-        let peer = inner.peer(route);
+        let peer = inner.peers.peer(route);
         peer.opened.retain(|&number| number != route.number);
         if peer.fallbacks.ended(route.number, link, Instant::now()) {
             // Other connections exist, and nothing else changes.
@@ -93,7 +92,7 @@ impl Shared {
         let replaced = why.contains(OVERCOME);
         if replaced || why.contains(IN_QUESTION) {
             tracing::debug!(model = %self.model, address = %route.address(), "connection ended: {why}");
-        } else if !self.is_stopping() && (was_up || peer.trouble.as_deref() != Some(why)) {
+        } else if !self.lifetime.is_stopping() && (was_up || peer.trouble.as_deref() != Some(why)) {
             tracing::warn!(model = %self.model, address = %route.address(), "connection lost: {why}");
         }
         if !replaced {
@@ -110,7 +109,7 @@ impl Shared {
             _ => inner.core.check_partition(route.partition, now, &mut actions),
         }
         self.act(inner, actions);
-        self.rouse();
+        self.lifetime.rouse();
     }
 
     /// Opens the missing connections. Returns when to check again.
@@ -150,10 +149,10 @@ impl Shared {
                     None => {}
                 }
             };
-            let routes = Arc::clone(&inner.routes);
+            let routes = Arc::clone(&inner.peers.routes);
             let coordinator = routes.coordinator;
-            check(&mut inner.coordinator, 1, (Role::Control, coordinator));
-            for (partition, peer) in inner.partitions.iter_mut().enumerate() {
+            check(&mut inner.peers.coordinator, 1, (Role::Control, coordinator));
+            for (partition, peer) in inner.peers.partitions.iter_mut().enumerate() {
                 // Connections are opened one after the other. The shard then knows the purpose of each, and puts the
                 // next one on another thread.
                 let greeted = peer.links.len();
@@ -185,15 +184,15 @@ impl Shared {
         if self.options.transport == fast.alone() {
             return self.ended(&route, &Link::default(), &format!("{fast}: {why}"));
         }
-        if self.is_stopping() {
+        if self.lifetime.is_stopping() {
             return;
         }
         let is_news = {
             let mut inner = self.inner.lock();
-            if !inner.is_in_force(&route) {
+            if !inner.peers.is_in_force(&route) {
                 return;
             }
-            let fallbacks = &mut inner.partitions[route.partition].fallbacks;
+            let fallbacks = &mut inner.peers.partitions[route.partition].fallbacks;
             if fallbacks.is_trial(route.number) {
                 drop(inner);
                 return self.ended(&route, &Link::default(), &format!("{fast}: {why}"));
@@ -212,55 +211,20 @@ impl Shared {
     /// The coordinator has sent something.
     pub(super) fn heard(&self, route: &Route) {
         let mut inner = self.inner.lock();
-        if inner.is_in_force(route) {
-            inner.coordinator.heard.heard(self.now());
+        if inner.peers.is_in_force(route) {
+            inner.peers.coordinator.heard.heard(self.now());
         }
     }
 
-    /// Asks a silent coordinator for a sign of life, and notes which shards are out of reach.
+    /// Asks a silent coordinator for a sign of life, and notes who is out of reach.
     pub(super) fn look_for_shards(&self, inner: &mut Inner) {
         let now = self.now();
-        if !inner.coordinator.links.is_empty() && inner.coordinator.heard.asks(now) {
-            inner.coordinator.links.iter().for_each(|link| link.send_message(0, Message::Ping));
+        let peers = &mut inner.peers;
+        if !peers.coordinator.links.is_empty() && peers.coordinator.heard.asks(now) {
+            peers.ping_coordinator();
         }
-        let gone = |partition: PartitionIndex, since: Option<Now>| {
-            Some(Gone { shard: inner.routes.partitions[partition].record.shard, since: since? })
-        };
-        let coordinator = gone(inner.routes.coordinator, inner.coordinator_gone(now));
-        let shards = (0..inner.partitions.len()).filter_map(|of| gone(of, inner.gone_since(of, now)));
-        let shards = shards.collect();
+        let (coordinator, shards) = peers.out_of_reach(now);
         inner.core.out_of_reach(coordinator, shards);
-    }
-}
-
-impl Inner {
-    /// Since when the coordinator is out of reach, if it is.
-    fn coordinator_gone(&self, now: Now) -> Option<Now> {
-        let gone = self.coordinator.gone_since.map(|at| now.saturating_sub(at.elapsed()));
-        gone.into_iter().chain(self.coordinator.heard.silent_since(now)).min()
-    }
-
-    /// Since when a shard is out of reach, as far as this end and the coordinator know.
-    pub(super) fn gone_since(&self, partition: PartitionIndex, now: Now) -> Option<Now> {
-        let announced = self.late.shards.get(&self.routes.partitions[partition].record.shard);
-        let known = [self.partitions[partition].gone_since.as_ref(), announced].into_iter().flatten();
-        let is_coordinator = partition == self.routes.coordinator;
-        let coordinator = self.coordinator_gone(now).filter(|_| is_coordinator);
-        known.map(|at| now.saturating_sub(at.elapsed())).chain(coordinator).min()
-    }
-
-    /// The peer that a connection leads to.
-    fn peer(&mut self, route: &Route) -> &mut Peer {
-        match route.role {
-            Role::Control => &mut self.coordinator,
-            _ => &mut self.partitions[route.partition],
-        }
-    }
-
-    /// Whether blocks go over this connection at the moment, in a client with this many threads.
-    pub(super) fn uses(&self, partition: PartitionIndex, link: &Link, threads: usize) -> bool {
-        let most = threads.div_ceil(self.partitions.len()).max(1);
-        self.partitions[partition].uses(link, most, self.core.struggles(partition))
     }
 }
 
@@ -268,10 +232,10 @@ impl Connection {
     /// The shard parks the connection, or uses it like the others again. Then all of them are asked what they send.
     pub(super) fn park(&self, parked: bool) {
         let mut inner = self.shared.inner.lock();
-        if !inner.is_in_force(&self.route) {
+        if !inner.peers.is_in_force(&self.route) {
             return;
         }
-        let peer = inner.peer(&self.route);
+        let peer = inner.peers.peer(&self.route);
         if peer.park(&self.link, parked) {
             peer.links.iter().for_each(Link::wake);
         }

@@ -33,7 +33,7 @@ impl Greeting {
             protocol: Protocol::NEWEST.number(),
             role: route.role,
             model: shared.model.clone(),
-            generation: shared.generation,
+            generation: shared.record.generation,
             client: shared.client,
         };
         link.send(Outgoing { epoch: route.epoch(), ..Outgoing::new(0, hello) });
@@ -131,7 +131,7 @@ impl Conversation for Control {
         if let Message::State(state) = &received.message {
             let Connection { shared, route, .. } = &self.0.to;
             if received.header.payload_crc().is_none() {
-                shared.tally.unchecked(bytes.len());
+                shared.accounts.tally.unchecked(bytes.len());
             }
             return shared.state_with_version(route, (**state).clone(), bytes);
         }
@@ -255,7 +255,8 @@ impl<P: BlockPath> Conversation for Data<P> {
 
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
         if !self.greeting.payload(received, bytes)? {
-            let (tally, len) = (&self.greeting.to.shared.tally, received.header.payload_len() as usize);
+            let (tally, len) =
+                (&self.greeting.to.shared.accounts.tally, received.header.payload_len() as usize);
             tally.moved(Flow::Pull, len);
             if received.header.payload_crc().is_none() {
                 tally.unchecked(len);
@@ -271,7 +272,7 @@ impl<P: BlockPath> Conversation for Data<P> {
 
     fn copied(&mut self, bytes: usize) {
         if self.reserved.is_some() {
-            self.greeting.to.shared.tally.copied(Flow::Pull, bytes);
+            self.greeting.to.shared.accounts.tally.copied(Flow::Pull, bytes);
         }
     }
 

@@ -32,7 +32,6 @@ use crate::bytes::mmap::Mapping;
 use crate::bytes::region::{Region, RegionKey};
 use crate::observe::staleness::Staleness;
 use crate::observe::trace::{Recorder, Recording};
-use crate::transport::frames::CONNECTION_BYTES;
 use crate::transport::local::ShardMemory;
 use crate::transport::reactor::Reactor;
 use crate::transport::stream::{Guard, Piece};
@@ -132,7 +131,7 @@ impl Job {
     /// Payload that this process has pushed to shards elsewhere and pulled from them. `None` if the shard is in this
     /// process.
     pub fn payload(&self) -> Option<Payloads> {
-        self.shared.local.is_none().then(|| self.shared.tally.read())
+        self.shared.local.is_none().then(|| self.shared.accounts.tally.read())
     }
 
     /// How long the phases of steps take that only this client sees, and whether its shard is in this process.
@@ -143,19 +142,19 @@ impl Job {
 
     /// What this client, and the mount around it, record while a trace runs.
     pub fn trace(&self) -> &Arc<Recorder> {
-        &self.shared.trace
+        &self.shared.timeline.trace
     }
 
     /// Ends a trace. None if none runs.
     pub fn end_trace(&self) -> Option<Recording> {
         let mut inner = self.shared.inner.lock();
         inner.observed.trace_rest(self.shared.now());
-        self.shared.trace.end()
+        self.shared.timeline.trace.end()
     }
 
     /// Makes `memory` addressable for shards. This takes a while: register at the start, and use the region again.
     pub fn register(&self, memory: Arc<Mapping>) -> Region {
-        self.shared.staging.add(&memory);
+        self.shared.accounts.staging.add(&memory);
         self.named_anew(memory)
     }
 
@@ -167,7 +166,7 @@ impl Job {
     /// Registered memory was let go of. Shards on this host that have it mapped are told at once, for the kernel keeps
     /// it until they let go of it, too.
     pub fn tell_gone(&self) {
-        self.shared.inner.lock().wake_all();
+        self.shared.inner.lock().peers.wake_all();
     }
 
     /// Sets the listener for events. It replaces the earlier one.
@@ -198,7 +197,7 @@ impl Job {
 
     /// The tensors of which learners write values that are averaged, in a model of gradients. They are sorted.
     pub fn averaged(&self) -> Arc<[usize]> {
-        Arc::clone(self.shared.inner.lock().averaged.tensors())
+        Arc::clone(self.shared.inner.lock().form.averaged())
     }
 
     // -- versions
@@ -335,16 +334,16 @@ impl Job {
 
     /// The memory that the model takes in this process.
     pub fn memory(&self) -> JobMemory {
-        let staging = self.shared.staging.taken();
+        let staging = self.shared.accounts.staging.taken();
         if let Some(local) = &self.shared.local {
             let ShardMemory { versions, state, sums } = local.shard.memory();
             return JobMemory { versions, state, sums, residuals: 0, staging, connections: 0 };
         }
         let inner = self.shared.inner.lock();
-        let peers = std::iter::once(&inner.coordinator).chain(&inner.partitions);
-        let links: usize = peers.map(|peer| peer.links.len()).sum();
-        let (own, sums) = (inner.versions.own(), inner.spare.iter().map(|sum| sum.capacity() as u64).sum());
-        let residuals = inner.residuals.as_ref().map_or(0, |residuals| residuals.taken());
+        let links: usize = inner.peers.all().map(|peer| peer.links.len()).sum();
+        let (own, sums) =
+            (inner.versions.own(), inner.payloads.spare.iter().map(|sum| sum.capacity() as u64).sum());
+        let residuals = inner.form.taken();
         drop(inner);
         JobMemory {
             versions: own.iter().map(|memory| memory.taken()).sum(),
@@ -352,7 +351,7 @@ impl Job {
             sums,
             residuals,
             staging,
-            connections: links as u64 * CONNECTION_BYTES + self.shared.of_connections.taken(),
+            connections: self.shared.accounts.connections(links),
         }
     }
 
@@ -439,7 +438,7 @@ impl Job {
     /// Shuts the job down: the learners leave, waiting requests are answered, and all connections end.
     pub fn shut_down(&self) {
         let shared = &self.shared;
-        shared.ends.store(true, Ordering::Relaxed);
+        shared.lifetime.ends();
         // Waiting requests are answered before the learners leave. Their leaving would be the answer otherwise.
         shared.dismiss();
         let learners: Vec<LearnerId> =
@@ -459,7 +458,7 @@ impl Job {
             let _ = receiver.recv_timeout(deadline.saturating_duration_since(Instant::now()));
         }
         shared.stop();
-        let threads = Arc::clone(&shared.inner.lock().routes.threads);
+        let threads = Arc::clone(&shared.inner.lock().peers.routes.threads);
         if let Err(error) = threads.shut_down(Duration::from_secs(2)) {
             tracing::warn!(model = %shared.model, %error, "connections through shared memory");
         }

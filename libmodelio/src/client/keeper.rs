@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use super::core::Now;
 use super::shared::Shared;
 use crate::timer::Timed;
-use crate::wire::Message;
 
 impl Timed for Shared {
     fn check(&self) -> Option<Duration> {
@@ -13,7 +12,7 @@ impl Timed for Shared {
         /// The pause while the next version has no buffer: a buffer that was lent for new weights may have been
         /// dropped.
         const NO_BUFFER: Duration = Duration::from_millis(20);
-        if self.is_stopping() {
+        if self.lifetime.is_stopping() {
             return None;
         }
         let retry = match &self.local {
@@ -35,7 +34,7 @@ impl Timed for Shared {
         let alive = inner.lease().map(|lease| inner.alive_at + lease / 4);
         if alive.is_some_and(|at| at <= Instant::now()) {
             inner.alive_at = Instant::now();
-            inner.coordinator.links.iter().for_each(|link| link.send_message(0, Message::Ping));
+            inner.peers.ping_coordinator();
         }
         if self.local.is_none() {
             self.look_for_shards(&mut inner);

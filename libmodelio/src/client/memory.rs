@@ -5,6 +5,8 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use crate::bytes::mmap::Mapping;
+use crate::transport::frames::CONNECTION_BYTES;
+use crate::transport::tally::Tally;
 
 /// Bytes of memory that are taken from the system, by what they are for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,6 +23,22 @@ pub struct JobMemory {
     pub staging: u64,
     /// Buffers of connections.
     pub connections: u64,
+}
+
+/// What a client counts: payload, and memory.
+#[derive(Default)]
+pub(super) struct Accounts {
+    pub(super) tally: Tally,
+    /// Memory that programs write into.
+    pub(super) staging: Counted,
+    pub(super) of_connections: Counted,
+}
+
+impl Accounts {
+    /// What this many connections take.
+    pub(super) fn connections(&self, links: usize) -> u64 {
+        links as u64 * CONNECTION_BYTES + self.of_connections.taken()
+    }
 }
 
 /// Memory that is counted as long as it exists.

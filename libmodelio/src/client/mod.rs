@@ -6,21 +6,25 @@
 //! | `commit_notice` | what a contribution holds when it ends |
 //! | `job` | [`Job`], the interface |
 //! | `options` | options, events, errors |
-//! | `late` | learners and shards that the job waits for |
 //! | `memory` | accounts of memory |
-//! | `keeper` | deadlines, missing connections |
+//! | `lifetime`, `keeper` | deadlines, missing connections |
 //! | `shared` | lock, clock and memory around the core |
 //! | `routes`, `redirect`, `inquiry` | the block map in force with its shards, and its replacement |
+//! | `callers` | who waits for an answer |
+//! | `payloads` | contributions and new weights that are sent |
+//! | `peers`, `late` | the coordinator and the shards, and whom the job waits for |
 //! | `peer`, `connections`, `fallback` | the connections: which exist, are missing, are in use, and go by TCP for now |
 //! | `conversation` | the messages on each kind of connection |
 //! | `paths` | the ways of blocks: TCP, shared memory, RDMA, or in this process |
 //! | `blocks` | payload on its way, by any path (`unsafe`) |
 //! | `small` | contributions and versions that go with messages to and from the coordinator (`unsafe`) |
 //! | `versions` | the versions that the client shows |
+//! | `wire_form`, `coding` | the form in which contributions cross a network |
 //! | `sum` | sums of contributions, before they cross the network |
 
 mod averaged;
 mod blocks;
+mod callers;
 mod coding;
 mod commit_notice;
 mod connections;
@@ -31,11 +35,14 @@ mod inquiry;
 mod job;
 mod keeper;
 mod late;
+mod lifetime;
 mod memory;
 mod observed;
 mod options;
 mod paths;
+mod payloads;
 mod peer;
+mod peers;
 mod redirect;
 mod residual;
 mod routes;
@@ -45,6 +52,7 @@ mod sum;
 #[cfg(test)]
 mod tests;
 mod versions;
+mod wire_form;
 
 pub use self::core::LastCommit;
 pub use commit_notice::CommitNotice;

@@ -31,11 +31,42 @@ impl Default for Phases {
     }
 }
 
+/// A client's time, and the events of a trace while one runs.
+#[derive(Clone)]
+pub(super) struct Timeline {
+    started: Instant,
+    pub(super) trace: Arc<Recorder>,
+}
+
+impl Timeline {
+    fn begin() -> Timeline {
+        Timeline { started: Instant::now(), trace: Arc::default() }
+    }
+
+    pub(super) fn now(&self) -> Now {
+        self.started.elapsed()
+    }
+
+    /// The moment of an event that a trace may record. None while no trace runs.
+    pub(super) fn moment(&self) -> Option<Instant> {
+        self.trace.is_on().then(Instant::now)
+    }
+
+    /// A block was sent to its shard, from this moment on.
+    pub(super) fn sent(&self, from: Option<Instant>, plan: PlanId, block: BlockId, shard: ShardId) {
+        if let Some(from) = from {
+            self.trace.record(What::Sent(plan, block, shard), from, Instant::now());
+        }
+    }
+
+    fn record(&self, what: What, from: Now, to: Now) {
+        self.trace.record(what, self.started + from, self.started + to);
+    }
+}
+
 /// The notes of one client.
 pub(super) struct Observed {
-    /// When the client's time begins.
-    pub(super) started: Instant,
-    pub(super) trace: Arc<Recorder>,
+    pub(super) timeline: Timeline,
     versions: VersionTimes,
     plans: PlanTimes,
     /// The version that is being pulled, and since when.
@@ -51,8 +82,7 @@ impl Observed {
     /// For a client whose time begins now.
     pub(super) fn new() -> Observed {
         Observed {
-            started: Instant::now(),
-            trace: Arc::default(),
+            timeline: Timeline::begin(),
             versions: VersionTimes::default(),
             plans: PlanTimes::default(),
             pull: None,
@@ -63,7 +93,7 @@ impl Observed {
     }
 
     fn record(&self, what: What, from: Now, to: Now) {
-        self.trace.record(what, self.started + from, self.started + to);
+        self.timeline.record(what, from, to);
     }
 
     /// The core may have changed. `now` is asked for only if it has.
@@ -118,7 +148,7 @@ impl Observed {
     }
 
     fn trace_plan(&self, of: &PlanPhases, outcome: Outcome) {
-        if !self.trace.is_on() {
+        if !self.timeline.trace.is_on() {
             return;
         }
         self.record(What::Plan(of.plan, outcome), of.granted, of.over);
@@ -160,14 +190,14 @@ impl Observed {
 
     /// A block begins to be received.
     pub(super) fn receives(&mut self, block: BlockId, shard: ShardId, now: impl FnOnce() -> Now) {
-        if self.trace.is_on() {
+        if self.timeline.trace.is_on() {
             self.coming.insert(block, (shard, now()));
         }
     }
 
     /// A block of a version is here.
     pub(super) fn received(&mut self, version: Version, block: BlockId, now: Now) {
-        if self.trace.is_on()
+        if self.timeline.trace.is_on()
             && let Some((shard, from)) = self.coming.remove(&block)
         {
             self.record(What::Pulled(version, block, shard), from, now);

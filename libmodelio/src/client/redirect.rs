@@ -5,9 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inquiry::{IN_QUESTION, Inquiry, Unconfirmed};
-use super::peer::Peer;
 use super::routes::{Route, Routes, ShardRoute, overtaken};
-use super::shared::{Inner, Shared};
+use super::shared::Shared;
 use crate::client::core::{Action, ClientCore, Now};
 use crate::registry::{Registry, RegistryError};
 use crate::transport::stream::Close;
@@ -39,13 +38,6 @@ enum Authority {
     Corrects,
 }
 
-impl Inner {
-    /// Whether a route belongs to the block map in force.
-    pub(super) fn is_in_force(&self, route: &Route) -> bool {
-        Arc::ptr_eq(&self.routes, &route.routes)
-    }
-}
-
 impl Shared {
     /// Like [`Shared::with_core`], for a message of a connection.
     ///
@@ -57,7 +49,7 @@ impl Shared {
         change: impl FnOnce(&mut ClientCore, Now, &mut Vec<Action>),
     ) -> Result<(), Close> {
         let mut inner = self.inner.lock();
-        if !inner.is_in_force(route) {
+        if !inner.peers.is_in_force(route) {
             return Err(overtaken());
         }
         let mut actions = Vec::new();
@@ -69,7 +61,7 @@ impl Shared {
     /// # Errors
     /// If a connection was opened under a map that is no longer in force.
     pub(super) fn check_in_force(&self, route: &Route) -> Result<(), Close> {
-        if self.inner.lock().is_in_force(route) { Ok(()) } else { Err(overtaken()) }
+        self.inner.lock().peers.check_in_force(route)
     }
 
     /// A shard reports where the model is now.
@@ -90,14 +82,14 @@ impl Shared {
         self.sense_of(&moved.record, &moved.shards).map_err(|why| bad(&why))?;
         let ask = {
             let mut inner = self.inner.lock();
-            if !inner.is_in_force(route) {
+            if !inner.peers.is_in_force(route) {
                 return Err(overtaken());
             }
             let epoch = moved.record.epoch;
-            if epoch <= inner.routes.epoch {
+            if epoch <= inner.peers.routes.epoch {
                 return Ok(());
             }
-            let inquiry = &mut inner.inquiry;
+            let inquiry = &mut inner.peers.inquiry;
             if inquiry.refused.is_some_and(|(refused, until)| refused == epoch && until > Instant::now()) {
                 return Err(Close::Asked(
                     format!("the shard says that block map {epoch} is in force, the registry does not")
@@ -120,15 +112,16 @@ impl Shared {
     pub(super) fn coordinator_has_not(&self, route: &Route, refusal: &Refusal) {
         {
             let mut inner = self.inner.lock();
-            if !inner.is_in_force(route) || !inner.coordinator.met || inner.core.is_abandoned() {
+            if !inner.peers.is_in_force(route) || !inner.peers.coordinator.met || inner.core.is_abandoned() {
                 return;
             }
-            inner.inquiry.lost = Some(format!(
+            inner.peers.inquiry.lost = Some(format!(
                 "{} coordinated the job and does not have it any more, because the model was deleted or that shard was \
                  started again: {refusal}",
                 route.address()
             ));
-            if self.options.registry.is_some() && std::mem::replace(&mut inner.inquiry.under_way, true) {
+            if self.options.registry.is_some() && std::mem::replace(&mut inner.peers.inquiry.under_way, true)
+            {
                 return;
             }
         }
@@ -141,7 +134,7 @@ impl Shared {
     /// The model is not elsewhere, so the job fails.
     fn fail_if_lost(&self) {
         let mut inner = self.inner.lock();
-        let Some(why) = inner.inquiry.lost.take() else { return };
+        let Some(why) = inner.peers.inquiry.lost.take() else { return };
         tracing::error!(model = %self.model, "the job has failed: {why}");
         let mut actions = Vec::new();
         inner.core.fail(ShardError::Lost(why), self.now(), &mut actions);
@@ -172,7 +165,7 @@ impl Shared {
         let mut actions = Vec::new();
         let now = self.now();
         // Another connection may have brought the same report.
-        let taken = !self.is_stopping()
+        let taken = !self.lifetime.is_stopping()
             && match authority {
                 Authority::Corrects => inner.core.corrected(&map, now, &mut actions),
                 Authority::Good | Authority::Unconfirmed => inner.core.moved(&map, now, &mut actions),
@@ -180,24 +173,18 @@ impl Shared {
         if !taken {
             return Ok(false);
         }
-        let peers = new.partitions.iter().map(|place| Peer::new(place.barred.is_some())).collect();
-        let before = std::mem::replace(&mut inner.routes, Arc::clone(&new));
-        let partitions = std::mem::replace(&mut inner.partitions, peers);
-        let coordinator = std::mem::replace(&mut inner.coordinator, Peer::new(false));
+        let met = inner.peers.coordinator.met;
+        let before = inner.peers.replace(&new);
         // The new coordinator has taken over the job that was reached before, unless the report is wrong.
-        let met = coordinator.met || inner.unconfirmed.take().is_some_and(|before| before.met);
+        let met = met || inner.peers.unconfirmed.take().is_some_and(|before| before.met);
         match authority {
             Authority::Unconfirmed => {
-                inner.unconfirmed = Some(Unconfirmed { moved: moved.clone(), since: Instant::now(), met });
+                inner.peers.unconfirmed =
+                    Some(Unconfirmed { moved: moved.clone(), since: Instant::now(), met });
             }
-            Authority::Good | Authority::Corrects => inner.coordinator.met = met,
+            Authority::Good | Authority::Corrects => inner.peers.coordinator.met = met,
         }
-        inner.inquiry = Inquiry { under_way: inner.inquiry.under_way, ..Inquiry::default() };
-        partitions
-            .iter()
-            .chain([&coordinator])
-            .flat_map(|peer| &peer.links)
-            .for_each(|link| link.close(overtaken()));
+        inner.peers.inquiry = Inquiry { under_way: inner.peers.inquiry.under_way, ..Inquiry::default() };
         self.act(inner, actions);
         // The old connections end by themselves, and nobody waits for them.
         let _ = before.threads.shut_down(Duration::ZERO);
@@ -213,7 +200,7 @@ impl Shared {
                 "{why}: requests that need it end at their deadlines; connect anew without asking for shared memory alone"
             );
         }
-        self.rouse();
+        self.lifetime.rouse();
         Ok(true)
     }
 
@@ -241,18 +228,12 @@ impl Shared {
         }
         {
             let mut inner = self.inner.lock();
-            let gone =
-                inner.partitions.iter().chain([&inner.coordinator]).filter_map(|peer| peer.gone_since).min();
-            let since = gone.or(inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.since));
-            let Some(since) = since else {
-                (inner.inquiry.tries, inner.inquiry.other_lives, inner.inquiry.next) = (0, 0, None);
-                return;
-            };
-            let at = inner.inquiry.next.unwrap_or(since + GONE);
-            if inner.inquiry.under_way || at > Instant::now() {
+            let Some(since) = inner.peers.inquires_since() else { return };
+            let at = inner.peers.inquiry.next.unwrap_or(since + GONE);
+            if inner.peers.inquiry.under_way || at > Instant::now() {
                 return;
             }
-            inner.inquiry.under_way = true;
+            inner.peers.inquiry.under_way = true;
         }
         self.ask_registry();
     }
@@ -276,8 +257,8 @@ impl Shared {
     fn on_registry_answer(&self, found: Result<(ModelRecord, Vec<ShardRecord>), RegistryError>) {
         let (report, unconfirmed, known) = {
             let mut inner = self.inner.lock();
-            let unconfirmed = inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.moved.clone());
-            (inner.inquiry.report.take(), unconfirmed, Arc::clone(&inner.routes))
+            let unconfirmed = inner.peers.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.moved.clone());
+            (inner.peers.inquiry.report.take(), unconfirmed, Arc::clone(&inner.peers.routes))
         };
         let outcome = match found {
             Ok((record, mut shards)) => {
@@ -322,15 +303,16 @@ impl Shared {
         /// A young registry may not know all models yet, so one answer is not enough.
         const SURE: u32 = 2;
         let mut inner = self.inner.lock();
-        let is_other = record.generation != self.generation;
-        inner.inquiry.other_lives = if is_other { inner.inquiry.other_lives + 1 } else { 0 };
-        let is_away = inner.coordinator.gone_since.is_some_and(|since| since.elapsed() >= GONE);
-        if is_away && inner.inquiry.other_lives >= SURE && !inner.core.is_abandoned() {
-            let (address, now) = (inner.routes.address(inner.routes.coordinator), record.generation);
+        let is_other = record.generation != self.record.generation;
+        inner.peers.inquiry.other_lives = if is_other { inner.peers.inquiry.other_lives + 1 } else { 0 };
+        let is_away = inner.peers.coordinator.gone_since.is_some_and(|since| since.elapsed() >= GONE);
+        if is_away && inner.peers.inquiry.other_lives >= SURE && !inner.core.is_abandoned() {
+            let (address, now) =
+                (inner.peers.routes.address(inner.peers.routes.coordinator), record.generation);
             let why = format!(
                 "{address} coordinated the job and is gone, and the name is another model's, of generation {now}"
             );
-            inner.inquiry.lost = Some(why);
+            inner.peers.inquiry.lost = Some(why);
         }
     }
 
@@ -359,8 +341,8 @@ impl Shared {
         if is_same(record, shards, &unconfirmed) {
             tracing::info!(model = %self.model, epoch = %record.epoch, "the registry says, too, that the model has moved");
             let mut inner = self.inner.lock();
-            let met = inner.unconfirmed.take().is_some_and(|unconfirmed| unconfirmed.met);
-            inner.coordinator.met |= met;
+            let met = inner.peers.unconfirmed.take().is_some_and(|unconfirmed| unconfirmed.met);
+            inner.peers.coordinator.met |= met;
             return Ok(());
         }
         self.check_same(record)?;
@@ -383,13 +365,13 @@ impl Shared {
             "a shard says that the model has moved, the registry does not: expected {there}, got block map {epoch}; \
              the model is where it was"
         );
-        self.inner.lock().inquiry.refused = Some((epoch, Instant::now() + GONE));
+        self.inner.lock().peers.inquiry.refused = Some((epoch, Instant::now() + GONE));
     }
 
     /// A question to the registry has ended. Sets the time of the next one, for the case that shards stay out of
     /// reach.
     fn asked(&self) {
-        let inquiry = &mut self.inner.lock().inquiry;
+        let inquiry = &mut self.inner.lock().peers.inquiry;
         inquiry.under_way = false;
         inquiry.report = None;
         inquiry.tries += 1;

@@ -4,41 +4,34 @@
 //! One lock is held for decisions, and never for a copy. Completions and the listener are called after it is
 //! released, on the thread that brought the message. That may be a reactor's thread, so they must not block.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard};
 
-use super::averaged::Averaged;
+use super::callers::{Answers, Callers};
 use super::core::{Action, ClientCore, Now, Token};
-use super::inquiry::{Inquiry, Unconfirmed};
-use super::late::Late;
-use super::memory::Counted;
-use super::observed::Observed;
-use super::options::{Answered, ClientOptions, Done, Event, Listener, Staged};
-use super::peer::Peer;
-use super::residual::Residuals;
+use super::lifetime::Lifetime;
+use super::memory::Accounts;
+use super::observed::{Observed, Timeline};
+use super::options::{Answered, ClientOptions, Done, Event, Listener};
+use super::payloads::Payloads;
+use super::peers::Peers;
 use super::routes::Routes;
 use super::versions::Versions;
+use super::wire_form::WireForm;
 use crate::bytes::available::{self, KeepsSpares};
-use crate::bytes::region::Region;
-use crate::observe::trace::Recorder;
-use crate::timer::Alarm;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::local::{End, Mail, Shard};
 use crate::transport::reactor::Handle;
 use crate::transport::stream::Close;
-use crate::transport::tally::Tally;
-use crate::vocabulary::coding::Coding;
+use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::controls::NonFinite;
-use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
+use crate::vocabulary::ids::{ClientId, Version};
 use crate::vocabulary::layout::ModelLayout;
-use crate::vocabulary::reducer::Reducer;
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{Message, ModelRecord, Refusal};
+use crate::wire::{Message, ModelRecord};
 
 /// The RDMA device, or why it could not be opened, and when.
 #[cfg(feature = "rdma")]
@@ -46,30 +39,12 @@ pub(super) type Opened = Result<Arc<crate::transport::rdma::Endpoint>, (String, 
 
 pub(super) struct Inner {
     pub(super) core: ClientCore,
-    /// The routes in force.
-    pub(super) routes: Arc<Routes>,
+    pub(super) peers: Peers,
     pub(super) versions: Versions,
-    pub(super) answers: HashMap<Token, Answered>,
-    pub(super) waits: HashMap<Token, Done<Version>>,
-    pub(super) next_token: Token,
-    pub(super) sources: HashMap<(LearnerId, Step), Staged>,
-    pub(super) weights: HashMap<u64, NewWeights>,
-    pub(super) coordinator: Peer,
-    pub(super) partitions: Vec<Peer>,
-    pub(super) inquiry: Inquiry,
-    pub(super) unconfirmed: Option<Unconfirmed>,
-    pub(super) late: Late,
+    pub(super) callers: Callers,
+    pub(super) payloads: Payloads,
+    pub(super) form: WireForm,
     pub(super) observed: Observed,
-    /// Memory of sums, which is used again.
-    pub(super) spare: Vec<Vec<u8>>,
-    /// What coded blocks have lost, as long as blocks are coded.
-    pub(super) residuals: Option<Arc<Residuals>>,
-    /// The reducer that they are of, the bits of the loss scale, and the tensors that are averaged.
-    pub(super) unit: Option<(Reducer, u32, Arc<[usize]>)>,
-    /// The tensors whose values are averaged.
-    pub(super) averaged: Averaged,
-    /// The form in force when the log last said where it has no effect.
-    pub(super) said_coding: Option<Coding>,
     /// The pushing threads, for a shard in this process.
     pub(super) pumps: Pumps,
     /// When the keeper next checks deadlines, unless it is woken.
@@ -92,31 +67,6 @@ pub(super) struct Pumps {
     pub(super) went_on: u64,
 }
 
-/// Completions with their outcomes.
-#[derive(Default)]
-pub(super) struct Answers {
-    answers: Vec<(Answered, Result<Message, Refusal>)>,
-    waits: Vec<(Done<Version>, Result<Version, ShardError>)>,
-}
-
-impl Answers {
-    /// Calls the completions. No lock may be held.
-    pub(super) fn give(self) {
-        self.waits.into_iter().for_each(|(done, result)| done(result));
-        self.answers.into_iter().for_each(|(done, result)| done(result));
-    }
-}
-
-/// New weights, which shards may have to be sent.
-pub(super) struct NewWeights {
-    /// Their memory.
-    pub(super) buffer: Region,
-    /// They were searched for NaN and Inf, and hold none.
-    pub(super) checked: bool,
-    /// The buffer is a version's, and is not written any more: if the version is all of it, the client may show it.
-    pub(super) can_show: bool,
-}
-
 /// The work to do once the lock is released.
 #[derive(Default)]
 pub(super) struct After {
@@ -134,7 +84,6 @@ pub(super) struct After {
 pub(super) struct Shared {
     pub(super) layout: Arc<ModelLayout>,
     pub(super) model: String,
-    pub(super) generation: Generation,
     pub(super) client: ClientId,
     /// The record of the model at the time of connecting. A moved model is compared with it.
     pub(super) record: ModelRecord,
@@ -145,22 +94,11 @@ pub(super) struct Shared {
     pub(super) local: Option<Local>,
     /// Answers that wait until the mailbox to that shard is empty.
     pub(super) unanswered: Mutex<Vec<Answers>>,
-    pub(super) started: Instant,
-    /// The events of a trace, while one runs.
-    pub(super) trace: Arc<Recorder>,
+    pub(super) timeline: Timeline,
     pub(super) inner: Mutex<Inner>,
-    pub(super) changed: Condvar,
-    /// Wakes the keeper.
-    pub(super) alarm: OnceLock<Alarm>,
+    pub(super) lifetime: Lifetime,
     pub(super) listener: Mutex<Option<Arc<Listener>>>,
-    /// The job takes no more requests.
-    pub(super) ends: AtomicBool,
-    /// Everything stops.
-    pub(super) stopping: AtomicBool,
-    pub(super) tally: Tally,
-    /// Memory that programs write into, and that connections have.
-    pub(super) staging: Counted,
-    pub(super) of_connections: Counted,
+    pub(super) accounts: Accounts,
     /// The RDMA device, once it was needed.
     #[cfg(feature = "rdma")]
     pub(super) rdma_endpoint: Mutex<Option<Opened>>,
@@ -170,35 +108,23 @@ pub(super) struct Shared {
 impl Inner {
     pub(super) fn new(core: ClientCore, versions: Versions, routes: Routes) -> Inner {
         Inner {
+            core,
+            peers: Peers::new(routes),
             versions,
-            answers: HashMap::new(),
-            waits: HashMap::new(),
-            next_token: 1,
-            sources: HashMap::new(),
-            weights: HashMap::new(),
-            coordinator: Peer::new(false),
-            partitions: routes.partitions.iter().map(|_| Peer::new(false)).collect(),
-            inquiry: Inquiry::default(),
-            unconfirmed: None,
-            late: Late::default(),
+            callers: Callers::new(),
+            payloads: Payloads::default(),
+            form: WireForm::default(),
             observed: Observed::new(),
-            spare: Vec::new(),
-            residuals: None,
-            unit: None,
-            averaged: Averaged::default(),
-            said_coding: None,
             pumps: Pumps::default(),
             checks_at: Now::ZERO,
             alive_at: Instant::now(),
-            routes: Arc::new(routes),
-            core,
         }
     }
 
-    pub(super) fn next_token(&mut self) -> Token {
-        let token = self.next_token;
-        self.next_token += 1;
-        token
+    /// Whether blocks go over this connection at the moment, in a client with this many threads.
+    pub(super) fn uses(&self, partition: PartitionIndex, link: &Link, threads: usize) -> bool {
+        let most = threads.div_ceil(self.peers.partitions.len()).max(1);
+        self.peers.partitions[partition].uses(link, most, self.core.struggles(partition))
     }
 
     pub(super) fn controls(&self) -> &Controls {
@@ -224,10 +150,6 @@ impl Inner {
     pub(super) fn rejects_nonfinite(&self) -> bool {
         self.controls().nonfinite == NonFinite::Reject
     }
-
-    pub(super) fn wake_all(&self) {
-        self.partitions.iter().flat_map(|peer| &peer.links).for_each(Link::wake);
-    }
 }
 
 impl KeepsSpares for Shared {
@@ -249,28 +171,20 @@ impl Shared {
         net: Option<Handle>,
         local: Option<Local>,
     ) -> Arc<Shared> {
-        let (started, trace) = (inner.observed.started, Arc::clone(&inner.observed.trace));
         let shared = Arc::new_cyclic(|this| Shared {
             layout,
             model: record.name.clone(),
-            generation: record.generation,
             client,
             record: record.clone(),
             options,
             net,
             local,
             unanswered: Mutex::default(),
-            started,
-            trace,
+            timeline: inner.observed.timeline.clone(),
             inner: Mutex::new(inner),
-            changed: Condvar::new(),
-            alarm: OnceLock::new(),
+            lifetime: Lifetime::default(),
             listener: Mutex::new(None),
-            ends: AtomicBool::new(false),
-            stopping: AtomicBool::new(false),
-            tally: Tally::default(),
-            staging: Counted::default(),
-            of_connections: Counted::default(),
+            accounts: Accounts::default(),
             #[cfg(feature = "rdma")]
             rdma_endpoint: Mutex::new(None),
             this: this.clone(),
@@ -281,17 +195,7 @@ impl Shared {
     }
 
     pub(super) fn now(&self) -> Now {
-        self.started.elapsed()
-    }
-
-    pub(super) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Relaxed)
-    }
-
-    /// # Errors
-    /// When the job takes no more requests.
-    pub(super) fn refuse_if_ending(&self) -> Result<(), ShardError> {
-        if self.ends.load(Ordering::Relaxed) { Err(ShardError::Unreachable) } else { Ok(()) }
+        self.timeline.now()
     }
 
     /// Pins the newest version here, in one step: a version that was only asked for could be gone before it is
@@ -318,7 +222,7 @@ impl Shared {
         }
         match &self.local {
             // A pull that has found no buffer has noted so under this lock, so it is still under way.
-            None if inner.core.pulling().is_some() => inner.wake_all(),
+            None if inner.core.pulling().is_some() => inner.peers.wake_all(),
             Some(local) if is_old => {
                 drop(inner);
                 local.shard.find_buffer();
@@ -358,12 +262,11 @@ impl Shared {
         begin: impl FnOnce(&mut ClientCore, Token, Now, &mut Vec<Action>),
     ) {
         let mut inner = self.inner.lock();
-        if self.is_stopping() {
+        if self.lifetime.is_stopping() {
             drop(inner);
             return done(Err(ShardError::Unreachable));
         }
-        let token = inner.next_token();
-        inner.waits.insert(token, done);
+        let token = inner.callers.waits(done);
         let mut actions = Vec::new();
         begin(&mut inner.core, token, self.now(), &mut actions);
         self.rouse_keeper(&inner);
@@ -373,28 +276,22 @@ impl Shared {
     /// Answers all waiting requests: nothing comes any more.
     pub(super) fn dismiss(&self) {
         self.with_core(|core, _, actions| core.end_loans(actions));
-        let mut inner = self.inner.lock();
-        let gone = || Refusal::Shard(ShardError::Unreachable);
-        let answers = Answers {
-            answers: inner.answers.drain().map(|(_, done)| (done, Err(gone()))).collect(),
-            waits: inner.waits.drain().map(|(_, done)| (done, Err(ShardError::Unreachable))).collect(),
-        };
-        drop(inner);
+        let answers = self.inner.lock().callers.dismiss();
         answers.give();
     }
 
     pub(super) fn stop(&self) {
-        self.stopping.store(true, Ordering::Relaxed);
+        self.lifetime.stops();
         let threads = {
             let inner = self.inner.lock();
-            let links = inner.partitions.iter().chain([&inner.coordinator]).flat_map(|peer| &peer.links);
+            let links = inner.peers.all().flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
-            Arc::clone(&inner.routes.threads)
+            Arc::clone(&inner.peers.routes.threads)
         };
         // Their threads end soon.
         let _ = threads.shut_down(Duration::ZERO);
         self.dismiss();
-        self.rouse();
+        self.lifetime.rouse();
     }
 
     pub(super) fn request(
@@ -418,12 +315,11 @@ impl Shared {
         ask: impl FnOnce(&mut Inner, Token, Now, Now, &mut Vec<Action>),
     ) {
         let mut inner = self.inner.lock();
-        if self.is_stopping() {
+        if self.lifetime.is_stopping() {
             drop(inner);
             return done(Err(ShardError::Unreachable.into()));
         }
-        let token = inner.next_token();
-        inner.answers.insert(token, done);
+        let token = inner.callers.asks(done);
         let now = self.now();
         let mut actions = Vec::new();
         // The coordinator answers in time unless it is out of reach.
@@ -433,18 +329,10 @@ impl Shared {
         self.act(inner, actions);
     }
 
-    /// Wakes the keeper and the thread that waits for the first version.
-    pub(super) fn rouse(&self) {
-        self.changed.notify_all();
-        if let Some(alarm) = self.alarm.get() {
-            alarm.rouse();
-        }
-    }
-
     /// Wakes the keeper if a deadline comes before its next check.
     pub(super) fn rouse_keeper(&self, inner: &Inner) {
         if inner.core.next_deadline().is_some_and(|due| due < inner.checks_at) {
-            self.rouse();
+            self.lifetime.rouse();
         }
     }
 
@@ -527,51 +415,44 @@ impl Shared {
                 if let Some(local) = &self.local {
                     local.shard.mailbox().put(End::Client, End::Coordinator, Mail::Message(request, message));
                     after.mail_left = true;
-                } else if let Some(link) = inner.coordinator.links.first() {
+                } else if let Some(link) = inner.peers.coordinator.links.first() {
                     let payload = self.blocks_with(inner, &message);
-                    link.send_now(Outgoing { message, request, epoch: inner.routes.epoch, payload });
+                    link.send_now(Outgoing { message, request, epoch: inner.peers.routes.epoch, payload });
                 }
             }
             // Nothing is lost on the way to a shard in this process.
             Action::ToShard(..) if self.local.is_some() => {}
-            Action::ToShard(partition, message) => {
-                let peer = &mut inner.partitions[partition];
-                peer.turn += 1;
-                if let Some(link) = peer.links.get(peer.turn % peer.links.len().max(1)) {
-                    link.send(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(0, message) });
-                }
-            }
+            Action::ToShard(partition, message) => inner.peers.send(partition, message),
             Action::Wake(partition) => match &self.local {
                 Some(local) => {
                     inner.show_here(local, self.now(), more);
                     after.pushes = true;
                 }
-                None => inner.partitions[partition].links.iter().for_each(Link::wake),
+                None => inner.peers.wake(partition),
             },
             Action::Answer(token, result) => {
-                if let Some(done) = inner.answers.remove(&token) {
-                    after.answers.answers.push((done, result));
-                }
+                after.answers.answer(&mut inner.callers, token, result);
             }
             Action::Awaited(token, result) => {
-                if let Some(done) = inner.waits.remove(&token) {
-                    after.answers.waits.push((done, result));
-                }
+                after.answers.awaited(&mut inner.callers, token, result);
             }
             Action::Begins { plan, counted } => {
-                if let Some(residuals) = &inner.residuals {
-                    residuals.begin(plan, counted);
-                }
-                inner.forget_residuals(&self.layout);
+                inner.form.begin(plan, counted);
+                inner.form.follow(&self.layout, &mut inner.core);
             }
             Action::Release(learner, step) => {
-                inner.sources.remove(&(learner, step));
+                inner.payloads.sources.remove(&(learner, step));
             }
             Action::ReleaseWeights(token) => {
-                inner.weights.remove(&token);
+                inner.payloads.weights.remove(&token);
             }
             Action::EndLoans => {
-                inner.partitions.iter_mut().flat_map(|peer| peer.loans.drain(..)).for_each(|(_, end)| end());
+                inner
+                    .peers
+                    .partitions
+                    .iter_mut()
+                    .flat_map(|peer| peer.loans.drain(..))
+                    .for_each(|(_, end)| end());
             }
             Action::State => {
                 let (retain, max) = inner.bounds();
@@ -580,12 +461,12 @@ impl Shared {
                     local.shard.set_buffers(max);
                     after.gives_back = true;
                 }
-                inner.late.update(inner.core.state());
-                inner.forget_residuals(&self.layout);
+                inner.peers.late.update(inner.core.state());
+                inner.form.follow(&self.layout, &mut inner.core);
                 self.say_coding(inner);
                 // A pull that is put off may be due before the keeper would look.
                 if inner.core.pull_due().is_some_and(|due| due < inner.checks_at) {
-                    self.rouse();
+                    self.lifetime.rouse();
                 }
             }
             Action::Offered(version) => after.events.push(Event::Published(version)),
@@ -602,13 +483,14 @@ impl Shared {
                 // soon.
                 let (retain, max) = inner.bounds();
                 if is_first || self.local.is_none() && inner.versions.lacks_spare(retain, max) {
-                    self.rouse();
+                    self.lifetime.rouse();
                 } else {
                     self.rouse_keeper(inner);
                 }
             }
             Action::Own(version, token) => {
-                if let Some(buffer) = inner.weights.get(&token).map(|weights| weights.buffer.clone()) {
+                if let Some(buffer) = inner.payloads.weights.get(&token).map(|weights| weights.buffer.clone())
+                {
                     inner.versions.show_own(version, buffer);
                 }
                 self.shown(inner, version, false, after, more);

@@ -18,7 +18,7 @@ impl Shared {
     pub(super) fn is_small(&self, inner: &Inner) -> bool {
         self.local.is_none()
             && self.layout.size() <= u64::from(MAX_SMALL_MODEL)
-            && inner.routes.partitions.len() == 1
+            && inner.peers.routes.partitions.len() == 1
     }
 
     /// The blocks that go with a commit, one behind the other, if all of them are whole.
@@ -29,15 +29,15 @@ impl Shared {
         if !self.is_small(inner) || blocks.is_empty() || partly.pieces() > 0 {
             return None;
         }
-        let memory = inner.sources.get(&(*learner, *step))?.region.memory();
+        let memory = inner.payloads.sources.get(&(*learner, *step))?.region.memory();
         let mut bytes = Vec::new();
         for range in extents(blocks, |block| self.layout.block_bytes(block)) {
             // SAFETY: blocks of a commit are whole, and nobody writes staged ones meanwhile. A program can store into
             // memory that it has mapped: then each byte is old or new, and the copy is what is checked and sent.
             bytes.extend_from_slice(unsafe { memory.bytes(range) });
         }
-        self.tally.moved(Flow::Push, bytes.len());
-        self.tally.copied(Flow::Push, bytes.len());
+        self.accounts.tally.moved(Flow::Push, bytes.len());
+        self.accounts.tally.copied(Flow::Push, bytes.len());
         let crc = self.options.checksum.of(&bytes);
         Some(Piece::shared(&Arc::new(bytes), crc))
     }
@@ -53,7 +53,7 @@ impl Shared {
         bytes: &[u8],
     ) -> Result<(), Close> {
         let mut inner = self.inner.lock();
-        if !inner.is_in_force(route) {
+        if !inner.peers.is_in_force(route) {
             return Err(overtaken());
         }
         let (retain, max) = inner.bounds();
@@ -64,8 +64,8 @@ impl Shared {
         {
             // SAFETY: no connection is receiving, so the back buffer is this thread's as long as it has the lock.
             unsafe { back.memory().bytes_mut(0..bytes.len()) }.copy_from_slice(bytes);
-            self.tally.moved(Flow::Pull, bytes.len());
-            self.tally.copied(Flow::Pull, bytes.len());
+            self.accounts.tally.moved(Flow::Pull, bytes.len());
+            self.accounts.tally.copied(Flow::Pull, bytes.len());
             inner.core.brings(state.version);
         }
         inner.core.from_coordinator(0, Message::State(Box::new(state)), now, &mut actions);

@@ -14,7 +14,8 @@ pub struct Count {
     pub name: String,
     /// Its file.
     pub file: String,
-    /// Its fields. One whose type is used nowhere else, and has no methods, counts as the fields of that type.
+    /// Its fields. One whose type is used nowhere else, and has no methods, counts as the fields of that type, unless it
+    /// holds options.
     pub fields: usize,
 }
 
@@ -36,7 +37,9 @@ pub fn counts(of: &Crate) -> Vec<Count> {
     let count = |item: &ItemStruct| {
         count(item, &|name| match structs.get(name).map(Vec::as_slice) {
             Some([(_, only)])
-                if uses.0.get(name) == Some(&1) && !has_methods.iter().any(|has| has == name) =>
+                if uses.0.get(name) == Some(&1)
+                    && !name.ends_with("Options")
+                    && !has_methods.iter().any(|has| has == name) =>
             {
                 Some(only)
             }

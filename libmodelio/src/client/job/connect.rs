@@ -125,7 +125,7 @@ impl Job {
     fn begin(shared: Arc<Shared>, reactor: Option<Arc<Reactor>>) -> Result<Job, ClientError> {
         let timed = Arc::downgrade(&shared);
         let alarm = timer::watch(timed as Weak<dyn Timed>);
-        let _ = shared.alarm.set(alarm.map_err(|error| ClientError::Start(error.to_string()))?);
+        shared.lifetime.keep(alarm.map_err(|error| ClientError::Start(error.to_string()))?);
         let job = Job {
             shared,
             reactor: Mutex::new(reactor),
@@ -141,29 +141,8 @@ impl Job {
         let deadline = Instant::now() + self.shared.options.patience;
         let mut inner = self.shared.inner.lock();
         while inner.versions.newest().is_none() {
-            if self.shared.changed.wait_until(&mut inner, deadline).timed_out() {
-                let routes = &inner.routes;
-                let peers = std::iter::once((routes.address(routes.coordinator), &inner.coordinator));
-                let partitions = inner.partitions.iter().enumerate();
-                let peers: Vec<_> = peers
-                    .chain(partitions.map(|(partition, peer)| (routes.address(partition), peer)))
-                    .collect();
-                let mut why: Vec<String> = peers
-                    .iter()
-                    .filter(|(_, peer)| peer.links.is_empty())
-                    .map(|(address, peer)| {
-                        format!("{address}: {}", peer.trouble.as_deref().unwrap_or("no answer"))
-                    })
-                    .collect();
-                if why.is_empty() {
-                    // Connections may come and go without ever bringing a version.
-                    why.push("no version came".to_owned());
-                    let lost =
-                        peers.iter().filter_map(|(address, peer)| Some((address, peer.lost.as_ref()?)));
-                    why.extend(lost.map(|(address, lost)| format!("{address}: connection lost: {lost}")));
-                }
-                let why = why.join("; ");
-                let why = format!("{why} (waited {:?})", self.shared.options.patience);
+            if !self.shared.lifetime.wait_until(&mut inner, deadline) {
+                let why = inner.peers.why_nothing_came(self.shared.options.patience);
                 return Err(ClientError::Unreachable { model: self.shared.model.clone(), why });
             }
         }

@@ -12,7 +12,6 @@ use crate::bytes::region::{Region, RegionKey};
 use crate::client::commit_notice::CommitNotice;
 use crate::client::core::{Action, NO_TOKEN, Offered};
 use crate::client::options::{Answered, Done, Opening, SetDone, Staged};
-use crate::transport::frames::Link;
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::block_slot::{BlockSlot, Placement};
 use crate::vocabulary::controls::ControlError;
@@ -30,7 +29,7 @@ const OFFERED_AT_ONCE: usize = 256;
 impl Job {
     /// Sends a request to the coordinator. `done` is called once, before `timeout` is over.
     pub fn request(&self, message: Message, timeout: Duration, done: Answered) {
-        match self.shared.refuse_if_ending() {
+        match self.shared.lifetime.refuse_if_ending() {
             Ok(()) => self.shared.request(message, timeout, done, |_| {}),
             Err(error) => done(Err(error.into())),
         }
@@ -86,7 +85,7 @@ impl Job {
     /// [`ShardError`]. Then nothing is opened.
     pub fn open_known(&self, learner: LearnerId, timeout: Duration) -> Result<Option<Opening>, ShardError> {
         let shared = &self.shared;
-        shared.refuse_if_ending()?;
+        shared.lifetime.refuse_if_ending()?;
         let mut inner = shared.inner.lock();
         if let Some(stopped) = inner.core.stopped() {
             return Err(stopped);
@@ -129,7 +128,7 @@ impl Job {
         if room.is_some_and(|room| (room.memory().len() as u64) < extent.end) {
             return Err(ShardError::OutOfRange);
         }
-        shared.refuse_if_ending()?;
+        shared.lifetime.refuse_if_ending()?;
         let mut inner = shared.inner.lock();
         if let Some(stopped) = inner.core.stopped() {
             return Err(stopped);
@@ -191,11 +190,11 @@ impl Job {
                 };
                 if is_first {
                     let staged = Staged { region: region.clone(), steady, partly: None };
-                    inner.sources.insert((learner, step), staged);
+                    inner.payloads.sources.insert((learner, step), staged);
                 }
                 match wakes {
                     Some(partition) if self.is_in_process() => actions.push(Action::Wake(partition)),
-                    Some(partition) => inner.partitions[partition].links.iter().for_each(Link::wake),
+                    Some(partition) => inner.peers.wake(partition),
                     None => {}
                 }
             }
@@ -228,7 +227,7 @@ impl Job {
         done: Done<()>,
     ) {
         let (shared, layout) = (&self.shared, self.layout());
-        let fits = shared.refuse_if_ending().and_then(|()| notice.check(layout));
+        let fits = shared.lifetime.refuse_if_ending().and_then(|()| notice.check(layout));
         let may_commit = || {
             let inner = shared.inner.lock();
             inner.core.may_commit(learner, step)?;
@@ -274,7 +273,7 @@ impl Job {
         let now = shared.now();
         shared.request(message, timeout, plain(done), |inner| {
             inner.observed.committed(learner, step, now);
-            inner.sources.insert((learner, step), source);
+            inner.payloads.sources.insert((learner, step), source);
         });
     }
 
@@ -303,7 +302,7 @@ impl Job {
     }
 
     fn send_beside(&self, learner: LearnerId, message: Message) -> Result<(), ShardError> {
-        self.shared.refuse_if_ending()?;
+        self.shared.lifetime.refuse_if_ending()?;
         if !self.has_learner(learner) {
             return Err(ShardError::UnknownLearner(learner));
         }
@@ -329,7 +328,7 @@ impl Job {
 
     /// Calls `done` when a version with the last commit of `learner` is here, or `timeout` is over.
     pub fn await_step(&self, learner: LearnerId, timeout: Duration, done: Done<Version>) {
-        if let Err(error) = self.shared.refuse_if_ending() {
+        if let Err(error) = self.shared.lifetime.refuse_if_ending() {
             return done(Err(error));
         }
         self.shared.wait(done, |core, token, now, actions| {
@@ -341,7 +340,7 @@ impl Job {
     /// version with the learner's own step, if the settings say so, and the newest one if versions are pulled on
     /// demand.
     pub fn await_fresh(&self, learner: Option<LearnerId>, timeout: Duration, done: Done<Version>) {
-        if let Err(error) = self.shared.refuse_if_ending() {
+        if let Err(error) = self.shared.lifetime.refuse_if_ending() {
             return done(Err(error));
         }
         self.shared.wait(done, |core, token, now, actions| {

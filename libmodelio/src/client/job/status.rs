@@ -118,7 +118,7 @@ impl Job {
                 _ if is_away => JobPhase::Waiting,
                 phase => phase,
             },
-            late: inner.late.learners.map(|since| {
+            late: inner.peers.late.learners.map(|since| {
                 let late = WaitedFor { learners: state.late.clone(), more: state.late_more as usize };
                 (late, since.elapsed())
             }),
@@ -176,7 +176,7 @@ impl Job {
         }
         let view = |(partition, (place, peer)): (usize, (&ShardRoute, &Peer))| {
             let now = self.shared.now();
-            let gone = inner.gone_since(partition, now).map(|since| now.saturating_sub(since));
+            let gone = inner.peers.gone_since(partition, now).map(|since| now.saturating_sub(since));
             // A required path has no substitute.
             let must = self.shared.options.transport;
             let no = |fast: FastPath| {
@@ -210,6 +210,6 @@ impl Job {
                 away: gone.filter(|gone| *gone >= AWAY),
             }
         };
-        inner.routes.partitions.iter().zip(&inner.partitions).enumerate().map(view).collect()
+        inner.peers.routes.partitions.iter().zip(&inner.peers.partitions).enumerate().map(view).collect()
     }
 }

@@ -13,8 +13,8 @@ use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
 use crate::bytes::region::Region;
 use crate::client::options::Done;
-use crate::client::shared::{NewWeights, Shared};
-use crate::transport::frames::Link;
+use crate::client::payloads::NewWeights;
+use crate::client::shared::Shared;
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::vocabulary::shard_error::ShardError;
@@ -41,7 +41,7 @@ impl Job {
     /// # Errors
     /// When too many are in use.
     pub fn allocate(&self) -> Result<Region, ShardError> {
-        self.shared.refuse_if_ending()?;
+        self.shared.lifetime.refuse_if_ending()?;
         let buffer = match &self.shared.local {
             Some(local) => loop {
                 match local.shard.take_buffer() {
@@ -97,7 +97,7 @@ impl Job {
         timeout: Duration,
         done: Done<()>,
     ) {
-        if let Err(error) = self.shared.refuse_if_ending() {
+        if let Err(error) = self.shared.lifetime.refuse_if_ending() {
             return done(Err(error));
         }
         let layout = self.layout();
@@ -135,7 +135,7 @@ impl Job {
     /// the caller's: shards copy the blocks. The bytes that count are those that the memory has at some time before the
     /// answer; after a timeout they may be copied later. `done` is called when this client shows the version.
     pub fn assign_blocks(&self, memory: &Region, blocks: &FixedBitSet, timeout: Duration, done: Done<()>) {
-        if let Err(error) = self.shared.refuse_if_ending() {
+        if let Err(error) = self.shared.lifetime.refuse_if_ending() {
             return done(Err(error));
         }
         // A request that timed out may have been taken, and its blocks are those of its own region.
@@ -149,10 +149,10 @@ impl Job {
         let mut inner = self.shared.inner.lock();
         let (token, now, mut actions) = (buffer.key().0, self.shared.now(), Vec::new());
         let new = || NewWeights { buffer: buffer.clone(), checked: false, can_show: true };
-        inner.weights.entry(token).or_insert_with(new);
+        inner.payloads.weights.entry(token).or_insert_with(new);
         for &block in blocks {
             if let Some(partition) = inner.core.wrote_weights(token, block, now, &mut actions) {
-                inner.partitions[partition].links.iter().for_each(Link::wake);
+                inner.peers.wake(partition);
             }
         }
         self.shared.act(inner, actions);
@@ -214,7 +214,7 @@ impl Shared {
         let message = Message::Assign { token, blocks, timeout_ms, ahead: None };
         self.request(message, left(), Box::new(answered), |inner| {
             let can_show = weights.can_show;
-            inner.weights.insert(token, weights);
+            inner.payloads.weights.insert(token, weights);
             // If the shard's own memory is shown, nothing is pulled, and this buffer is not needed.
             if can_show && !inner.versions.shows_shards_memory() {
                 inner.core.can_show(token);

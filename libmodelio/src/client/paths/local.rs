@@ -8,17 +8,17 @@ use std::sync::Arc;
 use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
-use crate::bytes::region::Region;
-use crate::client::blocks::Payload;
+use crate::client::callers::Answers;
 use crate::client::core::{Action, Now, Own, Push};
-use crate::client::shared::{Answers, Inner, Local, Shared};
+use crate::client::payloads::{Others, Payload};
+use crate::client::shared::{Inner, Local, Shared};
 use crate::transport::local::{End, HeldVersion, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
 use crate::transport::tally::Flow;
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::block_slot::{BlockSlot, Placement};
-use crate::vocabulary::ids::{BlockId, LearnerId, PlanId};
+use crate::vocabulary::ids::{BlockId, PlanId};
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{Granted, Message, Refusal};
+use crate::wire::{Message, Refusal};
 
 /// The only partition: the shard has all blocks.
 const ALL: PartitionIndex = 0;
@@ -26,14 +26,11 @@ const ALL: PartitionIndex = 0;
 /// As many payloads of a block fit into the list without an allocation.
 const INLINE: usize = 16;
 
-/// The committed contributions of other learners to a block, each with its learner.
-type Others = SmallVec<[(LearnerId, Region); 4]>;
-
 /// Takes messages of the coordinator and the partition.
 impl Recipient for Shared {
     fn receive(self: Arc<Shared>, from: End, mail: Mail) {
         // After its shutdown, the client shows no newer version.
-        if self.is_stopping() {
+        if self.lifetime.is_stopping() {
             return;
         }
         match (from, mail) {
@@ -61,14 +58,6 @@ impl Recipient for Shared {
 }
 
 impl Inner {
-    /// The contributions of other learners to a block for the plan under way, in their order. Their commits have
-    /// checked them for NaN.
-    fn others(&self, learner: LearnerId, block: BlockId) -> Others {
-        let Some((_, Granted::Contributions { of, .. })) = self.core.outgoing() else { return Others::new() };
-        let others = of.iter().filter(|&&(of, step)| of != learner && self.core.holds(of, step, block));
-        others.filter_map(|key| Some((key.0, self.sources.get(key)?.region.clone()))).collect()
-    }
-
     /// Shows the version that is being pulled. Its memory is in this process.
     pub(in crate::client) fn show_here(&mut self, local: &Local, now: Now, more: &mut Vec<Action>) {
         let Some(version) = self.core.pulling() else { return };
@@ -90,22 +79,15 @@ impl Inner {
 /// So many bytes of new weights that lie in the version's buffer are little work: nothing is copied.
 const LYING_BYTES: usize = 16 << 20;
 
-impl Inner {
-    /// Whether the plan under way is of new weights that lie in the version's buffer, and need no check.
-    fn lies_there(&self) -> bool {
-        let Some((_, Granted::Weights(token))) = self.core.outgoing() else { return false };
-        self.weights.get(token).is_some_and(|weights| weights.checked)
-    }
-}
-
 impl Shared {
     /// Pushes the blocks that are left: what is little work in this thread, the rest on the shard's threads.
     pub(in crate::client) fn pump(&self, local: &Local) {
         let (is_little, threads) = {
             let mut inner = self.inner.lock();
             let left = inner.core.left_to_push(ALL);
-            let is_little =
-                left == 1 || left * self.layout.block_size() as usize <= LYING_BYTES && inner.lies_there();
+            let is_little = left == 1
+                || left * self.layout.block_size() as usize <= LYING_BYTES
+                    && inner.payloads.are_in_place(&inner.core);
             let idle = local.shard.threads().saturating_sub(inner.pumps.at_work);
             let threads = left.min(idle).min(if is_little { 1 } else { usize::MAX });
             inner.pumps.at_work += threads;
@@ -140,14 +122,18 @@ impl Shared {
                 return;
             };
             inner.observed.sent(plan, now);
-            let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else { continue };
+            let Some(payload) =
+                inner.payloads.granted(&inner.core, block).filter(|payload| payload.plan == plan)
+            else {
+                continue;
+            };
             let went_on = inner.pumps.went_on;
             let shard = inner.core.shards()[ALL];
             drop(inner);
-            let began = self.trace_time();
+            let began = self.timeline.moment();
             let pushed = self.push_here(local, &payload, (block, ahead));
             if pushed == Pushed::Taken {
-                self.trace_sent(began, plan, block, shard);
+                self.timeline.sent(began, plan, block, shard);
             }
             if pushed == Pushed::Later {
                 let mut inner = self.inner.lock();
@@ -177,7 +163,7 @@ impl Shared {
                 check: !checked.get(at).copied().unwrap_or_default(),
             })
             .collect();
-        self.tally.moved(Flow::Push, span.len() * payloads.len());
+        self.accounts.tally.moved(Flow::Push, span.len() * payloads.len());
         let (client, plan) = (self.client, *plan);
         let shared = SharedBlock { client, plan, block, payloads: &payloads, ahead, is_own: false };
         let pushed = local.shard.push(shared, &|| self.still_sends(plan));
@@ -210,14 +196,14 @@ impl Shared {
             own = inner.core.next_own(learner, step, block);
         }
         let Own::Send(plan) = own else { return Ok(Placement::Deferred) };
-        let (others, shard) = (inner.others(learner, block), inner.core.shards()[ALL]);
+        let (others, shard) = (inner.payloads.others(&inner.core, learner, block), inner.core.shards()[ALL]);
         drop(inner);
-        let began = self.trace_time();
+        let began = self.timeline.moment();
         let pushed = self.push_own(local, plan, slot, payload, &others);
         let mut inner = self.inner.lock();
         inner.observed.sent(plan, self.now());
         if pushed == Pushed::Taken {
-            self.trace_sent(began, plan, block, shard);
+            self.timeline.sent(began, plan, block, shard);
         }
         match pushed {
             Pushed::Taken if inner.core.sent_own(learner, step, plan, block) => Ok(Placement::Reduced),
@@ -256,7 +242,7 @@ impl Shared {
             payloads.push(SharedPayload { bytes, written: None, check: false });
         }
         payloads.extend(own);
-        self.tally.moved(Flow::Push, span.len() * payloads.len());
+        self.accounts.tally.moved(Flow::Push, span.len() * payloads.len());
         let (client, payloads) = (self.client, &payloads[..]);
         let block = SharedBlock { client, plan, block, payloads, ahead: true, is_own: true };
         local.shard.push(block, &|| true)

@@ -227,7 +227,8 @@ impl<M: PeerMemory> Named<M> {
         inner: MutexGuard<'_, Inner>,
         Push { plan, block, ahead }: Push,
     ) -> Outcome {
-        let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else {
+        let Some(payload) = inner.payloads.granted(&inner.core, block).filter(|payload| payload.plan == plan)
+        else {
             return Outcome::Dropped;
         };
         let (shared, layout) = (&to.shared, &to.shared.layout);
@@ -261,7 +262,7 @@ impl<M: PeerMemory> Named<M> {
             };
             if let Some(push) = push {
                 self.send(to, request, push);
-                shared.tally.moved(Flow::Push, span.len());
+                shared.accounts.tally.moved(Flow::Push, span.len());
                 return Outcome::Ready;
             }
         }
@@ -271,9 +272,8 @@ impl<M: PeerMemory> Named<M> {
         let (wide, len) = sum::shape(layout, block, count, payload.replaces);
         let made = match self.slots.take() {
             Some(slots) => Ok(slots),
-            None => {
-                Slots::new(shm::longest_sum(layout)).inspect(|slots| shared.of_connections.add(&slots.memory))
-            }
+            None => Slots::new(shm::longest_sum(layout))
+                .inspect(|slots| shared.accounts.of_connections.add(&slots.memory)),
         };
         let mut slots = match made {
             Ok(slots) => slots,
@@ -311,8 +311,8 @@ impl<M: PeerMemory> Named<M> {
             Ok(()) => {
                 let push = Message::PushAt { plan, block, wide, ahead, region, offset: start as u64 };
                 self.send(to, u64::from(slot) + 1, push);
-                shared.tally.moved(Flow::Push, len);
-                shared.tally.copied(Flow::Push, sum::copied(layout, block, count, payload.replaces));
+                shared.accounts.tally.moved(Flow::Push, len);
+                shared.accounts.tally.copied(Flow::Push, sum::copied(layout, block, count, payload.replaces));
                 Outcome::Ready
             }
             Err(bad) => {
@@ -338,7 +338,7 @@ impl<M: PeerMemory> Named<M> {
         let Some(Some((form, piece))) = shared.push(shared.inner.lock(), plan, block, false) else {
             return Outcome::Dropped;
         };
-        shared.tally.copied(Flow::Push, piece.len());
+        shared.accounts.tally.copied(Flow::Push, piece.len());
         let push = Outgoing::new(0, Message::Push { plan, block, form, ahead });
         self.ready.push_back(Outgoing { epoch: to.route.epoch(), payload: Some(piece), ..push });
         Outcome::Ready
@@ -360,7 +360,7 @@ impl<M: PeerMemory> BlockPath for Named<M> {
         loop {
             let mut inner = shared.inner.lock();
             // The routes in force number the partitions.
-            if !inner.is_in_force(route) {
+            if !inner.peers.is_in_force(route) {
                 return None;
             }
             // A held block belongs to this connection. Other blocks go by the connections that are in use.
@@ -384,10 +384,10 @@ impl<M: PeerMemory> BlockPath for Named<M> {
                     .or_else(|| shared.pull_request(&mut shared.inner.lock(), route, due, most as usize));
             };
             inner.observed.sent(push.plan, now);
-            let (began, shard) = (shared.trace_time(), inner.core.shards()[route.partition]);
+            let (began, shard) = (shared.timeline.moment(), inner.core.shards()[route.partition]);
             match self.name(to, inner, push) {
                 Outcome::Ready => {
-                    shared.trace_sent(began, push.plan, push.block, shard);
+                    shared.timeline.sent(began, push.plan, push.block, shard);
                     self.named += 1;
                     return self.ready.pop_front().map(|ready| (ready, 0));
                 }

@@ -101,7 +101,7 @@ impl PeerMemory for OfHost {
         let Connection { shared, route, link } = to;
         let mut inner = shared.inner.lock();
         // One connection asks, so that each of the shard's buffers is mapped once.
-        let asks = inner.is_in_force(route) && inner.uses(route.partition, link, 1);
+        let asks = inner.peers.is_in_force(route) && inner.uses(route.partition, link, 1);
         let (retain, max) = inner.bounds();
         let wants = asks && inner.core.pulling().is_some();
         // Without room, the version is asked for when another one is given back.
@@ -145,8 +145,8 @@ fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::Piece) ->
     drop(target);
     let whole = copied.is_ok();
     if whole {
-        shared.tally.moved(Flow::Pull, len);
-        shared.tally.copied(Flow::Pull, len);
+        shared.accounts.tally.moved(Flow::Pull, len);
+        shared.accounts.tally.copied(Flow::Pull, len);
     }
     shared.end_reservation(version, block, whole);
     copied
@@ -157,8 +157,8 @@ impl Shared {
     fn show_at(&self, route: &Route, version: Version, region: Region, hold: Hold) {
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
-        if inner.is_in_force(route) && inner.core.is_here(version, &mut actions) {
-            self.tally.moved(Flow::Pull, region.memory().len());
+        if inner.peers.is_in_force(route) && inner.core.is_here(version, &mut actions) {
+            self.accounts.tally.moved(Flow::Pull, region.memory().len());
             inner.versions.show(version, region, SystemTime::now(), Arc::new(hold));
         }
         self.act(inner, actions);
@@ -198,10 +198,10 @@ impl Shared {
     /// Another process that has taken its socket never does.
     fn meets_again(&self, route: &Route) -> bool {
         let mut inner = self.inner.lock();
-        if !inner.is_in_force(route) {
+        if !inner.peers.is_in_force(route) {
             return true;
         }
-        let peer = &mut inner.partitions[route.partition];
+        let peer = &mut inner.peers.partitions[route.partition];
         peer.unmet += 1;
         peer.unmet < TRIES
     }

@@ -270,7 +270,7 @@ impl Shared {
         for &block in blocks {
             if whole {
                 let extent = self.layout.block_bytes(block);
-                self.tally.moved(Flow::Pull, (extent.end - extent.start) as usize);
+                self.accounts.tally.moved(Flow::Pull, (extent.end - extent.start) as usize);
             }
             self.end_reservation(version, block, whole);
         }
