@@ -22,7 +22,7 @@ use super::versions::Versions;
 use super::wire_form::WireForm;
 use crate::bytes::available::{self, KeepsSpares};
 use crate::transport::frames::{Link, Outgoing};
-use crate::transport::local::{End, Mail, Shard};
+use crate::transport::local::{End, HeldVersion, Mail, Shard};
 use crate::transport::reactor::Handle;
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
@@ -31,7 +31,7 @@ use crate::vocabulary::controls::NonFinite;
 use crate::vocabulary::ids::{ClientId, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{Message, ModelRecord};
+use crate::wire::{Message, ModelRecord, Refusal};
 
 /// The RDMA device, or why it could not be opened, and when.
 #[cfg(feature = "rdma")]
@@ -145,6 +145,23 @@ impl Inner {
     /// The coordinator gives a client up after this silence, if ever.
     pub(super) fn lease(&self) -> Option<Duration> {
         Some(self.controls().lease).filter(|lease| !lease.is_zero())
+    }
+
+    /// Shows the version that is being pulled. Its memory is in this process.
+    pub(super) fn show_here(&mut self, local: &Local, now: Now, more: &mut Vec<Action>) {
+        let Some(version) = self.core.pulling() else { return };
+        match local.shard.version(version) {
+            Ok(HeldVersion { region, published, hold }) => {
+                self.versions.show(version, region, published, hold);
+                self.core.is_here(version, more);
+            }
+            // The version is still being made.
+            Err(newest) if newest < version => {}
+            Err(newest) => {
+                let gone = Message::Refused(Refusal::NoVersion { wanted: version, newest });
+                self.core.from_shard(0, gone, now, more);
+            }
+        }
     }
 
     pub(super) fn rejects_nonfinite(&self) -> bool {

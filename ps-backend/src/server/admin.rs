@@ -33,7 +33,7 @@ impl Shared {
             }
             creations.insert(generation, Creation { name: name.clone(), deleted: false });
         }
-        let shard = *self.shard.lock();
+        let shard = self.identity.number();
         let partition = has_room(&record, shard)
             .and_then(|()| Partition::new(&record, shard, &self.executor, self.of_partitions()));
         let mut models = self.models.lock();
@@ -63,7 +63,7 @@ impl Shared {
         let Some(model) = models.get_mut(&name).filter(|model| model.generation == generation) else {
             return Err(Refusal::NoModel(name));
         };
-        let shard = *self.shard.lock();
+        let shard = self.identity.number();
         if model.coordinator.is_none() && model.record.coordinator == shard {
             let job = model.begins.take().map_or(Begins::Anew, Begins::AtRecord);
             model.coordinator = Some(self.coordinator(&model.record, &model.partition, job, &[])?);
@@ -83,26 +83,23 @@ impl Shared {
             })
             .collect();
         json!({
-            "shard": self.shard.lock().0,
-            "address": self.address,
+            "shard": self.identity.number().0,
+            "address": self.identity.address,
             "not_listed": self.why_not_listed(),
             "io": self.net.backend().to_string(),
             "tcp": {
                 // The listener does not count.
                 "connections": self.net.connections().saturating_sub(1),
             },
-            "shared_memory": {
-                "connections": self.memory.connections(),
-                "unavailable": self.no_memory.get(),
-            },
-            "rdma": self.rdma_status(),
+            "shared_memory": self.fast.memory_status(),
+            "rdma": self.fast.rdma_status(&self.identity.address),
             "checksum": self.options.checksum.name(),
             "device": self.executor.device().map_or("cpu", |device| device.name()),
             "threads": self.options.threads,
             "memory_available": memory::for_models(),
-            "registry": self.options.registry.as_deref().unwrap_or("here"),
-            "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
-            "registry_announcements": self.table.as_ref().map(|table| table.announcements()),
+            "registry": self.directory.name(),
+            "registry_seconds": self.directory.table.as_ref().map(|table| table.age().as_secs_f64()),
+            "registry_announcements": self.directory.table.as_ref().map(|table| table.announcements()),
             "models": models,
             "incoming": self.incoming.status(),
             "left": self.gone.names(),

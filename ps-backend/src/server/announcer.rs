@@ -7,7 +7,6 @@
 //! - A partition is dropped if the registry knows that its model was deleted. It is never dropped because the
 //!   registry does not know the model.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -47,17 +46,18 @@ impl Shared {
             // Locks are taken one at a time. A thread that reads the status holds the models' lock while it waits for
             // the number's.
             let bound = self.is_bound();
-            let shard = *self.shard.lock();
-            let (address, draining) = (self.address.clone(), self.standing.lock().draining);
-            let (host, rdma) = (shm::host(), self.rdma_address());
+            let shard = self.identity.number();
+            let (address, draining) = (self.identity.address.clone(), self.standing.lock().draining);
+            let (host, rdma) = (shm::host(), self.fast.rdma_address(&self.identity.address));
             let record = ShardRecord { shard, address, host, draining, rdma };
-            number =
-                self.registry(|registry, deadline| registry.announce(&record, bound, LEASE, deadline))?;
+            number = self
+                .directory
+                .ask(|registry, deadline| registry.announce(&record, bound, LEASE, deadline))?;
             if self.take_number(number) {
                 return Ok(());
             }
         }
-        let shard = *self.shard.lock();
+        let shard = self.identity.number();
         Err(RegistryError::Refused(Refusal::other(format_args!(
             "it gives this shard number {number}, which has partitions of models under number {shard}"
         ))))
@@ -73,15 +73,7 @@ impl Shared {
         // A thread that makes a partition is in one of these tables before it reads the number.
         let (models, creations, idle) = (self.models.lock(), self.creations.lock(), self.incoming.idle());
         let bound = !(models.is_empty() && creations.is_empty() && idle.is_some());
-        let mut shard = self.shard.lock();
-        if *shard != number && bound {
-            return false;
-        }
-        if shard.0 != 0 && *shard != number {
-            tracing::info!(was = %*shard, %number, "the registry was restarted: this shard has another number");
-        }
-        *shard = number;
-        true
+        self.identity.take(number, bound)
     }
 
     /// Reports to the registry. Partitions are reported even if the registry refuses this shard its number.
@@ -96,7 +88,7 @@ impl Shared {
     /// Reports the partitions of this shard, restores records that the registry has lost, and drops partitions that
     /// it knows to be deleted.
     fn reconcile(&self) -> Result<(), RegistryError> {
-        let shard = *self.shard.lock();
+        let shard = self.identity.number();
         let here = self.here();
         let deleted = self.standing.lock().deleted();
         let mut first = true;
@@ -106,7 +98,7 @@ impl Shared {
             let deleted = if std::mem::take(&mut first) { &deleted[..] } else { &[] };
             let held: Vec<Held> = chunk.iter().map(|here| here.held.clone()).collect();
             let (draining, fates) =
-                self.registry(|registry, deadline| registry.holding(shard, &held, deleted, deadline))?;
+                self.directory.ask(|registry, deadline| registry.holding(shard, &held, deleted, deadline))?;
             let mut standing = self.standing.lock();
             if standing.not_listed.is_none() {
                 standing.draining = draining;
@@ -202,9 +194,9 @@ impl Shared {
         if coordinator.is_none() && self.standing.lock().unknown_for(held.generation) < LEFT_OVER {
             return Ok(false);
         }
-        let shard = *self.shard.lock();
+        let shard = self.identity.number();
         let mut shards = coordinator.as_ref().map(|coordinator| coordinator.addresses()).unwrap_or_default();
-        shards.push((shard, self.address.clone()));
+        shards.push((shard, self.identity.address.clone()));
         let known = |(shard, address)| ShardRecord {
             shard,
             address,
@@ -213,7 +205,7 @@ impl Shared {
             rdma: String::new(),
         };
         let shards: Vec<ShardRecord> = shards.into_iter().map(known).collect();
-        self.registry(|registry, deadline| registry.restore(&record, &shards, deadline))?;
+        self.directory.ask(|registry, deadline| registry.restore(&record, &shards, deadline))?;
         tracing::info!(model = %record.name, "the registry was restarted: it knows the model again");
         Ok(true)
     }
@@ -239,7 +231,7 @@ impl Shared {
     /// Follows the registry's record of a model. A partition of that block map comes into force, and one of another map
     /// is dropped. A shard that owns no block any more gives its partition up.
     fn catch_up(&self, held: &Held) -> Result<(), RegistryError> {
-        let record = self.registry(|registry, deadline| registry.model(&held.model, deadline))?;
+        let record = self.directory.ask(|registry, deadline| registry.model(&held.model, deadline))?;
         if record.generation != held.generation {
             return Ok(());
         }
@@ -251,13 +243,13 @@ impl Shared {
                     tracing::info!(model = %held.model, "another block map is in force: blocks are dropped");
                     self.incoming.forget(&other);
                 }
-                let listed = self.registry(|registry, deadline| registry.shards(deadline))?;
+                let listed = self.directory.ask(|registry, deadline| registry.shards(deadline))?;
                 let shards: Vec<ShardRecord> = listed.into_iter().filter(|shard| owns(shard.shard)).collect();
                 let moves = self.to_restore(held).is_none();
                 let is_listed = |owner: &ShardId| shards.iter().any(|shard| shard.shard == *owner);
                 // If an owner is not listed, blocks may be lost. The partition then stays until the model is deleted.
                 if moves
-                    || owns(*self.shard.lock())
+                    || owns(self.identity.number())
                     || !record.owners.iter().all(|(owner, _)| is_listed(owner))
                 {
                     return Ok(());
@@ -280,10 +272,8 @@ pub(super) fn run(shared: &Weak<Shared>) {
     let mut trouble = None;
     loop {
         let Some(shared) = shared.upgrade() else { return };
-        let mut asleep = shared.asleep.lock();
-        shared.wake.wait_for(&mut asleep, LEASE / 4);
-        drop(asleep);
-        if shared.stopping.load(Ordering::Relaxed) {
+        shared.ending.pause(LEASE / 4);
+        if shared.ending.has_begun() {
             return;
         }
         match shared.report_to_registry() {

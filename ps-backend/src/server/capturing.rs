@@ -76,7 +76,9 @@ impl Shared {
             let expires = move || {
                 loop {
                     std::thread::sleep(CHECK_INTERVAL);
-                    let Some(shared) = weak.upgrade().filter(|shared| !shared.is_stopping()) else { return };
+                    let Some(shared) = weak.upgrade().filter(|shared| !shared.ending.has_begun()) else {
+                        return;
+                    };
                     if !shared.captures.expire(Instant::now()) {
                         return;
                     }
@@ -90,7 +92,7 @@ impl Shared {
         }
         self.captures.reserve(name, partition.store(), slots, starts_expiry)?;
         // Who saves again soon waits here, where the coordinator is patient.
-        while self.captures.rests(name.0, Instant::now()) && !self.is_stopping() {
+        while self.captures.rests(name.0, Instant::now()) && !self.ending.has_begun() {
             std::thread::sleep(CHECK_INTERVAL);
         }
         Ok(partition.progress().0)
@@ -123,7 +125,7 @@ impl Shared {
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(Refusal::other)?;
         let snapshot = u64::from_le_bytes(random);
-        let records = self.registry(|registry, deadline| registry.shards(deadline));
+        let records = self.directory.ask(|registry, deadline| registry.shards(deadline));
         let records =
             records.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
         let owners = self.owners_of(model)?;

@@ -237,6 +237,7 @@ impl Peer {
         {
             let rdma = self
                 .shared
+                .fast
                 .rdma
                 .get()
                 .ok_or_else(|| Refusal::other("the shard is starting or shutting down"))?;
@@ -244,7 +245,7 @@ impl Peer {
             served.map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
         }
         let silence_ms = SILENCE.as_millis() as u32;
-        let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());
+        let (protocol, shard) = (Protocol::NEWEST.number(), self.shared.identity.number());
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
         match &self.kind {
             PeerKind::Control { client, coordinator } => {
@@ -283,13 +284,13 @@ impl Peer {
                 asked @ (RegistryRequest::Put { .. }
                 | RegistryRequest::Restore { .. }
                 | RegistryRequest::Model { .. }),
-            ) if shared.table.is_some() => {
+            ) if shared.directory.table.is_some() => {
                 let (of_asked, from) = (Arc::clone(&shared), self.origin);
                 return self.send_off(request, errands::ErrandKind::Record, payload, move |payload| {
-                    of_asked.answer_as_registry(from, &asked, payload)
+                    of_asked.directory.answer(from, &asked, payload)
                 });
             }
-            Message::Registry(asked) => shared.answer_as_registry(self.origin, &asked, payload),
+            Message::Registry(asked) => shared.directory.answer(self.origin, &asked, payload),
             Message::Status => {
                 let (link, unsent) = (self.link.clone(), Unsent::one_more(&self.unsent, 0)?);
                 let answer = move |text: &str| {

@@ -28,11 +28,12 @@ pub(super) fn over_tcp(shared: &Arc<Shared>, listener: TcpListener) -> Result<()
 
 /// Listens for connections through shared memory. If that fails, the log says why.
 pub(super) fn through_memory(shared: &Arc<Shared>) -> Option<Listening> {
-    match Listening::start(&shared.address, &shared.memory, OnThisHost(Arc::downgrade(shared))) {
+    match Listening::start(&shared.identity.address, &shared.fast.memory, OnThisHost(Arc::downgrade(shared)))
+    {
         Ok(listening) => Some(listening),
         Err(why) => {
             tracing::warn!("clients on this host cannot share memory with this shard: {why}");
-            let _ = shared.no_memory.set(why);
+            let _ = shared.fast.no_memory.set(why);
             None
         }
     }
@@ -44,7 +45,7 @@ impl Meets for OnThisHost {
     type End = Peer;
 
     fn goes_on(&self) -> bool {
-        self.0.upgrade().is_some_and(|shared| !shared.is_stopping())
+        self.0.upgrade().is_some_and(|shared| !shared.ending.has_begun())
     }
 
     fn end(&self, memory: ShmClient) -> Option<Peer> {
@@ -64,7 +65,7 @@ pub(super) fn by_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), S
         (_, true) => tracing::warn!("clients elsewhere cannot reach this shard by RDMA: {why}"),
         (_, false) => tracing::debug!("no RDMA: {why}"),
     }
-    let _ = shared.no_rdma.set(no_rdma);
+    let _ = shared.fast.no_rdma.set(no_rdma);
     Ok(())
 }
 
@@ -86,7 +87,7 @@ fn start_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
         let hindered = error != VerbsError::NoDevice || options.device.is_some();
         NoRdma { why: error.to_string(), hindered }
     })?;
-    let _ = shared.rdma.set(started);
+    let _ = shared.fast.rdma.set(started);
     Ok(())
 }
 

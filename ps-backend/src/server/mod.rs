@@ -40,7 +40,10 @@ mod capturing;
 mod complaints;
 mod conversation;
 pub mod coordinator;
+mod directory;
 mod errands;
+mod fast_paths;
+mod identity;
 mod listeners;
 pub mod local;
 mod models;
@@ -62,25 +65,23 @@ mod unsent;
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use libmodelio::registry::RemoteRegistry;
 use libmodelio::transport::reactor::{Reactor, ReactorOptions};
-use libmodelio::transport::shm::Threads;
 use libmodelio::transport::tcp::{self, SocketOptions};
 use libmodelio::vocabulary::ids::ShardId;
 use libmodelio::wire::Refusal;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 pub use crate::moving::Progress;
 use crate::partition::executor::OnDevice;
 pub use options::{RdmaUse, ServerError, ServerOptions};
 
-use options::NoRdma;
+use directory::Directory;
+use fast_paths::FastPaths;
+use identity::{Ending, Identity};
 use shared::{Limits, Shared};
 use shm_clients::Listening;
-use table::Table;
 
 /// A shard, a registry, or both. Dropping it ends it.
 pub struct Server {
@@ -107,16 +108,11 @@ impl Server {
         let listener = bind(listen).map_err(|error| ServerError::Listen { address: listen, error })?;
         let address =
             listener.local_addr().map_err(|error| ServerError::Listen { address: listen, error })?;
-        let table = options.registry.is_none();
         let shared = Arc::new_cyclic(|this| Shared {
-            shard: Mutex::new(ShardId(0)),
+            identity: Identity::new(options.advertise.clone().unwrap_or_else(|| address.to_string())),
             net: reactor.handle(),
             executor,
-            memory: Threads::new(shm_clients::MAX_CONNECTIONS),
-            #[cfg(feature = "rdma")]
-            rdma: Default::default(),
-            no_rdma: Default::default(),
-            no_memory: Default::default(),
+            fast: FastPaths::new(),
             limits: Limits::new(options.threads * of_net.connections_a_thread),
             models: Mutex::default(),
             creations: Mutex::default(),
@@ -124,13 +120,9 @@ impl Server {
             captures: Default::default(),
             gone: Default::default(),
             standing: Mutex::default(),
-            table: table.then(Table::new),
-            elsewhere: options.registry.clone().map(RemoteRegistry::new),
-            stopping: AtomicBool::new(false),
-            wake: Condvar::new(),
-            asleep: Mutex::new(()),
+            directory: Directory::at(options.registry.clone()),
+            ending: Ending::default(),
             this: this.clone(),
-            address: options.advertise.clone().unwrap_or_else(|| address.to_string()),
             options,
         });
         let mut listening = None;
@@ -158,7 +150,7 @@ impl Server {
 
     /// The shard's number. 0 if it holds no blocks.
     pub fn shard(&self) -> ShardId {
-        *self.shared.shard.lock()
+        self.shared.identity.number()
     }
 
     /// The status, as in `gradfs status`.
@@ -173,23 +165,13 @@ impl Server {
         if !self.shared.options.holds_blocks {
             return backend.to_string();
         }
-        let memory = match self.shared.no_memory.get() {
-            None => "shm on this host".to_owned(),
-            Some(why) => format!("no shm on this host: {why}"),
-        };
-        let rdma = match self.shared.rdma_name() {
-            Ok(name) => format!("; {name}"),
-            Err(Some(NoRdma { why, hindered: true })) => format!("; no rdma: {why}"),
-            Err(_) => String::new(),
-        };
-        format!("{backend}; {memory}{rdma}")
+        format!("{backend}; {}", self.shared.fast.describe())
     }
 
     /// Shuts down. Clients get a message about that.
     pub fn shut_down(&self) {
         let shared = &self.shared;
-        shared.stopping.store(true, Ordering::Relaxed);
-        shared.wake.notify_all();
+        shared.ending.begin();
         let models = std::mem::take(&mut *shared.models.lock());
         for model in models.into_values() {
             if let Some(coordinator) = model.coordinator {
@@ -198,21 +180,16 @@ impl Server {
         }
         // A shard without a number has no place in the registry to give up.
         if shared.options.holds_blocks && shared.why_not_listed().is_none() {
-            let shard = *shared.shard.lock();
-            if let Err(error) = shared.registry(|registry, deadline| registry.withdraw(shard, deadline)) {
+            let shard = shared.identity.number();
+            if let Err(error) = shared.directory.ask(|registry, deadline| registry.withdraw(shard, deadline))
+            {
                 tracing::warn!(%error, "the shard could not withdraw from the registry");
             }
         }
         if let Some(listening) = self.listening.lock().take() {
             listening.end();
         }
-        #[cfg(feature = "rdma")]
-        if let Some(rdma) = shared.rdma.get() {
-            rdma.shut_down(Duration::from_secs(2));
-        }
-        if let Err(error) = shared.memory.shut_down(Duration::from_secs(2)) {
-            tracing::warn!(%error, "connections through shared memory");
-        }
+        shared.fast.shut_down(Duration::from_secs(2));
         if let Some(reactor) = self.reactor.lock().take()
             && let Err(error) = reactor.shut_down(Duration::from_secs(2))
         {

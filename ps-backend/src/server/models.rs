@@ -64,12 +64,12 @@ impl Shared {
         let shared = self.this.clone();
         let resolve = Arc::new(move |wanted| {
             let shared = shared.upgrade().ok_or("the shard shuts down")?;
-            let shards = shared.registry(|registry, deadline| registry.shards(deadline));
+            let shards = shared.directory.ask(|registry, deadline| registry.shards(deadline));
             let shards = shards.map_err(|error| error.to_string())?;
             let found = shards.into_iter().find(|record| record.shard == wanted);
             found.map(|record| record.address).ok_or_else(|| format!("shard {wanted} is not announced"))
         });
-        let shard = *self.shard.lock();
+        let shard = self.identity.number();
         let network = Some(Network { net: self.net.clone(), resolve });
         Coordinator::new(record, partition, shard, network, job, known).map_err(Refusal::other)
     }

@@ -42,7 +42,7 @@ impl PeerShard {
         payload: &[u8],
         within: Duration,
     ) -> Result<Message, String> {
-        if self.record.shard == *shared.shard.lock() {
+        if self.record.shard == shared.identity.number() {
             let answered = shared.between_shards(message.clone(), payload);
             return answered.map(|(answer, _)| answer).map_err(|refusal| refusal.to_string());
         }

@@ -2,37 +2,30 @@
 //! registry.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Weak};
 
-use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
+use libmodelio::registry::RegistryError;
 use libmodelio::transport::reactor::Handle;
-use libmodelio::transport::shm::Threads;
-use libmodelio::vocabulary::ids::{Generation, ShardId};
-use libmodelio::wire::{Fate, Message, ModelRecord, Refusal, RegistryRequest};
-use parking_lot::{Condvar, Mutex};
+use libmodelio::vocabulary::ids::Generation;
+use libmodelio::wire::{Fate, ModelRecord, Refusal};
+use parking_lot::Mutex;
 
 use super::captures::Captures;
 use super::complaints::Log;
 use super::coordinator::Coordinator;
+use super::directory::Directory;
 use super::errands::Errands;
+use super::fast_paths::FastPaths;
+use super::identity::{Ending, Identity};
 use super::moving::IncomingPartitions;
-use super::options::{NoRdma, ServerOptions};
-use super::origins::{Origin, Origins};
+use super::options::ServerOptions;
+use super::origins::Origins;
 use super::partition::{Partition, PartitionOptions};
-#[cfg(feature = "rdma")]
-use super::rdma_clients::Rdma;
 use super::redirect::{Gone, Redirect};
 use super::standing::{Standing, life};
 use super::status_text::StatusText;
-use super::table::{Local, Table};
-use super::unsent::AdminAnswer;
 use crate::core::JobRecord;
 use crate::partition::executor::Executor;
-
-/// The longest wait for the registry.
-const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One model on this shard.
 pub(super) struct Model {
@@ -73,19 +66,10 @@ impl Limits {
 /// The common state of a process's connections.
 pub(super) struct Shared {
     pub options: ServerOptions,
-    pub address: String,
-    pub shard: Mutex<ShardId>,
+    pub identity: Identity,
     pub net: Handle,
     pub executor: Arc<dyn Executor>,
-    /// Connections through shared memory.
-    pub memory: Arc<Threads>,
-    /// Connections by RDMA.
-    #[cfg(feature = "rdma")]
-    pub rdma: OnceLock<Rdma>,
-    /// Why there are no connections by RDMA.
-    pub no_rdma: OnceLock<NoRdma>,
-    /// Why there are no connections through shared memory.
-    pub no_memory: OnceLock<String>,
+    pub fast: FastPaths,
     pub limits: Limits,
     pub models: Mutex<BTreeMap<String, Model>>,
     /// The models that are being created: their memory is being taken.
@@ -98,11 +82,8 @@ pub(super) struct Shared {
     pub gone: Gone,
     /// The standing with the registry.
     pub standing: Mutex<Standing>,
-    pub table: Option<Table>,
-    pub elsewhere: Option<RemoteRegistry>,
-    pub stopping: AtomicBool,
-    pub wake: Condvar,
-    pub asleep: Mutex<()>,
+    pub directory: Directory,
+    pub ending: Ending,
     pub this: Weak<Shared>,
 }
 
@@ -112,85 +93,12 @@ impl Shared {
         PartitionOptions { state: self.options.state, checksum: self.options.checksum }
     }
 
-    /// Whether the process ends.
-    pub(super) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Relaxed)
-    }
-
-    /// The name of the RDMA listener, or why there is none.
-    pub(super) fn rdma_name(&self) -> Result<String, Option<&NoRdma>> {
-        #[cfg(feature = "rdma")]
-        if let Some(rdma) = self.rdma.get() {
-            return Ok(rdma.name());
-        }
-        Err(self.no_rdma.get())
-    }
-
-    /// RDMA in the status.
-    pub(super) fn rdma_status(&self) -> serde_json::Value {
-        #[cfg(feature = "rdma")]
-        if let Some(rdma) = self.rdma.get() {
-            return serde_json::json!({
-                "address": self.rdma_address(),
-                "device": rdma.device(),
-                "connections": rdma.connections(),
-                "unavailable": null,
-                "hindered": false,
-            });
-        }
-        let no_rdma = self.no_rdma.get();
-        serde_json::json!({
-            "address": null,
-            "device": null,
-            "connections": 0,
-            "unavailable": no_rdma.map(|no_rdma| &no_rdma.why),
-            "hindered": no_rdma.is_some_and(|no_rdma| no_rdma.hindered),
-        })
-    }
-
-    /// The address for RDMA connections. Empty if there is none.
-    pub(super) fn rdma_address(&self) -> String {
-        #[cfg(feature = "rdma")]
-        if let Some(rdma) = self.rdma.get() {
-            let host = self.address.rsplit_once(':').map_or(self.address.as_str(), |(host, _)| host);
-            return format!("{host}:{}", rdma.address().port());
-        }
-        String::new()
-    }
-
-    /// Asks the registry, in this process or elsewhere.
-    pub(super) fn registry<T>(
-        &self,
-        ask: impl FnOnce(&dyn Registry, Instant) -> Result<T, RegistryError>,
-    ) -> Result<T, RegistryError> {
-        let deadline = Instant::now() + REGISTRY_PATIENCE;
-        match (&self.table, &self.elsewhere) {
-            (Some(table), _) => ask(&Local(table), deadline),
-            (None, Some(remote)) => ask(remote, deadline),
-            (None, None) => Err(RegistryError::Refused(Refusal::other("there is no registry"))),
-        }
-    }
-
-    /// Answers somebody who asks the registry from an address.
-    pub(super) fn answer_as_registry(
-        &self,
-        from: Option<Origin>,
-        asked: &RegistryRequest,
-        payload: &[u8],
-    ) -> AdminAnswer {
-        let Some(table) = &self.table else {
-            let registry = self.options.registry.as_deref().unwrap_or_default();
-            return Err(Refusal::other(format!("the registry is at {registry}, not here")));
-        };
-        let answer = table.handle_from(from.map(Origin::address), asked, payload)?;
-        Ok((Message::Registered(answer.message), answer.payload.map(|bytes| bytes.to_vec())))
-    }
-
     /// The registry's knowledge of a partition that is, or was about to be, here.
     pub(super) fn fate(&self, record: &ModelRecord) -> Result<Fate, RegistryError> {
-        let shard = *self.shard.lock();
+        let shard = self.identity.number();
         let held = [life(record)];
-        let (_, fates) = self.registry(|registry, deadline| registry.holding(shard, &held, &[], deadline))?;
+        let (_, fates) =
+            self.directory.ask(|registry, deadline| registry.holding(shard, &held, &[], deadline))?;
         let unexpected = || RegistryError::Refused(Refusal::other("the registry gives an unexpected answer"));
         fates.first().copied().ok_or_else(unexpected)
     }

@@ -42,8 +42,6 @@ mod waits;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use fixedbitset::FixedBitSet;
-
 use crate::vocabulary::block_map::{BlockMap, PartitionIndex};
 use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Step, Version};
@@ -62,8 +60,8 @@ pub use pull_times::PullReport;
 use pull_times::PullTimes;
 use pulling::Pull;
 pub use pulling::{PULL_BLOCKS, Whole};
+use pushing::{Delivery, Outgoing, Way};
 pub use pushing::{Offered, Own, Push};
-use pushing::{Outgoing, Way};
 use reach::Reach;
 pub use reach::{Gone, NO_TOKEN, OUT_OF_REACH};
 use requests::Requests;
@@ -139,9 +137,7 @@ pub struct ClientCore {
     pull: Option<Pull>,
     waits: Waits,
     pull_times: PullTimes,
-    way: Way,
-    /// The blocks of tensors whose values are averaged.
-    averaged: FixedBitSet,
+    way: Delivery,
 }
 
 impl ClientCore {
@@ -158,18 +154,18 @@ impl ClientCore {
             weights: NewWeights::default(),
             outgoing: None,
             plans: PlansSeen::default(),
-            averaged: FixedBitSet::new(),
             buffers: Buffers::default(),
             pull: None,
             waits: Waits::default(),
             pull_times: PullTimes::default(),
-            way: Way::Ahead,
+            way: Delivery::new(),
         }
     }
 
     /// The shard is in this process, and payload for it stays where it is.
-    pub fn in_process(self) -> ClientCore {
-        ClientCore { way: Way::InPlace, ..self }
+    pub fn in_process(mut self) -> ClientCore {
+        self.way.kind = Way::InPlace;
+        self
     }
 
     /// Begins sending at a block that depends on `client`. A shard adds the clients' payloads of a block one by one,
@@ -180,8 +176,9 @@ impl ClientCore {
     }
 
     /// Contributions go with their commits, so none of their blocks goes before.
-    pub fn sends_with_commits(self) -> ClientCore {
-        ClientCore { way: Way::WithCommits, ..self }
+    pub fn sends_with_commits(mut self) -> ClientCore {
+        self.way.kind = Way::WithCommits;
+        self
     }
 
     /// Pulls by this policy, whatever the job's settings say.

@@ -148,9 +148,21 @@ pub(super) enum Way {
     InPlace,
 }
 
-impl Way {
-    pub(super) fn is_in_place(self) -> bool {
-        self == Way::InPlace
+/// How this client's contributions reach their shards.
+#[derive(Debug)]
+pub(super) struct Delivery {
+    pub(super) kind: Way,
+    /// The blocks of tensors whose values are averaged.
+    averaged: FixedBitSet,
+}
+
+impl Delivery {
+    pub(super) fn new() -> Delivery {
+        Delivery { kind: Way::Ahead, averaged: FixedBitSet::new() }
+    }
+
+    pub(super) fn is_in_place(&self) -> bool {
+        self.kind == Way::InPlace
     }
 }
 
@@ -290,7 +302,7 @@ impl ClientCore {
             match (self.held.get(key), self.learners.get(&key.0).and_then(|known| known.ahead(key.1))) {
                 (Some(held), _) => {
                     some.union_with(&held.whole);
-                    all.difference_with(&held.lacks(&self.averaged));
+                    all.difference_with(&held.lacks(&self.way.averaged));
                 }
                 (None, Some(ahead)) => {
                     some.union_with(&ahead.whole);
@@ -305,12 +317,12 @@ impl ClientCore {
 
     /// The blocks of tensors whose values are averaged, by the newest settings.
     pub fn set_averaged(&mut self, blocks: FixedBitSet) {
-        self.averaged = blocks;
+        self.way.averaged = blocks;
     }
 
     /// Whether values of such a tensor are in the block.
     pub fn averages(&self, block: BlockId) -> bool {
-        self.averaged.contains(block.index())
+        self.way.averaged.contains(block.index())
     }
 
     /// The blocks of committed contributions that may be sent while contributions of other clients are open. Those that
@@ -319,7 +331,7 @@ impl ClientCore {
         let mut all = self.owners.no_blocks();
         let held = || of.iter().filter_map(|key| self.held.get(key));
         held().for_each(|held| all.union_with(&held.blocks));
-        held().for_each(|held| all.difference_with(&held.lacks(&self.averaged)));
+        held().for_each(|held| all.difference_with(&held.lacks(&self.way.averaged)));
         all
     }
 
@@ -419,7 +431,7 @@ impl ClientCore {
             }
         }
         // A contribution of one block is about to be committed.
-        if announces && is_first && self.owners.blocks() > 1 && self.way != Way::WithCommits {
+        if announces && is_first && self.owners.blocks() > 1 && self.way.kind != Way::WithCommits {
             self.notify(Message::WholeBlock { learner, step }, actions);
         }
         Some(Offered { is_first, wakes })

@@ -9,16 +9,16 @@ use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
 use crate::client::callers::Answers;
-use crate::client::core::{Action, Now, Own, Push};
+use crate::client::core::{Action, Own, Push};
 use crate::client::payloads::{Others, Payload};
 use crate::client::shared::{Inner, Local, Shared};
-use crate::transport::local::{End, HeldVersion, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
+use crate::transport::local::{End, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
 use crate::transport::tally::Flow;
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::block_slot::{BlockSlot, Placement};
 use crate::vocabulary::ids::{BlockId, PlanId};
 use crate::vocabulary::shard_error::ShardError;
-use crate::wire::{Message, Refusal};
+use crate::wire::Message;
 
 /// The only partition: the shard has all blocks.
 const ALL: PartitionIndex = 0;
@@ -54,25 +54,6 @@ impl Recipient for Shared {
     fn answer_callers(&self) {
         let answers = std::mem::take(&mut *self.unanswered.lock());
         answers.into_iter().for_each(Answers::give);
-    }
-}
-
-impl Inner {
-    /// Shows the version that is being pulled. Its memory is in this process.
-    pub(in crate::client) fn show_here(&mut self, local: &Local, now: Now, more: &mut Vec<Action>) {
-        let Some(version) = self.core.pulling() else { return };
-        match local.shard.version(version) {
-            Ok(HeldVersion { region, published, hold }) => {
-                self.versions.show(version, region, published, hold);
-                self.core.is_here(version, more);
-            }
-            // The version is still being made.
-            Err(newest) if newest < version => {}
-            Err(newest) => {
-                let gone = Message::Refused(Refusal::NoVersion { wanted: version, newest });
-                self.core.from_shard(ALL, gone, now, more);
-            }
-        }
     }
 }
 

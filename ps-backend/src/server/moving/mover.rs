@@ -110,8 +110,8 @@ fn run(
 fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Option<MovePlan>, Refusal> {
     let said =
         |error: RegistryError| Refusal::other(format!("the registry cannot be asked, or refuses: {error}"));
-    let shards = shared.registry(|registry, deadline| registry.shards(deadline)).map_err(said)?;
-    let before = shared.registry(|registry, deadline| registry.model(&coordinator.model, deadline));
+    let shards = shared.directory.ask(|registry, deadline| registry.shards(deadline)).map_err(said)?;
+    let before = shared.directory.ask(|registry, deadline| registry.model(&coordinator.model, deadline));
     let before = before.map_err(said)?;
     if let Some(why) = coordinator.failed() {
         return Err(Refusal::other(format!("{why}: nothing of it can be moved, delete it")));
@@ -226,14 +226,14 @@ impl Edge for Mover<'_> {
 
 impl Mover<'_> {
     fn goes_on(&self) -> Result<(), Ends> {
-        if self.shared.is_stopping() { Err(Ends) } else { Ok(()) }
+        if self.shared.ending.has_begun() { Err(Ends) } else { Ok(()) }
     }
 }
 
 fn put(shared: &Shared, request: RegistryRequest, record: &ModelRecord) -> Result<(), PutError> {
     let deadline = Instant::now() + ANSWER_TIMEOUT;
     let payload = record.encode().map_err(|error| PutError::Refused(Refusal::other(error)))?;
-    if let Some(table) = &shared.table {
+    if let Some(table) = &shared.directory.table {
         return table.handle(&request, &payload).map(drop).map_err(PutError::Refused);
     }
     let address = shared.options.registry.clone().unwrap_or_default();

@@ -82,7 +82,7 @@ impl Shared {
         let map = moved.record.block_map().map_err(Refusal::other)?;
         self.incoming.take(generation, (attempt, in_force), || {
             // From here on the number stays.
-            let me = *self.shard.lock();
+            let me = self.identity.number();
             let blocks: Vec<BlockId> = map.blocks_of(me).collect();
             let before = self.partition_in_force(&moved.record.name, generation, in_force)?;
             let record = moved.record.clone();

@@ -13,7 +13,7 @@ impl Shared {
         let Moved { record, shards } = moved;
         let (name, generation, epoch) = (record.name.clone(), record.generation, record.epoch);
         let to = Redirect { generation, epoch, payload: payload.into() };
-        let me = *self.shard.lock();
+        let me = self.identity.number();
         let owns = record.owners.iter().any(|(owner, _)| *owner == me);
         if shards.iter().any(|shard| shard.shard == me && shard.draining) {
             self.standing.lock().draining = true;
@@ -21,7 +21,7 @@ impl Shared {
         let has_it = |model: &Model| model.generation == generation && model.partition.epoch < epoch;
         if !owns && self.models.lock().get(&name).is_some_and(has_it) {
             // Blocks are given up: whoever says so, the registry has the last word.
-            let there = self.registry(|registry, deadline| registry.model(&name, deadline));
+            let there = self.directory.ask(|registry, deadline| registry.model(&name, deadline));
             let there =
                 there.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
             if there.generation != generation || there.epoch < epoch {
