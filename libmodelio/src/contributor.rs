@@ -10,37 +10,37 @@
 //! This module holds `unsafe` for entering the staging regions; see [`crate::bytes::mmap`] for the rule.
 
 mod commit;
+mod coverage;
 mod final_parts;
 mod mapping;
 mod models;
 mod opening;
 mod replicas;
+mod staging;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use self::coverage::Coverage;
 use self::final_parts::FinalParts;
-use self::models::{Began, Made};
+use self::models::Models;
 use self::opening::Asking;
 pub use self::opening::Wrote;
-use self::replicas::Replicas;
+use self::staging::Staging;
 use crate::bytes::available;
 use crate::bytes::mmap::Mapping;
-use crate::bytes::region::{Region, RegionKey};
+use crate::bytes::region::Region;
 use crate::client::Job;
 use crate::mapped::MappedMemory;
-use crate::tracker::{ContributionTracker, Piece, WriteRefused};
+use crate::tracker::{Piece, WriteRefused};
 use crate::vocabulary::block_slot::{BlockSlot, Placement};
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::vocabulary::layout::ModelLayout;
-use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::shard_error::ShardError;
-use crate::vocabulary::weight::Weight;
 
 /// Why a write or commit failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -102,7 +102,7 @@ pub struct Traffic {
 }
 
 struct ContributorState {
-    tracker: ContributionTracker,
+    coverage: Coverage,
     /// The step of the open contribution. `None` while none is open.
     step: Option<Step>,
     /// The question for its step, if only the coordinator knows that.
@@ -111,24 +111,7 @@ struct ContributorState {
     committing: bool,
     /// Why the open contribution can no longer succeed.
     failed: Option<ContributeError>,
-    /// The memory for blocks that the shard does not reduce on arrival.
-    staging: Region,
-    /// A second region, for a learner that writes while the shard still reads the first.
-    spare: Option<Region>,
-    /// The number of contributions since the second region was last used.
-    spare_unused: u32,
-    /// The number of mapped contributions since something was last written.
-    mapped_in_turn: u32,
-    /// Both may still be read for a dropped plan.
-    has_strays: bool,
-    /// The last two steps whose commit was sent, and the regions of their payload.
-    shipped: [Option<(Step, RegionKey)>; 2],
-    /// Blocks that were filled up with zeros at the end.
-    unchecked: FixedBitSet,
-    /// The written ranges of those blocks.
-    partly: PartlyWritten,
-    /// Tensors of which something was written.
-    tensors: FixedBitSet,
+    staging: Staging,
     /// The number of contributions that were opened.
     number: u64,
     /// Dropped contributions that several programs may have written into.
@@ -139,27 +122,13 @@ struct ContributorState {
     joined: Vec<Done>,
     /// What is final of the mapping, while nothing was written.
     finals: FinalParts,
-    /// What the learner has read since its last contribution, where that matters.
-    began: Option<Arc<Began>>,
-    /// How the payload of the open contribution is made, if it is not what is written.
-    made: Option<Arc<Made>>,
     /// The tensors whose values were averaged when the contribution was opened.
     averaged: Arc<[usize]>,
-    /// Where parts of blocks are kept that a payload is made of.
-    written: Option<Region>,
-    replicas: Replicas,
-    /// How much the next contribution counts.
-    weight: Weight,
-    /// What is let go of once the state is not locked: a version that is held no more may let commits be taken, whose
-    /// completions lock states.
-    gone: Vec<Arc<Began>>,
+    models: Models,
 }
 
 /// The completion of a contribution's end.
 type Done = Box<dyn FnOnce(Result<(), ContributeError>) + Send>;
-
-/// Staging memory goes when so many contributions in turn were mapped.
-const MAPPED_IN_TURN: u32 = 2;
 
 /// The deadline for waits that end at once unless the machine is stuck.
 const STUCK: Duration = Duration::from_secs(10);
@@ -173,20 +142,6 @@ impl ContributorState {
         matches!(share, Share::Of(number) if self.dropped.contains(&number))
     }
 
-    /// A commit of `step` is sent.
-    fn ship(&mut self, step: Step, from: RegionKey) {
-        if self.shipped[0].is_some_and(|(last, _)| last != step) {
-            self.shipped[1] = self.shipped[0];
-        }
-        self.shipped[0] = Some((step, from));
-    }
-
-    /// Whether the payload of the step before `step` lies in the present staging region.
-    fn is_in_staging(&self, step: Step) -> bool {
-        let before = self.shipped.iter().flatten().find(|(shipped, _)| shipped.next() == step);
-        before.is_some_and(|(_, key)| *key == self.staging.key())
-    }
-
     /// Closes the contribution. It is `taken`, or dropped.
     fn reset(&mut self, taken: bool) {
         if self.step.is_some() {
@@ -198,17 +153,9 @@ impl ContributorState {
             }
             self.number += 1;
         }
-        self.tracker.reset();
-        self.unchecked.clear();
-        self.partly.clear();
-        self.tensors.clear();
+        self.coverage.clear();
         self.finals.clear();
-        if let Some(made) = self.made.take() {
-            // Who writes again without reading has begun from the newest version then.
-            let is_its = |began: &mut Arc<Began>| made.began().is_some_and(|of| Arc::ptr_eq(of, began));
-            let read = self.began.take_if(|began| taken && is_its(began));
-            self.gone.extend(read.into_iter().chain(made.began().cloned()));
-        }
+        self.models.end(taken);
         self.step = None;
         self.failed = None;
         self.asking.forget();
@@ -256,32 +203,19 @@ impl Contributor {
     ) -> Result<Contributor, ShardError> {
         let layout = Arc::clone(job.layout());
         let state = Mutex::new(ContributorState {
-            tracker: ContributionTracker::new(layout.size(), layout.block_size()),
+            coverage: Coverage::new(&layout),
             step: None,
             asking: Asking::default(),
             committing: false,
             failed: None,
-            staging: region(&job, "gradfs-staging")?,
-            spare: None,
-            spare_unused: 0,
-            mapped_in_turn: 0,
-            has_strays: false,
-            shipped: [None; 2],
-            unchecked: FixedBitSet::with_capacity(layout.blocks() as usize),
-            partly: PartlyWritten::default(),
-            tensors: FixedBitSet::with_capacity(layout.tensors().len()),
+            staging: Staging::new(&job)?,
             number: 1,
             dropped: BTreeSet::new(),
             aborting: false,
             joined: Vec::new(),
             finals: FinalParts::new(layout.blocks()),
-            began: None,
-            made: None,
             averaged: Arc::default(),
-            written: None,
-            replicas: Replicas::default(),
-            weight: Weight::ONE,
-            gone: Vec::new(),
+            models: Models::default(),
         });
         let mapped = MappedMemory::new(&job, "gradfs-gradients")?;
         Ok(Contributor {
@@ -333,7 +267,7 @@ impl Contributor {
         if self.has_pages.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let staging = Arc::clone(self.state.lock().staging.memory());
+        let staging = Arc::clone(self.state.lock().staging.region().memory());
         available::promise_before_spares(&staging)?;
         staging.prefault()
     }
@@ -356,7 +290,7 @@ impl Contributor {
 
     /// The number of bytes that the open contribution has.
     pub fn open_bytes(&self) -> u64 {
-        self.state.lock().tracker.bytes()
+        self.state.lock().coverage.tracker.bytes()
     }
 
     /// Takes `data` at `offset`. Blocks that become whole go to the shard before this returns. `share` names the
@@ -392,7 +326,7 @@ impl Contributor {
                 return Err(failed);
             }
             // A refused write opens nothing.
-            let begun = state.tracker.begin(offset, data.len() as u64, |piece| pieces.push(piece));
+            let begun = state.coverage.tracker.begin(offset, data.len() as u64, |piece| pieces.push(piece));
             if let Err(refused) = begun {
                 // An array that is too long is not the array that was meant. What was written of it before is wrong,
                 // too.
@@ -405,15 +339,15 @@ impl Contributor {
                 Some(step) => step,
                 None => match self.open(state, timeout) {
                     Ok(Some(step)) => {
-                        state.mapped_in_turn = 0;
+                        state.staging.is_written();
                         step
                     }
                     Ok(None) => {
-                        state.tracker.reset();
+                        state.coverage.tracker.reset();
                         return Ok(Wrote::Asks);
                     }
                     Err(error) => {
-                        state.tracker.reset();
+                        state.coverage.tracker.reset();
                         // The commit must not report success.
                         state.failed = Some(error.clone().into());
                         return Err(error.into());
@@ -421,9 +355,9 @@ impl Contributor {
                 },
             };
             let written = offset..offset + data.len() as u64;
-            state.tensors.insert_range(self.layout.tensors_in(&written));
+            state.coverage.tensors.insert_range(self.layout.tensors_in(&written));
             *share = Share::Of(state.number);
-            (step, state.staging.clone(), state.made.clone())
+            (step, state.staging.region().clone(), state.models.made.clone())
         };
         self.traffic.written.fetch_add(data.len() as u64, Ordering::Relaxed);
         let mut outcome = Ok(());
@@ -452,7 +386,7 @@ impl Contributor {
     /// Those of [`Self::write`], and [`ContributeError::Busy`] if [`Self::ask_step`] must be called first.
     pub fn write_zeros(&self, share: &mut Share, timeout: Duration) -> Result<(), ContributeError> {
         const PIECE: u64 = 1 << 20;
-        let missing = self.state.lock().tracker.missing();
+        let missing = self.state.lock().coverage.tracker.missing();
         let zeros = vec![0; PIECE.min(self.layout.size()) as usize];
         for range in missing {
             let mut at = range.start;
@@ -489,7 +423,7 @@ impl Contributor {
         self.traffic.staged.fetch_add(data.len() as u64, Ordering::Relaxed);
         {
             let mut state = self.state.lock();
-            if !state.tracker.copied(piece.block) {
+            if !state.coverage.tracker.copied(piece.block) {
                 self.wake_if_idle(&state);
                 return Ok(());
             }
@@ -534,7 +468,7 @@ impl Contributor {
     /// nothing in flight finds all failures.
     fn placed(&self, piece: &Piece, placed: Result<Placement, ShardError>) -> Result<(), ShardError> {
         let mut state = self.state.lock();
-        state.tracker.sent(piece.block, matches!(placed, Ok(Placement::Deferred)));
+        state.coverage.tracker.sent(piece.block, matches!(placed, Ok(Placement::Deferred)));
         if let Err(error) = &placed {
             state.failed.get_or_insert_with(|| error.clone().into());
         }
@@ -545,8 +479,8 @@ impl Contributor {
     /// A part of a block cannot be staged. The contribution fails.
     fn not_staged(&self, piece: &Piece, error: ShardError) -> Result<(), ShardError> {
         let mut state = self.state.lock();
-        if state.tracker.copied(piece.block) {
-            state.tracker.sent(piece.block, false);
+        if state.coverage.tracker.copied(piece.block) {
+            state.coverage.tracker.sent(piece.block, false);
         }
         state.failed.get_or_insert_with(|| error.clone().into());
         self.wake_if_idle(&state);
@@ -562,25 +496,9 @@ impl Contributor {
     }
 
     fn wake_if_idle(&self, state: &ContributorState) {
-        if !state.tracker.is_busy() {
+        if !state.coverage.tracker.is_busy() {
             self.idle.notify_all();
         }
-    }
-}
-
-impl ContributorState {
-    /// A mapped contribution is taken. A program that goes on so has no use for staging memory.
-    fn mapped_one(&mut self, job: &Job) -> bool {
-        self.mapped_in_turn += 1;
-        if self.mapped_in_turn != MAPPED_IN_TURN || self.staging.memory().taken() == 0 && self.spare.is_none()
-        {
-            return false;
-        }
-        // Whoever still reads the old memory keeps it until then.
-        let Ok(staging) = region(job, "gradfs-staging") else { return false };
-        (self.staging, self.spare) = (staging, None);
-        job.tell_gone();
-        true
     }
 }
 

@@ -12,14 +12,13 @@ use fixedbitset::FixedBitSet;
 use parking_lot::Mutex;
 
 use super::models::Made;
-use super::{ContributeError, Contributor, ContributorState, STUCK, Share};
+use super::{ContributeError, Contributor, STUCK, Share};
 use crate::bytes::region::Region;
 use crate::client::CommitNotice;
 use crate::tracker::Gaps;
 use crate::vocabulary::groups::{AveragedMark, Contents};
 use crate::vocabulary::ids::{BlockId, Step};
 use crate::vocabulary::layout::Tensor;
-use crate::vocabulary::partly::MAX_PIECES;
 use crate::vocabulary::reducer::Content;
 use crate::vocabulary::shard_error::ShardError;
 use crate::vocabulary::weight::Weight;
@@ -29,15 +28,6 @@ const BESIDE: Duration = Duration::from_secs(30);
 
 /// The longest model of whose mapping the thread that takes fsync makes a payload.
 const SHORT: u64 = 4 << 20;
-
-impl ContributorState {
-    /// A commit of `step` is sent, and makes the learner's next replica.
-    fn commits_replica(&mut self, step: Step) {
-        if let Some(next) = self.made.as_ref().and_then(|made| made.next()) {
-            self.replicas.committing(step, next.clone());
-        }
-    }
-}
 
 /// What a failed commit does to its contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,8 +88,9 @@ impl Contributor {
                 return Err(ContributeError::Busy);
             }
             let deadline = Instant::now() + timeout;
-            while state.tracker.is_busy() {
-                if self.idle.wait_until(&mut state, deadline).timed_out() && state.tracker.is_busy() {
+            while state.coverage.tracker.is_busy() {
+                if self.idle.wait_until(&mut state, deadline).timed_out() && state.coverage.tracker.is_busy()
+                {
                     return Err(ShardError::TimedOut("writes are still in flight".into()).into());
                 }
             }
@@ -112,9 +103,10 @@ impl Contributor {
             }
             let Some(step) = state.step else { return Ok(None) };
             state.committing = true;
-            let gaps = state.tracker.seal();
-            let (sent, staging) = (state.tracker.sent_blocks().clone(), state.staging.clone());
-            (step, gaps, sent, staging, state.made.clone())
+            let gaps = state.coverage.tracker.seal();
+            let (sent, staging) =
+                (state.coverage.tracker.sent_blocks().clone(), state.staging.region().clone());
+            (step, gaps, sent, staging, state.models.made.clone())
         };
         let (averaged, contents) = self.contents();
         let missing = || gaps.iter().flat_map(|gaps| &gaps.missing);
@@ -138,18 +130,15 @@ impl Contributor {
             }
         }
         let mut state = self.state.lock();
-        for gaps in gaps {
-            state.unchecked.insert(gaps.block.index());
-            state.partly.insert(gaps.block, gaps.written);
-        }
-        state.ship(step, staging.key());
-        state.commits_replica(step);
+        state.coverage.fill(gaps);
+        state.staging.ship(step, staging.key());
+        state.models.commits(step);
         let notice = CommitNotice {
-            sent: state.tracker.sent_blocks().clone(),
-            deferred: state.tracker.deferred_blocks().clone(),
-            unchecked: state.unchecked.clone(),
-            tensors: state.tensors.clone(),
-            partly: Some(&state.partly).filter(|partly| partly.pieces() <= MAX_PIECES).cloned(),
+            sent: state.coverage.tracker.sent_blocks().clone(),
+            deferred: state.coverage.tracker.deferred_blocks().clone(),
+            unchecked: state.coverage.unchecked.clone(),
+            tensors: state.coverage.tensors.clone(),
+            partly: state.coverage.partly(),
             contents,
             weight: made.map_or(Weight::ONE, |made| made.weight()),
             staging,
@@ -161,7 +150,7 @@ impl Contributor {
     /// The tensors of which the open contribution has values, and its contents as a commit names them.
     fn contents(&self) -> (Arc<[usize]>, Contents) {
         let state = self.state.lock();
-        let content = state.made.as_ref().map_or(Content::Gradient, |made| made.content());
+        let content = state.models.made.as_ref().map_or(Content::Gradient, |made| made.content());
         let averaged = Arc::clone(&state.averaged);
         let mark = AveragedMark::of(averaged.iter().copied());
         (averaged, Contents { content, averaged: mark })
@@ -212,7 +201,7 @@ impl Contributor {
             gaps.missing.iter().for_each(|missing| made.leave_out(missing.clone(), staging));
         }
         if made.next().is_some() {
-            let sent = self.state.lock().tracker.sent_blocks().clone();
+            let sent = self.state.lock().coverage.tracker.sent_blocks().clone();
             sent.zeroes().for_each(|block| made.keep(self.layout.block_bytes(BlockId(block as u32))));
         }
         Ok(())
@@ -262,12 +251,12 @@ impl Contributor {
             }
         };
         state.committing = true;
-        if let Some(made) = state.made.clone() {
-            let staging = state.staging.clone();
+        if let Some(made) = state.models.made.clone() {
+            let staging = state.staging.region().clone();
             drop(state);
             return self.commit_made(step, staging, made, timeout, done);
         }
-        state.ship(step, self.mapped().key());
+        state.staging.ship(step, self.mapped().key());
         drop(state);
         self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
         self.traffic.reduced_on_arrival.fetch_add(self.layout.size(), Ordering::Relaxed);
@@ -305,8 +294,8 @@ impl Contributor {
             }
             {
                 let mut state = this.state.lock();
-                state.ship(step, staging.key());
-                state.commits_replica(step);
+                state.staging.ship(step, staging.key());
+                state.models.commits(step);
             }
             let mut notice = CommitNotice::whole(&this.layout, staging, true);
             (notice.contents, notice.weight) = (this.contents().1, made.weight());
@@ -356,16 +345,20 @@ impl Contributor {
         let step = state.step;
         state.asking.ended(step, &result);
         if result.is_ok() || on_error == OnError::Aborts {
-            let uses_staging = state.made.is_some();
+            let uses_staging = state.models.made.is_some();
             state.reset(result.is_ok());
             // Only a commit of the mapping leaves nothing open after an error.
-            if result.is_ok() && on_error == OnError::Aborts && !uses_staging && state.mapped_one(&self.job) {
+            if result.is_ok()
+                && on_error == OnError::Aborts
+                && !uses_staging
+                && state.staging.mapped_one(&self.job)
+            {
                 self.has_pages.store(false, Ordering::Relaxed);
             }
         }
         state.committing = false;
         let joined = std::mem::take(&mut state.joined);
-        let gone = std::mem::take(&mut state.gone);
+        let gone = std::mem::take(&mut state.models.gone);
         self.idle.notify_all();
         drop(state);
         drop(gone);
@@ -445,8 +438,8 @@ impl Contributor {
         let mut state = self.state.lock();
         // A running copy ends within microseconds. The deadline is for a stuck machine.
         let deadline = Instant::now() + STUCK;
-        while state.tracker.is_busy() && !state.committing {
-            if self.idle.wait_until(&mut state, deadline).timed_out() && state.tracker.is_busy() {
+        while state.coverage.tracker.is_busy() && !state.committing {
+            if self.idle.wait_until(&mut state, deadline).timed_out() && state.coverage.tracker.is_busy() {
                 // Bytes may still come into the region, so it cannot be used again yet.
                 let what = "a write of the dropped contribution is stuck";
                 state.failed = Some(ShardError::TimedOut(what.into()).into());
@@ -466,7 +459,7 @@ impl Contributor {
             (state.committing, state.aborting) = (false, false);
         }
         state.reset(false);
-        let (gone, asking) = (std::mem::take(&mut state.gone), state.asking.give_up());
+        let (gone, asking) = (std::mem::take(&mut state.models.gone), state.asking.give_up());
         self.idle.notify_all();
         drop(state);
         drop(gone);

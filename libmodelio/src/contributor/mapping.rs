@@ -58,7 +58,7 @@ impl Contributor {
             return Err(ContributeError::Writing);
         }
         // Where a payload is made of the mapping, that is done at fsync.
-        if !may_send || self.job.content().is_weights() || state.weight != Weight::ONE {
+        if !may_send || self.job.content().is_weights() || state.models.weight != Weight::ONE {
             return Ok(());
         }
         let finals = &mut state.finals;

@@ -19,6 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::replicas::Replicas;
 use super::{Contributor, ContributorState, region};
 use crate::bytes::block::span;
 use crate::bytes::kernels::{self, Wire};
@@ -175,6 +176,41 @@ impl Made {
     }
 }
 
+/// What a learner's models and replicas are made from, and where.
+#[derive(Default)]
+pub(super) struct Models {
+    /// What the learner has read since its last contribution, where that matters.
+    began: Option<Arc<Began>>,
+    /// How the payload of the open contribution is made, if it is not what is written.
+    pub(super) made: Option<Arc<Made>>,
+    /// Where parts of blocks are kept that a payload is made of.
+    written: Option<Region>,
+    replicas: Replicas,
+    /// How much the next contribution counts.
+    pub(super) weight: Weight,
+    /// What is let go of once the state is not locked: a version that is held no more may let commits be taken, whose
+    /// completions lock states.
+    pub(super) gone: Vec<Arc<Began>>,
+}
+
+impl Models {
+    /// A commit of `step` is sent, and makes the learner's next replica.
+    pub(super) fn commits(&mut self, step: Step) {
+        if let Some(next) = self.made.as_ref().and_then(|made| made.next()) {
+            self.replicas.committing(step, next.clone());
+        }
+    }
+
+    /// The contribution ends. It is `taken`, or dropped.
+    pub(super) fn end(&mut self, taken: bool) {
+        let Some(made) = self.made.take() else { return };
+        // Who writes again without reading has begun from the newest version then.
+        let is_its = |began: &mut Arc<Began>| made.began().is_some_and(|of| Arc::ptr_eq(of, began));
+        let read = self.began.take_if(|began| taken && is_its(began));
+        self.gone.extend(read.into_iter().chain(made.began().cloned()));
+    }
+}
+
 impl Contributor {
     /// Its program reads the weights that all read, so it can have no replica of the model.
     #[must_use]
@@ -193,8 +229,8 @@ impl Contributor {
             let replica = self.replica_at(&mut state, version);
             Arc::new(Began { version: reader, replica })
         });
-        let before = std::mem::replace(&mut state.began, began);
-        let gone = std::mem::take(&mut state.gone);
+        let before = std::mem::replace(&mut state.models.began, began);
+        let gone = std::mem::take(&mut state.models.gone);
         drop(state);
         drop((before, gone));
     }
@@ -209,21 +245,21 @@ impl Contributor {
 
     fn replica_at(&self, state: &mut ContributorState, version: Version) -> Option<Region> {
         self.show_replicas(state);
-        state.replicas.at(version, self.job.replicas_since()).cloned()
+        state.models.replicas.at(version, self.job.replicas_since()).cloned()
     }
 
     /// Commits that are part of a version now: it shows their replicas.
     pub(super) fn show_replicas(&self, state: &mut ContributorState) {
-        while let Some(step) = state.replicas.waiting()
+        while let Some(step) = state.models.replicas.waiting()
             && let Some(version) = self.job.published_in(self.learner, step)
         {
-            state.replicas.show(version);
+            state.models.replicas.show(version);
         }
     }
 
     /// How much the learner's next contributions count.
     pub fn weight(&self) -> Weight {
-        self.state.lock().weight
+        self.state.lock().models.weight
     }
 
     /// Sets how much contributions count that are begun from now on.
@@ -232,7 +268,7 @@ impl Contributor {
     /// [`ShardError::NotAllowed`] if the reducer takes no weights.
     pub fn set_weight(&self, weight: Weight) -> Result<(), ShardError> {
         self.check_weight(weight)?;
-        self.state.lock().weight = weight;
+        self.state.lock().models.weight = weight;
         Ok(())
     }
 
@@ -256,18 +292,18 @@ impl Contributor {
     /// How the payload of the next contribution is made, if it is not what is written.
     pub(super) fn made(&self, state: &mut ContributorState) -> Result<Option<Arc<Made>>, ShardError> {
         let (reducer, hyper) = self.job.reducer();
-        let (content, weight) = (reducer.content(), state.weight);
+        let (content, weight) = (reducer.content(), state.models.weight);
         self.refuse_weight(reducer, weight)?;
         if !content.is_weights() {
-            let began = state.began.take();
-            state.gone.extend(began);
+            let began = state.models.began.take();
+            state.models.gone.extend(began);
             if self.has_replicas.load(Ordering::Relaxed) {
                 let held = self.job.versions();
                 let is_held = |range: Range<Version>| held.iter().any(|version| range.contains(version));
-                state.replicas.let_go(self.job.replicas_since(), is_held);
+                state.models.replicas.let_go(self.job.replicas_since(), is_held);
             }
             if weight == Weight::ONE {
-                state.written = None;
+                state.models.written = None;
                 return Ok(None);
             }
         }
@@ -276,11 +312,11 @@ impl Contributor {
                 "with reducer {reducer} each learner has a replica of its own: mkdir learners/NAME, and use the files in it"
             )));
         }
-        let written = match &state.written {
+        let written = match &state.models.written {
             Some(written) => written.clone(),
             None => region(&self.job, "gradfs-written")?,
         };
-        state.written = Some(written.clone());
+        state.models.written = Some(written.clone());
         let way = match content {
             Content::Gradient | Content::Values => Way::Same,
             Content::Model => Way::Difference(self.began(state)?),
@@ -288,7 +324,7 @@ impl Contributor {
                 let began = self.began(state)?;
                 let held = self.job.versions();
                 let is_held = |range: Range<Version>| held.iter().any(|version| range.contains(version));
-                let next = match state.replicas.take_free(self.job.replicas_since(), is_held) {
+                let next = match state.models.replicas.take_free(self.job.replicas_since(), is_held) {
                     Some(free) => free,
                     None => region(&self.job, "gradfs-replica")?,
                 };
@@ -301,12 +337,12 @@ impl Contributor {
 
     /// What the learner begins its next contribution from: what it has read, or else the newest version.
     fn began(&self, state: &mut ContributorState) -> Result<Arc<Began>, ShardError> {
-        if let Some(began) = &state.began {
+        if let Some(began) = &state.models.began {
             return Ok(Arc::clone(began));
         }
         let newest = Reader::newest(&self.job).ok_or(ShardError::Unreachable)?;
         let replica = self.replica_at(state, newest.version());
-        Ok(Arc::clone(state.began.insert(Arc::new(Began { version: newest, replica }))))
+        Ok(Arc::clone(state.models.began.insert(Arc::new(Began { version: newest, replica }))))
     }
 
     /// Like [`Self::take`], where the payload is made of what is written.
@@ -330,7 +366,7 @@ impl Contributor {
         unsafe { memory.write(piece.bytes.start as usize, data) };
         {
             let mut state = self.state.lock();
-            if !state.tracker.copied(piece.block) {
+            if !state.coverage.tracker.copied(piece.block) {
                 self.wake_if_idle(&state);
                 return Ok(());
             }

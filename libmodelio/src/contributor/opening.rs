@@ -7,8 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{ContributeError, Contributor, ContributorState, Done, region};
-use crate::bytes::surplus::UNUSED_FOR;
+use super::{ContributeError, Contributor, ContributorState, Done};
 use crate::client::Opening;
 use crate::vocabulary::ids::Step;
 use crate::vocabulary::shard_error::ShardError;
@@ -151,26 +150,10 @@ impl Contributor {
         let known = self.job.open_known(self.learner, timeout)?;
         let answer = state.asking.answer.take();
         let Some(Opening { step, staging_lent }) = known.or(answer) else { return Ok(None) };
-        // Blocks that were sent for a dropped plan may still be on their way. Their memory is not written again.
-        state.has_strays |= self.job.take_strays(self.learner);
-        if state.has_strays {
-            state.staging = region(&self.job, "gradfs-staging")?;
-            (state.spare, state.has_strays) = (None, false);
-        }
-        // The shard still reads the step before this one. That may differ from the last commit here: a commit that
-        // timed out may have been taken, and this may be the second try after an abort.
-        if staging_lent && state.is_in_staging(step) {
-            let spare = match state.spare.take() {
-                Some(spare) => spare,
-                None => region(&self.job, "gradfs-staging")?,
-            };
-            state.spare = Some(std::mem::replace(&mut state.staging, spare));
-            state.spare_unused = 0;
-        } else {
-            state.spare_unused += 1;
-            state.spare.take_if(|_| state.spare_unused >= UNUSED_FOR);
-        }
-        (state.step, state.made, state.averaged) = (Some(step), made, self.job.averaged());
+        // Blocks that were sent for a dropped plan may still be on their way.
+        let has_strays = self.job.take_strays(self.learner);
+        state.staging.open(&self.job, step, has_strays, staging_lent)?;
+        (state.step, state.models.made, state.averaged) = (Some(step), made, self.job.averaged());
         Ok(Some(step))
     }
 }
