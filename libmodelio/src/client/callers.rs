@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use super::core::Token;
-use super::options::{Answered, Done};
+use crate::client::core::Token;
+use crate::client::options::{Answered, Done};
 use crate::vocabulary::ids::Version;
 use crate::vocabulary::shard_error::ShardError;
 use crate::wire::{Message, Refusal};

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::fallback::FastPath;
-use super::paths::{BlockPath, Connection};
-use super::routes::Route;
-use super::shared::Shared;
+use crate::client::paths::{BlockPath, Connection};
+use crate::client::peers::fallback::FastPath;
+use crate::client::peers::routes::Route;
+use crate::client::shared::Shared;
 use crate::transport::frames::{Conversation, Link, Outgoing, Take};
 use crate::transport::stream::{Close, Target};
 use crate::transport::tally::Flow;

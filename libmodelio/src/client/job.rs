@@ -22,14 +22,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 
-use super::core::LastCommit;
-use super::memory::JobMemory;
-use super::observed::Phases;
-use super::options::Listener;
-use super::shared::Shared;
 use crate::bytes::block;
 use crate::bytes::mmap::Mapping;
 use crate::bytes::region::{Region, RegionKey};
+use crate::client::core::LastCommit;
+use crate::client::memory::JobMemory;
+use crate::client::observed::Phases;
+use crate::client::options::Listener;
+use crate::client::shared::Shared;
 use crate::observe::staleness::Staleness;
 use crate::observe::trace::{Recorder, Recording};
 use crate::transport::local::ShardMemory;

@@ -22,37 +22,22 @@
 //! | `wire_form`, `coding` | the form in which contributions cross a network |
 //! | `sum` | sums of contributions, before they cross the network |
 
-mod averaged;
-mod blocks;
 mod callers;
-mod coding;
 mod commit_notice;
-mod connections;
 mod conversation;
 pub mod core;
-mod fallback;
-mod inquiry;
 mod job;
-mod keeper;
-mod late;
 mod lifetime;
 mod memory;
 mod observed;
 mod options;
 mod paths;
 mod payloads;
-mod peer;
 mod peers;
-mod redirect;
-mod residual;
-mod routes;
 mod shared;
-mod small;
-mod sum;
 #[cfg(test)]
 mod tests;
 mod versions;
-mod wire_form;
 
 pub use self::core::LastCommit;
 pub use commit_notice::CommitNotice;

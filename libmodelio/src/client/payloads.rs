@@ -1,13 +1,18 @@
 //! What the client sends: contributions and new weights, where they lie until nobody needs them any more.
 
+pub(super) mod averaged;
+pub(super) mod residual;
+pub(super) mod sum;
+pub(super) mod wire_form;
+
 use std::collections::HashMap;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::core::ClientCore;
-use super::options::Staged;
-use super::sum::Written;
 use crate::bytes::region::Region;
+use crate::client::core::ClientCore;
+use crate::client::options::Staged;
+use crate::client::payloads::sum::Written;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::Granted;

@@ -1,15 +1,21 @@
 //! The coordinator and the shards as the client knows them: the block map in force, the connections to each, and who is
 //! out of reach.
 
+pub(super) mod fallback;
+pub(super) mod inquiry;
+pub(super) mod late;
+pub(super) mod peer;
+pub(super) mod routes;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::core::{Gone, Now};
-use super::fallback::FastPath;
-use super::inquiry::{Inquiry, Unconfirmed};
-use super::late::Late;
-use super::peer::Peer;
-use super::routes::{Route, Routes, overtaken};
+use crate::client::core::{Gone, Now};
+use crate::client::peers::fallback::FastPath;
+use crate::client::peers::inquiry::{Inquiry, Unconfirmed};
+use crate::client::peers::late::Late;
+use crate::client::peers::peer::Peer;
+use crate::client::peers::routes::{Route, Routes, overtaken};
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;

@@ -4,23 +4,30 @@
 //! One lock is held for decisions, and never for a copy. Completions and the listener are called after it is
 //! released, on the thread that brought the message. That may be a reactor's thread, so they must not block.
 
+mod blocks;
+mod coding;
+mod connections;
+mod keeper;
+mod redirect;
+mod small;
+
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::callers::{Answers, Callers};
-use super::core::{Action, ClientCore, Now, Token};
-use super::lifetime::Lifetime;
-use super::memory::Accounts;
-use super::observed::{Observed, Timeline};
-use super::options::{Answered, ClientOptions, Done, Event, Listener};
-use super::payloads::Payloads;
-use super::peers::Peers;
-use super::routes::Routes;
-use super::versions::Versions;
-use super::wire_form::WireForm;
 use crate::bytes::available::{self, KeepsSpares};
+use crate::client::callers::{Answers, Callers};
+use crate::client::core::{Action, ClientCore, Now, Token};
+use crate::client::lifetime::Lifetime;
+use crate::client::memory::Accounts;
+use crate::client::observed::{Observed, Timeline};
+use crate::client::options::{Answered, ClientOptions, Done, Event, Listener};
+use crate::client::payloads::Payloads;
+use crate::client::payloads::wire_form::WireForm;
+use crate::client::peers::Peers;
+use crate::client::peers::routes::Routes;
+use crate::client::versions::Versions;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::local::{End, HeldVersion, Mail, Shard};
 use crate::transport::reactor::Handle;

@@ -15,7 +15,7 @@ mod shortage;
 
 use std::time::Duration;
 
-use super::core::{Action, BUFFERS_HELD, ClientCore, LastCommit, NOT_HERE, Now};
+use crate::client::core::{Action, BUFFERS_HELD, ClientCore, LastCommit, NOT_HERE, Now};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
 use crate::vocabulary::members::Attached;

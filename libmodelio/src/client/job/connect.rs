@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use super::Job;
 use crate::client::core::{ClientCore, Now};
 use crate::client::options::{ClientError, ClientOptions, TransportChoice};
-use crate::client::routes::Routes;
+use crate::client::peers::routes::Routes;
 use crate::client::shared::{Inner, Local, Shared};
 use crate::client::versions::{self, Versions};
 use crate::timer::{self, Timed};

@@ -4,12 +4,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Job;
-use crate::client::coding::FullBecause;
 use crate::client::core::PullReport;
-use crate::client::fallback::FastPath;
 use crate::client::options::TransportChoice;
-use crate::client::peer::Peer;
-use crate::client::routes::ShardRoute;
+use crate::client::payloads::wire_form::FullBecause;
+use crate::client::peers::fallback::FastPath;
+use crate::client::peers::peer::Peer;
+use crate::client::peers::routes::ShardRoute;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::controls::PullPolicy;
 use crate::vocabulary::ids::{ShardId, Version};

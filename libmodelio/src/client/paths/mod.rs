@@ -18,10 +18,10 @@ mod tcp;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::fallback::FastPath;
-use super::peer::EndOfLoan;
-use super::routes::Route;
-use super::shared::Shared;
+use crate::client::peers::fallback::FastPath;
+use crate::client::peers::peer::EndOfLoan;
+use crate::client::peers::routes::Route;
+use crate::client::shared::Shared;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::stream::Close;
 use crate::wire::Received;

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::{BlockPath, Connection};
 use crate::client::conversation::{Control, Data};
-use crate::client::routes::Route;
+use crate::client::peers::routes::Route;
 use crate::client::shared::Shared;
 use crate::transport::frames::{Framed, Link, Outgoing};
 use crate::transport::reactor::Thread;

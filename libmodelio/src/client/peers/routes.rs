@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use super::fallback::FastPath;
-use super::options::TransportChoice;
+use crate::client::options::TransportChoice;
+use crate::client::peers::fallback::FastPath;
 use crate::transport::shm;
 use crate::transport::shm::Threads;
 use crate::transport::stream::Close;
@@ -15,28 +15,28 @@ use crate::vocabulary::ids::{Epoch, ShardId};
 use crate::wire::{Role, ShardRecord};
 
 /// A block map, with its shards.
-pub(super) struct Routes {
-    pub(super) epoch: Epoch,
+pub(in crate::client) struct Routes {
+    pub(in crate::client) epoch: Epoch,
     /// The shard that coordinates the job.
-    pub(super) coordinator: PartitionIndex,
+    pub(in crate::client) coordinator: PartitionIndex,
     /// The routes to the shards, by [`PartitionIndex`].
-    pub(super) partitions: Vec<ShardRoute>,
+    pub(in crate::client) partitions: Vec<ShardRoute>,
     /// The threads of connections through shared memory.
-    pub(super) threads: Arc<Threads>,
+    pub(in crate::client) threads: Arc<Threads>,
 }
 
 /// The route to one shard.
-pub(super) struct ShardRoute {
-    pub(super) record: ShardRecord,
+pub(in crate::client) struct ShardRoute {
+    pub(in crate::client) record: ShardRecord,
     /// The number of blocks that it owns.
-    pub(super) blocks: u32,
+    pub(in crate::client) blocks: u32,
     /// Its blocks, as runs.
     #[cfg(feature = "rdma")]
-    pub(super) owned: Vec<std::ops::Range<u32>>,
+    pub(in crate::client) owned: Vec<std::ops::Range<u32>>,
     /// The path to it that is better than TCP, if there may be one.
-    pub(super) fast: Option<FastPath>,
+    pub(in crate::client) fast: Option<FastPath>,
     /// Why the only path to it is forbidden.
-    pub(super) barred: Option<String>,
+    pub(in crate::client) barred: Option<String>,
 }
 
 impl Routes {
@@ -44,7 +44,7 @@ impl Routes {
     ///
     /// # Errors
     /// When an owner is not among `shards`.
-    pub(super) fn new(
+    pub(in crate::client) fn new(
         map: &BlockMap,
         coordinator: ShardId,
         shards: &[ShardRecord],
@@ -91,11 +91,11 @@ impl Routes {
     }
 
     /// The routes to a shard in this process, which need no connection.
-    pub(super) fn here(epoch: Epoch) -> Routes {
+    pub(in crate::client) fn here(epoch: Epoch) -> Routes {
         Routes { epoch, coordinator: 0, partitions: Vec::new(), threads: Threads::new(0) }
     }
 
-    pub(super) fn address(&self, partition: PartitionIndex) -> &str {
+    pub(in crate::client) fn address(&self, partition: PartitionIndex) -> &str {
         &self.partitions[partition].record.address
     }
 }
@@ -115,28 +115,28 @@ fn runs(map: &BlockMap, shard: ShardId) -> Vec<std::ops::Range<u32>> {
 
 /// The purpose of a connection, and its routes.
 #[derive(Clone)]
-pub(super) struct Route {
-    pub(super) routes: Arc<Routes>,
+pub(in crate::client) struct Route {
+    pub(in crate::client) routes: Arc<Routes>,
     /// [`Role::Control`] to the coordinator, or [`Role::Data`].
-    pub(super) role: Role,
+    pub(in crate::client) role: Role,
     /// The partition that it leads to.
-    pub(super) partition: PartitionIndex,
+    pub(in crate::client) partition: PartitionIndex,
     /// Its number among connections of its kind. It is free again when the connection has ended.
-    pub(super) number: usize,
+    pub(in crate::client) number: usize,
 }
 
 impl Route {
-    pub(super) fn epoch(&self) -> Epoch {
+    pub(in crate::client) fn epoch(&self) -> Epoch {
         self.routes.epoch
     }
 
     /// The address that it leads to.
-    pub(super) fn address(&self) -> &str {
+    pub(in crate::client) fn address(&self) -> &str {
         self.routes.address(self.partition)
     }
 }
 
 /// The reason for ending a connection that was opened under an older map.
-pub(super) fn overtaken() -> Close {
+pub(in crate::client) fn overtaken() -> Close {
     Close::Asked("the model has moved".into())
 }

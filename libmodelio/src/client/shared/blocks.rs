@@ -7,13 +7,13 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::MutexGuard;
 
-use super::payloads::Payload;
-use super::residual::NotCoded;
-use super::routes::Route;
-use super::shared::{Inner, Shared};
 use crate::bytes::mmap::Mapping;
 use crate::client::core::{PULL_BLOCKS, Push};
-use crate::client::sum;
+use crate::client::payloads::Payload;
+use crate::client::payloads::residual::NotCoded;
+use crate::client::payloads::sum;
+use crate::client::peers::routes::Route;
+use crate::client::shared::{Inner, Shared};
 use crate::client::versions;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::stream::{Guard, Piece, Target};
@@ -28,7 +28,7 @@ const DUE_MAX: usize = 128;
 
 impl Shared {
     /// Takes memory for a version before it is pulled. A thread of its own does it, because it takes a while.
-    pub(super) fn add_spare(&self) {
+    pub(in crate::client) fn add_spare(&self) {
         {
             let mut inner = self.inner.lock();
             let (retain, max) = inner.bounds();
@@ -73,7 +73,7 @@ impl Shared {
     /// The next request for blocks and how many it asks for, or else the next block to push to a shard. There is no
     /// request if the connection already waits for `due` blocks and that is enough. A request is short and its blocks come
     /// the other way, so it does not wait for pushes. `followed` is the plan that was last followed over the connection.
-    pub(super) fn next_sent(
+    pub(in crate::client) fn next_sent(
         &self,
         route: &Route,
         link: &Link,
@@ -147,7 +147,7 @@ impl Shared {
 
     /// The next request for blocks of one shard, and how many blocks it asks for. The connection waits for `due`
     /// blocks already. It may wait for `most`, or for those of one request.
-    pub(super) fn pull_request(
+    pub(in crate::client) fn pull_request(
         &self,
         inner: &mut Inner,
         route: &Route,
@@ -179,7 +179,7 @@ impl Shared {
 
     /// The payload of a block of the plan under way, and its form, which is coded only where the path `codes`. The
     /// bytes are read without the lock. `Some(None)` if this client has refused the plan.
-    pub(super) fn push(
+    pub(in crate::client) fn push(
         &self,
         mut inner: MutexGuard<'_, Inner>,
         plan: PlanId,
@@ -259,7 +259,7 @@ impl Shared {
 
     /// Whether a plan is still under way. It is checked after contributions were read for it: a lent contribution may
     /// have ended meanwhile, and then its memory may hold other data.
-    pub(super) fn still_sends(&self, plan: PlanId) -> bool {
+    pub(in crate::client) fn still_sends(&self, plan: PlanId) -> bool {
         let mut inner = self.inner.lock();
         inner.observed.sent(plan, self.now());
         inner.core.outgoing().is_some_and(|(of, _)| of == plan)
@@ -267,7 +267,7 @@ impl Shared {
 
     /// The memory that the client pulls into.
     #[cfg(feature = "rdma")]
-    pub(super) fn back_buffer(&self) -> Option<Arc<crate::bytes::mmap::Mapping>> {
+    pub(in crate::client) fn back_buffer(&self) -> Option<Arc<crate::bytes::mmap::Mapping>> {
         let mut inner = self.inner.lock();
         let (retain, max) = inner.bounds();
         let back = inner.versions.back(retain, max).ok().flatten();
@@ -275,7 +275,7 @@ impl Shared {
     }
 
     /// Ends the reservation of a block that was being received.
-    pub(super) fn end_reservation(&self, version: Version, block: BlockId, whole: bool) {
+    pub(in crate::client) fn end_reservation(&self, version: Version, block: BlockId, whole: bool) {
         let mut inner = self.inner.lock();
         let (now, mut actions) = (self.now(), Vec::new());
         if whole {
@@ -286,12 +286,17 @@ impl Shared {
     }
 
     /// The place to receive a block of a version into. `None` if the block is not wanted.
-    pub(super) fn reserve(&self, route: &Route, version: Version, block: BlockId) -> Option<Target> {
+    pub(in crate::client) fn reserve(
+        &self,
+        route: &Route,
+        version: Version,
+        block: BlockId,
+    ) -> Option<Target> {
         self.reserve_in(self.inner.lock(), route, version, block)
     }
 
     /// The place to receive a block into that a shard sends for a plan which the client follows.
-    pub(super) fn reserve_ahead(
+    pub(in crate::client) fn reserve_ahead(
         &self,
         route: &Route,
         plan: PlanId,

@@ -6,31 +6,32 @@ use crate::vocabulary::ids::Epoch;
 use crate::wire::Moved;
 
 /// Why a connection ends over which a shard has reported a move.
-pub(super) const IN_QUESTION: &str = "the registry is asked whether the model has moved, as the shard says";
+pub(in crate::client) const IN_QUESTION: &str =
+    "the registry is asked whether the model has moved, as the shard says";
 
 /// A move that a shard has reported, and that the registry has not confirmed yet.
-pub(super) struct Unconfirmed {
-    pub(super) moved: Moved,
-    pub(super) since: Instant,
+pub(in crate::client) struct Unconfirmed {
+    pub(in crate::client) moved: Moved,
+    pub(in crate::client) since: Instant,
     /// Whether the coordinator was reached at the old place.
-    pub(super) met: bool,
+    pub(in crate::client) met: bool,
 }
 
 /// The state of the questions to the registry.
 #[derive(Default)]
-pub(super) struct Inquiry {
-    pub(super) under_way: bool,
+pub(in crate::client) struct Inquiry {
+    pub(in crate::client) under_way: bool,
     /// The number of questions since all shards were last in reach.
-    pub(super) tries: u32,
+    pub(in crate::client) tries: u32,
     /// The time of the next question.
-    pub(super) next: Option<Instant>,
+    pub(in crate::client) next: Option<Instant>,
     /// A reported move that waits for confirmation, and the shard that reported it.
-    pub(super) report: Option<(Moved, String)>,
+    pub(in crate::client) report: Option<(Moved, String)>,
     /// The answer of a process at the coordinator's address that knows nothing of the job.
-    pub(super) lost: Option<String>,
+    pub(in crate::client) lost: Option<String>,
     /// How often in a row the registry had another generation of the model.
-    pub(super) other_lives: u32,
+    pub(in crate::client) other_lives: u32,
     /// The epoch of a reported move that the registry does not know, and until when the registry is not asked about
     /// it again.
-    pub(super) refused: Option<(Epoch, Instant)>,
+    pub(in crate::client) refused: Option<(Epoch, Instant)>,
 }

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::core::Now;
-use super::shared::Shared;
+use crate::client::core::Now;
+use crate::client::shared::Shared;
 use crate::timer::Timed;
 
 impl Timed for Shared {

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::options::TransportChoice;
+use crate::client::options::TransportChoice;
 use crate::transport::frames::Link;
 
 /// The pause before the better path is tried again. It doubles with each failed try,
@@ -18,14 +18,14 @@ const DRAIN: Duration = Duration::from_secs(1);
 
 /// A path to a shard that is better than TCP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FastPath {
+pub(in crate::client) enum FastPath {
     SharedMemory,
     Rdma,
 }
 
 impl FastPath {
     /// The transport choice that allows only this path.
-    pub(super) fn alone(self) -> TransportChoice {
+    pub(in crate::client) fn alone(self) -> TransportChoice {
         match self {
             FastPath::SharedMemory => TransportChoice::SharedMemory,
             FastPath::Rdma => TransportChoice::Rdma,
@@ -44,7 +44,7 @@ impl std::fmt::Display for FastPath {
 
 /// The fallbacks to one shard.
 #[derive(Default)]
-pub(super) struct Fallbacks {
+pub(in crate::client) struct Fallbacks {
     /// The fallbacks, by the numbers of their connections.
     taken: BTreeMap<usize, Fallback>,
     /// The newest reason in the log.
@@ -67,7 +67,7 @@ struct Fallback {
 }
 
 /// The next thing to do.
-pub(super) enum Due {
+pub(in crate::client) enum Due {
     /// Try the better path by the connection of this number.
     Try(usize),
     /// Close a connection that a better one has replaced.
@@ -78,34 +78,40 @@ pub(super) enum Due {
 
 impl Fallbacks {
     /// Notes that a connection has to go by TCP. Returns true if the log does not have the reason yet.
-    pub(super) fn take(&mut self, number: usize, instead_of: FastPath, why: &str, now: Instant) -> bool {
+    pub(in crate::client) fn take(
+        &mut self,
+        number: usize,
+        instead_of: FastPath,
+        why: &str,
+        now: Instant,
+    ) -> bool {
         self.taken.insert(number, Fallback { instead_of, why: why.to_owned(), link: None });
         self.again.get_or_insert(now + FIRST);
         self.logged.replace(why.to_owned()).as_deref() != Some(why)
     }
 
     /// Whether a connection goes by TCP for want of a better path.
-    pub(super) fn is_one(&self, link: &Link) -> bool {
+    pub(in crate::client) fn is_one(&self, link: &Link) -> bool {
         self.taken.values().any(|fallback| fallback.link.as_ref().is_some_and(|known| known.is(link)))
     }
 
     /// Why some or all connections do not go by `fast`.
-    pub(super) fn why(&self, fast: FastPath) -> Option<&str> {
+    pub(in crate::client) fn why(&self, fast: FastPath) -> Option<&str> {
         self.taken.values().find(|fallback| fallback.instead_of == fast).map(|fallback| fallback.why.as_str())
     }
 
     /// Whether the connection of this number only tries the better path.
-    pub(super) fn is_trial(&self, number: usize) -> bool {
+    pub(in crate::client) fn is_trial(&self, number: usize) -> bool {
         self.trial == Some(number)
     }
 
     /// Whether a connection is trying the better path.
-    pub(super) fn is_trying(&self) -> bool {
+    pub(in crate::client) fn is_trying(&self) -> bool {
         self.trial.is_some()
     }
 
     /// A TCP connection was greeted.
-    pub(super) fn greeted(&mut self, number: usize, link: &Link) {
+    pub(in crate::client) fn greeted(&mut self, number: usize, link: &Link) {
         if let Some(fallback) = self.taken.get_mut(&number) {
             fallback.link = Some(link.clone());
         }
@@ -113,7 +119,7 @@ impl Fallbacks {
 
     /// A connection by the better path was greeted. Returns the TCP connection that it replaces, which is parked and
     /// closed soon.
-    pub(super) fn overcome(&mut self, number: usize, now: Instant) -> Option<Link> {
+    pub(in crate::client) fn overcome(&mut self, number: usize, now: Instant) -> Option<Link> {
         self.taken.remove(&number);
         (self.logged, self.tries) = (None, 0);
         if self.trial != Some(number) {
@@ -129,7 +135,7 @@ impl Fallbacks {
     }
 
     /// A connection has ended. True if it only tried the better path.
-    pub(super) fn ended(&mut self, number: usize, link: &Link, now: Instant) -> bool {
+    pub(in crate::client) fn ended(&mut self, number: usize, link: &Link, now: Instant) -> bool {
         let tried = self.is_trial(number);
         if tried {
             self.trial = None;
@@ -151,7 +157,7 @@ impl Fallbacks {
     }
 
     /// The next thing to do, or when to ask again. `free` is the number of the next connection.
-    pub(super) fn due(&mut self, now: Instant, free: usize) -> Option<Due> {
+    pub(in crate::client) fn due(&mut self, now: Instant, free: usize) -> Option<Due> {
         if let Some((link, at)) = &self.leaving {
             return Some(if *at <= now { Due::Close(link.clone()) } else { Due::At(*at) });
         }

@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use super::routes::{Route, overtaken};
-use super::shared::{Inner, Shared};
+use crate::client::peers::routes::{Route, overtaken};
+use crate::client::shared::{Inner, Shared};
 use crate::transport::stream::{Close, Piece};
 use crate::transport::tally::Flow;
 use crate::vocabulary::block_ranges::BlockRanges;
@@ -15,14 +15,14 @@ use crate::wire::{JobState, MAX_SMALL_MODEL, Message};
 
 impl Shared {
     /// Whether contributions go with their commits: the model is small, and its only shard coordinates it.
-    pub(super) fn is_small(&self, inner: &Inner) -> bool {
+    pub(in crate::client) fn is_small(&self, inner: &Inner) -> bool {
         self.local.is_none()
             && self.layout.size() <= u64::from(MAX_SMALL_MODEL)
             && inner.peers.routes.partitions.len() == 1
     }
 
     /// The blocks that go with a commit, one behind the other, if all of them are whole.
-    pub(super) fn blocks_with(&self, inner: &Inner, message: &Message) -> Option<Piece> {
+    pub(in crate::client) fn blocks_with(&self, inner: &Inner, message: &Message) -> Option<Piece> {
         let Message::Commit { learner, step, blocks, partly: Some(partly), .. } = message else {
             return None;
         };
@@ -46,7 +46,7 @@ impl Shared {
     ///
     /// # Errors
     /// If the connection was opened under a map that is no longer in force.
-    pub(super) fn state_with_version(
+    pub(in crate::client) fn state_with_version(
         &self,
         route: &Route,
         state: JobState,

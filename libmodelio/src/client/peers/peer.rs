@@ -2,48 +2,48 @@
 
 use std::time::Instant;
 
-use super::fallback::Fallbacks;
+use crate::client::peers::fallback::Fallbacks;
 use crate::transport::frames::Link;
 use crate::vocabulary::phase::Heard;
 
 /// Ends a connection by which a shard reads this end's memory. Nothing that is read after it returns counts.
-pub(super) type EndOfLoan = Box<dyn Fn() + Send + Sync>;
+pub(in crate::client) type EndOfLoan = Box<dyn Fn() + Send + Sync>;
 
-pub(super) struct Peer {
+pub(in crate::client) struct Peer {
     /// The greeted connections.
-    pub(super) links: Vec<Link>,
+    pub(in crate::client) links: Vec<Link>,
     /// The connections over which the shard reads this end's memory, each with the function that ends the reading.
-    pub(super) loans: Vec<(Link, EndOfLoan)>,
+    pub(in crate::client) loans: Vec<(Link, EndOfLoan)>,
     /// The numbers of all connections that exist or are being opened.
-    pub(super) opened: Vec<usize>,
+    pub(in crate::client) opened: Vec<usize>,
     /// The time of the next try.
-    pub(super) retry_at: Option<Instant>,
-    pub(super) tries: u32,
+    pub(in crate::client) retry_at: Option<Instant>,
+    pub(in crate::client) tries: u32,
     /// The error of the last connection that ended. A new connection clears it.
-    pub(super) trouble: Option<String>,
+    pub(in crate::client) trouble: Option<String>,
     /// The same error. A new connection does not clear it.
-    pub(super) lost: Option<String>,
+    pub(in crate::client) lost: Option<String>,
     /// The connections that the shard has parked. They are used if nothing else is, or if something is lost.
-    pub(super) parked: Vec<Link>,
+    pub(in crate::client) parked: Vec<Link>,
     /// The index in `links` of the next connection to use.
-    pub(super) turn: usize,
+    pub(in crate::client) turn: usize,
     /// The connections that go by TCP for want of a better path.
-    pub(super) fallbacks: Fallbacks,
+    pub(in crate::client) fallbacks: Fallbacks,
     /// How often in a row the shard did not answer on its Unix socket.
-    pub(super) unmet: u32,
+    pub(in crate::client) unmet: u32,
     /// The time since which the shard is out of reach.
-    pub(super) gone_since: Option<Instant>,
+    pub(in crate::client) gone_since: Option<Instant>,
     /// When the coordinator was last heard.
-    pub(super) heard: Heard,
+    pub(in crate::client) heard: Heard,
     /// Whether the shard was reached under the block map in force.
-    pub(super) met: bool,
+    pub(in crate::client) met: bool,
     /// Whether the only path to the shard is forbidden.
-    pub(super) barred: bool,
+    pub(in crate::client) barred: bool,
 }
 
 impl Peer {
     /// A peer that was not reached yet.
-    pub(super) fn new(barred: bool) -> Peer {
+    pub(in crate::client) fn new(barred: bool) -> Peer {
         Peer {
             links: Vec::new(),
             loans: Vec::new(),
@@ -65,7 +65,7 @@ impl Peer {
 
     /// Whether blocks go over `link`, one of `links`. At most `most` of them are in use, or all while something does not
     /// progress.
-    pub(super) fn uses(&self, link: &Link, most: usize, struggles: bool) -> bool {
+    pub(in crate::client) fn uses(&self, link: &Link, most: usize, struggles: bool) -> bool {
         let is_parked = |link: &Link| self.parked.iter().any(|parked| parked.is(link));
         let all = struggles || self.links.iter().all(is_parked);
         let used = self.links.iter().filter(|link| all || !is_parked(link));
@@ -73,7 +73,7 @@ impl Peer {
     }
 
     /// The shard parks the connection, or uses it again. True if that is news.
-    pub(super) fn park(&mut self, link: &Link, parked: bool) -> bool {
+    pub(in crate::client) fn park(&mut self, link: &Link, parked: bool) -> bool {
         let before = self.parked.len();
         self.parked.retain(|known| !known.is(link));
         if parked {
@@ -82,7 +82,7 @@ impl Peer {
         self.parked.len() != before
     }
 
-    pub(super) fn greeted(&mut self) {
+    pub(in crate::client) fn greeted(&mut self) {
         self.tries = 0;
         self.trouble = None;
         self.gone_since = None;

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::inquiry::{IN_QUESTION, Inquiry, Unconfirmed};
-use super::routes::{Route, Routes, ShardRoute, overtaken};
-use super::shared::Shared;
 use crate::client::core::{Action, ClientCore, Now};
+use crate::client::peers::inquiry::{IN_QUESTION, Inquiry, Unconfirmed};
+use crate::client::peers::routes::{Route, Routes, ShardRoute, overtaken};
+use crate::client::shared::Shared;
 use crate::registry::{Registry, RegistryError};
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::BlockMap;
@@ -43,7 +43,7 @@ impl Shared {
     ///
     /// # Errors
     /// If the connection was opened under an older map. Then nothing is changed, and the connection must end.
-    pub(super) fn with_core_by(
+    pub(in crate::client) fn with_core_by(
         &self,
         route: &Route,
         change: impl FnOnce(&mut ClientCore, Now, &mut Vec<Action>),
@@ -60,7 +60,7 @@ impl Shared {
 
     /// # Errors
     /// If a connection was opened under a map that is no longer in force.
-    pub(super) fn check_in_force(&self, route: &Route) -> Result<(), Close> {
+    pub(in crate::client) fn check_in_force(&self, route: &Route) -> Result<(), Close> {
         self.inner.lock().peers.check_in_force(route)
     }
 
@@ -68,7 +68,7 @@ impl Shared {
     ///
     /// # Errors
     /// The connection must end: it belongs to an older map, or the report makes no sense.
-    pub(super) fn on_moved(&self, route: &Route, bytes: &[u8]) -> Result<(), Close> {
+    pub(in crate::client) fn on_moved(&self, route: &Route, bytes: &[u8]) -> Result<(), Close> {
         let bad = |why: &dyn std::fmt::Display| {
             Close::Asked(
                 format!("what the shard says of where the model is now makes no sense: {why}").into(),
@@ -109,7 +109,7 @@ impl Shared {
 
     /// A process at the coordinator's address knows nothing of the job. So the job has failed, unless the model has
     /// moved. The registry is asked about that.
-    pub(super) fn coordinator_has_not(&self, route: &Route, refusal: &Refusal) {
+    pub(in crate::client) fn coordinator_has_not(&self, route: &Route, refusal: &Refusal) {
         {
             let mut inner = self.inner.lock();
             if !inner.peers.is_in_force(route) || !inner.peers.coordinator.met || inner.core.is_abandoned() {
@@ -222,7 +222,7 @@ impl Shared {
 
     /// Asks the registry for the model's place if shards have been out of reach for long, or if only a shard has
     /// reported a move.
-    pub(super) fn inquire(&self) {
+    pub(in crate::client) fn inquire(&self) {
         if self.options.registry.is_none() {
             return;
         }

@@ -1,40 +1,22 @@
-//! The form in which contributions cross a network: which blocks are coded, and why others are not.
+//! Which blocks cross the network coded, and why others do not.
 
 use std::sync::Arc;
 
-use super::residual::Residuals;
-use super::shared::{Inner, Shared};
-use super::sum;
+use crate::client::payloads::residual::Residuals;
+use crate::client::payloads::sum;
+use crate::client::payloads::wire_form::FullBecause;
+use crate::client::shared::{Inner, Shared};
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, PlanId};
 use crate::vocabulary::transport_kind::TransportKind;
 
-/// Why contributions cross the network in full, whatever the setting is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
-pub enum FullBecause {
-    /// No network is crossed.
-    #[strum(to_string = "the shard is in this process")]
-    InProcess,
-    /// The shard reads them where they lie.
-    #[strum(to_string = "contributions go through shared memory")]
-    SharedMemory,
-    /// Slots and regions have the size of full blocks.
-    #[strum(to_string = "contributions go by RDMA")]
-    Rdma,
-    /// A message has all of it.
-    #[strum(to_string = "contributions to so small a model go with their commits")]
-    Small,
-    /// Nothing could make up for what is lost.
-    #[strum(to_string = "reducer assign takes values as they are")]
-    Replaces,
-    /// Its elements have no other form.
-    #[strum(to_string = "the model has no tensor of fp32 or a narrower type")]
-    NoTensor,
-}
-
 impl Shared {
     /// Why contributions go in full over this transport.
-    pub(super) fn full_because(&self, inner: &Inner, transport: TransportKind) -> Option<FullBecause> {
+    pub(in crate::client) fn full_because(
+        &self,
+        inner: &Inner,
+        transport: TransportKind,
+    ) -> Option<FullBecause> {
         let is_coded = |tensor: &crate::vocabulary::layout::Tensor| Coding::is_of(tensor.dtype);
         match transport {
             TransportKind::InProcess => Some(FullBecause::InProcess),
@@ -51,7 +33,7 @@ impl Shared {
 
     /// How a block of so many sources is coded: `None` if the form would not be shorter, or if the block has values
     /// that are averaged. A form that is as long brings what the block has lost before.
-    pub(super) fn codes(
+    pub(in crate::client) fn codes(
         &self,
         inner: &mut Inner,
         plan: PlanId,
@@ -71,7 +53,7 @@ impl Shared {
     }
 
     /// Says in the log, once for each value, where `wire` has no effect.
-    pub(super) fn say_coding(&self, inner: &mut Inner) {
+    pub(in crate::client) fn say_coding(&self, inner: &mut Inner) {
         let coding = inner.controls().wire;
         if std::mem::replace(&mut inner.form.logged, coding) == coding {
             return;

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::fallback::{Due, FastPath};
-use super::inquiry::IN_QUESTION;
-use super::paths::Connection;
-use super::peer::{EndOfLoan, Peer};
-use super::routes::{Route, overtaken};
-use super::shared::{Inner, Shared};
+use crate::client::paths::Connection;
+use crate::client::peers::fallback::{Due, FastPath};
+use crate::client::peers::inquiry::IN_QUESTION;
+use crate::client::peers::peer::{EndOfLoan, Peer};
+use crate::client::peers::routes::{Route, overtaken};
+use crate::client::shared::{Inner, Shared};
 use crate::transport::frames::Link;
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
@@ -22,7 +22,7 @@ impl Shared {
     ///
     /// # Errors
     /// If the connection was opened under a block map that is no longer in force.
-    pub(super) fn greeted(
+    pub(in crate::client) fn greeted(
         &self,
         route: &Route,
         link: &Link,
@@ -66,7 +66,7 @@ impl Shared {
     }
 
     /// A connection has ended.
-    pub(super) fn ended(&self, route: &Route, link: &Link, why: &str) {
+    pub(in crate::client) fn ended(&self, route: &Route, link: &Link, why: &str) {
         let mut inner = self.inner.lock();
         if !inner.peers.is_in_force(route) {
             return;
@@ -113,7 +113,7 @@ impl Shared {
     }
 
     /// Opens the missing connections. Returns when to check again.
-    pub(super) fn connect_missing(&self) -> Option<Instant> {
+    pub(in crate::client) fn connect_missing(&self) -> Option<Instant> {
         let mut missing = Vec::new();
         let mut next = None;
         let routes = {
@@ -180,7 +180,7 @@ impl Shared {
     }
 
     /// The fast path to a shard has not come about. The client takes TCP instead, unless the options forbid it.
-    pub(super) fn without(&self, fast: FastPath, route: Route, why: &str) {
+    pub(in crate::client) fn without(&self, fast: FastPath, route: Route, why: &str) {
         if self.options.transport == fast.alone() {
             return self.ended(&route, &Link::default(), &format!("{fast}: {why}"));
         }
@@ -209,7 +209,7 @@ impl Shared {
 
 impl Shared {
     /// The coordinator has sent something.
-    pub(super) fn heard(&self, route: &Route) {
+    pub(in crate::client) fn heard(&self, route: &Route) {
         let mut inner = self.inner.lock();
         if inner.peers.is_in_force(route) {
             inner.peers.coordinator.heard.heard(self.now());
@@ -217,7 +217,7 @@ impl Shared {
     }
 
     /// Asks a silent coordinator for a sign of life, and notes who is out of reach.
-    pub(super) fn look_for_shards(&self, inner: &mut Inner) {
+    pub(in crate::client) fn look_for_shards(&self, inner: &mut Inner) {
         let now = self.now();
         let peers = &mut inner.peers;
         if !peers.coordinator.links.is_empty() && peers.coordinator.heard.asks(now) {
@@ -230,7 +230,7 @@ impl Shared {
 
 impl Connection {
     /// The shard parks the connection, or uses it like the others again. Then all of them are asked what they send.
-    pub(super) fn park(&self, parked: bool) {
+    pub(in crate::client) fn park(&self, parked: bool) {
         let mut inner = self.shared.inner.lock();
         if !inner.peers.is_in_force(&self.route) {
             return;

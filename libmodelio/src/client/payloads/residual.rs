@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::sum::Written;
 use crate::bytes::kernels::{self, Wire, coded};
+use crate::client::payloads::sum::Written;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::{BlockId, PlanId};
 use crate::vocabulary::layout::ModelLayout;

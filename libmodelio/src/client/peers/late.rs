@@ -9,14 +9,14 @@ use crate::wire::JobState;
 
 /// The learners and shards that the job waits for.
 #[derive(Default)]
-pub(super) struct Late {
-    pub(super) learners: Option<Instant>,
-    pub(super) shards: BTreeMap<ShardId, Instant>,
+pub(in crate::client) struct Late {
+    pub(in crate::client) learners: Option<Instant>,
+    pub(in crate::client) shards: BTreeMap<ShardId, Instant>,
 }
 
 impl Late {
     /// Takes the names from the coordinator's state, which has them once the wait is long.
-    pub(super) fn update(&mut self, state: &JobState) {
+    pub(in crate::client) fn update(&mut self, state: &JobState) {
         let ago = |waited| Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
         if state.late.is_empty() && state.late_more == 0 {
             self.learners = None;

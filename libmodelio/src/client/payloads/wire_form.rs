@@ -2,17 +2,40 @@
 
 use std::sync::Arc;
 
-use super::averaged::Averaged;
-use super::core::ClientCore;
-use super::residual::Residuals;
+use crate::client::core::ClientCore;
+use crate::client::payloads::averaged::Averaged;
+use crate::client::payloads::residual::Residuals;
 use crate::vocabulary::coding::Coding;
 use crate::vocabulary::ids::PlanId;
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::reducer::Reducer;
 
+/// Why contributions cross the network in full, whatever the setting is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
+pub enum FullBecause {
+    /// No network is crossed.
+    #[strum(to_string = "the shard is in this process")]
+    InProcess,
+    /// The shard reads them where they lie.
+    #[strum(to_string = "contributions go through shared memory")]
+    SharedMemory,
+    /// Slots and regions have the size of full blocks.
+    #[strum(to_string = "contributions go by RDMA")]
+    Rdma,
+    /// A message has all of it.
+    #[strum(to_string = "contributions to so small a model go with their commits")]
+    Small,
+    /// Nothing could make up for what is lost.
+    #[strum(to_string = "reducer assign takes values as they are")]
+    Replaces,
+    /// Its elements have no other form.
+    #[strum(to_string = "the model has no tensor of fp32 or a narrower type")]
+    NoTensor,
+}
+
 /// The form in force, and what it has lost.
 #[derive(Default)]
-pub(super) struct WireForm {
+pub(in crate::client) struct WireForm {
     /// What coded blocks have lost, as long as blocks are coded.
     residuals: Option<Arc<Residuals>>,
     /// The reducer that they are of, the bits of the loss scale, and the tensors that are averaged.
@@ -20,22 +43,22 @@ pub(super) struct WireForm {
     /// The tensors whose values are averaged.
     averaged: Averaged,
     /// The form in force when the log last said where it has no effect.
-    pub(super) logged: Option<Coding>,
+    pub(in crate::client) logged: Option<Coding>,
 }
 
 impl WireForm {
     /// The tensors whose values are averaged. They are sorted.
-    pub(super) fn averaged(&self) -> &Arc<[usize]> {
+    pub(in crate::client) fn averaged(&self) -> &Arc<[usize]> {
         self.averaged.tensors()
     }
 
     /// The bytes that residuals take.
-    pub(super) fn taken(&self) -> u64 {
+    pub(in crate::client) fn taken(&self) -> u64 {
         self.residuals.as_ref().map_or(0, |residuals| residuals.taken())
     }
 
     /// Blocks are coded for `plan` from now on; `counted` is the newest of this client's plans that counts.
-    pub(super) fn begin(&self, plan: PlanId, counted: PlanId) {
+    pub(in crate::client) fn begin(&self, plan: PlanId, counted: PlanId) {
         if let Some(residuals) = &self.residuals {
             residuals.begin(plan, counted);
         }
@@ -43,7 +66,7 @@ impl WireForm {
 
     /// Follows the settings. Forgets residuals, and gives their memory back, once contributions go in full. With another
     /// reducer or loss scale, what was lost has another unit than what comes; and so it has if other tensors are averaged.
-    pub(super) fn follow(&mut self, layout: &ModelLayout, core: &mut ClientCore) {
+    pub(in crate::client) fn follow(&mut self, layout: &ModelLayout, core: &mut ClientCore) {
         if self.averaged.follow(layout, &core.state().controls) {
             core.set_averaged(self.averaged.blocks(layout));
         }
@@ -58,7 +81,7 @@ impl WireForm {
     }
 
     /// The residuals of all blocks, which begin empty for this plan.
-    pub(super) fn residuals(&mut self, blocks: u32, plan: PlanId) -> &Arc<Residuals> {
+    pub(in crate::client) fn residuals(&mut self, blocks: u32, plan: PlanId) -> &Arc<Residuals> {
         self.residuals.get_or_insert_with(|| Arc::new(Residuals::new(blocks, plan)))
     }
 }
