@@ -1,19 +1,140 @@
-//! Model layout, contribution tracking and transports of gradfs.
+//! A program's part in a model that gradfs serves: learners contribute, readers follow versions, publishers replace weights.
+//!
+//! What a mount does through files, this library does without a kernel between: blocks go to the shards over TCP, shared
+//! memory or RDMA, and versions lie in the program's own memory. [`connect`] finds a model by its name. The rest follows
+//! from the [`Job`]:
+//!
+//! | to | use |
+//! |---|---|
+//! | train | [`Job::join`], then a [`Contributor`]: [`write`](Contributor::write) gradients at any offset, [`commit`](Contributor::commit) the step |
+//! | read | a [`Reader`], which holds one complete version unchanged |
+//! | follow | [`Job::subscribe`] to [`Event::Published`], or [`Job::version`] |
+//! | publish | a [`Publisher`]: whole new weights, which become a version at once |
+//! | set | [`Job::set_control`], with the names of [`Controls`] |
+//! | watch | [`Job::status`] |
+//!
+//! A call that needs an answer from elsewhere takes a completion and a timeout, and never blocks. [`wait_for`] makes it
+//! one that waits.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//!
+//! use libmodelio::{ClientOptions, Contributor, Reader, Share, Wrote, connect, wait_for};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let patience = Duration::from_secs(30);
+//! let job = connect("127.0.0.1:7070", "mymodel", ClientOptions::default())?;
+//! let learner = wait_for(patience, |done| job.join("worker-0".into(), patience, done))?;
+//! let contributor = Arc::new(Contributor::new(Arc::clone(&job), learner, Arc::default())?);
+//!
+//! let weights = Reader::newest(&job).ok_or("no version")?;
+//! let gradients = vec![0u8; weights.bytes(0..job.layout().size()).len()];
+//! let mut share = Share::None;
+//! while contributor.write(&mut share, 0, &gradients, patience)? == Wrote::Asks {
+//!     wait_for(patience, |done| contributor.ask_step(patience, done))?;
+//! }
+//! wait_for(patience, |done| contributor.commit(share, patience, done))?;
+//! # Ok(()) }
+//! ```
+//!
+//! `examples/` has programs for the first four rows. The other modules are those of the daemon and the shards: they are
+//! public for these crates, and change without notice.
 
+#[doc(hidden)]
 pub mod admin;
+#[doc(hidden)]
 pub mod bytes;
+#[doc(hidden)]
 pub mod client;
+#[doc(hidden)]
 pub mod contributor;
+#[doc(hidden)]
 pub mod disk;
+#[doc(hidden)]
 pub mod formats;
+#[doc(hidden)]
 pub mod mapped;
+#[doc(hidden)]
 pub mod nbd;
+#[doc(hidden)]
 pub mod observe;
+#[doc(hidden)]
 pub mod publisher;
+#[doc(hidden)]
 pub mod reader;
+#[doc(hidden)]
 pub mod registry;
+#[doc(hidden)]
 pub mod timer;
+#[doc(hidden)]
 pub mod tracker;
+#[doc(hidden)]
 pub mod transport;
+#[doc(hidden)]
 pub mod vocabulary;
+#[doc(hidden)]
 pub mod wire;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+#[doc(inline)]
+pub use client::{
+    ClientError, ClientOptions, Done, Event, Job, JobStatus, LastCommit, Listener, SetError, ShardView,
+    TransportChoice, VersionView, wait_for,
+};
+#[doc(inline)]
+pub use contributor::{ContributeError, Contributor, Share, Traffic, Wrote};
+#[doc(inline)]
+pub use mapped::MappedMemory;
+#[doc(inline)]
+pub use publisher::Publisher;
+#[doc(inline)]
+pub use reader::Reader;
+#[doc(inline)]
+pub use registry::{Registry, RegistryError, RemoteRegistry};
+#[doc(inline)]
+pub use tracker::WriteRefused;
+#[doc(inline)]
+pub use transport::reactor::Choice as IoChoice;
+#[doc(inline)]
+pub use vocabulary::controls::{ControlError, Controls, PullPolicy};
+#[doc(inline)]
+pub use vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step, Version};
+#[doc(inline)]
+pub use vocabulary::layout::{DType, ModelLayout, Tensor};
+#[doc(inline)]
+pub use vocabulary::members::LeaveReason;
+#[doc(inline)]
+pub use vocabulary::reducer::Reducer;
+#[doc(inline)]
+pub use vocabulary::shard_error::ShardError;
+#[doc(inline)]
+pub use vocabulary::weight::Weight;
+#[doc(inline)]
+pub use wire::{Checksum, ModelRecord, ShardRecord};
+
+/// Connects to the model `name`, whose place the registry at `registry` (`host:port`) knows. The job follows the model when
+/// it moves to other shards. Returns when a first version is here.
+///
+/// # Errors
+/// [`ConnectError`], after `options.patience` for each of the registry and the shards at the latest.
+pub fn connect(registry: &str, name: &str, options: ClientOptions) -> Result<Arc<Job>, ConnectError> {
+    let registry = Arc::new(RemoteRegistry::new(registry));
+    let deadline = Instant::now() + options.patience;
+    let record = registry.model(name, deadline)?;
+    let shards = registry.shards(deadline)?;
+    Ok(Arc::new(Job::connect(&record, &shards, ClientOptions { registry: Some(registry), ..options })?))
+}
+
+/// Why [`connect`] failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The registry cannot be reached, or knows no such model.
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
+    /// The shards cannot be reached as the options want it.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+}

@@ -405,14 +405,17 @@ impl Job {
 ///
 /// # Errors
 /// The answer's error, or [`ShardError::TimedOut`].
-pub fn wait_for<T: Send + 'static>(timeout: Duration, ask: impl FnOnce(Done<T>)) -> Result<T, ShardError> {
+pub fn wait_for<T: Send + 'static, E: From<ShardError> + Send + 'static>(
+    timeout: Duration,
+    ask: impl FnOnce(Box<dyn FnOnce(Result<T, E>) + Send>),
+) -> Result<T, E> {
     let (sender, receiver) = std::sync::mpsc::sync_channel(1);
     ask(Box::new(move |result| {
         let _ = sender.send(result);
     }));
     receiver
         .recv_timeout(timeout.saturating_add(Duration::from_secs(1)))
-        .unwrap_or(Err(ShardError::TimedOut("the shard did not answer".into())))
+        .unwrap_or_else(|_| Err(ShardError::TimedOut("the shard did not answer".into()).into()))
 }
 
 fn plain(done: Done<()>) -> Answered {
