@@ -6,7 +6,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::controls::Controls;
 use ps_backend::device::DeviceName;
 use ps_backend::memory::{MemoryUse, gib};
-use ps_backend::partition::executor::{Executor, OnDevice};
+use ps_backend::partition::executor::{Executor, Pool};
 use ps_backend::server::local::{self, Beginning, LocalError};
 use ps_backend::state_copies::StateCopies;
 
@@ -39,7 +39,7 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
             sources.push((&spec.name, source));
         }
         memory::check_together(needed)?;
-        let executor = OnDevice::start(config.mounting.threads, device)
+        let executor = Pool::start(config.mounting.threads, device)
             .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
         let mut models = Vec::new();
         for (name, source) in sources {

@@ -14,7 +14,8 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
-use ps_backend::partition::store::{Limits, PartitionJob, PartitionStore, Payload};
+use ps_backend::partition::store::{Home, Limits, PartitionJob, PartitionStore, Payload};
+use test_devices::one_by_one::OneByOne;
 
 const BLOCK: usize = 256 << 10;
 const SIZE: usize = 128 << 20;
@@ -33,12 +34,13 @@ impl Bench {
     fn new(reducer: Reducer, dtype: DType) -> Bench {
         let model = ModelLayout::blank(SIZE as u64, dtype, BLOCK as u32).unwrap();
         let all: Vec<_> = (0..BLOCKS).map(BlockId).collect();
-        let store = PartitionStore::new(model.partition(&all).unwrap(), reducer, Limits::default()).unwrap();
+        let store =
+            PartitionStore::new(model.partition(&all).unwrap(), reducer, Limits::default(), Home::default())
+                .unwrap();
         for block in all {
             store.load(block, &[0x3c; BLOCK]).unwrap();
         }
         store.finish_loading().unwrap();
-        store.prefault_sums(2).unwrap();
         // 0x3c3c is a small number in every type.
         let [program, buffer, other] = [32 << 20, BLOCK, 64 << 20].map(|len| vec![0x3c; len]);
         Bench { store, reducer, program, buffer, other }

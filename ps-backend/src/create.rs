@@ -21,7 +21,7 @@ use serde_json::{Map, Value};
 use self::placing::{Candidate, choose};
 use crate::core::JobRecord;
 use crate::memory::MemoryUse;
-use crate::region_store::kept_range;
+use crate::partition::store::kept_range;
 use crate::snapshot::{self, Piece, SnapshotError};
 use crate::state_copies::StateCopies;
 

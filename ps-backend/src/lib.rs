@@ -8,7 +8,6 @@ pub mod memory;
 pub mod moving;
 pub mod partition;
 pub mod reducers;
-pub mod region_store;
 pub mod registry;
 pub mod server;
 pub mod snapshot;

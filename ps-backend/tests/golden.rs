@@ -15,9 +15,10 @@ use libmodelio::vocabulary::norm::{Norm, TensorSquares};
 use libmodelio::vocabulary::reducer::{Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Kept, Work};
-use ps_backend::partition::store::{Limits, PartitionStore, Payload};
+use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
 use ps_backend::reducers::{apply, factor, measure_tensor};
 use serde::Deserialize;
+use test_devices::one_by_one::OneByOne;
 
 use test_devices::fp8;
 
@@ -226,7 +227,9 @@ impl Groups {
         assert!(names().eq(TENSORS.iter().map(|(name, _)| *name)));
         let (frozen, groups) = controls.of_tensors(names().map(|name| (name, dtype))).unwrap();
         let partition = layout.partition(&[BlockId(0)]).unwrap();
-        let store = PartitionStore::new(partition, controls.widest_reducer(), Limits::default()).unwrap();
+        let store =
+            PartitionStore::new(partition, controls.widest_reducer(), Limits::default(), Home::default())
+                .unwrap();
         let elements = TENSORS.iter().map(|(_, count)| *count as u64).sum();
         assert!(store.load(BlockId(0), &encode(wire, (0..elements).map(weight))).unwrap());
         if has_8_bits(wire) {

@@ -9,7 +9,8 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
-use ps_backend::partition::store::{Limits, PartitionStore, Payload};
+use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
+use test_devices::one_by_one::OneByOne;
 
 const BLOCK: u32 = 256 << 10;
 const SIZE: u64 = 64 << 20;
@@ -61,7 +62,9 @@ fn version(store: &PartitionStore, base: u64, plans: usize, sources: usize) {
 fn memory_does_not_depend_on_the_number_of_sources() {
     let model = ModelLayout::blank(SIZE, DType::F32, BLOCK).unwrap();
     let all: Vec<_> = (0..model.blocks()).map(BlockId).collect();
-    let store = PartitionStore::new(model.partition(&all).unwrap(), Reducer::Sgd, Limits::default()).unwrap();
+    let store =
+        PartitionStore::new(model.partition(&all).unwrap(), Reducer::Sgd, Limits::default(), Home::default())
+            .unwrap();
     for &block in &all {
         store.load(block, &vec![0; BLOCK as usize]).unwrap();
     }

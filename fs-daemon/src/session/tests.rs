@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use ps_backend::partition::executor::Cpu;
+use ps_backend::partition::executor::Pool;
 use ps_backend::server::local;
 
 use super::contribution::{Contribution, Ending};
@@ -27,7 +27,7 @@ const SIZE: u64 = 1 << 16;
 fn model(settings: &[(&str, &str)]) -> Arc<Model> {
     let layout = Arc::new(ModelLayout::blank(SIZE, DType::F32, 64 << 10).unwrap());
     let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-    let job = local::start("m", &layout, &controls, &Cpu::start(1).unwrap(), |_| Ok(())).unwrap();
+    let job = local::start("m", &layout, &controls, &Pool::start(1, None).unwrap(), |_| Ok(())).unwrap();
     Arc::new(Model::new(
         "m".into(),
         job,
@@ -302,7 +302,8 @@ fn a_mapping_is_published_by_steps_and_stays_its_programs() {
     assert_eq!(ends(Ending::Step), Ok(()));
     assert!(shows(&Reader::newest(&model.job).unwrap(), 3.0) && model.job.version() == Version(3));
     let other = Arc::new(ModelLayout::blank(2 * SIZE, DType::F32, 64 << 10).unwrap());
-    let other = local::start("o", &other, &Controls::default(), &Cpu::start(1).unwrap(), |_| Ok(())).unwrap();
+    let other =
+        local::start("o", &other, &Controls::default(), &Pool::start(1, None).unwrap(), |_| Ok(())).unwrap();
     let publisher = Publisher::new(Arc::new(other)).unwrap();
     assert_eq!(publisher.write_all(memory), Err(ShardError::OutOfRange));
 }

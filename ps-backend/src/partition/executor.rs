@@ -1,9 +1,8 @@
 //! Work on many blocks. A partition hands a batch to an executor and goes on. The executor calls back when the batch is
 //! done. So a thread that moves bytes computes no block but the one that it has received.
 //!
-//! [`Cpu`] is the executor that uses threads. [`OnDevice`] has a device make the versions of the models that it holds, many
-//! blocks at once, and leaves all other passes to a [`Cpu`]: a batch names its plan and its blocks, and owns all that it
-//! needs.
+//! [`Pool`] has a device make the versions of the models that lie there, many blocks at once. A batch names its plan and
+//! its blocks, and owns all that it needs.
 
 use std::io;
 use std::sync::Arc;
@@ -65,103 +64,65 @@ pub trait Executor: Send + Sync {
     fn threads(&self) -> usize;
 }
 
-/// Threads, with the kernels of this machine's CPU.
-pub struct Cpu(rayon::ThreadPool);
+/// Pool with the kernels of this machine's CPU, and the device that new models have their state on, if there is one.
+pub struct Pool {
+    pool: rayon::ThreadPool,
+    device: Option<Arc<Accelerator>>,
+}
 
-impl Cpu {
+impl Pool {
     /// Starts this many threads.
     ///
     /// # Errors
     /// If the system cannot start threads.
-    pub fn start(threads: usize) -> io::Result<Arc<dyn Executor>> {
+    pub fn start(threads: usize, device: Option<Arc<Accelerator>>) -> io::Result<Arc<dyn Executor>> {
         let pool =
             rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("reduce-{i}"));
-        Ok(Arc::new(Cpu(pool.build().map_err(io::Error::other)?)))
+        Ok(Arc::new(Pool { pool: pool.build().map_err(io::Error::other)?, device }))
     }
 }
 
-impl Executor for Cpu {
+impl Executor for Pool {
     fn execute(&self, Batch { pass, done, .. }: Batch) {
-        self.0.spawn(move || {
+        self.pool.spawn(move || {
             let outcome = pass.run();
             done(outcome);
         });
     }
 
     fn make(&self, making: &Making, blocks: &[BlockId]) -> Result<(), (BlockId, PartitionError)> {
-        if making.is_on_device() {
-            return making.blocks(blocks);
-        }
-        let make = |&block: &BlockId| making.block(block).map_err(|error| (block, error));
+        // The threads have to be woken first, and a thread that waits for a device needs no other.
         match blocks {
-            // The threads have to be woken first.
-            [one] => make(one),
-            blocks => self.0.install(|| blocks.par_iter().try_for_each(make)),
+            [_] => make(making, blocks),
+            blocks if making.is_on_device() => make(making, blocks),
+            blocks => self.pool.install(|| make(making, blocks)),
         }
-    }
-
-    fn spawn(&self, work: Box<dyn FnOnce() + Send>) {
-        self.0.spawn(work);
-    }
-
-    fn for_each(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
-        self.0.install(|| (0..count).into_par_iter().for_each(work));
-    }
-
-    fn threads(&self) -> usize {
-        self.0.current_num_threads()
-    }
-}
-
-/// Threads, and a device that makes versions.
-pub struct OnDevice {
-    cpu: Arc<dyn Executor>,
-    accelerator: Arc<Accelerator>,
-}
-
-impl OnDevice {
-    /// The device, with a CPU for all passes that it does not do.
-    pub fn over(cpu: Arc<dyn Executor>, accelerator: Arc<Accelerator>) -> Arc<dyn Executor> {
-        Arc::new(OnDevice { cpu, accelerator })
-    }
-
-    /// The executor of a process: with the device, if there is one.
-    ///
-    /// # Errors
-    /// If the system cannot start threads.
-    pub fn start(threads: usize, device: Option<Arc<Accelerator>>) -> io::Result<Arc<dyn Executor>> {
-        let cpu = Cpu::start(threads)?;
-        Ok(match device {
-            Some(accelerator) => OnDevice::over(cpu, accelerator),
-            None => cpu,
-        })
-    }
-}
-
-impl Executor for OnDevice {
-    /// A thread of the CPU's orders the device's work, and waits for it.
-    fn execute(&self, batch: Batch) {
-        self.cpu.execute(batch);
-    }
-
-    fn make(&self, making: &Making, blocks: &[BlockId]) -> Result<(), (BlockId, PartitionError)> {
-        self.cpu.make(making, blocks)
     }
 
     fn device(&self) -> Option<&Arc<Accelerator>> {
-        Some(&self.accelerator)
+        self.device.as_ref()
     }
 
     fn spawn(&self, work: Box<dyn FnOnce() + Send>) {
-        self.cpu.spawn(work);
+        self.pool.spawn(work);
     }
 
     fn for_each(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
-        self.cpu.for_each(count, work);
+        self.pool.install(|| (0..count).into_par_iter().for_each(work));
     }
 
     fn threads(&self) -> usize {
-        self.cpu.threads()
+        self.pool.current_num_threads()
+    }
+}
+
+/// Makes blocks in this thread and the others of its pool.
+fn make(making: &Making, blocks: &[BlockId]) -> Result<(), (BlockId, PartitionError)> {
+    let make = |&block: &BlockId| making.block(block).map_err(|error| (block, error));
+    match blocks {
+        _ if making.is_on_device() => making.blocks(blocks),
+        [one] => make(one),
+        blocks => blocks.par_iter().try_for_each(make),
     }
 }
 
@@ -171,11 +132,8 @@ impl Pass {
         match self {
             Pass::Compute(job, blocks) => blocks
                 .into_par_iter()
-                .try_for_each(|block| job.finish(block, None).map(drop).map_err(|error| (block, error))),
-            Pass::Make(making, blocks) if making.is_on_device() => making.blocks(&blocks),
-            Pass::Make(making, blocks) => blocks
-                .into_par_iter()
-                .try_for_each(|block| making.block(block).map_err(|error| (block, error))),
+                .try_for_each(|block| job.finish_all(block, &[]).map(drop).map_err(|error| (block, error))),
+            Pass::Make(making, blocks) => make(&making, &blocks),
             Pass::Gather(gather, blocks) => {
                 blocks.into_par_iter().for_each(gather);
                 Ok(())

@@ -251,8 +251,8 @@ mod tests {
     use libmodelio::vocabulary::reducer::Reducer;
 
     use super::*;
-    use crate::partition::executor::Cpu;
-    use crate::partition::store::{Limits, PartitionError};
+    use crate::partition::executor::Pool;
+    use crate::partition::store::{Home, Limits, PartitionError};
 
     const NAME: Name = (Generation(1), 7);
 
@@ -260,7 +260,8 @@ mod tests {
     fn store() -> PartitionStore {
         let layout = ModelLayout::blank(3 << 16, DType::F32, 1 << 16).unwrap();
         let partition = layout.partition(&[BlockId(1), BlockId(2)]).unwrap();
-        let store = PartitionStore::new(partition, Reducer::Momentum, Limits::default()).unwrap();
+        let store =
+            PartitionStore::new(partition, Reducer::Momentum, Limits::default(), Home::default()).unwrap();
         for block in [0, 1] {
             store.load(BlockId(block), &[block as u8 + 1; 1 << 16]).unwrap();
         }
@@ -280,7 +281,7 @@ mod tests {
     }
 
     fn cpu() -> Arc<dyn Executor> {
-        Cpu::start(1).unwrap()
+        Pool::start(1, None).unwrap()
     }
 
     #[test]

@@ -74,7 +74,7 @@ use libmodelio::wire::Refusal;
 use parking_lot::Mutex;
 
 pub use crate::moving::Progress;
-use crate::partition::executor::OnDevice;
+use crate::partition::executor::Pool;
 pub use options::{RdmaUse, ServerError, ServerOptions};
 
 use directory::Directory;
@@ -102,7 +102,7 @@ impl Server {
         let of_net =
             ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
         let reactor = Reactor::start(&of_net).map_err(|error| threads(&error))?;
-        let executor = OnDevice::start(options.threads.max(2), options.device.clone());
+        let executor = Pool::start(options.threads.max(2), options.device.clone());
         let executor = executor.map_err(|error| threads(&error))?;
         let listen = options.listen;
         let listener = bind(listen).map_err(|error| ServerError::Listen { address: listen, error })?;

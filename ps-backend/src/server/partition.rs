@@ -206,7 +206,7 @@ impl Partition {
         let buffers = limits.buffers.max((controls.retain as usize + 5).min(MOST_BUFFERS));
         let limits = Limits { buffers, ..limits };
         let make = || {
-            let store = PartitionStore::with_state(partition, controls.widest_reducer(), limits, home)?;
+            let store = PartitionStore::new(partition, controls.widest_reducer(), limits, home)?;
             if takes.sums > 0 {
                 store.promise_sums()?;
             }
@@ -234,7 +234,7 @@ impl Partition {
         let limits = Limits { retain: 0, buffers: record.controls.most_buffers() };
         let home = executor.device().map_or(Home::Host(copies), |device| Home::Device(Arc::clone(device)));
         let sums = MemoryUse::of_one_process(layout, &record.controls, home.copies()).sums;
-        let store = PartitionStore::with_state(partition, record.controls.widest_reducer(), limits, home)?;
+        let store = PartitionStore::new(partition, record.controls.widest_reducer(), limits, home)?;
         if sums > 0 {
             store.promise_sums()?;
         }

@@ -12,7 +12,7 @@ use super::{SnapshotError, pieces};
 use crate::memory;
 use crate::partition::executor::Executor;
 use crate::partition::store::KeptState;
-use crate::region_store::kept_range;
+use crate::partition::store::kept_range;
 
 /// A copy, by blocks of the partition.
 pub struct Copied {

@@ -43,7 +43,7 @@ use libmodelio::wire::{Kept, Refusal};
 use crate::core::JobRecord;
 use crate::memory::gib;
 use crate::partition::store::PartitionError;
-use crate::region_store::kept_range;
+use crate::partition::store::kept_range;
 
 pub use copied::Copied;
 pub use files::MANIFEST;

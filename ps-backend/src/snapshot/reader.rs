@@ -15,7 +15,7 @@ use super::directory::own_name;
 use super::files::{Extent, Extents, MANIFEST, OPTIMIZER, StateTensor, state_tensors};
 use super::manifest::Manifest;
 use super::{Head, Piece, Sink, SnapshotError, Source};
-use crate::region_store::kept_range;
+use crate::partition::store::kept_range;
 
 /// How often a directory is opened whose snapshot is replaced meanwhile.
 const TRIES: u32 = 3;

@@ -9,7 +9,7 @@ use libmodelio::vocabulary::layout::ModelLayout;
 use serde::{Deserialize, Serialize};
 
 use super::{Head, Piece, Sink, SnapshotError, Source};
-use crate::region_store::kept_range;
+use crate::partition::store::kept_range;
 
 /// Longest head.
 const MAX_HEAD: u64 = 1 << 30;

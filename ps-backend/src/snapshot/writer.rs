@@ -13,7 +13,7 @@ use super::directory::{Directory, names};
 use super::files::{FileLayout, INDEX, MANIFEST, is_of_snapshot};
 use super::manifest::Manifest;
 use super::{Head, Piece, Sink, SnapshotError, Source, kinds, pieces};
-use crate::region_store::kept_range;
+use crate::partition::store::kept_range;
 
 /// Bytes of tensors in one file of the model, unless somebody says otherwise.
 pub const PIECE_SIZE: u64 = 5_000_000_000;

@@ -19,7 +19,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::members::LeaveReason;
 use libmodelio::vocabulary::shard_error::ShardError;
 use libmodelio::vocabulary::transport_kind::TransportKind;
-use ps_backend::partition::executor::OnDevice;
+use ps_backend::partition::executor::Pool;
 use ps_backend::server::local;
 
 use crate::world::{self, World};
@@ -90,7 +90,7 @@ impl Way {
             None => {
                 let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
                 let device = self.on_device.then(|| software(1 << 30).1);
-                let executor = OnDevice::start(2, device).unwrap();
+                let executor = Pool::start(2, device).unwrap();
                 let client = local::start("m", &Arc::new(layout), &controls, &executor, |_| Ok(())).unwrap();
                 Place::Here(Arc::new(client))
             }

@@ -18,7 +18,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
 use libmodelio::vocabulary::shard_error::ShardError;
-use ps_backend::partition::executor::{Cpu, Executor};
+use ps_backend::partition::executor::{Executor, Pool};
 use ps_backend::server::local;
 
 use test_devices::fp8;
@@ -68,7 +68,7 @@ impl Job {
     pub fn with(layout: ModelLayout, settings: &[(&str, &str)]) -> Job {
         let layout = Arc::new(layout);
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        let executor = EXECUTOR.with_borrow(Option::clone).unwrap_or_else(|| Cpu::start(2).unwrap());
+        let executor = EXECUTOR.with_borrow(Option::clone).unwrap_or_else(|| Pool::start(2, None).unwrap());
         let shard = local::start("m", &layout, &controls, &executor, |memory| {
             // SAFETY: nobody else knows the shard yet.
             unsafe { memory.write(0, &initial_weights(&layout)) };

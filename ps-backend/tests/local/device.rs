@@ -5,7 +5,7 @@ use std::sync::Arc;
 use libmodelio::contributor::ContributeError;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::shard_error::ShardError;
-use ps_backend::partition::executor::{Cpu, OnDevice};
+use ps_backend::partition::executor::Pool;
 
 use crate::common::{Job, gradient, on};
 use test_devices::homes;
@@ -17,7 +17,7 @@ macro_rules! on_devices {
         $(#[test]
         fn $test() {
             for accelerator in homes::devices() {
-                on(OnDevice::over(Cpu::start(2).unwrap(), accelerator), crate::reducers::$test);
+                on(Pool::start(2, Some(accelerator)).unwrap(), crate::reducers::$test);
             }
         })+
     };
@@ -41,7 +41,7 @@ on_devices! {
 #[test]
 fn a_device_that_fails_is_named_to_the_learner() {
     let (device, accelerator) = software(1 << 30);
-    let executor = OnDevice::over(Cpu::start(2).unwrap(), Arc::clone(&accelerator));
+    let executor = Pool::start(2, Some(Arc::clone(&accelerator))).unwrap();
     let job = Job::on(executor, &[("reducer", "adam")]);
     let learner = job.join("a");
     learner.contribute(&gradient(&job.layout, 1)).unwrap();

@@ -7,7 +7,8 @@ use libmodelio::vocabulary::norm::{ExactSum, Norm, Quantity, Squares};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
-use ps_backend::partition::store::{Limits, PartitionError, PartitionStore, Payload};
+use ps_backend::partition::store::{Home, Limits, PartitionError, PartitionStore, Payload};
+use test_devices::one_by_one::OneByOne;
 
 use crate::common::BLOCK;
 use crate::driver::{conclude, partition_of};
@@ -59,7 +60,7 @@ fn contribution(layout: &ModelLayout, seed: usize) -> (Vec<u8>, Vec<Option<f64>>
 }
 
 fn store_of(partition: PartitionLayout) -> PartitionStore {
-    let store = PartitionStore::new(partition, Reducer::Sgd, Limits::default()).unwrap();
+    let store = PartitionStore::new(partition, Reducer::Sgd, Limits::default(), Home::default()).unwrap();
     let layout = store.partition().layout().clone();
     for block in (0..layout.blocks()).map(BlockId) {
         let range = layout.block_bytes(block);

@@ -5,21 +5,22 @@ use std::sync::Arc;
 use common::floats_layout;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::vocabulary::reducer::{Hyper, Reducer};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::wire::{Kept, Work};
 use ps_backend::device::{Accelerator, Arrays, DeviceError, lanes};
-use ps_backend::partition::executor::{Batch, Cpu, OnDevice, Pass};
+use ps_backend::partition::executor::{Batch, Pass, Pool};
 use ps_backend::partition::store::{Home, Limits, PartitionError, PartitionStore, Payload};
 use ps_backend::state_copies::StateCopies;
+use test_devices::one_by_one::OneByOne;
 
 use crate::common;
-use crate::driver::{Source, Twin, WAYS, Way, bytes_of, conclude, model, partition_of};
+use crate::driver::{Source, Twin, WAYS, Way, bytes_of, conclude, model, partition_of, reduces_all};
 use test_devices::homes;
 use test_devices::software_device::software;
 
 const KEPT: [Kept; 4] = [Kept::Weights, Kept::Masters, Kept::Slot(0), Kept::Slot(1)];
 
-fn twin_of(model: &ModelLayout, reducer: Reducer, home: impl Into<Home>) -> Twin {
+fn twin_of(model: &ModelLayout, reducer: Reducer, home: Home) -> Twin {
     let hyper = Hyper {
         learning_rate: 0.013,
         weight_decay: 0.07,
@@ -65,7 +66,7 @@ fn a_device_makes_the_host_s_bits() {
         for model in [model(), floats_layout(40_001)] {
             for reducer in Reducer::all() {
                 let mut there = twin(&model, reducer, &accelerator);
-                let mut here = twin_of(&model, reducer, StateCopies::Single);
+                let mut here = twin_of(&model, reducer, Home::Host(StateCopies::Single));
                 for step in 1..6 {
                     let sources = [source(&here, 3 * step), source(&here, 3 * step + 1)];
                     // Some sums of earlier plans, and steps without any contribution.
@@ -89,14 +90,14 @@ fn a_device_makes_the_host_s_bits() {
 fn a_partition_moves_to_a_device_and_back() {
     for accelerator in homes::devices() {
         for reducer in [Reducer::AdamW, Reducer::Nesterov, Reducer::Sgd] {
-            let mut stays = twin_of(&model(), reducer, StateCopies::Double);
-            let mut moves = twin_of(&model(), reducer, StateCopies::Double);
+            let mut stays = twin_of(&model(), reducer, Home::Host(StateCopies::Double));
+            let mut moves = twin_of(&model(), reducer, Home::Host(StateCopies::Double));
             let homes = [Home::Device(Arc::clone(&accelerator)), Home::Host(StateCopies::Single)];
             for (home, step) in homes.into_iter().zip(1..) {
                 for twin in [&mut stays, &mut moves] {
                     twin.reduce(&[source(twin, 5 * step), source(twin, 5 * step + 1)]);
                 }
-                let there = PartitionStore::with_state(
+                let there = PartitionStore::new(
                     partition_of(&model(), |_| true),
                     Reducer::Sum,
                     Limits::default(),
@@ -128,7 +129,7 @@ fn a_partition_moves_to_a_device_and_back() {
 fn new_weights_reach_the_device_with_the_masters_of_those_that_stay() {
     for accelerator in homes::devices() {
         let mut there = twin(&model(), Reducer::Adam, &accelerator);
-        let mut here = twin_of(&model(), Reducer::Adam, StateCopies::Single);
+        let mut here = twin_of(&model(), Reducer::Adam, Home::Host(StateCopies::Single));
         for twin in [&mut there, &mut here] {
             twin.reduce(&[source(twin, 1)]);
         }
@@ -173,7 +174,7 @@ fn many_blocks_are_made_by_few_kernels() {
     let (device, accelerator) = software(1 << 30);
     let model = floats_layout(4_000_000);
     let mut twin = twin(&model, Reducer::Adam, &accelerator);
-    let executor = OnDevice::over(Cpu::start(2).unwrap(), Arc::clone(&accelerator));
+    let executor = Pool::start(2, Some(Arc::clone(&accelerator))).unwrap();
     let sources = [of_all(&twin, 3)];
     let job = twin.begin_reduce(1).unwrap();
     twin.blocks().for_each(|block| twin.finish_block(&job, block, &sources));
@@ -208,7 +209,7 @@ fn memory_that_is_not_there_is_named() {
     let layout = floats_layout(1 << 20);
     let store = |reducer| {
         let home = Home::Device(Arc::clone(&accelerator));
-        PartitionStore::with_state(partition_of(&layout, |_| true), reducer, Limits::default(), home)
+        PartitionStore::new(partition_of(&layout, |_| true), reducer, Limits::default(), home)
     };
     // 4 MiB of weights, and twice as much of moments.
     let (needed, free) = (12 << 20, room - at_rest);
@@ -226,11 +227,15 @@ fn memory_that_is_not_there_is_named() {
     });
     store.finish_loading().unwrap();
     // Another reducer needs more later. That passes, once somebody makes room.
-    let error = store.prepare(Reducer::Adam, true).unwrap_err();
+    let begin = |reducer| {
+        let step = Step { reducer, contributions: 1, t: 1, ..Step::default() };
+        store.begin(Version(0), reduces_all(&store, step, true), true).map(drop)
+    };
+    let error = begin(Reducer::Adam).unwrap_err();
     assert!(error.is_transient(), "{error}");
     let text = error.to_string();
     assert!(text.contains("4194304 bytes") && text.contains("are free"), "{text}");
-    store.prepare(Reducer::Sum, true).unwrap();
+    begin(Reducer::Sum).unwrap();
     assert_eq!(device.taken(), at_rest + (4 << 20), "slots that no reducer needs are given back");
     drop(store);
     assert_eq!(device.taken(), at_rest);
@@ -310,12 +315,8 @@ fn a_model_of_f64_lies_on_a_device_at_any_multiple_of_four() {
         for reducer in Reducer::all() {
             let stores = [Home::Device(Arc::clone(&accelerator)), Home::Host(StateCopies::Single)];
             let all = stores.map(|home| {
-                let store = PartitionStore::with_state(
-                    partition_of(&layout, |_| true),
-                    reducer,
-                    Limits::default(),
-                    home,
-                );
+                let store =
+                    PartitionStore::new(partition_of(&layout, |_| true), reducer, Limits::default(), home);
                 let store = store.unwrap();
                 let pattern = |block: BlockId, seed: usize| -> Vec<u8> {
                     // Finite numbers in every type: every second byte decides about the size.

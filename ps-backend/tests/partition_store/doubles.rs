@@ -10,8 +10,9 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::wire::Work;
 use proptest::prelude::*;
-use ps_backend::partition::store::{Limits, PartitionStore, Payload};
+use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
 use ps_backend::reducers::apply;
+use test_devices::one_by_one::OneByOne;
 
 use crate::driver::{conclude, reduces_all};
 
@@ -185,7 +186,7 @@ proptest! {
             of.iter().enumerate().flat_map(one).collect()
         };
         let block = BlockId(0);
-        let store = PartitionStore::new(layout.partition(&[block]).unwrap(), reducer, Limits::default()).unwrap();
+        let store = PartitionStore::new(layout.partition(&[block]).unwrap(), reducer, Limits::default(), Home::default()).unwrap();
         prop_assert!(store.load(block, &payload(0, false)).unwrap());
         store.finish_loading().unwrap();
         for t in 1..=3usize {
@@ -195,7 +196,7 @@ proptest! {
             match job.destination(block, Form::full(ways[2 * t - 2])).unwrap() {
                 Some(mut target) => {
                     target.bytes().copy_from_slice(&first);
-                    prop_assert!(target.complete());
+                    prop_assert!(target.complete(None));
                 }
                 None if ways[2 * t - 2] => prop_assert!(job.add(block, Payload::Wide(&first)).unwrap()),
                 None => prop_assert!(job.add(block, Payload::Plain(&first)).unwrap()),

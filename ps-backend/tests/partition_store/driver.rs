@@ -15,6 +15,7 @@ use ps_backend::partition::store::{
     Home, Limits, Merge, PartitionError, PartitionJob, PartitionStore, Payload,
 };
 use ps_backend::state_copies::StateCopies;
+use test_devices::one_by_one::OneByOne;
 
 use crate::common;
 use crate::watching::Watcher;
@@ -150,7 +151,7 @@ impl Source {
             let (first, second) = wide.split_at(wide.len() / 3);
             target.bytes()[..first.len()].copy_from_slice(first);
             target.bytes()[first.len()..].copy_from_slice(second);
-            assert!(target.complete());
+            assert!(target.complete(None));
             return;
         }
         assert!(self.with(job, layout, block, |payload| job.add(block, payload)).unwrap());
@@ -199,7 +200,7 @@ pub fn reduces_all(store: &PartitionStore, step: Step, fresh_state: bool) -> Wor
 
 impl Twin {
     pub fn new(partition: PartitionLayout, reducer: Reducer, hyper: Hyper, limits: Limits) -> Twin {
-        Twin::with_state(partition, reducer, hyper, limits, StateCopies::Double)
+        Twin::with_state(partition, reducer, hyper, limits, Home::Host(StateCopies::Double))
     }
 
     pub fn with_state(
@@ -207,10 +208,10 @@ impl Twin {
         reducer: Reducer,
         hyper: Hyper,
         limits: Limits,
-        home: impl Into<Home>,
+        home: Home,
     ) -> Twin {
         let layout = Arc::clone(partition.layout());
-        let store = PartitionStore::with_state(partition, reducer, limits, home).unwrap();
+        let store = PartitionStore::new(partition, reducer, limits, home).unwrap();
         let watcher = Watcher::of(&store);
         let weights = initial_weights(&layout);
         for block in (0..layout.blocks()).map(BlockId) {

@@ -12,6 +12,7 @@ use libmodelio::vocabulary::reducer::{Content, Hyper, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::Work;
 use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
+use test_devices::one_by_one::OneByOne;
 
 use crate::common;
 use crate::driver::{bytes_of, conclude, partition_of};
@@ -58,7 +59,7 @@ impl<'a> Course<'a> {
     ) -> Course<'a> {
         let partition = partition_of(model, |_| true);
         let layout = Arc::clone(partition.layout());
-        let store = PartitionStore::with_state(partition, widest, Limits::default(), home.clone()).unwrap();
+        let store = PartitionStore::new(partition, widest, Limits::default(), home.clone()).unwrap();
         for block in (0..layout.blocks()).map(BlockId) {
             assert!(store.load(block, &weights[bytes_of(&layout, block)]).unwrap());
         }

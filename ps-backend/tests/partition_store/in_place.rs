@@ -9,6 +9,7 @@ use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::wire::Kept;
 use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionError, Payload};
 use ps_backend::state_copies::StateCopies;
+use test_devices::one_by_one::OneByOne;
 
 use crate::common;
 use crate::driver::{Source, Twin, Way, conclude, model, partition_of};
@@ -155,7 +156,7 @@ fn a_block_with_nan_may_come_again() {
 fn parts_of_a_dropped_sum_of_values_do_not_limit_a_sum_of_gradients() {
     let layout = floats_layout(FLOATS);
     for single in [true, false] {
-        let copies = if single { StateCopies::Single } else { StateCopies::Double };
+        let copies = Home::Host(if single { StateCopies::Single } else { StateCopies::Double });
         let partition = partition_of(&layout, |_| true);
         let (hyper, limits) = (Hyper::default(), Limits::default());
         let mut twin = Twin::with_state(partition, Reducer::Assign, hyper, limits, copies);

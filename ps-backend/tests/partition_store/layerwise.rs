@@ -13,6 +13,7 @@ use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Kept, Work};
 use ps_backend::partition::store::{Home, Limits, PartitionStore, Payload};
 use ps_backend::reducers;
+use test_devices::one_by_one::OneByOne;
 
 use crate::common;
 use crate::driver::{conclude, partition_of};
@@ -86,8 +87,7 @@ impl Job {
         let store = |shard: u32| {
             let partition = partition_of(&model, |block| shard_of(block) == shard);
             let widest = groups.widest(step.reducer);
-            let store =
-                PartitionStore::with_state(partition, widest, Limits::default(), home.clone()).unwrap();
+            let store = PartitionStore::new(partition, widest, Limits::default(), home.clone()).unwrap();
             for (local, block) in (0..).map(BlockId).zip(store.partition().blocks().to_vec()) {
                 let range = model.block_bytes(block);
                 assert!(store.load(local, &weights[range.start as usize..range.end as usize]).unwrap());

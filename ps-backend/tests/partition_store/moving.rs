@@ -4,7 +4,7 @@ use common::initial_weights;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::wire::Kept;
-use ps_backend::partition::store::{Limits, PartitionError, PartitionStore};
+use ps_backend::partition::store::{Home, Limits, PartitionError, PartitionStore};
 
 use crate::common;
 use crate::driver::{Source, Twin, Way, bytes_of, conclude, model, partition_of};
@@ -68,8 +68,13 @@ fn a_partition_that_has_moved_goes_on_as_if_it_had_not() {
         let (stays, mut moves) = (&mut trained(reducer, 3), trained(reducer, 3));
         stays.change(then);
         moves.change(then);
-        let there =
-            PartitionStore::new(partition_of(&model(), |_| true), Reducer::Sgd, Limits::default()).unwrap();
+        let there = PartitionStore::new(
+            partition_of(&model(), |_| true),
+            Reducer::Sgd,
+            Limits::default(),
+            Home::default(),
+        )
+        .unwrap();
         there.begin_at(Version(3), then).unwrap();
         bring(&moves.store, &there);
         moves.moved_to(there);
@@ -90,7 +95,8 @@ fn blocks_are_the_same_bit_by_bit_in_whatever_partition() {
     let twin = trained(Reducer::AdamW, 3);
     for modulus in [2, 3] {
         let partition = partition_of(&model(), |block| block % modulus == 1);
-        let there = PartitionStore::new(partition, Reducer::AdamW, Limits::default()).unwrap();
+        let there =
+            PartitionStore::new(partition, Reducer::AdamW, Limits::default(), Home::default()).unwrap();
         there.begin_at(Version(3), Reducer::AdamW).unwrap();
         bring(&twin.store, &there);
         check_equal(&twin.store, &there);
@@ -128,8 +134,13 @@ fn no_plan_begins_while_kept_state_is_read() {
 fn pieces_that_do_not_fit_are_refused() {
     let twin = trained(Reducer::Adam, 1);
     let (layout, weights) = (&twin.layout, initial_weights(&twin.layout));
-    let there =
-        PartitionStore::new(partition_of(&model(), |_| true), Reducer::Adam, Limits::default()).unwrap();
+    let there = PartitionStore::new(
+        partition_of(&model(), |_| true),
+        Reducer::Adam,
+        Limits::default(),
+        Home::default(),
+    )
+    .unwrap();
     assert!(matches!(there.keep(), Err(PartitionError::Loading)));
     let first = BlockId(0);
     assert!(there.load(first, &weights[bytes_of(layout, first)]).unwrap());

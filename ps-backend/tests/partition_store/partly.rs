@@ -13,7 +13,8 @@ use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::wire::Work;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
-use ps_backend::partition::store::{BlockInput, Limits, PartitionJob, PartitionStore, Payload};
+use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionJob, PartitionStore, Payload};
+use test_devices::one_by_one::OneByOne;
 
 use crate::common;
 use crate::driver::{bytes_of, conclude, model, partition_of, reduces_all};
@@ -58,8 +59,13 @@ struct Sent {
 
 impl Bench {
     fn new(layout: ModelLayout) -> Bench {
-        let store =
-            PartitionStore::new(partition_of(&layout, |_| true), Reducer::Assign, Limits::default()).unwrap();
+        let store = PartitionStore::new(
+            partition_of(&layout, |_| true),
+            Reducer::Assign,
+            Limits::default(),
+            Home::default(),
+        )
+        .unwrap();
         let expected = initial_weights(&layout);
         for block in (0..layout.blocks()).map(BlockId) {
             store.load(block, &expected[bytes_of(&layout, block)]).unwrap();
@@ -110,7 +116,7 @@ impl Bench {
     fn add(job: &Arc<PartitionJob>, Sent { block, bytes, written }: &Sent, in_place: bool) {
         if in_place && let Some(mut target) = job.destination(*block, Form::Plain).unwrap() {
             target.bytes().copy_from_slice(bytes);
-            assert!(target.complete_written(written.as_deref()));
+            assert!(target.complete(written.as_deref()));
             return;
         }
         assert!(job.add_written(*block, Payload::Plain(bytes), written.as_deref()).unwrap());
@@ -222,8 +228,13 @@ fn masters_of_unchanged_bytes_stay_as_they_are() {
 
 fn masters_stay(publishes: bool) {
     let layout = ModelLayout::blank(u64::from(common::BLOCK), DType::BF16, common::BLOCK).unwrap();
-    let store =
-        PartitionStore::new(partition_of(&layout, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    let store = PartitionStore::new(
+        partition_of(&layout, |_| true),
+        Reducer::Sum,
+        Limits::default(),
+        Home::default(),
+    )
+    .unwrap();
     store.load(BlockId(0), &encode(&layout, 0, |_| 1.0)).unwrap();
     store.finish_loading().unwrap();
     let small = encode(&layout, 0, |_| 1.0 / 1024.0);

@@ -13,7 +13,8 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use libmodelio::wire::Work;
-use ps_backend::partition::store::{BlockInput, Limits, PartitionError, PartitionStore, Payload};
+use ps_backend::partition::store::{BlockInput, Home, Limits, PartitionError, PartitionStore, Payload};
+use test_devices::one_by_one::OneByOne;
 
 use crate::common;
 use crate::driver::{Source, Twin, WAYS, Way, conclude, model, partition_of, reduces_all};
@@ -29,7 +30,9 @@ fn all(twin: &Twin, seed: usize, way: Way) -> Source {
 #[test]
 fn wide_sums_lose_nothing() {
     let model = ModelLayout::blank(u64::from(BLOCK), DType::BF16, BLOCK).unwrap();
-    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    let store =
+        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default(), Home::default())
+            .unwrap();
     store.load(BlockId(0), &encode(&model, 0, |_| -2.0)).unwrap();
     store.finish_loading().unwrap();
     let step =
@@ -47,7 +50,9 @@ fn wide_sums_lose_nothing() {
 #[test]
 fn an_inf_in_a_checked_sum_is_nobodys_fault() {
     let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
-    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    let store =
+        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default(), Home::default())
+            .unwrap();
     store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
     store.finish_loading().unwrap();
     let step =
@@ -78,8 +83,13 @@ fn several_payloads_in_one_pass_equal_one_after_the_other() {
 
 fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
     let [together, alone] = [(); 2].map(|()| {
-        let store =
-            PartitionStore::new(partition_of(model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+        let store = PartitionStore::new(
+            partition_of(model, |_| true),
+            Reducer::Sum,
+            Limits::default(),
+            Home::default(),
+        )
+        .unwrap();
         let layout = store.partition().layout();
         for block in (0..layout.blocks()).map(BlockId) {
             let bytes = layout.block_bytes(block);
@@ -125,7 +135,9 @@ fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
 #[test]
 fn one_pass_names_the_first_checked_payload_with_nan() {
     let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
-    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    let store =
+        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default(), Home::default())
+            .unwrap();
     store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
     store.finish_loading().unwrap();
     let step =
@@ -190,8 +202,13 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
         for reducer in [None, Some(Reducer::Assign), Some(Reducer::Sgd)] {
             let model = ModelLayout::blank(u64::from(BLOCK), dtype, BLOCK).unwrap();
             let held_by = reducer.unwrap_or(Reducer::Sum);
-            let store =
-                PartitionStore::new(partition_of(&model, |_| true), held_by, Limits::default()).unwrap();
+            let store = PartitionStore::new(
+                partition_of(&model, |_| true),
+                held_by,
+                Limits::default(),
+                Home::default(),
+            )
+            .unwrap();
             store.load(BlockId(0), &encode(&model, 0, |_| 0.0)).unwrap();
             store.finish_loading().unwrap();
             let churn = Churn::new(&model);
@@ -267,7 +284,9 @@ fn whatever_does_not_fit_is_refused_and_changes_nothing() {
 #[test]
 fn nothing_is_read_or_begun_before_all_is_loaded() {
     let model = floats_layout(3 * BLOCK as usize / 4);
-    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sgd, Limits::default()).unwrap();
+    let store =
+        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sgd, Limits::default(), Home::default())
+            .unwrap();
     let bytes = vec![0; BLOCK as usize];
     assert!(store.load(BlockId(0), &bytes).unwrap());
     assert!(!store.load(BlockId(0), &bytes).unwrap(), "once");
@@ -312,8 +331,8 @@ fn the_next_plan_waits_for_unfinished_receives() {
     let job = twin.begin_add().unwrap();
     let target = twin.blocks().find_map(|block| job.destination(block, Form::Wide).unwrap()).unwrap();
     job.give_up();
+    assert!(job.is_over());
     drop(job);
-    assert!(target.job().is_over());
     let error = twin.begin_add().expect_err("somebody still writes");
     assert!(matches!(error, PartitionError::Busy) && error.is_transient());
     drop(target);
@@ -334,7 +353,7 @@ fn non_finite_payload_is_reported_and_a_dropped_plan_leaves_no_trace() {
         if way == Way::InPlace {
             let mut target = job.destination(last, Form::Wide).unwrap().unwrap();
             target.bytes().copy_from_slice(&wide);
-            assert!(!target.complete());
+            assert!(!target.complete(None));
         } else {
             let payload = if way == Way::Plain { Payload::Plain(&plain) } else { Payload::Wide(&wide) };
             assert!(!job.finish(last, Some(payload)).unwrap());
@@ -371,7 +390,9 @@ fn non_finite_values_may_be_accepted() {
 #[test]
 fn an_overflowing_sum_is_nobodys_fault() {
     let model = floats_layout(BLOCK as usize / 4);
-    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    let store =
+        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default(), Home::default())
+            .unwrap();
     store.load(BlockId(0), &vec![0; BLOCK as usize]).unwrap();
     store.finish_loading().unwrap();
     let large = f32::MAX.to_le_bytes().repeat(BLOCK as usize / 4);
@@ -502,7 +523,7 @@ fn only_used_memory_is_taken() {
     twin.check("assigned");
     assert_eq!(twin.store.bytes().sums, 2 * (sums + 80_008), "with what is not reduced");
     twin.change(Reducer::Adam);
-    twin.store.prepare(Reducer::Adam, true).unwrap();
+    drop(twin.begin_reduce(1).unwrap());
     assert_eq!(twin.store.bytes().state, 4 * sums);
     assert!(!twin.store.add_spare(1).unwrap(), "the next version has a buffer");
     assert!(twin.store.add_spare(2).unwrap());
@@ -528,7 +549,7 @@ fn sums_may_be_prefaulted_while_a_plan_runs() {
     let sources: Vec<_> = (0..3).map(|i| all(&twin, i, Way::InPlace)).collect();
     let job = twin.begin_reduce(3).unwrap();
     std::thread::scope(|scope| {
-        scope.spawn(|| twin.store.prefault_sums(2).unwrap());
+        scope.spawn(|| twin.store.sum_memory().iter().for_each(|sums| sums.prefault().unwrap()));
         twin.blocks().for_each(|block| twin.finish_block(&job, block, &sources));
     });
     conclude(&twin.store, &job).unwrap();
@@ -541,7 +562,8 @@ fn sums_may_be_prefaulted_while_a_plan_runs() {
 fn a_computed_block_that_somebody_reads_is_not_written_by_the_plans_after_it() {
     let model = ModelLayout::blank(2 * u64::from(BLOCK), DType::F32, BLOCK).unwrap();
     let limits = Limits { retain: 0, buffers: 3 };
-    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, limits).unwrap();
+    let store =
+        PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, limits, Home::default()).unwrap();
     let block_of = |value: f32| value.to_le_bytes().repeat(BLOCK as usize / 4);
     for block in [0, 1].map(BlockId) {
         store.load(block, &block_of(0.0)).unwrap();

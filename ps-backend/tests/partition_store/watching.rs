@@ -17,9 +17,11 @@ use libmodelio::wire::Work;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use ps_backend::partition::store::{
-    KeptState, Limits, PartitionError, PartitionJob, PartitionStore, Payload, PinnedVersion, VersionWatch,
+    Home, KeptState, Limits, PartitionError, PartitionJob, PartitionStore, Payload, PinnedVersion,
+    VersionWatch,
 };
 use ps_backend::state_copies::StateCopies;
+use test_devices::one_by_one::OneByOne;
 
 use crate::common;
 use crate::driver::{bytes_of, partition_of, reduces_all};
@@ -87,8 +89,13 @@ const BLOCKS: u32 = 3;
 /// A partition of a few blocks of floats, to be loaded.
 fn to_be_loaded(limits: Limits) -> PartitionStore {
     let model = floats_layout((BLOCKS * BLOCK) as usize / 4 - 100);
-    PartitionStore::with_state(partition_of(&model, |_| true), Reducer::Momentum, limits, StateCopies::Double)
-        .unwrap()
+    PartitionStore::new(
+        partition_of(&model, |_| true),
+        Reducer::Momentum,
+        limits,
+        Home::Host(StateCopies::Double),
+    )
+    .unwrap()
 }
 
 fn payload(store: &PartitionStore, block: u32, value: f32) -> Vec<u8> {

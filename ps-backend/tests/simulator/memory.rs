@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::time::SystemTime;
 
 use libmodelio::vocabulary::ids::{BlockId, Version};
-use ps_backend::region_store::table::{Left, Table};
+use ps_backend::partition::store::table::{Left, Table};
 
 use crate::client::ClientEvent;
 use crate::history::{Content, GARBAGE};

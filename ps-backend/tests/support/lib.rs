@@ -2,4 +2,5 @@
 
 pub mod fp8;
 pub mod homes;
+pub mod one_by_one;
 pub mod software_device;

@@ -9,7 +9,7 @@ use libmodelio::client::{Event, Job, wait_for};
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use ps_backend::partition::executor::Cpu;
+use ps_backend::partition::executor::Pool;
 use ps_backend::server::local;
 
 use super::*;
@@ -47,7 +47,7 @@ impl Mounted {
     }
 
     fn of(layout: ModelLayout, settings: &[(&str, &str)]) -> Mounted {
-        let (layout, executor) = (Arc::new(layout), Cpu::start(1).unwrap());
+        let (layout, executor) = (Arc::new(layout), Pool::start(1, None).unwrap());
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
         let job = local::start("m", &layout, &controls, &executor, |_| Ok(())).unwrap();
         let model = Model::new(

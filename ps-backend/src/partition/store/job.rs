@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::transport::tally::{Flow, Tally};
 use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::groups::Steps;
@@ -16,11 +15,13 @@ use libmodelio::vocabulary::reducer::{Combine, Reducer, Step};
 use libmodelio::wire::Work;
 use smallvec::SmallVec;
 
+use super::accumulator::{Accumulator, INLINE, is_direct};
+use super::buffer::EarlyBlock;
+use super::builder::{Term, VersionBuilder, Written};
+use super::measuring::Measuring;
 use super::sums::Sums;
-use super::{PartitionError, Payload, check_payload};
+use super::{PartitionError, Payload, check_block, check_payload};
 use crate::device::DeviceError;
-use crate::region_store::accumulator::{Accumulator, is_direct};
-use crate::region_store::{EarlyReader, Measuring, Term, VersionBuilder, Written};
 
 /// A thread is working on the block.
 const CLAIMED: u8 = 1;
@@ -37,25 +38,25 @@ pub(super) const MADE: u8 = 16;
 /// refused.
 #[derive(Debug)]
 pub struct PartitionJob {
-    layout: Arc<ModelLayout>,
-    sums: Arc<Sums>,
+    pub(super) layout: Arc<ModelLayout>,
+    pub(super) sums: Arc<Sums>,
     tally: Arc<Tally>,
-    work: Work,
-    /// The steps of all groups, if contributions are reduced.
-    steps: Steps,
+    pub(super) work: Work,
+    /// The steps of all groups, if a version is made.
+    pub(super) steps: Steps,
     /// The old and the new version, if one is made.
-    builder: Option<VersionBuilder>,
+    pub(super) builder: Option<VersionBuilder>,
     /// The measurement of the sums, if the plan measures.
     measure: Option<Measuring>,
     check: bool,
-    /// Whether the version changes state in place, by [`Self::make`].
+    /// Whether the version changes state in place, by [`super::Making`].
     in_place: bool,
     blocks: Box<[AtomicU8]>,
     over: AtomicBool,
     /// Why the device has not made the version.
-    failed: OnceLock<DeviceError>,
+    pub(super) failed: OnceLock<DeviceError>,
     /// This is the last field: when it is dropped, nothing else is in use any more.
-    alive: Arc<Alive>,
+    pub(super) alive: Arc<Alive>,
 }
 
 /// Tells the store that a job exists.
@@ -74,14 +75,11 @@ pub struct BlockInput<'a> {
     pub check: bool,
 }
 
-/// The number of payloads that are listed on the stack.
-const INLINE: usize = 16;
-
 /// The right to work on a block.
 pub(super) struct Claim<'a>(&'a AtomicU8);
 
 impl Claim<'_> {
-    pub(super) fn holds(&self) -> bool {
+    fn holds(&self) -> bool {
         self.0.load(Ordering::Relaxed) & HELD != 0
     }
 
@@ -108,7 +106,8 @@ impl PartitionJob {
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
         let steps = match &work {
             Work::Reduce { step, groups, .. } => groups.steps(step),
-            _ => Steps::default(),
+            Work::Assign { .. } => Steps::from(Step { reducer: Reducer::Assign, t: 1, ..Step::default() }),
+            Work::Add { .. } | Work::Measure { .. } => Steps::default(),
         };
         PartitionJob {
             layout,
@@ -125,11 +124,6 @@ impl PartitionJob {
             failed: OnceLock::new(),
             alive: Arc::new(Alive),
         }
-    }
-
-    /// The steps of all groups.
-    pub(super) fn steps(&self) -> &Steps {
-        &self.steps
     }
 
     /// The work that it does.
@@ -149,8 +143,8 @@ impl PartitionJob {
     }
 
     pub(super) fn claim(&self, block: BlockId) -> Result<Claim<'_>, PartitionError> {
-        let blocks = self.layout.blocks();
-        let mark = self.blocks.get(block.index()).ok_or(PartitionError::NoBlock { block, blocks })?;
+        check_block(&self.layout, block)?;
+        let mark = &self.blocks[block.index()];
         let free = |mark| (mark & (CLAIMED | FINISHED | SEALED) == 0).then_some(mark | CLAIMED);
         match mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, free) {
             Ok(_) => Ok(Claim(mark)),
@@ -179,87 +173,56 @@ impl PartitionJob {
         Ok(Some(Target { job: Arc::clone(self), block }))
     }
 
-    /// Adds a payload to the open sum of `block`, or stores it if it is the first. Returns whether all of it is
-    /// finite, or true if that does not matter. Bytes that are not reduced are kept only with `assign`.
+    /// Adds payloads to the open sum of `block`, in their order, or stores the first one if it is empty. Bytes that are not
+    /// reduced are kept only with `assign`. Returns the index of a payload that is not finite, if that matters. Then the
+    /// sum is void, and with it the plan if it held something before.
     ///
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Claimed`],
     /// [`PartitionError::Complete`].
-    pub fn add(&self, block: BlockId, payload: Payload<'_>) -> Result<bool, PartitionError> {
-        self.add_written(block, payload, None)
-    }
-
-    /// Like [`Self::add`], for a payload of which, with `assign`, only the `written` ranges count.
-    ///
-    /// # Errors
-    /// The errors of [`Self::add`].
-    pub fn add_written(
-        &self,
-        block: BlockId,
-        payload: Payload<'_>,
-        written: Option<&[Range<u32>]>,
-    ) -> Result<bool, PartitionError> {
-        let finite = self.add_one(block, BlockInput { payload, written, check: true })?;
-        Ok(finite || !self.check)
-    }
-
-    /// Adds a payload to the open sum of `block`. Returns whether all of it is finite. If it is not, and that matters,
-    /// the sum is void.
-    fn add_one(&self, block: BlockId, input: BlockInput<'_>) -> Result<bool, PartitionError> {
-        let combine = self.work.combine().ok_or(PartitionError::AssignsOnly)?;
-        let BlockInput { payload, written, check } = input;
-        self.check(block, payload)?;
-        let claim = self.claim(block)?;
-        let open = self.open(block);
-        // SAFETY: the block is claimed, and the payload's length was checked.
-        let finite = unsafe {
-            match (combine, payload, written) {
-                (Combine::Last, Payload::Plain(bytes), Some(written)) => {
-                    open.overlay(&self.layout, block, bytes, written)
-                }
-                _ => open.accumulate(&self.layout, block, payload, !claim.holds(), combine),
-            }
-        };
-        if finite || !self.check || !check {
-            self.sums.holds_too(block, claim.holds(), written);
-            claim.set(HELD);
-        }
-        Ok(finite)
-    }
-
-    /// Adds several payloads to the open sum of `block`, in their order and in one pass. Returns the index of a
-    /// payload that is not finite, if that matters. Then the sum is void, and with it the plan if it held something
-    /// before.
-    ///
-    /// # Errors
-    /// The errors of [`Self::add`].
     pub fn add_all(
         &self,
         block: BlockId,
         inputs: &[BlockInput<'_>],
     ) -> Result<Option<usize>, PartitionError> {
-        if self.replaces() || inputs.len() < 2 {
-            for (index, input) in inputs.iter().enumerate() {
-                if !self.add_one(block, *input)? && self.check && input.check {
-                    return Ok(Some(index));
-                }
-            }
+        if inputs.is_empty() {
             return Ok(None);
         }
-        self.work.combine().ok_or(PartitionError::AssignsOnly)?;
+        let combine = self.work.combine().ok_or(PartitionError::AssignsOnly)?;
         for input in inputs {
             self.check(block, input.payload)?;
         }
         let claim = self.claim(block)?;
-        let payloads: SmallVec<[_; INLINE]> =
-            inputs.iter().map(|input| (input.payload, input.check && self.check)).collect();
-        // SAFETY: the block is claimed, and the payloads' lengths were checked.
-        let bad = unsafe { self.open(block).accumulate_all(&self.layout, block, &payloads, !claim.holds()) };
-        if bad.is_none() {
-            self.sums.holds_too(block, claim.holds(), None);
+        let open = self.open(block);
+        if inputs.len() > 1 && !combine.replaces() {
+            // They are added in one pass.
+            let payloads: SmallVec<[_; INLINE]> =
+                inputs.iter().map(|input| (input.payload, input.check && self.check)).collect();
+            // SAFETY: the block is claimed, and the payloads' lengths were checked.
+            let bad = unsafe { open.accumulate_all(&self.layout, block, &payloads, !claim.holds()) };
+            if bad.is_none() {
+                self.sums.holds_too(block, claim.holds(), None);
+                claim.set(HELD);
+            }
+            return Ok(bad);
+        }
+        for (index, &BlockInput { payload, written, check }) in inputs.iter().enumerate() {
+            // SAFETY: the block is claimed, and the payload's length was checked.
+            let finite = unsafe {
+                match (combine, payload, written) {
+                    (Combine::Last, Payload::Plain(bytes), Some(written)) => {
+                        open.overlay(&self.layout, block, bytes, written)
+                    }
+                    _ => open.accumulate(&self.layout, block, payload, !claim.holds(), combine),
+                }
+            };
+            if !finite && self.check && check {
+                return Ok(Some(index));
+            }
+            self.sums.holds_too(block, claim.holds(), written);
             claim.set(HELD);
         }
-        Ok(bad)
+        Ok(None)
     }
 
     /// Refuses a payload that does not fit `block`, or a coded one of values that are not added up.
@@ -271,79 +234,73 @@ impl PartitionJob {
     }
 
     /// The open sum of `block`, which is about to be written.
-    pub(super) fn open(&self, block: BlockId) -> &Accumulator {
+    fn open(&self, block: BlockId) -> &Accumulator {
         self.builder.as_ref().and_then(|builder| builder.sum(block)).unwrap_or_else(|| self.sums.open(block))
     }
 
-    /// Computes `block` of the next version from the sealed sum, the open sum and the `last` payload, as far as they
-    /// exist. Without any of them the block is carried over, or decays, as the reducer requires. A job that measures
-    /// adds these up instead, and measures the sum. Returns whether all of the payload is finite, or true if that does
-    /// not matter. If it is not, the block is not computed. An Inf that results from adding up is nobody's fault.
-    ///
-    /// # Errors
-    /// [`PartitionError::AddsOnly`], and the errors of [`Self::add`].
-    pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartitionError> {
-        let input = last.map(|payload| BlockInput { payload, written: None, check: true });
-        Ok(self.finish_all(block, input.as_slice())?.is_none())
+    /// The sums of a claimed block, the sealed one first, each with the ranges that it holds if that is not all.
+    pub(super) fn sums_of(
+        &self,
+        block: BlockId,
+        claim: &Claim<'_>,
+    ) -> SmallVec<[(&Accumulator, Option<Vec<Range<u32>>>); 2]> {
+        let sealed = self.sums.sealed(block).map(|sum| (sum, self.sums.sealed_written(block)));
+        let open = claim.holds().then(|| (self.open(block), self.sums.open_written(block)));
+        sealed.into_iter().chain(open).collect()
     }
 
-    /// Like [`Self::finish`], for several payloads, in their order and in one pass. Returns the index of a payload
-    /// that is not finite, if that matters. Then the block is not computed.
+    /// Computes `block` of the next version from the sealed sum, the open sum and these payloads, in their order and in one
+    /// pass. Without any of them the block is carried over, or decays, as the reducer requires. A job that measures adds
+    /// them up instead, and measures the sum. Returns the index of a payload that is not finite, if that matters. Then the
+    /// block is not computed. An Inf that results from adding up is nobody's fault.
     ///
     /// # Errors
-    /// The errors of [`Self::finish`].
+    /// [`PartitionError::AddsOnly`], and the errors of [`Self::add_all`].
     pub fn finish_all(
         &self,
         block: BlockId,
         inputs: &[BlockInput<'_>],
     ) -> Result<Option<usize>, PartitionError> {
         if let Some(measure) = &self.measure {
-            let bad = if inputs.is_empty() { None } else { self.add_all(block, inputs)? };
+            let bad = self.add_all(block, inputs)?;
             if bad.is_none() {
                 self.measure(block, measure)?;
             }
             return Ok(bad);
         }
         if self.sums_first() {
-            return if inputs.is_empty() { Ok(None) } else { self.add_all(block, inputs) };
+            return self.add_all(block, inputs);
         }
         self.compute(block, inputs)
     }
 
     /// Computes a block of the next version.
-    fn compute(&self, block: BlockId, inputs: &[BlockInput<'_>]) -> Result<Option<usize>, PartitionError> {
-        let builder = self.builder().ok_or(PartitionError::AddsOnly)?;
+    pub(super) fn compute(
+        &self,
+        block: BlockId,
+        inputs: &[BlockInput<'_>],
+    ) -> Result<Option<usize>, PartitionError> {
+        let builder = self.builder.as_ref().ok_or(PartitionError::AddsOnly)?;
         for input in inputs {
             self.check(block, input.payload)?;
         }
-        let new_weights;
-        let (steps, sums_count) = match &self.work {
-            Work::Reduce { .. } => (&self.steps, true),
-            // The sums are of the version after it.
-            _ => {
-                new_weights = Steps::from(Step { reducer: Reducer::Assign, t: 1, ..Step::default() });
-                (&new_weights, false)
-            }
-        };
+        // New weights do not take the sums, which are of the version after them.
+        let is_new = matches!(self.work, Work::Assign { .. });
         let claim = self.claim(block)?;
-        let sealed = self.sums.sealed(block).filter(|_| sums_count);
-        let open = claim.holds().then(|| self.open(block));
-        let sums: SmallVec<[Term<'_>; 2]> = sealed.into_iter().chain(open).map(Term::Sum).collect();
-        let of_sealed = sealed.and_then(|_| self.sums.sealed_written(block));
-        let of_open = open.and_then(|_| self.sums.open_written(block));
-        let in_part =
-            of_sealed.is_some() || of_open.is_some() || inputs.iter().any(|input| input.written.is_some());
+        let held = if is_new { SmallVec::new() } else { self.sums_of(block, &claim) };
         let mut written = SmallVec::<[Written<'_>; INLINE]>::new();
-        if in_part {
-            written.extend(sealed.map(|_| of_sealed.as_deref()));
-            written.extend(open.map(|_| of_open.as_deref()));
+        if held.iter().any(|(_, written)| written.is_some())
+            || inputs.iter().any(|input| input.written.is_some())
+        {
+            written.extend(held.iter().map(|(_, written)| written.as_deref()));
             written.extend(inputs.iter().map(|input| input.written));
         }
         let sent = inputs.iter().map(|input| Term::Sent(input.payload));
-        let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
+        let terms: SmallVec<[Term<'_>; INLINE]> =
+            held.iter().map(|(sum, _)| Term::Sum(sum)).chain(sent).collect();
         let checked = !inputs.iter().any(|input| input.check);
         // SAFETY: the block is claimed, and with it its sums. The payloads' lengths were checked.
-        if !unsafe { builder.block(block, steps, &terms, &written, checked) } {
+        if !unsafe { builder.block(block, &self.steps, &terms, &written, checked) } {
             if self.check && inputs.iter().any(|input| input.check) {
                 // Memory that others can write may change while it is read. So a copy is checked, and if it is
                 // finite, the copy counts.
@@ -357,13 +314,14 @@ impl PartitionJob {
                     return Ok(Some(bad));
                 }
                 let sent = (0..inputs.len()).map(|index| Term::Sent(copied(index)));
-                let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
+                let terms: SmallVec<[Term<'_>; INLINE]> =
+                    held.iter().map(|(sum, _)| Term::Sum(sum)).chain(sent).collect();
                 // SAFETY: as above. The copies belong to this thread.
-                unsafe { builder.block(block, steps, &terms, &written, false) };
+                unsafe { builder.block(block, &self.steps, &terms, &written, false) };
             }
             builder.approve(block);
         }
-        if !sums_count && !inputs.is_empty() && !self.in_place {
+        if is_new && !inputs.is_empty() && !self.in_place {
             // SAFETY: as above.
             unsafe { builder.keep_masters(block) };
         }
@@ -376,37 +334,15 @@ impl PartitionJob {
         self.in_place && matches!(self.work, Work::Reduce { .. })
     }
 
-    /// Whether a device makes the version.
-    pub(super) fn is_on_device(&self) -> bool {
-        self.builder().is_some_and(|builder| builder.arrays().is_some())
-    }
-
     /// Whether the version changes state in place. Its blocks are complete only when [`super::Making`] has made them.
     pub fn is_in_place(&self) -> bool {
         self.in_place
     }
 
-    /// The version counts: computes `block` and its state, which cannot be undone.
-    ///
-    /// # Errors
-    /// The errors of [`Self::finish`].
-    pub(super) fn make(&self, block: BlockId) -> Result<(), PartitionError> {
-        if self.sums_first() {
-            self.compute(block, &[])?;
-        }
-        let claim = self.claim_computed(block)?;
-        if let Some(builder) = self.builder().filter(|_| !self.sums_first()) {
-            // SAFETY: the block is claimed.
-            unsafe { builder.keep_masters(block) };
-        }
-        claim.set(MADE);
-        Ok(())
-    }
-
     /// The right to make a block that is computed.
     pub(super) fn claim_computed(&self, block: BlockId) -> Result<Claim<'_>, PartitionError> {
-        let blocks = self.layout.blocks();
-        let mark = self.blocks.get(block.index()).ok_or(PartitionError::NoBlock { block, blocks })?;
+        check_block(&self.layout, block)?;
+        let mark = &self.blocks[block.index()];
         let computed = |mark| (mark & (CLAIMED | FINISHED | MADE) == FINISHED).then_some(mark | CLAIMED);
         match mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, computed) {
             Ok(_) => Ok(Claim(mark)),
@@ -414,21 +350,10 @@ impl PartitionJob {
         }
     }
 
-    /// The device has not made the version.
-    pub(super) fn has_failed(&self, error: &DeviceError) {
-        let _ = self.failed.set(error.clone());
-    }
-
-    /// Why the device has not made the version, if it has failed.
-    pub(super) fn failure(&self) -> Option<DeviceError> {
-        self.failed.get().cloned()
-    }
-
     /// Measures a block, to which nothing is added any more.
     fn measure(&self, block: BlockId, to: &Measuring) -> Result<(), PartitionError> {
         let claim = self.claim(block)?;
-        let open = claim.holds().then(|| self.sums.open(block));
-        let sums: SmallVec<[_; 2]> = self.sums.sealed(block).into_iter().chain(open).collect();
+        let sums: SmallVec<[_; 2]> = self.sums_of(block, &claim).into_iter().map(|(sum, _)| sum).collect();
         // SAFETY: the block is claimed, and with it its sums.
         unsafe { to.block(block, &sums)? };
         claim.set(FINISHED);
@@ -437,7 +362,7 @@ impl PartitionJob {
 
     /// The sums of the squares of all blocks, if the job measures them.
     pub fn squares(&self) -> Option<Squares> {
-        self.measure.as_ref().map(Measuring::squares)
+        self.measure.as_ref().map(|measure| measure.squares.lock().clone())
     }
 
     /// Whether the open sum of `block` holds something.
@@ -453,25 +378,7 @@ impl PartitionJob {
         if mark & FINISHED == 0 || mark & CLAIMED != 0 {
             return None;
         }
-        Some(EarlyBlock { reader: builder.early_reader(), layout: Arc::clone(&self.layout), block })
-    }
-
-    /// The builder of the next version, if the job makes one.
-    pub(super) fn builder(&self) -> Option<&VersionBuilder> {
-        self.builder.as_ref()
-    }
-
-    pub(super) fn alive(&self) -> &Arc<Alive> {
-        &self.alive
-    }
-
-    pub(super) fn sums(&self) -> &Sums {
-        &self.sums
-    }
-
-    /// Whether new values replace the old ones.
-    fn replaces(&self) -> bool {
-        self.work.combine().is_some_and(Combine::replaces)
+        Some(EarlyBlock::new(&builder.back, block, self.layout.block_bytes(block)))
     }
 
     /// # Errors
@@ -501,9 +408,10 @@ impl PartitionJob {
                 return Err(PartitionError::Claimed(BlockId(i as u32)));
             }
         }
+        let replaces = self.work.combine().is_some_and(Combine::replaces);
         let mut both = Vec::new();
         for block in (0..self.layout.blocks()).map(BlockId).filter(|&block| self.holds(block)) {
-            let adds = !self.replaces() || self.sums.open_written(block).is_some();
+            let adds = !replaces || self.sums.open_written(block).is_some();
             if adds && self.sums.sealed(block).is_some() {
                 both.push(block);
             } else {
@@ -512,26 +420,6 @@ impl PartitionJob {
         }
         self.give_up();
         Ok(both)
-    }
-}
-
-/// A computed block of a version that may not count yet. Its bytes do not change while this lives.
-#[derive(Debug)]
-pub struct EarlyBlock {
-    reader: EarlyReader,
-    layout: Arc<ModelLayout>,
-    block: BlockId,
-}
-
-impl EarlyBlock {
-    /// The bytes.
-    pub fn bytes(&self) -> &[u8] {
-        self.reader.buffer().bytes(self.layout.block_bytes(self.block))
-    }
-
-    /// The CRC32C of [`Self::bytes`], computed once for all readers.
-    pub fn checksum(&self) -> u32 {
-        self.reader.buffer().checksum(self.block, self.layout.block_bytes(self.block), crc32c)
     }
 }
 
@@ -549,22 +437,12 @@ impl Target {
         unsafe { self.job.open(self.block).room(&self.job.layout, self.block) }
     }
 
-    /// The job of the block.
-    pub fn job(&self) -> &Arc<PartitionJob> {
-        &self.job
-    }
-
-    /// The payload has come, and is part of the sum. Returns whether it is finite, or true if that does not matter.
-    /// If this is not called, nothing has come.
-    pub fn complete(self) -> bool {
-        self.complete_written(None)
-    }
-
-    /// Like [`Self::complete`], for a payload of which, with `assign`, only the `written` ranges count.
-    pub fn complete_written(mut self, written: Option<&[Range<u32>]>) -> bool {
+    /// The payload has come, and is part of the sum. With `assign`, only the `written` ranges of it count. Returns whether
+    /// it is finite, or true if that does not matter. If this is not called, nothing has come.
+    pub fn complete(mut self, written: Option<&[Range<u32>]>) -> bool {
         let (job, block) = (Arc::clone(&self.job), self.block);
         let finite = !job.check || Payload::Wide(self.bytes()).is_finite(&job.layout, block);
-        self.job.sums.holds_too(self.block, false, written);
+        job.sums.holds_too(block, false, written);
         self.mark().fetch_or(HELD, Ordering::Relaxed);
         finite
     }

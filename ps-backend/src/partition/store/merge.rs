@@ -37,7 +37,7 @@ impl Merge {
     /// # Panics
     /// If the range is out of bounds.
     pub fn run(&self, range: Range<usize>) {
-        let sums = self.job.sums();
+        let sums = &self.job.sums;
         for (&block, taken) in self.blocks[range.clone()].iter().zip(&self.taken[range]) {
             if taken.swap(true, Ordering::Relaxed) {
                 continue;

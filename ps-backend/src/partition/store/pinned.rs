@@ -3,13 +3,12 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::Region;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 
 use super::StoreShared;
-use crate::region_store::VersionBuffer;
+use super::buffer::VersionBuffer;
 
 /// A complete version. Its memory is not used again while this lives.
 #[derive(Debug)]
@@ -27,9 +26,10 @@ impl PinnedVersion {
         if inner.loading.is_some() {
             return None;
         }
-        let version = version.or_else(|| inner.store.versions().next_back())?;
-        let (buffer, published) = inner.store.get(version)?;
-        inner.store.pin(version);
+        let table = &mut inner.versions.table;
+        let version = version.or_else(|| table.keys().next_back().copied())?;
+        let (buffer, published) = table.get(&version).map(|of| (Arc::clone(&of.buffer), of.at))?;
+        table.pin(version);
         Some(PinnedVersion { shared: Arc::clone(shared), buffer, published, version })
     }
 
@@ -40,12 +40,12 @@ impl PinnedVersion {
 
     /// Another process may read the memory for longer than this lives. So the memory is never written again.
     pub fn give_up(&self) {
-        self.shared.inner.lock().store.give_up(self.version);
+        self.shared.inner.lock().versions.table.give_up(self.version);
     }
 
     /// Another process shows the version from now on.
     pub fn show(&self) -> ShownVersion {
-        self.shared.inner.lock().store.show_outside(self.version);
+        self.shared.inner.lock().versions.table.show(self.version);
         ShownVersion { shared: Arc::clone(&self.shared), version: self.version }
     }
 
@@ -62,12 +62,12 @@ impl PinnedVersion {
     /// # Panics
     /// If the partition has no such block.
     pub fn place(&self, block: BlockId) -> (&Arc<Mapping>, u64) {
-        (self.buffer.region().memory(), self.shared.partition.layout().block_bytes(block).start)
+        (self.buffer.region.memory(), self.shared.partition.layout().block_bytes(block).start)
     }
 
     /// The memory, in which blocks lie one behind the other, and the time of its publication.
     pub fn region(&self) -> (&Region, SystemTime) {
-        (self.buffer.region(), self.published)
+        (&self.buffer.region, self.published)
     }
 
     /// The CRC32C of [`Self::block`]. It is computed once, at the first request: the pass brings the block
@@ -77,13 +77,13 @@ impl PinnedVersion {
     /// If the partition has no such block.
     pub fn checksum(&self, block: BlockId) -> u32 {
         let range = self.shared.partition.layout().block_bytes(block);
-        self.buffer.checksum(block, range, crc32c)
+        self.buffer.checksum(block, range)
     }
 }
 
 impl Drop for PinnedVersion {
     fn drop(&mut self) {
-        self.shared.inner.lock().store.unpin(self.version, 1);
+        self.shared.inner.lock().versions.table.unpin(self.version, 1);
     }
 }
 
@@ -98,12 +98,12 @@ pub struct ShownVersion {
 impl ShownVersion {
     /// It is unknown for how long the other process will show the version, so its memory is never written again.
     pub fn give_up(&self) {
-        self.shared.inner.lock().store.give_up(self.version);
+        self.shared.inner.lock().versions.table.give_up(self.version);
     }
 }
 
 impl Drop for ShownVersion {
     fn drop(&mut self) {
-        self.shared.inner.lock().store.unshow(self.version);
+        self.shared.inner.lock().versions.table.unshow(self.version);
     }
 }

@@ -18,7 +18,7 @@ use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::ranges;
 use parking_lot::Mutex;
 
-use crate::region_store::accumulator::{Accumulator, has_opaque};
+use super::accumulator::Accumulator;
 
 /// Set if the block's open sum is in the second accumulator.
 const TURNED: u8 = 1;
@@ -47,8 +47,7 @@ pub(super) struct Sums {
 impl Sums {
     /// Two empty sums. They take only address space.
     pub(super) fn new(layout: Arc<ModelLayout>) -> io::Result<Sums> {
-        let raw = has_opaque(&layout);
-        let accumulators = [Accumulator::new(&layout, raw)?, Accumulator::new(&layout, raw)?];
+        let accumulators = [Accumulator::new(&layout)?, Accumulator::new(&layout)?];
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
         let (keeps_raw, any_partly) = (AtomicBool::new(false), AtomicBool::new(false));
         let (used, idle, partly) = Default::default();
@@ -175,15 +174,6 @@ impl Sums {
                 self.used[at].store(false, Ordering::Relaxed);
             }
         }
-    }
-
-    /// Takes the pages of the first `count` accumulators, which may be in use.
-    pub(super) fn prefault(&self, count: usize) -> io::Result<()> {
-        for (accumulator, used) in self.accumulators.iter().zip(&self.used).take(count) {
-            used.store(true, Ordering::Relaxed);
-            accumulator.prefault()?;
-        }
-        Ok(())
     }
 
     /// The bytes that are taken from the system.

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use super::*;
-use crate::partition::executor::Cpu;
+use crate::partition::executor::Pool;
 use crate::server::partition::PartitionOptions;
 
 #[test]
@@ -20,7 +20,7 @@ fn a_missing_shard_is_sought_after_growing_pauses() {
         ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, here, Default::default())
             .unwrap();
     let partition =
-        Partition::new(&record, here, &Cpu::start(1).unwrap(), PartitionOptions::default()).unwrap();
+        Partition::new(&record, here, &Pool::start(1, None).unwrap(), PartitionOptions::default()).unwrap();
     let reactor = Reactor::start(&ReactorOptions { threads: 1, ..ReactorOptions::default() }).unwrap();
     let (tell, asked) = std::sync::mpsc::channel();
     let resolve: Resolve = Arc::new(move |shard| {

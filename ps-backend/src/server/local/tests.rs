@@ -7,7 +7,7 @@ use libmodelio::contributor::{Contributor, Share};
 use libmodelio::vocabulary::layout::DType;
 
 use super::*;
-use crate::partition::executor::Cpu;
+use crate::partition::executor::Pool;
 
 const LONG: Duration = Duration::from_secs(600);
 const BLOCK: u32 = 64 << 10;
@@ -20,7 +20,7 @@ fn a_version_that_waits_for_readers_of_the_state_is_shown_once_it_is_made() {
     let bytes = u64::from(BLOCK * BLOCKS);
     let layout = Arc::new(ModelLayout::blank(bytes, DType::F32, BLOCK).unwrap());
     let controls = Controls::default().with_all([("reducer", "momentum")]).unwrap();
-    let executor: Arc<dyn Executor> = Cpu::start(2).unwrap();
+    let executor: Arc<dyn Executor> = Pool::start(2, None).unwrap();
     let beginning = Beginning::Weights(Box::new(|_: &Mapping| Ok(())));
     let copies = (&executor, StateCopies::Single);
     let (job, shard) = start_from("m", &layout, &controls, copies, beginning).unwrap();

@@ -181,7 +181,7 @@ mod tests {
 
     use super::super::incoming::Stage;
     use super::*;
-    use crate::partition::executor::{Cpu, Executor};
+    use crate::partition::executor::{Executor, Pool};
     use crate::server::partition::{Partition, PartitionOptions};
 
     const MODEL: Generation = Generation(1);
@@ -222,7 +222,7 @@ mod tests {
             controls: Controls::default(),
             ready: true,
         };
-        let cpu: Arc<dyn Executor> = Cpu::start(1).unwrap();
+        let cpu: Arc<dyn Executor> = Pool::start(1, None).unwrap();
         let options = PartitionOptions::default();
         let make = || Partition::new(&record, ShardId(1), &cpu, options).map_err(Refusal::other);
         let moved = Moved { record: record.clone(), shards: Vec::new() };

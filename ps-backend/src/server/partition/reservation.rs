@@ -378,7 +378,7 @@ impl Reservation {
             Some(target) => {
                 partition.store.tally().stored(self.push.len);
                 partition.store.tally().moved(Flow::Push, self.push.len);
-                (!target.complete_written(self.counts.as_deref()) && self.place.check).then_some(0)
+                (!target.complete(self.counts.as_deref()) && self.place.check).then_some(0)
             }
             None => match if self.place.kept { self.take_kept()? } else { Some(Together::new()) } {
                 Some(with) => {

@@ -15,7 +15,7 @@ use libmodelio::wire::{Kept, ModelRecord, PlanSource};
 use parking_lot::Mutex;
 
 use super::*;
-use crate::partition::executor::{Cpu, Executor};
+use crate::partition::executor::{Executor, Pool};
 use crate::server::partition::PartitionOptions;
 
 const BLOCK: u32 = 128 << 10;
@@ -96,7 +96,7 @@ impl Bench {
             controls: Controls::default().with_all([("reducer", reducer)]).unwrap(),
             ready: true,
         };
-        let executor = Arc::new(Holds { batches: Mutex::default(), cpu: Cpu::start(1).unwrap() });
+        let executor = Arc::new(Holds { batches: Mutex::default(), cpu: Pool::start(1, None).unwrap() });
         let of_partition: Arc<dyn Executor> = Arc::clone(&executor) as _;
         let partition =
             Partition::new(&record, ShardId(1), &of_partition, PartitionOptions::default()).unwrap();

@@ -14,7 +14,7 @@ use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{self, ModelRecord, PlanSource, Work};
 
 use super::*;
-use crate::partition::executor::Cpu;
+use crate::partition::executor::Pool;
 use crate::server::partition::{PartitionOptions, ToCoordinator};
 
 const BLOCK: u32 = 64 << 10;
@@ -53,7 +53,7 @@ fn begun() -> Arc<Partition> {
         controls: Controls::default().with_all([("reducer", "sum"), ("learners", "2")]).unwrap(),
         ready: true,
     };
-    let cpu = Cpu::start(1).unwrap();
+    let cpu = Pool::start(1, None).unwrap();
     let partition = Partition::new(&record, ShardId(1), &cpu, PartitionOptions::default()).unwrap();
     for block in 0..BLOCKS {
         partition.load((BlockId(block), wire::Kept::Weights), &[0; BLOCK as usize]).unwrap();

@@ -18,46 +18,36 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::accumulator::Accumulator;
-use super::elements::element_span;
-use super::{Keeping, RegionStore};
+use super::newest::Newest;
+use super::places::{element_span, reduced};
 use crate::device::DeviceError;
 use crate::reducers;
 
 /// What is measured for a step, and the outcome for the blocks that are finished. Many threads use it at once.
 #[derive(Debug)]
-pub(crate) struct Measuring {
+pub(super) struct Measuring {
     layout: Arc<ModelLayout>,
     /// The steps that need the result.
     steps: Steps,
     /// The bytes of each step. Those of step 0 do not count.
     counts: ByteSteps,
     /// For the norms of tensors: their numbers, and the newest version with its state.
-    tensors: Option<(ByTensor<u32>, Keeping)>,
-    squares: Mutex<Squares>,
-}
-
-impl RegionStore {
-    /// The measuring of a partition's blocks for these steps. None while no version is complete. Until it is dropped,
-    /// only computations that have begun may go on.
-    pub(crate) fn measuring(
-        &self,
-        partition: &PartitionLayout,
-        (steps, counts): (Steps, ByteSteps),
-        quantity: Quantity,
-    ) -> Option<Measuring> {
-        let tensors = match quantity {
-            Quantity::Gradient => None,
-            Quantity::Tensors => Some((ByTensor::numbers(partition), self.keeping()?)),
-        };
-        let squares = Mutex::new(Squares::new(quantity, partition.tensor_ends().len()));
-        Some(Measuring { layout: Arc::clone(&self.layout), steps, counts, tensors, squares })
-    }
+    tensors: Option<(ByTensor<u32>, Newest)>,
+    /// The sums of the squares of all blocks that were measured.
+    pub(super) squares: Mutex<Squares>,
 }
 
 impl Measuring {
-    /// The sums of the squares of all blocks that were measured.
-    pub(crate) fn squares(&self) -> Squares {
-        self.squares.lock().clone()
+    /// The measuring of a partition's blocks for these steps.
+    pub(super) fn new(
+        partition: &PartitionLayout,
+        (steps, counts): (Steps, ByteSteps),
+        quantity: Quantity,
+        newest: Newest,
+    ) -> Measuring {
+        let tensors = (quantity == Quantity::Tensors).then(|| (ByTensor::numbers(partition), newest));
+        let squares = Mutex::new(Squares::new(quantity, partition.tensor_ends().len()));
+        Measuring { layout: Arc::clone(partition.layout()), steps, counts, tensors, squares }
     }
 
     /// Measures a block. Its gradient is the sum of `sums`.
@@ -67,7 +57,7 @@ impl Measuring {
     ///
     /// # Safety
     /// Nobody writes the block in the accumulators meanwhile.
-    pub(crate) unsafe fn block(&self, block: BlockId, sums: &[&Accumulator]) -> Result<(), DeviceError> {
+    pub(super) unsafe fn block(&self, block: BlockId, sums: &[&Accumulator]) -> Result<(), DeviceError> {
         match &self.tensors {
             // SAFETY: passed on to the caller.
             None if !sums.is_empty() => unsafe { self.gradient(block, sums) },
@@ -80,9 +70,7 @@ impl Measuring {
 
     /// The pieces of a block that are reduced, each with its type and its treatment.
     fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, Wire, Step)> {
-        let segments = self.layout.segments(block).iter();
-        let reduced = segments.filter_map(|segment| Some((segment, Wire::of(segment.dtype)?)));
-        reduced.flat_map(move |(segment, wire)| {
+        reduced(&self.layout, block).flat_map(move |(segment, wire)| {
             let pieces = self.counts.pieces(segment.bytes.clone()).filter(|(_, of)| of.t > 0);
             pieces.map(move |(bytes, of)| (segment.cut(bytes), wire, of.step(&self.steps)))
         })
@@ -108,7 +96,7 @@ impl Measuring {
         block: BlockId,
         sums: &[&Accumulator],
         numbers: &ByTensor<u32>,
-        newest: &Keeping,
+        newest: &Newest,
     ) -> Result<(), DeviceError> {
         let slots_of = |step: &Step| reducers::measured_slots(step.reducer);
         let pieces: Vec<_> = self.pieces(block).filter(|(_, _, step)| slots_of(step).is_some()).collect();
@@ -116,11 +104,7 @@ impl Measuring {
         else {
             return Ok(());
         };
-        let Some(first) =
-            self.layout.segments(block).iter().find(|segment| Wire::of(segment.dtype).is_some())
-        else {
-            return Ok(());
-        };
+        let Some((first, _)) = reduced(&self.layout, block).next() else { return Ok(()) };
         // A tensor's first step begins with state of zero, whatever the slots hold.
         let count = count.unwrap_or(0);
         let none = || Ok(Cow::Borrowed(&[][..]));

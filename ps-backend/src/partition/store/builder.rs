@@ -1,7 +1,10 @@
 //! Building the next version block by block: each block is reduced from payloads and sums, or carried over.
 //!
 //! This module holds `unsafe`; the module above explains why it is sound.
+mod on_device;
+
 use std::cell::Cell;
+use std::io;
 use std::ops::{Range, RangeFrom};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -17,15 +20,17 @@ use libmodelio::vocabulary::tensor_steps::{ByteSteps, Treatment};
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, INLINE, Payload, within};
+use super::buffer::{VOID, VersionBuffer};
 use super::coded::CodedBlock;
-use super::elements::element_span;
-use super::{EarlyReader, StateBuffer, VOID, VersionBuffer};
+use super::places::{element_span, narrow, reduced};
+use super::state::{State, StateBuffer};
+use super::versions::Versions;
 use crate::device::Arrays;
 use crate::reducers;
 
 /// A term that a block is made from.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Term<'a> {
+pub(super) enum Term<'a> {
     /// The accumulator's sum of the block.
     Sum(&'a Accumulator),
     /// A payload.
@@ -34,11 +39,11 @@ pub(crate) enum Term<'a> {
 
 /// The written ranges of a block, if a contribution has not written all of it. Only `assign` needs them: each byte
 /// gets the value of the last contribution that has written it, and an unwritten byte stays as it is.
-pub(crate) type Written<'a> = Option<&'a [Range<u32>]>;
+pub(super) type Written<'a> = Option<&'a [Range<u32>]>;
 
 /// The terms that a piece of a block is made from.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Brings {
+enum Brings {
     All,
     /// One of the terms, with `assign`.
     Only(usize),
@@ -47,39 +52,39 @@ pub(super) enum Brings {
 
 /// The builder of a version: the buffers that it is computed from and into.
 #[derive(Debug)]
-pub(crate) struct VersionBuilder {
-    pub(super) layout: Arc<ModelLayout>,
+pub(super) struct VersionBuilder {
+    layout: Arc<ModelLayout>,
     /// The version that is built.
     pub(super) version: Version,
     /// For each byte, whether it is reduced, the optimizer's step for it, and its group.
-    pub(super) steps: ByteSteps,
+    steps: ByteSteps,
     /// The final steps, once they are known. Blocks that were computed before have the same steps.
     pub(super) sealed: OnceLock<ByteSteps>,
-    pub(super) front: Arc<VersionBuffer>,
+    front: Arc<VersionBuffer>,
     pub(super) back: Arc<VersionBuffer>,
     /// The state of the newest version.
-    pub(super) old_state: Arc<StateBuffer>,
+    old_state: Arc<StateBuffer>,
     /// The state of the next version. It is the same if there is one copy.
-    pub(super) new_state: Arc<StateBuffer>,
+    new_state: Arc<StateBuffer>,
     /// The sum of contributions to the version, if it lies where the version will be.
-    pub(super) sum: Option<Accumulator>,
+    sum: Option<Accumulator>,
     /// The state on a device, if it is there.
     pub(super) arrays: Option<Arc<Arrays>>,
-    pub(super) changed: Arc<[AtomicU64]>,
-    pub(super) how: How,
+    changed: Arc<[AtomicU64]>,
+    how: How,
 }
 
 /// How a version is built.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct How {
+pub(super) struct How {
     /// Whether to check for NaN and Inf.
-    pub(crate) check: bool,
+    pub(super) check: bool,
     /// Whether contributions are added up where the version will be.
-    pub(crate) adds_there: bool,
+    pub(super) adds_there: bool,
     /// Whether masters stay as they are until [`VersionBuilder::keep_masters`].
-    pub(crate) leaves_masters: bool,
+    pub(super) leaves_masters: bool,
     /// Whether all slots are zero. If not, those of a tensor at its first step may hold what another reducer has left.
-    pub(crate) fresh_state: bool,
+    pub(super) fresh_state: bool,
 }
 
 thread_local! {
@@ -96,6 +101,49 @@ thread_local! {
 const IN_PLACE: usize = 2 << 10;
 
 impl VersionBuilder {
+    /// The builder of the next version, whose steps are these. Its state is prepared, if its reducer keeps some. The
+    /// version lies in the `written` buffer, which holds new values, or else in the next one.
+    ///
+    /// # Errors
+    /// When there is no buffer for the version.
+    pub(super) fn new(
+        layout: &Arc<ModelLayout>,
+        (versions, state): (&Versions, &State),
+        written: Option<Arc<VersionBuffer>>,
+        steps: ByteSteps,
+        how: How,
+    ) -> io::Result<VersionBuilder> {
+        let buffers = written.or_else(|| versions.back.clone()).zip(versions.newest());
+        let Some((back, (newest, front))) = buffers else {
+            return Err(io::Error::other("no buffer for the next version"));
+        };
+        let mut shown = versions.table.values().map(|published| published.buffer.region.key());
+        debug_assert!(shown.all(|key| key != back.region.key()), "a version is to be written");
+        // Blocks that a dropped contribution left behind belong to no version. Their stamp may equal the new
+        // version's number, also for an assignment.
+        let next = versions.back.iter().flat_map(|next| &next.stamps);
+        let of_state = state.copies.iter().skip(1).flat_map(|state| &state.stamps);
+        for stamp in back.stamps.iter().chain(next).chain(of_state) {
+            if stamp.load(Ordering::Relaxed) > newest.0 {
+                stamp.store(VOID, Ordering::Relaxed);
+            }
+        }
+        Ok(VersionBuilder {
+            layout: Arc::clone(layout),
+            version: newest.next(),
+            steps,
+            sealed: OnceLock::new(),
+            sum: how.adds_there.then(|| Accumulator::over(back.region.memory())),
+            front: Arc::clone(front),
+            back,
+            arrays: state.arrays.clone(),
+            old_state: Arc::clone(&state.copies[0]),
+            new_state: Arc::clone(&state.copies[state.copies.len() - 1]),
+            changed: Arc::clone(&versions.changed),
+            how,
+        })
+    }
+
     /// Puts `block` together, or carries it over if nothing changes it. `written` has for each of `terms` what it
     /// brings, or is empty if each brings all. Returns whether all `terms` were finite; the block is void if not,
     /// unless it is [`Self::approve`]d. Others may be storing into payloads meanwhile. `checked` terms are known to be
@@ -104,7 +152,7 @@ impl VersionBuilder {
     /// # Safety
     /// The block belongs to this thread alone in the next version. Nobody writes the memory of `terms`, and their
     /// payloads have the right length.
-    pub(crate) unsafe fn block(
+    pub(super) unsafe fn block(
         &self,
         block: BlockId,
         steps: &Steps,
@@ -141,18 +189,13 @@ impl VersionBuilder {
         std::ptr::eq(bytes, unsafe { self.back.region.memory().bytes(range) })
     }
 
-    /// Blocks are computed with these steps from now on. A second call does nothing.
-    pub(crate) fn seal(&self, steps: ByteSteps) {
-        let _ = self.sealed.set(steps);
-    }
-
     fn steps(&self) -> &ByteSteps {
         self.sealed.get().unwrap_or(&self.steps)
     }
 
     /// Whether `block`, which has no contribution, stays as it is: no learner has written its tensors, or their
     /// reducers keep their values without contributions.
-    pub(super) fn stays(&self, block: BlockId, steps: &Steps) -> bool {
+    fn stays(&self, block: BlockId, steps: &Steps) -> bool {
         let stays = |of: Treatment| of.t == 0 || reducers::is_inert(steps.of_group(of.group));
         self.steps().pieces(self.layout.block_bytes(block)).all(|(_, of)| stays(of))
     }
@@ -169,7 +212,7 @@ impl VersionBuilder {
     }
 
     /// Whether elements that take their step `t` begin with state of zero, whatever the slots hold.
-    pub(super) fn begins_anew(&self, step: &reducer::Step, t: u64) -> bool {
+    fn begins_anew(&self, step: &reducer::Step, t: u64) -> bool {
         t == 1 && !self.how.fresh_state && step.reducer.state_slots() > 0
     }
 
@@ -180,7 +223,7 @@ impl VersionBuilder {
 
     /// The sum of contributions to `block`, if it lies where the version will be. From now on, the block holds no
     /// version.
-    pub(crate) fn sum(&self, block: BlockId) -> Option<&Accumulator> {
+    pub(super) fn sum(&self, block: BlockId) -> Option<&Accumulator> {
         let sum = self.sum.as_ref()?;
         self.back.stamp(block, VOID);
         Some(sum)
@@ -191,10 +234,9 @@ impl VersionBuilder {
     ///
     /// # Safety
     /// The block is this thread's alone in the next version. With one copy of the state, the version counts.
-    pub(crate) unsafe fn keep_masters(&self, block: BlockId) {
+    pub(super) unsafe fn keep_masters(&self, block: BlockId) {
         let (Some(old), Some(new)) = (&self.old_state.master, &self.new_state.master) else { return };
-        for segment in self.layout.segments(block) {
-            let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_narrow()) else { continue };
+        for (segment, wire) in narrow(&self.layout, block) {
             let elements = element_span(segment, wire);
             // SAFETY: passed on to the caller; the old state is immutable while its version is the newest.
             let (weights, master) = unsafe {
@@ -211,13 +253,8 @@ impl VersionBuilder {
         }
     }
 
-    /// A reader of blocks that are computed.
-    pub(crate) fn early_reader(&self) -> EarlyReader {
-        EarlyReader::new(&self.back)
-    }
-
     /// The block counts as it was built, finite or not.
-    pub(crate) fn approve(&self, block: BlockId) {
+    pub(super) fn approve(&self, block: BlockId) {
         self.mark(block, self.version.0);
     }
 
@@ -225,7 +262,7 @@ impl VersionBuilder {
     ///
     /// # Safety
     /// The conditions of [`Self::block`].
-    pub(super) unsafe fn compute(
+    unsafe fn compute(
         &self,
         block: BlockId,
         steps: &Steps,
@@ -366,7 +403,7 @@ impl VersionBuilder {
     }
 
     /// Calls `each` for the pieces of `block` that have one element type, one treatment and one set of contributions.
-    pub(super) fn each_piece(
+    fn each_piece(
         &self,
         block: BlockId,
         written: &[Written<'_>],
@@ -445,7 +482,7 @@ impl VersionBuilder {
     ///
     /// # Safety
     /// The block belongs to this thread alone in the next version.
-    pub(super) unsafe fn carry(&self, block: BlockId) {
+    unsafe fn carry(&self, block: BlockId) {
         let i = block.index();
         let changed = self.changed[i].load(Ordering::Relaxed);
         let fresh = |stamp: &AtomicU64| {
@@ -467,11 +504,10 @@ impl VersionBuilder {
     ///
     /// # Safety
     /// The conditions of [`Self::carry`].
-    pub(super) unsafe fn carry_state(&self, block: BlockId, fresh: impl Fn(&AtomicU64) -> bool) {
+    unsafe fn carry_state(&self, block: BlockId, fresh: impl Fn(&AtomicU64) -> bool) {
         let stamp = self.new_state.stamps.get(block.index());
         let Some(stamp) = stamp.filter(|stamp| !self.has_one_copy() && !fresh(stamp)) else { return };
-        for segment in self.layout.segments(block) {
-            let Some(wire) = Wire::of(segment.dtype) else { continue };
+        for (segment, wire) in reduced(&self.layout, block) {
             // SAFETY: passed on to the caller.
             unsafe { self.copy_state(element_span(segment, wire)) };
         }
@@ -515,7 +551,7 @@ impl VersionBuilder {
     }
 
     /// Sets the version whose value the next buffers hold of `block`.
-    pub(super) fn mark(&self, block: BlockId, stamp: u64) {
+    fn mark(&self, block: BlockId, stamp: u64) {
         self.back.stamp(block, stamp);
         if let Some(state) = self.new_state.stamps.get(block.index()).filter(|_| !self.has_one_copy()) {
             state.store(stamp, Ordering::Relaxed);

@@ -16,7 +16,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
 use libmodelio::vocabulary::reducer::Combine;
 use smallvec::SmallVec;
 
-use super::elements::element_span;
+use super::places::{block_span, element_span, reduced};
 
 /// The number of contributions that are listed on the stack. More of them cost an allocation for each block.
 pub(super) const INLINE: usize = 16;
@@ -26,7 +26,7 @@ const CHUNK: usize = 2 << 10;
 
 /// The sum of contributions that had to leave their learners' memory before the version is made.
 #[derive(Clone, Debug)]
-pub struct Accumulator {
+pub(super) struct Accumulator {
     /// The sums, in the order of reducible elements.
     sum: Arc<Mapping>,
     /// With `assign`, the bytes of tensors that are not reduced, at the layout's offsets.
@@ -124,7 +124,7 @@ impl<'a> Payload<'a> {
     ///
     /// # Panics
     /// If the payload has not [`Self::wanted_len`].
-    pub(crate) fn check(self, layout: &ModelLayout, block: BlockId) -> Result<(), Fault> {
+    pub(super) fn check(self, layout: &ModelLayout, block: BlockId) -> Result<(), Fault> {
         if !matches!(self, Payload::Coded(..)) {
             return Ok(());
         }
@@ -138,7 +138,7 @@ impl<'a> Payload<'a> {
     ///
     /// # Panics
     /// When the bytes are too few for a payload of `block`.
-    pub fn is_finite(self, layout: &ModelLayout, block: BlockId) -> bool {
+    pub(super) fn is_finite(self, layout: &ModelLayout, block: BlockId) -> bool {
         let mut segments = segments(layout, block, self);
         segments.all(|(_, sent, bytes)| sent.is_none_or(|sent| sent.is_finite(bytes)))
     }
@@ -216,7 +216,7 @@ pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
 }
 
 /// Whether a payload of `block` equals the accumulator's form of it byte for byte.
-pub fn is_direct(layout: &ModelLayout, block: BlockId, form: Form) -> bool {
+pub(super) fn is_direct(layout: &ModelLayout, block: BlockId, form: Form) -> bool {
     !matches!(form, Form::Coded(_))
         && layout.segments(block).iter().all(|segment| match segment.dtype {
             DType::F32 | DType::F64 => true,
@@ -224,21 +224,16 @@ pub fn is_direct(layout: &ModelLayout, block: BlockId, form: Form) -> bool {
         })
 }
 
-/// Whether the model has tensors that are not reduced.
-pub(crate) fn has_opaque(layout: &ModelLayout) -> bool {
-    let mut segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
-    segments.any(|segment| !segment.dtype.is_reducible())
-}
-
 impl Accumulator {
-    /// An empty accumulator. With `raw` it has room for tensors that are not reduced. Its pages are taken when they
-    /// are touched.
+    /// An empty accumulator. Its pages are taken when they are touched.
     ///
     /// # Errors
     /// When there is no memory.
-    pub(crate) fn new(layout: &ModelLayout, raw: bool) -> io::Result<Accumulator> {
+    pub(super) fn new(layout: &ModelLayout) -> io::Result<Accumulator> {
         let bytes = (layout.elements() as usize * 4).max(4);
-        let raw = raw.then(|| Mapping::anonymous(layout.size() as usize).map(Arc::new)).transpose()?;
+        let mut segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
+        let has_opaque = segments.any(|segment| !segment.dtype.is_reducible());
+        let raw = has_opaque.then(|| Mapping::anonymous(layout.size() as usize).map(Arc::new)).transpose()?;
         Ok(Accumulator { sum: Arc::new(Mapping::anonymous(bytes)?), raw })
     }
 
@@ -247,16 +242,8 @@ impl Accumulator {
         Accumulator { sum: Arc::clone(memory), raw: None }
     }
 
-    /// Takes the pages of the sums.
-    ///
-    /// # Errors
-    /// When there is no memory.
-    pub(crate) fn prefault(&self) -> io::Result<()> {
-        self.sum.prefault()
-    }
-
     /// The memory of the sums.
-    pub(crate) fn memory(&self) -> &Arc<Mapping> {
+    pub(super) fn memory(&self) -> &Arc<Mapping> {
         &self.sum
     }
 
@@ -283,11 +270,10 @@ impl Accumulator {
     /// # Safety
     /// The block belongs to the caller alone while the slice lives.
     #[allow(clippy::mut_from_ref)] // that is what the safety contract is about
-    pub(crate) unsafe fn room(&self, layout: &ModelLayout, block: BlockId) -> &mut [u8] {
-        let segments = layout.segments(block);
-        let start = segments.first().map_or(0, |segment| segment.element as usize * 4);
-        // SAFETY: passed on to the caller. Elements of a block follow each other.
-        unsafe { self.sum.bytes_mut(start..start + wide_len(layout, block)) }
+    pub(super) unsafe fn room(&self, layout: &ModelLayout, block: BlockId) -> &mut [u8] {
+        let span = block_span(layout, block);
+        // SAFETY: passed on to the caller.
+        unsafe { self.sum.bytes_mut(span.start * 4..span.end * 4) }
     }
 
     /// Adds a block, or stores it. Bytes that are not reduced are stored with `assign`, and ignored otherwise.
@@ -295,7 +281,7 @@ impl Accumulator {
     ///
     /// # Safety
     /// The block belongs to the caller alone. The payload has [`Payload::wanted_len`].
-    pub(crate) unsafe fn accumulate(
+    pub(super) unsafe fn accumulate(
         &self,
         layout: &ModelLayout,
         block: BlockId,
@@ -325,7 +311,7 @@ impl Accumulator {
     ///
     /// # Safety
     /// The conditions of [`Self::accumulate`].
-    pub(crate) unsafe fn accumulate_all(
+    pub(super) unsafe fn accumulate_all(
         &self,
         layout: &ModelLayout,
         block: BlockId,
@@ -358,7 +344,7 @@ impl Accumulator {
     ///
     /// # Safety
     /// The conditions of [`Self::accumulate`].
-    pub(crate) unsafe fn overlay(
+    pub(super) unsafe fn overlay(
         &self,
         layout: &ModelLayout,
         block: BlockId,
@@ -386,7 +372,7 @@ impl Accumulator {
     ///
     /// # Safety
     /// The block belongs to the caller alone in both.
-    pub(crate) unsafe fn overlay_from(
+    pub(super) unsafe fn overlay_from(
         &self,
         layout: &ModelLayout,
         block: BlockId,
@@ -411,9 +397,8 @@ impl Accumulator {
     ///
     /// # Safety
     /// The block belongs to the caller alone in both.
-    pub(crate) unsafe fn add(&self, layout: &ModelLayout, block: BlockId, other: &Accumulator) {
-        for segment in layout.segments(block) {
-            let Some(wire) = Wire::of(segment.dtype) else { continue };
+    pub(super) unsafe fn add(&self, layout: &ModelLayout, block: BlockId, other: &Accumulator) {
+        for (segment, wire) in reduced(layout, block) {
             let elements = element_span(segment, wire);
             // SAFETY: passed on to the caller.
             unsafe {
@@ -425,19 +410,19 @@ impl Accumulator {
 
     /// Gives its pages back to the system. False if others know the memory: a device may have it registered. Nobody may
     /// use the sums meanwhile, and their contents are gone.
-    pub(crate) fn give_back(&self) -> bool {
+    pub(super) fn give_back(&self) -> bool {
         let is_alone =
             std::iter::once(&self.sum).chain(&self.raw).all(|memory| Arc::strong_count(memory) == 1);
         is_alone && std::iter::once(&self.sum).chain(&self.raw).all(|memory| memory.give_back().is_ok())
     }
 
     /// The bytes that are taken from the system.
-    pub(crate) fn taken(&self) -> u64 {
+    pub(super) fn taken(&self) -> u64 {
         self.sum.taken() + self.raw.as_ref().map_or(0, |raw| raw.taken())
     }
 
     /// Its size when all of it is used: the sums, and with `raw` the bytes that are not reduced.
-    pub(crate) fn bytes(&self, layout: &ModelLayout, raw: bool) -> u64 {
+    pub(super) fn bytes(&self, layout: &ModelLayout, raw: bool) -> u64 {
         let segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
         let opaque = segments.filter(|segment| raw && self.raw.is_some() && !segment.dtype.is_reducible());
         let raw: u64 = opaque.map(|segment| segment.bytes.end - segment.bytes.start).sum();

@@ -14,32 +14,21 @@ use libmodelio::vocabulary::layout::Segment;
 use libmodelio::vocabulary::tensor_steps::Treatment;
 use smallvec::SmallVec;
 
-use super::VOID;
-use super::accumulator::Accumulator;
-use super::builder::{Brings, VersionBuilder, Written};
-use super::elements::element_span;
-use crate::device::{Arrays, DeviceError, Does, Runs};
+use super::super::accumulator::Accumulator;
+use super::super::buffer::VOID;
+use super::super::places::{element_span, reduced};
+use super::{Brings, VersionBuilder, Written};
+use crate::device::{DeviceError, Does, Runs};
 use crate::reducers;
 
 impl VersionBuilder {
-    /// The memory on a device, if the model has some.
-    pub(crate) fn arrays(&self) -> Option<&Arc<Arrays>> {
-        self.arrays.as_ref()
-    }
-
-    /// The words that a block has in arrays.
-    pub(crate) fn words(&self, block: BlockId) -> usize {
-        let segments = self.layout.segments(block).iter();
-        segments.filter_map(|of| Some(element_span(of, Wire::of(of.dtype)?).len())).sum()
-    }
-
     /// Adds to `runs` what a device computes of `block`: all elements that change. What stays, and what is no number, is
     /// put together here. `written` has for each of `sums` what it brings, or is empty if each brings all. The block is
     /// void until it is [`Self::approve`]d; the result says whether that is needed.
     ///
     /// # Safety
     /// The block belongs to this thread alone in the next version. Nobody writes the memory of `sums`.
-    pub(crate) unsafe fn lay_out(
+    pub(in super::super) unsafe fn lay_out(
         &self,
         block: BlockId,
         steps: &Steps,
@@ -100,15 +89,13 @@ impl VersionBuilder {
     }
 
     /// Adds to `runs` what a device takes over of `block`, whose weights were written whole.
-    pub(crate) fn take_over(&self, block: BlockId, runs: &mut Runs) {
+    pub(in super::super) fn take_over(&self, block: BlockId, runs: &mut Runs) {
         // Of a block that was carried over, the device has the weights.
         if self.back.stamps[block.index()].load(Ordering::Relaxed) != self.version.0 {
             return;
         }
-        for segment in self.layout.segments(block) {
-            if let Some(wire) = Wire::of(segment.dtype) {
-                runs.push(wire, &Does::Adopt, element_span(segment, wire), span(&segment.bytes).start);
-            }
+        for (segment, wire) in reduced(&self.layout, block) {
+            runs.push(wire, &Does::Adopt, element_span(segment, wire), span(&segment.bytes).start);
         }
     }
 
@@ -120,7 +107,7 @@ impl VersionBuilder {
     /// # Safety
     /// The blocks of the runs belong to this thread alone in the next version and its state, and nobody writes their
     /// sums. The version counts.
-    pub(crate) unsafe fn run(&self, steps: &Steps, runs: &Runs) -> Result<(), DeviceError> {
+    pub(in super::super) unsafe fn run(&self, steps: &Steps, runs: &Runs) -> Result<(), DeviceError> {
         let Some(arrays) = &self.arrays else { return Ok(()) };
         let (front, back) = (self.front.region.memory(), self.back.region.memory());
         // SAFETY: the blocks are this thread's, and no two runs have an element in common: each is of one block and piece.

@@ -1,0 +1,187 @@
+//! The newest version with its masters and optimizer state, block by block: reading it for another partition, and loading
+//! it as the first one.
+//!
+//! This module holds `unsafe`; the module above explains why it is sound.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use libmodelio::bytes::block::span;
+use libmodelio::bytes::kernels;
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::wire::Kept;
+
+use super::buffer::VersionBuffer;
+use super::places::{block_span, element_span, has_narrow, narrow, reduced};
+use super::state::{State, StateBuffer};
+use crate::device::{Array, Arrays, DeviceError};
+
+/// The newest version. Until this is dropped, only computations that have begun may go on.
+#[derive(Debug)]
+pub(super) struct Newest {
+    layout: Arc<ModelLayout>,
+    weights: Arc<VersionBuffer>,
+    state: Arc<StateBuffer>,
+    arrays: Option<Arc<Arrays>>,
+}
+
+impl Newest {
+    pub(super) fn new(layout: &Arc<ModelLayout>, weights: Arc<VersionBuffer>, state: &State) -> Newest {
+        let (layout, arrays) = (Arc::clone(layout), state.arrays.clone());
+        Newest { layout, weights, state: Arc::clone(&state.copies[0]), arrays }
+    }
+
+    /// The memory of the weights.
+    pub(super) fn memory(&self) -> &Mapping {
+        self.weights.region.memory()
+    }
+
+    /// The data of `block`, copied from a device if it is there. It is empty if there is none of that kind.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`].
+    ///
+    /// # Panics
+    /// If there is no such block.
+    pub(super) fn bytes(&self, block: BlockId, what: Kept) -> Result<Cow<'_, [u8]>, DeviceError> {
+        let span = block_span(&self.layout, block);
+        let place = span.start * 4..span.end * 4;
+        let array = match what {
+            Kept::Weights => return Ok(self.weights.bytes(self.layout.block_bytes(block)).into()),
+            Kept::Masters if !has_narrow(&self.layout, block) => return Ok(Cow::default()),
+            Kept::Masters => Array::Values,
+            Kept::Slot(slot) => Array::Slot(usize::from(slot)),
+        };
+        let Some(arrays) = &self.arrays else {
+            // SAFETY: the newest version's state is immutable while no new version is computed.
+            let bytes = self.mapping(what).map(|mapping| unsafe { mapping.bytes(place) });
+            return Ok(bytes.unwrap_or_default().into());
+        };
+        let mut bytes = arrays.read(array, place.clone())?.unwrap_or_default();
+        // Elements without a master have zeros in its place, as in the host's memory.
+        for (segment, wire) in reduced(&self.layout, block).filter(|_| array == Array::Values) {
+            let elements = element_span(segment, wire);
+            if !wire.is_narrow() {
+                bytes[elements.start * 4 - place.start..elements.end * 4 - place.start].fill(0);
+            }
+        }
+        Ok(bytes.into())
+    }
+
+    /// The host's memory of all data of a kind other than weights.
+    fn mapping(&self, what: Kept) -> Option<&Mapping> {
+        match what {
+            Kept::Weights => None,
+            Kept::Masters => self.state.master.as_ref(),
+            Kept::Slot(slot) => self.state.slots.get(usize::from(slot))?.as_ref(),
+        }
+    }
+
+    /// The kinds of data that `block` has room for, besides its weights.
+    pub(super) fn wants(&self, block: BlockId) -> Vec<Kept> {
+        let masters = self.state.master.is_some() || self.arrays.is_some();
+        let masters = (masters && has_narrow(&self.layout, block)).then_some(Kept::Masters);
+        let slots = match &self.arrays {
+            Some(arrays) => arrays.slots(),
+            None => self.state.slots.iter().flatten().count(),
+        };
+        let any = !block_span(&self.layout, block).is_empty();
+        masters.into_iter().chain((0..slots as u8).map(Kept::Slot)).filter(|_| any).collect()
+    }
+
+    /// Loads a block's weights.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`].
+    ///
+    /// # Panics
+    /// If `bytes` are not as long as the block.
+    ///
+    /// # Safety
+    /// The block belongs to this thread alone, and nobody reads the version yet.
+    pub(super) unsafe fn load(&self, block: BlockId, bytes: &[u8]) -> Result<(), DeviceError> {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            kernels::stream_copy(bytes, self.memory().bytes_mut(span(&self.layout.block_bytes(block))));
+            self.filled(block)
+        }
+    }
+
+    /// A block's weights were loaded. Its masters follow from them, and so do the weights on a device.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`].
+    ///
+    /// # Safety
+    /// The conditions of [`Self::load`].
+    pub(super) unsafe fn filled(&self, block: BlockId) -> Result<(), DeviceError> {
+        let mut wide = Vec::new();
+        for (segment, wire) in reduced(&self.layout, block) {
+            let elements = element_span(segment, wire);
+            // SAFETY: passed on to the caller.
+            let weights = unsafe { self.memory().bytes(span(&segment.bytes)) };
+            match (&self.arrays, &self.state.master) {
+                (Some(arrays), _) if wire.is_narrow() => {
+                    wide.resize(elements.len(), 0.0);
+                    kernels::widen(wire, weights, &mut wide);
+                    arrays.write(Array::Values, elements.start * 4, kernels::bytes(&wide))?;
+                }
+                (Some(arrays), _) => arrays.write(Array::Values, elements.start * 4, weights)?,
+                // SAFETY: passed on to the caller.
+                (None, Some(master)) if wire.is_narrow() => unsafe {
+                    kernels::widen(wire, weights, master.floats_mut(elements));
+                },
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Loads masters or optimizer state of a block whose weights are loaded. Without bytes, state is zero.
+    ///
+    /// # Errors
+    /// [`DeviceError::Failed`].
+    ///
+    /// # Panics
+    /// If the bytes do not fit.
+    ///
+    /// # Safety
+    /// The conditions of [`Self::load`].
+    pub(super) unsafe fn load_state(
+        &self,
+        block: BlockId,
+        what: Kept,
+        bytes: &[u8],
+    ) -> Result<(), DeviceError> {
+        let span = block_span(&self.layout, block);
+        let place = span.start * 4..span.end * 4;
+        match (&self.arrays, what) {
+            (_, Kept::Weights) => {}
+            (Some(arrays), Kept::Slot(slot)) => {
+                let zeros = if bytes.is_empty() { vec![0; place.len()] } else { Vec::new() };
+                let bytes = if bytes.is_empty() { &zeros } else { bytes };
+                arrays.write(Array::Slot(usize::from(slot)), place.start, bytes)?;
+            }
+            // The places of masters hold the weights of elements that have none.
+            (Some(arrays), Kept::Masters) => {
+                for (segment, wire) in narrow(&self.layout, block) {
+                    let elements = element_span(segment, wire);
+                    let masters = &bytes[elements.start * 4 - place.start..elements.end * 4 - place.start];
+                    arrays.write(Array::Values, elements.start * 4, masters)?;
+                }
+            }
+            (None, what) => {
+                // SAFETY: passed on to the caller.
+                let room = self.mapping(what).map(|mapping| unsafe { mapping.bytes_mut(place) });
+                match room {
+                    Some(room) if bytes.is_empty() => room.fill(0),
+                    Some(room) => kernels::stream_copy(bytes, room),
+                    None => {}
+                }
+            }
+        }
+        Ok(())
+    }
+}
