@@ -64,7 +64,7 @@ fn run(cli: Cli) -> Result<ExitCode, Error> {
     let log = cli.log.log_file;
     let done = match cli.command {
         Command::Up(args) => {
-            let (background, dry_run) = (args.background.asked(), args.dry_run);
+            let (background, dry_run) = (args.background.background, args.dry_run);
             let config = args.config(std::env::vars_os())?;
             if dry_run {
                 return up::dry_run(&config).map(|()| ExitCode::SUCCESS);
@@ -102,20 +102,20 @@ fn run_cluster(command: ClusterCommand, log: Option<PathBuf>) -> Result<ExitCode
     let variables = std::env::vars_os();
     let done = match command {
         ClusterCommand::Registry(args) => {
-            let background = args.background.asked();
+            let background = args.background.background;
             let config = args.config(variables)?;
             let ready = ready(background, log, "registry", config.listen.to_string())?;
             cluster::shard::run_registry(config, ready)
         }
         ClusterCommand::Shard(args) => {
-            let background = args.background.asked();
+            let background = args.background.background;
             let config = args.config(variables)?;
             let ready = ready(background, log, "shard", config.listen.to_string())?;
             cluster::shard::run(config, ready)
         }
         ClusterCommand::Create(args) => cluster::upload::create(&args.config(variables)?),
         ClusterCommand::Mount(args) => {
-            let background = args.background.asked();
+            let background = args.background.background;
             let config = args.config(variables)?;
             let ready = ready(background, log, "mount", &config.mounting.mountpoint)?;
             cluster::mount::run(&config, ready)

@@ -79,8 +79,8 @@ pub fn serve(
             tracing::error!("{}", error::report(&error));
         }
     });
-    let hindrance = if mounting.passthrough { no_passthrough() } else { None };
-    let passthrough = mounting.passthrough && hindrance.is_none();
+    let hindrance = if !mounting.no_passthrough { no_passthrough() } else { None };
+    let passthrough = !mounting.no_passthrough && hindrance.is_none();
     let Loaded { models, later } = load()?;
     let Permissions { uid, gid, umask } = mounting.permissions;
     let uid = uid.unwrap_or_else(|| nix::unistd::geteuid().as_raw());

@@ -1,24 +1,11 @@
-//! The command line of a cluster: a registry, shards, the models on them, and mounts of those.
-//!
-//! Each command has its arguments here, and becomes a checked configuration by `config`. They are offered once they
-//! are variants of [`super::Command`], one by one or all of them by a flattened [`ClusterCommand`].
+//! The commands of a cluster: a registry, shards, the models on them, and mounts of those.
 
-use std::path::PathBuf;
-use std::sync::LazyLock;
+use clap::Subcommand;
 
-use clap::builder::PossibleValuesParser;
-use clap::{Args, Subcommand, ValueHint};
-use libmodelio::client::TransportChoice;
-use libmodelio::transport::reactor::Choice;
-use libmodelio::wire::Checksum;
-use strum::VariantNames as _;
-
-use super::given::{Given, Variables, options_of};
-use super::rdma::{RdmaArgs, RdmaListenArgs};
-use super::{BackgroundArgs, BlankArgs, FromArgs, JobArgs, MountingArgs, StateArgs};
-use crate::config::Vocabulary;
+use super::given::{Given, Variables};
 use crate::config::cluster::{
-    CreateConfig, DeleteConfig, DrainConfig, MountConfig, RegistryConfig, SaveConfig, ShardConfig,
+    CLUSTER, CreateArgs, CreateConfig, DeleteArgs, DeleteConfig, DrainArgs, DrainConfig, MountArgs,
+    MountConfig, RegistryArgs, RegistryConfig, SaveArgs, SaveConfig, ShardArgs, ShardConfig, StatusArgs,
     StatusConfig,
 };
 use crate::error::Error;
@@ -175,195 +162,6 @@ pub enum ClusterCommand {
     Drain(Given<DrainArgs>),
 }
 
-/// The vocabulary of the cluster's commands. One file can hold the keys of all commands, and each command
-/// takes the keys it knows. So a new host uses the file of the other hosts, and only its `listen` differs.
-pub static CLUSTER: LazyLock<Vocabulary> = LazyLock::new(|| {
-    let commands = [options_of::<ShardArgs>(), options_of::<CreateArgs>(), options_of::<MountArgs>()];
-    Vocabulary::new(commands.into_iter().flatten(), "gradfs COMMAND --help")
-});
-
-/// Options of all commands.
-#[derive(Args, Debug)]
-struct CommonArgs {
-    /// Where the registry is; the port, 7070, can be left out (or GRADFS_REGISTRY)
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    registry: Option<String>,
-    /// TOML file with the same options as keys, those of other commands too
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    config: Option<PathBuf>,
-}
-
-/// The arguments of `gradfs registry`.
-#[derive(Args, Debug)]
-pub struct RegistryArgs {
-    #[command(flatten)]
-    pub background: BackgroundArgs,
-    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    listen: Option<String>,
-    /// Let everybody who reaches the address of --listen read, change and delete the models, from other hosts, too: there
-    /// is no authentication
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    insecure: Option<String>,
-    /// TOML file with the same options as keys, those of other commands too
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    config: Option<PathBuf>,
-}
-
-/// The arguments of `gradfs shard`.
-#[derive(Args, Debug)]
-pub struct ShardArgs {
-    #[command(flatten)]
-    pub background: BackgroundArgs,
-    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    listen: Option<String>,
-    /// Let everybody who reaches the address of --listen read, change and delete the models, from other hosts, too: there
-    /// is no authentication
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    insecure: Option<String>,
-    /// Where others reach this shard [default: where it listens]
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    advertise: Option<String>,
-    /// Threads that add contributions up [default: 2]
-    #[arg(long, value_name = "N")]
-    threads: Option<String>,
-    #[command(flatten)]
-    state: StateArgs,
-    /// How bytes go through sockets [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(Choice::VARIANTS))]
-    io: Option<String>,
-    /// Whether blocks that are sent over TCP have a checksum; off for a network that checks by itself. Each end decides
-    /// for what it sends [default: on]
-    #[arg(long, value_parser = PossibleValuesParser::new(Checksum::VARIANTS))]
-    checksum: Option<String>,
-    /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    metrics: Option<String>,
-    #[command(flatten)]
-    common: CommonArgs,
-    #[command(flatten)]
-    rdma_listen: RdmaListenArgs,
-    #[command(flatten)]
-    rdma: RdmaArgs,
-}
-
-/// The arguments of `gradfs create`.
-#[derive(Args, Debug)]
-pub struct CreateArgs {
-    /// What to call the model: its directory in mounts
-    name: Option<String>,
-    #[command(flatten)]
-    common: CommonArgs,
-
-    /// Load it from this safetensors file, or directory of a Hugging Face checkpoint
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Model")]
-    model: Option<PathBuf>,
-    #[command(flatten, next_help_heading = "Model")]
-    blank: BlankArgs,
-    #[command(flatten, next_help_heading = "Model")]
-    snapshot: FromArgs,
-    /// Shards to stripe it over, the least loaded first [default: all that have room for their part]
-    #[arg(long, value_name = "N")]
-    shards: Option<String>,
-
-    #[command(flatten)]
-    job: JobArgs,
-}
-
-/// The arguments of `gradfs mount`.
-#[derive(Args, Debug)]
-pub struct MountArgs {
-    /// The empty directory to mount on
-    #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::DirPath)]
-    mount: Option<PathBuf>,
-    /// Models to show [default: all that the registry has]
-    #[arg(value_name = "MODEL")]
-    models: Vec<String>,
-    #[command(flatten)]
-    pub background: BackgroundArgs,
-    #[command(flatten)]
-    mounting: MountingArgs,
-    /// Which way bytes go to shards; auto is shm to those on this host, and rdma, where both ends have it, or
-    /// tcp to others [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(TransportChoice::VARIANTS))]
-    transport: Option<String>,
-    /// Connections for blocks to each shard, 1 to 16; with RDMA, queue pairs [default: 2]
-    #[arg(long, value_name = "N")]
-    connections: Option<String>,
-    /// How bytes go through sockets [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(Choice::VARIANTS))]
-    io: Option<String>,
-    /// Whether blocks that are sent over TCP have a checksum; off for a network that checks by itself. Each end decides
-    /// for what it sends [default: on]
-    #[arg(long, value_parser = PossibleValuesParser::new(Checksum::VARIANTS))]
-    checksum: Option<String>,
-    #[command(flatten)]
-    common: CommonArgs,
-    #[command(flatten)]
-    rdma: RdmaArgs,
-}
-
-/// The arguments of `gradfs status`.
-#[derive(Args, Debug)]
-pub struct StatusArgs {
-    /// Only this: a mount, the directory of a model in it, or a model's name in the registry
-    #[arg(value_name = "PATH|NAME", value_hint = ValueHint::DirPath)]
-    of: Option<PathBuf>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
-    #[command(flatten)]
-    common: CommonArgs,
-}
-
-/// The arguments of `gradfs save`.
-#[derive(Args, Debug)]
-pub struct SaveArgs {
-    /// The model: its directory in a mount, or its name in the registry
-    #[arg(value_name = "MOUNT/NAME", value_hint = ValueHint::DirPath)]
-    model: PathBuf,
-    /// The directory to write; made if it is not there
-    #[arg(value_hint = ValueHint::DirPath)]
-    dir: PathBuf,
-    /// Put the snapshot in the place of the one that is there, and of all files with names as a snapshot's
-    #[arg(long)]
-    replace: bool,
-    /// Most bytes of tensors in one file of the model
-    #[arg(long, value_name = "SIZE", default_value = "5000000000")]
-    piece_size: String,
-    #[command(flatten)]
-    common: CommonArgs,
-}
-
-/// The arguments of `gradfs delete`.
-#[derive(Args, Debug)]
-pub struct DeleteArgs {
-    /// The model
-    name: String,
-    #[command(flatten)]
-    common: CommonArgs,
-}
-
-/// The arguments of `gradfs drain`.
-#[derive(Args, Debug)]
-pub struct DrainArgs {
-    /// The shard, as gradfs status lists it: its number, or host:port
-    #[arg(value_hint = ValueHint::Hostname)]
-    shard: String,
-    /// Seconds after which it is given up; a model that has not moved by then stays where it is
-    #[arg(long, value_name = "SECONDS", default_value = "600")]
-    timeout: String,
-    /// Seconds for which a job may stand still meanwhile [default: half of the model's control/timeout]
-    #[arg(long, value_name = "SECONDS")]
-    hold: Option<String>,
-    /// Stop draining it: what moves is stopped, and the shard takes models again
-    #[arg(long, conflicts_with_all = ["timeout", "hold"])]
-    cancel: bool,
-    #[command(flatten)]
-    common: CommonArgs,
-}
-
 impl Given<RegistryArgs> {
     /// The configuration that these flags, the environment `variables` and the file they name ask for.
     pub fn config(self, variables: impl Variables) -> Result<RegistryConfig, Error> {
@@ -410,7 +208,7 @@ impl Given<SaveArgs> {
     /// The configuration that these flags, the environment `variables` and the file they name ask for.
     pub fn config(self, variables: impl Variables) -> Result<SaveConfig, Error> {
         let layers = self.layers(&CLUSTER, variables)?;
-        SaveConfig::merge(&self.model, &self.dir, &self.piece_size, self.replace, &layers)
+        SaveConfig::merge(&self, &layers)
     }
 }
 

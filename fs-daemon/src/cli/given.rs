@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::ops::Deref;
 use std::path::PathBuf;
 
-use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+use clap::{ArgMatches, Args, Command, FromArgMatches};
 
 use crate::config::{CONFIG_VARIABLE, Layer, Vocabulary};
 use crate::error::Error;
@@ -72,9 +72,4 @@ impl<T> Given<T> {
         }
         Ok(layers)
     }
-}
-
-/// The options that `T` declares.
-pub fn options_of<T: Args>() -> Vec<Arg> {
-    T::augment_args(Command::new("gradfs")).get_arguments().cloned().collect()
 }

@@ -102,7 +102,7 @@ fn every_option_reaches_the_configuration() {
         assert_ne!(default.get(key), config.controls.get(key), "{key} {text} is the default");
     }
     assert_eq!((config.block_size, config.mounting.threads), (64 << 10, 3));
-    assert!(config.mounting.allow_other && config.mounting.passthrough);
+    assert!(config.mounting.allow_other && !config.mounting.no_passthrough);
     assert_eq!(config.mounting.metrics.unwrap().to_string(), "[::1]:1");
 }
 
@@ -110,9 +110,9 @@ fn every_option_reaches_the_configuration() {
 fn a_switch_can_be_turned_off_again() {
     let variables = [("GRADFS_ALLOW_OTHER", "1"), ("GRADFS_NO_PASSTHROUGH", "1")];
     let config = up("--size 1MiB /mnt", &variables).unwrap();
-    assert!(config.mounting.allow_other && !config.mounting.passthrough);
+    assert!(config.mounting.allow_other && config.mounting.no_passthrough);
     let config = up("--size 1MiB --allow-other=false --no-passthrough=no /mnt", &variables).unwrap();
-    assert!(!config.mounting.allow_other && config.mounting.passthrough);
+    assert!(!config.mounting.allow_other && !config.mounting.no_passthrough);
 }
 
 #[test]
