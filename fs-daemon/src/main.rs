@@ -20,6 +20,7 @@ mod memory;
 mod metrics;
 mod mountpoint;
 mod nbd;
+mod own_thread;
 mod proc;
 mod progress;
 mod rdma;

@@ -15,10 +15,10 @@ use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::learner::Learner;
-use super::learner_times::Waits;
 use super::model::Model;
-use super::own_thread::on_own_thread;
+use super::times::Waits;
 use super::written::Written;
+use crate::own_thread::on_own_thread;
 use libmodelio::reader::Reader;
 
 /// The longest time that a close waits again after a step has waited in vain.

@@ -18,9 +18,9 @@ use libmodelio::vocabulary::weight::Weight;
 use parking_lot::Mutex;
 
 use super::error::CallError;
-use super::last_refusal::LastRefusal;
-use super::learner_times::{LearnerTimes, Waits};
-use super::model_times::ModelTimes;
+use super::error::LastRefusal;
+use super::times::ModelTimes;
+use super::times::{LearnerTimes, Waits};
 
 /// Longest answer to wait for where a request has no deadline of its own.
 pub const PROMPT: Duration = Duration::from_secs(10);
