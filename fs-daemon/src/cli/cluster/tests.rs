@@ -62,31 +62,6 @@ fn every_command_has_help_with_examples() {
 }
 
 #[test]
-fn examples_parse() {
-    for examples in [
-        REGISTRY_EXAMPLES,
-        SHARD_EXAMPLES,
-        CREATE_EXAMPLES,
-        MOUNT_EXAMPLES,
-        STATUS_EXAMPLES,
-        SAVE_EXAMPLES,
-        DELETE_EXAMPLES,
-        DRAIN_EXAMPLES,
-    ] {
-        let lines = examples.lines().filter(|line| line.starts_with("    "));
-        let commands: Vec<&str> =
-            lines.filter_map(|line| line.split_once("gradfs ").map(|(_, words)| words)).collect();
-        assert!(!commands.is_empty());
-        for words in commands {
-            let words = words.split(" | ").next().unwrap();
-            // A shell would have put the host's name there.
-            let words = words.replace("\"$(hostname -f)\"", "node3");
-            assert!(parsed(&words).is_ok(), "{words}");
-        }
-    }
-}
-
-#[test]
 fn settings_of_rdma_are_those_of_shards_and_mounts() {
     let line = Line::command();
     let flags = |name: &str| -> BTreeSet<String> {
