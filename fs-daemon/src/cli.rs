@@ -1,10 +1,8 @@
 //! The command line: its options, and the help text on them.
 //!
-//! Each option is described here once: the environment and the configuration file have the same options, by
-//! the same names. Values stay texts, and the configuration parses them all alike.
+//! The options that the environment and the configuration file have, too, are declared in `config`.
 
 pub mod cluster;
-mod given;
 pub mod rdma;
 mod run;
 
@@ -12,11 +10,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{CommandFactory, Parser, Subcommand, ValueHint};
+use clap::{ArgMatches, CommandFactory, FromArgMatches as _, Parser, Subcommand, ValueHint};
 
-pub use self::given::Given;
-use self::given::Variables;
-use crate::config::{UP, UpArgs, UpConfig, explained};
+use crate::config::{UpArgs, explained};
 use crate::error::{self, Error};
 use crate::logging::LogArgs;
 use crate::trace;
@@ -43,7 +39,7 @@ pub enum Command {
         override_usage = "gradfs up [OPTIONS] MODEL.safetensors... MOUNT\n       \
                           gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up [OPTIONS] --from DIR MOUNT\n       gradfs up --config FILE"
     )]
-    Up(Given<UpArgs>),
+    Up(UpArgs),
     /// Start learners of a mounted model on this machine, and look after them
     #[command(
         after_help = include_str!("cli/help/run.txt").trim_end(),
@@ -87,33 +83,16 @@ pub enum Command {
     },
 }
 
-impl Command {
-    /// Whether the process is to go on in the background.
-    pub fn is_background(&self) -> bool {
-        use cluster::ClusterCommand::{Mount, Registry, Shard};
-        match self {
-            Command::Up(args) => args.background.background,
-            Command::Cluster(Registry(args)) => args.background.background,
-            Command::Cluster(Shard(args)) => args.background.background,
-            Command::Cluster(Mount(args)) => args.background.background,
-            _ => false,
-        }
-    }
+/// Whether the process is to go on in the background.
+pub fn is_background(given: &ArgMatches) -> bool {
+    given.try_get_one("background").ok().flatten() == Some(&true)
 }
 
-impl Given<UpArgs> {
-    /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(self, variables: impl Variables) -> Result<UpConfig, Error> {
-        let mut layers = self.layers(&UP, variables)?;
-        UpConfig::take_mount(&mut layers[0]);
-        UpConfig::merge(&layers)
-    }
-}
-
-/// Parses a command line. On `Err`, everything is printed, and it is the exit code.
-pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, u8> {
+/// Parses a command line, and gives what it has of the command besides. On `Err`, everything is printed, and it is the
+/// exit code.
+pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<(Cli, ArgMatches), u8> {
     use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
-    Cli::try_parse_from(arguments).map_err(|error: clap::Error| {
+    parsed(arguments).map_err(|error| {
         match error.kind() {
             DisplayHelp | DisplayVersion | DisplayHelpOnMissingArgumentOrSubcommand => {
                 crate::printing::printed(error.print());
@@ -128,6 +107,13 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, u8> {
         }
         u8::try_from(error.exit_code()).unwrap_or(2)
     })
+}
+
+fn parsed(arguments: impl IntoIterator<Item = OsString>) -> Result<(Cli, ArgMatches), clap::Error> {
+    let mut matches = Cli::command().try_get_matches_from(arguments)?;
+    let cli = Cli::from_arg_matches(&matches)?;
+    let (_, given) = matches.remove_subcommand().unwrap_or_default();
+    Ok((cli, given))
 }
 
 /// Prints the completion script for `shell`.

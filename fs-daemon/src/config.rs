@@ -11,11 +11,12 @@ mod mounting;
 pub mod rdma;
 mod values;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use clap::builder::TypedValueParser as _;
-use clap::{Arg, Args, ValueHint};
+use clap::{Arg, ArgMatches, Args, ValueHint};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::layout::{DType, MAX_BLOCKS};
 use ps_backend::device::DeviceName;
@@ -23,8 +24,8 @@ use ps_backend::state_copies::StateCopies;
 use strum::VariantNames as _;
 
 use self::job::{Settings, Shown};
-pub use self::layer::{CONFIG_VARIABLE, Layer, Vocabulary, explained, options_of};
-use self::layer::{merged, strongest};
+pub use self::layer::{Layer, explained};
+use self::layer::{Vocabulary, merged, options_of, strongest};
 pub use self::mounting::{Mounting, NbdAddress, Permissions};
 use self::values::{DTYPES, block_size, device, element_type, size, word};
 use crate::checkpoint;
@@ -183,12 +184,18 @@ impl UpConfig {
         Ok(UpConfig { mounting, models, block_size: blank.block_size, controls, state, device })
     }
 
-    /// Takes the directory to mount on from the models of a command line, whose last one it is.
-    pub fn take_mount(flags: &mut Layer) {
-        if let Some((mount, models)) = flags.take("models").split_last() {
-            flags.set("mount", [mount]);
-            flags.set("models", models);
+    /// The configuration that a command line, the environment `variables` and the file they name ask for.
+    pub fn of(
+        given: &ArgMatches,
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<UpConfig, Error> {
+        let mut layers = UP.layers(given, variables)?;
+        // The last of the paths is the directory to mount on.
+        if let Some((mount, models)) = layers[0].take("models").split_last() {
+            layers[0].set("mount", [mount]);
+            layers[0].set("models", models);
         }
+        UpConfig::merge(&layers)
     }
 }
 

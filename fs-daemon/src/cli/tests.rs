@@ -6,13 +6,14 @@ use std::path::Path;
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 
 use super::*;
-use crate::config::{CONFIG_VARIABLE, ModelSource};
+use crate::config::{ModelSource, UP, UpConfig};
+
+const CONFIG_VARIABLE: &str = "GRADFS_CONFIG";
 
 fn up(arguments: &str, variables: &[(&str, &str)]) -> Result<UpConfig, Error> {
     let words = ["gradfs", "up"].into_iter().chain(arguments.split_whitespace());
-    let cli = Cli::try_parse_from(words).map_err(|e| Error::usage(e.to_string()))?;
-    let Command::Up(args) = cli.command else { panic!("not up") };
-    args.config(variables.iter().map(|(k, v)| (k.into(), v.into())))
+    let (_, given) = parsed(words.map(OsString::from)).map_err(|e| Error::usage(e.to_string()))?;
+    UpConfig::of(&given, variables.iter().map(|(k, v)| (k.into(), v.into())))
 }
 
 #[test]

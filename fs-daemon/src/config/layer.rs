@@ -182,7 +182,7 @@ impl Vocabulary {
     }
 
     /// The layer of the command line.
-    pub fn given(&'static self, matches: &ArgMatches) -> Layer {
+    fn given(&'static self, matches: &ArgMatches) -> Layer {
         let mut layer = self.flags();
         for (key, _) in matches.ids().filter_map(|id| self.keys.get_key_value(id.as_str())) {
             if matches.value_source(key) == Some(ValueSource::CommandLine) {
@@ -190,6 +190,27 @@ impl Vocabulary {
             }
         }
         layer
+    }
+
+    /// The sources of a configuration, the strongest first: the command line, the environment `variables`, the file that
+    /// either of them names, and a snapshot.
+    pub fn layers(
+        &'static self,
+        matches: &ArgMatches,
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<Vec<Layer>, Error> {
+        let variables: Vec<_> = variables.into_iter().collect();
+        let named = variables.iter().find(|(name, value)| name == CONFIG_VARIABLE && !value.is_empty());
+        let file = matches.get_one("config").cloned().or(named.map(|(_, value)| PathBuf::from(value)));
+        let mut layers = vec![self.given(matches), self.environment(variables)];
+        if let Some(path) = file {
+            layers.push(self.file(&path)?);
+        }
+        let from = layers.iter().find_map(|layer| layer.get("from")?.last().map(PathBuf::from));
+        if let Some(dir) = from {
+            layers.push(self.snapshot(&dir, &layers)?);
+        }
+        Ok(layers)
     }
 
     /// The variables `GRADFS_<KEY>` among `variables`; empty ones count as unset. `GRADFS_MODELS` is
@@ -228,7 +249,7 @@ impl Vocabulary {
     ///
     /// # Errors
     /// A directory that is no snapshot.
-    pub fn snapshot(&'static self, dir: &Path, stronger: &[Layer]) -> Result<Layer, Error> {
+    fn snapshot(&'static self, dir: &Path, stronger: &[Layer]) -> Result<Layer, Error> {
         let reader = Reader::open(dir, None)?;
         let head = reader.head();
         let mut layer = Layer::new(self, Source::Snapshot(dir.join(MANIFEST)));
@@ -253,7 +274,7 @@ impl Vocabulary {
     }
 
     /// The configuration file at `path`.
-    pub fn file(&'static self, path: &Path) -> Result<Layer, Error> {
+    fn file(&'static self, path: &Path) -> Result<Layer, Error> {
         let text = std::fs::read_to_string(path).map_err(|e| {
             Error::usage(format!("cannot read the configuration {}", path.display()))
                 .caused_by(e)
