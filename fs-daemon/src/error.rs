@@ -40,6 +40,11 @@ impl Error {
         self
     }
 
+    /// Adds where the text is from that is wrong.
+    pub fn of(self, origin: &str) -> Error {
+        Error { message: format!("{origin}: {}", self.message), ..self }
+    }
+
     /// Adds the cause.
     pub fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Error {
         self.source = Some(source.into());

@@ -7,19 +7,15 @@
 pub mod access;
 pub mod calls;
 
-mod chores;
 mod closing;
-mod descriptors;
 mod endings;
-mod memory_lookups;
+mod lookups;
 mod open_files;
 mod opening;
 mod pending_exits;
 mod process;
 mod refusals;
-mod reply;
 mod requests;
-mod second_lookups;
 mod users;
 mod waits;
 mod watches;
@@ -47,7 +43,7 @@ use self::calls::Calls;
 use self::opening::Opened;
 use self::refusals::Caller;
 use crate::fs::filesystem::Fs;
-use crate::fs::moved_names::Kernel;
+use crate::fs::model_tree::Kernel;
 use crate::fs::open::Way;
 
 /// How to mount.
@@ -160,7 +156,7 @@ impl Binding {
 
     /// How long the kernel may keep the name in `parent` that led to `ino`.
     fn name_ttl(&self, parent: u64, ino: u64) -> Duration {
-        if self.fs().is_fixed(parent, ino) { reply::FOREVER } else { Duration::ZERO }
+        if self.fs().is_fixed(parent, ino) { requests::FOREVER } else { Duration::ZERO }
     }
 
     /// The kernel's name for `memory`, made once.

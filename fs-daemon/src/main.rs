@@ -20,6 +20,7 @@ mod memory;
 mod metrics;
 mod mountpoint;
 mod nbd;
+mod own_thread;
 mod proc;
 mod progress;
 mod rdma;
@@ -34,22 +35,27 @@ mod trace;
 mod up;
 
 use std::ffi::OsStr;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use background::Ready;
+use clap::ArgMatches;
 use cli::cluster::ClusterCommand;
 use cli::rdma::RdmaCommand;
 use cli::{Cli, Command};
+use config::cluster::{
+    CLUSTER, CreateConfig, DeleteConfig, DrainArgs, DrainConfig, MountConfig, RegistryConfig, SaveConfig,
+    ShardConfig, StatusConfig,
+};
+use config::{Layer, UpConfig};
 use error::Error;
 
 fn main() -> ExitCode {
     crash::abort_on_panic();
-    let cli = match cli::parse(std::env::args_os()) {
-        Ok(cli) => cli,
+    let (cli, given) = match cli::parse(std::env::args_os()) {
+        Ok(parsed) => parsed,
         Err(code) => return code.into(),
     };
-    match run(cli) {
+    match run(cli, &given) {
         Ok(ExitCode::SUCCESS) if printing::has_failed() => ExitCode::FAILURE,
         Ok(code) => code,
         Err(error) => {
@@ -59,21 +65,29 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> Result<ExitCode, Error> {
-    logging::init(&cli.log, cli.command.is_background())?;
-    let log = cli.log.log_file;
+fn run(cli: Cli, given: &ArgMatches) -> Result<ExitCode, Error> {
+    let is_background = cli::is_background(given);
+    logging::init(&cli.log, is_background)?;
+    // Goes to the background if that is asked for. No thread may have been started yet.
+    let ready = |command: &str, what: &OsStr| match cli.log.log_file {
+        _ if !is_background => Ok(Ready::in_foreground()),
+        Some(log) => background::detach(log),
+        None => background::detach(background::default_log(command, what)?),
+    };
     let done = match cli.command {
         Command::Up(args) => {
-            let (background, dry_run) = (args.background.asked(), args.dry_run);
-            let config = args.config(std::env::vars_os())?;
-            if dry_run {
-                return up::dry_run(&config).map(|()| ExitCode::SUCCESS);
+            let config = UpConfig::of(given, std::env::vars_os())?;
+            if args.dry_run {
+                up::dry_run(&config)
+            } else {
+                let ready = ready("up", config.mounting.mountpoint.as_os_str())?;
+                up::run(config, ready)
             }
-            let ready = ready(background, log, "up", &config.mounting.mountpoint)?;
-            up::run(config, ready)
         }
         Command::Run(args) => return run::run(&args.plan()?),
-        Command::Cluster(command) => return run_cluster(command, log),
+        Command::Cluster(command) => {
+            return run_cluster(command, &CLUSTER.layers(given, std::env::vars_os())?, ready);
+        }
         Command::Rdma(RdmaCommand::Devices { json }) => rdma::devices(json),
         Command::Trace { mountpoint, seconds, output } => trace::run(&mountpoint, seconds, &output),
         Command::Unmount { mountpoint, lazy } => mountpoint::unmount(&mountpoint, lazy),
@@ -82,48 +96,36 @@ fn run(cli: Cli) -> Result<ExitCode, Error> {
     done.map(|()| ExitCode::SUCCESS)
 }
 
-/// Goes to the background if that is asked for. No thread may have been started yet.
-fn ready(
-    background: bool,
-    log: Option<PathBuf>,
-    command: &str,
-    what: impl AsRef<OsStr>,
-) -> Result<Ready, Error> {
-    if !background {
-        return Ok(Ready::in_foreground());
-    }
-    background::detach(match log {
-        Some(log) => log,
-        None => background::default_log(command, what.as_ref())?,
-    })
-}
-
-fn run_cluster(command: ClusterCommand, log: Option<PathBuf>) -> Result<ExitCode, Error> {
-    let variables = std::env::vars_os();
+fn run_cluster(
+    command: ClusterCommand,
+    layers: &[Layer],
+    ready: impl FnOnce(&str, &OsStr) -> Result<Ready, Error>,
+) -> Result<ExitCode, Error> {
     let done = match command {
-        ClusterCommand::Registry(args) => {
-            let background = args.background.asked();
-            let config = args.config(variables)?;
-            let ready = ready(background, log, "registry", config.listen.to_string())?;
+        ClusterCommand::Registry(_) => {
+            let config = RegistryConfig::merge(layers)?;
+            let ready = ready("registry", config.listen.to_string().as_ref())?;
             cluster::shard::run_registry(config, ready)
         }
-        ClusterCommand::Shard(args) => {
-            let background = args.background.asked();
-            let config = args.config(variables)?;
-            let ready = ready(background, log, "shard", config.listen.to_string())?;
+        ClusterCommand::Shard(_) => {
+            let config = ShardConfig::merge(layers)?;
+            let ready = ready("shard", config.listen.to_string().as_ref())?;
             cluster::shard::run(config, ready)
         }
-        ClusterCommand::Create(args) => cluster::upload::create(&args.config(variables)?),
-        ClusterCommand::Mount(args) => {
-            let background = args.background.asked();
-            let config = args.config(variables)?;
-            let ready = ready(background, log, "mount", &config.mounting.mountpoint)?;
+        ClusterCommand::Create(_) => cluster::upload::create(&CreateConfig::merge(layers)?),
+        ClusterCommand::Mount(_) => {
+            let config = MountConfig::merge(layers)?;
+            let ready = ready("mount", config.mounting.mountpoint.as_os_str())?;
             cluster::mount::run(&config, ready)
         }
-        ClusterCommand::Status(args) => return cluster::status::run(&args.config(variables)?),
-        ClusterCommand::Save(args) => cluster::save::run(&args.config(variables)?),
-        ClusterCommand::Delete(args) => cluster::upload::delete(&args.config(variables)?),
-        ClusterCommand::Drain(args) => cluster::drain::run(&args.config(variables)?),
+        ClusterCommand::Status(args) => {
+            return cluster::status::run(&StatusConfig::merge(args.of.as_deref(), layers, args.json)?);
+        }
+        ClusterCommand::Save(args) => cluster::save::run(&SaveConfig::merge(&args, layers)?),
+        ClusterCommand::Delete(args) => cluster::upload::delete(&DeleteConfig::merge(&args.name, layers)?),
+        ClusterCommand::Drain(DrainArgs { shard, timeout, hold, cancel, .. }) => {
+            cluster::drain::run(&DrainConfig::merge(&shard, &timeout, hold.as_deref(), cancel, layers)?)
+        }
     };
     done.map(|()| ExitCode::SUCCESS)
 }

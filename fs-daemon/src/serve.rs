@@ -11,8 +11,8 @@ use libmodelio::client::ShardView;
 use crate::background::Ready;
 use crate::config::{MAX_MODELS, Mounting, Permissions};
 use crate::error::{self, Error};
-use crate::fs::access::Access;
-use crate::fs::moved_names::Kernel;
+use crate::fs::filesystem::Access;
+use crate::fs::model_tree::Kernel;
 use crate::fs::node;
 use crate::fuse::calls::Calls;
 use crate::fuse::{self, MountSettings};
@@ -79,8 +79,8 @@ pub fn serve(
             tracing::error!("{}", error::report(&error));
         }
     });
-    let hindrance = if mounting.passthrough { no_passthrough() } else { None };
-    let passthrough = mounting.passthrough && hindrance.is_none();
+    let hindrance = if !mounting.no_passthrough { no_passthrough() } else { None };
+    let passthrough = !mounting.no_passthrough && hindrance.is_none();
     let Loaded { models, later } = load()?;
     let Permissions { uid, gid, umask } = mounting.permissions;
     let uid = uid.unwrap_or_else(|| nix::unistd::geteuid().as_raw());

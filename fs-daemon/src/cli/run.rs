@@ -11,26 +11,6 @@ use crate::error::Error;
 use crate::run::supervisor::OnFailure;
 use crate::run::{Count, Plan};
 
-pub const EXAMPLES: &str = "\
-Examples:
-  Four learners of a model that is mounted (gradfs up --learners 4 ...):
-    gradfs run -n 4 /mnt/job/llama -- python train.py
-
-  As many as make the job faster, at most 16:
-    gradfs run -n auto --max 16 /mnt/job/llama -- python train.py
-
-  A learner that dies is started again, and a script writes down what all of them print:
-    gradfs run -n 4 --on-failure restart --progress=false /mnt/job/llama -- python train.py | tee log
-
-Each process has the directory of its learner in GRADFS_LEARNER, which has joined already and leaves when the process \
-ends, and RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, as torchrun sets them. In Python:
-    me = os.environ[\"GRADFS_LEARNER\"]
-    weights = np.fromfile(f\"{me}/weights\", \"<f4\")
-
-SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to all processes, which have groups of their own. A second Ctrl-C \
-kills them. The exit status is 0 if all ended with 0, else that of the first that failed (128 and the number, if by a \
-signal); with --on-failure drop only if all failed. It is 127 if there is no such command.";
-
 /// The arguments of `gradfs run`.
 #[derive(Args, Debug)]
 pub struct RunArgs {

@@ -6,13 +6,14 @@ use std::path::Path;
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 
 use super::*;
-use crate::config::{CONFIG_VARIABLE, ModelSource};
+use crate::config::{ModelSource, UP, UpConfig};
+
+const CONFIG_VARIABLE: &str = "GRADFS_CONFIG";
 
 fn up(arguments: &str, variables: &[(&str, &str)]) -> Result<UpConfig, Error> {
     let words = ["gradfs", "up"].into_iter().chain(arguments.split_whitespace());
-    let cli = Cli::try_parse_from(words).map_err(|e| Error::usage(e.to_string()))?;
-    let Command::Up(args) = cli.command else { panic!("not up") };
-    args.config(variables.iter().map(|(k, v)| (k.into(), v.into())))
+    let (_, given) = parsed(words.map(OsString::from)).map_err(|e| Error::usage(e.to_string()))?;
+    UpConfig::of(&given, variables.iter().map(|(k, v)| (k.into(), v.into())))
 }
 
 #[test]
@@ -102,7 +103,7 @@ fn every_option_reaches_the_configuration() {
         assert_ne!(default.get(key), config.controls.get(key), "{key} {text} is the default");
     }
     assert_eq!((config.block_size, config.mounting.threads), (64 << 10, 3));
-    assert!(config.mounting.allow_other && config.mounting.passthrough);
+    assert!(config.mounting.allow_other && !config.mounting.no_passthrough);
     assert_eq!(config.mounting.metrics.unwrap().to_string(), "[::1]:1");
 }
 
@@ -110,9 +111,9 @@ fn every_option_reaches_the_configuration() {
 fn a_switch_can_be_turned_off_again() {
     let variables = [("GRADFS_ALLOW_OTHER", "1"), ("GRADFS_NO_PASSTHROUGH", "1")];
     let config = up("--size 1MiB /mnt", &variables).unwrap();
-    assert!(config.mounting.allow_other && !config.mounting.passthrough);
+    assert!(config.mounting.allow_other && config.mounting.no_passthrough);
     let config = up("--size 1MiB --allow-other=false --no-passthrough=no /mnt", &variables).unwrap();
-    assert!(!config.mounting.allow_other && config.mounting.passthrough);
+    assert!(!config.mounting.allow_other && !config.mounting.no_passthrough);
 }
 
 #[test]

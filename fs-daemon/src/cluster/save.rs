@@ -42,7 +42,8 @@ pub fn run(config: &SaveConfig) -> Result<(), Error> {
     match (head, stream) {
         (StreamHead::Here(head), Some(mut stream)) => write(config, *head, &mut stream, &interrupt),
         (StreamHead::Elsewhere { registry, model }, _) => {
-            let registry = Endpoint::parse("the mount's registry", &registry, DEFAULT_PORT)?;
+            let registry =
+                Endpoint::parse(&registry, DEFAULT_PORT).map_err(|error| error.of("the mount's registry"))?;
             save_from_shards(config, &model, &registry, &interrupt)
         }
         (StreamHead::Here(_), None) => Err(Error::new("the snapshot ends before it begins")),

@@ -3,13 +3,13 @@
 //! The commands have one vocabulary. One file can hold the keys of all commands, and each command takes the
 //! keys it knows. So a new host uses the file of the other hosts, and only its `listen` differs.
 
-pub mod rdma;
-
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 use std::time::Duration;
 
+use clap::{ArgAction, Args, ValueHint};
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
@@ -20,16 +20,23 @@ use ps_backend::server::RdmaUse;
 use ps_backend::state_copies::StateCopies;
 use strum::VariantNames;
 
-use super::endpoint::{DEFAULT_PORT, Endpoint};
-use super::{Layer, Merged, ModelSource, name_fault, number, size, utf8};
+use super::endpoint::{DEFAULT_PORT, Endpoint, METRICS_PORT};
+use super::layer::{merged, options_of, strongest};
+use super::rdma::{RdmaArgs, RdmaListenArgs};
+use super::values::{number, size, switch, whole, word};
+use super::{
+    BackgroundArgs, BlankArgs, FromArgs, Layer, MAX_MODELS, ModelSource, Mounting, Settings, StateArgs,
+    Vocabulary, name_fault,
+};
 use crate::error::Error;
 use crate::mountpoint;
 
 /// Most shards that a model can be striped over.
 const MAX_SHARDS: u16 = 1024;
-const THREADS_OF_SHARD: &str =
-    "threads add contributions up; one for each core that the shard may use is most";
-const DEFAULT_CONNECTIONS: usize = 2;
+const SHARDS: &str = "leave it out to stripe the model over all shards that there are";
+/// Most threads that add contributions up.
+const MAX_THREADS: usize = 256;
+const THREADS: &str = "threads add contributions up; one for each core that the shard may use is most";
 const MAX_CONNECTIONS: usize = 16;
 const CONNECTIONS: &str = "connections to each shard carry blocks; as many are busy as there are threads";
 const MOUNT_USAGE: &str = "name the directory to mount on: gradfs mount /mnt/job --registry node1";
@@ -39,6 +46,199 @@ const LISTEN_USAGE: &str =
     "say where to listen: --listen 10.0.0.1:7070, or --listen 0.0.0.0 for all addresses";
 const REGISTRY_USAGE: &str =
     "say where the registry is: --registry node1:7070, GRADFS_REGISTRY, or registry in the file";
+
+/// The vocabulary of the cluster's commands. One file can hold the keys of all commands, and each command
+/// takes the keys it knows. So a new host uses the file of the other hosts, and only its `listen` differs.
+pub static CLUSTER: LazyLock<Vocabulary> = LazyLock::new(|| {
+    let commands = [options_of::<ShardArgs>(), options_of::<CreateArgs>(), options_of::<MountArgs>()];
+    Vocabulary::new(commands.into_iter().flatten(), "gradfs COMMAND --help")
+});
+
+/// Options of all commands.
+#[derive(Args, Debug)]
+pub struct CommonArgs {
+    /// Where the registry is; the port, 7070, can be left out (or GRADFS_REGISTRY)
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = Endpoint::to_connect_to)]
+    registry: Option<Endpoint>,
+    /// TOML file with the same options as keys, those of other commands too
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    config: Option<PathBuf>,
+}
+
+/// Where a process of a cluster listens.
+#[derive(Args, Debug)]
+struct ListenArgs {
+    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = |text: &str| Endpoint::parse(text, DEFAULT_PORT))]
+    listen: Option<Endpoint>,
+    /// Let everybody who reaches the address of --listen read, change and delete the models, from other hosts, too: there
+    /// is no authentication
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value = "false", hide_default_value = true, action = ArgAction::Set, value_parser = switch)]
+    insecure: bool,
+}
+
+/// How blocks go through sockets.
+#[derive(Args, Debug)]
+struct SocketArgs {
+    /// How bytes go through sockets
+    #[arg(long, default_value = "auto", value_parser = word::<Choice>(Choice::VARIANTS))]
+    io: Choice,
+    /// Whether blocks that are sent over TCP have a checksum; off for a network that checks by itself. Each end decides
+    /// for what it sends
+    #[arg(long, default_value = "on", value_parser = word::<Checksum>(Checksum::VARIANTS))]
+    checksum: Checksum,
+}
+
+/// The arguments of `gradfs registry`.
+#[derive(Args, Debug)]
+pub struct RegistryArgs {
+    #[command(flatten)]
+    pub background: BackgroundArgs,
+    #[command(flatten)]
+    listen: ListenArgs,
+    /// TOML file with the same options as keys, those of other commands too
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    config: Option<PathBuf>,
+}
+
+/// The arguments of `gradfs shard`.
+#[derive(Args, Debug)]
+pub struct ShardArgs {
+    #[command(flatten)]
+    pub background: BackgroundArgs,
+    #[command(flatten)]
+    listen: ListenArgs,
+    /// Where others reach this shard [default: where it listens]
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
+    advertise: Option<String>,
+    /// Threads that add contributions up
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = whole(1..=MAX_THREADS, THREADS))]
+    threads: usize,
+    #[command(flatten)]
+    state: StateArgs,
+    #[command(flatten)]
+    sockets: SocketArgs,
+    /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, value_parser = |text: &str| Endpoint::parse(text, METRICS_PORT))]
+    metrics: Option<Endpoint>,
+    #[command(flatten)]
+    common: CommonArgs,
+    #[command(flatten)]
+    rdma_listen: RdmaListenArgs,
+    #[command(flatten)]
+    rdma: RdmaArgs,
+}
+
+/// The arguments of `gradfs create`.
+#[derive(Args, Debug)]
+pub struct CreateArgs {
+    /// What to call the model: its directory in mounts
+    name: Option<String>,
+    #[command(flatten)]
+    common: CommonArgs,
+
+    /// Load it from this safetensors file, or directory of a Hugging Face checkpoint
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Model")]
+    model: Option<PathBuf>,
+    #[command(flatten, next_help_heading = "Model")]
+    blank: BlankArgs,
+    #[command(flatten, next_help_heading = "Model")]
+    snapshot: FromArgs,
+    /// Shards to stripe it over, the least loaded first [default: all that have room for their part]
+    #[arg(long, value_name = "N", value_parser = whole(1..=MAX_SHARDS, SHARDS))]
+    shards: Option<u16>,
+
+    #[command(flatten)]
+    settings: Settings,
+}
+
+/// The arguments of `gradfs mount`.
+#[derive(Args, Debug)]
+pub struct MountArgs {
+    /// The empty directory to mount on
+    #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::DirPath)]
+    mount: Option<PathBuf>,
+    /// Models to show [default: all that the registry has]
+    #[arg(value_name = "MODEL")]
+    models: Vec<String>,
+    #[command(flatten)]
+    pub background: BackgroundArgs,
+    #[command(flatten)]
+    mounting: Mounting,
+    /// Which way bytes go to shards; auto is shm to those on this host, and rdma, where both ends have it, or
+    /// tcp to others
+    #[arg(long, default_value = "auto", value_parser = word::<TransportChoice>(TransportChoice::VARIANTS))]
+    transport: TransportChoice,
+    /// Connections for blocks to each shard, 1 to 16; with RDMA, queue pairs
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = whole(1..=MAX_CONNECTIONS, CONNECTIONS))]
+    connections: usize,
+    #[command(flatten)]
+    sockets: SocketArgs,
+    #[command(flatten)]
+    common: CommonArgs,
+    #[command(flatten)]
+    rdma: RdmaArgs,
+}
+
+/// The arguments of `gradfs status`.
+#[derive(Args, Debug)]
+pub struct StatusArgs {
+    /// Only this: a mount, the directory of a model in it, or a model's name in the registry
+    #[arg(value_name = "PATH|NAME", value_hint = ValueHint::DirPath)]
+    pub of: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+/// The arguments of `gradfs save`.
+#[derive(Args, Debug)]
+pub struct SaveArgs {
+    /// The model: its directory in a mount, or its name in the registry
+    #[arg(value_name = "MOUNT/NAME", value_hint = ValueHint::DirPath)]
+    model: PathBuf,
+    /// The directory to write; made if it is not there
+    #[arg(value_hint = ValueHint::DirPath)]
+    dir: PathBuf,
+    /// Put the snapshot in the place of the one that is there, and of all files with names as a snapshot's
+    #[arg(long)]
+    replace: bool,
+    /// Most bytes of tensors in one file of the model
+    #[arg(long, value_name = "SIZE", default_value = "5000000000", value_parser = piece_size)]
+    piece_size: u64,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+/// The arguments of `gradfs delete`.
+#[derive(Args, Debug)]
+pub struct DeleteArgs {
+    /// The model
+    pub name: String,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+/// The arguments of `gradfs drain`.
+#[derive(Args, Debug)]
+pub struct DrainArgs {
+    /// The shard, as gradfs status lists it: its number, or host:port
+    #[arg(value_hint = ValueHint::Hostname)]
+    pub shard: String,
+    /// Seconds after which it is given up; a model that has not moved by then stays where it is
+    #[arg(long, value_name = "SECONDS", default_value = "600")]
+    pub timeout: String,
+    /// Seconds for which a job may stand still meanwhile [default: half of the model's control/timeout]
+    #[arg(long, value_name = "SECONDS")]
+    pub hold: Option<String>,
+    /// Stop draining it: what moves is stopped, and the shard takes models again
+    #[arg(long, conflicts_with_all = ["timeout", "hold"])]
+    pub cancel: bool,
+    #[command(flatten)]
+    common: CommonArgs,
+}
 
 /// Everything `gradfs registry` needs to know.
 #[derive(Clone, Debug, PartialEq)]
@@ -102,7 +302,7 @@ pub struct CreateConfig {
 #[derive(Clone, Debug, PartialEq)]
 pub struct MountConfig {
     /// How to mount.
-    pub mounting: super::Mounting,
+    pub mounting: Mounting,
     /// The models to show; none: all that the registry has.
     pub models: Vec<String>,
     /// The registry.
@@ -214,21 +414,23 @@ const MAX_HOLD: f64 = 24.0 * 3600.0;
 impl RegistryConfig {
     /// Merges `layers`, the strongest first.
     pub fn merge(layers: &[Layer]) -> Result<RegistryConfig, Error> {
-        let merged = Merged(layers);
-        Ok(RegistryConfig { listen: merged.listen()?, insecure: merged.switch("insecure")? })
+        let ListenArgs { listen, insecure } = merged(layers)?;
+        Ok(RegistryConfig { listen: needed(listen, "address to listen on", LISTEN_USAGE)?, insecure })
     }
 }
 
 impl ShardConfig {
     /// Merges `layers`, the strongest first.
     pub fn merge(layers: &[Layer]) -> Result<ShardConfig, Error> {
-        let merged = Merged(layers);
-        let listen = merged.listen()?;
-        // The port that it listens on may be any free one, and then so may this.
-        let needs_port = listen.port != 0;
-        let parse = |origin: &str, text: &str| to_connect_to(origin, text, listen.port, needs_port);
-        let advertise = match merged.parsed("advertise", parse)? {
-            Some(advertise) => advertise,
+        let args: ShardArgs = merged(layers)?;
+        let listen = needed(args.listen.listen, "address to listen on", LISTEN_USAGE)?;
+        let advertise = match args.advertise {
+            Some(text) => {
+                let origin = strongest(layers, "advertise").map(|(origin, _)| origin).unwrap_or_default();
+                // The port that it listens on may be any free one, and then so may this.
+                let reached = Endpoint::reached(text.trim(), listen.port, listen.port != 0);
+                reached.map_err(|error| error.of(&origin))?
+            }
             None if listen.is_unspecified() => {
                 let message = format!("with --listen {listen} others cannot tell where this shard is");
                 return Err(Error::usage(message)
@@ -237,22 +439,22 @@ impl ShardConfig {
             None => listen.clone(),
         };
         // A registry's own configuration may name itself: one file with `registry` serves all hosts.
-        let registry = merged.registry()?.filter(|registry| *registry != advertise && *registry != listen);
-        let (device, state) = merged.device()?;
+        let is_other = |registry: &Endpoint| *registry != advertise && *registry != listen;
+        let (device, state) = args.state.checked()?;
         Ok(ShardConfig {
-            listen,
-            insecure: merged.switch("insecure")?,
-            advertise,
-            registry,
-            metrics: merged.metrics()?,
-            threads: merged.threads(THREADS_OF_SHARD)?,
+            registry: args.common.registry.filter(is_other),
+            insecure: args.listen.insecure,
+            metrics: args.metrics,
+            threads: args.threads,
             state,
             device,
-            io: merged.word("io", Choice::VARIANTS, Choice::default())?,
-            checksum: merged.checksum()?,
-            rdma: merged.rdma_use()?,
-            rdma_port: merged.rdma_port()?,
-            rdma_options: merged.rdma()?,
+            io: args.sockets.io,
+            checksum: args.sockets.checksum,
+            rdma: args.rdma_listen.rdma,
+            rdma_port: args.rdma_listen.rdma_port,
+            rdma_options: args.rdma.into(),
+            listen,
+            advertise,
         })
     }
 
@@ -272,25 +474,23 @@ impl ShardConfig {
 impl CreateConfig {
     /// Merges `layers`, the strongest first.
     pub fn merge(layers: &[Layer]) -> Result<CreateConfig, Error> {
-        let merged = Merged(layers);
-        let block_size = merged.block_size()?;
-        let name = merged.parsed("name", model_name)?.ok_or_else(|| {
+        let CreateArgs { name, common, blank, shards, settings, .. } = merged(layers)?;
+        let name = name.ok_or_else(|| {
             Error::usage("the model has no name")
                 .hint("gradfs create NAME: the name becomes a directory in mounts")
         })?;
-        let source = merged.sources("model", block_size, CREATE_USAGE)?.pop();
+        let origin = strongest(layers, "name").map(|(origin, _)| origin).unwrap_or_default();
+        let name = model_name(&origin, &name)?;
+        let source = blank.sources(layers, "model", CREATE_USAGE)?.pop();
         let source = source.ok_or_else(|| Error::usage("no model is given").hint(CREATE_USAGE))?;
+        let controls = settings.controls(layers)?;
         Ok(CreateConfig {
             name,
             source,
-            registry: merged.registry_or_here()?,
-            shards: merged.whole(
-                "shards",
-                1..=MAX_SHARDS,
-                "leave it out to stripe the model over all shards that there are",
-            )?,
-            block_size,
-            controls: merged.controls()?,
+            registry: or_here(common.registry),
+            shards,
+            block_size: blank.block_size,
+            controls,
         })
     }
 }
@@ -298,33 +498,35 @@ impl CreateConfig {
 impl MountConfig {
     /// Merges `layers`, the strongest first.
     pub fn merge(layers: &[Layer]) -> Result<MountConfig, Error> {
-        let merged = Merged(layers);
+        // The directory comes before the models.
+        let has_mount =
+            strongest(layers, "mount").is_some_and(|(_, values)| values.iter().any(|it| !it.is_empty()));
+        let args: MountArgs = match has_mount {
+            true => merged(layers)?,
+            false => return Err(Error::usage("no mountpoint is given").hint(MOUNT_USAGE)),
+        };
         let mut models: Vec<String> = Vec::new();
-        if let Some((origin, names)) = merged.get("models") {
-            for name in names {
-                let name = model_name(&origin, utf8(&origin, name)?)?;
-                if models.contains(&name) {
-                    return Err(Error::usage(format!("{origin}: {name} is named twice")).hint("name it once"));
-                }
-                models.push(name);
+        for name in args.models {
+            let origin = strongest(layers, "models").map(|(origin, _)| origin).unwrap_or_default();
+            let name = model_name(&origin, &name)?;
+            if models.contains(&name) {
+                return Err(Error::usage(format!("{origin}: {name} is named twice")).hint("name it once"));
             }
+            models.push(name);
         }
-        if models.len() > super::MAX_MODELS {
-            let message =
-                format!("{} models are more than a mount shows ({})", models.len(), super::MAX_MODELS);
+        if models.len() > MAX_MODELS {
+            let message = format!("{} models are more than a mount shows ({MAX_MODELS})", models.len());
             return Err(Error::usage(message).hint("mount them in several places"));
         }
         Ok(MountConfig {
-            mounting: merged.mounting(MOUNT_USAGE)?,
+            mounting: args.mounting.at(layers, MOUNT_USAGE)?,
             models,
-            registry: merged.registry_needed()?,
-            transport: merged.word("transport", TransportChoice::VARIANTS, TransportChoice::default())?,
-            connections: merged
-                .whole("connections", 1..=MAX_CONNECTIONS, CONNECTIONS)?
-                .unwrap_or(DEFAULT_CONNECTIONS),
-            io: merged.word("io", Choice::VARIANTS, Choice::default())?,
-            checksum: merged.checksum()?,
-            rdma: merged.rdma()?,
+            registry: needed(args.common.registry, "registry", REGISTRY_USAGE)?,
+            transport: args.transport,
+            connections: args.connections,
+            io: args.sockets.io,
+            checksum: args.sockets.checksum,
+            rdma: args.rdma.into(),
         })
     }
 }
@@ -335,42 +537,30 @@ impl StatusConfig {
         let of = match of {
             None => StatusOf::All,
             Some(path) if !is_name(path) || mountpoint::of(path).is_ok() => StatusOf::Mount(path.to_owned()),
-            Some(name) => {
-                let name = utf8("PATH|NAME", &name.as_os_str().to_owned())?.to_owned();
-                StatusOf::Model(model_name("PATH|NAME", &name)?)
-            }
+            Some(name) => StatusOf::Model(model_name("PATH|NAME", utf8("PATH|NAME", name)?)?),
         };
-        Ok(StatusConfig { of, registry: Merged(layers).registry_or_here()?, json })
+        Ok(StatusConfig { of, registry: or_here(registry(layers)?), json })
     }
 }
 
 impl DeleteConfig {
     /// Merges `layers`, the strongest first. Only the command line names the model to delete.
     pub fn merge(name: &str, layers: &[Layer]) -> Result<DeleteConfig, Error> {
-        Ok(DeleteConfig { name: model_name("NAME", name)?, registry: Merged(layers).registry_needed()? })
+        let name = model_name("NAME", name)?;
+        Ok(DeleteConfig { name, registry: needed(registry(layers)?, "registry", REGISTRY_USAGE)? })
     }
 }
 
 impl SaveConfig {
-    /// Merges `layers`, the strongest first. Only the command line names the model to save and the directory.
-    pub fn merge(
-        model: &Path,
-        dir: &Path,
-        piece_size: &str,
-        replaces: bool,
-        layers: &[Layer],
-    ) -> Result<SaveConfig, Error> {
-        let model = if is_name(model) && !model.join("snapshot").exists() {
-            let name = utf8("MOUNT/NAME", &model.as_os_str().to_owned())?.to_owned();
-            SavedModel::Named(model_name("MOUNT/NAME", &name)?, Merged(layers).registry_or_here()?)
+    /// Merges `args` and `layers`, the strongest first. Only the command line names the model to save and the directory.
+    pub fn merge(args: &SaveArgs, layers: &[Layer]) -> Result<SaveConfig, Error> {
+        let model = if is_name(&args.model) && !args.model.join("snapshot").exists() {
+            let name = model_name("MOUNT/NAME", utf8("MOUNT/NAME", &args.model)?)?;
+            SavedModel::Named(name, or_here(registry(layers)?))
         } else {
-            SavedModel::Mounted(model.to_owned())
+            SavedModel::Mounted(args.model.clone())
         };
-        let piece_size = match size("--piece-size", piece_size)? {
-            0 => return Err(Error::usage("--piece-size: a file cannot be empty").hint("try 1GiB")),
-            piece_size => piece_size,
-        };
-        Ok(SaveConfig { model, dir: dir.to_owned(), piece_size, replaces })
+        Ok(SaveConfig { model, dir: args.dir.clone(), piece_size: args.piece_size, replaces: args.replace })
     }
 }
 
@@ -390,45 +580,44 @@ impl DrainConfig {
                 );
             }
             Ok(number) => ShardName::Number(number),
-            Err(_) => ShardName::At(to_connect_to("SHARD", shard, DEFAULT_PORT, true)?),
+            Err(_) => ShardName::At(Endpoint::to_connect_to(shard).map_err(|error| error.of("SHARD"))?),
         };
         let what = "a number of seconds";
-        let timeout = number("--timeout", timeout, what, 1..=MAX_DRAIN, "it is 600 where none is given")?;
+        let timeout = number(timeout, what, 1..=MAX_DRAIN, "it is 600 where none is given");
         let hint = "left out, it is half of the model's control/timeout";
-        let hold = hold.map(|text| number("--hold", text, what, MIN_HOLD..=MAX_HOLD, hint)).transpose()?;
+        let hold = hold.map(|text| number(text, what, MIN_HOLD..=MAX_HOLD, hint)).transpose();
         Ok(DrainConfig {
             shard,
-            registry: Merged(layers).registry_needed()?,
-            timeout: Duration::from_secs(timeout),
-            hold: hold.map(Duration::from_secs_f64),
+            registry: needed(registry(layers)?, "registry", REGISTRY_USAGE)?,
+            timeout: Duration::from_secs(timeout.map_err(|error| error.of("--timeout"))?),
+            hold: hold.map_err(|error| error.of("--hold"))?.map(Duration::from_secs_f64),
             cancel,
         })
     }
 }
 
-impl Merged<'_> {
-    fn listen(&self) -> Result<Endpoint, Error> {
-        let listen = self.parsed("listen", |origin, text| Endpoint::parse(origin, text, DEFAULT_PORT))?;
-        listen.ok_or_else(|| Error::usage("no address to listen on is given").hint(LISTEN_USAGE))
+fn piece_size(text: &str) -> Result<u64, Error> {
+    match size(text)? {
+        0 => Err(Error::usage("a file cannot be empty").hint("try 1GiB")),
+        piece_size => Ok(piece_size),
     }
+}
 
-    fn checksum(&self) -> Result<Checksum, Error> {
-        self.word("checksum", Checksum::VARIANTS, Checksum::default())
-    }
+fn registry(layers: &[Layer]) -> Result<Option<Endpoint>, Error> {
+    Ok(merged::<CommonArgs>(layers)?.registry)
+}
 
-    fn registry(&self) -> Result<Option<Endpoint>, Error> {
-        self.parsed("registry", |origin, text| to_connect_to(origin, text, DEFAULT_PORT, true))
-    }
+fn needed(endpoint: Option<Endpoint>, what: &str, usage: &str) -> Result<Endpoint, Error> {
+    endpoint.ok_or_else(|| Error::usage(format!("no {what} is given")).hint(usage))
+}
 
-    fn registry_needed(&self) -> Result<Endpoint, Error> {
-        self.registry()?.ok_or_else(|| Error::usage("no registry is given").hint(REGISTRY_USAGE))
-    }
+/// The registry; this host's registry if none is given.
+fn or_here(registry: Option<Endpoint>) -> Endpoint {
+    registry.unwrap_or_else(|| Endpoint { host: "localhost".into(), port: DEFAULT_PORT })
+}
 
-    /// The registry; this host's registry if none is given.
-    fn registry_or_here(&self) -> Result<Endpoint, Error> {
-        let here = || Endpoint { host: "localhost".into(), port: DEFAULT_PORT };
-        Ok(self.registry()?.unwrap_or_else(here))
-    }
+fn utf8<'a>(origin: &str, path: &'a Path) -> Result<&'a str, Error> {
+    path.to_str().ok_or_else(|| Error::usage(format!("{origin}: {path:?} is not valid UTF-8")))
 }
 
 /// Whether a path can be a model's name as well.
@@ -453,21 +642,6 @@ fn model_name(origin: &str, name: &str) -> Result<String, Error> {
         Some(fault) => Err(Error::usage(format!("{origin}: {name:?} cannot name a model: {fault}"))
             .hint("the name becomes a directory in mounts")),
     }
-}
-
-/// The endpoint that `text` names, refused if one can listen on it, but not connect to it. `needs_port`: 0 is no port.
-fn to_connect_to(origin: &str, text: &str, default_port: u16, needs_port: bool) -> Result<Endpoint, Error> {
-    let endpoint = Endpoint::parse(origin, text, default_port)?;
-    if endpoint.is_unspecified() {
-        let message =
-            format!("{origin}: {} stands for all addresses: nobody can connect to it", endpoint.host);
-        return Err(Error::usage(message).hint("name the host, or one of its addresses"));
-    }
-    if needs_port && endpoint.port == 0 {
-        return Err(Error::usage(format!("{origin}: nobody can connect to port 0"))
-            .hint(format!("name its port, or leave it out for {default_port}")));
-    }
-    Ok(endpoint)
 }
 
 #[cfg(test)]

@@ -26,15 +26,15 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// The endpoint that `text` from `origin` names, on `default_port` where it names none.
+    /// The endpoint that `text` names, on `default_port` where it names none.
     ///
     /// # Errors
     /// With what is wrong with it.
-    pub fn parse(origin: &str, text: &str, default_port: u16) -> Result<Endpoint, Error> {
+    pub fn parse(text: &str, default_port: u16) -> Result<Endpoint, Error> {
         let wrong = |why: &str, hint: &str| {
             let hint =
                 if hint.is_empty() { "write host:port, as in node1:7070 or 10.0.0.1:7070" } else { hint };
-            Error::usage(format!("{origin}: {text:?} is not host:port: {why}")).hint(hint)
+            Error::usage(format!("{text:?} is not host:port: {why}")).hint(hint)
         };
         if let Some((scheme, rest)) = text.split_once("://") {
             return Err(wrong(&format!("it begins with {scheme}://"), &format!("leave that out: {rest}")));
@@ -73,6 +73,26 @@ impl Endpoint {
             return Err(wrong(fault, ""));
         }
         Ok(Endpoint { host: host.to_owned(), port })
+    }
+
+    /// The endpoint of a registry or shard that `text` names.
+    pub fn to_connect_to(text: &str) -> Result<Endpoint, Error> {
+        Endpoint::reached(text, DEFAULT_PORT, true)
+    }
+
+    /// The endpoint that `text` names, refused if one can listen on it, but not connect to it. `needs_port`: 0 is no
+    /// port.
+    pub fn reached(text: &str, default_port: u16, needs_port: bool) -> Result<Endpoint, Error> {
+        let endpoint = Endpoint::parse(text, default_port)?;
+        if endpoint.is_unspecified() {
+            let message = format!("{} stands for all addresses: nobody can connect to it", endpoint.host);
+            return Err(Error::usage(message).hint("name the host, or one of its addresses"));
+        }
+        if needs_port && endpoint.port == 0 {
+            return Err(Error::usage("nobody can connect to port 0")
+                .hint(format!("name its port, or leave it out for {default_port}")));
+        }
+        Ok(endpoint)
     }
 
     /// Whether the host stands for all addresses: a process can listen on it, and nobody can connect to it.
@@ -134,9 +154,9 @@ mod tests {
             ("[fe80::1]", "fe80::1", DEFAULT_PORT),
             ("localhost:0", "localhost", 0),
         ] {
-            let endpoint = Endpoint::parse("--listen", text, DEFAULT_PORT).unwrap();
+            let endpoint = Endpoint::parse(text, DEFAULT_PORT).unwrap();
             assert_eq!((endpoint.host.as_str(), endpoint.port), (host, port), "{text}");
-            assert_eq!(Endpoint::parse("--listen", &endpoint.to_string(), 1).unwrap(), endpoint, "{text}");
+            assert_eq!(Endpoint::parse(&endpoint.to_string(), 1).unwrap(), endpoint, "{text}");
         }
     }
 
@@ -166,19 +186,19 @@ mod tests {
             ("node..1:7070", "no name"),
             ("nöde:7070", "no name"),
         ] {
-            let error = Endpoint::parse("--listen", text, DEFAULT_PORT).unwrap_err();
-            assert!(error.message.starts_with(&format!("--listen: {text:?} is not host:port")), "{text}");
+            let error = Endpoint::parse(text, DEFAULT_PORT).unwrap_err();
+            assert!(error.message.starts_with(&format!("{text:?} is not host:port")), "{text}");
             assert!(error.message.contains(why), "{text}: {}", error.message);
             assert!(error.hint.is_some(), "{text}");
             assert_eq!(error.exit_code(), 2, "{text}");
         }
         let long = format!("{}:7070", "a.".repeat(127));
-        assert!(Endpoint::parse("--listen", &long, 1).unwrap_err().message.contains("253 bytes"));
+        assert!(Endpoint::parse(&long, 1).unwrap_err().message.contains("253 bytes"));
     }
 
     #[test]
     fn all_addresses_are_none() {
-        let is_unspecified = |text| Endpoint::parse("", text, 1).unwrap().is_unspecified();
+        let is_unspecified = |text| Endpoint::parse(text, 1).unwrap().is_unspecified();
         assert!(is_unspecified("0.0.0.0") && is_unspecified("[::]"));
         assert!(!is_unspecified("127.0.0.1") && !is_unspecified("node1"));
     }

@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, ValueHint};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, ValueHint};
 
 use libmodelio::vocabulary::schedule::Schedule;
 use ps_backend::snapshot::{MANIFEST, Reader};
 
+use super::values::not_a_word;
 use crate::error::Error;
 
 /// The options that some commands share: each is `--some-key`, `GRADFS_SOME_KEY` and `some_key` in a file.
@@ -81,6 +83,62 @@ impl Layer {
     }
 }
 
+/// The strongest values of `key`, and the name of their origin.
+pub fn strongest<'a>(layers: &'a [Layer], key: &str) -> Option<(String, &'a [OsString])> {
+    layers.iter().find_map(|layer| layer.get(key).map(|values| (layer.origin(key), values)))
+}
+
+/// The options of `T`, each from the first of `layers` that has it. They are parsed as a command line, so a value means
+/// the same wherever it is from. Every complaint names its origin.
+pub fn merged<T: Args>(layers: &[Layer]) -> Result<T, Error> {
+    let command = T::augment_args(Command::new("gradfs").no_binary_name(true));
+    let (mut words, mut behind) = (Vec::new(), vec![OsString::from("--")]);
+    for option in command.get_arguments() {
+        let Some((origin, values)) = strongest(layers, option.get_id().as_str()) else { continue };
+        if let Some(value) = values.iter().find(|value| !is_path(option) && value.to_str().is_none()) {
+            return Err(Error::usage(format!("{origin}: {value:?} is not valid UTF-8")));
+        }
+        match option.get_long() {
+            None => behind.extend_from_slice(values),
+            Some(long) => words.extend(values.iter().map(|value| {
+                let mut word = OsString::from(format!("--{long}="));
+                word.push(value);
+                word
+            })),
+        }
+    }
+    let matches = command.try_get_matches_from(words.into_iter().chain(behind));
+    let parsed = matches.and_then(|matches| T::from_arg_matches(&matches));
+    parsed.map_err(|error| explained(&error, layers).unwrap_or_else(|| Error::usage(error.to_string())))
+}
+
+/// A parser's complaint about a value, with the value's origin; none if it is about something else.
+pub fn explained(error: &clap::Error, layers: &[Layer]) -> Option<Error> {
+    // "--threads <N>", "--insecure[=<BOOL>]" or "<NAME>".
+    let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else { return None };
+    let option = option.split([' ', '=']).next()?.trim_end_matches('[');
+    let key = option.trim_start_matches('-').replace('-', "_");
+    let origin = strongest(layers, &key).map_or_else(|| option.to_owned(), |(origin, _)| origin);
+    let inner = std::error::Error::source(error).and_then(|inner| inner.downcast_ref::<Error>());
+    let value = error.get(ContextKind::InvalidValue);
+    Some(match (inner, value, error.get(ContextKind::ValidValue)) {
+        (Some(inner), ..) => {
+            let outer = Error::usage(format!("{origin}: {}", inner.message));
+            Error { hint: inner.hint.clone(), ..outer }
+        }
+        (_, Some(ContextValue::String(value)), Some(ContextValue::Strings(words))) if !layers.is_empty() => {
+            let Error { message, hint, .. } = not_a_word(value, words.iter());
+            Error { hint, ..Error::usage(format!("{origin}: {message}")) }
+        }
+        _ => return None,
+    })
+}
+
+/// The options that `T` declares.
+pub fn options_of<T: Args>() -> Vec<Arg> {
+    T::augment_args(Command::new("gradfs")).get_arguments().cloned().collect()
+}
+
 fn is_path(key: &Arg) -> bool {
     matches!(key.get_value_hint(), ValueHint::AnyPath | ValueHint::FilePath | ValueHint::DirPath)
 }
@@ -124,7 +182,7 @@ impl Vocabulary {
     }
 
     /// The layer of the command line.
-    pub fn given(&'static self, matches: &ArgMatches) -> Layer {
+    fn given(&'static self, matches: &ArgMatches) -> Layer {
         let mut layer = self.flags();
         for (key, _) in matches.ids().filter_map(|id| self.keys.get_key_value(id.as_str())) {
             if matches.value_source(key) == Some(ValueSource::CommandLine) {
@@ -132,6 +190,27 @@ impl Vocabulary {
             }
         }
         layer
+    }
+
+    /// The sources of a configuration, the strongest first: the command line, the environment `variables`, the file that
+    /// either of them names, and a snapshot.
+    pub fn layers(
+        &'static self,
+        matches: &ArgMatches,
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<Vec<Layer>, Error> {
+        let variables: Vec<_> = variables.into_iter().collect();
+        let named = variables.iter().find(|(name, value)| name == CONFIG_VARIABLE && !value.is_empty());
+        let file = matches.get_one("config").cloned().or(named.map(|(_, value)| PathBuf::from(value)));
+        let mut layers = vec![self.given(matches), self.environment(variables)];
+        if let Some(path) = file {
+            layers.push(self.file(&path)?);
+        }
+        let from = layers.iter().find_map(|layer| layer.get("from")?.last().map(PathBuf::from));
+        if let Some(dir) = from {
+            layers.push(self.snapshot(&dir, &layers)?);
+        }
+        Ok(layers)
     }
 
     /// The variables `GRADFS_<KEY>` among `variables`; empty ones count as unset. `GRADFS_MODELS` is
@@ -170,7 +249,7 @@ impl Vocabulary {
     ///
     /// # Errors
     /// A directory that is no snapshot.
-    pub fn snapshot(&'static self, dir: &Path, stronger: &[Layer]) -> Result<Layer, Error> {
+    fn snapshot(&'static self, dir: &Path, stronger: &[Layer]) -> Result<Layer, Error> {
         let reader = Reader::open(dir, None)?;
         let head = reader.head();
         let mut layer = Layer::new(self, Source::Snapshot(dir.join(MANIFEST)));
@@ -195,7 +274,7 @@ impl Vocabulary {
     }
 
     /// The configuration file at `path`.
-    pub fn file(&'static self, path: &Path) -> Result<Layer, Error> {
+    fn file(&'static self, path: &Path) -> Result<Layer, Error> {
         let text = std::fs::read_to_string(path).map_err(|e| {
             Error::usage(format!("cannot read the configuration {}", path.display()))
                 .caused_by(e)
@@ -255,7 +334,7 @@ fn scalar(value: toml::Value) -> Option<OsString> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::UP;
+    use crate::config::UP;
 
     #[test]
     fn a_typing_error_gets_a_suggestion() {

@@ -1,7 +1,8 @@
 //! Precedence, defaults, and every way to get a configuration wrong.
 
 use super::*;
-use crate::cli::UP;
+use std::ffi::OsString;
+use std::path::Path;
 
 fn flags(pairs: &[(&'static str, &str)]) -> Layer {
     let mut layer = UP.flags();
@@ -49,7 +50,7 @@ fn defaults() {
                 threads: 2,
                 allow_other: false,
                 permissions: Permissions::default(),
-                passthrough: true,
+                no_passthrough: false,
                 metrics: None,
                 nbd: None,
                 insecure: false,
@@ -184,17 +185,17 @@ fn sizes() {
         ("1_000B", 1000),
         ("0", 0),
     ] {
-        assert_eq!(size("--size", text).unwrap(), bytes, "{text}");
+        assert_eq!(size(text).unwrap(), bytes, "{text}");
     }
     for bad in ["", "GiB", "-1", "1.5GiB", "1e9", "0x10", "1GiBs", "ten", "_", "1 2"] {
-        let error = size("--size", bad).unwrap_err();
+        let error = size(bad).unwrap_err();
         assert!(error.message.contains("not a size"), "{bad}: {}", error.message);
     }
-    assert!(size("--size", "1GB").unwrap_err().message.contains("two meanings"));
+    assert!(size("1GB").unwrap_err().message.contains("two meanings"));
     for huge in ["9223372036854775808", "8388608TiB", "99999999TiB"] {
-        assert!(size("--size", huge).unwrap_err().message.contains("more than a file"), "{huge}");
+        assert!(size(huge).unwrap_err().message.contains("more than a file"), "{huge}");
     }
-    assert!(size("--size", "99999999999999999999").is_err());
+    assert!(size("99999999999999999999").is_err());
 }
 
 #[test]
@@ -246,7 +247,7 @@ fn threads_and_switches() {
     for bad in ["0", "-1", "257", "1.5", ""] {
         assert!(refused(&[("threads", bad)]).contains("whole number"), "{bad}");
     }
-    assert!(!blank(&[("no_passthrough", "true")]).unwrap().mounting.passthrough);
+    assert!(blank(&[("no_passthrough", "true")]).unwrap().mounting.no_passthrough);
     assert!(blank(&[("allow_other", "yes")]).unwrap().mounting.allow_other);
     assert!(!blank(&[("allow_other", "0")]).unwrap().mounting.allow_other);
     assert!(refused(&[("allow_other", "maybe")]).contains("true or false"));

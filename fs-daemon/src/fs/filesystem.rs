@@ -6,11 +6,9 @@ use std::time::SystemTime;
 
 use parking_lot::{Mutex, RwLock};
 
-use super::access::Access;
-use super::bypassed::Bypassed;
 use super::draft::DraftRoom;
-use super::looked_up::LookedUpNames;
-use super::model_tree::ModelTree;
+use super::looked_up::{Bypassed, Fate, LookedUpNames};
+use super::model_tree::{Kernel, ModelTree};
 use super::node::{File, MAX_MODELS, MapsTo, Node};
 use super::text::MountStatus;
 use crate::session::error::{CallError, CallResult};
@@ -19,6 +17,11 @@ use crate::session::trace::OneTrace;
 
 /// Tells what `status.json` shows of the mount.
 pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
+
+const VERSION: &str = "user.gradfs.version";
+const DTYPE: &str = "user.gradfs.dtype";
+const SHAPE: &str = "user.gradfs.shape";
+const ERROR: &str = "user.gradfs.error";
 
 /// The filesystem of one mount.
 pub struct Fs {
@@ -179,9 +182,187 @@ impl Fs {
             }
         }
     }
+
+    /// Drops names that lead to new inodes from the kernel's cache. The kernel then lets go of the old inodes
+    /// once nobody has them open or mapped, and their memory can be used again.
+    pub fn drop_moved_names(&self, tree: &ModelTree, kernel: &dyn Kernel, patient: bool) {
+        let (index, model) = (tree.index, &tree.model);
+        let dir = Node::Model(index, File::Dir).ino();
+        for name in ["weights", "weights.safetensors"] {
+            kernel.forget_name(dir, name);
+        }
+        for learner in model.learners() {
+            kernel.forget_name(Node::Model(index, File::Learner(learner.id)).ino(), "weights");
+        }
+        let versions = Node::Model(index, File::Versions).ino();
+        let retained = model.job.retained();
+        for old in model.job.versions() {
+            if !retained.contains(&old) {
+                kernel.forget_name(versions, &old.to_string());
+            }
+        }
+        self.drop_old_names(tree, kernel, patient);
+    }
+
+    /// A lookup that was under way while its name was dropped brings the name back: dropped again, for as
+    /// long as versions are there that nobody should want any more.
+    pub fn drop_leftovers(&self, kernel: &dyn Kernel) {
+        for tree in self.trees() {
+            if tree.model.job.versions().len() > tree.model.job.retained().len() {
+                self.drop_moved_names(&tree, kernel, false);
+            }
+        }
+    }
+
+    /// Makes the kernel let go of names in directories of versions that are no longer retained.
+    fn drop_old_names(&self, tree: &ModelTree, kernel: &dyn Kernel, patient: bool) {
+        let job = &tree.model.job;
+        let retained = job.retained();
+        let fate = |version| match job.get(version) {
+            _ if retained.contains(&version) => Fate::Stays,
+            Some(_) => Fate::Held,
+            None => Fate::Gone,
+        };
+        for (parent, name) in self.looked_up.to_drop(tree.index, patient, fate) {
+            kernel.forget_name(parent, &name);
+        }
+    }
+
+    /// Names of the extended attributes of an inode.
+    ///
+    /// # Errors
+    /// ENOENT.
+    pub fn xattrs(&self, ino: u64) -> CallResult<Vec<&'static str>> {
+        let Node::Model(index, file) = self.node(ino)? else { return Ok(Vec::new()) };
+        let tree = self.tree(index)?;
+        Ok([VERSION, DTYPE, SHAPE, ERROR]
+            .into_iter()
+            .filter(|name| value(&tree, file, name).is_some())
+            .collect())
+    }
+
+    /// The value of one.
+    ///
+    /// # Errors
+    /// ENODATA when the inode does not have it, EOPNOTSUPP for kinds of attributes that no inode has, ENOENT.
+    pub fn xattr(&self, ino: u64, name: &str) -> CallResult<String> {
+        // Asked for by the kernel itself, often: answered before anything is looked up. Access control lists and
+        // security labels are asked for by `ls -l`, of one file only where it hears that there are none at all.
+        if !name.starts_with("user.") {
+            return Err(CallError::new(libc::EOPNOTSUPP, "no such kind of attribute"));
+        }
+        let none = || CallError::new(libc::ENODATA, "no such attribute");
+        if !name.starts_with("user.gradfs.") {
+            return Err(none());
+        }
+        let Node::Model(index, file) = self.node(ino)? else { return Err(none()) };
+        value(&*self.tree(index)?, file, name).ok_or_else(none)
+    }
 }
 
 /// The inode shows an older version than the caller must see: the kernel looks the name up again.
 pub fn stale() -> CallError {
     CallError::new(libc::ESTALE, "a newer version is out")
+}
+
+fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
+    let tensors = tree.model.layout.tensors();
+    let of_tensor = match file {
+        File::Tensor(_, index) | File::RetainedTensor(_, index) => Some(tensors.get(index as usize)?),
+        // A model of one tensor is that tensor.
+        _ if tensors.len() == 1 => tensors.first(),
+        _ => None,
+    };
+    let has_data = file.version().is_some() && !file.is_dir() && !matches!(file, File::RetainedText(_));
+    let takes_data =
+        matches!(file, File::Gradients(_) | File::LearnerGradients(..) | File::Device | File::Publish(_));
+    match name {
+        VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
+        VERSION if matches!(file, File::Device | File::VersionText) => Some(tree.shown_version().to_string()),
+        DTYPE if has_data || takes_data => Some(match of_tensor {
+            Some(tensor) => tensor.dtype.name(),
+            None if tensors.iter().all(|tensor| tensor.dtype == tensors[0].dtype) => tensors[0].dtype.name(),
+            None => "mixed".to_owned(),
+        }),
+        SHAPE if has_data || takes_data => of_tensor.map(|tensor| {
+            let sizes: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
+            format!("[{}]", sizes.join(", "))
+        }),
+        ERROR => tree.refusal_of(file)?.text(),
+        _ => None,
+    }
+}
+
+/// The owner of the files in the mount, except of learners that others have made, and who else may use it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// User and group.
+    pub owner: Owner,
+    /// Permission bits that are taken away from what each kind of file could have; `None` for the modes of a mount that
+    /// only its owner writes to.
+    pub umask: Option<u16>,
+}
+
+/// User and group of a file.
+pub type Owner = (u32, u32);
+
+/// The uses of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// A directory in which nothing can be made.
+    Dir,
+    /// The directory in which learners are made and removed.
+    Learners,
+    /// Programs only read it.
+    Read,
+    /// Everybody may read it. A program that may write it changes the job for all.
+    Shared,
+    /// Contributions and publications.
+    Contribute,
+    /// Its owner reads it.
+    Owner,
+}
+
+impl Access {
+    /// The permission bits of a file.
+    pub fn mode(&self, file: Use) -> u16 {
+        let Some(umask) = self.umask else {
+            return match file {
+                Use::Dir | Use::Learners => 0o755,
+                Use::Read => 0o444,
+                Use::Shared => 0o644,
+                Use::Contribute => 0o600,
+                Use::Owner => 0o400,
+            };
+        };
+        let bits = match file {
+            Use::Dir => 0o755,
+            // The mask decides who makes learners.
+            Use::Learners => 0o777,
+            Use::Read => 0o444,
+            Use::Shared | Use::Contribute => 0o666,
+            Use::Owner => 0o400,
+        };
+        let mode = bits & !umask;
+        // As in /tmp: a user who makes learners removes only their own.
+        if file == Use::Learners && mode & 0o022 != 0 { mode | 0o1000 } else { mode }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mask_opens_what_is_written_and_nothing_else() {
+        let modes = |umask| {
+            let access = Access { owner: (0, 0), umask };
+            [Use::Dir, Use::Learners, Use::Read, Use::Shared, Use::Contribute, Use::Owner]
+                .map(|file| access.mode(file))
+        };
+        assert_eq!(modes(None), [0o755, 0o755, 0o444, 0o644, 0o600, 0o400]);
+        assert_eq!(modes(Some(0)), [0o755, 0o1777, 0o444, 0o666, 0o666, 0o400]);
+        assert_eq!(modes(Some(0o027)), [0o750, 0o750, 0o440, 0o640, 0o640, 0o400]);
+        assert_eq!(modes(Some(0o007)), [0o750, 0o1770, 0o440, 0o660, 0o660, 0o400]);
+    }
 }

@@ -1,20 +1,28 @@
 //! One model's part of the tree: the state that its files need besides the model itself.
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use libmodelio::formats::npy;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{Tensor, header};
+use parking_lot::Mutex;
 
-use super::node::File;
+use super::node::{File, MAX_PUBLICATIONS, Node};
 use super::paths::TensorPaths;
-use super::publications::Publications;
 use super::tensors_name::TensorsName;
 use crate::session::error::Done;
-use crate::session::last_refusal::LastRefusal;
+use crate::session::error::LastRefusal;
 use crate::session::model::Model;
+
+/// The kernel's cache of names. Must not be called from within a request, or under a lock.
+pub trait Kernel: Send + Sync {
+    /// `name` in directory `parent` leads elsewhere now.
+    fn forget_name(&self, parent: u64, name: &str);
+}
 
 /// The directory of one model.
 pub struct ModelTree {
@@ -39,6 +47,13 @@ pub struct ModelTree {
 }
 
 impl ModelTree {
+    /// After a new version, has the kernel drop the name `tensors` and gives the answers that wait for it.
+    /// One thread calls this.
+    pub fn drop_tensors_name(&self, kernel: &dyn Kernel) {
+        let dir = Node::Model(self.index, File::Dir).ino();
+        self.tensors_name.drop_name(|| kernel.forget_name(dir, "tensors"));
+    }
+
     /// The tree of `model`, as the one of this `index`.
     pub fn new(model: Arc<Model>, index: u8) -> ModelTree {
         let tensors = model.layout.tensors();
@@ -125,6 +140,37 @@ fn layout(tensors: &[Tensor]) -> String {
     text
 }
 
+/// The publications of one model.
+#[derive(Default)]
+pub struct Publications {
+    looked_up: AtomicU64,
+    open: Mutex<HashSet<u64>>,
+}
+
+/// Keeps a publication's inode from being opened again, until this is dropped.
+pub struct OpenPublication {
+    of: Arc<Publications>,
+    number: u64,
+}
+
+impl Publications {
+    /// A number that no earlier lookup got. Listings show 0, which no lookup gets.
+    pub fn number(&self) -> u64 {
+        1 + self.looked_up.fetch_add(1, Ordering::Relaxed) % (MAX_PUBLICATIONS - 1)
+    }
+
+    /// Opens the publication of this number. None if it is open.
+    pub fn open(self: &Arc<Self>, number: u64) -> Option<OpenPublication> {
+        self.open.lock().insert(number).then(|| OpenPublication { of: Arc::clone(self), number })
+    }
+}
+
+impl Drop for OpenPublication {
+    fn drop(&mut self) {
+        self.of.open.lock().remove(&self.number);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use libmodelio::vocabulary::layout::DType;
@@ -141,5 +187,24 @@ mod tests {
         };
         let tensors = [tensor("a b", &[30, 1000], 0), tensor("x\ty\n\\z", &[], 60_000)];
         assert_eq!(layout(&tensors), "a b\tBF16\t[30,1000]\t0\nx\\ty\\n\\\\z\tBF16\t[]\t60000\n");
+    }
+
+    #[test]
+    fn an_inode_is_open_once_at_a_time() {
+        let publications = Arc::<Publications>::default();
+        let (one, other) = (publications.number(), publications.number());
+        assert!(one != 0 && one != other);
+        let open = publications.open(one);
+        assert!(open.is_some() && publications.open(one).is_none());
+        assert!(publications.open(other).is_some());
+        drop(open);
+        assert!(publications.open(one).is_some());
+    }
+
+    #[test]
+    fn numbers_begin_again_behind_the_highest() {
+        let publications = Publications::default();
+        publications.looked_up.store(MAX_PUBLICATIONS - 2, Ordering::Relaxed);
+        assert_eq!((publications.number(), publications.number()), (MAX_PUBLICATIONS - 1, 1));
     }
 }

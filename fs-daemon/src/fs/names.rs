@@ -7,16 +7,16 @@ use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::members::LeaveReason;
 
-use super::access::Owner;
 use super::attr::Attributes;
+use super::filesystem::Owner;
 use super::filesystem::{Fs, stale};
 use super::model_tree::ModelTree;
 use super::node::{File, MapsTo, Node};
 use super::paths::Child;
+use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::{MAX_LEARNER_NAME, is_learner_name, wrong_learner_name};
 use crate::session::model::Model;
-use crate::session::own_thread::on_own_thread;
 use crate::session::trace::TRACE_FILE;
 
 /// A directory entry.

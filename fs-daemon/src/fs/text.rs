@@ -1,6 +1,5 @@
 //! The contents of the small text files.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -20,48 +19,15 @@ use crate::session::model::{Model, Snapshots};
 
 /// `README` in the mount's root.
 pub fn readme(trees: &[Arc<ModelTree>]) -> String {
-    let mut text = String::from(
-        "This is gradfs, a parameter server that is mounted. Each directory here is a model.\n\
-         Reading gives its newest complete version, writing gradients contributes to the next one.\n\n",
-    );
-    for model in trees.iter().map(|tree| &tree.model) {
-        let _ = writeln!(
-            text,
-            "  {}/  {} tensors, {} bytes in blocks of {}",
-            model.name,
-            model.layout.tensors().len(),
-            model.layout.size(),
-            model.layout.block_size()
-        );
-    }
-    text.push_str(
-        "\nIn each of them:\n\n\
-         weights              flat bytes of the newest version. A handle keeps the version it was opened on;\n\
-         \x20                    open again to see a newer one.\n\
-         weights.safetensors  the same version as a safetensors file\n\
-         tensors/NAME.npy     one tensor of the same version, in NumPy's format; a / in NAME makes a directory\n\
-         gradients            write a contribution, at the same offsets as in weights. fsync or close ends it,\n\
-         \x20                    and only when that succeeds is it taken. Bytes you do not write count as zero.\n\
-         \x20                    ftruncate to 0 takes it back: call file.truncate(0) before an exception closes it.\n\
-         \x20                    It can also be mapped (open it read-write): store, then fsync the descriptor.\n\
-         publish              write or map whole new weights, as into weights; fsync or close makes the version\n\
-         device               both faces in one file: read weights, write gradients\n\
-         version              number of the newest version; poll(2) wakes when it changes\n\
-         versions/N/          the newest and the last versions kept (control/retain)\n\
-         learners/ID/         mkdir joins a learner, rmdir leaves; each has its own weights, gradients,\n\
-         \x20                    version, status and error, and weight, how much its contributions count\n\
-         control/SETTING      one value a file: read it, or write a new one, which counts from the next version\n\
-         layout               the tensors in the order of weights: name, type, shape and offset of each, with tabs\n\
-         \x20                    between; not always the order of the file that the model comes from\n\
-         status.json          what the job is doing\n\
-         error                why the last call that failed did, until all of a contribution succeeds\n\
-         snapshot             what `gradfs save` reads: opening it takes a snapshot of the job\n\n\
-         Settings in control/:\n\n",
-    );
-    for (name, meaning) in SETTINGS.iter() {
-        let _ = writeln!(text, "  {name:<14} {meaning}");
-    }
-    text
+    let model = |tree: &Arc<ModelTree>| {
+        let (name, layout) = (&tree.model.name, &tree.model.layout);
+        let (tensors, size, block) = (layout.tensors().len(), layout.size(), layout.block_size());
+        format!("  {name}/  {tensors} tensors, {size} bytes in blocks of {block}\n")
+    };
+    let setting = |(name, meaning): &(&str, String)| format!("  {name:<14} {meaning}\n");
+    include_str!("readme.txt")
+        .replace("{settings}", &SETTINGS.iter().map(setting).collect::<String>())
+        .replace("{models}", &trees.iter().map(model).collect::<String>())
 }
 
 /// The facts about the mount itself in `status.json`.

@@ -13,10 +13,10 @@ use super::users::FileUsers;
 use crate::fs::filesystem::stale;
 use crate::fs::open::{OpenRequest, Way};
 use crate::fs::open_file::OpenFile;
+use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
-use crate::session::learner_times::Waits;
-use crate::session::own_thread::on_own_thread;
+use crate::session::times::Waits;
 
 /// An opened file, and how the kernel should treat it.
 #[derive(Clone, Debug)]

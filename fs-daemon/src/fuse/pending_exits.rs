@@ -12,15 +12,21 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
 
-use crate::session::error::{CallError, Done};
+use super::open_files::ProgramFile;
+use super::process::Exit;
+use crate::fs::open_file::OpenFile;
+use crate::session::contribution::Ending;
+use crate::session::error::{CallError, CallResult, Done};
 
+/// How long a process that closes its files by ending may take to be gone.
+const DEATH_PATIENCE: Duration = Duration::from_millis(500);
 /// How soon after the close the last descriptor must be gone, else others have the file open and may go on.
 const RELEASE: Duration = Duration::from_millis(500);
 
 /// A learner of the mount: the index of its model, and its number.
 pub type OfLearner = (u8, LearnerId);
 
-struct Exit {
+struct PendingExit {
     learner: OfLearner,
     fh: u64,
     since: Instant,
@@ -36,7 +42,7 @@ struct Waiting {
 
 #[derive(Default)]
 struct ExitsState {
-    exits: Vec<Exit>,
+    exits: Vec<PendingExit>,
     waiting: Vec<Waiting>,
 }
 
@@ -49,7 +55,7 @@ impl PendingExits {
     pub fn begin(&self, learner: OfLearner, fh: u64, now: Instant) {
         let mut state = self.0.lock();
         if !state.exits.iter().any(|exit| exit.fh == fh) {
-            state.exits.push(Exit { learner, fh, since: now, released: false });
+            state.exits.push(PendingExit { learner, fh, since: now, released: false });
         }
     }
 
@@ -64,7 +70,7 @@ impl PendingExits {
     }
 
     /// Ends pending exits. Waiters that can go on do so, with nothing locked.
-    fn over(&self, is_over: impl Fn(&Exit) -> bool) {
+    fn over(&self, is_over: impl Fn(&PendingExit) -> bool) {
         let freed: Vec<_> = {
             let mut state = self.0.lock();
             let ExitsState { exits, waiting } = &mut *state;
@@ -127,6 +133,77 @@ impl Drop for Settling {
     fn drop(&mut self) {
         self.exits.end(self.fh);
     }
+}
+
+/// Ends or drops what was left unfinished in a file whose last descriptor is gone; `settling` is dropped after it.
+pub(super) fn settle(open: Arc<ProgramFile>, settling: Settling) {
+    let Some((users, saw_death)) = open.users.as_ref().map(|users| (users.processes(), users.saw_death()))
+    else {
+        return;
+    };
+    let model = open.file.written_model().map(str::to_owned);
+    let settle = move || {
+        let violent = users
+            .iter()
+            .filter_map(|process| {
+                let exit = match saw_death {
+                    true => process.wait_exit(DEATH_PATIENCE),
+                    false => process.end_of_leaving(DEATH_PATIENCE),
+                };
+                exit.map(|exit| (process.tgid(), exit))
+            })
+            .find(|(_, exit)| matches!(exit, Exit::Signal(_) | Exit::Unknown));
+        match violent {
+            Some((pid, exit)) => drop_unfinished(&open.file, pid, exit),
+            None => end_unfinished(open, settling),
+        }
+    };
+    // Rare, short, and not to hold up the other chores.
+    if let Err(error) = std::thread::Builder::new().name("gradfs-settle".into()).spawn(settle) {
+        tracing::error!(model, %error, "cannot settle a contribution left open; its lease will");
+    }
+}
+
+/// A violent end has left it: nothing of it counts.
+fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
+    let model = file.written_model();
+    let OpenFile::Contribution { contribution, .. } = file else {
+        return tracing::warn!(model, pid, "{exit} while it wrote weights or a setting: nothing has changed");
+    };
+    let learner = contribution.learner();
+    let what = format!("process {pid} {exit} in mid-write: its contribution is dropped");
+    // The first file of the program that is settled drops the contribution.
+    if contribution.abort(&CallError::new(libc::EIO, what)) {
+        tracing::warn!(
+            model,
+            learner = learner.name,
+            pid,
+            "{exit} in mid-write: its contribution is dropped"
+        );
+    }
+    learner.report_use();
+}
+
+/// A program that exits has meant it.
+fn end_unfinished(open: Arc<ProgramFile>, settling: Settling) {
+    let of_report = Arc::clone(&open);
+    let report = move |outcome: CallResult<()>| {
+        let model = of_report.file.written_model();
+        match (&of_report.file, outcome) {
+            (OpenFile::Contribution { contribution, .. }, outcome) => {
+                let learner = contribution.learner();
+                learner.report_use();
+                if let Err(error) = outcome {
+                    let what = "its contribution is dropped";
+                    tracing::warn!(model, learner = learner.name, "closed at exit: {error}; {what}");
+                }
+            }
+            (_, Err(error)) => tracing::warn!(model, "closed at exit: {error}; nothing has changed"),
+            (_, Ok(())) => {}
+        }
+        drop(settling);
+    };
+    open.file.end(Ending::Close, Box::new(report));
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fuser::Errno;
 use parking_lot::Mutex;
 
 use super::process::thread_group;
@@ -41,10 +42,10 @@ pub(super) struct Caller {
 }
 
 impl Caller {
-    /// Logs a refusal: an ordinary one at a level that has to be asked for, others as a warning unless there were
-    /// too many.
-    pub(super) fn log(&self, error: &CallError) {
+    /// The errno of the refused call, whose sentence goes into the log.
+    pub(super) fn refused(&self, error: &CallError) -> Errno {
         self.say(error, error.is_quiet());
+        Errno::from_i32(error.errno)
     }
 
     /// Logs a refusal as a warning, ordinary or not, unless there were too many.

@@ -2,28 +2,37 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use fuser::{
-    BsdFileFlags, CopyFileRangeFlags, Errno, FileHandle, FileType, Filesystem, Generation, INodeNo,
-    InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier,
-    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
-    ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
-    TimeOrNow, WriteFlags,
+    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, InitFlags,
+    IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier, RenameFlags,
+    ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry,
+    ReplyIoctl, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 
 use super::Binding;
 use super::calls::Wake;
-use super::reply::{answer, attr, attr_ttl, send_xattr};
+use super::refusals::Caller;
 use super::users::Holder;
-use crate::session::error::Done;
+use crate::fs::attr::{Attributes, Keep};
+use crate::session::error::{CallResult, Done};
 
 /// Bytes of a request: the kernel's limit unless it was raised, and the best size for throughput.
 const MAX_WRITE: u32 = 1 << 20;
 /// Requests the kernel may have under way in the background: asynchronous I/O of several programs.
 const MAX_BACKGROUND: u16 = 128;
+/// Answers with what a call came to, or with its error.
+macro_rules! answered {
+    ($caller:expr, $reply:ident, $outcome:expr, $value:pat => $answer:expr) => {
+        match $outcome {
+            Ok($value) => $answer,
+            Err(error) => $reply.error($caller.refused(&error)),
+        }
+    };
+}
+
 impl Filesystem for Binding {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         let wanted = [
@@ -74,10 +83,7 @@ impl Filesystem for Binding {
 
     fn getattr(&self, request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
         let caller = self.caller("getattr", ino, request);
-        match self.fs().attributes(ino.0) {
-            Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
-            Err(error) => reply.error(caller.refused(&error)),
-        }
+        answered!(caller, reply, self.fs().attributes(ino.0), a => reply.attr(&attr_ttl(&a), &attr(&a)))
     }
 
     fn setattr(
@@ -101,9 +107,9 @@ impl Filesystem for Binding {
         let caller = self.caller("setattr", ino, request);
         // Times: cp -p and touch may set them; they show the version's all the same.
         let fs = Arc::clone(&self.calls.fs);
-        let done: Done<()> = Box::new(move |outcome| match outcome.and_then(|()| fs.attributes(ino.0)) {
-            Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
-            Err(error) => reply.error(caller.refused(&error)),
+        let done: Done<()> = Box::new(move |outcome| {
+            let outcome = outcome.and_then(|()| fs.attributes(ino.0));
+            answered!(caller, reply, outcome, a => reply.attr(&attr_ttl(&a), &attr(&a)))
         });
         match (self.fs().check_change(ino.0, mode, uid, gid), size) {
             (Ok(()), Some(size)) => {
@@ -127,9 +133,9 @@ impl Filesystem for Binding {
             parent.0,
             name,
             (request.uid(), request.gid()),
-            Box::new(move |outcome| match outcome {
-                Ok(a) => reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0)),
-                Err(error) => reply.error(caller.refused(&error)),
+            Box::new(move |outcome| {
+                let ttl = Duration::ZERO;
+                answered!(caller, reply, outcome, a => reply.entry_with_ttls(&ttl, &ttl, &attr(&a), Generation(0)))
             }),
         );
     }
@@ -191,10 +197,7 @@ impl Filesystem for Binding {
             ino.0,
             flags.0,
             request.pid(),
-            Box::new(move |outcome| match outcome {
-                Ok(opened) => this.opened(reply, &opened),
-                Err(error) => reply.error(caller.refused(&error)),
-            }),
+            Box::new(move |outcome| answered!(caller, reply, outcome, opened => this.opened(reply, &opened))),
         );
     }
 
@@ -210,10 +213,9 @@ impl Filesystem for Binding {
         reply: ReplyData,
     ) {
         let caller = self.caller("read", ino, request);
-        self.calls.read(fh.0, offset, size as usize, |outcome| match outcome {
-            Ok(bytes) => reply.data(bytes),
-            Err(error) => reply.error(caller.refused(&error)),
-        });
+        let answer =
+            |outcome: CallResult<&[u8]>| answered!(caller, reply, outcome, bytes => reply.data(bytes));
+        self.calls.read(fh.0, offset, size as usize, answer);
     }
 
     fn write(
@@ -232,10 +234,8 @@ impl Filesystem for Binding {
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = data.len() as u32;
         let by = Holder { tid: request.pid(), lock: lock_owner.map_or(0, |owner| owner.0) };
-        self.calls.write(fh.0, offset, data, from_mapping, by, move |outcome| match outcome {
-            Ok(()) => reply.written(written),
-            Err(error) => reply.error(caller.refused(&error)),
-        });
+        let answer = move |outcome| answered!(caller, reply, outcome, () => reply.written(written));
+        self.calls.write(fh.0, offset, data, from_mapping, by, answer);
     }
 
     fn flush(
@@ -284,10 +284,7 @@ impl Filesystem for Binding {
             let kind = if entry.is_dir { FileType::Directory } else { FileType::RegularFile };
             !reply.add(INodeNo(entry.ino), entry.next, kind, &entry.name)
         });
-        match listed {
-            Ok(()) => reply.ok(),
-            Err(error) => reply.error(caller.refused(&error)),
-        }
+        answered!(caller, reply, listed, () => reply.ok())
     }
 
     fn readdirplus(
@@ -313,10 +310,7 @@ impl Filesystem for Binding {
             }
             !is_full
         });
-        match listed {
-            Ok(()) => reply.ok(),
-            Err(error) => reply.error(caller.refused(&error)),
-        }
+        answered!(caller, reply, listed, () => reply.ok())
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
@@ -328,10 +322,8 @@ impl Filesystem for Binding {
 
     fn getxattr(&self, request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let caller = self.caller("getxattr", ino, request);
-        match self.fs().xattr(ino.0, name.to_str().unwrap_or_default()) {
-            Ok(value) => send_xattr(reply, size, value.as_bytes()),
-            Err(error) => reply.error(caller.refused(&error)),
-        }
+        let value = self.fs().xattr(ino.0, name.to_str().unwrap_or_default());
+        answered!(caller, reply, value, value => send_xattr(reply, size, value.as_bytes()))
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
@@ -387,34 +379,8 @@ impl Filesystem for Binding {
         }
     }
 
-    fn symlink(
-        &self,
-        _request: &Request,
-        _parent: INodeNo,
-        _name: &OsStr,
-        _target: &Path,
-        reply: ReplyEntry,
-    ) {
-        reply.error(Errno::EPERM);
-    }
-
-    fn link(&self, _request: &Request, _ino: INodeNo, _parent: INodeNo, _name: &OsStr, reply: ReplyEntry) {
-        reply.error(Errno::EPERM);
-    }
-
     fn removexattr(&self, _request: &Request, _ino: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
         reply.error(Errno::EPERM);
-    }
-
-    fn fsyncdir(
-        &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        _datasync: bool,
-        reply: ReplyEmpty,
-    ) {
-        reply.ok();
     }
 
     fn ioctl(
@@ -432,36 +398,6 @@ impl Filesystem for Binding {
         reply.error(Errno::ENOTTY);
     }
 
-    fn lseek(
-        &self,
-        _request: &Request,
-        _ino: INodeNo,
-        _fh: FileHandle,
-        _offset: i64,
-        _whence: i32,
-        reply: ReplyLseek,
-    ) {
-        // There are no holes: after this answer the kernel knows it by itself.
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn copy_file_range(
-        &self,
-        _request: &Request,
-        _ino_in: INodeNo,
-        _fh_in: FileHandle,
-        _offset_in: u64,
-        _ino_out: INodeNo,
-        _fh_out: FileHandle,
-        _offset_out: u64,
-        _len: u64,
-        _flags: CopyFileRangeFlags,
-        reply: ReplyWrite,
-    ) {
-        // The kernel copies through read and write.
-        reply.error(Errno::ENOSYS);
-    }
-
     fn fallocate(
         &self,
         request: &Request,
@@ -472,10 +408,58 @@ impl Filesystem for Binding {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let caller = self.caller("fallocate", ino, request);
-        match self.calls.fallocate(fh.0, mode, offset, length) {
-            Ok(()) => reply.ok(),
-            Err(error) => reply.error(caller.refused(&error)),
-        }
+        let outcome = self.calls.fallocate(fh.0, mode, offset, length);
+        answer(self.caller("fallocate", ino, request), reply)(outcome);
+    }
+}
+
+/// How long the kernel may keep a name or attributes that do not change.
+pub(super) const FOREVER: Duration = Duration::from_secs(86_400);
+/// Long enough for a thousand paths through a directory, and too short for a person to see.
+const BRIEFLY: Duration = Duration::from_millis(10);
+
+/// The attributes of a file in the kernel's form.
+pub(super) fn attr(a: &Attributes) -> FileAttr {
+    FileAttr {
+        ino: INodeNo(a.ino),
+        size: a.size,
+        blocks: a.size.div_ceil(512),
+        atime: a.modified,
+        mtime: a.modified,
+        ctime: a.modified,
+        crtime: a.modified,
+        kind: if a.is_dir { FileType::Directory } else { FileType::RegularFile },
+        perm: a.mode,
+        nlink: a.links,
+        uid: a.uid,
+        gid: a.gid,
+        rdev: 0,
+        blksize: a.block_size,
+        flags: 0,
+    }
+}
+
+/// How long it may believe that.
+pub(super) fn attr_ttl(a: &Attributes) -> Duration {
+    match a.keep {
+        Keep::No => Duration::ZERO,
+        Keep::Briefly => BRIEFLY,
+        Keep::Forever => FOREVER,
+    }
+}
+
+/// Answers a call that has no result but its end.
+pub(super) fn answer(caller: Caller, reply: ReplyEmpty) -> Done<()> {
+    Box::new(move |outcome| answered!(caller, reply, outcome, () => reply.ok()))
+}
+
+/// A value or a list of names; its length where only that is asked for.
+pub(super) fn send_xattr(reply: ReplyXattr, size: u32, value: &[u8]) {
+    if size == 0 {
+        reply.size(value.len() as u32);
+    } else if value.len() <= size as usize {
+        reply.data(value);
+    } else {
+        reply.error(Errno::ERANGE);
     }
 }

@@ -11,7 +11,7 @@ use libmodelio::vocabulary::members::LeaveReason;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
 use super::process::{Exit, MAX_WATCHED, Process, Watcher, thread_group};
-use crate::session::learner::Learner;
+use crate::session::learner::{Learner, Use};
 use crate::session::model::Model;
 
 /// The processes of all learners.
@@ -111,7 +111,7 @@ impl Watches {
         if tid != 0 {
             return;
         }
-        learner.has_unseen_user();
+        learner.note(Use::Unseen);
         if !self.warned_of_strangers.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 model = model.name,
@@ -147,8 +147,7 @@ impl Watches {
             if let Some(known) = watched.values_mut().find(is_its) {
                 if let (Uses::Attends(_), Uses::Contributes(_)) = (&known.uses, &uses) {
                     known.uses = uses;
-                    learner.user_came();
-                    learner.attendant_left();
+                    learner.note(Use::Contributes);
                 }
                 return;
             }
@@ -218,15 +217,12 @@ impl Watches {
                 return;
             }
             watched.insert(key, Watched { model: Arc::clone(model), uses, process: Arc::clone(&process) });
-            match contributes {
-                true => learner.user_came(),
-                false => learner.attendant_came(),
-            }
+            learner.note(if contributes { Use::Comes } else { Use::Attends });
         }
         if let Err(error) = watcher.watch(process, key) {
             tracing::warn!(%error, model = model.name, learner = learner.name, pid = tgid, "its process cannot be watched; the lease decides");
             if contributes {
-                learner.has_unseen_user();
+                learner.note(Use::Unseen);
             }
             self.unwatch(key);
         }
@@ -248,12 +244,11 @@ impl Watches {
         match &ended.uses {
             Uses::Contributes(learner) => {
                 let learner = Arc::clone(learner);
-                learner.user_ended();
+                learner.note(Use::Ends);
                 Some((ended, learner, alone))
             }
             Uses::Attends(learner) => {
-                learner.attendant_left();
-                learner.report_use();
+                learner.note(Use::Leaves);
                 None
             }
             Uses::Dropped(gone) => {

@@ -8,203 +8,147 @@ use libmodelio::client::ShardView;
 use libmodelio::vocabulary::norm::Norm;
 use libmodelio::vocabulary::transport_kind::TransportKind;
 
-use super::page::{Histograms, JobWaits, Number, PHASES, PHASES_HELP, Page, Payload, TotalSeconds};
+use super::page::{PHASES, PHASES_HELP, Page};
 use crate::session::model::Model;
 
 /// The page, from what `status.json` is made of.
 ///
 /// # Errors
-/// Fails only if names or labels here are wrong.
+/// Fails only if the encoder refuses what is here.
 pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
-    let page = Page::new()?;
-    let of_model = &["model"];
-    let of_shard = &["model", "shard"];
-    let version =
-        page.gauge("gradfs_model_version", "The newest version that can be read here.", of_model)?;
-    let learners = page.gauge("gradfs_learners", "Learners of this mount in the job.", of_model)?;
-    let transport = page.gauge(
-        "gradfs_transport_info",
-        "1 for the transport by which bytes go to a shard and come from it.",
-        &["model", "shard", "address", "transport"],
-    )?;
-    let fallback = page.gauge(
-        "gradfs_transport_fallback",
-        "1 if another transport was taken than was looked for first; status.json and the log tell why.",
-        &["model", "shard", "wanted"],
-    )?;
-    let connected =
-        page.gauge("gradfs_shard_connected", "1 if there is a connection to a shard.", of_shard)?;
-    let away = page.gauge(
-        "gradfs_shard_unreachable_seconds",
-        "For how long the job has been waiting for a shard that cannot be reached; 0 if it can.",
-        of_shard,
-    )?;
-    let waits_of_job = JobWaits::new(&page)?;
-    let contributions = page.counter(
-        "gradfs_contributions_total",
-        "Contributions that are part of a version, those of other mounts included.",
-        of_model,
-    )?;
-    let norm = page.number(
-        "gradfs_gradient_norm",
-        "The norm of the gradient behind the newest version; absent if it was not needed, or is NaN or Inf.",
-        of_model,
-    )?;
-    let rate = page.number(
-        "gradfs_learning_rate",
-        "The learning rate that the next version is made with; absent if the reducer has none.",
-        of_model,
-    )?;
-    let written =
-        page.counter("gradfs_written_bytes_total", "Bytes that programs have written here.", of_model)?;
-    let reduced = page.counter(
-        "gradfs_reduced_on_arrival_bytes_total",
-        "Bytes that were taken straight from where the program had them, without a copy into staging memory.",
-        of_model,
-    )?;
-    let staged =
-        page.counter("gradfs_staged_bytes_total", "Bytes that were copied into staging memory.", of_model)?;
-    let blocks = page.counter(
-        "gradfs_blocks_reduced_on_arrival_total",
-        "Blocks that were reduced before their commit; 0 on a network.",
-        of_model,
-    )?;
-    let pulls = page.counter("gradfs_pulls_total", "Versions that were pulled from shards.", of_model)?;
-    let pull = page.seconds(
-        "gradfs_pull_seconds",
-        "How long the pull of a version takes, as a moving average.",
-        of_model,
-    )?;
-    let interval = page.seconds(
-        "gradfs_open_interval_seconds",
-        "The time between two opens of weights, as a moving average, of the learner that opens most often.",
-        of_model,
-    )?;
-    let bubble = page.seconds(
-        "gradfs_bubble_seconds",
-        "The time from the end of a pull to the next open of weights, as a moving average.",
-        of_model,
-    )?;
-    let payload = Payload::new(&page)?;
-    let waits = Waits::new(&page)?;
+    let mut page = Page::new();
     for model in models {
-        let name = model.name.as_str();
-        let status = model.job.status();
-        version.set(&[name], status.version.0)?;
-        learners.set(&[name], status.members.len() as u64)?;
-        let late = status.late.as_ref();
-        waits_of_job.tell(
-            name,
-            status.state.name(),
-            late.map(|(late, waited)| (&late.learners[..], late.more, *waited)),
-        )?;
-        contributions.total(&[name], status.contributions)?;
-        for (of, value) in [
-            (&norm, status.norm.map(Norm::get).filter(|norm| norm.is_finite())),
-            (&rate, model.job.controls().learning_rate_after(status.version)),
-        ] {
-            value.map_or(Ok(()), |value| of.set(&[name], value))?;
-        }
-        blocks.total(&[name], status.blocks_on_arrival)?;
-        written.total(&[name], model.traffic.written.load(Ordering::Relaxed))?;
-        reduced.total(&[name], model.traffic.reduced_on_arrival.load(Ordering::Relaxed))?;
-        staged.total(&[name], model.traffic.staged.load(Ordering::Relaxed))?;
-        if let Some((_, report)) = status.pull {
-            pulls.total(&[name], report.pulls)?;
-            for (of, value) in [(&pull, report.pull), (&interval, report.interval), (&bubble, report.bubble)]
-            {
-                of.set(&[name], value.unwrap_or_default())?;
-            }
-        }
-        if let Some(payloads) = model.job.payload() {
-            payload.total(name, &payloads)?;
-        }
-        waits.tell(model)?;
-        for view in &status.shards {
-            let shard = view.shard.to_string();
-            let address = view.address.as_deref().unwrap_or_default();
-            transport.set(&[name, &shard, address, &view.transport.to_string()], 1)?;
-            connected.set(&[name, &shard], view.connected.into())?;
-            away.set(&[name, &shard], view.away.map_or(0, |away| away.as_secs()))?;
-            for (wanted, fell_back) in fallbacks(view) {
-                fallback.set(&[name, &shard, wanted], fell_back.into())?;
-            }
-        }
+        add_state(&mut page, model);
+        add_traffic(&mut page, model);
+        add_waits(&mut page, model);
     }
     page.text()
 }
 
-/// What learners wait for.
-struct Waits {
-    stall: Histograms,
-    staleness: Histograms,
-    phases: Histograms,
-    stalled: TotalSeconds,
-    share: Number,
-    rates: Number,
+fn add_state(page: &mut Page, model: &Model) {
+    let (name, status) = (model.name.as_str(), model.job.status());
+    let of_model = &[("model", name)];
+    let help = "The newest version that can be read here.";
+    page.gauge("gradfs_model_version", help, of_model, status.version.0 as f64);
+    let help = "Learners of this mount in the job.";
+    page.gauge("gradfs_learners", help, of_model, status.members.len() as f64);
+    let late = status.late.as_ref().map(|(late, waited)| (&late.learners[..], late.more, *waited));
+    page.waits(name, status.state.name(), late);
+    let help = "Contributions that are part of a version, those of other mounts included.";
+    page.counter("gradfs_contributions_total", help, of_model, status.contributions as f64);
+    if let Some(norm) = status.norm.map(Norm::get).filter(|norm| norm.is_finite()) {
+        let help = "The norm of the gradient behind the newest version; absent if it was not needed, or is NaN or Inf.";
+        page.gauge("gradfs_gradient_norm", help, of_model, norm);
+    }
+    if let Some(rate) = model.job.controls().learning_rate_after(status.version) {
+        let help = "The learning rate that the next version is made with; absent if the reducer has none.";
+        page.gauge("gradfs_learning_rate", help, of_model, rate);
+    }
+    let help = "Blocks that were reduced before their commit; 0 on a network.";
+    page.counter("gradfs_blocks_reduced_on_arrival_total", help, of_model, status.blocks_on_arrival as f64);
+    if let Some((_, report)) = status.pull {
+        let help = "Versions that were pulled from shards.";
+        page.counter("gradfs_pulls_total", help, of_model, report.pulls as f64);
+        for (metric, help, value) in [
+            (
+                "gradfs_pull_seconds",
+                "How long the pull of a version takes, as a moving average.",
+                report.pull,
+            ),
+            (
+                "gradfs_open_interval_seconds",
+                "The time between two opens of weights, as a moving average, of the learner that opens most often.",
+                report.interval,
+            ),
+            (
+                "gradfs_bubble_seconds",
+                "The time from the end of a pull to the next open of weights, as a moving average.",
+                report.bubble,
+            ),
+        ] {
+            page.gauge(metric, help, of_model, value.unwrap_or_default().as_secs_f64());
+        }
+    }
+    status.shards.iter().for_each(|shard| add_shard(page, name, shard));
 }
 
-impl Waits {
-    fn new(page: &Page) -> Result<Waits, prometheus::Error> {
-        let of_learner = &["model", "learner"];
-        Ok(Waits {
-            stall: page.histograms(
-                "gradfs_stall_seconds",
-                "Of each step of a learner here, how long its program has waited inside calls.",
-                &["model"],
-            )?,
-            staleness: page.histograms(
-                "gradfs_staleness_versions",
-                "How many versions each one that was opened was behind the newest known one.",
-                &["model"],
-            )?,
-            phases: page.histograms(PHASES, PHASES_HELP, &["model", "phase"])?,
-            stalled: page.total_seconds(
-                "gradfs_learner_stall_seconds_total",
-                "How long the program of a learner has waited inside calls since it joined.",
-                of_learner,
-            )?,
-            share: page.number(
-                "gradfs_learner_stall_share",
-                "The share of its last steps that the program of a learner has waited, 0 to 1.",
-                of_learner,
-            )?,
-            rates: page.number(
-                "gradfs_payload_bytes_per_second",
-                "Payload that was pushed and pulled, over the last 10 seconds.",
-                &["model", "direction"],
-            )?,
-        })
+fn add_shard(page: &mut Page, model: &str, view: &ShardView) {
+    let (shard, transport) = (view.shard.to_string(), view.transport.to_string());
+    let of_shard = &[("model", model), ("shard", &*shard)];
+    let address = view.address.as_deref().unwrap_or_default();
+    page.gauge(
+        "gradfs_transport_info",
+        "1 for the transport by which bytes go to a shard and come from it.",
+        &[("model", model), ("shard", &shard), ("address", address), ("transport", &transport)],
+        1.0,
+    );
+    let help = "1 if there is a connection to a shard.";
+    page.gauge("gradfs_shard_connected", help, of_shard, f64::from(view.connected));
+    let help = "For how long the job has been waiting for a shard that cannot be reached; 0 if it can.";
+    let away = view.away.map_or(0, |away| away.as_secs());
+    page.gauge("gradfs_shard_unreachable_seconds", help, of_shard, away as f64);
+    for (wanted, fell_back) in fallbacks(view) {
+        page.gauge(
+            "gradfs_transport_fallback",
+            "1 if another transport was taken than was looked for first; status.json and the log tell why.",
+            &[("model", model), ("shard", &shard), ("wanted", wanted)],
+            f64::from(fell_back),
+        );
     }
+}
 
-    fn tell(&self, model: &Model) -> Result<(), prometheus::Error> {
-        let (name, times) = (model.name.as_str(), &model.times);
-        self.stall.tell(&[name], &times.stall.read())?;
-        self.staleness.tell(&[name], &times.staleness.read())?;
-        let (phases, is_here) = model.job.phases();
-        let blocks = if is_here { "reduce" } else { "wire" };
-        for (phase, histogram) in [
-            ("staging", &times.staging),
-            ("others", &phases.others),
-            (blocks, &phases.wire),
-            ("conclude", &phases.conclude),
-            ("open", &times.open),
-        ] {
-            self.phases.tell(&[name, phase], &histogram.read())?;
-        }
-        if !is_here {
-            self.phases.tell(&[name, "pull"], &phases.pull.read())?;
-        }
-        for learner in model.learners() {
-            let stall = learner.times.stall();
-            self.stalled.total(&[name, &learner.name], stall.stall)?;
-            self.share.set(&[name, &learner.name], stall.share)?;
-        }
-        if let Some((push, pull)) = times.rates(&model.job) {
-            self.rates.set(&[name, "push"], push)?;
-            self.rates.set(&[name, "pull"], pull)?;
-        }
-        Ok(())
+fn add_traffic(page: &mut Page, model: &Model) {
+    let (name, traffic) = (model.name.as_str(), &model.traffic);
+    for (metric, help, bytes) in [
+        ("gradfs_written_bytes_total", "Bytes that programs have written here.", &traffic.written),
+        (
+            "gradfs_reduced_on_arrival_bytes_total",
+            "Bytes that were taken straight from where the program had them, without a copy into staging memory.",
+            &traffic.reduced_on_arrival,
+        ),
+        ("gradfs_staged_bytes_total", "Bytes that were copied into staging memory.", &traffic.staged),
+    ] {
+        page.counter(metric, help, &[("model", name)], bytes.load(Ordering::Relaxed) as f64);
+    }
+    if let Some(payloads) = model.job.payload() {
+        page.payload(name, &payloads);
+    }
+    let (push, pull) = model.times.rates(&model.job).unzip();
+    for (direction, rate) in [("push", push), ("pull", pull)] {
+        let Some(rate) = rate else { continue };
+        let help = "Payload that was pushed and pulled, over the last 10 seconds.";
+        let labels = &[("model", name), ("direction", direction)];
+        page.gauge("gradfs_payload_bytes_per_second", help, labels, rate);
+    }
+}
+
+/// What learners wait for.
+fn add_waits(page: &mut Page, model: &Model) {
+    let (name, times) = (model.name.as_str(), &model.times);
+    let help = "Of each step of a learner here, how long its program has waited inside calls.";
+    page.histogram("gradfs_stall_seconds", help, &[("model", name)], &times.stall.read());
+    let help = "How many versions each one that was opened was behind the newest known one.";
+    page.histogram("gradfs_staleness_versions", help, &[("model", name)], &times.staleness.read());
+    let (phases, is_here) = model.job.phases();
+    let pull = (!is_here).then_some(("pull", &phases.pull));
+    for (phase, histogram) in [
+        ("staging", &times.staging),
+        ("others", &phases.others),
+        (if is_here { "reduce" } else { "wire" }, &phases.wire),
+        ("conclude", &phases.conclude),
+        ("open", &times.open),
+    ]
+    .into_iter()
+    .chain(pull)
+    {
+        page.histogram(PHASES, PHASES_HELP, &[("model", name), ("phase", phase)], &histogram.read());
+    }
+    for learner in model.learners() {
+        let (of_learner, stall) = (&[("model", name), ("learner", &*learner.name)], learner.times.stall());
+        let help = "How long the program of a learner has waited inside calls since it joined.";
+        page.counter("gradfs_learner_stall_seconds_total", help, of_learner, stall.stall.as_secs_f64());
+        let help = "The share of its last steps that the program of a learner has waited, 0 to 1.";
+        page.gauge("gradfs_learner_stall_share", help, of_learner, stall.share);
     }
 }
 

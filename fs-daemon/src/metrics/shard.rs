@@ -7,7 +7,7 @@ use libmodelio::transport::tally::Payloads;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::page::{JobWaits, PHASES, PHASES_HELP, Page, Payload};
+use super::page::{PHASES, PHASES_HELP, Page};
 
 /// The fields of a shard's status that metrics show.
 #[derive(Deserialize)]
@@ -70,66 +70,55 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
     let status = Status::deserialize(status).map_err(|error| {
         prometheus::Error::Msg(format!("the shard's status is not what is expected: {error}"))
     })?;
-    let page = Page::new()?;
-    let of_model = &["model"];
-    let connections = page.gauge(
-        "gradfs_connections",
-        "Connections of this shard: by tcp those to and from mounts, shards and commands, by shm and rdma from mounts.",
-        &["transport"],
-    )?;
-    let rdma = page.gauge("gradfs_rdma_available", "1 if this shard takes connections by RDMA.", &[])?;
-    let version = page.gauge(
-        "gradfs_partition_version",
-        "The newest version of this shard's partition of a model.",
-        of_model,
-    )?;
-    let blocks =
-        page.gauge("gradfs_partition_blocks", "Blocks of a model that this shard owns.", of_model)?;
-    let memory = page.gauge(
-        "gradfs_partition_memory_bytes",
-        "Memory of this shard's partition of a model.",
-        of_model,
-    )?;
-    let learners = page.gauge(
-        "gradfs_learners",
-        "Learners in the job of a model that this shard coordinates.",
-        of_model,
-    )?;
-    let contributions = page.counter(
-        "gradfs_contributions_total",
-        "Contributions that are part of a version, of a model that this shard coordinates.",
-        of_model,
-    )?;
-    let away = page.gauge(
-        "gradfs_shard_unreachable_seconds",
-        "For how long a shard of a model that this one coordinates cannot be reached.",
-        &["model", "shard"],
-    )?;
-    let waits = JobWaits::new(&page)?;
-    let payload = Payload::new(&page)?;
-    let phases = page.histograms(PHASES, PHASES_HELP, &["model", "phase"])?;
-    connections.set(&["tcp"], status.tcp.connections)?;
-    connections.set(&["shm"], status.shared_memory.connections)?;
-    connections.set(&["rdma"], status.rdma.connections)?;
-    rdma.set(&[], status.rdma.address.is_some().into())?;
+    let mut page = Page::new();
+    for (transport, connections) in [
+        ("tcp", status.tcp.connections),
+        ("shm", status.shared_memory.connections),
+        ("rdma", status.rdma.connections),
+    ] {
+        page.gauge(
+            "gradfs_connections",
+            "Connections of this shard: by tcp those to and from mounts, shards and commands, by shm and rdma from mounts.",
+            &[("transport", transport)],
+            connections as f64,
+        );
+    }
+    let rdma = f64::from(status.rdma.address.is_some());
+    page.gauge("gradfs_rdma_available", "1 if this shard takes connections by RDMA.", &[], rdma);
     for model in &status.models {
-        let name = model.name.as_str();
-        version.set(&[name], model.version)?;
-        blocks.set(&[name], model.blocks)?;
-        memory.set(&[name], model.memory_bytes)?;
-        payload.total(name, &model.payload)?;
-        phases.tell(&[name, "reduce"], &model.reduce_seconds)?;
+        let of_model = &[("model", &*model.name)];
+        let help = "The newest version of this shard's partition of a model.";
+        page.gauge("gradfs_partition_version", help, of_model, model.version as f64);
+        let help = "Blocks of a model that this shard owns.";
+        page.gauge("gradfs_partition_blocks", help, of_model, model.blocks as f64);
+        let help = "Memory of this shard's partition of a model.";
+        page.gauge("gradfs_partition_memory_bytes", help, of_model, model.memory_bytes as f64);
+        page.payload(&model.name, &model.payload);
+        let labels = &[("model", &*model.name), ("phase", "reduce")];
+        page.histogram(PHASES, PHASES_HELP, labels, &model.reduce_seconds);
         if let Some(coordinator) = &model.coordinator {
-            learners.set(&[name], coordinator.learners.len() as u64)?;
-            contributions.total(&[name], coordinator.contributions)?;
-            let late = coordinator.late.as_ref();
-            let waited = |late: &LateLearners| Duration::try_from_secs_f64(late.seconds).unwrap_or_default();
-            let late = late.map(|late| (&late.learners[..], late.more, waited(late)));
-            waits.tell(name, &coordinator.state, late)?;
-            for one in &coordinator.unreachable {
-                away.set(&[name, &one.shard.to_string()], one.seconds as u64)?;
-            }
+            coordinator.tell(&mut page, &model.name);
         }
     }
     page.text()
+}
+
+impl Coordinator {
+    fn tell(&self, page: &mut Page, model: &str) {
+        let help = "Learners in the job of a model that this shard coordinates.";
+        page.gauge("gradfs_learners", help, &[("model", model)], self.learners.len() as f64);
+        let help = "Contributions that are part of a version, of a model that this shard coordinates.";
+        page.counter("gradfs_contributions_total", help, &[("model", model)], self.contributions as f64);
+        let waited = |late: &LateLearners| Duration::try_from_secs_f64(late.seconds).unwrap_or_default();
+        let late = self.late.as_ref().map(|late| (&late.learners[..], late.more, waited(late)));
+        page.waits(model, &self.state, late);
+        for one in &self.unreachable {
+            page.gauge(
+                "gradfs_shard_unreachable_seconds",
+                "For how long a shard of a model that this one coordinates cannot be reached.",
+                &[("model", model), ("shard", &one.shard.to_string())],
+                one.seconds.trunc(),
+            );
+        }
+    }
 }

@@ -19,8 +19,8 @@ use parking_lot::Mutex;
 use super::exports::ModelExports;
 use super::face::{Face, errno_of};
 use super::lobby::{Lobby, Place};
+use crate::own_thread::on_own_thread;
 use crate::session::error::{CallError, CallResult};
-use crate::session::own_thread::on_own_thread;
 
 /// The time for a client to choose an export.
 const HANDSHAKE: Duration = Duration::from_secs(30);

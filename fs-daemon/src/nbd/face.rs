@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use crate::session::contribution::{Contribution, Ending};
 use crate::session::disk::OpenDisk;
 use crate::session::error::{CallError, CallResult, Done};
+use crate::session::learner::Use;
 use crate::session::model::Model;
 use libmodelio::reader::Reader;
 
@@ -202,7 +203,7 @@ impl LearnerFace {
         };
         learner.make_staging_ready();
         let contribution = Contribution::open(model, learner, false, reader);
-        contribution.learner().user_came();
+        contribution.learner().note(Use::Comes);
         if joined {
             // It leaves when nobody uses it any more.
             contribution.learner().make_guest();
@@ -296,7 +297,7 @@ impl Drop for LearnerFace {
             let why = CallError::new(libc::ECONNABORTED, "the client of the block device is gone");
             contribution.abort_own(&why);
         }
-        contribution.learner().user_ended();
+        contribution.learner().note(Use::Ends);
         contribution.closed();
     }
 }

@@ -14,11 +14,11 @@ use parking_lot::Mutex;
 use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::file_headers::refuse_header;
-use super::learner::Learner;
-use super::learner_times::Waits;
+use super::learner::{Learner, Use};
 use super::model::Model;
-use super::own_thread::on_own_thread;
+use super::times::Waits;
 use super::written::Written;
+use crate::own_thread::on_own_thread;
 use libmodelio::reader::Reader;
 
 /// The longest time that a close waits again after a step has waited in vain.
@@ -75,7 +75,7 @@ impl Contribution {
         ships_mapping: bool,
         reader: Option<Reader>,
     ) -> Contribution {
-        learner.count_contribution(true);
+        learner.note(Use::Opens);
         Contribution {
             model: Arc::clone(model),
             learner,
@@ -97,7 +97,7 @@ impl Contribution {
         }
         self.is_closed.store(true, Ordering::SeqCst);
         self.learner.contributor.forget_unopened();
-        self.learner.count_contribution(false);
+        self.learner.note(Use::Closes);
     }
 
     /// The learner that contributes.

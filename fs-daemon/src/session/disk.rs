@@ -13,7 +13,7 @@ use libmodelio::vocabulary::ids::Version;
 use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::model::Model;
-use super::own_thread::on_own_thread;
+use crate::own_thread::on_own_thread;
 
 /// If more preparations of a publication are needed, a thread of its own makes them.
 const PREPARED_HERE: usize = 4;
@@ -22,13 +22,6 @@ const PREPARED_HERE: usize = 4;
 pub struct OpenDisk {
     model: Arc<Model>,
     disk: Arc<Disk>,
-}
-
-impl Model {
-    /// Whether the model can be used as a disk: whole new values replace the old ones.
-    pub fn is_disk(&self) -> bool {
-        self.job.controls().reducer.takes_weights()
-    }
 }
 
 impl OpenDisk {

@@ -18,9 +18,9 @@ use libmodelio::vocabulary::weight::Weight;
 use parking_lot::Mutex;
 
 use super::error::CallError;
-use super::last_refusal::LastRefusal;
-use super::learner_times::{LearnerTimes, Waits};
-use super::model_times::ModelTimes;
+use super::error::LastRefusal;
+use super::times::ModelTimes;
+use super::times::{LearnerTimes, Waits};
 
 /// Longest answer to wait for where a request has no deadline of its own.
 pub const PROMPT: Duration = Duration::from_secs(10);
@@ -68,6 +68,27 @@ pub struct Learner {
     told_bytes: AtomicU64,
 }
 
+/// What a user of a learner does.
+///
+/// | event | meaning | the job hears of it |
+/// |---|---|---|
+/// | `Opens`, `Closes` | a contribution is open from here to there | yes |
+/// | `Comes`, `Ends` | somebody uses the learner, whether contributions are open or not | of the end: it may wait for a shorter time |
+/// | `Attends`, `Leaves` | a process has opened the learner's weights | of the end |
+/// | `Contributes` | a process that attends comes | no |
+/// | `Unseen` | somebody uses the learner whose end nobody will see | the first time |
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    Opens,
+    Closes,
+    Comes,
+    Ends,
+    Attends,
+    Leaves,
+    Contributes,
+    Unseen,
+}
+
 /// The users of a learner, which keep it attached to its job.
 #[derive(Default)]
 struct Users {
@@ -84,6 +105,24 @@ struct Users {
 }
 
 impl Users {
+    /// Takes an event in, and says whether the job is to hear of it.
+    fn take(&mut self, event: Use) -> bool {
+        match event {
+            Use::Opens => self.open += 1,
+            Use::Closes => self.open = self.open.saturating_sub(1),
+            Use::Comes => (self.present, self.ended) = (self.present + 1, false),
+            Use::Ends => (self.present, self.ended) = (self.present.saturating_sub(1), true),
+            Use::Attends => self.attending += 1,
+            Use::Leaves => self.attending = self.attending.saturating_sub(1),
+            Use::Contributes => {
+                self.take(Use::Comes);
+                self.take(Use::Leaves);
+            }
+            Use::Unseen => return !std::mem::replace(&mut self.unseen, true),
+        }
+        !matches!(event, Use::Comes | Use::Attends | Use::Contributes)
+    }
+
     /// Whether the learner is used. `unsettled`: it has something unsettled. `awaited`: others wait for it, sooner or
     /// later, if it is silent.
     fn attached(&self, unsettled: bool, awaited: bool) -> Attached {
@@ -220,35 +259,17 @@ impl Learner {
         }
     }
 
-    /// A contribution was opened or closed.
-    pub(super) fn count_contribution(&self, opened: bool) {
-        {
-            let mut users = self.users.lock();
-            users.open = if opened { users.open + 1 } else { users.open.saturating_sub(1) };
+    /// Notes what a user does, and tells the job if it matters there.
+    pub fn note(&self, event: Use) {
+        let is_told = self.users.lock().take(event);
+        if is_told {
+            self.report_use();
         }
-        self.report_use();
     }
 
     /// The learner has joined for its present users alone: it leaves when the last one ends.
     pub fn make_guest(&self) {
         self.is_guest.store(true, Ordering::Relaxed);
-    }
-
-    /// Somebody uses the learner until [`Self::user_ended`], whether contributions are open or not.
-    pub fn user_came(&self) {
-        let mut users = self.users.lock();
-        users.present += 1;
-        users.ended = false;
-    }
-
-    /// A user is gone: once nobody is left, the job may wait for the learner for a shorter time.
-    pub fn user_ended(&self) {
-        {
-            let mut users = self.users.lock();
-            users.present = users.present.saturating_sub(1);
-            users.ended = true;
-        }
-        self.report_use();
     }
 
     /// Whether it matters who attends to the learner: nobody has contributed as it yet. A process that comes later than the
@@ -257,24 +278,6 @@ impl Learner {
         let users = self.users.lock();
         let is_new = lease.is_zero() || self.joined.elapsed().is_ok_and(|since| since < lease);
         users.present == 0 && !users.ended && !users.unseen && (is_new || users.attending > 0)
-    }
-
-    /// A process attends to the learner until [`Self::attendant_left`]: it has opened its weights.
-    pub fn attendant_came(&self) {
-        self.users.lock().attending += 1;
-    }
-
-    /// A process that attended has ended, or contributes now.
-    pub fn attendant_left(&self) {
-        let mut users = self.users.lock();
-        users.attending = users.attending.saturating_sub(1);
-    }
-
-    /// Somebody uses the learner whose end nobody will see.
-    pub fn has_unseen_user(&self) {
-        if !std::mem::replace(&mut self.users.lock().unseen, true) {
-            self.report_use();
-        }
     }
 
     /// Whether it has users whose end nobody will see.

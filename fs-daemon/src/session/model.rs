@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use libmodelio::client::{Job, wait_for};
 use libmodelio::contributor::{Contributor, Traffic};
+use libmodelio::disk::Disk;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::members::LeaveReason;
@@ -14,11 +15,10 @@ use libmodelio::wire::MAX_SMALL_MODEL;
 use parking_lot::Mutex;
 use ps_backend::server::local::LocalShard;
 
+use super::error::LastRefusal;
 use super::error::{CallError, CallResult};
-use super::last_refusal::LastRefusal;
 use super::learner::{Learner, PROMPT};
-use super::model_times::ModelTimes;
-use super::shared_disk::SharedDisk;
+use super::times::ModelTimes;
 
 /// Name of the own learner of a mount that has its job to itself.
 pub const OWN_LEARNER: &str = "mount";
@@ -56,6 +56,15 @@ impl Dropped {
             format!("learner {name:?} is no longer in the job: {reason}; join again (mkdir learners/{name})");
         CallError::new(libc::ENOTCONN, what)
     }
+}
+
+/// The disk of a model. Its memory stays for the next user, who finds its pages taken.
+#[derive(Default)]
+pub struct SharedDisk {
+    /// The disk, once somebody has used it.
+    pub disk: Option<Arc<Disk>>,
+    /// The number of its users.
+    pub users: usize,
 }
 
 /// One model.
@@ -115,6 +124,11 @@ impl Model {
             dropped: Mutex::default(),
             joining: Mutex::default(),
         }
+    }
+
+    /// Whether the model can be used as a disk: whole new values replace the old ones.
+    pub fn is_disk(&self) -> bool {
+        self.job.controls().reducer.takes_weights()
     }
 
     /// Whether the time of a step lies in messages and threads that wake each other, more than in bytes.

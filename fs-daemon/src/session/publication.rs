@@ -14,8 +14,8 @@ use super::error::{CallError, CallResult, Done};
 use super::explained::explained;
 use super::file_headers::refuse_header;
 use super::model::Model;
-use super::own_thread::on_own_thread;
 use super::written::Written;
+use crate::own_thread::on_own_thread;
 
 /// Weights that are being written. After each commit the next write begins anew.
 pub struct Publication {

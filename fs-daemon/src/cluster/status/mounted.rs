@@ -72,7 +72,7 @@ fn complete(model: &mut Value) -> Result<(), Error> {
     let (Some(at), Some(name)) = (model["registry"].as_str(), model["model"].as_str()) else {
         return Ok(());
     };
-    let at = Endpoint::parse("the mount's registry", at, DEFAULT_PORT)?;
+    let at = Endpoint::parse(at, DEFAULT_PORT).map_err(|error| error.of("the mount's registry"))?;
     let failed = |error| registry_error(&at, error);
     let table = registry(&at);
     let coordinator = table.model(name, deadline()).map_err(failed)?.coordinator;

@@ -5,7 +5,6 @@ use std::path::Path;
 use libmodelio::vocabulary::layout::DType;
 
 use super::*;
-use crate::cli::cluster::CLUSTER;
 
 fn flags(pairs: &[(&'static str, &str)]) -> Layer {
     let mut layer = CLUSTER.flags();
@@ -94,7 +93,7 @@ fn defaults() {
                 threads: 2,
                 allow_other: false,
                 permissions: crate::config::Permissions::default(),
-                passthrough: true,
+                no_passthrough: false,
                 metrics: None,
                 nbd: None,
                 insecure: false,
@@ -156,7 +155,7 @@ fn unknown_keys_are_refused_by_name() {
     let twice = CLUSTER.parse(Path::new("cluster.toml"), "listen = ['a', 'b']").unwrap_err();
     assert_eq!(twice.message, "cluster.toml: listen must be a single value");
     // `gradfs up` has none of the options that only a cluster has.
-    assert!(crate::cli::UP.parse(Path::new("job.toml"), "registry = 'x'").is_err());
+    assert!(crate::config::UP.parse(Path::new("job.toml"), "registry = 'x'").is_err());
 }
 
 #[test]
@@ -279,7 +278,7 @@ fn numbers_and_words_are_checked() {
     assert!(said(mount(&[("allow_other", "maybe")])).starts_with("--allow-other: "));
     let config = mount(&[("io", "uring"), ("transport", "shm"), ("no_passthrough", "true")]).unwrap();
     assert_eq!((config.io, config.transport), (Choice::Uring, TransportChoice::SharedMemory));
-    assert!(!config.mounting.passthrough);
+    assert!(config.mounting.no_passthrough);
 }
 
 #[test]

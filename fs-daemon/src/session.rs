@@ -15,20 +15,16 @@ pub mod capture;
 pub mod contribution;
 pub mod disk;
 pub mod error;
-pub mod last_refusal;
 pub mod learner;
-pub mod learner_times;
 pub mod model;
-pub mod model_times;
-pub mod own_thread;
 pub mod publication;
+pub mod times;
 pub mod trace;
 pub mod wait_log;
 
 mod explained;
 mod file_headers;
 mod freshness;
-mod shared_disk;
 mod written;
 
 #[cfg(test)]

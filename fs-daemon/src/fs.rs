@@ -4,11 +4,9 @@
 //! [`crate::session`] does the work behind the files. Nothing here blocks for long: a call that has to wait
 //! takes a callback.
 
-pub mod access;
 pub mod attr;
 pub mod filesystem;
 pub mod model_tree;
-pub mod moved_names;
 pub mod names;
 pub mod node;
 pub mod open;
@@ -16,10 +14,7 @@ pub mod open_file;
 pub mod text;
 pub mod text_file;
 
-mod bypassed;
 mod draft;
 mod looked_up;
 mod paths;
-mod publications;
 mod tensors_name;
-mod xattr;

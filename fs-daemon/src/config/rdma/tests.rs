@@ -4,11 +4,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use libmodelio::transport::rdma::{Buffers, Mtu, Notice, Placement, Polling};
-
-use super::super::{MountConfig, ShardConfig};
+use super::super::cluster::{CLUSTER, MountConfig, ShardConfig};
 use super::*;
-use crate::cli::cluster::CLUSTER;
 use crate::config::Layer;
 
 fn layers(pairs: &[(&'static str, &str)]) -> [Layer; 1] {
