@@ -847,6 +847,11 @@ impl Work {
             Work::Assign { .. } => None,
         }
     }
+
+    /// Whether it makes the next version. If not, it changes a sum.
+    pub fn makes_version(&self) -> bool {
+        matches!(self, Work::Reduce { .. } | Work::Assign { .. })
+    }
 }
 
 /// One client's part of a plan.

@@ -331,13 +331,17 @@ impl World {
                         self.goes_on(at);
                     }
                 }
-                Action::Reduce(plan) => {
-                    let Work::Reduce { inputs, .. } = &plan.work else { panic!("nobody writes weights") };
-                    self.running = inputs.iter().map(|input| input.source.name as usize).collect();
+                Action::Begin(plan) => {
+                    assert!(plan.provisional.is_none(), "nothing begins early");
+                    assert!(
+                        matches!(plan.work, Work::Reduce { .. }),
+                        "nothing is accumulated, nobody writes weights"
+                    );
+                    self.running = plan.inputs.iter().map(|input| input.source.name as usize).collect();
                     self.after(REDUCE, Event::Reduced);
                 }
                 Action::Published(_) | Action::Left { .. } => {}
-                other => panic!("nothing is accumulated or begins early: {other:?}"),
+                other => panic!("nothing begins early: {other:?}"),
             }
         }
         result

@@ -45,7 +45,7 @@ use local_shard::LocalShard;
 use made_from::MadeFrom;
 pub use moving::TakeOverError;
 use plan_queue::PlanQueue;
-use plans::{Run, is_provisional};
+use plans::Run;
 use progress::Progress;
 use shape::Shape;
 use tickets::Tickets;
@@ -240,10 +240,8 @@ impl CoordinatorCore {
                     }
                 }
                 core::Action::Seal(plan) => self.seal(plan, now, actions),
-                core::Action::Drop => self.drop_work(is_provisional, now, actions),
-                work @ (core::Action::Accumulate { .. }
-                | core::Action::Measure { .. }
-                | core::Action::Reduce(_)) => self.want(work, now, actions),
+                core::Action::Drop => self.drop_work(core::Plan::is_provisional, now, actions),
+                core::Action::Begin(plan) => self.want(plan, now, actions),
             }
         }
         if self.states.take_outdated() {

@@ -1,17 +1,18 @@
 //! Work that waits until the present plan has ended, and the numbers of plans.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use libmodelio::vocabulary::ids::PlanId;
 use serde::{Deserialize, Serialize};
 
-use crate::core::Action;
+use crate::core::Plan;
 
-/// The core's next actions, and the number of the next plan.
+/// The core's next plans, and the number of the next plan.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct PlanQueue {
     #[serde(skip)]
-    waiting: VecDeque<Action>,
+    waiting: VecDeque<Arc<Plan>>,
     next: PlanId,
 }
 
@@ -39,33 +40,33 @@ impl PlanQueue {
     }
 
     /// Work that waits for the other work in the queue.
-    pub(super) fn push(&mut self, work: Action) {
-        self.waiting.push_back(work);
+    pub(super) fn push(&mut self, plan: Arc<Plan>) {
+        self.waiting.push_back(plan);
     }
 
     /// Work that is done anew, before the other work.
-    pub(super) fn push_first(&mut self, work: Action) {
-        self.waiting.push_front(work);
+    pub(super) fn push_first(&mut self, plan: Arc<Plan>) {
+        self.waiting.push_front(plan);
     }
 
     /// The work that begins now.
-    pub(super) fn take_first(&mut self) -> Option<Action> {
+    pub(super) fn take_first(&mut self) -> Option<Arc<Plan>> {
         self.waiting.pop_front()
     }
 
     /// Whether such work waits.
-    pub(super) fn has(&self, is_it: impl Fn(&Action) -> bool) -> bool {
-        self.waiting.iter().any(is_it)
+    pub(super) fn has(&self, is_it: impl Fn(&Plan) -> bool) -> bool {
+        self.waiting.iter().any(|plan| is_it(plan))
     }
 
     /// The first such work, to be replaced.
-    pub(super) fn find(&mut self, is_it: impl Fn(&Action) -> bool) -> Option<&mut Action> {
-        self.waiting.iter_mut().find(|work| is_it(work))
+    pub(super) fn find(&mut self, is_it: impl Fn(&Plan) -> bool) -> Option<&mut Arc<Plan>> {
+        self.waiting.iter_mut().find(|plan| is_it(plan))
     }
 
     /// Drops the first such work. False if there is none.
-    pub(super) fn drop_first(&mut self, is_it: impl Fn(&Action) -> bool) -> bool {
-        let at = self.waiting.iter().position(is_it);
+    pub(super) fn drop_first(&mut self, is_it: impl Fn(&Plan) -> bool) -> bool {
+        let at = self.waiting.iter().position(|plan| is_it(plan));
         at.and_then(|at| self.waiting.remove(at)).is_some()
     }
 

@@ -6,11 +6,10 @@ use libmodelio::vocabulary::block_map::PartitionIndex;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::shard_error::ShardError;
-use libmodelio::wire::{Granted, Message, PlanSource, Refusal};
+use libmodelio::wire::{Granted, Message, PlanSource, Refusal, Work};
 
 use super::clients::given_up_at;
 use super::senders::Sender;
-use super::starts::Kind;
 use super::{Action, CoordinatorCore, REPEAT};
 use crate::core::{self, Now, Source};
 
@@ -28,9 +27,7 @@ enum Stage {
 #[derive(Debug)]
 pub(super) struct Run {
     id: PlanId,
-    /// The core's action.
-    work: core::Action,
-    kind: Kind,
+    plan: Arc<core::Plan>,
     senders: Vec<Sender>,
     start: Message,
     stage: Stage,
@@ -62,7 +59,7 @@ impl Run {
 
     /// The new weights that are still being written, if the plan takes such.
     pub(super) fn open_weights(&self) -> Option<&Source> {
-        assigned(&self.work).filter(|_| self.is_open && self.stage == Stage::Gathering)
+        self.plan.weights.as_ref().filter(|_| self.is_open && self.stage == Stage::Gathering)
     }
 
     pub(super) fn waiting(&self) -> impl Iterator<Item = PartitionIndex> {
@@ -84,7 +81,7 @@ impl Run {
     }
 
     fn is_sealed(&self, plan: PlanId) -> bool {
-        self.id == plan && !self.is_open && !is_provisional(&self.work)
+        self.id == plan && !self.is_open && !self.plan.is_provisional()
     }
 
     /// The learners whose contributions a client sends for it.
@@ -156,7 +153,7 @@ impl CoordinatorCore {
                     && run.stage == Stage::Gathering
                     && run.squares.is_none()
                     && !run.is_open
-                    && !is_provisional(&run.work) =>
+                    && !run.plan.is_provisional() =>
             {
                 run.waiting.remove(&partition);
                 if run.waiting.is_empty() {
@@ -252,13 +249,13 @@ impl CoordinatorCore {
             return self.drop_run(now, actions);
         }
         let mut wanted = Vec::new();
-        match (&run.kind, learner) {
-            (Kind::Accumulate(_), Some(learner)) => {
-                self.core.accumulate_failed(vec![(learner, error)], now, &mut wanted)
+        match (&run.plan.work, learner) {
+            (Work::Assign { .. }, _) => self.core.assign_failed(error, now, &mut wanted),
+            _ if run.plan.is_provisional() => self.core.early_failed(now, &mut wanted),
+            (Work::Reduce { .. }, Some(learner)) => {
+                self.core.refused(vec![(learner, error)], now, &mut wanted);
             }
-            (Kind::Reduce, _) if is_provisional(&run.work) => self.core.early_failed(now, &mut wanted),
-            (Kind::Reduce, Some(learner)) => self.core.refused(vec![(learner, error)], now, &mut wanted),
-            (Kind::Assign, _) => self.core.assign_failed(error, now, &mut wanted),
+            (_, Some(learner)) => self.core.accumulate_failed(vec![(learner, error)], now, &mut wanted),
             // The shard names a client that sends nothing.
             (_, None) => return,
         }
@@ -269,16 +266,14 @@ impl CoordinatorCore {
     /// A shard has read a client's memory whose loan may have ended, or has what is no part of the plan. Another plan
     /// reads everything again.
     fn torn(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let Some(run) = &self.run else { return };
         let mut wanted = Vec::new();
-        match self.run.as_ref().map(|run| &run.kind) {
-            Some(Kind::Accumulate(_)) => self.core.accumulate_failed(Vec::new(), now, &mut wanted),
-            Some(Kind::Reduce) if self.run.as_ref().is_some_and(|run| is_provisional(&run.work)) => {
-                self.core.early_failed(now, &mut wanted);
-            }
-            Some(Kind::Reduce) => self.core.refused(Vec::new(), now, &mut wanted),
+        match &run.plan.work {
             // A shard has blocks of new weights that are not among those which are published.
-            Some(Kind::Assign) => return self.begin_again(now, actions),
-            None => return,
+            Work::Assign { .. } => return self.begin_again(now, actions),
+            _ if run.plan.is_provisional() => self.core.early_failed(now, &mut wanted),
+            Work::Reduce { .. } => self.core.refused(Vec::new(), now, &mut wanted),
+            _ => self.core.accumulate_failed(Vec::new(), now, &mut wanted),
         }
         self.drop_run(now, actions);
         self.perform(wanted, now, actions);
@@ -312,11 +307,10 @@ impl CoordinatorCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        let is_it = |work: &core::Action| {
-            matches!(work, core::Action::Reduce(plan) if matches!(&plan.work, core::Work::Assign { buffer }
-                if (buffer.client, buffer.name) == (client, token)))
+        let is_it = |plan: &core::Plan| {
+            plan.weights.as_ref().is_some_and(|of| (of.client, of.name) == (client, token))
         };
-        let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.work);
+        let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.plan);
         if !self.queue.has(is_it) && !self.run.as_ref().is_some_and(runs) {
             return;
         }
@@ -329,31 +323,31 @@ impl CoordinatorCore {
     /// A contribution was taken out again. If it `is_read`, the work that reads it is void.
     fn taken_out(&mut self, is_read: bool, wanted: Vec<core::Action>, now: Now, actions: &mut Vec<Action>) {
         if is_read {
-            self.drop_work(|work| !is_assign(work), now, actions);
+            self.drop_work(|plan| plan.weights.is_none(), now, actions);
         }
         self.perform(wanted, now, actions);
     }
 
-    /// Begins the work that the core wants.
-    pub(super) fn begin(&mut self, work: core::Action, now: Now, actions: &mut Vec<Action>) {
+    /// Begins a plan that the core wants.
+    pub(super) fn begin(&mut self, plan: Arc<core::Plan>, now: Now, actions: &mut Vec<Action>) {
         if self.health.failed().is_some() {
             return;
         }
-        let Some((kind, senders, start)) = self.plan_of(&work, self.queue.next()) else { return };
+        let Some((senders, start)) = self.start_of(&plan, self.queue.next()) else { return };
         let id = self.queue.number();
         let waiting = self.shape.partitions().collect();
         let stage = Stage::Gathering;
-        let squares = match &work {
-            core::Action::Measure { quantity, tensors, .. } => {
+        let squares = match &plan.work {
+            Work::Measure { quantity, tensors, .. } => {
                 Some(Squares::new(*quantity, tensors.tensors() as usize))
             }
             _ => None,
         };
-        let makes_version = !matches!(kind, Kind::Accumulate(_));
+        let makes_version = plan.work.makes_version();
         let is_open = senders.iter().any(|sender| matches!(sender.payload, Granted::OpenWeights(_)));
         let repeat_at = now;
         self.progress.begin(now);
-        self.run = Some(Run { id, work, kind, senders, start, stage, is_open, squares, waiting, repeat_at });
+        self.run = Some(Run { id, plan, senders, start, stage, is_open, squares, waiting, repeat_at });
         self.repeat(now, actions);
         if makes_version && self.announces {
             self.announce(id, actions);
@@ -370,22 +364,21 @@ impl CoordinatorCore {
 
     /// Seals the provisional plan under way. Shards get the final plan, and clients are granted all of it.
     pub(super) fn seal(&mut self, plan: Arc<core::Plan>, now: Now, actions: &mut Vec<Action>) {
-        let work = core::Action::Reduce(plan);
         // The provisional plan has not begun: it waits for the end of the plan before.
-        if let Some(waits) = self.queue.find(is_provisional) {
-            *waits = work;
+        if let Some(waits) = self.queue.find(core::Plan::is_provisional) {
+            *waits = plan;
             return;
         }
         let Some(id) = self.provisional_plan() else {
             debug_assert!(false, "the plan that is sealed has not begun");
-            return self.want(work, now, actions);
+            return self.want(plan, now, actions);
         };
-        self.seal_as(work, id, now, actions);
+        self.seal_as(plan, id, now, actions);
     }
 
-    /// The plan under way becomes that of this `work`, which has all that was sent for it.
-    fn seal_as(&mut self, work: core::Action, id: PlanId, now: Now, actions: &mut Vec<Action>) {
-        if let Some((kind, senders, mut start)) = self.plan_of(&work, id)
+    /// The plan under way becomes this one, which has all that was sent for it.
+    fn seal_as(&mut self, plan: Arc<core::Plan>, id: PlanId, now: Now, actions: &mut Vec<Action>) {
+        if let Some((senders, mut start)) = self.start_of(&plan, id)
             && let Some(run) = &mut self.run
         {
             // New settings count from the next plan.
@@ -397,7 +390,7 @@ impl CoordinatorCore {
                 };
                 sealed.sources.iter_mut().for_each(same);
             }
-            (run.work, run.kind, run.senders, run.start, run.repeat_at) = (work, kind, senders, start, now);
+            (run.plan, run.senders, run.start, run.repeat_at) = (plan, senders, start, now);
             run.is_open = false;
             self.progress.begin(now);
         }
@@ -406,23 +399,23 @@ impl CoordinatorCore {
 
     /// The plan under way, if its last contribution is still being written.
     pub(super) fn provisional_plan(&self) -> Option<PlanId> {
-        let is_it = |run: &&Run| is_provisional(&run.work) && run.stage == Stage::Gathering;
+        let is_it = |run: &&Run| run.plan.is_provisional() && run.stage == Stage::Gathering;
         self.run.as_ref().filter(is_it).map(Run::id)
     }
 
-    /// Begins work, or queues it until the present plan has ended. A plan of new weights that are still being written
-    /// gives way, unless the work is to publish these.
-    pub(super) fn want(&mut self, work: core::Action, now: Now, actions: &mut Vec<Action>) {
-        let Some(run) = &self.run else { return self.begin(work, now, actions) };
+    /// Begins a plan, or queues it until the present one has ended. A plan of new weights that are still being written
+    /// gives way, unless the new one publishes these.
+    pub(super) fn want(&mut self, plan: Arc<core::Plan>, now: Now, actions: &mut Vec<Action>) {
+        let Some(run) = &self.run else { return self.begin(plan, now, actions) };
         let (id, open) = (run.id, run.open_weights());
         let is_of = |open: &Source, source: &Source| {
             (source.client, source.name, source.ahead) == (open.client, open.name, Some(id))
         };
-        if open.zip(assigned(&work)).is_some_and(|(open, source)| is_of(open, source)) {
-            return self.seal_as(work, id, now, actions);
+        if open.zip(plan.weights.as_ref()).is_some_and(|(open, source)| is_of(open, source)) {
+            return self.seal_as(plan, id, now, actions);
         }
         let gives_way = open.is_some();
-        self.queue.push(work);
+        self.queue.push(plan);
         if gives_way {
             self.drop_run(now, actions);
         }
@@ -433,14 +426,14 @@ impl CoordinatorCore {
         self.wind_up(Stage::Concluding, now, actions);
         self.counts();
         let mut wanted = Vec::new();
-        match self.run.as_ref().map(|run| &run.kind) {
-            Some(Kind::Accumulate(learners)) => {
-                let squares = self.run.as_ref().and_then(|run| run.squares.as_ref());
-                self.core.accumulated(learners, squares, now, &mut wanted);
-            }
-            Some(Kind::Reduce | Kind::Assign) => {
+        match &self.run {
+            Some(run) if run.plan.work.makes_version() => {
                 let has_buffer = self.local_shard.version_is_made();
                 self.core.reduced(has_buffer, now, &mut wanted);
+            }
+            Some(run) => {
+                let learners: Vec<_> = run.plan.inputs.iter().map(|of| of.learner).collect();
+                self.core.accumulated(&learners, run.squares.as_ref(), now, &mut wanted);
             }
             None => {}
         }
@@ -470,7 +463,7 @@ impl CoordinatorCore {
         run.stage = stage;
         run.waiting = self.shape.partitions().collect();
         // With a new version clients get the state, which says so, too.
-        if stage == Stage::Dropping || matches!(run.kind, Kind::Accumulate(_)) {
+        if stage == Stage::Dropping || !run.plan.work.makes_version() {
             for sender in &run.senders {
                 actions.push(Action::ToClient(sender.client, 0, Message::Over { plan: run.id }));
             }
@@ -486,14 +479,14 @@ impl CoordinatorCore {
     fn begin_again(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
         if !run.is_open {
-            self.queue.push_first(run.work.clone());
+            self.queue.push_first(Arc::clone(&run.plan));
         }
         self.drop_run(now, actions);
     }
 
     fn begin_next(&mut self, now: Now, actions: &mut Vec<Action>) {
         match self.queue.take_first() {
-            Some(work) => self.begin(work, now, actions),
+            Some(plan) => self.begin(plan, now, actions),
             None => self.begin_waiting_weights(now, actions),
         }
     }
@@ -532,12 +525,12 @@ impl CoordinatorCore {
         let mut wanted = Vec::new();
         let assigns = self.assigns_from(client);
         if self.core.lost(learners, now, &mut wanted) {
-            self.drop_work(|work| !is_assign(work), now, actions);
+            self.drop_work(|plan| plan.weights.is_none(), now, actions);
         }
         if assigns {
             let gone = ShardError::NotAllowed("the client that held the new weights is gone".into());
             self.core.assign_failed(gone, now, &mut wanted);
-            self.drop_work(is_assign, now, actions);
+            self.drop_work(|plan| plan.weights.is_some(), now, actions);
         }
         self.perform(wanted, now, actions);
     }
@@ -546,7 +539,7 @@ impl CoordinatorCore {
     /// sum. The work is under way, or is queued.
     pub(super) fn drop_work(
         &mut self,
-        is_it: impl Fn(&core::Action) -> bool,
+        is_it: impl Fn(&core::Plan) -> bool,
         now: Now,
         actions: &mut Vec<Action>,
     ) {
@@ -563,15 +556,9 @@ impl CoordinatorCore {
 
     /// Whether the core publishes new weights of `client`.
     pub(super) fn assigns_from(&self, client: ClientId) -> bool {
-        let of_client = |plan: &core::Plan| matches!(&plan.work, core::Work::Assign { buffer } if buffer.client == client);
-        let waits = |work: &core::Action| matches!(work, core::Action::Reduce(plan) if of_client(plan));
-        self.queue.has(waits)
-            || self.run.as_ref().is_some_and(|run| {
-                matches!(run.kind, Kind::Assign)
-                    && !run.is_open
-                    && run.stage == Stage::Gathering
-                    && run.senders.iter().any(|sender| sender.client == client)
-            })
+        let is_it = |plan: &core::Plan| plan.weights.as_ref().is_some_and(|of| of.client == client);
+        let runs = |run: &Run| run.stage == Stage::Gathering && !run.is_open && is_it(&run.plan);
+        self.queue.has(is_it) || self.run.as_ref().is_some_and(runs)
     }
 
     /// The job fails: a partition contradicts the coordinator. It has lost its blocks, or belongs to another job.
@@ -594,24 +581,4 @@ impl CoordinatorCore {
         }
         self.send_state_to_all(now, actions);
     }
-}
-
-/// Whether the last contribution to the work is still being written.
-pub(super) fn is_provisional(work: &core::Action) -> bool {
-    matches!(work, core::Action::Reduce(plan) if plan.provisional.is_some() && assigned(work).is_none())
-}
-
-/// The new weights that the work publishes.
-fn assigned(work: &core::Action) -> Option<&Source> {
-    match work {
-        core::Action::Reduce(plan) => match &plan.work {
-            core::Work::Assign { buffer } => Some(buffer),
-            core::Work::Reduce { .. } => None,
-        },
-        _ => None,
-    }
-}
-
-fn is_assign(work: &core::Action) -> bool {
-    assigned(work).is_some()
 }

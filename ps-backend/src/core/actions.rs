@@ -6,15 +6,13 @@ use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
-use libmodelio::vocabulary::groups::{Contents, Groups};
+use libmodelio::vocabulary::groups::Contents;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::vocabulary::members::LeaveReason;
-use libmodelio::vocabulary::norm::{Quantity, TensorFactors};
 use libmodelio::vocabulary::partly::PartlyWritten;
-use libmodelio::vocabulary::reducer::{self, Combine};
 use libmodelio::vocabulary::shard_error::ShardError;
-use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::vocabulary::weight::Weight;
+pub use libmodelio::wire::Work;
 use serde::{Deserialize, Serialize};
 
 use super::bits;
@@ -68,72 +66,43 @@ pub struct Contribution {
     pub lent: bool,
 }
 
-/// The computation of the next version.
+/// The computation of a sum, or of the next version.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The work.
+    /// The work of shards. The `t` of a step is the highest of its tensors'.
     pub work: Work,
+    /// The contributions that are not in the accumulator, by learner. The last one may replace the earlier ones.
+    pub inputs: Vec<Arc<Contribution>>,
+    /// The place of new weights, if the plan publishes some.
+    pub weights: Option<Source>,
     /// The plan is provisional: these learners have not committed their contributions, which `inputs` does not have.
     /// [`Action::Seal`] or [`Action::Drop`] follows.
     pub provisional: Option<BTreeSet<LearnerId>>,
 }
 
-/// The kinds of plan.
-// There is one at a time, behind an `Arc`.
-#[allow(clippy::large_enum_variant)]
-#[derive(Clone, Debug)]
-pub enum Work {
-    /// Reduce contributions.
-    Reduce {
-        /// The reducer, its hyper-parameters and counts. They are the same for all blocks of the version. `t` is the
-        /// highest of `tensors`.
-        step: reducer::Step,
-        /// The optimizer step of each tensor. 0 for tensors that stay as they are.
-        tensors: TensorSteps,
-        /// What groups of tensors have in place of the step's reducer and hyper-parameters.
-        groups: Groups,
-        /// The factors on the steps of single tensors.
-        factors: TensorFactors,
-        /// Optimizer state starts from zero.
-        fresh_state: bool,
-        /// The contributions that are not in the accumulator, by learner.
-        inputs: Vec<Arc<Contribution>>,
-    },
-    /// Publish new weights.
-    Assign {
-        /// The place of the new weights.
-        buffer: Source,
-    },
+impl Plan {
+    /// Publishes new weights.
+    pub fn of_weights(weights: Source, provisional: Option<BTreeSet<LearnerId>>) -> Plan {
+        Plan {
+            work: Work::Assign { token: weights.name },
+            inputs: Vec::new(),
+            weights: Some(weights),
+            provisional,
+        }
+    }
+
+    /// Whether contributions to it are still written.
+    pub fn is_provisional(&self) -> bool {
+        self.provisional.is_some() && self.weights.is_none()
+    }
 }
 
 /// Work for the edge.
 #[derive(Clone, Debug)]
 pub enum Action {
-    /// Add all of these to the accumulator. Then call `JobCore::accumulated`, or `JobCore::accumulate_failed` if
-    /// nothing was added.
-    Accumulate {
-        /// The contributions to add, by learner. There is at least one.
-        contributions: Vec<Arc<Contribution>>,
-        /// How to combine them. The last one may replace the earlier ones.
-        combine: Combine,
-    },
-    /// Like `Accumulate`, of all contributions that are not in the accumulator: there may be none. Then measure the
-    /// accumulator. `JobCore::accumulated` gets the result.
-    Measure {
-        /// The contributions to add, by learner.
-        contributions: Vec<Arc<Contribution>>,
-        /// The step that needs the result.
-        step: reducer::Step,
-        /// The optimizer step of each tensor, as in [`Work::Reduce`].
-        tensors: TensorSteps,
-        /// The groups of tensors, as in [`Work::Reduce`].
-        groups: Groups,
-        /// What is measured.
-        quantity: Quantity,
-    },
-    /// Compute a version, then call `JobCore::reduced`. If the plan is provisional, that must wait until it is
-    /// sealed.
-    Reduce(Arc<Plan>),
+    /// Carry out a plan. If it makes a version, call `JobCore::reduced`; if it is provisional, that must wait until it is
+    /// sealed. Otherwise call `JobCore::accumulated`, or `JobCore::accumulate_failed` if nothing was added.
+    Begin(Arc<Plan>),
     /// Seal the provisional plan under way with this one. All its contributions are committed.
     Seal(Arc<Plan>),
     /// Drop the provisional plan under way. Its results never count.

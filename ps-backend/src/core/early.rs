@@ -146,7 +146,7 @@ impl JobCore {
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate) {
             committed.place = Place::Kept;
         }
-        actions.push(Action::Reduce(Arc::new(self.reduce_plan(Some(&open)))));
+        actions.push(Action::Begin(Arc::new(self.reduce_plan(Some(&open)))));
         let staged = self.early.are_all_staged || open.len() > 1;
         self.early.under_way = Some(Early { open, since: now, staged });
         self.be_patient(now);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::actions::{Now, Plan, Ticket, Work};
+use super::actions::{Now, Plan, Ticket};
 
 /// The plan all of whose contributions are committed, and what keeps the next one from beginning.
 #[derive(Debug, Serialize, Deserialize)]
@@ -31,12 +31,14 @@ impl Making {
         self.plan.is_some()
     }
 
-    /// The contributions that the plan under way reads, if it reduces contributions.
-    pub(super) fn reduces(&self) -> Option<impl Iterator<Item = &super::Contribution>> {
-        match &self.plan.as_ref()?.work {
-            Work::Reduce { inputs, .. } => Some(inputs.iter().map(|input| &**input)),
-            Work::Assign { .. } => None,
-        }
+    /// The contributions that the plan under way reads.
+    pub(super) fn inputs(&self) -> impl Iterator<Item = &super::Contribution> {
+        self.plan.iter().flat_map(|plan| &plan.inputs).map(|input| &**input)
+    }
+
+    /// Whether a version is being made of contributions.
+    pub(super) fn is_reducing(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.weights.is_none())
     }
 
     /// A plan begins.
@@ -56,8 +58,7 @@ impl Making {
 
     /// If the plan publishes new weights, it is over; returns the request.
     pub(super) fn ends_publication(&mut self) -> Option<Ticket> {
-        let is_assign = |plan: &mut Arc<Plan>| matches!(plan.work, Work::Assign { .. });
-        self.plan.take_if(is_assign)?;
+        self.plan.take_if(|plan| plan.weights.is_some())?;
         self.published()
     }
 

@@ -3,7 +3,7 @@
 //!
 //! # How a version is made
 //! Every learner has at most one open contribution, whose payload waits at its client. When the contributions to a
-//! version are committed, a plan adds them up and computes the version ([`Action::Reduce`]).
+//! version are committed, a plan adds them up and computes the version ([`Action::Begin`]).
 //!
 //! A plan may begin *early*, when a contribution has a whole block: blocks are then added as soon as they are
 //! whole. In `sync` it takes the contributions of all learners, as they are written. Elsewhere it may begin only
@@ -17,7 +17,7 @@
 //! stay, whatever becomes of the learner.
 //!
 //! A step that must know the norm of its whole gradient (`clip_norm`) has two plans, and none begins early. The first
-//! one adds up all contributions and measures the sums ([`Action::Measure`]); the second one computes the version from
+//! one adds up all contributions and measures the sums ([`Work::Measure`]); the second one computes the version from
 //! them.
 //!
 //! Memory does not grow with the learners. Payloads wait at the clients, and one fp32 accumulator takes those whose

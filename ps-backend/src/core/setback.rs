@@ -11,7 +11,7 @@ use libmodelio::vocabulary::shard_error::ShardError;
 use super::{Action, Committed, JobCore, Member, Now, Phase, Place};
 
 impl JobCore {
-    /// The contributions of an [`Action::Accumulate`] could not be added up, and nothing was added. The named commits
+    /// The contributions of a plan that makes no version could not be added up, and nothing was added. The named commits
     /// fail with the error beside them, and are open again. The others are accumulated anew.
     pub fn accumulate_failed(
         &mut self,
@@ -138,8 +138,7 @@ impl JobCore {
     /// Whether the plan under way reads this contribution.
     fn reads(&self, committed: &Committed) -> bool {
         let learner = committed.contribution.learner;
-        let mut inputs = self.making.reduces().into_iter().flatten();
-        inputs.any(|input| input.learner == learner) || self.is_read_early(committed)
+        self.making.inputs().any(|input| input.learner == learner) || self.is_read_early(committed)
     }
 
     /// The version under way is not made.

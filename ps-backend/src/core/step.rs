@@ -22,8 +22,8 @@ impl JobCore {
         self.advance(now, actions);
     }
 
-    /// The contributions of an [`Action::Accumulate`] are in the accumulator. After an [`Action::Measure`], `measured`
-    /// has the sums of the squares.
+    /// The contributions of a plan that makes no version are in the accumulator. If it measures, `measured` has the sums
+    /// of the squares.
     pub fn accumulated(
         &mut self,
         learners: &[LearnerId],
@@ -60,7 +60,7 @@ impl JobCore {
                 self.recipe.reduced(tensors);
                 self.end_step(now, actions);
             }
-            Work::Assign { .. } => {
+            _ => {
                 self.newest.assigned();
                 self.measured.forget_norms();
                 // The step goes on: a learner that came in the middle of it still waits for the next one.
@@ -138,7 +138,7 @@ impl JobCore {
                     match self.may_assign() {
                         Ok(()) => {
                             self.making.publishes(ticket, deadline);
-                            self.run(Plan { work: Work::Assign { buffer }, provisional: None }, actions);
+                            self.run(Plan::of_weights(buffer, None), actions);
                         }
                         Err(error) => actions.push(Action::Reply(ticket, Err(error))),
                     }
@@ -223,8 +223,8 @@ impl JobCore {
         step.norm = self.measured.squares().map(|squares| Norm::new(step.scale() * squares.sqrt()));
         let factors = self.factors(&groups, &step, &written, provisional);
         let fresh_state = !self.recipe.has_state();
-        let work = Work::Reduce { step, tensors, groups, factors, fresh_state, inputs };
-        Plan { work, provisional: provisional.cloned() }
+        let work = Work::Reduce { step, tensors, groups, factors, fresh_state };
+        Plan { work, inputs, weights: None, provisional: provisional.cloned() }
     }
 
     /// The tensors that the coming version reduces. A provisional one may reduce any.
@@ -299,8 +299,8 @@ impl JobCore {
         let mut counts = self.written(&self.params().2.frozen, false);
         groups.averaged(step.reducer).for_each(|averaged| counts.set_range(averaged, false));
         let tensors = self.recipe.next_steps(&counts);
-        let contributions = self.accumulate(|place| place != Place::Accumulated);
-        actions.push(Action::Measure { contributions, step, tensors, groups, quantity });
+        let work = Work::Measure { step, tensors, groups, quantity };
+        self.accumulate(|place| place != Place::Accumulated, work, actions);
     }
 
     fn run(&mut self, plan: Plan, actions: &mut Vec<Action>) {
@@ -309,7 +309,7 @@ impl JobCore {
         if self.seal_early() {
             actions.push(Action::Seal(plan));
         } else {
-            actions.push(Action::Reduce(plan));
+            actions.push(Action::Begin(plan));
         }
     }
 
@@ -337,20 +337,20 @@ impl JobCore {
         if now_anyway || self.early.is_under_way() || self.next_accumulation().is_none_or(|at| at > now) {
             return;
         }
-        let params = self.params();
-        let contributions = self.accumulate(|place| place == Place::ToAccumulate);
-        actions.push(Action::Accumulate { contributions, combine: params.0.combine() });
+        let work = Work::Add { combine: self.params().0.combine() };
+        self.accumulate(|place| place == Place::ToAccumulate, work, actions);
     }
 
     /// The contributions in these places are being accumulated from now on.
-    fn accumulate(&mut self, from: impl Fn(Place) -> bool) -> Vec<Arc<Contribution>> {
-        let mut contributions = Vec::new();
+    fn accumulate(&mut self, from: impl Fn(Place) -> bool, work: Work, actions: &mut Vec<Action>) {
+        let mut inputs = Vec::new();
         for committed in self.committed.iter_mut().filter(|c| from(c.place)) {
             committed.place = Place::Accumulating;
-            contributions.push(Arc::clone(&committed.contribution));
+            inputs.push(Arc::clone(&committed.contribution));
         }
-        contributions.sort_by_key(|contribution| contribution.learner);
+        inputs.sort_by_key(|contribution| contribution.learner);
         self.fix_params();
-        contributions
+        let plan = Plan { work, inputs, weights: None, provisional: None };
+        actions.push(Action::Begin(Arc::new(plan)));
     }
 }

@@ -75,7 +75,7 @@ impl JobCore {
         unread.map(|c| (c.contribution.learner, &c.contribution.source))
     }
 
-    /// Whether contributions are being accumulated: [`super::Action::Accumulate`] or [`super::Action::Measure`] is under
+    /// Whether contributions are being accumulated: a plan that makes no version is under
     /// way.
     pub(super) fn is_accumulating(&self) -> bool {
         self.measured.is_under_way() || self.committed.iter().any(|c| c.place == Place::Accumulating)
@@ -89,7 +89,7 @@ impl JobCore {
 
     /// Whether a version is being made of contributions. Nobody can join it, even if all learners have left meanwhile.
     pub(super) fn is_reducing(&self) -> bool {
-        self.making.reduces().is_some()
+        self.making.is_reducing()
     }
 
     /// Whether part of the coming version has been computed, or is being computed.

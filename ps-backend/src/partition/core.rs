@@ -25,27 +25,6 @@ use libmodelio::wire::Work;
 pub use readers::Ahead;
 use readers::Readers;
 
-/// Whether a plan adds up or makes a version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// The sum is kept for the coming version.
-    Add,
-    /// The plan makes the coming version.
-    Reduce,
-    /// The plan makes the coming version from new values. Kept sums are for the version after it.
-    Assign,
-}
-
-impl From<&Work> for Kind {
-    fn from(work: &Work) -> Kind {
-        match work {
-            Work::Add { .. } | Work::Measure { .. } => Kind::Add,
-            Work::Reduce { .. } => Kind::Reduce,
-            Work::Assign { .. } => Kind::Assign,
-        }
-    }
-}
-
 /// A source of a plan: the blocks that it sends, and those that it has sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Source {
@@ -77,10 +56,6 @@ pub struct Plan {
 }
 
 impl Plan {
-    fn kind(&self) -> Kind {
-        Kind::from(&self.work)
-    }
-
     /// Whether a block is finished when all of it has come: computed, or measured. If not, it is only added up.
     fn finishes(&self) -> bool {
         match self.work {
@@ -208,7 +183,7 @@ pub enum Action {
     /// Tell the coordinator that the plan cannot be completed here: a payload may have changed while it was read.
     Torn(PlanId),
     /// The plan's result counts. Publish the version, or keep the sum.
-    Conclude(PlanId, Kind),
+    Conclude(PlanId),
     /// The plan's result is void. None of its reservations is left.
     Void(PlanId),
     /// End the reservations of this plan soon.

@@ -192,7 +192,7 @@ impl PartitionStore {
         if !inner.versions.leave_to_readers() {
             return Err(PartitionError::Busy);
         }
-        if !matches!(work, Work::Add { .. } | Work::Measure { .. }) && !inner.versions.recycle() {
+        if work.makes_version() && !inner.versions.recycle() {
             return Err(PartitionError::NoBuffer { max: inner.versions.limits.max() });
         }
         let StoreShared { partition, sums, tally, .. } = &*self.shared;

@@ -38,7 +38,7 @@ use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Checksum, MAX_SMALL_MODEL, Message, ModelRecord, PlanSource, Refusal, Work};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::redirect::Redirect;
 use crate::memory::{self, MemoryUse, gib};
@@ -353,8 +353,8 @@ fn core_at(version: Version, store: &PartitionStore, has_client_here: bool) -> P
 }
 
 impl PartitionState {
-    /// Sends the coordinator a message, if there is a coordinator. If it is in this process, the caller must drain
-    /// [`PartitionState::mailbox`] after it has released the lock.
+    /// Sends the coordinator a message, if there is a coordinator. If it is in this process, the caller must
+    /// [`Self::deliver`] the message.
     fn send(&self, epoch: Epoch, request: u64, message: Message) {
         match &self.coordinator {
             None => {}
@@ -373,6 +373,20 @@ impl PartitionState {
             Some(ToCoordinator::Here(mailbox)) => Some(Arc::clone(mailbox)),
             _ => None,
         }
+    }
+
+    /// Releases the lock, and then delivers the messages to a coordinator in this process.
+    fn deliver(state: MutexGuard<'_, PartitionState>) {
+        let mailbox = state.mailbox();
+        drop(state);
+        if let Some(mailbox) = mailbox {
+            mailbox.drain();
+        }
+    }
+
+    /// The job of this plan, if it has begun.
+    fn job_of(&self, plan: PlanId) -> Option<Arc<PartitionJob>> {
+        self.job.as_ref().filter(|(of, _)| *of == plan).map(|(_, job)| Arc::clone(job))
     }
 
     /// Forgets the coordinator.

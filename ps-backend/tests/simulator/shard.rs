@@ -8,9 +8,7 @@ use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
-use ps_backend::partition::core::{
-    self, Action, Kind, NotTaken, Outcome, PartitionCore, Place, Placement, Sent,
-};
+use ps_backend::partition::core::{self, Action, NotTaken, Outcome, PartitionCore, Place, Placement, Sent};
 
 use crate::client::Keys;
 use crate::following::Follower;
@@ -399,7 +397,7 @@ impl World {
                     self.say_to_coordinator(partition, 0, Message::NonFinitePayload { plan, client, block });
                 }
                 Action::Done(plan) => self.say_to_coordinator(partition, plan.0, Message::Done),
-                Action::Conclude(plan, kind) => self.shard_concludes(partition, plan, kind),
+                Action::Conclude(plan) => self.shard_concludes(partition, plan),
                 Action::Void(plan) => {
                     let shard = &mut self.shards[partition];
                     assert!(
@@ -423,10 +421,11 @@ impl World {
         }
     }
 
-    fn shard_concludes(&mut self, partition: usize, plan: PlanId, kind: Kind) {
+    fn shard_concludes(&mut self, partition: usize, plan: PlanId) {
         let shard = &mut self.shards[partition];
+        let work = shard.plan.as_ref().expect("it has begun").work.clone();
         assert!(shard.kept.is_empty(), "partition {partition}: plan {plan} counts without what is kept");
-        if kind == Kind::Add {
+        if !work.makes_version() {
             let replaces = shard.replaces();
             for (sealed, open) in shard.sealed.iter_mut().zip(&mut shard.open) {
                 let Some(open) = open.take() else { continue };
@@ -447,7 +446,7 @@ impl World {
         let blocks: Vec<Block> =
             back.map(|(at, content)| content.take().unwrap_or_else(|| missing(at))).collect();
         shard.open.fill(None);
-        if kind == Kind::Reduce {
+        if matches!(work, Work::Reduce { .. }) {
             shard.sealed.fill(None);
         }
         (shard.plan, shard.step) = (None, None);

@@ -3,7 +3,6 @@
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::super::*;
 use super::sim::{Id, Sim, Uid, blocks, everything, ok, open, uid};
 
 fn job(names: &[&str]) -> (Sim, Vec<Id>) {
@@ -14,11 +13,9 @@ fn job(names: &[&str]) -> (Sim, Vec<Id>) {
 }
 
 fn order(sim: &Sim) -> Vec<Uid> {
-    let Some(Work::Reduce { inputs, .. }) = sim.running.as_ref().map(|plan| &plan.work) else {
-        return Vec::new();
-    };
+    let Some(plan) = &sim.running else { return Vec::new() };
     assert!(sim.accumulator.is_empty(), "the accumulator comes first, whoever is in it");
-    inputs.iter().map(|input| uid(input)).collect()
+    plan.inputs.iter().map(|input| uid(input)).collect()
 }
 
 #[test]

@@ -30,8 +30,8 @@ fn tensors_are_measured_before_a_version_is_made() {
         assert_eq!(sim.accumulations.iter().map(Vec::len).collect::<Vec<_>>(), [2]);
         sim.accumulate_done(true);
         let plan = sim.running.clone().unwrap();
-        let Work::Reduce { factors: got, inputs, .. } = &plan.work else { panic!() };
-        assert!(inputs.is_empty() && !ok(&sim, ticket));
+        let Work::Reduce { factors: got, .. } = &plan.work else { panic!() };
+        assert!(plan.inputs.is_empty() && !ok(&sim, ticket));
         // The two tensors differ in what was contributed to them, and a run may have both.
         let has: Vec<bool> =
             got.runs().iter().flat_map(|(count, factor)| vec![factor.is_some(); *count as usize]).collect();

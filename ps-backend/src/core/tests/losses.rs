@@ -20,10 +20,7 @@ fn accumulating(sim: &Sim) -> Vec<Uid> {
 }
 
 fn reducing(sim: &Sim) -> Vec<Uid> {
-    match sim.running.as_ref().map(|plan| &plan.work) {
-        Some(Work::Reduce { inputs, .. }) => inputs.iter().map(|input| uid(input)).collect(),
-        _ => Vec::new(),
-    }
+    sim.running.iter().flat_map(|plan| &plan.inputs).map(|input| uid(input)).collect()
 }
 
 #[test]

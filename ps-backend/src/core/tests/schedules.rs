@@ -8,7 +8,7 @@ use super::sim::{Id, Sim, everything, job};
 fn rate(sim: &Sim) -> f32 {
     match &sim.running.as_ref().expect("a plan").work {
         Work::Reduce { step, .. } => step.hyper.learning_rate,
-        Work::Assign { .. } => panic!("new weights"),
+        _ => panic!("new weights"),
     }
 }
 

@@ -245,7 +245,8 @@ impl Sim {
                 }
                 self.replies.insert(ticket, reply);
             }
-            Action::Accumulate { contributions, .. } => {
+            Action::Begin(plan) if matches!(plan.work, Work::Add { .. }) => {
+                let contributions = plan.inputs.clone();
                 assert!(self.accumulations.is_empty(), "one accumulation at a time");
                 assert!(self.running.is_none() && self.provisional.is_none());
                 assert!(!self.core.controls().deterministic);
@@ -253,7 +254,9 @@ impl Sim {
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
                 self.accumulations.push(contributions);
             }
-            Action::Measure { contributions, step, groups, quantity, .. } => {
+            Action::Begin(plan) if matches!(plan.work, Work::Measure { .. }) => {
+                let Work::Measure { step, groups, quantity, .. } = &plan.work else { panic!() };
+                let (contributions, step, quantity) = (plan.inputs.clone(), step.clone(), *quantity);
                 assert!(self.accumulations.is_empty(), "one accumulation at a time");
                 assert!(self.running.is_none() && self.provisional.is_none() && self.has_buffer);
                 let clips = step.reducer.measures(&step.hyper);
@@ -271,7 +274,7 @@ impl Sim {
                 self.accumulations.push(contributions);
                 self.measures = Some((quantity, step));
             }
-            Action::Reduce(plan) if plan.provisional.is_some() => {
+            Action::Begin(plan) if plan.provisional.is_some() => {
                 assert!(self.running.is_none() && self.provisional.is_none());
                 assert!(self.has_buffer && self.accumulations.is_empty());
                 // Blocks that plans before it have left mean nothing.
@@ -282,14 +285,14 @@ impl Sim {
             Action::Seal(plan) => {
                 let before = self.provisional.take().expect("a provisional plan is under way");
                 assert!(self.running.is_none());
-                let (Work::Reduce { step, inputs, .. }, Work::Reduce { step: early, .. }) =
+                let (Work::Reduce { step, .. }, Work::Reduce { step: early, .. }) =
                     (&plan.work, &before.work)
                 else {
                     panic!("{plan:?} after {before:?}")
                 };
                 assert_eq!((step.reducer, &step.hyper), (early.reducer, &early.hyper));
                 assert_eq!(step.contributions, early.contributions);
-                self.history.begin(&self.core, step.contributions, inputs);
+                self.history.begin(&self.core, step.contributions, &plan.inputs);
                 // What came early must be part of the plan's result, and nothing else can be part of a block that is
                 // computed.
                 let open = before.provisional.as_ref().map_or(0, BTreeSet::len);
@@ -307,9 +310,10 @@ impl Sim {
                 self.back.clear();
                 self.early.clear();
             }
-            Action::Reduce(plan) => {
+            Action::Begin(plan) => {
                 assert!(self.running.is_none() && self.provisional.is_none());
-                if let Work::Reduce { step, inputs, groups, factors, .. } = &plan.work {
+                let inputs = &plan.inputs;
+                if let Work::Reduce { step, groups, factors, .. } = &plan.work {
                     assert!(self.has_buffer && self.accumulations.is_empty());
                     let is_measured = step.reducer.measures(&step.hyper);
                     let blocks = (0..BLOCKS).flat_map(|block| self.sum(&plan, block));
@@ -424,9 +428,8 @@ impl Sim {
     }
 
     fn sum(&self, plan: &Plan, block: u32) -> Content {
-        let Work::Reduce { inputs, .. } = &plan.work else { return Vec::new() };
         let mut content = self.accumulator.get(&block).cloned().unwrap_or_default();
-        for input in inputs.iter().filter(|input| input.sent.contains(block as usize)) {
+        for input in plan.inputs.iter().filter(|input| input.sent.contains(block as usize)) {
             let record = &self.records[&uid(input)];
             assert!(record.steady || !record.taken, "memory is read that was given back: {}", uid(input));
             content.push(uid(input));
@@ -495,10 +498,7 @@ impl Sim {
         let needs = |of: &[Arc<Contribution>]| {
             of.iter().any(|c| !self.records[&uid(c)].steady && learners.contains(&c.learner))
         };
-        let plan_is_void = self.running.as_ref().is_some_and(|plan| match &plan.work {
-            Work::Reduce { inputs, .. } => needs(inputs),
-            Work::Assign { .. } => false,
-        });
+        let plan_is_void = self.running.as_ref().is_some_and(|plan| needs(&plan.inputs));
         // What was committed to a provisional plan is being read.
         let is_read = |committed: &Committed| {
             self.core.is_read_early(committed) && learners.contains(&committed.contribution.learner)
@@ -619,10 +619,8 @@ impl Sim {
     /// The running plan comes upon NaN in the first contribution whose commit can be taken back; false when there is
     /// none.
     pub fn reduce_refused(&mut self) -> bool {
-        let Some(Work::Reduce { inputs, .. }) = self.running.as_ref().map(|plan| &plan.work) else {
-            return false;
-        };
-        let Some(bad) = inputs.iter().find(|input| !self.records[&uid(input)].steady) else {
+        let Some(plan) = &self.running else { return false };
+        let Some(bad) = plan.inputs.iter().find(|input| !self.records[&uid(input)].steady) else {
             return false;
         };
         let bad = vec![(bad.learner, ShardError::NonFinite(BlockId(0)))];

@@ -17,7 +17,7 @@ fn aware(settings: &[(&str, &str)], names: &[&str]) -> (Sim, Vec<Id>) {
 fn rate(sim: &Sim) -> f32 {
     match &sim.running.as_ref().unwrap().work {
         Work::Reduce { step, .. } => step.hyper.learning_rate,
-        Work::Assign { .. } => panic!("new weights have no rate"),
+        _ => panic!("new weights have no rate"),
     }
 }
 

@@ -207,7 +207,7 @@ fn a_commit_that_is_being_reduced_at_its_deadline_counts_and_can_be_asked_for() 
 fn hyper_parameters_are_frozen_once_a_plan_has_begun() {
     let rate_and_reducer = |plan: &Plan| match &plan.work {
         Work::Reduce { step, .. } => (step.hyper.learning_rate, step.reducer),
-        Work::Assign { .. } => panic!(),
+        _ => panic!(),
     };
     let (mut sim, ids) = early_job("1", &["a"]);
     let (step, a) = open(&mut sim, ids[0]);

@@ -2,8 +2,9 @@
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::PlanId;
+use libmodelio::wire::Work;
 
-use super::{Action, Kind, PartitionCore, PartitionError, Plan, Running, Stage};
+use super::{Action, PartitionCore, PartitionError, Plan, Running, Stage};
 
 impl PartitionCore {
     /// The coordinator has a new connection, and states that its plans up to `over` are over. The next plan follows
@@ -90,11 +91,12 @@ impl PartitionCore {
         let wanted = wanted(&plan, blocks);
         let payloads: u64 = wanted.iter().map(|&count| u64::from(count)).sum();
         self.newest = plan.id;
-        let (stage, in_flight) = match self.readers.is_lost(plan.id) && plan.kind() == Kind::Reduce {
-            true => (Stage::Torn, 0),
-            // The edge is working on the plan's memory.
-            false => (Stage::Beginning, 1),
-        };
+        let (stage, in_flight) =
+            match self.readers.is_lost(plan.id) && matches!(plan.work, Work::Reduce { .. }) {
+                true => (Stage::Torn, 0),
+                // The edge is working on the plan's memory.
+                false => (Stage::Beginning, 1),
+            };
         let begins = if in_flight == 0 { Action::Torn(plan.id) } else { Action::Begin(plan.id) };
         actions.push(begins);
         self.running = Some(Running {
@@ -184,14 +186,14 @@ impl PartitionCore {
 
     /// Nothing is left to do for a plan that counts.
     pub(super) fn is_concluded(&mut self, plan: &Plan, actions: &mut Vec<Action>) {
-        let (id, kind) = (plan.id, plan.kind());
-        if kind != Kind::Add {
+        let id = plan.id;
+        if plan.work.makes_version() {
             self.version = self.version.next();
             self.readers.made(id, self.version);
         }
         self.concluded = Some(id);
         self.readers.concluded(id);
-        actions.extend([Action::Conclude(id, kind), Action::Done(id)]);
+        actions.extend([Action::Conclude(id), Action::Done(id)]);
     }
 
     /// Drops the plan. If it has not begun here, it never will. A repeated order is answered again.

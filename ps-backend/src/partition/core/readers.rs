@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, VecDeque};
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::{PlanId, Version};
 
-use super::{Kind, PartitionCore, Stage};
+use super::{PartitionCore, Stage};
 
 /// The most numbers that are known of plans that were given up or dropped.
 const MAX_LOST: usize = 16;
@@ -91,7 +91,7 @@ impl PartitionCore {
         };
         match running.stage {
             Stage::Beginning => Ahead::Wait,
-            _ if running.plan.kind() == Kind::Add => Ahead::Wait,
+            _ if !running.plan.work.makes_version() => Ahead::Wait,
             Stage::Gathering | Stage::Ready | Stage::Making => {
                 let computed = |block: &usize| !running.busy.contains(*block);
                 let next = running.last.difference(has).find(computed);

@@ -37,6 +37,13 @@ fn source(client: ClientId, of: impl IntoIterator<Item = usize>) -> Source {
 }
 
 /// A partition of three blocks at version 4.
+/// The kinds of work.
+enum Kind {
+    Add,
+    Reduce,
+    Assign,
+}
+
 struct Bench {
     core: PartitionCore,
 }
@@ -115,7 +122,7 @@ fn the_first_is_stored_others_are_added_the_last_finishes() {
     assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Duplicate);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(5));
     assert_eq!(bench.core.reserve(A, ONE, 0, SENT), Placement::Unwanted, "the plan is over");
 }
@@ -130,7 +137,7 @@ fn a_sum_that_is_kept_makes_no_version() {
     assert_eq!(bench.core.reserve(B, ONE, 0, SENT), ADD);
     assert_eq!(bench.completes(B, ONE, 0), [Action::Ready(ONE)]);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
+    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(4));
 }
 
@@ -153,7 +160,7 @@ fn sums_that_are_measured_are_kept_and_make_no_version() {
     assert_eq!(bench.completes(B, ONE, 1), [], "a block is being measured");
     assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
+    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(4));
 }
 
@@ -166,7 +173,7 @@ fn new_values_make_a_version_and_leave_the_other_blocks() {
     bench.acts(|core, actions| core.computed(ONE, actions));
     assert_eq!(bench.completes(A, ONE, 1), [Action::Ready(ONE)]);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Assign), Action::Done(ONE)]);
+    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(5));
 }
 
@@ -410,7 +417,7 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
         [Action::Ready(ONE)]
     );
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
+    assert_eq!(concluded, [Action::Conclude(ONE), Action::Done(ONE)]);
 
     // A plan that the coordinator does not know, though it insists, does not stay.
     let mut bench = Bench::new();
@@ -847,7 +854,7 @@ fn a_version_that_changes_state_in_place_is_made_once_it_counts() {
     assert_eq!(again, [], "a repeated order is answered when it is made");
     assert_eq!(bench.core.reserve(B, ONE, 1, SENT), Placement::Duplicate);
     let made = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(made, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(made, [Action::Conclude(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(5));
     let late = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(late, [Action::Done(ONE)]);
@@ -867,7 +874,7 @@ fn nothing_stops_a_version_that_is_being_made_in_place() {
     assert_eq!(bench.refused(|core, actions| core.drop_plan(ONE, actions)), order(ONE, ONE));
     assert!(bench.core.wants(ONE));
     let done = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(done, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(done, [Action::Conclude(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(5));
 }
 
@@ -900,7 +907,7 @@ fn readers_get_the_first_blocks_of_a_version_while_the_others_are_made() {
     assert_eq!(bench.core.ahead(ONE, &all(0..0)), Ahead::Computed(0));
     assert_eq!(bench.core.ahead(ONE, &all(0..MADE_AT_ONCE)), Ahead::Wait);
     let done = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(done, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(done, [Action::Conclude(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.ahead(ONE, &all(0..1)), Ahead::Made(Version(5)));
 }
 
@@ -917,5 +924,5 @@ fn new_weights_whose_masters_change_in_place_are_there_before_they_count() {
     assert_eq!(concluded, [Action::Make(ONE, blocks([0, 1, 2]))]);
     assert_eq!(bench.core.ahead(ONE, &blocks([0])), Ahead::Computed(1), "readers go on");
     let made = bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(made, [Action::Conclude(ONE, Kind::Assign), Action::Done(ONE)]);
+    assert_eq!(made, [Action::Conclude(ONE), Action::Done(ONE)]);
 }

@@ -8,9 +8,9 @@ use libmodelio::vocabulary::coding::Form;
 use libmodelio::vocabulary::ids::Version;
 use smallvec::SmallVec;
 
-use super::Partition;
 use super::reservation::{INLINE, Reserved, Room, Sender};
-use crate::partition::store::{BlockInput, Limits, Payload, PinnedVersion};
+use super::{Partition, PartitionState};
+use crate::partition::store::{BlockInput, Limits, PartitionStore, Payload, PinnedVersion};
 
 /// The partition's state for a client in this process.
 #[derive(Debug)]
@@ -74,18 +74,14 @@ impl Partition {
     pub(in crate::server) fn find_buffer(&self) -> bool {
         let mut state = self.state.lock();
         let ready = state.report_buffer(&self.store);
-        let mailbox = state.mailbox();
-        drop(state);
-        if let Some(mailbox) = mailbox {
-            mailbox.drain();
-        }
+        PartitionState::deliver(state);
         ready
     }
 }
 
-impl super::PartitionState {
+impl PartitionState {
     /// Like [`Partition::find_buffer`]. The caller must drain the mailbox.
-    pub(super) fn report_buffer(&mut self, store: &crate::partition::store::PartitionStore) -> bool {
+    pub(super) fn report_buffer(&mut self, store: &PartitionStore) -> bool {
         let ready = store.find_buffer();
         if std::mem::replace(&mut self.here.has_buffer, ready) != ready
             && let Some(mailbox) = self.mailbox()

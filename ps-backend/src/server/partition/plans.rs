@@ -139,7 +139,7 @@ impl Partition {
         let seals = actions[before..].contains(&Action::Sealed(id));
         let begins = actions[before..].contains(&Action::Begin(id));
         // Others still compute while a sum is made, so nobody waits for that.
-        if core::Kind::from(&work) != core::Kind::Add && (seals || begins && !state.core.is_provisional()) {
+        if work.makes_version() && (seals || begins && !state.core.is_provisional()) {
             state.sealed = Some((id, Instant::now()));
         }
         if begins || seals {
@@ -195,28 +195,26 @@ impl Partition {
                 Action::Compute(plan, blocks) => {
                     let partition = Arc::clone(self);
                     let done: Done = Box::new(move |outcome| partition.computed(plan, outcome));
-                    match &state.job {
-                        Some((of, job)) if *of == plan => {
-                            let pass = Pass::Compute(Arc::clone(job), listed(&blocks));
-                            batches.push(Batch { plan, pass, done });
+                    match state.job_of(plan) {
+                        Some(job) => {
+                            batches.push(Batch { plan, pass: Pass::Compute(job, listed(&blocks)), done });
                         }
-                        _ => jobs.push(Box::new(|| done(Ok(())))),
+                        None => jobs.push(Box::new(|| done(Ok(())))),
                     }
                 }
                 Action::Make(plan, blocks) => {
-                    let job = state.job.as_ref().filter(|(of, _)| *of == plan);
-                    made = job.map(|(_, job)| (plan, Arc::clone(job), listed(&blocks)));
+                    made = state.job_of(plan).map(|job| (plan, job, listed(&blocks)));
                 }
                 // Its job knows since the start was taken.
                 Action::Sealed(_) => {}
                 Action::Ready(plan) => {
-                    let job = state.job.as_ref().filter(|(of, _)| *of == plan);
-                    let ready = match job.and_then(|(_, job)| job.squares()) {
+                    let job = state.job_of(plan);
+                    let ready = match job.as_ref().and_then(|job| job.squares()) {
                         Some(squares) => Message::Measured { plan, squares },
                         None => Message::Ready { plan },
                     };
                     // In place, the blocks are still to be computed.
-                    if job.is_none_or(|(_, job)| !job.is_in_place()) {
+                    if job.is_none_or(|job| !job.is_in_place()) {
                         self.is_computed(&mut state, plan);
                     }
                     state.send(self.epoch, 0, ready);
@@ -227,17 +225,25 @@ impl Partition {
                 }
                 Action::Torn(plan) => state.send(self.epoch, 0, Message::Torn { plan }),
                 Action::Done(plan) => state.send(self.epoch, plan.0, Message::Done),
-                Action::Conclude(plan, kind) => {
+                Action::Conclude(plan) => {
                     state.kept.clear();
                     self.is_computed(&mut state, plan);
-                    if let Err(error) = self.conclude(&mut state, plan, &mut batches) {
-                        tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
-                        let lost = ShardError::Lost(format!("plan {plan}: {error}"));
-                        state.send(self.epoch, plan.0, Message::Refused(lost.into()));
-                    } else if kind != core::Kind::Add && self.has_client_here {
-                        // The answer that follows reports the buffer, unless another message does so before.
-                        state.here.has_buffer = true;
-                        state.report_buffer(&self.store);
+                    let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) else { continue };
+                    match self.store.conclude(&job) {
+                        Ok(Some(merge)) => {
+                            batches.push(Batch { plan, pass: Pass::Merge(merge), done: Box::new(drop) });
+                        }
+                        Ok(None) if job.work().makes_version() && self.has_client_here => {
+                            // The answer that follows reports the buffer, unless another message does so before.
+                            state.here.has_buffer = true;
+                            state.report_buffer(&self.store);
+                        }
+                        Ok(None) => {}
+                        Err(error) => {
+                            tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
+                            let lost = ShardError::Lost(format!("plan {plan}: {error}"));
+                            state.send(self.epoch, plan.0, Message::Refused(lost.into()));
+                        }
                     }
                 }
                 Action::Void(plan) => {
@@ -310,11 +316,7 @@ impl Partition {
         let lost = ShardError::Lost(format!("plan {plan} cannot begin: {error}"));
         let state = self.state.lock();
         state.send(self.epoch, plan.0, Message::Refused(lost.into()));
-        let mailbox = state.mailbox();
-        drop(state);
-        if let Some(mailbox) = mailbox {
-            mailbox.drain();
-        }
+        PartitionState::deliver(state);
     }
 
     fn try_begin(self: &Arc<Partition>, plan: PlanId) -> Result<(), PartitionError> {
@@ -324,7 +326,7 @@ impl Partition {
         if let Some((_, base, work, check)) = state.starting.clone().filter(|(of, ..)| wanted && *of == plan)
         {
             drop(state);
-            if !matches!(work, Work::Add { .. } | Work::Measure { .. }) {
+            if work.makes_version() {
                 self.add_buffer();
             }
             let job = self.store.begin(base, work, check)?;
@@ -378,19 +380,6 @@ impl Partition {
         let mut actions = Vec::new();
         state.core.computed(plan, &mut actions);
         self.act(state, actions);
-    }
-
-    fn conclude(
-        self: &Arc<Partition>,
-        state: &mut PartitionState,
-        plan: PlanId,
-        batches: &mut Vec<Batch>,
-    ) -> Result<(), PartitionError> {
-        let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) else { return Ok(()) };
-        if let Some(merge) = self.store.conclude(&job)? {
-            batches.push(Batch { plan, pass: Pass::Merge(merge), done: Box::new(drop) });
-        }
-        Ok(())
     }
 
     /// All blocks of the plan are computed here.

@@ -214,9 +214,7 @@ impl Partition {
             _ => return Ok(Reserved::Skip),
         };
         // The core lets nothing come before its plan has its memory.
-        let Some((_, job)) = state.job.clone().filter(|(of, _)| *of == plan) else {
-            return Ok(Reserved::Skip);
-        };
+        let Some(job) = state.job_of(plan) else { return Ok(Reserved::Skip) };
         let mut target = None;
         let closes = matches!(room, Room::Stream);
         if place.first && !place.last && !place.kept && (closes || matches!(room, Room::Sum(_))) {

@@ -71,7 +71,7 @@ impl Partition {
     /// Reduces a block whose payloads are all kept.
     pub(in crate::server::partition) fn gather(self: &Arc<Partition>, plan: PlanId, block: BlockId) {
         let mut state = self.state.lock();
-        let Some((_, job)) = state.job.clone().filter(|(of, _)| *of == plan) else { return };
+        let Some(job) = state.job_of(plan) else { return };
         let Some((client, place)) = state.core.reserve_kept(plan, block.0) else { return };
         let kept = state.kept.remove(&(block, client));
         let (partition, counts) = (Arc::clone(self), self.counts(&state, client, block));
