@@ -140,3 +140,13 @@ mod tests {
         }
     }
 }
+
+/// The values of a list in a status; none if there is no list.
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// The text of a value in a status.
+fn string(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}

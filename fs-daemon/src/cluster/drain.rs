@@ -14,7 +14,7 @@ use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
 use super::{ask, deadline, explain_new_registry, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
-use crate::interrupt::Interrupt;
+use crate::signals::Interrupt;
 use coordinators::{Unmoved, stop_move};
 
 /// The pause before a request is repeated that another move, or a change of the coordinator, has prevented.
