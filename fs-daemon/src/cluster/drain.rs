@@ -120,15 +120,12 @@ enum Left {
 }
 
 impl Drain<'_> {
-    fn registry_failed(&self, error: RegistryError) -> Error {
-        registry_error(&self.config.registry, error)
-    }
-
     fn all(&self, moved: &mut Vec<String>) -> Result<(), Failure> {
         let until = Instant::now() + self.config.timeout;
         // A model that is being made may not have been there at the first look.
         loop {
-            let left = models_on(self.table, self.shard).map_err(|error| self.registry_failed(error))?;
+            let left = models_on(self.table, self.shard)
+                .map_err(|error| registry_error(&self.config.registry, error))?;
             if left.is_empty() {
                 return Ok(());
             }

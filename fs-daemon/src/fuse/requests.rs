@@ -48,7 +48,7 @@ impl Filesystem for Binding {
                 tracing::info!(?flag, "the kernel does not have this");
             }
         }
-        if self.fs().is_passthrough() {
+        if self.fs().passthrough {
             config
                 .add_capabilities(InitFlags::FUSE_PASSTHROUGH)
                 .map_err(|_| io::Error::other("this kernel has no FUSE passthrough: use --no-passthrough"))?;
@@ -267,7 +267,7 @@ impl Filesystem for Binding {
         reply: ReplyEmpty,
     ) {
         self.calls.release(fh.0);
-        self.forget_backings();
+        self.backings.lock().retain(|_, (_, memory)| memory.strong_count() > 0);
         reply.ok();
     }
 
