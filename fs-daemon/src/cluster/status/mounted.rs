@@ -128,7 +128,7 @@ fn for_people(model: &Value, mount: &Path) -> String {
         let (blocks, transport) = (&shard["blocks"], string(&shard["transport"]));
         let _ = writeln!(text, "  shard {}{at}: {transport}, {blocks} blocks{connected}", shard["id"]);
     }
-    learners::tell(&mut text, "  ", &list(&model["learners"]), &string(&control["consistency"]), None);
+    learners::tell(&mut text, "  ", list(&model["learners"]), string(&control["consistency"]), None);
     for shard in list(&model["waits_for_shards"]) {
         let because = string(&shard["because"]);
         let _ =
