@@ -1,7 +1,7 @@
-//! The mount's binding to the kernel: requests in, replies out (`requests`, `reply`), and knowledge that only
+//! The mount's binding to the kernel: requests in, replies out (`requests`), and knowledge that only
 //! the kernel's side has: who has files open, and what a process's death means (`calls`).
 //!
-//! Only `requests` and `reply` know the `fuser` crate, so that another loop on the FUSE descriptor can take
+//! Only `requests` and this file know the `fuser` crate, so that another loop on the FUSE descriptor can take
 //! its place. This file has the mount itself and its state.
 
 pub mod access;

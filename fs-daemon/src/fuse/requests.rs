@@ -28,7 +28,7 @@ macro_rules! answered {
     ($caller:expr, $reply:ident, $outcome:expr, $value:pat => $answer:expr) => {
         match $outcome {
             Ok($value) => $answer,
-            Err(error) => $reply.error($caller.refused(&error)),
+            Err(error) => $reply.error(Errno::from_i32($caller.refused(&error))),
         }
     };
 }
@@ -71,8 +71,8 @@ impl Filesystem for Binding {
                 Some(Ok(a)) => {
                     reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0))
                 }
-                Some(Err(error)) => reply.error(caller.refused(&error)),
-                None => reply.error(caller.refused(&error)),
+                Some(Err(error)) => reply.error(Errno::from_i32(caller.refused(&error))),
+                None => reply.error(Errno::from_i32(caller.refused(&error))),
             },
         }
     }
@@ -333,7 +333,7 @@ impl Filesystem for Binding {
                 let list: Vec<u8> = names.iter().flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect();
                 send_xattr(reply, size, &list);
             }
-            Err(error) => reply.error(caller.refused(&error)),
+            Err(error) => reply.error(Errno::from_i32(caller.refused(&error))),
         }
     }
 
@@ -375,7 +375,7 @@ impl Filesystem for Binding {
                 reply.poll(events & (reading | PollEvents::POLLOUT | PollEvents::POLLWRNORM))
             }
             Ok(false) => reply.poll(PollEvents::empty()),
-            Err(error) => reply.error(caller.refused(&error)),
+            Err(error) => reply.error(Errno::from_i32(caller.refused(&error))),
         }
     }
 
