@@ -4,7 +4,6 @@
 
 pub mod cluster;
 pub mod rdma;
-mod run;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -15,6 +14,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches as _, Parser, Subcommand, 
 use crate::config::{UpArgs, explained};
 use crate::error::{self, Error};
 use crate::logging::LogArgs;
+use crate::run::args::RunArgs;
 use crate::trace;
 
 /// A parameter server that you mount: a model is a directory, reading `weights` returns the newest
@@ -45,7 +45,7 @@ pub enum Command {
         after_help = include_str!("cli/help/run.txt").trim_end(),
         override_usage = "gradfs run [OPTIONS] -n <N|auto> MODEL -- COMMAND..."
     )]
-    Run(run::RunArgs),
+    Run(RunArgs),
     /// Shards on a network.
     #[command(flatten)]
     Cluster(cluster::ClusterCommand),

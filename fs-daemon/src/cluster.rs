@@ -109,6 +109,16 @@ fn status_in(text: &[u8]) -> Result<Value, String> {
     Ok(Value::Object(status))
 }
 
+/// The values of a list in a status; none if there is no list.
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// The text of a value in a status.
+fn string(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;

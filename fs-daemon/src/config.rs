@@ -254,7 +254,7 @@ impl BlankArgs {
     }
 
     fn blank(&self) -> Result<ModelSource, Error> {
-        let (bytes, dtype) = (self.size.unwrap_or_default(), self.dtype.clone().unwrap_or(DType::F32));
+        let (bytes, dtype) = (self.size.unwrap_or_default(), self.dtype.unwrap_or(DType::F32));
         let element = dtype.size_bytes().map_or(1, |bytes| bytes as u64);
         if bytes == 0 {
             return Err(Error::usage("a model cannot be empty").hint("try 1GiB"));

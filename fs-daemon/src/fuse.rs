@@ -1,7 +1,7 @@
-//! The mount's binding to the kernel: requests in, replies out (`requests`, `reply`), and knowledge that only
+//! The mount's binding to the kernel: requests in, replies out (`requests`), and knowledge that only
 //! the kernel's side has: who has files open, and what a process's death means (`calls`).
 //!
-//! Only `requests` and `reply` know the `fuser` crate, so that another loop on the FUSE descriptor can take
+//! Only `requests` and this file know the `fuser` crate, so that another loop on the FUSE descriptor can take
 //! its place. This file has the mount itself and its state.
 
 pub mod access;
@@ -42,17 +42,10 @@ use parking_lot::Mutex;
 use self::calls::Calls;
 use self::opening::Opened;
 use self::refusals::Caller;
+use crate::config::Mounting;
 use crate::fs::filesystem::Fs;
 use crate::fs::model_tree::Kernel;
 use crate::fs::open::Way;
-
-/// How to mount.
-pub struct MountSettings {
-    /// Threads that serve requests.
-    pub threads: usize,
-    /// Whether other users get in.
-    pub allow_other: bool,
-}
 
 /// The kernel's names for memory that files bypass the daemon to.
 type Backings = Mutex<HashMap<usize, (Arc<fuser::BackingId>, Weak<Mapping>)>>;
@@ -66,7 +59,7 @@ struct Binding {
 ///
 /// # Errors
 /// Fails with the error of mount(2) or fusermount3. The caller unmounts, as it does in the end.
-pub fn mount(calls: Arc<Calls>, path: &Path, settings: &MountSettings) -> io::Result<Mounted> {
+pub fn mount(calls: Arc<Calls>, path: &Path, mounting: &Mounting) -> io::Result<Mounted> {
     let mut config = Config::default();
     config.mount_options = vec![
         MountOption::FSName("gradfs".into()),
@@ -76,11 +69,11 @@ pub fn mount(calls: Arc<Calls>, path: &Path, settings: &MountSettings) -> io::Re
         MountOption::NoSuid,
         MountOption::NoAtime,
     ];
-    config.acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
-    config.n_threads = Some(settings.threads);
+    config.acl = if mounting.allow_other { SessionACL::All } else { SessionACL::Owner };
+    config.n_threads = Some(mounting.threads);
     config.clone_fd = true;
     let binding = Binding { calls, backings: Arc::default() };
-    let session = match mount_directly(path, settings.allow_other)? {
+    let session = match mount_directly(path, mounting.allow_other)? {
         Some(device) => Session::from_fd(binding, device, config.acl, config.clone()),
         None => Session::new(binding, path, &config),
     }?;
@@ -172,11 +165,6 @@ impl Binding {
         let id = Arc::new(reply.open_backing(fd)?);
         backings.insert(key, (Arc::clone(&id), Arc::downgrade(memory)));
         Ok(id)
-    }
-
-    /// Has the kernel let go of memory that is not used any more, so that it goes back to the system.
-    fn forget_backings(&self) {
-        self.backings.lock().retain(|_, (_, memory)| memory.strong_count() > 0);
     }
 
     fn opened(&self, reply: ReplyOpen, opened: &Opened) {

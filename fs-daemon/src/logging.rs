@@ -82,27 +82,21 @@ pub fn init(args: &LogArgs, plain: bool) -> Result<(), Error> {
 }
 
 /// Makes writers of lines. Peers' words may be in a line, and must not look like another line, nor change a terminal.
-struct Lines {
-    writer: BoxMakeWriter,
-    escapes: bool,
-    colours: bool,
-}
-
-struct Line<W> {
+struct Lines<W> {
     writer: W,
     escapes: bool,
     colours: bool,
 }
 
-impl<'a> MakeWriter<'a> for Lines {
-    type Writer = Line<<BoxMakeWriter as MakeWriter<'a>>::Writer>;
+impl<'a> MakeWriter<'a> for Lines<BoxMakeWriter> {
+    type Writer = Lines<<BoxMakeWriter as MakeWriter<'a>>::Writer>;
 
     fn make_writer(&'a self) -> Self::Writer {
-        Line { writer: self.writer.make_writer(), escapes: self.escapes, colours: self.colours }
+        Lines { writer: self.writer.make_writer(), escapes: self.escapes, colours: self.colours }
     }
 }
 
-impl<W: Write> Write for Line<W> {
+impl<W: Write> Write for Lines<W> {
     /// The subscriber writes each line at once.
     fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
         if !self.escapes {

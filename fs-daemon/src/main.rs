@@ -14,7 +14,6 @@ mod device;
 mod error;
 mod fs;
 mod fuse;
-mod interrupt;
 mod logging;
 mod memory;
 mod metrics;
@@ -84,7 +83,7 @@ fn run(cli: Cli, given: &ArgMatches) -> Result<ExitCode, Error> {
                 up::run(config, ready)
             }
         }
-        Command::Run(args) => return run::run(&args.plan()?),
+        Command::Run(args) => return run::run(&args),
         Command::Cluster(command) => {
             return run_cluster(command, &CLUSTER.layers(given, std::env::vars_os())?, ready);
         }

@@ -4,11 +4,12 @@
 //! The decisions are in [`supervisor`] and [`tuner`], which have no process and no clock. This is the edge: one thread
 //! takes signals, one reads the job's status, and this one has the processes and does what is decided.
 
+pub mod args;
 mod job;
 mod output;
 mod process;
 mod progress;
-pub mod supervisor;
+mod supervisor;
 mod tuner;
 
 use std::collections::HashMap;
@@ -16,7 +17,6 @@ use std::ffi::OsString;
 use std::io::{IsTerminal as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::AsFd as _;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
@@ -25,11 +25,12 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::Pid;
 
+use self::args::{Count, RunArgs};
 use self::job::{Job, Status};
 use self::output::Output;
 use self::process::Program;
 use self::progress::Lines;
-use self::supervisor::{Act, End, OnFailure, Supervisor};
+use self::supervisor::{Act, End, Supervisor};
 use self::tuner::{Step, Tuner};
 use crate::error::{self, Error};
 use crate::logging;
@@ -43,32 +44,6 @@ const PROCESS_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the last learners may take to leave.
 const LAST_LEAVES: Duration = Duration::from_secs(5);
 
-/// How many learners there are.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Count {
-    /// So many.
-    Fixed(u32),
-    /// As many as make the job faster, each by this share, measured for so long.
-    Auto { most: u32, gain: f64, window: Duration },
-}
-
-/// The command to run, and how.
-#[derive(Debug)]
-pub struct Plan {
-    pub model: PathBuf,
-    pub command: Vec<OsString>,
-    pub count: Count,
-    /// The learners are called this, `-` and their rank.
-    pub name: String,
-    /// Whether lines have the rank in front.
-    pub prefix: bool,
-    /// Whether there is a line of progress each second. None: if stderr is a terminal.
-    pub progress: Option<bool>,
-    pub on_failure: OnFailure,
-    pub restarts: u32,
-    pub grace: Duration,
-}
-
 enum Event {
     Signal(Signal),
     Status(Status),
@@ -78,13 +53,14 @@ enum Event {
 ///
 /// # Errors
 /// Nothing could be started. No learner of it is in the job then.
-pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
-    let (first, most) = match plan.count {
+pub fn run(plan: &RunArgs) -> Result<ExitCode, Error> {
+    let count = plan.count()?;
+    let (first, most) = match count {
         Count::Fixed(count) => (count, count),
         Count::Auto { most, .. } => (1, most),
     };
     // Before there are threads.
-    let output = (plan.prefix && most > 1).then(Output::start).transpose();
+    let output = (!plan.no_prefix && most > 1).then(Output::start).transpose();
     let output = output.map_err(|error| Error::new("nobody can pass lines on").caused_by(error))?;
     let job = Job::find(&plan.model)?;
     if !process::is_there(&plan.command[0]) {
@@ -121,7 +97,7 @@ pub fn run(plan: &Plan) -> Result<ExitCode, Error> {
         rendezvous: rendezvous()?,
     };
     let progress = plan.progress.unwrap_or_else(|| std::io::stderr().is_terminal());
-    let mut watch = Watch::new(plan, progress);
+    let mut watch = Watch::new(count, progress);
     if let Some(period) = watch.period() {
         watch_job(edge.job.clone(), period, sender)?;
     }
@@ -152,7 +128,7 @@ fn rendezvous() -> Result<Vec<(&'static str, OsString)>, Error> {
 
 /// The processes, and what belongs to them.
 struct Edge<'a> {
-    plan: &'a Plan,
+    plan: &'a RunArgs,
     job: Job,
     program: Program,
     /// The most processes there may be.
@@ -325,8 +301,8 @@ struct Watch {
 }
 
 impl Watch {
-    fn new(plan: &Plan, progress: bool) -> Watch {
-        let tuner = match plan.count {
+    fn new(count: Count, progress: bool) -> Watch {
+        let tuner = match count {
             Count::Fixed(_) => None,
             Count::Auto { most, gain, window } => Some((Tuner::new(gain, window, most), window)),
         };

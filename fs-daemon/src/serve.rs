@@ -14,8 +14,8 @@ use crate::error::{self, Error};
 use crate::fs::filesystem::Access;
 use crate::fs::model_tree::Kernel;
 use crate::fs::node;
+use crate::fuse;
 use crate::fuse::calls::Calls;
-use crate::fuse::{self, MountSettings};
 use crate::memory;
 use crate::metrics;
 use crate::mountpoint::Mountpoint;
@@ -95,11 +95,10 @@ pub fn serve(
     let of_metrics = shown();
     let scraped = bound.map(|bound| bound.serve(move || metrics::mount::page(&of_metrics()))).transpose()?;
     let devices = bound_nbd.map(|bound| bound.serve(Box::new(shown()))).transpose()?;
-    let settings = MountSettings { threads: mounting.threads, allow_other: mounting.allow_other };
     let stopper = stops.stopper();
     let (ended, gone) = mpsc::channel();
     let mounts = || {
-        let mounted = fuse::mount(Arc::clone(&calls), mountpoint.path(), &settings).map_err(|error| {
+        let mounted = fuse::mount(Arc::clone(&calls), mountpoint.path(), mounting).map_err(|error| {
             let hint = fuse::access::hint(&error);
             Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(hint)
         })?;

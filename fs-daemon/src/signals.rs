@@ -172,6 +172,26 @@ fn wanted(status: &str) -> SigSet {
     ending.into_iter().filter(|signal| ignored & (1 << (*signal as i32 - 1)) == 0).collect()
 }
 
+/// Whether a signal has come. A second signal ends the process at once.
+pub struct Interrupt(Arc<OnceLock<String>>);
+
+impl Interrupt {
+    /// To be called before there are threads.
+    pub fn install() -> Result<Interrupt, Error> {
+        let stops = install()?;
+        let why = Arc::new(OnceLock::new());
+        let cause = Arc::clone(&why);
+        let waits = move || drop(cause.set(stops.wait().to_string()));
+        let spawned = thread::Builder::new().name("interrupt".into()).spawn(waits);
+        spawned.map_err(|error| Error::new("cannot start a thread for signals").caused_by(error))?;
+        Ok(Interrupt(why))
+    }
+
+    pub fn why(&self) -> Option<&str> {
+        self.0.get().map(String::as_str)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

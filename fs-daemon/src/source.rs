@@ -17,7 +17,7 @@ use ps_backend::snapshot::{Reader, SnapshotError};
 use crate::checkpoint::Checkpoint;
 use crate::config::ModelSource;
 use crate::error::Error;
-use crate::progress::Progress;
+use crate::progress;
 
 /// A model that is about to be loaded.
 pub struct Source {
@@ -122,12 +122,13 @@ impl Source {
         go_on: &dyn Fn() -> Result<(), SnapshotError>,
     ) -> Result<Option<Reader>, Error> {
         let Some(reader) = self.snapshot.take() else { return Ok(None) };
-        let progress = Progress::bytes(reader.len(), format!("checking {}", reader.head().model));
+        let progress =
+            progress::bar(progress::BYTES, reader.len(), format!("checking {}", reader.head().model));
         reader.verify(&mut |read| {
             progress.inc(read);
             go_on()
         })?;
-        progress.finish();
+        progress.finish_and_clear();
         Ok(Some(reader))
     }
 

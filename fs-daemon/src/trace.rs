@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
-use crate::interrupt::Interrupt;
 use crate::mountpoint;
-use crate::progress::Progress;
+use crate::progress;
 use crate::session::trace::TRACE_FILE;
+use crate::signals::Interrupt;
 
 /// The longest trace.
 const MAX_LENGTH: Duration = Duration::from_secs(3600);
@@ -46,12 +46,13 @@ pub fn run(mountpoint: &Path, length: Duration, output: &Path) -> Result<(), Err
     let mut trace = begin(&mountpoint)?;
     let mut target = Target::open(output)?;
     let began = Instant::now();
-    let progress = Progress::seconds(length.as_secs(), format!("tracing {shown} (Ctrl-C ends it early)"));
+    let progress =
+        progress::bar(progress::SECONDS, length.as_secs(), format!("tracing {shown} (Ctrl-C ends it early)"));
     while began.elapsed() < length && interrupt.why().is_none() {
         progress.set_position(began.elapsed().as_secs());
         std::thread::sleep(SIGNAL_CHECK_INTERVAL.min(length.saturating_sub(began.elapsed())));
     }
-    progress.finish();
+    progress.finish_and_clear();
     let took = began.elapsed().min(length);
     let (bytes, lost) = copy(&mut trace, &mut target, &mountpoint)?;
     target.finish()?;

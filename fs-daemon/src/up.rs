@@ -15,7 +15,7 @@ use crate::config::{ModelSource, ModelSpec, UpConfig};
 use crate::device;
 use crate::error::Error;
 use crate::memory;
-use crate::progress::Progress;
+use crate::progress;
 use crate::serve::{self, Loaded};
 use crate::session::model::{Model, OWN_LEARNER, Snapshots};
 use crate::source::Source;
@@ -116,7 +116,7 @@ fn load(
         if files.is_empty() {
             return Ok(());
         }
-        let progress = Progress::bytes(layout.size(), format!("loading {name}"));
+        let progress = progress::bar(progress::BYTES, layout.size(), format!("loading {name}"));
         for range in ranges {
             let mut done = 0;
             while done < range.len {
@@ -131,7 +131,7 @@ fn load(
                 progress.inc(len as u64);
             }
         }
-        progress.finish();
+        progress.finish_and_clear();
         Ok(())
     };
     let beginning = match &mut snapshot {

@@ -14,7 +14,7 @@ use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
 use super::{ask, deadline, explain_new_registry, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
-use crate::interrupt::Interrupt;
+use crate::signals::Interrupt;
 use coordinators::{Unmoved, stop_move};
 
 /// The pause before a request is repeated that another move, or a change of the coordinator, has prevented.
@@ -120,15 +120,12 @@ enum Left {
 }
 
 impl Drain<'_> {
-    fn registry_failed(&self, error: RegistryError) -> Error {
-        registry_error(&self.config.registry, error)
-    }
-
     fn all(&self, moved: &mut Vec<String>) -> Result<(), Failure> {
         let until = Instant::now() + self.config.timeout;
         // A model that is being made may not have been there at the first look.
         loop {
-            let left = models_on(self.table, self.shard).map_err(|error| self.registry_failed(error))?;
+            let left = models_on(self.table, self.shard)
+                .map_err(|error| registry_error(&self.config.registry, error))?;
             if left.is_empty() {
                 return Ok(());
             }

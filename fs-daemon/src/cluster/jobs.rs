@@ -8,15 +8,11 @@ use libmodelio::vocabulary::members::WaitedFor;
 use libmodelio::wire::ModelRecord;
 use serde_json::{Value, json};
 
-use super::{ask, ask_all, deadline};
+use super::{ask, ask_all, deadline, list, string};
 use crate::config::endpoint::Endpoint;
 
 /// A shard that has not been reached for this many seconds is waited for.
 const AWAY: f64 = 2.0;
-
-fn list(value: &Value) -> &[Value] {
-    value.as_array().map_or(&[], Vec::as_slice)
-}
 
 /// The jobs that `shards` coordinate, and those of `models` that no shard coordinates: `name`, `state`, the
 /// shards and the learners that they wait for, and for how many seconds.
@@ -115,7 +111,7 @@ pub fn is_in_trouble(job: &Value) -> bool {
 
 /// Lines for people about a job that waits or has failed.
 pub fn lines(job: &Value) -> Vec<String> {
-    let name = job["name"].as_str().unwrap_or_default();
+    let name = string(&job["name"]);
     let mut lines = Vec::new();
     let since =
         |value: &Value| value.as_f64().map_or(String::new(), |seconds| format!(" for {seconds:.0} s"));
@@ -124,7 +120,7 @@ pub fn lines(job: &Value) -> Vec<String> {
     for shard in list(&job["waits_for_shards"]).iter().filter(|_| !has_failed) {
         let at = shard["address"].as_str().map_or(String::new(), |address| format!(" at {address}"));
         let (number, since) = (&shard["shard"], since(&shard["seconds"]));
-        let why = shard["why"].as_str().unwrap_or_default();
+        let why = string(&shard["why"]);
         lines.push(format!("{name}: waiting for shard {number}{at}, not reached{since}: {why}"));
     }
     if has_failed {

@@ -13,8 +13,8 @@ use super::{deadline, explain_new_registry, registry, registry_error, request};
 use crate::config::cluster::{SaveConfig, SavedModel};
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
 use crate::error::{DAEMON_ENDED, Error};
-use crate::interrupt::Interrupt;
-use crate::progress::Progress;
+use crate::progress;
+use crate::signals::Interrupt;
 
 /// Longest wait for the copies on the shards, whose memory has to be found first.
 const CAPTURING: Duration = Duration::from_secs(330);
@@ -178,12 +178,12 @@ fn write(
     let (name, version) = (head.model.clone(), head.record.version);
     let writer = Writer::create(&config.dir, head, config.piece_size, config.replaces)?;
     let len = writer.len();
-    let progress = Progress::bytes(len, format!("saving {name}"));
+    let progress = progress::bar(progress::BYTES, len, format!("saving {name}"));
     let written = writer.write(source, &mut |bytes| {
         progress.inc(bytes);
         if interrupt.why().is_some() { Err(SnapshotError::Interrupted) } else { Ok(()) }
     });
-    progress.finish();
+    progress.finish_and_clear();
     written.map_err(|error| match interrupt.why() {
         Some(why) => Error::new(format!("saving {name} was interrupted by {why}: nothing is left of it")),
         None => error.into(),

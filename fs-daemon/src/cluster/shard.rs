@@ -9,6 +9,7 @@ use libmodelio::wire::Checksum;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 use ps_backend::state_copies::StateCopies;
 
+use super::list;
 use crate::background::Ready;
 use crate::config::cluster::{RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
@@ -132,6 +133,5 @@ fn serve(
 
 /// The models of which this shard has blocks.
 fn lost_with(status: &serde_json::Value) -> Vec<String> {
-    let models = status["models"].as_array().into_iter().flatten();
-    models.filter_map(|model| model["name"].as_str().map(str::to_owned)).collect()
+    list(&status["models"]).iter().filter_map(|model| model["name"].as_str().map(str::to_owned)).collect()
 }

@@ -10,7 +10,7 @@ use libmodelio::registry::Registry;
 use libmodelio::wire::{RefusedShard, ShardRecord};
 use serde_json::{Value, json};
 
-use super::{YOUNG, age, ask_all, deadline, jobs, registry, registry_error};
+use super::{YOUNG, age, ask_all, deadline, jobs, list, registry, registry_error, string};
 use crate::config::cluster::{StatusConfig, StatusOf};
 use crate::error::Error;
 use crate::shown::shown_within;
@@ -84,7 +84,7 @@ fn only_of(mut shard: Value, name: &str) -> Option<Value> {
             models.retain(|model| model["name"] == json!(name));
         }
     }
-    let has = |of: &str| shard[of].as_array().is_some_and(|models| !models.is_empty());
+    let has = |of: &str| !list(&shard[of]).is_empty();
     (has("models") || has("incoming")).then_some(shard)
 }
 
@@ -114,7 +114,7 @@ pub(super) fn moving(coordinator: &Value) -> Option<String> {
 
 /// RDMA of a shard: where and on what, or why not where that is to be expected.
 fn rdma(status: &Value) -> String {
-    let of = |key: &str| status[key].as_str().unwrap_or_default();
+    let of = |key: &str| string(&status[key]);
     match (status["address"].is_string(), status["hindered"] == json!(true)) {
         (true, _) => {
             let (device, address) = (of("device"), of("address"));
@@ -128,8 +128,7 @@ fn rdma(status: &Value) -> String {
 /// `few` learners of each job are told of, or all.
 fn for_people(status: &Value, few: Option<usize>) -> String {
     let mut text = String::new();
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let _ = write!(text, "registry {}", status["registry"].as_str().unwrap_or_default());
+    let _ = write!(text, "registry {}", string(&status["registry"]));
     let _ = match status["registry_seconds"].as_f64().filter(|&age| age < YOUNG.as_secs_f64()) {
         Some(age) => {
             let later = "if that was not the first time, shards tell it of their models within seconds";
@@ -137,8 +136,8 @@ fn for_people(status: &Value, few: Option<usize>) -> String {
         }
         None => writeln!(text),
     };
-    for shard in [list(&status["shards"]), list(&status["refused"])].concat() {
-        let address = shard["address"].as_str().unwrap_or_default();
+    for shard in list(&status["shards"]).iter().chain(list(&status["refused"])) {
+        let address = string(&shard["address"]);
         let _ = write!(text, "shard {} at {address}", shard["shard"]);
         if let Some(why) = shard["refused_because"].as_str() {
             let _ = write!(text, ": not listed: {why}");
@@ -158,12 +157,12 @@ fn for_people(status: &Value, few: Option<usize>) -> String {
             (Some(why), _) => format!("no shm: {why}"),
             (None, connections) => format!("shm with {} connection(s) of this host", connections),
         };
-        let (io, rdma) = (shard["io"].as_str().unwrap_or_default(), rdma(&shard["rdma"]));
+        let (io, rdma) = (string(&shard["io"]), rdma(&shard["rdma"]));
         let checksum =
             if shard["checksum"] == json!("off") { ", sends blocks without checksums" } else { "" };
         let _ = writeln!(text, ": {io}, {memory}{rdma}{checksum}{draining}");
         for model in list(&shard["incoming"]) {
-            let name = model["name"].as_str().unwrap_or_default();
+            let name = string(&model["name"]);
             let (blocks, of) = (&model["blocks"], &model["of"]);
             let _ = match model["failed"].as_str() {
                 None => writeln!(text, "  {name}: moves here, {blocks} of {of} blocks"),
@@ -173,7 +172,7 @@ fn for_people(status: &Value, few: Option<usize>) -> String {
         for model in list(&shard["models"]) {
             let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
             let memory = mib(model["memory_bytes"].as_u64().unwrap_or(0));
-            let name = model["name"].as_str().unwrap_or_default();
+            let name = string(&model["name"]);
             let _ = writeln!(
                 text,
                 "  {name}: version {}, {} blocks, {memory:.0} MiB of memory{}",
@@ -194,7 +193,7 @@ fn for_people(status: &Value, few: Option<usize>) -> String {
             }
             let coordinator = &model["coordinator"];
             if coordinator.is_object() {
-                let of = |key: &str| coordinator[key].as_str().unwrap_or_default().to_owned();
+                let of = |key: &str| string(&coordinator[key]);
                 let _ = writeln!(
                     text,
                     "    coordinates: {}, reducer {}, {}; {} learner(s) on {} client(s), {} contributions",
@@ -205,12 +204,12 @@ fn for_people(status: &Value, few: Option<usize>) -> String {
                     coordinator["clients"],
                     coordinator["contributions"],
                 );
-                learners::tell(&mut text, "    ", &list(&coordinator["learners"]), &of("consistency"), few);
+                learners::tell(&mut text, "    ", list(&coordinator["learners"]), of("consistency"), few);
                 if let Some(moving) = moving(coordinator) {
                     let _ = writeln!(text, "    {moving}");
                 }
                 for lost in list(&coordinator["unreachable"]) {
-                    let why = lost["why"].as_str().unwrap_or_default();
+                    let why = string(&lost["why"]);
                     let _ = writeln!(text, "    shard {} cannot be reached: {why}", lost["shard"]);
                 }
             }
@@ -219,8 +218,7 @@ fn for_people(status: &Value, few: Option<usize>) -> String {
     for line in list(&status["jobs"]).iter().flat_map(jobs::lines) {
         let _ = writeln!(text, "{line}");
     }
-    let models: Vec<String> =
-        list(&status["models"]).iter().filter_map(|name| name.as_str().map(str::to_owned)).collect();
+    let models: Vec<&str> = list(&status["models"]).iter().filter_map(Value::as_str).collect();
     let _ = match &models[..] {
         [] => writeln!(text, "no models"),
         names => writeln!(text, "models: {}", names.join(", ")),

@@ -6,10 +6,10 @@ use ps_backend::snapshot::SnapshotError;
 
 use crate::config::cluster::{CreateConfig, DeleteConfig};
 use crate::error::Error;
-use crate::progress::Progress;
+use crate::progress;
 use crate::source::Source;
 
-use crate::interrupt::Interrupt;
+use crate::signals::Interrupt;
 
 use super::{explain_new_registry, registry, registry_error};
 
@@ -40,7 +40,7 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
         shards: config.shards.map(usize::from),
         record: snapshot.as_ref().map(|snapshot| &snapshot.head().record),
     };
-    let progress = Progress::bytes(source.layout.size(), format!("sending {name}"));
+    let progress = progress::bar(progress::BYTES, source.layout.size(), format!("sending {name}"));
     let record = create::create(
         &registry,
         &new,
@@ -53,7 +53,7 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
         },
         &|sent| progress.inc(sent),
     );
-    progress.finish();
+    progress.finish_and_clear();
     let record = record.map_err(|error| match interrupt.why() {
         Some(why) => interrupted(why),
         None => match error {

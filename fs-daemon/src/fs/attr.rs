@@ -106,45 +106,38 @@ impl Fs {
         if let File::LearnerGradients(id, _) | File::LearnerVersion(id) = file {
             model.learner(id)?;
         }
+        let sized = |size| Attributes { size, modified: newest(), ..base };
+        let of_text = |text: String| sized(text.len() as u64);
+        let of_version = |size, version| -> CallResult<Attributes> {
+            Ok(Attributes { size, modified: of(version)?, keep: Keep::Forever, ..base })
+        };
         Ok(match file {
-            File::Dir => Attributes { links: 6, modified: newest(), keep: Keep::Briefly, ..base },
-            File::Weights(v) | File::RetainedWeights(v) | File::LearnerWeights(_, v) => {
-                Attributes { size, modified: of(v)?, keep: Keep::Forever, ..base }
-            }
+            File::Dir => Attributes { links: 6, keep: Keep::Briefly, ..sized(0) },
+            File::Weights(v) | File::RetainedWeights(v) | File::LearnerWeights(_, v) => of_version(size, v)?,
             File::Safetensors(v) | File::RetainedSafetensors(v) => {
-                let size = tree.safetensors_header_len + size;
-                Attributes { size, modified: of(v)?, keep: Keep::Forever, ..base }
+                of_version(tree.safetensors_header_len + size, v)?
             }
             File::Tensors(v, directory) | File::RetainedTensors(v, directory) => {
                 let links = 2 + tree.paths.get(directory)?.directories.len() as u32;
-                Attributes { links, modified: of(v)?, keep: Keep::Forever, ..base }
+                Attributes { links, ..of_version(0, v)? }
             }
-            File::Retained(v) => Attributes { links: 3, modified: of(v)?, keep: Keep::Forever, ..base },
+            File::Retained(v) => Attributes { links: 3, ..of_version(0, v)? },
             File::Tensor(v, i) | File::RetainedTensor(v, i) => {
                 if i as usize >= model.layout.tensors().len() {
                     return Err(CallError::not_found());
                 }
-                Attributes { size: tree.npy_size(i), modified: of(v)?, keep: Keep::Forever, ..base }
+                of_version(tree.npy_size(i), v)?
             }
-            File::RetainedText(v) => {
-                Attributes { size: text_len(v), modified: of(v)?, keep: Keep::Forever, ..base }
-            }
+            File::RetainedText(v) => of_version(text_len(v), v)?,
             // Opened for each step, and only the time changes.
             File::Gradients(_) | File::LearnerGradients(..) => {
-                Attributes { size, modified: newest(), keep: Keep::Briefly, ..base }
+                Attributes { keep: Keep::Briefly, ..sized(size) }
             }
-            File::Device | File::Publish(_) => Attributes { size, modified: newest(), ..base },
-            File::VersionText | File::LearnerVersion(_) => {
-                Attributes { size: text_len(model.job.offered_version()), modified: newest(), ..base }
-            }
-            File::Status => {
-                let size = text::status(tree, &self.mount_status()).len() as u64;
-                Attributes { size, modified: newest(), ..base }
-            }
+            File::Device | File::Publish(_) => sized(size),
+            File::VersionText | File::LearnerVersion(_) => sized(text_len(model.job.offered_version())),
+            File::Status => of_text(text::status(tree, &self.mount_status())),
             File::Layout => Attributes { size: tree.layout.len() as u64, keep: Keep::Forever, ..base },
-            File::Versions => {
-                Attributes { links: 2 + model.job.retained().len() as u32, modified: newest(), ..base }
-            }
+            File::Versions => Attributes { links: 2 + model.job.retained().len() as u32, ..sized(0) },
             File::Learners => Attributes { links: 2 + model.learners().len() as u32, ..base },
             File::Learner(id) => {
                 let joined = match model.dropped(id) {
@@ -153,17 +146,9 @@ impl Fs {
                 };
                 Attributes { modified: joined, ..base }
             }
-            File::LearnerStatus(id) => {
-                let size = text::learner_status(model, id)?.len() as u64;
-                Attributes { size, modified: newest(), ..base }
-            }
-            File::LearnerWeight(id) => {
-                Attributes { size: text::weight(model, id)?.len() as u64, modified: newest(), ..base }
-            }
-            File::Error | File::LearnerError(_) => {
-                let size = text::error(tree, file)?.len() as u64;
-                Attributes { size, modified: newest(), ..base }
-            }
+            File::LearnerStatus(id) => of_text(text::learner_status(model, id)?),
+            File::LearnerWeight(id) => of_text(text::weight(model, id)?),
+            File::Error | File::LearnerError(_) => of_text(text::error(tree, file)?),
             // How long it is is known when it is taken.
             File::Snapshot | File::Controls => base,
             File::Control(i) => Attributes { size: text::setting(model, i)?.len() as u64, ..base },

@@ -12,8 +12,7 @@ use super::model_tree::{Kernel, ModelTree};
 use super::node::{File, MAX_MODELS, MapsTo, Node};
 use super::text::MountStatus;
 use crate::session::error::{CallError, CallResult};
-use crate::session::model::Model;
-use crate::session::trace::OneTrace;
+use crate::session::model::{Model, OnlyOne};
 
 /// Tells what `status.json` shows of the mount.
 pub type StatusSource = Box<dyn Fn() -> MountStatus + Send + Sync>;
@@ -29,12 +28,12 @@ pub struct Fs {
     /// Told when a name is looked up that is no model's: one may have come.
     pub(super) unknown: Mutex<Option<SyncSender<()>>>,
     /// Whether reads and mappings may bypass the daemon.
-    pub(super) passthrough: bool,
+    pub passthrough: bool,
     pub(super) access: Access,
     pub(super) started: SystemTime,
     pub(super) looked_up: LookedUpNames,
     pub(super) bypassed: Bypassed,
-    pub(super) one_trace: OneTrace,
+    pub(super) one_trace: OnlyOne,
     status: StatusSource,
     /// What is being written to settings.
     pub(super) drafts: DraftRoom,
@@ -64,7 +63,7 @@ impl Fs {
             started: SystemTime::now(),
             looked_up: LookedUpNames::default(),
             bypassed: Bypassed::default(),
-            one_trace: OneTrace::default(),
+            one_trace: OnlyOne::default(),
             status,
             drafts: DraftRoom::default(),
         };
@@ -115,11 +114,6 @@ impl Fs {
     pub fn shown(&self) -> Vec<Arc<ModelTree>> {
         let trees = self.trees.read();
         trees.iter().filter(|slot| slot.shown).filter_map(|slot| slot.tree.clone()).collect()
-    }
-
-    /// Whether reads and mappings may bypass the daemon.
-    pub fn is_passthrough(&self) -> bool {
-        self.passthrough
     }
 
     /// Whether the name in `parent` that led to this inode leads to it for good.

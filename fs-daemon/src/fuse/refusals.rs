@@ -11,7 +11,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fuser::Errno;
 use parking_lot::Mutex;
 
 use super::process::thread_group;
@@ -43,9 +42,9 @@ pub(super) struct Caller {
 
 impl Caller {
     /// The errno of the refused call, whose sentence goes into the log.
-    pub(super) fn refused(&self, error: &CallError) -> Errno {
+    pub(super) fn refused(&self, error: &CallError) -> i32 {
         self.say(error, error.is_quiet());
-        Errno::from_i32(error.errno)
+        error.errno
     }
 
     /// Logs a refusal as a warning, ordinary or not, unless there were too many.

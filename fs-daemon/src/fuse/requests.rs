@@ -28,7 +28,7 @@ macro_rules! answered {
     ($caller:expr, $reply:ident, $outcome:expr, $value:pat => $answer:expr) => {
         match $outcome {
             Ok($value) => $answer,
-            Err(error) => $reply.error($caller.refused(&error)),
+            Err(error) => $reply.error(Errno::from_i32($caller.refused(&error))),
         }
     };
 }
@@ -48,7 +48,7 @@ impl Filesystem for Binding {
                 tracing::info!(?flag, "the kernel does not have this");
             }
         }
-        if self.fs().is_passthrough() {
+        if self.fs().passthrough {
             config
                 .add_capabilities(InitFlags::FUSE_PASSTHROUGH)
                 .map_err(|_| io::Error::other("this kernel has no FUSE passthrough: use --no-passthrough"))?;
@@ -71,8 +71,8 @@ impl Filesystem for Binding {
                 Some(Ok(a)) => {
                     reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0))
                 }
-                Some(Err(error)) => reply.error(caller.refused(&error)),
-                None => reply.error(caller.refused(&error)),
+                Some(Err(error)) => reply.error(Errno::from_i32(caller.refused(&error))),
+                None => reply.error(Errno::from_i32(caller.refused(&error))),
             },
         }
     }
@@ -267,7 +267,7 @@ impl Filesystem for Binding {
         reply: ReplyEmpty,
     ) {
         self.calls.release(fh.0);
-        self.forget_backings();
+        self.backings.lock().retain(|_, (_, memory)| memory.strong_count() > 0);
         reply.ok();
     }
 
@@ -333,7 +333,7 @@ impl Filesystem for Binding {
                 let list: Vec<u8> = names.iter().flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect();
                 send_xattr(reply, size, &list);
             }
-            Err(error) => reply.error(caller.refused(&error)),
+            Err(error) => reply.error(Errno::from_i32(caller.refused(&error))),
         }
     }
 
@@ -375,7 +375,7 @@ impl Filesystem for Binding {
                 reply.poll(events & (reading | PollEvents::POLLOUT | PollEvents::POLLWRNORM))
             }
             Ok(false) => reply.poll(PollEvents::empty()),
-            Err(error) => reply.error(caller.refused(&error)),
+            Err(error) => reply.error(Errno::from_i32(caller.refused(&error))),
         }
     }
 

@@ -224,7 +224,7 @@ impl Client {
         let (learner, inbox) = (Arc::clone(learner), Arc::clone(&self.inbox));
         payload.done += bytes.len() as u32;
         let wrote = Box::new(move |outcome| inbox.put(Event::Wrote(outcome)));
-        if learner.has_joined() {
+        if learner.contribution().is_some() {
             match learner.write(offset, bytes) {
                 Ok(Wrote::Asks) => {
                     self.phase = Phase::Writing(open, payload);

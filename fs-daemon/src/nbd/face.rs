@@ -158,7 +158,7 @@ impl LearnerFace {
     }
 
     /// The contribution, if the learner has joined.
-    fn contribution(&self) -> Option<Arc<Contribution>> {
+    pub fn contribution(&self) -> Option<Arc<Contribution>> {
         match &*self.state.lock() {
             FaceState::Looks(_) => None,
             FaceState::Writes(contribution) => Some(Arc::clone(contribution)),
@@ -217,11 +217,6 @@ impl LearnerFace {
             Some(contribution) => contribution.write_later(offset, bytes, |named| named, done),
             None => done(Err(CallError::not_found())),
         }
-    }
-
-    /// Whether a write was tried. The first one joins, if the learner is not in the job.
-    pub fn has_joined(&self) -> bool {
-        self.contribution().is_some()
     }
 
     /// A write at `offset` was taken or refused. If the client goes with refused ones, the step does not count.

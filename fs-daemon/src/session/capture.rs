@@ -86,7 +86,7 @@ impl Capture {
 fn only(model: &Model) -> CallResult<Arc<()>> {
     let deadline = Instant::now() + CLOSING;
     loop {
-        if let Some(only) = model.snapshot_opens() {
+        if let Some(only) = model.open_snapshot.take() {
             return Ok(only);
         }
         if Instant::now() >= deadline {

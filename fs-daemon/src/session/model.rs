@@ -67,6 +67,22 @@ pub struct SharedDisk {
     pub users: usize,
 }
 
+/// Something of which one is there at a time.
+#[derive(Default)]
+pub struct OnlyOne(Mutex<Weak<()>>);
+
+impl OnlyOne {
+    /// What the one is there with; none while another one is.
+    pub fn take(&self) -> Option<Arc<()>> {
+        let mut running = self.0.lock();
+        (running.strong_count() == 0).then(|| {
+            let only = Arc::new(());
+            *running = Arc::downgrade(&only);
+            only
+        })
+    }
+}
+
 /// One model.
 pub struct Model {
     /// Its name.
@@ -90,7 +106,7 @@ pub struct Model {
     /// The model as a disk.
     pub(super) disk: Mutex<SharedDisk>,
     /// Lives as long as the snapshot that is open.
-    open_snapshot: Mutex<Weak<()>>,
+    pub(super) open_snapshot: OnlyOne,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
     /// Learners that were dropped, as long as their programs may ask why.
     dropped: Mutex<BTreeMap<LearnerId, Arc<Dropped>>>,
@@ -119,7 +135,7 @@ impl Model {
             own_name,
             snapshots,
             disk: Mutex::default(),
-            open_snapshot: Mutex::default(),
+            open_snapshot: OnlyOne::default(),
             learners: Mutex::default(),
             dropped: Mutex::default(),
             joining: Mutex::default(),
@@ -144,17 +160,6 @@ impl Model {
     /// How long to wait for the answer to what is answered at once, unless the job is out of reach.
     pub fn prompt(&self) -> Duration {
         self.timeout().clamp(Duration::from_secs(1), PROMPT)
-    }
-
-    /// Notes that a snapshot is open as long as the result lives. None while another one is.
-    pub fn snapshot_opens(&self) -> Option<Arc<()>> {
-        let mut open = self.open_snapshot.lock();
-        if open.strong_count() > 0 {
-            return None;
-        }
-        let only = Arc::new(());
-        *open = Arc::downgrade(&only);
-        Some(only)
     }
 
     /// Learners in the job, by number.

@@ -7,7 +7,7 @@
 mod chrome;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use libmodelio::observe::trace::MOST_EVENTS;
@@ -16,15 +16,11 @@ use parking_lot::Mutex;
 
 use self::chrome::{Document, Traced};
 use super::error::{CallError, CallResult};
-use super::model::Model;
+use super::model::{Model, OnlyOne};
 
 /// The name of the file in the mount's root. It is in no listing: a program that reads all files of a mount starts no
 /// trace.
 pub const TRACE_FILE: &str = ".trace";
-
-/// Lets one trace at a time run.
-#[derive(Default)]
-pub struct OneTrace(Mutex<Weak<()>>);
 
 /// A trace that runs, or that is being read. Dropping it ends it.
 pub struct Trace {
@@ -44,17 +40,11 @@ impl Trace {
     ///
     /// # Errors
     /// EBUSY while another one is open.
-    pub fn begin(models: Vec<Arc<Model>>, one: &OneTrace) -> CallResult<Trace> {
-        let only = {
-            let mut running = one.0.lock();
-            if running.strong_count() > 0 {
-                let why = "a trace of this mount runs already: one at a time can (gradfs trace runs one)";
-                return Err(CallError::new(libc::EBUSY, why));
-            }
-            let only = Arc::new(());
-            *running = Arc::downgrade(&only);
-            only
-        };
+    pub fn begin(models: Vec<Arc<Model>>, one: &OnlyOne) -> CallResult<Trace> {
+        let only = one.take().ok_or_else(|| {
+            let why = "a trace of this mount runs already: one at a time can (gradfs trace runs one)";
+            CallError::new(libc::EBUSY, why)
+        })?;
         let (since, most) = (Instant::now(), MOST_EVENTS / models.len().max(1));
         for model in &models {
             model.job.trace().begin(since, most);

@@ -2,14 +2,15 @@
 
 use std::time::{Duration, Instant};
 
+use indicatif::ProgressBar;
 use libmodelio::admin::AdminError;
 use libmodelio::registry::Registry;
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 
 use super::Drain;
 use crate::cluster::status::moving;
-use crate::cluster::{ask, deadline, request};
-use crate::progress::Progress;
+use crate::cluster::{ask, deadline, list, request};
+use crate::progress;
 
 /// How often the coordinator is asked how far it is, and whether somebody wants to stop is looked at.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -50,7 +51,7 @@ impl Drain<'_> {
             hold_ms: self.config.hold.map_or(0, millis),
         };
         let asks = || request(&coordinator.address, &message, until + GRACE);
-        let progress = Progress::things(format!("{}: moves", record.name));
+        let progress = progress::bar(progress::THINGS, 0, format!("{}: moves", record.name));
         let answer = std::thread::scope(|scope| {
             let asked = std::thread::Builder::new().name("asks-coord".into()).spawn_scoped(scope, asks);
             let asked = asked.map_err(|error| format!("no thread: {error}"))?;
@@ -103,15 +104,18 @@ fn stop_at(coordinator: &ShardRecord, shard: &ShardRecord, record: &ModelRecord)
     }
 }
 
-fn show(progress: &Progress, record: &ModelRecord, coordinator: &ShardRecord) {
-    if !progress.is_shown() {
+fn show(progress: &ProgressBar, record: &ModelRecord, coordinator: &ShardRecord) {
+    if progress.is_hidden() {
         return;
     }
     let Ok(status) = ask(&coordinator.address) else { return };
-    let models = status["models"].as_array().cloned().unwrap_or_default();
-    let Some(model) = models.into_iter().find(|model| model["name"] == *record.name) else { return };
+    let Some(model) = list(&status["models"]).iter().find(|model| model["name"] == *record.name) else {
+        return;
+    };
     if let Some(said) = moving(&model["coordinator"]) {
         let of = |key: &str| model["coordinator"]["moving"][key].as_u64().unwrap_or_default();
-        progress.set(of("blocks"), of("of"), format!("{} {said}", record.name));
+        progress.set_message(format!("{} {said}", record.name));
+        progress.set_length(of("of"));
+        progress.set_position(of("blocks"));
     }
 }

@@ -5,6 +5,8 @@ use std::fmt::Write as _;
 use libmodelio::vocabulary::members::WaitedFor;
 use serde_json::{Value, json};
 
+use super::super::string;
+
 /// Names in a line.
 const NAMES: usize = 16;
 
@@ -31,7 +33,7 @@ fn line(learner: &Value) -> String {
     let host = learner["host"].as_str().map_or(String::new(), |host| format!(" on {host}"));
     let pace =
         learner["steps_per_second"].as_f64().map_or(String::new(), |pace| format!(", {pace:.3} steps/s"));
-    let phase = learner["phase"].as_str().unwrap_or_default();
+    let phase = string(&learner["phase"]);
     let silent = learner["silent_seconds"].as_f64().unwrap_or_default();
     let (name, step) = (name(learner), &learner["step"]);
     format!("learner {name}{host}: step {step}{pace}, {phase}, last heard of {silent:.0} s ago")

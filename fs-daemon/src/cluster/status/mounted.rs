@@ -8,7 +8,7 @@ use libmodelio::registry::Registry as _;
 use libmodelio::vocabulary::ids::ShardId;
 use serde_json::{Map, Value, json};
 
-use super::super::{ask_until, deadline, jobs, registry, registry_error};
+use super::super::{ask_until, deadline, jobs, list, registry, registry_error, string};
 use super::learners;
 use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
 use crate::error::Error;
@@ -84,8 +84,7 @@ fn complete(model: &mut Value) -> Result<(), Error> {
         return Err(Error::new(why));
     }
     let status = ask_until(&shard.address, Instant::now() + ANSWERS).map_err(Error::new)?;
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let of_model = list(&status["models"]).into_iter().find(|one| one["name"] == json!(name));
+    let of_model = list(&status["models"]).iter().find(|one| one["name"] == json!(name));
     let known = of_model.map(|model| list(&model["coordinator"]["learners"])).unwrap_or_default();
     add_others(model, known);
     Ok(())
@@ -99,9 +98,9 @@ fn known_away(model: &Value, coordinator: ShardId) -> Option<&str> {
 }
 
 /// Adds the learners that a coordinator knows of, and this mount does not have. What is no learner is passed over.
-fn add_others(model: &mut Value, known: Vec<Value>) {
+fn add_others(model: &mut Value, known: &[Value]) {
     let Some(learners) = model["learners"].as_array_mut() else { return };
-    for mut learner in known.into_iter().filter(Value::is_object) {
+    for mut learner in known.iter().filter(|known| known.is_object()).cloned() {
         learner["id"] = learner["name"].take();
         if !learners.iter().any(|own| own["id"] == learner["id"]) {
             learners.push(learner);
@@ -111,32 +110,32 @@ fn add_others(model: &mut Value, known: Vec<Value>) {
 
 fn for_people(model: &Value, mount: &Path) -> String {
     let mut text = String::new();
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let of = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let (name, control) = (of(&model["model"]), &model["control"]);
+    let (name, control) = (string(&model["model"]), &model["control"]);
     let _ = writeln!(
         text,
         "{}: {}, version {}, reducer {}, {}; {} learner(s), {} contributions",
-        mount.join(&name).display(),
-        of(&model["state"]),
+        mount.join(name).display(),
+        string(&model["state"]),
         model["version"],
-        of(&control["reducer"]),
-        of(&control["consistency"]),
+        string(&control["reducer"]),
+        string(&control["consistency"]),
         list(&model["learners"]).len(),
         model["contributions"],
     );
     for shard in list(&model["shards"]) {
         let at = shard["address"].as_str().map_or(String::new(), |address| format!(" at {address}"));
         let connected = if shard["connected"] == json!(false) { ", not connected" } else { "" };
-        let (blocks, transport) = (&shard["blocks"], of(&shard["transport"]));
+        let (blocks, transport) = (&shard["blocks"], string(&shard["transport"]));
         let _ = writeln!(text, "  shard {}{at}: {transport}, {blocks} blocks{connected}", shard["id"]);
     }
-    learners::tell(&mut text, "  ", &list(&model["learners"]), &of(&control["consistency"]), None);
+    learners::tell(&mut text, "  ", list(&model["learners"]), string(&control["consistency"]), None);
     for shard in list(&model["waits_for_shards"]) {
-        let because = of(&shard["because"]);
-        let _ = writeln!(text, "  waiting for shard {} at {}: {because}", shard["id"], of(&shard["address"]));
+        let because = string(&shard["because"]);
+        let _ =
+            writeln!(text, "  waiting for shard {} at {}: {because}", shard["id"], string(&shard["address"]));
     }
-    let late: Vec<String> = list(&model["waits_for_learners"]).iter().map(|late| of(&late["id"])).collect();
+    let late: Vec<String> =
+        list(&model["waits_for_learners"]).iter().map(|late| string(&late["id"]).to_owned()).collect();
     let more = model["waits_for_more_learners"].as_u64().unwrap_or_default() as usize;
     if !late.is_empty() || more > 0 {
         let late = libmodelio::vocabulary::members::WaitedFor { learners: late, more };
@@ -163,7 +162,7 @@ mod tests {
     #[test]
     fn learners_of_others_are_added_and_what_is_no_learner_is_passed_over() {
         let mut model = json!({ "learners": [{ "id": "a" }] });
-        add_others(&mut model, vec![json!([1]), json!(7), json!({ "name": "a" }), json!({ "name": "b" })]);
+        add_others(&mut model, &[json!([1]), json!(7), json!({ "name": "a" }), json!({ "name": "b" })]);
         assert_eq!(model["learners"], json!([{ "id": "a" }, { "id": "b", "name": null }]));
     }
 }

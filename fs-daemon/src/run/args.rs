@@ -7,43 +7,42 @@ use std::time::Duration;
 use clap::{Args, ValueHint};
 use libmodelio::vocabulary::controls::MAX_LEARNERS;
 
+use super::supervisor::OnFailure;
 use crate::error::Error;
-use crate::run::supervisor::OnFailure;
-use crate::run::{Count, Plan};
 
 /// The arguments of `gradfs run`.
 #[derive(Args, Debug)]
 pub struct RunArgs {
     /// The directory of a model in a mount
     #[arg(value_name = "MODEL", value_hint = ValueHint::DirPath)]
-    model: PathBuf,
+    pub model: PathBuf,
     /// The command of each process, with its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     #[arg(value_hint = ValueHint::CommandWithArguments)]
-    command: Vec<OsString>,
+    pub command: Vec<OsString>,
     /// Processes, each with a learner: 1 to 4096; or auto: begin with one, and add one for as long as contributions
     /// become faster. WORLD_SIZE is then --max
     #[arg(short = 'n', long, value_name = "N|auto", value_parser = number, allow_negative_numbers = true)]
     number: Number,
     /// Call the learners PREFIX-0, PREFIX-1 and so on
     #[arg(long, value_name = "PREFIX", default_value = "run")]
-    name: String,
+    pub name: String,
     /// Pass lines on as they are; with several processes they have the rank in front
     #[arg(long)]
-    no_prefix: bool,
+    pub no_prefix: bool,
     /// Print a line each second: version, versions a second, stall of the learners, their number [default: on a
     /// terminal]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-    progress: Option<bool>,
+    pub progress: Option<bool>,
     /// What to do when a process ends with another status than 0, or by a signal
     #[arg(long, value_enum, default_value = "stop")]
-    on_failure: OnFailure,
+    pub on_failure: OnFailure,
     /// How often each process may be started again
     #[arg(long, value_name = "K", default_value = "3")]
-    restarts: u32,
+    pub restarts: u32,
     /// How long processes that are asked to end may take, before they are killed; up to an hour
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds, allow_negative_numbers = true)]
-    grace: Duration,
+    pub grace: Duration,
     /// -n auto: the most processes [default: the number of cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_LEARNERS)))]
     max: Option<u32>,
@@ -62,38 +61,35 @@ enum Number {
     Auto,
 }
 
+/// How many learners there are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Count {
+    /// So many.
+    Fixed(u32),
+    /// As many as make the job faster, each by this share, measured for so long.
+    Auto { most: u32, gain: f64, window: Duration },
+}
+
 impl RunArgs {
     /// # Errors
     /// Options that do not go together.
-    pub fn plan(self) -> Result<Plan, Error> {
-        let count = match self.number {
-            Number::Fixed(count) => {
-                let given = [("--max", self.max.is_some()), ("--gain", self.gain.is_some())];
-                let given = given.into_iter().chain([("--window", self.window.is_some())]);
-                if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
-                    return Err(
-                        Error::usage(format!("{option} is for -n auto")).hint("leave it out, or say -n auto")
-                    );
-                }
-                Count::Fixed(count)
+    pub fn count(&self) -> Result<Count, Error> {
+        let options = [
+            ("--max", self.max.is_some()),
+            ("--gain", self.gain.is_some()),
+            ("--window", self.window.is_some()),
+        ];
+        match (self.number, options.into_iter().find(|(_, is_given)| *is_given)) {
+            (Number::Fixed(_), Some((option, _))) => {
+                Err(Error::usage(format!("{option} is for -n auto")).hint("leave it out, or say -n auto"))
             }
-            Number::Auto => Count::Auto {
+            (Number::Fixed(count), None) => Ok(Count::Fixed(count)),
+            (Number::Auto, _) => Ok(Count::Auto {
                 most: self.max.unwrap_or_else(cores),
                 gain: self.gain.unwrap_or(5.0) / 100.0,
                 window: self.window.unwrap_or(Duration::from_secs(5)),
-            },
-        };
-        Ok(Plan {
-            model: self.model,
-            command: self.command,
-            count,
-            name: self.name,
-            prefix: !self.no_prefix,
-            progress: self.progress,
-            on_failure: self.on_failure,
-            restarts: self.restarts,
-            grace: self.grace,
-        })
+            }),
+        }
     }
 }
 
