@@ -395,7 +395,7 @@ impl CoordinatorCore {
                 let deadline = deadline(timeout_ms);
                 // Another contribution to the step was begun before this one, and its blocks were sent.
                 if self.provisional_plan().is_some_and(|plan| given_up >= Some(plan)) {
-                    self.core.drop_early(learner, &mut wanted);
+                    self.core.drop_provisional(learner, &mut wanted);
                 }
                 self.core.commit(ticket, step, contribution, deadline, now, &mut wanted);
                 None

@@ -251,7 +251,7 @@ impl CoordinatorCore {
         let mut wanted = Vec::new();
         match (&run.plan.work, learner) {
             (Work::Assign { .. }, _) => self.core.assign_failed(error, now, &mut wanted),
-            _ if run.plan.is_provisional() => self.core.early_failed(now, &mut wanted),
+            _ if run.plan.is_provisional() => self.core.provisional_failed(now, &mut wanted),
             (Work::Reduce { .. }, Some(learner)) => {
                 self.core.refused(vec![(learner, error)], now, &mut wanted);
             }
@@ -271,7 +271,7 @@ impl CoordinatorCore {
         match &run.plan.work {
             // A shard has blocks of new weights that are not among those which are published.
             Work::Assign { .. } => return self.begin_again(now, actions),
-            _ if run.plan.is_provisional() => self.core.early_failed(now, &mut wanted),
+            _ if run.plan.is_provisional() => self.core.provisional_failed(now, &mut wanted),
             Work::Reduce { .. } => self.core.refused(Vec::new(), now, &mut wanted),
             _ => self.core.accumulate_failed(Vec::new(), now, &mut wanted),
         }

@@ -61,7 +61,7 @@ impl JobCore {
         }
         // Its weight was not known when the plan began.
         if contribution.weight != Weight::ONE {
-            self.drop_early(learner, actions);
+            self.drop_provisional(learner, actions);
         }
         let superseded = ShardError::NotAllowed("the same commit was sent again".into());
         self.drop_pending_commit(learner, superseded, actions);
@@ -209,8 +209,8 @@ impl JobCore {
         // Once the next contribution is open, the taken one is not the last.
         let is_last = matches!(member.phase, Phase::Idle);
         let dropped = self.drop_pending_commit(learner, ShardError::Interrupted, actions);
-        let is_read = |c: &Committed| c.contribution.learner == learner && self.is_read_early(c);
-        if !dropped && is_last && self.committed.iter().any(is_read) && self.end_early() {
+        let is_read = |c: &Committed| c.contribution.learner == learner && self.is_read_provisionally(c);
+        if !dropped && is_last && self.committed.iter().any(is_read) && self.end_provisional() {
             actions.push(Action::Drop);
         }
         let waits = |c: &&mut Committed| c.contribution.learner == learner && c.place == Place::ToAccumulate;

@@ -49,10 +49,11 @@ impl JobCore {
     /// Whether a commit of `learner` can be taken now.
     pub(super) fn takes_commit(&self, learner: LearnerId) -> bool {
         // A provisional plan was computed without it.
-        (!self.early.is_under_way() || self.early.takes(learner)) && self.would_take_commit(learner)
+        (!self.provisional.is_under_way() || self.provisional.takes(learner))
+            && self.would_take_commit(learner)
     }
 
-    /// Whether it could be if no plan had begun early for another learner.
+    /// Whether it could be if no provisional plan had begun for another learner.
     pub(super) fn would_take_commit(&self, learner: LearnerId) -> bool {
         let Some(member) = self.members.get(&learner).filter(|member| !member.unpublished) else {
             return false;
@@ -125,7 +126,7 @@ impl JobCore {
     /// The only learner who writes, if every contribution makes a version. Where its blocks lie nowhere else, it must also
     /// be the only one who may commit: the plan cannot give way then.
     fn only_writer(&self) -> Option<LearnerId> {
-        if !self.committed.is_empty() || !self.early.are_all_staged() && self.members.len() > 1 {
+        if !self.committed.is_empty() || !self.provisional.are_all_staged() && self.members.len() > 1 {
             return None;
         }
         let mut writers = self.members.keys().copied().filter(|learner| self.has_block(*learner));
@@ -149,8 +150,8 @@ impl JobCore {
 
     /// Whether a waiting learner may be waiting for `learner`.
     pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
-        // Where a plan that has begun early gives way, nobody waits for it.
-        if self.is_early(learner) && !self.early.is_staged() {
+        // Where a provisional plan gives way, nobody waits for it.
+        if self.writes_provisionally(learner) && !self.provisional.is_staged() {
             return true;
         }
         match self.consistency {

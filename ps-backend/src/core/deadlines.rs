@@ -56,10 +56,10 @@ impl JobCore {
         // Learners did not commit in time, so nothing that waits for them is read for now.
         let is_late = |c: &Committed| {
             !c.contribution.lent
-                && self.is_read_early(c)
+                && self.is_read_provisionally(c)
                 && c.ticket.is_some_and(|(_, deadline)| deadline <= now)
         };
-        if self.waits_for_early() && self.committed.iter().any(is_late) && self.end_early() {
+        if self.waits_for_provisional() && self.committed.iter().any(is_late) && self.end_provisional() {
             actions.push(Action::Drop);
         }
         // An accumulated contribution is safe. Its answer waits for the version, but not beyond the deadline.

@@ -2,7 +2,7 @@
 //!
 //! The window is the factor times the mean time from the beginning of a step to its k-th contribution. A step begins when
 //! the version before is published, the first one when the job is formed. Without an earlier step, the window is the
-//! factor times the time of the step itself. It ends when nobody is missing, or at its own end. No plan begins early within
+//! factor times the time of the step itself. It ends when nobody is missing, or at its own end. No provisional plan begins within
 //! it: the version does not wait for a contribution that is still written then.
 
 use libmodelio::vocabulary::controls::Consistency;

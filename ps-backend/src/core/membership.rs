@@ -101,7 +101,7 @@ impl JobCore {
     ) -> Result<(), ShardError> {
         self.drop_open(learner, ShardError::UnknownLearner(learner), actions)?;
         // The plan may wait for the learner though nothing of its contribution is written.
-        self.drop_early(learner, actions);
+        self.drop_provisional(learner, actions);
         if let Some(member) = self.members.remove(&learner) {
             let is_member = |name: &str| self.members.values().any(|member| member.name == name);
             self.incarnations.end(member.name, is_member);
@@ -149,7 +149,7 @@ impl JobCore {
         if matches!(member.phase, Phase::Open { .. }) {
             member.phase = Phase::Idle;
             member.activity.takes_back();
-            self.drop_early(learner, actions);
+            self.drop_provisional(learner, actions);
             self.drop_pending_commit(learner, why, actions);
         } else if let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner)
             && taken.undo.is_some()

@@ -5,7 +5,7 @@
 //! Every learner has at most one open contribution, whose payload waits at its client. When the contributions to a
 //! version are committed, a plan adds them up and computes the version ([`Action::Begin`]).
 //!
-//! A plan may begin *early*, when a contribution has a whole block: blocks are then added as soon as they are
+//! A plan may begin before the commits, when a contribution has a whole block: blocks are then added as soon as they are
 //! whole. In `sync` it takes the contributions of all learners, as they are written. Elsewhere it may begin only
 //! when no other learner can change the result: if a version waits for several learners, all others must have
 //! committed; if every contribution makes a version (`async`, `ssp`), no other learner may be writing. Such a plan
@@ -16,7 +16,7 @@
 //! waited for other learners about as long as it took to write it: it is accumulated instead. A learner's commits
 //! stay, whatever becomes of the learner.
 //!
-//! A step that must know the norm of its whole gradient (`clip_norm`) has two plans, and none begins early. The first
+//! A step that must know the norm of its whole gradient (`clip_norm`) has two plans, and none is provisional. The first
 //! one adds up all contributions and measures the sums ([`Work::Measure`]); the second one computes the version from
 //! them.
 //!
@@ -33,7 +33,6 @@ mod bits;
 mod commit;
 mod consistency;
 mod deadlines;
-mod early;
 mod formation;
 mod grace;
 mod hold;
@@ -42,6 +41,7 @@ mod making;
 mod measured;
 mod membership;
 mod newest;
+mod provisional;
 mod recipe;
 mod record;
 mod setback;
@@ -64,13 +64,13 @@ use serde::{Deserialize, Serialize};
 pub use actions::{Action, Contribution, Now, Opening, Plan, Source, Ticket, Work};
 pub use commit::NOT_COMMITTED;
 pub use deadlines::ALL_BUFFERS_HELD;
-use early::EarlyPlans;
 use formation::Formation;
 use grace::Grace;
 use incarnations::Incarnations;
 use making::Making;
 use measured::Measured;
 use newest::Newest;
+use provisional::ProvisionalPlans;
 use recipe::Recipe;
 pub use record::{JobRecord, LearnerRecord};
 use state::{Committed, Member, OfTensors, Pending, PendingKind, Phase, Place, Tensors};
@@ -94,7 +94,7 @@ pub struct JobCore {
     formation: Formation,
     committed: Vec<Committed>,
     pending: VecDeque<Pending>,
-    early: EarlyPlans,
+    provisional: ProvisionalPlans,
     making: Making,
     grace: Grace,
     measured: Measured,
@@ -117,7 +117,7 @@ impl JobCore {
             formation: Formation::default(),
             committed: Vec::new(),
             pending: VecDeque::new(),
-            early: EarlyPlans::default(),
+            provisional: ProvisionalPlans::default(),
             making: Making::new(),
             grace: Grace::default(),
             measured: Measured::default(),
@@ -131,21 +131,21 @@ impl JobCore {
     /// at most doubles the cost.
     #[must_use]
     pub fn with_accumulate_patience(mut self, patience: Now) -> JobCore {
-        self.early.set_accumulate_patience(patience);
+        self.provisional.set_accumulate_patience(patience);
         self
     }
 
     /// Begins plans when there are whole blocks of contributions that are still written: [`Self::is_whole`].
     #[must_use]
     pub fn with_provisional_plans(mut self) -> JobCore {
-        self.early.allow();
+        self.provisional.allow();
         self
     }
 
     /// What comes of a contribution before its commit is staged, too: such a plan gives way to whoever waits for it.
     #[must_use]
     pub fn of_staged_blocks(mut self) -> JobCore {
-        self.early.stage_all();
+        self.provisional.stage_all();
         self
     }
 }

@@ -60,7 +60,7 @@ impl JobCore {
             if let Some((ticket, _)) = committed.ticket {
                 actions.push(Action::Reply(ticket, Err(ShardError::UnknownLearner(learner))));
             }
-            self.drop_early(learner, actions);
+            self.drop_provisional(learner, actions);
         }
         self.release_params();
         for &learner in learners {
@@ -138,14 +138,14 @@ impl JobCore {
     /// Whether the plan under way reads this contribution.
     fn reads(&self, committed: &Committed) -> bool {
         let learner = committed.contribution.learner;
-        self.making.inputs().any(|input| input.learner == learner) || self.is_read_early(committed)
+        self.making.inputs().any(|input| input.learner == learner) || self.is_read_provisionally(committed)
     }
 
     /// The version under way is not made.
     fn stop_plan(&mut self) {
         self.making.ends();
-        // Another plan that begins early would be sent in vain just as well.
-        self.early.fails(self.version);
+        // Another provisional plan would be sent in vain just as well.
+        self.provisional.fails(self.version);
         self.put_back();
     }
 
@@ -188,7 +188,7 @@ impl JobCore {
         }
     }
 
-    /// Takes back a commit of which nothing was read. The contribution is open again, and its early blocks are
+    /// Takes back a commit of which nothing was read. The contribution is open again, and its blocks of a provisional plan are
     /// dropped.
     pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
         let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
@@ -207,7 +207,7 @@ impl JobCore {
         }
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
         if !self.members.get(&learner).is_some_and(is_open) {
-            self.drop_early(learner, actions);
+            self.drop_provisional(learner, actions);
         }
     }
 }

@@ -92,7 +92,7 @@ impl JobCore {
 
     /// Lets new settings take effect and new learners take part, if nothing that has begun depends on the old ones.
     pub(super) fn settle(&mut self) {
-        if self.making.is_under_way() || self.early.is_under_way() {
+        if self.making.is_under_way() || self.provisional.is_under_way() {
             return;
         }
         self.follow_consistency();

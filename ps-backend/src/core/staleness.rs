@@ -5,7 +5,7 @@
 //! is divided by the staleness, if there is any, as W. Zhang, S. Gupta, X. Lian and J. Liu do in "Staleness-aware
 //! Async-SGD for Distributed Deep Learning" (IJCAI 2016).
 //!
-//! The staleness is known when the contribution is committed. So no plan begins early in such a job.
+//! The staleness is known when the contribution is committed. So no provisional plan begins in such a job.
 
 use libmodelio::vocabulary::reducer::{Hyper, decimal};
 

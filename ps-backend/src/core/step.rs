@@ -110,7 +110,7 @@ impl JobCore {
             self.start_accumulation(now, actions);
             self.start_step(actions);
         }
-        self.begin_early(now, actions);
+        self.begin_provisional(now, actions);
         self.note_stall(now);
     }
 
@@ -134,7 +134,7 @@ impl JobCore {
                     }
                 }
                 // The first version may have come before a publication that was allowed when it was requested.
-                PendingKind::Assign { buffer } if !self.early.is_under_way() && !self.is_held() => {
+                PendingKind::Assign { buffer } if !self.provisional.is_under_way() && !self.is_held() => {
                     match self.may_assign() {
                         Ok(()) => {
                             self.making.publishes(ticket, deadline);
@@ -160,13 +160,13 @@ impl JobCore {
             member.unpublished = true;
             undo = Some(std::mem::replace(&mut member.phase, Phase::Idle)).filter(|_| !contribution.steady);
         }
-        let is_kept = contribution.steady || self.early.is_staged();
+        let is_kept = contribution.steady || self.provisional.is_staged();
         let left = ticket.1.saturating_sub(now);
         self.committed.push(Committed {
             place: if is_kept { Place::Kept } else { Place::ToAccumulate },
             contribution: Arc::new(contribution),
             ticket: Some(ticket),
-            accumulate_at: now + self.early.accumulate_patience().min(left / 4),
+            accumulate_at: now + self.provisional.accumulate_patience().min(left / 4),
             patient_until: now + left / 2,
             undo,
         });
@@ -207,8 +207,8 @@ impl JobCore {
         let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
         let (reducer, mut hyper, OfTensors { frozen, groups }) = self.params();
-        // What has begun early has begun with the whole rate.
-        if provisional.is_none() && !self.early.is_under_way() && self.divides_by_staleness() {
+        // A provisional plan has begun with the whole rate.
+        if provisional.is_none() && !self.provisional.is_under_way() && self.divides_by_staleness() {
             hyper = staleness::of_stale(hyper, self.staleness());
         }
         let written = self.written(&frozen, provisional.is_some());
@@ -276,7 +276,7 @@ impl JobCore {
 
     /// Whether the memory that the coming version is made in or from is still in use.
     fn is_busy(&self) -> bool {
-        self.is_accumulating() || self.waits_for_early()
+        self.is_accumulating() || self.waits_for_provisional()
     }
 
     /// What the coming version must still know of its contributions, all of them together. The norms of tensors depend
@@ -306,7 +306,7 @@ impl JobCore {
     fn run(&mut self, plan: Plan, actions: &mut Vec<Action>) {
         let plan = Arc::new(plan);
         self.making.begins(&plan);
-        if self.seal_early() {
+        if self.seal_provisional() {
             actions.push(Action::Seal(plan));
         } else {
             actions.push(Action::Begin(plan));
@@ -325,7 +325,7 @@ impl JobCore {
         }
         self.committed
             .iter()
-            .filter(|c| c.place == Place::ToAccumulate || self.is_read_early(c))
+            .filter(|c| c.place == Place::ToAccumulate || self.is_read_provisionally(c))
             .map(|committed| committed.accumulate_at)
             .min()
     }
@@ -334,7 +334,8 @@ impl JobCore {
     fn start_accumulation(&mut self, now: Now, actions: &mut Vec<Action>) {
         // If the version is made now anyway, the memory is read in place.
         let now_anyway = self.is_complete() && self.making.has_buffer() && !self.is_busy();
-        if now_anyway || self.early.is_under_way() || self.next_accumulation().is_none_or(|at| at > now) {
+        if now_anyway || self.provisional.is_under_way() || self.next_accumulation().is_none_or(|at| at > now)
+        {
             return;
         }
         let work = Work::Add { combine: self.params().0.combine() };

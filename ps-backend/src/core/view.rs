@@ -95,7 +95,7 @@ impl JobCore {
     /// Whether part of the coming version has been computed, or is being computed.
     pub(super) fn is_under_way(&self) -> bool {
         self.making.is_under_way()
-            || self.early.is_under_way()
+            || self.provisional.is_under_way()
             || self.is_accumulating()
             || self.has_accumulated()
     }

@@ -1,13 +1,13 @@
 //! Work on many blocks. A partition hands a batch to an executor and goes on. The executor calls back when the batch is
 //! done. So a thread that moves bytes computes no block but the one that it has received.
 //!
-//! [`Pool`] has a device make the versions of the models that lie there, many blocks at once. A batch names its plan and
+//! [`Pool`] has a device make the versions of the models that lie there, many blocks at once. A batch names its pass and
 //! its blocks, and owns all that it needs.
 
 use std::io;
 use std::sync::Arc;
 
-use libmodelio::vocabulary::ids::{BlockId, PlanId};
+use libmodelio::vocabulary::ids::BlockId;
 use rayon::prelude::*;
 
 use super::store::{Making, Merge, PartitionError, PartitionJob};
@@ -15,8 +15,6 @@ use crate::device::Accelerator;
 
 /// The same pass over some blocks of a plan. No block is in two batches at once.
 pub struct Batch {
-    /// The plan.
-    pub plan: PlanId,
     /// The pass and its blocks, as the partition numbers them.
     pub pass: Pass,
     /// Called once nothing uses what the pass holds any more, with the first error.
@@ -83,7 +81,7 @@ impl Pool {
 }
 
 impl Executor for Pool {
-    fn execute(&self, Batch { pass, done, .. }: Batch) {
+    fn execute(&self, Batch { pass, done }: Batch) {
         self.pool.spawn(move || {
             let outcome = pass.run();
             done(outcome);

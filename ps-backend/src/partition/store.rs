@@ -361,12 +361,12 @@ impl PartitionStore {
 
     /// The newest version. None until it is loaded.
     pub fn newest(&self) -> Option<PinnedVersion> {
-        PinnedVersion::new(&self.shared, None)
+        PinnedVersion::of(&self.shared, &mut self.shared.inner.lock(), None)
     }
 
     /// A version, if it still exists.
     pub fn version(&self, version: Version) -> Option<PinnedVersion> {
-        PinnedVersion::new(&self.shared, Some(version))
+        PinnedVersion::of(&self.shared, &mut self.shared.inner.lock(), Some(version))
     }
 
     /// The versions in memory, in rising order.

@@ -187,7 +187,6 @@ fn many_blocks_are_made_by_few_kernels() {
     assert!(executor.make(&making, first).is_err(), "a block is made once");
     let (sender, done) = std::sync::mpsc::channel();
     let batch = Batch {
-        plan: libmodelio::vocabulary::ids::PlanId(1),
         pass: Pass::Make(making, second.to_vec()),
         done: Box::new(move |outcome| sender.send(outcome).unwrap()),
     };

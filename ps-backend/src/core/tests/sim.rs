@@ -173,7 +173,7 @@ impl Sim {
         self.call(|core, now, actions| core.is_whole(learner, step, now, actions));
         let open = self.provisional.as_ref().and_then(|plan| plan.provisional.as_ref());
         // A block of a later step is not part of the plan.
-        let Some(open) = open.filter(|_| self.core.is_early(learner)) else { return false };
+        let Some(open) = open.filter(|_| self.core.writes_provisionally(learner)) else { return false };
         let Some(Work::Reduce { tensors, factors, .. }) = self.provisional.as_ref().map(|plan| &plan.work)
         else {
             return false;
@@ -192,7 +192,7 @@ impl Sim {
     /// The blocks of `learner` that came early are of another contribution than the one it is about to
     /// commit.
     pub fn is_stale(&mut self, learner: LearnerId) {
-        self.call(|core, _, actions| core.drop_early(learner, actions));
+        self.call(|core, _, actions| core.drop_provisional(learner, actions));
     }
 
     /// A block of the provisional plan is refused.
@@ -200,7 +200,7 @@ impl Sim {
         if self.provisional.take().is_some() {
             self.back.clear();
             self.early.clear();
-            self.call(|core, now, actions| core.early_failed(now, actions));
+            self.call(|core, now, actions| core.provisional_failed(now, actions));
         }
     }
 
@@ -501,7 +501,7 @@ impl Sim {
         let plan_is_void = self.running.as_ref().is_some_and(|plan| needs(&plan.inputs));
         // What was committed to a provisional plan is being read.
         let is_read = |committed: &Committed| {
-            self.core.is_read_early(committed) && learners.contains(&committed.contribution.learner)
+            self.core.is_read_provisionally(committed) && learners.contains(&committed.contribution.learner)
         };
         let early_is_void = self.provisional.is_some() && self.core.committed.iter().any(is_read);
         let accumulation_is_void = self.accumulations.iter().any(|contributions| needs(contributions));

@@ -75,6 +75,9 @@ pub struct BlockInput<'a> {
     pub check: bool,
 }
 
+/// The sums of a block, the sealed one first, each with the ranges that it holds if that is not all.
+pub(super) type Held<'a> = SmallVec<[(&'a Accumulator, Option<Vec<Range<u32>>>); 2]>;
+
 /// The right to work on a block.
 pub(super) struct Claim<'a>(&'a AtomicU8);
 
@@ -238,12 +241,8 @@ impl PartitionJob {
         self.builder.as_ref().and_then(|builder| builder.sum(block)).unwrap_or_else(|| self.sums.open(block))
     }
 
-    /// The sums of a claimed block, the sealed one first, each with the ranges that it holds if that is not all.
-    pub(super) fn sums_of(
-        &self,
-        block: BlockId,
-        claim: &Claim<'_>,
-    ) -> SmallVec<[(&Accumulator, Option<Vec<Range<u32>>>); 2]> {
+    /// The sums of a claimed block.
+    pub(super) fn sums_of(&self, block: BlockId, claim: &Claim<'_>) -> Held<'_> {
         let sealed = self.sums.sealed(block).map(|sum| (sum, self.sums.sealed_written(block)));
         let open = claim.holds().then(|| (self.open(block), self.sums.open_written(block)));
         sealed.into_iter().chain(open).collect()

@@ -4,7 +4,6 @@
 //! data is being read. The next plan would, too, so [`PartitionStore::begin`] refuses it.
 
 use std::borrow::Cow;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{BlockId, Version};
@@ -12,21 +11,21 @@ use libmodelio::wire::Kept;
 use parking_lot::MutexGuard;
 
 use super::newest::Newest;
-use super::{Inner, PartitionError, PartitionStore, StoreShared, check_block};
+use super::pinned::PinnedVersion;
+use super::{Inner, PartitionError, PartitionStore, check_block};
 
 /// The newest version with its masters and optimizer state. While this lives, no plan begins, and no state is changed in
 /// place.
 #[derive(Debug)]
 pub struct KeptState {
-    shared: Arc<StoreShared>,
+    pinned: PinnedVersion,
     newest: Newest,
-    version: Version,
 }
 
 impl KeptState {
     /// The version.
     pub fn version(&self) -> Version {
-        self.version
+        self.pinned.version()
     }
 
     /// The data of a block of the partition, copied from a device if it is there. It is empty if the block has none of
@@ -35,16 +34,14 @@ impl KeptState {
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Device`].
     pub fn bytes(&self, block: BlockId, what: Kept) -> Result<Cow<'_, [u8]>, PartitionError> {
-        check_block(self.shared.partition.layout(), block)?;
+        check_block(self.pinned.shared.partition.layout(), block)?;
         Ok(self.newest.bytes(block, what)?)
     }
 }
 
 impl Drop for KeptState {
     fn drop(&mut self) {
-        let mut inner = self.shared.inner.lock();
-        inner.versions.table.unpin(self.version, 1);
-        inner.readers -= 1;
+        self.pinned.shared.inner.lock().readers -= 1;
     }
 }
 
@@ -86,11 +83,9 @@ impl PartitionStore {
         if inner.making {
             return Err(PartitionError::Busy);
         }
-        let found = inner.versions.newest().filter(|_| inner.loading.is_none());
-        let (version, _) = found.ok_or(PartitionError::Loading)?;
-        let newest = inner.newest(self.layout()).ok_or(PartitionError::Loading)?;
-        inner.versions.table.pin(version);
+        let pinned = PinnedVersion::of(&self.shared, &mut inner, None);
+        let (pinned, newest) = pinned.zip(inner.newest(self.layout())).ok_or(PartitionError::Loading)?;
         inner.readers += 1;
-        Ok(KeptState { shared: Arc::clone(&self.shared), newest, version })
+        Ok(KeptState { pinned, newest })
     }
 }

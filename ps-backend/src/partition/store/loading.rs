@@ -11,10 +11,9 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Kept;
 
-use super::accumulator::Payload;
 use super::newest::Newest;
 use super::places::kept_range;
-use super::{PartitionError, PartitionStore, check_block, check_payload};
+use super::{PartitionError, PartitionStore, check_block};
 
 /// A thread is loading a part of the block.
 const COMING: u8 = 1;
@@ -41,19 +40,7 @@ impl PartitionStore {
     /// # Errors
     /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Loaded`].
     pub fn load(&self, block: BlockId, bytes: &[u8]) -> Result<bool, PartitionError> {
-        check_payload(self.layout(), block, Payload::Plain(bytes))?;
-        let loading = self.loading()?;
-        let mark = &self.shared.loaded[block.index()];
-        if mark.compare_exchange(0, COMING, Ordering::Acquire, Ordering::Relaxed).is_err() {
-            return Ok(false);
-        }
-        // SAFETY: the mark makes the block this thread's, and version 0 is shown only when all blocks are loaded.
-        let loaded = unsafe { loading.load(block, bytes) };
-        // The handle is dropped before the block counts: a thread that sees all blocks loaded finds no other thread
-        // at the memory.
-        drop(loading);
-        mark.store(if loaded.is_ok() { THERE } else { 0 }, Ordering::Release);
-        Ok(loaded.map(|()| true)?)
+        self.load_piece(block, Kept::Weights, bytes)
     }
 
     /// Fills all of version 0, whose blocks lie one behind the other in memory. Then it is complete.
@@ -154,36 +141,38 @@ impl PartitionStore {
     /// [`PartitionError::Loaded`]; [`PartitionError::NotLoaded`] if the weights have not come,
     /// [`PartitionError::Claimed`] while another piece comes; [`PartitionError::Device`].
     pub fn load_piece(&self, block: BlockId, what: Kept, bytes: &[u8]) -> Result<bool, PartitionError> {
-        if what == Kept::Weights {
-            return self.load(block, bytes);
-        }
         check_block(self.layout(), block)?;
         let loading = self.loading()?;
         let place = kept_range(self.layout(), block, what);
-        let is_zero_state = bytes.is_empty() && matches!(what, Kept::Slot(_));
-        if !loading.wants(block).contains(&what)
-            || !is_zero_state && bytes.len() as u64 != place.end - place.start
-        {
-            return Err(PartitionError::State { block, got: bytes.len() });
+        let (expected, got) = ((place.end - place.start) as usize, bytes.len());
+        let is_zero_state = got == 0 && matches!(what, Kept::Slot(_));
+        match what {
+            Kept::Weights if got != expected => return Err(PartitionError::Length { block, expected, got }),
+            Kept::Weights => {}
+            _ if loading.wants(block).contains(&what) && (got == expected || is_zero_state) => {}
+            _ => return Err(PartitionError::State { block, got }),
         }
         let mark = &self.shared.loaded[block.index()];
         let before = mark.load(Ordering::Relaxed);
         if before & mark_of(what) != 0 {
             return Ok(false);
         }
-        if before & (COMING | THERE) == 0 {
+        if before & (COMING | THERE) == 0 && what != Kept::Weights {
             return Err(PartitionError::NotLoaded(block));
         }
         if before & COMING != 0
             || mark.compare_exchange(before, before | COMING, Ordering::Acquire, Ordering::Relaxed).is_err()
         {
-            return Err(PartitionError::Claimed(block));
+            // The weights are those that come, whoever brings them.
+            return if what == Kept::Weights { Ok(false) } else { Err(PartitionError::Claimed(block)) };
         }
         // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are loaded.
-        let loaded = unsafe { loading.load_state(block, what, bytes) };
-        if loaded.is_ok() && !bytes.is_empty() && what != Kept::Masters {
+        let loaded = unsafe { loading.load(block, what, bytes) };
+        if loaded.is_ok() && !bytes.is_empty() && matches!(what, Kept::Slot(_)) {
             self.shared.inner.lock().state.slots_used = true;
         }
+        // The handle is dropped before the block counts: a thread that sees all blocks loaded finds no other thread
+        // at the memory.
         drop(loading);
         let there = if loaded.is_ok() { mark_of(what) } else { 0 };
         mark.store(before | there, Ordering::Release);

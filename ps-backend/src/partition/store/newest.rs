@@ -91,24 +91,6 @@ impl Newest {
         masters.into_iter().chain((0..slots as u8).map(Kept::Slot)).filter(|_| any).collect()
     }
 
-    /// Loads a block's weights.
-    ///
-    /// # Errors
-    /// [`DeviceError::Failed`].
-    ///
-    /// # Panics
-    /// If `bytes` are not as long as the block.
-    ///
-    /// # Safety
-    /// The block belongs to this thread alone, and nobody reads the version yet.
-    pub(super) unsafe fn load(&self, block: BlockId, bytes: &[u8]) -> Result<(), DeviceError> {
-        // SAFETY: passed on to the caller.
-        unsafe {
-            kernels::stream_copy(bytes, self.memory().bytes_mut(span(&self.layout.block_bytes(block))));
-            self.filled(block)
-        }
-    }
-
     /// A block's weights were loaded. Its masters follow from them, and so do the weights on a device.
     ///
     /// # Errors
@@ -139,7 +121,7 @@ impl Newest {
         Ok(())
     }
 
-    /// Loads masters or optimizer state of a block whose weights are loaded. Without bytes, state is zero.
+    /// Loads data of a block: its weights first. Without bytes, state is zero.
     ///
     /// # Errors
     /// [`DeviceError::Failed`].
@@ -148,17 +130,17 @@ impl Newest {
     /// If the bytes do not fit.
     ///
     /// # Safety
-    /// The conditions of [`Self::load`].
-    pub(super) unsafe fn load_state(
-        &self,
-        block: BlockId,
-        what: Kept,
-        bytes: &[u8],
-    ) -> Result<(), DeviceError> {
-        let span = block_span(&self.layout, block);
-        let place = span.start * 4..span.end * 4;
+    /// The block belongs to this thread alone, and nobody reads the version yet.
+    pub(super) unsafe fn load(&self, block: BlockId, what: Kept, bytes: &[u8]) -> Result<(), DeviceError> {
+        let elements = block_span(&self.layout, block);
+        let place = elements.start * 4..elements.end * 4;
         match (&self.arrays, what) {
-            (_, Kept::Weights) => {}
+            // SAFETY: passed on to the caller.
+            (_, Kept::Weights) => unsafe {
+                let room = self.memory().bytes_mut(span(&self.layout.block_bytes(block)));
+                kernels::stream_copy(bytes, room);
+                self.filled(block)?;
+            },
             (Some(arrays), Kept::Slot(slot)) => {
                 let zeros = if bytes.is_empty() { vec![0; place.len()] } else { Vec::new() };
                 let bytes = if bytes.is_empty() { &zeros } else { bytes };

@@ -7,13 +7,13 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::bytes::region::Region;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 
-use super::StoreShared;
 use super::buffer::VersionBuffer;
+use super::{Inner, StoreShared};
 
 /// A complete version. Its memory is not used again while this lives.
 #[derive(Debug)]
 pub struct PinnedVersion {
-    shared: Arc<StoreShared>,
+    pub(super) shared: Arc<StoreShared>,
     buffer: Arc<VersionBuffer>,
     published: SystemTime,
     version: Version,
@@ -21,8 +21,11 @@ pub struct PinnedVersion {
 
 impl PinnedVersion {
     /// `version`, or the newest one.
-    pub(super) fn new(shared: &Arc<StoreShared>, version: Option<Version>) -> Option<PinnedVersion> {
-        let mut inner = shared.inner.lock();
+    pub(super) fn of(
+        shared: &Arc<StoreShared>,
+        inner: &mut Inner,
+        version: Option<Version>,
+    ) -> Option<PinnedVersion> {
         if inner.loading.is_some() {
             return None;
         }

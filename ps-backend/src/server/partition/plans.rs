@@ -190,14 +190,14 @@ impl Partition {
                     let partition = Arc::clone(self);
                     let gather = Box::new(move |block| partition.gather(plan, block));
                     let pass = Pass::Gather(gather, listed(&blocks));
-                    batches.push(Batch { plan, pass, done: Box::new(drop) });
+                    batches.push(Batch { pass, done: Box::new(drop) });
                 }
                 Action::Compute(plan, blocks) => {
                     let partition = Arc::clone(self);
                     let done: Done = Box::new(move |outcome| partition.computed(plan, outcome));
                     match state.job_of(plan) {
                         Some(job) => {
-                            batches.push(Batch { plan, pass: Pass::Compute(job, listed(&blocks)), done });
+                            batches.push(Batch { pass: Pass::Compute(job, listed(&blocks)), done });
                         }
                         None => jobs.push(Box::new(|| done(Ok(())))),
                     }
@@ -231,7 +231,7 @@ impl Partition {
                     let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) else { continue };
                     match self.store.conclude(&job) {
                         Ok(Some(merge)) => {
-                            batches.push(Batch { plan, pass: Pass::Merge(merge), done: Box::new(drop) });
+                            batches.push(Batch { pass: Pass::Merge(merge), done: Box::new(drop) });
                         }
                         Ok(None) if job.work().makes_version() && self.has_client_here => {
                             // The answer that follows reports the buffer, unless another message does so before.
@@ -421,7 +421,7 @@ impl Partition {
         }
         let partition = Arc::clone(self);
         let done: Done = Box::new(move |outcome| partition.computed(plan, outcome));
-        self.executor.execute(Batch { plan, pass: Pass::Make(making, blocks), done });
+        self.executor.execute(Batch { pass: Pass::Make(making, blocks), done });
     }
 
     /// Takes a buffer with its pages if readers hold all that the next version could have. Until there is memory for

@@ -1,4 +1,4 @@
-//! Plans that begin early, while contributions to them are still written.
+//! Provisional plans: they begin while contributions to them are still written.
 //!
 //! A synchronous job has one such plan a version for all that take part in it. Elsewhere the plan is for one
 //! contribution: the last one that can change the result or, if every contribution makes a version, that of the only
@@ -29,7 +29,7 @@ const WAIT_FOR_OTHERS: Now = Now::from_secs(1);
 
 /// The provisional plan under way.
 #[derive(Debug)]
-struct Early {
+struct Provisional {
     /// The learners whose contributions were still to be committed when it began.
     open: BTreeSet<LearnerId>,
     since: Now,
@@ -37,14 +37,14 @@ struct Early {
     staged: bool,
 }
 
-impl Early {
+impl Provisional {
     /// Whether it takes a commit of `learner`.
     fn takes(&self, learner: LearnerId) -> bool {
         self.open.contains(&learner)
     }
 }
 
-/// Whether plans may begin early, by what became of earlier ones.
+/// Whether provisional plans may begin, by what became of earlier ones.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct Speculation {
     /// The number of plans that were dropped since one counted, of those that others than their learner can drop.
@@ -74,11 +74,11 @@ impl Speculation {
     }
 }
 
-/// The plans that begin early: whether any may, and the one under way.
+/// The plans that begin plan: whether any may, and the one under way.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct EarlyPlans {
+pub(super) struct ProvisionalPlans {
     #[serde(skip)]
-    under_way: Option<Early>,
+    under_way: Option<Provisional>,
     /// Whether plans begin while contributions to them are still written.
     may_begin: bool,
     /// Whether the blocks of every such plan lie elsewhere, too. That is so on a network.
@@ -88,7 +88,7 @@ pub(super) struct EarlyPlans {
     accumulate_patience: Now,
 }
 
-impl EarlyPlans {
+impl ProvisionalPlans {
     pub(super) fn allow(&mut self) {
         self.may_begin = true;
     }
@@ -116,15 +116,15 @@ impl EarlyPlans {
 
     /// Whether the blocks of the one under way lie elsewhere, too.
     pub(super) fn is_staged(&self) -> bool {
-        self.under_way.as_ref().is_some_and(|early| early.staged)
+        self.under_way.as_ref().is_some_and(|plan| plan.staged)
     }
 
     /// Whether the one under way takes a commit of `learner`.
     pub(super) fn takes(&self, learner: LearnerId) -> bool {
-        self.under_way.as_ref().is_some_and(|early| early.takes(learner))
+        self.under_way.as_ref().is_some_and(|plan| plan.takes(learner))
     }
 
-    /// The plan for the version after this one is not carried out. Another one that begins early would be sent in vain
+    /// The plan for the version after this one is not carried out. Another provisional one would be sent in vain
     /// just as well.
     pub(super) fn fails(&mut self, version: Version) {
         self.speculation.fails(version);
@@ -134,31 +134,35 @@ impl EarlyPlans {
 
 impl JobCore {
     /// Begins the coming version's plan if contributions to it can be sent before all are committed.
-    pub(super) fn begin_early(&mut self, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn begin_provisional(&mut self, now: Now, actions: &mut Vec<Action>) {
         if self.is_left_to_one() {
-            self.early.under_way = None;
+            self.provisional.under_way = None;
             self.put_back();
             self.release_params();
             actions.push(Action::Drop);
         }
-        let Some(open) = self.may_begin_early() else { return };
+        let Some(open) = self.may_begin_provisional() else { return };
         self.fix_params();
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate) {
             committed.place = Place::Kept;
         }
         actions.push(Action::Begin(Arc::new(self.reduce_plan(Some(&open)))));
-        let staged = self.early.are_all_staged || open.len() > 1;
-        self.early.under_way = Some(Early { open, since: now, staged });
+        let staged = self.provisional.are_all_staged || open.len() > 1;
+        self.provisional.under_way = Some(Provisional { open, since: now, staged });
         self.be_patient(now);
     }
 
-    /// Those that have committed to the plan which has begun early wait for the others as long again as it has lasted,
+    /// Those that have committed to the provisional plan wait for the others as long again as it has lasted,
     /// or longer. If that does not do, their contributions are accumulated. In one process nothing is sent again, so
     /// they need not wait longer than that.
     pub(super) fn be_patient(&mut self, now: Now) {
-        let Some(early) = &self.early.under_way else { return };
-        let least = if self.early.are_all_staged { WAIT_FOR_OTHERS } else { self.early.accumulate_patience };
-        let patience = now.saturating_sub(early.since).max(least);
+        let Some(plan) = &self.provisional.under_way else { return };
+        let least = if self.provisional.are_all_staged {
+            WAIT_FOR_OTHERS
+        } else {
+            self.provisional.accumulate_patience
+        };
+        let patience = now.saturating_sub(plan.since).max(least);
         for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
             committed.accumulate_at = (now + patience).min(committed.patient_until);
         }
@@ -166,11 +170,11 @@ impl JobCore {
 
     /// Whether the plan of all in one process lacks one contribution, which has no block yet.
     fn is_left_to_one(&self) -> bool {
-        let staged = |early: &&Early| early.staged && !self.early.are_all_staged;
-        let Some(early) = self.early.under_way.as_ref().filter(staged) else {
+        let staged = |plan: &&Provisional| plan.staged && !self.provisional.are_all_staged;
+        let Some(plan) = self.provisional.under_way.as_ref().filter(staged) else {
             return false;
         };
-        let mut left = early.open.iter().filter(|learner| !self.has_committed(**learner));
+        let mut left = plan.open.iter().filter(|learner| !self.has_committed(**learner));
         matches!((left.next(), left.next()), (Some(&learner), None) if !self.has_block(learner))
     }
 
@@ -181,16 +185,17 @@ impl JobCore {
     }
 
     /// The learners for whose contributions a plan may begin now.
-    fn may_begin_early(&self) -> Option<BTreeSet<LearnerId>> {
+    fn may_begin_provisional(&self) -> Option<BTreeSet<LearnerId>> {
         let is_idle = !self.making.is_under_way()
-            && !self.early.is_under_way()
+            && !self.provisional.is_under_way()
             && !self.is_accumulating()
             && !self.making.holds();
-        if !self.early.may_begin || !is_idle || !self.making.has_buffer() || !self.formation.is_formed() {
+        if !self.provisional.may_begin || !is_idle || !self.making.has_buffer() || !self.formation.is_formed()
+        {
             return None;
         }
         // On a network blocks come in any order, and would wait at the shard for those that go before.
-        if self.early.are_all_staged && self.controls.deterministic {
+        if self.provisional.are_all_staged && self.controls.deterministic {
             return None;
         }
         // The version may be made without what is still written. Elsewhere, the rate depends on what comes first.
@@ -208,7 +213,7 @@ impl JobCore {
         // Values of several learners replace each other byte by byte, so a later commit may change a block that is
         // computed already.
         let replaces = reducer.combine().replaces();
-        if !self.gathers() && self.members.len() > 1 && !self.early.speculation.is_on(self.version) {
+        if !self.gathers() && self.members.len() > 1 && !self.provisional.speculation.is_on(self.version) {
             return None;
         }
         if replaces && !self.committed.is_empty() {
@@ -219,7 +224,7 @@ impl JobCore {
             false => self.last_outstanding().into_iter().collect(),
         };
         if self
-            .early
+            .provisional
             .speculation
             .failed_alone
             .is_some_and(|failed| open.iter().eq([&failed.0]) && self.is_open(failed))
@@ -229,12 +234,12 @@ impl JobCore {
         open.iter().any(|learner| self.has_block(*learner)).then_some(open)
     }
 
-    /// Whether a plan that begins early takes the contributions of all learners. They can be sent again if it is
+    /// Whether a provisional plan takes the contributions of all learners. They can be sent again if it is
     /// dropped, and the version needs all of them.
     fn takes_all_at_once(&self) -> bool {
-        (self.early.are_all_staged || self.missing().nth(1).is_some())
+        (self.provisional.are_all_staged || self.missing().nth(1).is_some())
             && self.consistency == Consistency::Sync
-            && self.early.speculation.is_on(self.version)
+            && self.provisional.speculation.is_on(self.version)
     }
 
     fn is_open(&self, (learner, step): (LearnerId, Step)) -> bool {
@@ -254,48 +259,48 @@ impl JobCore {
         }
     }
 
-    /// Whether `learner` still writes to the plan that has begun early.
-    pub(super) fn is_early(&self, learner: LearnerId) -> bool {
-        self.early.takes(learner) && !self.has_committed(learner)
+    /// Whether `learner` still writes to the plan that has begun plan.
+    pub(super) fn writes_provisionally(&self, learner: LearnerId) -> bool {
+        self.provisional.takes(learner) && !self.has_committed(learner)
     }
 
     fn has_committed(&self, learner: LearnerId) -> bool {
         self.committed.iter().any(|committed| committed.contribution.learner == learner)
     }
 
-    /// Whether contributions to the plan that has begun early are still written.
-    pub(super) fn waits_for_early(&self) -> bool {
-        let waits = |early: &Early| early.open.iter().any(|learner| !self.has_committed(*learner));
-        self.early.under_way.as_ref().is_some_and(waits)
+    /// Whether contributions to the provisional plan are still written.
+    pub(super) fn waits_for_provisional(&self) -> bool {
+        let waits = |plan: &Provisional| plan.open.iter().any(|learner| !self.has_committed(*learner));
+        self.provisional.under_way.as_ref().is_some_and(waits)
     }
 
-    /// Drops the plan that has early blocks of `learner`, unless they are committed. The other contributions are sent
+    /// Drops the provisional plan that has blocks of `learner`, unless they are committed. The other contributions are sent
     /// again.
-    pub fn drop_early(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
-        if self.is_early(learner) && self.end_early() {
+    pub fn drop_provisional(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
+        if self.writes_provisionally(learner) && self.end_provisional() {
             // Another contribution takes its place.
-            self.early.speculation.failed_alone = None;
+            self.provisional.speculation.failed_alone = None;
             actions.push(Action::Drop);
         }
     }
 
     /// The provisional plan under way could not take a block, so it is void. All contributions are read when they are
     /// committed.
-    pub fn early_failed(&mut self, now: Now, actions: &mut Vec<Action>) {
-        if self.end_early() {
+    pub fn provisional_failed(&mut self, now: Now, actions: &mut Vec<Action>) {
+        if self.end_provisional() {
             self.advance(now, actions);
         }
     }
 
     /// The provisional plan under way will not count. False if there is none.
-    pub(super) fn end_early(&mut self) -> bool {
-        let Some(Early { open, .. }) = self.early.under_way.take() else { return false };
+    pub(super) fn end_provisional(&mut self) -> bool {
+        let Some(Provisional { open, .. }) = self.provisional.under_way.take() else { return false };
         if let (Some(&learner), 1) = (open.first(), open.len()) {
             let step = self.members.get(&learner).map(|member| member.step.next());
-            self.early.speculation.failed_alone = step.map(|step| (learner, step));
+            self.provisional.speculation.failed_alone = step.map(|step| (learner, step));
         }
         if self.is_of_others(&open) {
-            self.early.speculation.fails(self.version);
+            self.provisional.speculation.fails(self.version);
         }
         self.put_back();
         self.release_params();
@@ -303,10 +308,10 @@ impl JobCore {
     }
 
     /// The provisional plan under way, if there is one, is sealed.
-    pub(super) fn seal_early(&mut self) -> bool {
-        let Some(Early { open, .. }) = self.early.under_way.take() else { return false };
+    pub(super) fn seal_provisional(&mut self) -> bool {
+        let Some(Provisional { open, .. }) = self.provisional.under_way.take() else { return false };
         if self.is_of_others(&open) {
-            self.early.speculation.succeeds();
+            self.provisional.speculation.succeeds();
         }
         true
     }
@@ -320,29 +325,31 @@ impl JobCore {
     }
 
     /// A committed contribution whose memory is read for the provisional plan: it can be taken out with that.
-    pub(super) fn is_read_early(&self, committed: &Committed) -> bool {
-        self.early.is_under_way() && committed.place == Place::Kept && !committed.contribution.steady
+    pub(super) fn is_read_provisionally(&self, committed: &Committed) -> bool {
+        self.provisional.is_under_way() && committed.place == Place::Kept && !committed.contribution.steady
     }
 
     /// A learner may write for as long as it likes. So nobody waits for the provisional plan under way, nor does
     /// another consistency that may free who waits. A learner that has committed waits for the others, but only for so
     /// long.
     pub(super) fn give_way(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let Some(early) = self.early.under_way.as_ref().filter(|early| early.staged) else { return };
+        let Some(plan) = self.provisional.under_way.as_ref().filter(|plan| plan.staged) else { return };
         let waits = |pending: &Pending| match &pending.kind {
             PendingKind::Commit { contribution } => {
-                !early.takes(contribution.learner) && self.would_take_commit(contribution.learner)
+                !plan.takes(contribution.learner) && self.would_take_commit(contribution.learner)
             }
             PendingKind::Assign { .. } => true,
         };
         // In the order of learners, nothing is accumulated.
         let is_due = |committed: &Committed| {
-            self.is_read_early(committed) && committed.accumulate_at <= now && !self.controls.deterministic
+            self.is_read_provisionally(committed)
+                && committed.accumulate_at <= now
+                && !self.controls.deterministic
         };
         let is_in_the_way = self.making.holds()
             || self.consistency != self.controls.consistency
-            || self.waits_for_early() && self.committed.iter().any(is_due);
-        if (is_in_the_way || self.pending.iter().any(waits)) && self.end_early() {
+            || self.waits_for_provisional() && self.committed.iter().any(is_due);
+        if (is_in_the_way || self.pending.iter().any(waits)) && self.end_provisional() {
             actions.push(Action::Drop);
         }
     }
