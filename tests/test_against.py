@@ -1,4 +1,4 @@
-"""What scripts/bench and scripts/bench-net say with --against: ratios, intervals and the mean (scripts/lib/against.py)."""
+"""What scripts/bench says with --against: ratios, intervals and the mean (scripts/lib/bench/against.py)."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from conftest import REPOSITORY
 # At the end: what the tests call by the same name is theirs.
 sys.path.append(str(REPOSITORY / "scripts/lib"))
 
-from against import COMMIT_TARGET, PASSES, TARGET, Comparison, joined, middle, report  # noqa: E402
+from bench.against import COMMIT_TARGET, PASSES, TARGET, Comparison, joined, middle, report  # noqa: E402
 from machine import Failed  # noqa: E402
 from report import Figure  # noqa: E402
 

@@ -42,20 +42,21 @@ class Learners:
         for number in range(count):
             directory = mount.model / "learners" / f"l{number}"
             directory.mkdir()
-            command = [sys.executable, "-S", REPOSITORY / "scripts/lib/memory_work.py", directory]
+            command = [sys.executable, REPOSITORY / "scripts/lib/work/learner.py", directory]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self.processes.append(process)
             group.add(process.pid)
-        self.step("begin")
+        self.answers()
 
     def answers(self):
         assert all(process.stdout.readline() for process in self.processes)
 
     def step(self, how):
-        for process in self.processes:
-            process.stdin.write(f"{how}\n")
-            process.stdin.flush()
-        self.answers()
+        for line in (f"way {how}", "round step"):
+            for process in self.processes:
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
+            self.answers()
 
     def anonymous_bytes(self):
         return sum(memory_group.anonymous_bytes(process.pid) for process in self.processes)

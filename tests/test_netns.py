@@ -22,7 +22,7 @@ sys.path.append(str(REPOSITORY / "scripts/lib"))
 from netns import Cluster, Hosts, Link, NotPermitted, require_permission  # noqa: E402
 
 SCRIPT = REPOSITORY / "scripts/netns-cluster"
-WORK = REPOSITORY / "scripts/lib/netns_work.py"
+WORK = REPOSITORY / "scripts/lib/work/hosts.py"
 NOT_PERMITTED = 77
 SIZE = 1 << 20
 
@@ -64,7 +64,7 @@ def start_learner(cluster, rank, steps, *options):
     host = f"learner{rank}"
     model = cluster.mounts[host][0] / "model"
     return cluster.hosts.start(
-        host, [sys.executable, WORK, model, "steps", "--rank", str(rank), "--steps", str(steps), *options]
+        host, [sys.executable, WORK, "steps", model, "--rank", str(rank), "--steps", str(steps), *options]
     )
 
 
@@ -76,7 +76,7 @@ def found(said):
 def outcome(cluster, *taken):
     """What differs from the sum of so many steps of each learner, and the version, seen on the first learner's host."""
     model = cluster.mounts["learner0"][0] / "model"
-    command = [sys.executable, WORK, model, "total", "--taken", *map(str, taken)]
+    command = [sys.executable, WORK, "total", model, "--taken", *map(str, taken)]
     return found(cluster.hosts.start("learner0", command).finish(HANGS))
 
 

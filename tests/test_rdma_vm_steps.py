@@ -534,20 +534,20 @@ def test_digits_are_learned_on_two_hosts(vm, tmp_path):  # noqa: F811
         begin()
         + f"""
         export DIGITS_NPZ=/share/digits.npz
-        work() {{ {sys.executable} {REPOSITORY}/scripts/lib/netns_work.py "$@"; }}
+        work() {{ {sys.executable} {REPOSITORY}/scripts/lib/work/classifiers.py "$@"; }}
         case $HOST_NAME in
         a)
             shard --model /share/m.safetensors --reducer sgd --learning-rate 0.5 --learners 2 --timeout 60
             meet shard; mounted /tmp/mnt auto
-            work /tmp/mnt/m digits --rank 0 {job} || exit 5
+            work digits /tmp/mnt/m --rank 0 {job} || exit 5
             meet learned; meet over
             $gradfs unmount /tmp/mnt || exit 6
             kill $shard; wait $shard || exit 4 ;;
         b)
             meet shard; mounted /tmp/mnt rdma
-            work /tmp/mnt/m digits --rank 1 {job} || exit 5
+            work digits /tmp/mnt/m --rank 1 {job} || exit 5
             meet learned
-            work /tmp/mnt/m digits-check --initial /share/m.safetensors {job} || exit 7
+            work digits-check /tmp/mnt/m --initial /share/m.safetensors {job} || exit 7
             $gradfs unmount /tmp/mnt || exit 6
             meet over ;;
         esac

@@ -1,4 +1,4 @@
-//! A learner of `scripts/bench-net` and other benchmarks: contributes to a model on shards through [`libmodelio::client::Job`], as a
+//! A learner of `scripts/bench`: contributes to a model on shards through [`libmodelio::client::Job`], as a
 //! program with the library does, with a staging region to push from and a version's buffer to pull into.
 //!
 //! It obeys lines on standard input, and answers each with a line of JSON:
@@ -13,7 +13,7 @@
 //! - `check PUSHES`: the weights must be the sum of so many pushes of all learners; answers with `what`.
 //!
 //! With `--overlap` it does steps at once instead, and answers with one line: a list of the parts of each in seconds, as
-//! scripts/lib/overlap_work.py does.
+//! scripts/lib/work/hosts.py does.
 //!
 //! The end of the input is the end of the process. Several learners of one process are added up before they cross
 //! the network. This file holds `unsafe`: staging regions as numbers.
@@ -52,7 +52,7 @@ const PERIOD: usize = 97;
 const WARM: usize = 2;
 
 #[derive(Parser)]
-#[command(about = "A learner of scripts/bench-net")]
+#[command(about = "A learner of scripts/bench")]
 struct Options {
     /// Where the registry is
     #[arg(long)]

@@ -1,4 +1,4 @@
-"""What the benchmarks need of the machine: packages, built binaries, memory, and quiet."""
+"""What the scripts need of the machine: packages, built binaries, memory, and quiet."""
 
 import os
 import shutil
@@ -6,30 +6,27 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+GIB, MIB = 1 << 30, 1 << 20
 
-GIB = 1 << 30
-MIB = 1 << 20
+# What is imported, run or included, and the Debian package that has it.
+MODULES = {"numpy": "python3-numpy", "sklearn": "python3-sklearn", "torch": "python3-torch", "nbd": "python3-libnbd"}
+MODULES["matplotlib"] = "python3-matplotlib"
+PROGRAMS = {"fio": "fio", "nbdkit": "nbdkit", "nbdcopy": "libnbd-bin", "redis-server": "redis-server", "g++": "g++"}
+PROGRAMS["pkg-config"] = "pkg-config"
+HEADERS = {"grpcpp/grpcpp.h": "libgrpc++-dev", "hiredis/hiredis.h": "libhiredis-dev"}
 
-# What is imported or run, and the Debian package that has it.
-PACKAGES = {
-    "fio": "fio",
-    "numpy": "python3-numpy",
-    "sklearn": "python3-sklearn",
-    "torch": "python3-torch",
-    "matplotlib": "python3-matplotlib",
-    "nbdkit": "nbdkit",
-    "nbdcopy": "libnbd-bin",
-    "nbd": "python3-libnbd",
-    "redis-server": "redis-server",
+# What cargo builds for benchmarks: the package, the kind of target, and the features besides.
+TARGETS = {
+    "gradfs": ("fs-daemon", "--bin", ()),
+    "bench_sink": ("fs-daemon", "--example", ()),
+    "bench_learner": ("fs-daemon", "--example", ()),
+    "bench_reduce": ("ps-backend", "--example", ("cuda",)),
+    "goodput": ("ps-backend", "--example", ()),
 }
-# Those of them that are run.
-PROGRAMS = ("fio", "nbdkit", "nbdcopy", "redis-server")
-
-# What fs-daemon has for benchmarks besides its binary.
-EXAMPLES = ("bench_sink", "bench_learner")
 
 
 class Failed(Exception):
@@ -56,34 +53,40 @@ def main(script, run):
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(signal.SIGTERM, _interrupted)
     try:
-        run()
+        return run() or 0
     except Failed as error:
         print(f"{script}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{script}: interrupted", file=sys.stderr)
         return 130
-    return 0
+
+
+def finished(*command, cwd=ROOT, timeout=3600, said="", output=None):
+    """Runs a command that tells its own progress; Failed says `said`, or that it failed."""
+    command = list(map(str, command))
+    try:
+        done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output or sys.stderr, timeout=timeout)
+    except FileNotFoundError as error:
+        raise Failed(f"{command[0]} is not on the PATH: run scripts/setup build") from error
+    if done.returncode:
+        raise Failed(said or f"{' '.join(command)} failed")
 
 
 def present(name):
-    """Whether a program or a Python module is installed, without the cost of importing it."""
+    """Whether a module, a program or a header is installed, without the cost of importing it."""
     if name in PROGRAMS:
         return shutil.which(name) is not None
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
+    return Path("/usr/include", name).exists() if name in HEADERS else find_spec(name) is not None
 
 
-def require(names):
+def require(*names):
     """Installs what is missing of `names`, or ends the run with the line to type."""
-    missing = [PACKAGES[name] for name in names if not present(name)]
-    if not missing:
-        return
-    say(f"installing {', '.join(missing)}")
-    command = [ROOT / "scripts" / "setup", *(f"package:{name}" for name in missing)]
-    if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=1800).returncode:
-        raise Failed(f"needs {', '.join(missing)}: apt-get install {' '.join(missing)}")
+    packages = MODULES | PROGRAMS | HEADERS
+    if missing := [packages[name] for name in names if not present(name)]:
+        say(f"installing {', '.join(missing)}")
+        why = f"needs {', '.join(missing)}: apt-get install {' '.join(missing)}"
+        finished("scripts/setup", *(f"package:{name}" for name in missing), timeout=1800, said=why)
 
 
 def require_fuse():
@@ -97,46 +100,45 @@ def dist_directory():
     return ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target") / "dist"
 
 
-def build(*targets, only_look=False, features=()):
-    """Builds fs-daemon's `gradfs` and examples as for packages, or takes those there are. Gives their paths."""
-    flags = {"gradfs": ["--bin", "gradfs"], **{name: ["--example", name] for name in EXAMPLES}}
-    where = {"gradfs": "gradfs", **{name: f"examples/{name}" for name in EXAMPLES}}
-    dist = dist_directory()
-    paths = [dist / where[target] for target in targets]
-    if only_look:
-        if missing := [str(path) for path in paths if not path.exists()]:
-            raise Failed(f"not built: {', '.join(missing)}")
-        return paths
-    command = ["cargo", "build", "--profile=dist", "-p", "fs-daemon", *(f"--features={name}" for name in features)]
-    for target in targets:
-        command += flags[target]
-    say(f"building {' and '.join(targets)}")
-    try:
-        done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=3600)
-    except FileNotFoundError as error:
-        raise Failed("cargo is not on the PATH: install Rust from https://rustup.rs") from error
-    if done.returncode:
-        raise Failed(f"{' '.join(command)} failed")
+def existing(paths):
+    """The paths, all of which must be there."""
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise Failed(f"not built: {', '.join(missing)}")
     return paths
 
 
-def require_memory(needed, where="/dev/shm"):
-    """Ends the run where `needed` bytes of memory are not free; half of the machine's is what tmpfs gives."""
+def build(*targets, only_look=False, features=()):
+    """Builds some of TARGETS, of one package, as for packages, or takes those there are. Gives their paths."""
+    paths = [dist_directory() / ("examples" if TARGETS[name][1] == "--example" else "") / name for name in targets]
+    if only_look:
+        return existing(paths)
+    say(f"building {' and '.join(targets)}")
+    command = ["cargo", "build", "--profile=dist", "-p", TARGETS[targets[0]][0]]
+    for name in targets:
+        _, kind, needed = TARGETS[name]
+        command += [kind, name, *(f"--features={feature}" for feature in (*needed, *features))]
+    finished(*command)
+    return paths
+
+
+def available_memory():
+    """Bytes that programs could have."""
     with open("/proc/meminfo") as lines:
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    if free < needed:
-        raise Failed(
-            f"needs {needed / GIB:.1f} GiB of free memory and has {free / GIB:.1f}: stop something, or use --quick"
-        )
-    if not os.path.isdir(where):
-        raise Failed(f"{where} is missing: mount -t tmpfs tmpfs {where}")
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+def require_memory(needed, advice="stop something, or use --quick"):
+    """Ends the run where `needed` bytes of memory are not free; half of the machine's is what tmpfs gives."""
+    if (free := available_memory()) < needed:
+        raise Failed(f"needs {needed / GIB:.1f} GiB of free memory and has {free / GIB:.1f}: {advice}")
+    if not os.path.isdir("/dev/shm"):
+        raise Failed("/dev/shm is missing: mount -t tmpfs tmpfs /dev/shm")
 
 
 def _busy():
     with open("/proc/stat") as lines:
         fields = [int(field) for field in next(lines).split()[1:9]]
-    idle = fields[3] + fields[4]
-    return sum(fields) - idle, sum(fields)
+    return sum(fields) - fields[3] - fields[4], sum(fields)
 
 
 def busy_share(seconds):
@@ -153,8 +155,7 @@ class Quiet:
     LIMIT = 0.08
 
     def __init__(self, patience):
-        self.patience = patience
-        self.warned = False
+        self.patience, self.warned = patience, False
         if patience == 0 and (share := busy_share(0.5)) > self.LIMIT:
             self.warn(share)
 
@@ -166,10 +167,7 @@ class Quiet:
 
     def wait(self):
         """Returns when the machine is quiet, or patience is at its end."""
-        if self.patience == 0:
-            return
         give_up = time.monotonic() + self.patience
-        while (share := busy_share(0.2)) > self.LIMIT:
+        while self.patience and (share := busy_share(0.2)) > self.LIMIT:
             if time.monotonic() > give_up:
-                self.warn(share)
-                return
+                return self.warn(share)

@@ -19,21 +19,17 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from machine import Failed
+from programs import Program, libc, output_of
 
-START_DEADLINE = 30.0
-STOP_DEADLINE = 20.0
 COMMAND_DEADLINE = 30.0
 
 NAMED = Path("/run/netns")
@@ -42,11 +38,9 @@ BRIDGE = "br0"
 NETWORK = "10.77.0"
 PORT = 7070
 
-_PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL, _ETHTOOL_STXCSUM = 0x8946, 0x17
 _TC_ACT_SHOT = 2
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NotPermitted(Exception):
@@ -116,19 +110,10 @@ def rate_of(text):
 def run(*command, check=True):
     """Runs a short command; its output. Failed says what it said."""
     try:
-        done = subprocess.run(
-            [str(word) for word in command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_DEADLINE,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Failed(f"{' '.join(map(str, command))}: no end after {COMMAND_DEADLINE:.0f} s") from error
-    if check and done.returncode:
-        raise Failed(f"{' '.join(map(str, command))}: {done.stderr.strip() or done.returncode}")
-    return done.stdout
+        return output_of(*command, timeout=COMMAND_DEADLINE)
+    except Failed:
+        if check:
+            raise
 
 
 def require_permission():
@@ -174,7 +159,7 @@ def _in_namespace(name, call):
     def inside():
         try:
             with open(NAMED / name) as file:
-                if _libc.setns(file.fileno(), _CLONE_NEWNET):
+                if libc.setns(file.fileno(), _CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), f"setns {name}")
             outcome.append((call(), None))
         except Exception as error:
@@ -200,58 +185,6 @@ def _send_packets_as_they_are(interface):
     request = struct.pack("16sP", interface.encode(), ctypes.addressof(value))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         fcntl.ioctl(handle, _SIOCETHTOOL, request.ljust(40, b"\0"))
-
-
-class Program:
-    """A program that runs, in or out of a host. Its output goes to `output`, a file."""
-
-    def __init__(self, name, command, output, env=None):
-        self.name = name
-        self.output = output
-        with open(output, "wb") as file:
-            self.process = subprocess.Popen(
-                [str(word) for word in command],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-                env={**{k: v for k, v in os.environ.items() if not k.startswith("GRADFS_")}, **(env or {})},
-            )
-
-    def said(self):
-        """What it has said until now."""
-        return self.output.read_text(errors="replace")
-
-    def wait_for(self, line, deadline=START_DEADLINE):
-        """Returns when a line that begins with `line` was said."""
-        give_up = time.monotonic() + deadline
-        while not any(said.startswith(line) for said in self.said().splitlines()):
-            if self.process.poll() is not None:
-                raise Failed(f"{self.name} ended with {self.process.returncode}: {self.said().strip()[-2000:]}")
-            if time.monotonic() > give_up:
-                raise Failed(f"{self.name} has not said {line!r} in {deadline:.0f} s: {self.said().strip()[-2000:]}")
-            time.sleep(0.01)
-
-    def finish(self, deadline, check=True):
-        """Its output, once it has ended; Failed if that is not in time, or (with `check`) not with 0."""
-        try:
-            self.process.wait(deadline)
-        except subprocess.TimeoutExpired as error:
-            raise Failed(f"{self.name}: no end after {deadline:.0f} s: {self.said().strip()[-2000:]}") from error
-        if check and self.process.returncode:
-            raise Failed(f"{self.name} ended with {self.process.returncode}: {self.said().strip()[-2000:]}")
-        return self.said()
-
-    def stop(self):
-        """Ends it, kindly first."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_DEADLINE)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(STOP_DEADLINE)
 
 
 class Hosts:
@@ -299,6 +232,10 @@ class Hosts:
         """The host's root directory, as seen from outside."""
         return Path(f"/proc/{self._keepers[host].process.pid}/root")
 
+    def path(self, host, path):
+        """A path that programs on the host know, as seen from outside."""
+        return self.root(host) / str(path).lstrip("/")
+
     def enter(self, host):
         """The command that, followed by another, runs it on the host."""
         return ["nsenter", "--target", str(self._keepers[host].process.pid), "--net", "--mount", "--uts"]
@@ -313,7 +250,7 @@ class Hosts:
         """Starts a program on the host; it ends with the hosts, if not before."""
         name = name or f"{Path(command[0]).name} on {host}"
         output = self.scratch / f"{len(self._programs)}.log"
-        program = Program(name, [*self.enter(host), "--", *command], output, env)
+        program = Program([*self.enter(host), "--", *command], output, name, env)
         self._programs.append(program)
         return program
 
@@ -344,7 +281,7 @@ class Hosts:
             keeper = ["nsenter", f"--net={NAMED / self.namespace(host)}", "unshare", "--mount", "--uts"]
             script = f"echo {host} >/proc/sys/kernel/hostname; echo ready; exec sleep infinity"
             output = self.scratch / f"{host}.keeper"
-            self._keepers[host] = Program(f"host {host}", [*keeper, "sh", "-c", script], output)
+            self._keepers[host] = Program([*keeper, "sh", "-c", script], output, f"host {host}")
         for keeper in self._keepers.values():
             keeper.wait_for("ready")
 
@@ -397,7 +334,7 @@ class Hosts:
         relay = [sys.executable, Path(__file__).with_name("netns_relay.py")]
         link = ["--delay", self.link.delay, "--loss", self.link.loss, "--rate", self.link.rate, "--mtu", self.link.mtu]
         command = ["nsenter", f"--net={NAMED / switch}", "--", *relay, *link, BRIDGE, *self.names]
-        self._relay = Program("the relay", command, self.scratch / "relay.log")
+        self._relay = Program(command, self.scratch / "relay.log", "the relay")
         self._relay.wait_for("ready")
 
     def check(self):

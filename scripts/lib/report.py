@@ -26,62 +26,64 @@ class Figure:
         met = self.value >= self.target if self.op == ">=" else self.value <= self.target
         return "pass" if met else "MISS"
 
+    def aim(self):
+        """The target in words."""
+        return "" if self.target is None else f"{self.op} {self.target:g}"
 
-def ratio(name, value, target, ours, other, op=">="):
+
+def ratio(name, value, target, ours="", other="", op=">=", unit="ratio"):
     """A figure that should be large, or small where `op` says so."""
-    return Figure(name, value, "ratio", target, None if target is None else op, ours, other)
+    return Figure(name, value, unit, target, None if target is None else op, ours, other)
 
 
 def gib_s(value):
-    """As text."""
     return f"{value:.2f} GiB/s"
 
 
 def milliseconds(seconds):
-    """As text."""
     return f"{seconds * 1000:.1f} ms"
 
 
 def microseconds(value):
-    """As text."""
     return f"{value:.1f} us"
+
+
+def size_words(size):
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def table(header, rows):
     """Text in columns, the first to the left and the others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = []
-    for row in [header, ["-" * width for width in widths], *rows]:
-        cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+    for first, *others in [header, ["-" * width for width in widths], *rows]:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:]))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def markdown(header, rows):
     """The same for documents."""
-    lines = [f"| {' | '.join(row)} |" for row in [header, *rows]]
-    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
 
-def print_ratios(figures):
-    """The table of `scripts/bench`."""
+def print_figures(figures):
+    """The table of all that has words or a target, or is a ratio."""
     rows = []
     for figure in figures:
-        target = "" if figure.target is None else f"{figure.op} {figure.target:g}"
-        value = f"{figure.value:.2f}" if figure.unit == "ratio" else ""
-        rows.append([figure.name, figure.ours, figure.other, value, target, figure.verdict()])
-    print(table(["figure", "gradfs", "baseline", "ratio", "target", ""], rows))
+        value = f"{figure.value:.2f}" if figure.unit in ("ratio", "models") else ""
+        rows.append([figure.name, figure.ours, figure.other, value, figure.aim(), figure.verdict()])
+    print(table(["figure", "gradfs", "baseline", "value", "target", ""], rows))
 
 
 def write_json(path, figures):
     """The figures as a list of objects, for other programs."""
-    fields = ("name", "value", "unit", "target", "op")
-    entries = [{field: getattr(figure, field) for field in fields} for figure in figures]
-    for entry, figure in zip(entries, figures):
-        entry["value"] = round(entry["value"], 4)
+    entries = []
+    for figure in figures:
+        entry = {"name": figure.name, "value": round(figure.value, 4), "unit": figure.unit}
+        entry |= {"target": figure.target, "op": figure.op}
         if figure.low is not None:
-            entry["low"], entry["high"] = round(figure.low, 4), round(figure.high, 4)
+            entry |= {"low": round(figure.low, 4), "high": round(figure.high, 4)}
+        entries.append(entry)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        json.dump(entries, file, indent=2)
-        file.write("\n")
+    path.write_text(json.dumps(entries, indent=2) + "\n")

@@ -1,0 +1,202 @@
+"""Draws throughput against block size, timelines, and accuracy against time and more."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+# Text as text: the SVG stays small and can be searched.
+matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gradfs", "font.size": 10})
+
+from matplotlib import pyplot  # noqa: E402
+
+UNITS = {"k": 1 << 10, "m": 1 << 20}
+# Colours that stay apart for colour-blind readers and in print; the face of a job has the line, the
+# engine the marker.
+COLOURS = {"weights-read": "#0072b2", "gradients-write": "#d55e00"}
+ENGINES = {"psync": ("o", "-"), "libaio": ("s", "--"), "io_uring": ("^", ":")}
+# Over a network: the transport has the colour, the way the line.
+TRANSPORTS = {
+    "tcp": ("#0072b2", "TCP"),
+    "shm": ("#d55e00", "shm"),
+    "rdma": ("#d55e00", "RDMA"),
+    "dynamic": ("#d55e00", "RDMA, fetched"),
+    "static": ("#009e73", "RDMA, placed"),
+}
+WAYS = {"pipelined": ("o", "-", "pipelined"), "sync": ("s", "--", "sync")}
+PANELS = {
+    "push": ("Push: gradients to the shard", "block size of the model"),
+    "pull": ("Pull: weights from the shard", "block size of the model"),
+    "write": ("write(2) of gradients to a mount, and fsync", "size of a write"),
+}
+NOTE = (
+    "One learner and one shard on one host; shm: shared memory. Push and pull: pipelined, 64 MiB with as many "
+    "blocks on their way as fit; sync, a model of one block,\nso that each waits for the one before, and which stays in "
+    "the CPU's cache. write(2), on a scale of its own: all 256 MiB until fsync says that they count;\npipelined, 16 "
+    "writes in flight (libaio); sync, one (psync); the model's blocks are 256 KiB."
+)
+POLICIES = {"on-demand": ("#d55e00", ":"), "eager": ("#0072b2", "--"), "adaptive": ("#009e73", "-")}
+LANES = {"compute": "#999999", "push": "#d55e00", "pull": "#0072b2", "bubble": "#a6d8f5", "stall": "#cc3377"}
+METHODS = {"sync": "#0072b2", "sma": "#d55e00"}
+# Colours of many lines, which stay apart for colour-blind readers.
+LINES = ("#000000", "#999999", "#e69f00", "#f0e442", "#56b4e9", "#0072b2", "#003f63", "#d55e00", "#009e73", "#cc79a7")
+# The least distance of two labels, as a share of the height.
+LABELS_APART = 0.055
+
+
+def _bytes(text):
+    return int(text[:-1]) * UNITS[text[-1]]
+
+
+def draw_sizes(series, sizes, model, path):
+    """Writes `path`.svg and .png for {job: [GiB/s at each of `sizes`]}; gives the paths."""
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    x = [_bytes(size) for size in sizes]
+    for job, values in series.items():
+        face, engine = job.rsplit("-", 1)
+        marker, line = ENGINES[engine]
+        style = {"color": COLOURS[face], "marker": marker, "linestyle": line, "markersize": 6}
+        axes.plot(x, values, label=f"{face}, {engine}", **style)
+    _finish(axes, x, "throughput (GiB/s)", f"gradfs: throughput against block size, {model}")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    return _save(figure, path)
+
+
+def draw_network(series, path, note=NOTE, unit="GB/s"):
+    """Writes `path`.svg and .png for {(what, transport, way): {size in bytes: rate}}; gives the paths."""
+    shown = {what: PANELS[what] for what in PANELS if any(key[0] == what for key in series)}
+    width = 14 / 3 * len(shown) + (3 - len(shown))
+    figure, panels = pyplot.subplots(1, len(shown), figsize=(width, 4.8), layout="constrained")
+    tops = {what: 1.06 * max(max(series[key].values()) for key in series if key[0] == what) for what in shown}
+    tops["push"] = tops["pull"] = max(tops["push"], tops["pull"])
+    for axes, (what, (title, of)) in zip(panels, shown.items()):
+        lines = {key[1:]: values for key, values in series.items() if key[0] == what}
+        for (transport, way), values in lines.items():
+            marker, line, _ = WAYS[way]
+            style = {"color": TRANSPORTS[transport][0], "marker": marker, "linestyle": line, "markersize": 6}
+            axes.plot(*zip(*sorted(values.items())), **style)
+        sizes = sorted(set().union(*lines.values()))
+        _finish(axes, sizes, f"throughput ({unit})" if what != "pull" else "", title, of)
+        # Without the unit they fit.
+        axes.set_xticks(sizes, [_words(size).replace(" ", "").removesuffix("iB") for size in sizes])
+        axes.set_ylim(0, tops[what])
+        _label(axes, {key: values[max(values)] / tops[what] for key, values in lines.items()})
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
+    return _save(figure, path)
+
+
+def draw_timelines(panels, path, length, note):
+    """Writes `path`.svg and .png for {title: {lane: [(begin, end)]}}, in ms up to `length`; gives the paths."""
+    figure, all_axes = pyplot.subplots(len(panels), 1, figsize=(11, 2.1 * len(panels)), layout="constrained", sharex=True)
+    for axes, (title, lanes) in zip(all_axes, panels.items()):
+        for row, (lane, colour) in enumerate(LANES.items()):
+            bars = [(begin, end - begin) for begin, end in lanes[lane]]
+            # Edges tell bars that touch.
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6)
+        stalled = sum(end - begin for begin, end in lanes["stall"]) / length
+        axes.set_title(f"{title}: the learner waits for {stalled:.0%} of the time", loc="left", fontsize=11)
+        axes.set_yticks(range(len(LANES)), list(LANES))
+        axes.set_ylim(len(LANES) - 0.5, -0.5)
+        axes.set_xlim(0, length)
+        axes.grid(axis="x", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    all_axes[-1].set_xlabel("time (ms)")
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
+    return _save(figure, path)
+
+
+def draw_accuracy(panels, path, reached, note):
+    """Writes `path`.svg and .png for {title: {policy of pulling: [(seconds, accuracy)]}}."""
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(11, 3.8), layout="constrained", sharey=True)
+    for axes, (title, curves) in zip(all_axes, panels.items()):
+        for policy, curve in curves.items():
+            colour, line = POLICIES[policy]
+            axes.plot(*zip(*curve), color=colour, linestyle=line, label=policy)
+        axes.axhline(reached, color="#444444", linewidth=0.8)
+        axes.set_xlabel("time (s)")
+        axes.set_xlim(left=0)
+        axes.set_title(title, loc="left", fontsize=11)
+        _plain(axes)
+    all_axes[0].set_ylabel("accuracy")
+    all_axes[-1].legend(frameon=False, loc="lower right")
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
+    return _save(figure, path)
+
+
+def draw_learning(found, numbers, path, reached):
+    """Writes `path`.svg and .png for {network: (by_learners, curves)}; gives the paths.
+
+    `by_learners` is {method: [(epochs, seconds) to the accuracy `reached`]}, for each of the `numbers` of learners, and
+    `curves` is {way: [(epoch, bytes, seconds, accuracy)]}.
+    """
+    figure, rows = pyplot.subplots(len(found), 3, figsize=(12, 3.8 * len(found)), layout="constrained", squeeze=False)
+    for (epochs, seconds, accuracy), (network, (by_learners, curves)) in zip(rows, found.items()):
+        for axes, what, column in ((epochs, "epochs", 0), (seconds, "seconds", 1)):
+            for method, values in by_learners.items():
+                style = {"color": METHODS[method.split("_")[0]], "linestyle": "--" if method.endswith("_best") else "-"}
+                axes.plot(numbers, [value[column] for value in values], marker="o", label=method, **style)
+            axes.set_xlabel("learners")
+            axes.set_xticks(numbers)
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{network}: {what} to {reached:.0%}", loc="left", fontsize=11)
+            _plain(axes)
+        epochs.legend(frameon=False, fontsize=8)
+        for number, (way, curve) in enumerate(curves.items()):
+            points = [(point[1] / 1e6, point[3]) for point in curve]
+            line = "-:"[way.endswith("_int8")]
+            accuracy.plot(*zip(*points), color=LINES[number % len(LINES)], linestyle=line, label=way)
+        accuracy.axhline(reached, color="#444444", linewidth=0.8)
+        accuracy.set_xlabel("sent (MB)")
+        accuracy.set_xscale("log")
+        accuracy.set_ylim(0.7, 1)
+        accuracy.set_title("accuracy, 2 learners", loc="left", fontsize=11)
+        accuracy.legend(frameon=False, loc="lower right", fontsize=8)
+        _plain(accuracy)
+    return _save(figure, path)
+
+
+def _label(axes, ends):
+    """Writes each line's name beside its end, {(transport, way): share of the height}, but none over another."""
+    ends = sorted(ends.items(), key=lambda end: end[1])
+    places = [max(0.02, ends[0][1])]
+    for _, place in ends[1:]:
+        places.append(max(place, places[-1] + LABELS_APART))
+    highest = 0.98
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], highest)
+        highest = places[index] - LABELS_APART
+    for ((transport, way), _), place in zip(ends, places):
+        colour, name = TRANSPORTS[transport]
+        axes.annotate(
+            f"{name}, {WAYS[way][2]}", (1.02, place), xycoords="axes fraction", va="center", color=colour, fontsize=9.5
+        )
+
+
+def _finish(axes, sizes, unit, title, of="block size"):
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [_words(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel(of)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(unit)
+    axes.set_title(title, loc="left")
+    _plain(axes)
+
+
+def _plain(axes):
+    axes.grid(color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _words(size):
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def _save(figure, path):
+    paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
+    figure.savefig(paths[0], metadata={"Date": None})
+    figure.savefig(paths[1], dpi=150)
+    pyplot.close(figure)
+    return paths

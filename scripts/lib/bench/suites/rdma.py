@@ -1,0 +1,153 @@
+"""Measures RDMA against perftest and TCP, side by side in one run, in a virtual machine with RDMA in software.
+
+  rdma      `gradfs shard --rdma on`, a model of it, and a learner by the library, as the settings come
+  static    the same with --rdma-placement static: the learner writes blocks into slots of the shard
+  dynamic   the same with --rdma-placement dynamic: the shard reads blocks where they lie
+  tcp       the same over TCP
+  ib_*_bw   perftest at the same size, depth and number of blocks, the faster of two ways to ask for completions
+
+push: of the first of two learners, from the commit until its contribution is in the sum for good, the reduction
+included; the last one's, which makes the version besides, is told apart. pull: from the request until the whole version
+is there and known to be whole. Processor time of a shard is measured while a client that has no part
+in the job pulls the newest version, and nobody pushes. Both go on for as many rounds as begin within a minute and a
+half, or seven minutes, and five at least.
+
+It is software that plays the device, on a machine that is emulated: figures compare ways to do a thing on the same
+device, and say nothing of hardware. One virtual machine, both ends in it: with two, the packets' way between them would
+be most of what is measured, and both processors would work for one end at a time.
+
+--chart measures throughput besides, synchronous and pipelined, over TCP and RDMA, against the size of blocks (64 KiB to
+4 MiB), and pushes by both placements. It takes what scripts/setup rdma rdma-vm installs, and runs that first where something
+is missing. A setting of the shards is tried with --shard=--rdma-polling=event, and --learner=... is for bench_learner.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+
+from machine import ROOT, Failed, build, dist_directory, existing, finished, require, say
+from report import Figure, table
+
+from bench.parts import rdma_guest
+
+CHART = "draw rdma.svg, .png and .csv there: throughput against block size, ten minutes more"
+QUICK = "fewer rounds, and not each placement apart: below three minutes once it is built"
+# The virtual machine's start and end, besides what is measured there.
+MARGIN, STOP_DEADLINE = 400, 30
+KINDS = {"rxe": "soft-RoCE (rxe)", "siw": "soft-iWARP (siw)"}
+NOTE = (
+    "RDMA in software: {kind} in an emulated machine with two processors that both ends share; it says nothing of "
+    "hardware.\nOne learner and one shard. Pipelined: 8 MiB with as many blocks on their way as fit; sync: a model of one "
+    "block.\nFetched: the shard reads blocks (dynamic placement); placed: the learner writes them (static). "
+    "Pulls are the same with both."
+)
+
+
+def built(bench):
+    """Binaries with RDMA, beside those of the usual build, which stay as they are."""
+    names, dist = ("gradfs", "bench_learner"), dist_directory()
+    if bench.options.binary:
+        return bench.binaries(*names)
+    kept = dist.with_name("dist-rdma")
+    copies = [kept / name for name in names]
+    if bench.only_look:
+        return existing(copies)
+    kept.mkdir(parents=True, exist_ok=True)
+    usual = [dist / "gradfs", dist / "examples" / "bench_learner"]
+    # Away for a moment, not overwritten: cargo knows what it is.
+    aside = [path.with_name(f".{path.name}.usual") for path in usual]
+    for path, there in zip(usual, aside):
+        if path.exists():
+            path.rename(there)
+    try:
+        for path, copy in zip(build(*names, features=["rdma"]), copies):
+            new = copy.with_name(f".{copy.name}.new")
+            shutil.copy2(path, new)
+            new.rename(copy)
+            path.unlink()
+    finally:
+        for path, there in zip(usual, aside):
+            if there.exists():
+                there.rename(path)
+    return copies
+
+
+def in_machine(job, provider, share, time_limit):
+    """Runs the guest's part; gives what it has found."""
+    share.mkdir()
+    (share / "job.json").write_text(json.dumps(job))
+    command = [ROOT / "scripts" / "rdma-vm", "run", "--provider", provider, "--memory", 4096 if job["chart"] else 1536]
+    command += ["--time-limit", time_limit, "--share", share, "--", "/usr/bin/python3", rdma_guest.__file__]
+    machine = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    try:
+        # It has deadlines of its own, and may try twice.
+        status = machine.wait(2 * (time_limit + MARGIN))
+    except subprocess.TimeoutExpired as error:
+        raise Failed("scripts/rdma-vm does not end") from error
+    finally:
+        if machine.poll() is None:
+            # It ends its virtual machine.
+            machine.send_signal(signal.SIGTERM)
+            machine.wait(STOP_DEADLINE)
+    if status:
+        raise Failed(f"the run in the virtual machine failed with status {status}: see above")
+    return json.loads((share / "result.json").read_text())
+
+
+def draw(found, bench):
+    """The chart, and the same as text."""
+    from bench import chart
+    from bench.parts.blocks import show_and_keep
+
+    series = {(what, name, way): {int(size): rate for size, rate in rates.items()} for what, name, way, rates in found}
+    # Of pulls one line by RDMA is enough: it is the same way.
+    shown = {
+        (what, "rdma" if (what, name) == ("pull", "dynamic") else name, way): rates
+        for (what, name, way), rates in series.items()
+        if (what, name) != ("pull", "static")
+    }
+    note = NOTE.format(kind=KINDS[bench.options.provider])
+    draws = lambda path: chart.draw_network(shown, path, note, "MB/s")  # noqa: E731
+    show_and_keep(series, bench.chart_path("rdma"), "MB/s", 2, draws)
+
+
+def options(parser):
+    parser.add_argument("--provider", choices=KINDS, default="rxe", help="RDMA in software (%(default)s)")
+    parser.add_argument("--size", metavar="MIB", type=int, help="of the model (16; quick: 12)")
+    parser.add_argument("--block", metavar="KIB", type=int, default=256, help="size of a block (%(default)s)")
+    parser.add_argument("--depth", metavar="COUNT", type=int, default=16, help="blocks outstanding (%(default)s)")
+    parser.add_argument("--shard", metavar="OPTION", action="append", default=[], help="of gradfs shard, for RDMA")
+    parser.add_argument("--learner", metavar="OPTION", action="append", default=[], help="of bench_learner, for RDMA")
+
+
+def check(parser, options):
+    options.size = options.size or (12 if options.quick else 16)
+    if not 64 <= options.block <= 4096 or options.block & (options.block - 1):
+        parser.error("a block has 64 to 4096 KiB, and they are a power of two")
+    if options.size < 1 or options.depth < 1:
+        parser.error("--size and --depth are 1 at least")
+
+
+def run(bench):
+    options = bench.options
+    require(*(["matplotlib"] if bench.chart else []))
+    if not bench.only_look:
+        say("scripts/setup rdma rdma-vm")
+        finished("scripts/setup", "rdma", "rdma-vm", timeout=1800)
+    gradfs, learner = map(str, built(bench))
+    job = {"gradfs": gradfs, "learner": learner, "seconds": 90 if bench.quick else 400, "chart": bool(bench.chart)}
+    job |= {"contenders": ["rdma", *([] if bench.quick else ["static", "dynamic"]), "tcp"], "depth": options.depth}
+    job |= {"size": options.size << 20, "block": options.block << 10}
+    job |= {"shard_options": options.shard, "learner_options": options.learner}
+    say(f"starting a virtual machine with {options.provider}")
+    found = in_machine(job, options.provider, bench.work / "share", 2400 if bench.chart else 900)
+    rows = [
+        [name, f"{one['median']:.1f}", f"{min(one['all']):.1f}–{max(one['all']):.1f}", one["unit"]]
+        for name, one in found["measured"].items()
+    ]
+    print(table(["", "median", "range", ""], rows), flush=True)
+    if bench.chart:
+        draw(found["series"], bench)
+    return [Figure(**figure) for figure in found["figures"]]

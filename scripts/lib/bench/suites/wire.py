@@ -1,0 +1,46 @@
+"""Measures how much faster contributions are that cross a network in a smaller form (control/wire).
+
+Two hosts of network namespaces have links of 1 Gbit/s. One has the shard, the other one has a mount with a learner,
+which contributes all of an fp32 model of random numbers, and then opens and reads the next version (reducer sum, pull
+on-demand). A push is the time from the first write to the end of fsync, and a step is a push and a pull. Forms take
+turns. A figure is the median of all turns, as a ratio to that of `full`. Weights always come in full.
+"""
+
+import sys
+
+import netns
+from machine import MIB, require, say
+from report import milliseconds, ratio
+
+from bench import jobs
+
+RATE = 1e9
+FORMS = ("full", "bf16", "fp16", "int8", "fp8", "topk(0.01)")
+# What a push should take, at most.
+TARGETS = {"int8": 0.35}
+# Much longer than a run takes.
+DEADLINE = 600.0
+
+
+def run(bench):
+    require("numpy")
+    size, rounds = (16 * MIB, 5) if bench.quick else (64 * MIB, 9)
+    gradfs = bench.gradfs()
+    with netns.Hosts(["shard", "learner"], netns.Link(rate=RATE)) as hosts:
+        cluster = netns.Cluster(hosts, gradfs)
+        cluster.shard("shard")
+        cluster.create("model", "--size", size, "--reducer", "sum", "--pull", "on-demand")
+        path = cluster.mount("learner", "--transport", "tcp") / "model"
+        say(f"{size // MIB} MiB over links of {hosts.way}")
+        bench.quiet.wait()
+        command = [sys.executable, jobs.WORK / "hosts.py", "wire", path, rounds, *FORMS]
+        found = hosts.start("learner", command).found(DEADLINE)
+        hosts.check()
+    figures = []
+    for form in FORMS[1:]:
+        for part in ("push", "step"):
+            ours, other = found[form][part], found["full"][part]
+            target = TARGETS.get(form) if part == "push" else None
+            name = f"{form.split('(')[0]}_wire_{part}_ratio"
+            figures.append(ratio(name, ours / other, target, milliseconds(ours), milliseconds(other), "<="))
+    return figures
