@@ -306,7 +306,15 @@ def marked(item, name):
     return item.get_closest_marker(name) is not None
 
 
+def repeats(item):
+    """Whether it reads through the daemon over a network: tests do so without the one or the other."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return given.get("shards") and {"no_passthrough", "through the daemon"} & {str(value) for value in given.values()}
+
+
 def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--network"):
+        items[:] = [item for item in items if not repeats(item)]
     if config.getoption("--network"):
         left_out = [item for item in items if marked(item, "one_process")]
         items[:] = [item for item in items if item not in left_out]
@@ -396,6 +404,13 @@ def gradfs():
         )
 
     return run
+
+
+@pytest.fixture
+def mnt(tmp_path):
+    """An empty directory, to mount on."""
+    (tmp_path / "mnt").mkdir()
+    return tmp_path / "mnt"
 
 
 @pytest.fixture(params=["passthrough", "no_passthrough"])

@@ -97,6 +97,24 @@ def raises(*numbers):
     assert errno.errorcode.get(caught.value.errno) in names, caught.value
 
 
+@contextlib.contextmanager
+def opened(path, flags):
+    """A descriptor; an error of close counts, unless the body has failed already."""
+    fd = os.open(path, flags)
+    try:
+        yield fd
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    os.close(fd)
+
+
+def said(mount, *words):
+    """Waits until a line of the daemon's log holds all `words`."""
+    eventually(lambda: any(all(word in line for word in words) for line in mount.stderr().splitlines()))
+
+
 def shows(model, value):
     """Whether a model's directory is there, and its weights begin with `value`."""
     try:

@@ -64,13 +64,6 @@ def start(gradfs, tmp_path):
             subprocess.run(["umount", "-l", root], check=False)
 
 
-@pytest.fixture
-def mnt(tmp_path):
-    path = tmp_path / "mnt"
-    path.mkdir()
-    return path
-
-
 def test_background_returns_when_the_mount_answers(start, gradfs, mnt):
     """At once: files are there when the command has returned."""
     pid, out, log = start("up", "--size", "64KiB", "--reducer", "sum", "-v", mnt, root=mnt)

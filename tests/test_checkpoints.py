@@ -96,15 +96,15 @@ def damaged(checkpoint, fault):
     ("no_index", ["2 safetensors files of one model", INDEX, "copy the checkpoint again"]),
     ("no_map", [INDEX, "weight_map"]),
 ])
-def test_a_checkpoint_that_is_not_whole_is_refused(gradfs, checkpoint, tmp_path, fault, words):
+def test_a_checkpoint_that_is_not_whole_is_refused(gradfs, checkpoint, mnt, fault, words):
     damaged(checkpoint, fault)
-    refused_up(gradfs, tmp_path, checkpoint, words=words, code=1)
+    refused_up(gradfs, mnt, checkpoint, words=words)
 
 
-def test_a_checkpoint_that_is_not_whole_is_refused__and_a_directory_without_one(gradfs, tmp_path):
+def test_a_checkpoint_that_is_not_whole_is_refused__and_a_directory_without_one(gradfs, tmp_path, mnt):
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused_up(gradfs, tmp_path, empty, words=["there is no safetensors file in", str(empty)], code=1)
+    refused_up(gradfs, mnt, empty, words=["there is no safetensors file in", str(empty)])
 
 
 NESTED = {"encoder/0/weight": (30, 1000), "head": (50,), "encoder/0/bias": (1000,), "encoder/1/weight": (7,), "encoder": (3,)}
@@ -226,28 +226,19 @@ def test_tensor_names_with_slashes_are_directories__that_hold_no_version(nested)
 
 
 @pytest.mark.parametrize(("names", "words"), [
-    (["a//b"], ['"a//b"', "two in a row"]),
-    (["/a"], ['"/a"', "begins or ends with '/'"]),
-    (["a/"], ['"a/"', "begins or ends with '/'"]),
-    (["a/./b"], ['"a/./b"', "path component"]),
-    (["a/../../b"], ['"a/../../b"', "path component"]),
-    (["a/b\0"], ["NUL"]),
-    (["a/" + "n" * 252], ["nnn", "251"]),
-    (["n" * 256 + "/a"], ["nnn", "255"]),
-    (["n/" * 1024 + "a"], ["n/n/n", "2048"]),
+    (["a/../../b"], ['"a/../../b"', "path component"]), (["n/" * 1024 + "a"], ["n/n/n", "2048"]),
     (["a.npy/x", "a"], ['"a"', '"a.npy/x"', '"a.npy"']),
-    (["b/a", "b/a.npy/c/d"], ['"b/a"', '"b/a.npy/c/d"']),
-], ids=lambda value: "-".join(value)[:12].replace("/", "+").replace("\0", "0"))
-def test_tensor_names_that_are_no_paths_are_refused(gradfs, tmp_path, names, words):
+], ids=["climbing", "long", "file and directory"])
+def test_tensor_names_that_are_no_paths_are_refused(gradfs, tmp_path, mnt, names, words):
     model = tmp_path / "model.safetensors"
     write_safetensors(model, {name: ("F32", (4,), bytes(16)) for name in names})
-    refused_up(gradfs, tmp_path, model, words=[*words, "rename"], code=1)
+    refused_up(gradfs, mnt, model, words=[*words, "rename"])
     # Nor do they get into a registry, whether there is one or not.
     done = gradfs("create", "nested", "--model", model, "--registry", "127.0.0.1:9")
     assert done.returncode != 0 and all(word in done.stderr for word in [*words, "rename"]), done.stderr
 
 
-def test_tensors_that_cannot_be_trained_are_named(start_mount, gradfs, tmp_path):
+def test_tensors_that_cannot_be_trained_are_named(start_mount, gradfs, tmp_path, mnt):
     """One warning for all of them; integers have no gradients, so nobody misses theirs."""
     model = tmp_path / "mixed.safetensors"
     names = [f"wide{number}" for number in range(6)]
@@ -260,20 +251,9 @@ def test_tensors_that_cannot_be_trained_are_named(start_mount, gradfs, tmp_path)
     assert "WARN" in line and "wide0 is C64" in line and "and 2 more" in line and "counter" not in line, line
 
     model.write_bytes(safetensors({"a": tensor(0, 32, dtype="I64", shape=[4])}, bytes(32)))
-    refused_up(gradfs, tmp_path, model, words=["no tensor can be trained", "a is I64", "--reducer assign"], code=2)
+    refused_up(gradfs, mnt, model, words=["no tensor can be trained", "a is I64", "--reducer assign"], code=2)
     mount = start_mount(model=model, reducer="assign")
     assert mount.weights() == bytes(32)
     with raises(errno.EINVAL):
         mount.control("reducer", "sgd")
     assert mount.control("reducer") == "assign"
-
-
-@pytest.mark.also_on_network
-def test_tensors_that_cannot_be_trained_are_named__by_the_control_file(start_mount, tmp_path):
-    model = tmp_path / "counters.safetensors"
-    model.write_bytes(safetensors({"steps": tensor(0, 32, dtype="I64", shape=[4])}, bytes(32)))
-    mount = start_mount(model=model, reducer="assign")
-    with raises(errno.EINVAL):
-        mount.control("reducer", "sgd")
-    assert mount.control("reducer") == "assign"
-    mount.control("learning_rate", 0.5)

@@ -18,7 +18,7 @@ import pytest
 from conftest import pause
 from filetools import (
     Threads, array, bf16, eventually, f32, filled, finish, hear, program, raises, read_safetensors,
-    write_safetensors
+    said, write_safetensors
 )
 
 HERE = Path(__file__).resolve().parent
@@ -88,36 +88,58 @@ def test_a_model_is_a_directory(start_mount):
     assert "weights" in (mount.root / "README").read_text()
 
 
-def test_the_tree_is_fixed(start_mount):
-    mount = start_mount(size="256KiB")
-    model = mount.model
-    forbidden = [
-        lambda: (model / "new").write_text(""),
-        lambda: (model / "new").mkdir(),
-        lambda: (mount.root / "new").mkdir(),
-        lambda: (model / "weights").unlink(),
-        lambda: (model / "weights").rename(model / "old"),
-        lambda: os.link(model / "weights", model / "old"),
-        lambda: os.symlink("weights", model / "old"),
-        lambda: (model / "weights").chmod(0o777),
-        lambda: os.chown(model / "weights", 4711, -1),
-        lambda: os.mkfifo(model / "fifo"),
-        lambda: os.setxattr(model / "weights", "user.x", b"1"),
-    ]
-    for act in forbidden:
-        with raises(errno.EPERM):
-            act()
+def test_the_tree_is_fixed(start_mount, tmp_path):
+    """Nothing can be made, removed, moved or given to others, and what is read-only is so for root, too."""
+    mount = start_mount(size="256KiB", reducer="sum")
+    model, learner = mount.model, mount.join("a")
+    folders = [model / name for name in ("", "control", "tensors", "versions", "versions/0", "learners", "learners/a")]
+    for place in (mount.root, *folders):
+        new = place / "new"
+        forbidden = [
+            lambda: os.mknod(new, 0o600), lambda: os.mkfifo(new), lambda: os.symlink("/etc/passwd", new),
+            lambda: os.link(model / "version", new), lambda: os.rename(model / "version", new), lambda: place.chmod(0o777),
+            *([new.mkdir] if place.name != "learners" else []), *([place.rmdir] if place != learner else []),
+        ]
+        for act in forbidden:
+            with raises(errno.EPERM, errno.EBUSY if place == mount.root else errno.EPERM):
+                act()
+        # A file that is made in control/ is a setting whose name is misspelt.
+        with raises(errno.ENOENT if place.name == "control" else errno.EPERM):
+            new.write_text("")
+        assert not new.exists()
+    files = ["weights", "weights.safetensors", "tensors/weights.npy", "gradients", "device", "version", "status.json",
+             "versions/0/weights", "control/reducer", "../README", "learners/a/status"]  # fmt: skip
+    for path in (model / name for name in files):
+        for act in (
+            path.unlink, lambda: path.rename(model / "moved"), lambda: path.chmod(0o777), lambda: os.chown(path, 4711, -1),
+            lambda: os.setxattr(path, "user.x", b"1"), lambda: os.removexattr(path, "user.gradfs.version"),
+        ):
+            with raises(errno.EPERM):
+                act()
+    with raises(errno.EPERM):
+        learner.rename(model / "learners/b")
+    with raises(errno.EPERM, errno.EXDEV):
+        (model / "version").rename(tmp_path / "stolen")
     for name in ("nothing", "versions/7", "versions/00", "tensors/x.npy", "control/speed", "learners/x"):
         with raises(errno.ENOENT):
             os.stat(model / name)
-    for name in ("version", "status.json", "weights.safetensors", "tensors/weights.npy"):
-        with raises(errno.EACCES):
-            os.open(model / name, os.O_WRONLY)
     with raises(errno.ENOTDIR):
         os.listdir(model / "weights")
-    for child in ("control", "tensors", "versions"):
-        with raises(errno.EPERM):
-            (model / child).rmdir()
+    mount.contribute(f32(1), learner="a")
+    assert mount.wait_for_version(1) == 1
+    read_only = ["weights", "weights.safetensors", "tensors/weights.npy", "version", "status.json", "versions/1/weights",
+                 "versions/1/weights.safetensors", "versions/1/version", "versions/1/tensors/weights.npy",
+                 "learners/a/weights", "learners/a/version", "learners/a/status", "../README"]  # fmt: skip
+    for path in (model / name for name in read_only):
+        for flags in (os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
+            with raises(errno.EACCES):
+                os.open(path, flags)
+        with raises(errno.EACCES, errno.EINVAL):
+            os.open(path, os.O_WRONLY | os.O_APPEND)
+        if path.name != "weights":
+            with raises(errno.EACCES):
+                os.truncate(path, 0)
+    said(mount, "weights is read-only", "assign", "control/reducer")
 
 
 def test_a_misspelt_setting_is_said_with_the_nearest_name(start_mount):

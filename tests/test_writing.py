@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 from filetools import (
-    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, impatient, mounts, program, raises, shell, takes
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, impatient, mounts, outcome, program, raises, said,
+    shell, takes, write_safetensors,
 )
 
 pytestmark = pytest.mark.also_on_network
@@ -89,6 +90,8 @@ def test_bytes_are_written_once(mounted):
             os.close(fd)
     fd = os.open(mount.model / "gradients", os.O_WRONLY)
     os.pwrite(fd, ones, BLOCK)
+    with raises(errno.EINVAL), open(mount.model / "gradients", "wb", buffering=0) as other, raises(errno.EINVAL):
+        os.pwrite(other.fileno(), ones, BLOCK)
     # A block that is not whole yet has not gone anywhere: what is written last counts.
     os.pwrite(fd, f32(5, 5).tobytes(), 0)
     os.pwrite(fd, f32(6).tobytes(), 4)
@@ -129,7 +132,8 @@ def test_the_size_is_fixed(mounted):
     mount = mounted()
     path = mount.model / "gradients"
     fd = os.open(path, os.O_WRONLY)
-    for offset, data in [(SIZE, b"1234"), (SIZE - 4, b"12345678"), (1 << 40, b"1234")]:
+    assert os.pwrite(fd, b"", SIZE) == 0, "no write at all"
+    for offset, data in [(SIZE, b"1234"), (SIZE - 4, b"12345678"), (0, bytes(SIZE + 4)), (1 << 40, b"1234"), (1 << 62, b"1234")]:
         with raises(errno.EFBIG):
             os.pwrite(fd, data, offset)
     os.ftruncate(fd, SIZE)
@@ -137,26 +141,49 @@ def test_the_size_is_fixed(mounted):
         os.ftruncate(fd, 8)
     with raises(errno.EFBIG):
         os.close(fd)
-    for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND):
+    for name in ("gradients", "device", "weights"):
         with raises(errno.EINVAL):
-            os.open(path, flags)
+            os.open(mount.model / name, os.O_WRONLY | os.O_APPEND)
+        for length in (1, SIZE - 1, SIZE + 1, 1 << 40):
+            with raises(errno.EINVAL):
+                os.truncate(mount.model / name, length)
+        os.truncate(mount.model / name, SIZE)
+        assert os.stat(mount.model / name).st_size == SIZE
     with raises(errno.EACCES):
         os.open(path, os.O_RDONLY)
+    for words in [("fixed size", "do not append"), ("size is fixed at", str(SIZE)), ("gradients is write-only", "read weights")]:
+        said(mount, *words)
     assert mount.version() == 0, "nothing was taken"
     os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
-    assert os.stat(path).st_size == SIZE
 
 
 def test_half_elements_are_refused(mounted):
     mount = mounted()
-    for offset, length in [(0, 3), (1, 4), (BLOCK, 6)]:
+    for ranges in [[(0, 3)], [(1, 4)], [(BLOCK, 6)], [(BLOCK - 2, 2)], [(4, 7), (12, 4)], [(0, 4), (SIZE - 3, 3)]]:
         fd = os.open(mount.model / "gradients", os.O_WRONLY)
-        os.pwrite(fd, bytes(length), offset)
+        for offset, length in ranges:
+            os.pwrite(fd, bytes(length), offset)
         with raises(errno.EINVAL):
             os.close(fd)
     assert mount.version() == 0
-    mount.contribute(f32(1))
-    assert array(mount.model / "weights")[:2].tolist() == [1, 0]
+    one = f32(1).tobytes()
+    fd = os.open(mount.model / "gradients", os.O_WRONLY)
+    os.pwrite(fd, one[:1], 0)
+    with raises(errno.EINVAL):
+        os.fsync(fd)
+    # The file is as good as new.
+    for offset, part in [(0, one[:1]), (3, one[3:] + one[:2]), (1, one[1:3]), (6, one[2:])]:
+        os.pwrite(fd, part, offset)
+    os.close(fd)
+    assert array(mount.model / "weights")[:3].tolist() == [1, 1, 0]
+
+
+@pytest.mark.also_on_network
+def test_half_elements_are_refused__of_several_types(start_mount, tmp_path):
+    tensors = {"a": ("F32", (2,), bytes(8)), "b": ("F16", (3,), bytes(6)), "c": ("U8", (7,), bytes(7))}
+    mount = start_mount(model=write_safetensors(tmp_path / "mixed.safetensors", tensors), reducer="sum")
+    for offset, length, ends in [(0, 6, "EINVAL"), (8, 1, "EINVAL"), (8, 2, "done"), (10, 4, "done"), (14, 1, "done")]:
+        assert outcome(mount.contribute, bytes(length), offset) == ends, (offset, length)
 
 
 def test_fsync_or_close_is_the_only_success(mounted):
