@@ -40,7 +40,7 @@ pub(super) struct RdmaListenArgs {
     rdma_port: Option<String>,
 }
 
-/// How RDMA is used. docs/rdma.md tells how to choose.
+/// How RDMA is used. docs/operate/rdma.md tells how to choose.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "RDMA")]
 pub(super) struct RdmaArgs {
