@@ -1,4 +1,4 @@
-"""Reducers that take models in place of gradients, as docs/semantics.md promises it under "Models and replicas".
+"""Reducers that take models in place of gradients, as docs/use/reducers.md promises it under "Models and replicas".
 
 The references follow the papers: Crossbow's Algorithm 2 (Koliousis et al.), equations 3 and 4 of elastic averaging SGD
 (Zhang, Choromanska, LeCun), and DiLoCo's Algorithm 1 (Douillard et al.).

@@ -1,4 +1,4 @@
-"""Averaged tensors, as docs/semantics.md promises them: buffers of a model, such as the running statistics of torch's
+"""Averaged tensors, as docs/use/tensors.md promises them: buffers of a model, such as the running statistics of torch's
 BatchNorm, of which learners write values."""
 
 import errno

@@ -1,5 +1,5 @@
 """Steps whose gradient is clipped, by its norm over the whole model or element by element, or scaled, as
-docs/semantics.md promises it under "Settings and reducers"."""
+docs/use/reducers.md promises it under "Clipping and scales"."""
 
 import errno
 import math

@@ -1,5 +1,5 @@
 """A shard that is killed or stopped holds nobody up who does not need it, and the others hear soon, as
-docs/semantics.md promises it "On a network"."""
+docs/operate/cluster.md promises it."""
 
 import contextlib
 import errno

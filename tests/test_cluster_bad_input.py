@@ -1,4 +1,4 @@
-"""What a shard's port is told by those who do not keep to docs/protocol.md: they are refused with the reason, or cut
+"""What a shard's port is told by those who do not keep to docs/internals/protocol.md: they are refused with the reason, or cut
 off, and nobody else notices. A training goes on meanwhile."""
 
 import contextlib
@@ -600,8 +600,8 @@ class Watched:
 
 MIB = 1 << 20
 AT_ONCE = 4
-# Who floods by what; threads and bytes that a connection may take by that, as docs/protocol.md states the limits. Those of
-# requests that take time are for all connections of an address.
+# Who floods by what; threads and bytes that a connection may take by that, as docs/internals/protocol.md states the limits.
+# Those of requests that take time are for all connections of an address.
 FLOODS = {
     "status": ("admin", ("Status",), 0, 33 * MIB),
     "fetch": ("admin", ("Fetch", "generation", "epoch", "version", 0, b"\0"), 0, 33 * MIB),

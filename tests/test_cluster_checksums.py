@@ -1,4 +1,4 @@
-"""Blocks with and without a checksum over TCP: `--checksum` of mounts and shards, as docs/network.md describes it."""
+"""Blocks with and without a checksum over TCP: `--checksum` of mounts and shards, as docs/operate/network.md describes it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which connections a cluster's blocks go over, as docs/semantics.md promises it "On a network"."""
+"""Which connections a cluster's blocks go over, as docs/operate/cluster.md promises it."""
 
 import numpy as np
 from filetools import BLOCK, Threads, array, eventually, takes

@@ -1,4 +1,4 @@
-"""A shard is drained: its blocks move to others while the job runs, as docs/semantics.md promises it "On a network"."""
+"""A shard is drained: its blocks move to others while the job runs, as docs/operate/cluster.md promises it."""
 
 import itertools
 import json

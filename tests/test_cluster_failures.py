@@ -1,4 +1,4 @@
-"""What the others see when a part of a cluster fails, as docs/semantics.md promises it "On a network"."""
+"""What the others see when a part of a cluster fails, as docs/operate/cluster.md promises it."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Publishing over a network: what docs/semantics.md promises of mounts that publish."""
+"""Publishing over a network: what docs/use/several-hosts.md promises of mounts that publish."""
 
 import mmap
 import os

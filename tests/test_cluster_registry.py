@@ -1,5 +1,4 @@
-"""The registry is restarted, and models are deleted while shards hang, as docs/semantics.md promises it "On a
-network"."""
+"""The registry is restarted, and models are deleted while shards hang, as docs/operate/cluster.md promises it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A mount that shares memory with a model's only shard shows versions where they lie, as docs/semantics.md promises."""
+"""A mount that shares memory with a model's only shard shows versions where they lie, as docs/use/memory.md promises."""
 
 import errno
 import mmap

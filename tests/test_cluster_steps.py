@@ -1,4 +1,4 @@
-"""One job on several mounts, as docs/semantics.md promises it "On a network"."""
+"""One job on several mounts, as docs/use/semantics.md promises it "On a network"."""
 
 import errno
 import os

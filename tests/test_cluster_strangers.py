@@ -1,4 +1,5 @@
-"""What strangers within a trusted network can take of a shard and a registry: docs/network.md has the limits in numbers.
+"""What strangers within a trusted network can take of a shard and a registry: docs/operate/network.md has the limits in
+numbers.
 Everything here comes from loopback, as in a cluster on one host."""
 
 import json
@@ -16,7 +17,7 @@ from filetools import BLOCK, eventually, takes
 from wire import HEADER_BYTES, PROTOCOL, REFUSALS, REGISTRY, ROLES, Peer, body, field, frame, varint
 
 NOBODY = 65534
-# As docs/network.md says.
+# As docs/operate/network.md says.
 STRANGE, GREETED, SHARDS, THREADS, OWN = 64, 512, 1024, 8, 256
 ESCAPE = "\x1b[2J"
 

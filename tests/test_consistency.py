@@ -1,5 +1,5 @@
 """Jobs whose versions need a quorum, wait for the late, have bounded staleness, or add up in a fixed order; as
-docs/semantics.md promises them. sync and async are in test_jobs.py."""
+docs/use/semantics.md promises them. sync and async are in test_jobs.py."""
 
 import contextlib
 import errno

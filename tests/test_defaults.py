@@ -54,7 +54,7 @@ def test_defaults_are_torchs__and_what_is_set_stays(start_mount):
 
 
 def test_defaults_are_torchs__and_the_table_shows_them(start_mount):
-    text = (REPOSITORY / "docs/settings.md").read_text()
+    text = (REPOSITORY / "docs/use/settings.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text.split("## All control files")[1], re.MULTILINE)
     mounts = {}
     for name, default in rows:

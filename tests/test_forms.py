@@ -1,4 +1,4 @@
-"""Forms in which contributions cross a network (control/wire), as docs/semantics.md promises."""
+"""Forms in which contributions cross a network (control/wire), as docs/use/several-hosts.md promises."""
 
 import errno
 

@@ -1,4 +1,4 @@
-"""Jobs: consistency, learners, leases, settings and reducers, as docs/semantics.md promises them."""
+"""Jobs: consistency, learners, leases, settings and reducers, as docs/use/semantics.md promises them."""
 
 import errno
 import os

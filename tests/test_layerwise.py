@@ -1,5 +1,4 @@
-"""`lars` and `lamb`, whose steps depend on the norms of each tensor, as docs/semantics.md promises it under "Settings and
-reducers"."""
+"""`lars` and `lamb`, whose steps depend on the norms of each tensor, as docs/use/reducers.md promises it."""
 
 import errno
 import time

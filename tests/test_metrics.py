@@ -1,6 +1,6 @@
 """Metrics: `GET /metrics` agrees with status.json, and clients that send a wrong request, or none, harm nobody.
 
-docs/metrics.md has the table of names.
+docs/operate/metrics.md has the table of names.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Models as network block devices (docs/nbd.md): with clients that others wrote, and with one that breaks the rules."""
+"""Models as network block devices (docs/use/nbd.md): with clients that others wrote, and with one that breaks the rules."""
 
 import json
 import os

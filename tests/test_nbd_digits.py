@@ -1,4 +1,4 @@
-"""Training with one learner on the mount and one on a block device (docs/nbd.md)."""
+"""Training with one learner on the mount and one on a block device (docs/use/nbd.md)."""
 
 import sys
 import threading

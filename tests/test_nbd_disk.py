@@ -1,4 +1,4 @@
-"""Models as rewritable disks, with reducer assign (docs/nbd.md): what is written shows at once, and a FLUSH publishes it."""
+"""Models as rewritable disks, with reducer assign (docs/use/nbd.md): what is written shows at once, and a FLUSH publishes it."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Models as network block devices (docs/nbd.md) of Linux's own client, which is its module nbd, and nbd-client. gradfs and
+"""Models as network block devices (docs/use/nbd.md) of Linux's own client, which is its module nbd, and nbd-client. gradfs and
 that kernel are in one virtual machine (scripts/rdma-vm), so a device that hangs does no harm here.
 
 Skipped with the reason where such machines cannot be had.

@@ -1,4 +1,4 @@
-"""Block devices (docs/nbd.md) under clients that are broken or hostile, and when their model goes."""
+"""Block devices (docs/use/nbd.md) under clients that are broken or hostile, and when their model goes."""
 
 import resource
 import socket

@@ -1,4 +1,4 @@
-"""Gradients by block devices (docs/nbd.md): a connection is a learner, and what ends a step there ends it as fsync does."""
+"""Gradients by block devices (docs/use/nbd.md): a connection is a learner, and what ends a step there ends it as fsync does."""
 
 import subprocess
 import time

@@ -1,4 +1,4 @@
-"""When mounts pull versions, and which version an open waits for, as docs/semantics.md promises."""
+"""When mounts pull versions, and which version an open waits for, as docs/use/several-hosts.md promises."""
 
 import errno
 import os

@@ -347,7 +347,8 @@ def test_no_flag_of_rdma_is_left_out():
 
 # How the link goes and comes, on both hosts. With rxe all packets are lost instead: the GSI queue pair of Linux 6.12's
 # breaks for good when it is to send on a link that is down, and then no program on that host gets a connection; and 7
-# retries, the most and the default, are endless ones there (docs/rdma-vm.md). In either case what waits to be sent is lost.
+# retries, the most and the default, are endless ones there (docs/internals/rdma-vm.md). In either case what waits to be
+# sent is lost.
 LINK = {
     "rxe": """
         export GRADFS_RDMA_RETRIES=3

@@ -1,4 +1,4 @@
-"""Reading: what docs/semantics.md promises of `weights` and its other forms, each with and without passthrough."""
+"""Reading: what docs/use/semantics.md promises of `weights` and its other forms, each with and without passthrough."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""Learning rates that follow a schedule, as docs/semantics.md promises it under "Settings and reducers"."""
+"""Learning rates that follow a schedule, as docs/use/reducers.md promises it under "Schedules"."""
 
 import errno
 import math

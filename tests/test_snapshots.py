@@ -1,4 +1,4 @@
-"""Snapshots: a job is saved while it runs, and goes on from there, as docs/semantics.md promises it under "Snapshots"."""
+"""Snapshots: a job is saved while it runs, and goes on from there, as docs/use/snapshots.md promises it."""
 
 import errno
 import fcntl

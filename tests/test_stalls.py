@@ -1,4 +1,4 @@
-"""What learners wait for, as status.json and the metrics show it; docs/semantics.md and docs/metrics.md say what counts."""
+"""What learners wait for, as status.json and the metrics show it; docs/operate/metrics.md says what counts."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Rules for single tensors, as docs/semantics.md promises them. torch's parameter groups are the reference."""
+"""Rules for single tensors, as docs/use/tensors.md promises them. torch's parameter groups are the reference."""
 
 import errno
 import math

@@ -1,4 +1,4 @@
-"""Tensors that are written in a step and tensors that are not, as docs/semantics.md promises it.
+"""Tensors that are written in a step and tensors that are not, as docs/use/tensors.md promises it.
 
 The reference is torch's: an optimizer passes over parameters whose `grad` is None, and counts steps for each parameter.
 """

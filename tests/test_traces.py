@@ -1,4 +1,4 @@
-"""`gradfs trace`: a timeline of learners, plans, blocks and versions, as docs/semantics.md and docs/metrics.md promise."""
+"""`gradfs trace`: a timeline of learners, plans, blocks and versions, as docs/operate/metrics.md promises."""
 
 import errno
 import json

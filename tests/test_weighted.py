@@ -1,4 +1,4 @@
-"""How much a contribution counts, as docs/semantics.md promises it under "How much a contribution counts"."""
+"""How much a contribution counts, as docs/use/semantics.md promises it under "How much a contribution counts"."""
 
 import errno
 import mmap

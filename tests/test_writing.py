@@ -1,4 +1,5 @@
-"""Writing contributions: what docs/semantics.md promises of `gradients` and `device`.
+"""Writing contributions: what docs/use/semantics.md and docs/use/contributions.md promise of `gradients` and
+`device`.
 
 New weights written whole are in test_writing_weights.py, deaths in mid-write in test_writing_ends.py.
 """

@@ -1,4 +1,4 @@
-"""Writes by every call that there is, and numbers of every type: what docs/semantics.md promises of `gradients`."""
+"""Writes by every call that there is, and numbers of every type: what docs/use/semantics.md promises of `gradients`."""
 
 import errno
 import mmap

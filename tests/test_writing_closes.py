@@ -1,4 +1,4 @@
-"""Which close ends what, and what must not count: what docs/semantics.md promises of it."""
+"""Which close ends what, and what must not count: what docs/use/contributions.md promises of it."""
 
 import errno
 import os

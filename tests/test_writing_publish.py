@@ -1,4 +1,4 @@
-"""Publishing whole new weights through the file `publish`: what docs/semantics.md promises of it."""
+"""Publishing whole new weights through the file `publish`: what docs/use/contributions.md promises of it."""
 
 import errno
 import mmap

@@ -1,4 +1,4 @@
-"""Writing whole new weights, and element types: what docs/semantics.md promises of them."""
+"""Writing whole new weights, and element types: what docs/use/semantics.md promises of them."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""gradfs's protocol for tests that speak it over raw sockets: docs/protocol.md, whose tables say the numbers."""
+"""gradfs's protocol for tests that speak it over raw sockets: docs/internals/protocol.md, whose tables say the numbers."""
 
 import re
 import socket
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from patience import HANGS
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs/internals/protocol.md"
 HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
 # What this speaks.
 HEADER_BYTES = HEADER.size + 4

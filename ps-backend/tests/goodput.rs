@@ -1,4 +1,4 @@
-//! The goodput of jobs of a thousand learners, of which some are slow and some die: what `docs/performance.md` says of
+//! The goodput of jobs of a thousand learners, of which some are slow and some die: what `docs/use/performance.md` says of
 //! `grace`, for some seeds.
 
 #[path = "../examples/goodput/world.rs"]

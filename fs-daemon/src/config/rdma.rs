@@ -33,7 +33,7 @@ pub struct RdmaListenArgs {
     pub rdma_port: Option<u16>,
 }
 
-/// How RDMA is used. docs/rdma.md tells how to choose.
+/// How RDMA is used. docs/operate/rdma.md tells how to choose.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "RDMA")]
 pub struct RdmaArgs {

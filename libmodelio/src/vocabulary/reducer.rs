@@ -605,11 +605,11 @@ mod tests {
 
     #[test]
     fn the_documents_describe_every_reducer() {
-        let semantics = include_str!("../../../docs/semantics.md");
+        let semantics = include_str!("../../../docs/use/reducers.md");
         let names =
             rows(semantics, "| reducer |").into_iter().skip(2).filter_map(|row| row.split('`').nth(1));
         assert_eq!(names.collect::<Vec<_>>(), Reducer::NAMES);
-        let state = rows(include_str!("../../../docs/settings.md"), "| optimizer state |")[0];
+        let state = rows(include_str!("../../../docs/use/memory.md"), "| optimizer state |")[0];
         for reducer in Reducer::all().filter(|reducer| reducer.state_slots() > 0) {
             assert!(state.contains(&format!("`{reducer}`")), "{reducer} is not in {state:?}");
         }

@@ -18,7 +18,7 @@ use crate::vocabulary::partly::PartlyWritten;
 const MAX_REASON: usize = 1024;
 
 impl Message {
-    /// The name in `docs/protocol.md`.
+    /// The name in `docs/internals/protocol.md`.
     pub fn name(&self) -> &'static str {
         self.into()
     }

@@ -1,4 +1,4 @@
-//! The messages on a connection. `docs/protocol.md` has the tables, `docs/network.md` the conversations.
+//! The messages on a connection. `docs/internals/protocol.md` has the tables, `docs/operate/network.md` the conversations.
 //!
 //! A message is a frame's body, encoded with postcard (little-endian, varints). Bulk data (bytes of blocks, a
 //! model's header, long lists) is the frame's payload, outside of the message. Requests carry a number in the

@@ -4,7 +4,7 @@
 //! (bytes of blocks, records). The header says how long both are, so that a receiver that has seen header and body
 //! can have the payload delivered straight to where it belongs. Every length has a limit that is checked before
 //! anything is allocated. CRC32C covers all bytes, except those of a payload whose sender leaves it out ([`Checksum`]).
-//! `docs/protocol.md` has the tables.
+//! `docs/internals/protocol.md` has the tables.
 //!
 //! [`Receiver`] takes bytes as they come and says what to read next; [`frame`] and [`append_frame`] make the other
 //! direction.

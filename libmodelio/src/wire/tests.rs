@@ -336,7 +336,7 @@ fn payloads_end_when_they_are_due() {
 
 #[test]
 fn the_document_numbers_every_message() {
-    let document = include_str!("../../../docs/protocol.md");
+    let document = include_str!("../../../docs/internals/protocol.md");
     for (number, name) in Message::VARIANTS.iter().enumerate() {
         let row = format!("| {number} | `{name}` |");
         assert!(document.contains(&row), "{row}");

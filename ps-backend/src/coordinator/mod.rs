@@ -4,7 +4,7 @@
 //! It is built around a [`JobCore`], which decides as it does on one machine. The coordinator keeps the clients, and
 //! carries each of their requests out once. It turns the core's accumulating and reducing into plans for the shards,
 //! one at a time. A plan is concluded when every shard is ready, and dropped when a client is lost or a contribution
-//! refused. `docs/network.md` tells why.
+//! refused. `docs/operate/network.md` tells why.
 
 mod clients;
 mod health;

@@ -1,4 +1,4 @@
-//! Conversations of a coordinator with two clients and one shard, as they read in `docs/network.md`.
+//! Conversations of a coordinator with two clients and one shard, as they read in `docs/operate/network.md`.
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 

@@ -1,5 +1,5 @@
 //! Moving a model's blocks off a shard: the whole procedure, which the model's coordinator carries out over an [`Edge`].
-//! `docs/network.md` has the story. `server::moving` is the edge, and the simulator has one of its own.
+//! `docs/operate/network.md` has the story. `server::moving` is the edge, and the simulator has one of its own.
 //!
 //! Until the registry may have replaced the model's record, any failure, or a request to stop, ends the move and changes
 //! nothing. From then on nothing ends it: the registry is asked until it has said which record it has. Then every shard is

@@ -1,6 +1,6 @@
 //! The cores of a networked job in a world of their own: a seeded network that loses, delays, repeats and reorders
 //! what they say, nodes that hang, are cut off or end, and a record of all that happens, which is checked against what
-//! `docs/semantics.md` and `docs/network.md` promise. A run is a function of its seed.
+//! `docs/use/semantics.md` and `docs/operate/network.md` promise. A run is a function of its seed.
 //!
 //! `GRADFS_SIM_SEEDS` sets how many runs are made, from `GRADFS_SIM_FROM` on, and `GRADFS_SIM_FAILURES` after how many
 //! that fail no more are; `GRADFS_SIM_SEED` makes one and prints all that happens in it.

@@ -1,5 +1,5 @@
 //! The private data of rdma_cm with which both ends begin a connection: 24 bytes, documented in
-//! `docs/protocol.md`. A shard that takes no connection sends its reason the same way.
+//! `docs/internals/protocol.md`. A shard that takes no connection sends its reason the same way.
 
 use super::options::Mtu;
 use super::queue_pair::QueuePair;

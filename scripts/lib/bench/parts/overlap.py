@@ -2,7 +2,7 @@
 
 Hosts of network namespaces have links that are slow, so that the wire is the limit. One has the shard, the others have
 a mount each, with one learner or several. The reducer is `sum`, and a model has 256 blocks (--quick: 128). There is one
-connection for blocks, as docs/network.md advises for links that are slow.
+connection for blocks, as docs/operate/network.md advises for links that are slow.
 
   serial    the learner computes nothing, writes all, and its open pulls (on-demand): a push alone, then a pull alone
   short     it computes for 0.3 of the wire's time, in chunks of a block that are contributed one by one;
