@@ -33,6 +33,9 @@ using grpc::internal::RpcMethod;
 
 namespace {
 
+constexpr char kPush[] = "/baselines.Parameters/Push", kPushTensor[] = "/baselines.Parameters/PushTensor";
+constexpr char kPull[] = "/baselines.Parameters/Pull", kPullTensor[] = "/baselines.Parameters/PullTensor";
+
 void Check(const Status& status, const char* what) {
   if (!status.ok()) Fail(std::string(what) + ": " + status.error_message());
 }
@@ -86,55 +89,44 @@ class Shard : public grpc::Service {
   Shard(size_t bytes, size_t chunk)
       : bytes_(bytes), chunk_(chunk), weights_(Memory(bytes)), locks_((bytes + kLocked - 1) / kLocked) {
     using namespace grpc::internal;
-    AddMethod(new RpcServiceMethod(
-        "/baselines.Parameters/PushTensor", RpcMethod::NORMAL_RPC,
-        new RpcMethodHandler<Shard, ByteBuffer, ByteBuffer>(
-            [](Shard* shard, grpc::ServerContext*, const ByteBuffer* request, ByteBuffer* answer) {
-              shard->Note(shard->Take(*request));
-              *answer = Message({}, nullptr);
-              return Status::OK;
-            },
-            this)));
-    AddMethod(new RpcServiceMethod(
-        "/baselines.Parameters/PullTensor", RpcMethod::NORMAL_RPC,
-        new RpcMethodHandler<Shard, ByteBuffer, ByteBuffer>(
-            [](Shard* shard, grpc::ServerContext*, const ByteBuffer* request, ByteBuffer* answer) {
-              Head wanted = shard->Wanted(*request);
-              *answer = Message(wanted, shard->weights_ + wanted.offset);
-              return Status::OK;
-            },
-            this)));
-    AddMethod(new RpcServiceMethod(
-        "/baselines.Parameters/Push", RpcMethod::CLIENT_STREAMING,
-        new ClientStreamingHandler<Shard, ByteBuffer, ByteBuffer>(
-            [](Shard* shard, grpc::ServerContext*, grpc::ServerReader<ByteBuffer>* reader, ByteBuffer* answer) {
-              ByteBuffer chunk;
-              uint64_t bytes = 0;
-              while (reader->Read(&chunk)) {
-                bytes += shard->Take(chunk);
-                chunk.Clear();
-              }
-              shard->Note(bytes);
-              *answer = Message({}, nullptr);
-              return Status::OK;
-            },
-            this)));
-    AddMethod(new RpcServiceMethod(
-        "/baselines.Parameters/Pull", RpcMethod::SERVER_STREAMING,
-        new ServerStreamingHandler<Shard, ByteBuffer, ByteBuffer>(
-            [](Shard* shard, grpc::ServerContext*, const ByteBuffer* request, grpc::ServerWriter<ByteBuffer>* writer) {
-              Head wanted = shard->Wanted(*request);
-              for (size_t done = 0; done < wanted.length; done += shard->chunk_) {
-                size_t length = std::min<size_t>(shard->chunk_, wanted.length - done);
-                char* bytes = shard->weights_ + wanted.offset + done;
-                if (!writer->Write(Message({wanted.offset + done, length, 0}, bytes))) break;
-              }
-              return Status::OK;
-            },
-            this)));
+    Serve<RpcMethodHandler<Shard, ByteBuffer, ByteBuffer>>(
+        kPushTensor, RpcMethod::NORMAL_RPC, [this](auto*, auto*, const ByteBuffer* request, ByteBuffer* answer) {
+          Note(Take(*request));
+          *answer = Message({}, nullptr);
+          return Status::OK;
+        });
+    Serve<RpcMethodHandler<Shard, ByteBuffer, ByteBuffer>>(
+        kPullTensor, RpcMethod::NORMAL_RPC, [this](auto*, auto*, const ByteBuffer* request, ByteBuffer* answer) {
+          Head wanted = Wanted(*request);
+          *answer = Message(wanted, weights_ + wanted.offset);
+          return Status::OK;
+        });
+    Serve<ClientStreamingHandler<Shard, ByteBuffer, ByteBuffer>>(
+        kPush, RpcMethod::CLIENT_STREAMING, [this](auto*, auto*, auto* reader, ByteBuffer* answer) {
+          ByteBuffer chunk;
+          uint64_t bytes = 0;
+          for (; reader->Read(&chunk); chunk.Clear()) bytes += Take(chunk);
+          Note(bytes);
+          *answer = Message({}, nullptr);
+          return Status::OK;
+        });
+    Serve<ServerStreamingHandler<Shard, ByteBuffer, ByteBuffer>>(
+        kPull, RpcMethod::SERVER_STREAMING, [this](auto*, auto*, const ByteBuffer* request, auto* writer) {
+          Head wanted = Wanted(*request);
+          for (size_t done = 0; done < wanted.length; done += chunk_) {
+            size_t length = std::min<size_t>(chunk_, wanted.length - done), at = wanted.offset + done;
+            if (!writer->Write(Message({at, length, 0}, weights_ + at))) break;
+          }
+          return Status::OK;
+        });
   }
 
  private:
+  template <typename Handler, typename Call>
+  void Serve(const char* name, RpcMethod::RpcType type, Call call) {
+    AddMethod(new grpc::internal::RpcServiceMethod(name, type, new Handler(call, this)));
+  }
+
   // Adds what came, from where it was received; a value may lie across two slices.
   uint64_t Take(const ByteBuffer& message) {
     char value[4];
@@ -261,7 +253,7 @@ class Learner {
   void Push(const Part& part) {
     ByteBuffer answer;
     if (tensors_) {
-      RpcMethod method("/baselines.Parameters/PushTensor", RpcMethod::NORMAL_RPC, part.channel);
+      RpcMethod method(kPushTensor, RpcMethod::NORMAL_RPC, part.channel);
       for (size_t done = 0; done < part.length; done += chunk_) {
         grpc::ClientContext context;
         Expire(context);
@@ -273,7 +265,7 @@ class Learner {
     }
     grpc::ClientContext context;
     Expire(context);
-    RpcMethod method("/baselines.Parameters/Push", RpcMethod::CLIENT_STREAMING, part.channel);
+    RpcMethod method(kPush, RpcMethod::CLIENT_STREAMING, part.channel);
     std::unique_ptr<grpc::ClientWriter<ByteBuffer>> writer(grpc::internal::ClientWriterFactory<ByteBuffer>::Create(
         part.channel.get(), method, &context, &answer));
     for (size_t done = 0; done < part.length; done += chunk_) {
@@ -296,7 +288,7 @@ class Learner {
       answer.Clear();
     };
     if (tensors_) {
-      RpcMethod method("/baselines.Parameters/PullTensor", RpcMethod::NORMAL_RPC, part.channel);
+      RpcMethod method(kPullTensor, RpcMethod::NORMAL_RPC, part.channel);
       for (size_t done = 0; done < part.length; done += chunk_) {
         grpc::ClientContext context;
         Expire(context);
@@ -309,7 +301,7 @@ class Learner {
     } else {
       grpc::ClientContext context;
       Expire(context);
-      RpcMethod method("/baselines.Parameters/Pull", RpcMethod::SERVER_STREAMING, part.channel);
+      RpcMethod method(kPull, RpcMethod::SERVER_STREAMING, part.channel);
       std::unique_ptr<grpc::ClientReader<ByteBuffer>> reader(grpc::internal::ClientReaderFactory<ByteBuffer>::Create(
           part.channel.get(), method, &context, Message({part.offset, part.length, added}, nullptr)));
       while (reader->Read(&answer)) take();

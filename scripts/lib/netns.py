@@ -23,7 +23,7 @@ import socket
 import struct
 import sys
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,25 +60,16 @@ class Link:
         return bool(self.delay or self.loss or self.rate)
 
     def __str__(self):
-        words = []
-        if self.delay:
-            words.append(f"{self.delay * 1e3:g} ms")
-        if self.loss:
-            words.append(f"{self.loss * 100:g}% loss")
-        if self.rate:
-            words.append(f"{self.rate / 1e6:g} Mbit/s")
+        words = [f"{self.delay * 1e3:g} ms"] if self.delay else []
+        words += [f"{self.loss * 100:g}% loss"] if self.loss else []
+        words += [f"{self.rate / 1e6:g} Mbit/s"] if self.rate else []
         return ", ".join(words) or "no delay, no loss"
 
     def netem(self):
         """The arguments of tc(8)."""
-        words = ["netem", "limit", "100000"]
-        if self.delay:
-            words += ["delay", f"{self.delay * 1e6:.0f}us"]
-        if self.loss:
-            words += ["loss", f"{self.loss * 100:g}%"]
-        if self.rate:
-            words += ["rate", f"{self.rate:.0f}bit"]
-        return words
+        words = ["netem", "limit", "100000", *(["delay", f"{self.delay * 1e6:.0f}us"] if self.delay else [])]
+        words += ["loss", f"{self.loss * 100:g}%"] if self.loss else []
+        return words + (["rate", f"{self.rate:.0f}bit"] if self.rate else [])
 
 
 def quantity(text, units, what):
@@ -154,24 +145,16 @@ def remove_leftovers():
 
 def _in_namespace(name, call):
     """The result of `call()` in a thread that is in the network namespace `name`."""
-    outcome = []
 
     def inside():
-        try:
-            with open(NAMED / name) as file:
-                if libc.setns(file.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), f"setns {name}")
-            outcome.append((call(), None))
-        except Exception as error:
-            outcome.append((None, error))
+        with open(NAMED / name) as file:
+            if libc.setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns {name}")
+        return call()
 
-    thread = threading.Thread(target=inside)
-    thread.start()
-    thread.join()
-    value, error = outcome[0]
-    if error:
-        raise error
-    return value
+    # A thread of its own, which ends with it.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(inside).result()
 
 
 def _setting(name):
@@ -192,17 +175,9 @@ class Hosts:
 
     def __init__(self, names, link=Link(), congestion=None):
         """`congestion` is the TCP congestion control of all hosts, or the machine's."""
-        self.names = list(names)
-        self.link = link
-        self.congestion = congestion
-        self.way = ""
-        # What the relay has done, in words, once it has ended.
-        self.counts = []
-        self.scratch = None
-        self._made = []
-        self._keepers = {}
-        self._programs = []
-        self._relay = None
+        self.names, self.link, self.congestion, self.way = list(names), link, congestion, ""
+        self.scratch = self._relay = None
+        self._made, self._keepers, self._programs = [], {}, []
 
     def __enter__(self):
         require_permission()
@@ -267,10 +242,13 @@ class Hosts:
     # How they are made, and end.
 
     def _wire(self):
+        setting = _setting("net.ipv6.conf.all.disable_ipv6")
         for name in ["switch", *self.names]:
             run("ip", "netns", "add", self.namespace(name))
             self._made.append(name)
-            self._quiet(self.namespace(name))
+            # No IPv6: its neighbour discovery would be lost and delayed along.
+            if setting.exists():
+                _in_namespace(self.namespace(name), lambda: setting.write_text("1"))
         switch = self.namespace("switch")
         run("ip", "-n", switch, "link", "add", "name", BRIDGE, "type", "bridge")
         run("ip", "-n", switch, "link", "set", "dev", BRIDGE, "up")
@@ -284,12 +262,6 @@ class Hosts:
             self._keepers[host] = Program([*keeper, "sh", "-c", script], output, f"host {host}")
         for keeper in self._keepers.values():
             keeper.wait_for("ready")
-
-    def _quiet(self, namespace):
-        """No IPv6: its neighbour discovery would be lost and delayed along."""
-        setting = _setting("net.ipv6.conf.all.disable_ipv6")
-        if setting.exists():
-            _in_namespace(namespace, lambda: setting.write_text("1"))
 
     def _connect(self, switch, host):
         """The veth pair: `eth0` on the host, and a port of the host's name on the switch."""
@@ -312,8 +284,8 @@ class Hosts:
 
     def _condition(self, switch):
         """Has the links be as they are to be: by netem, or by a relay where the kernel has none."""
+        self.way = str(self.link)
         if not self.link:
-            self.way = "no delay, no loss"
             return
         for host in self.names:
             _in_namespace(self.namespace(host), lambda: _send_packets_as_they_are("eth0"))
@@ -331,9 +303,9 @@ class Hosts:
             run("tc", "-n", switch, "qdisc", "add", "dev", host, "clsact")
             drop = ["bpf", "direct-action", "bytecode", f"1,6 0 0 {_TC_ACT_SHOT}"]
             run("tc", "-n", switch, "filter", "add", "dev", host, "ingress", *drop)
-        relay = [sys.executable, Path(__file__).with_name("netns_relay.py")]
-        link = ["--delay", self.link.delay, "--loss", self.link.loss, "--rate", self.link.rate, "--mtu", self.link.mtu]
-        command = ["nsenter", f"--net={NAMED / switch}", "--", *relay, *link, BRIDGE, *self.names]
+        link = self.link.delay, self.link.loss, self.link.rate, self.link.mtu
+        relay = [sys.executable, Path(__file__).with_name("netns_relay.py"), *link, BRIDGE, *self.names]
+        command = ["nsenter", f"--net={NAMED / switch}", "--", *relay]
         self._relay = Program(command, self.scratch / "relay.log", "the relay")
         self._relay.wait_for("ready")
 
@@ -349,12 +321,9 @@ class Hosts:
                 # So that whoever is to end can say so to the others.
                 run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "up", check=False)
         # Mounts are told first, then shards: what was started last ends first.
-        for program in reversed(self._programs):
+        relay = [self._relay] if self._relay else []
+        for program in [*reversed(self._programs), *self._keepers.values(), *relay]:
             program.stop()
-        for program in [*self._keepers.values(), *([self._relay] if self._relay else [])]:
-            program.stop()
-        if self._relay:
-            self.counts = self._relay.said().splitlines()[1:]
         for name in self._made:
             run("ip", "netns", "del", self.namespace(name), check=False)
         if self.scratch:
@@ -366,10 +335,7 @@ class Cluster:
     """Shards, models and mounts on hosts; the first shard is the registry. It ends with the hosts."""
 
     def __init__(self, hosts, binary):
-        self.hosts = hosts
-        self.binary = Path(binary)
-        self.registry = None
-        self.mounts = {}
+        self.hosts, self.binary, self.registry, self.mounts = hosts, Path(binary), None, {}
 
     def shard(self, host, *options):
         """Starts a shard there; returns its program once it is ready."""

@@ -15,9 +15,7 @@ import math
 import os
 import random
 import select
-import signal
 import socket
-import sys
 import time
 from collections import deque
 
@@ -33,7 +31,7 @@ MESSAGE, MESSAGE_IOV, MESSAGE_IOVLEN, MESSAGE_LENGTH = 8, 2, 3, 7
 IOV, IOV_LENGTH = 2, 1
 
 ETH_P_ALL = 0x0003
-SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
+SOL_PACKET, PACKET_IGNORE_OUTGOING = 263, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 PR_SET_TIMERSLACK = 29
 
@@ -58,9 +56,7 @@ class Batch:
         self.space = memoryview(iovs).cast("B").cast("Q")[IOV_LENGTH::IOV]
         self.lengths = memoryview(self.messages).cast("B").cast("Q")[MESSAGE_LENGTH::MESSAGE]
         self.full = memoryview(frame.to_bytes(8, "little") * room).cast("Q")
-        self.frames = 0
-        self.due = 0.0
-        self.lost = []
+        self.frames, self.due, self.lost = 0, 0.0, []
 
     def receive(self, source):
         """Takes what is there, without waiting; whether that was something."""
@@ -92,17 +88,12 @@ class Losses:
     """Which frames are lost: each with the same probability, whatever became of others."""
 
     def __init__(self, share, chance):
-        self.share = share
-        self.chance = chance
+        self.share, self.chance = share, chance
         self.next = self._gap()
 
     def _gap(self):
         """Frames that arrive before the next one that does not."""
-        if self.share <= 0:
-            return math.inf
-        if self.share >= 1:
-            return 0
-        return int(math.log(1 - self.chance.random()) / math.log(1 - self.share))
+        return int(math.log(1 - self.chance.random()) / math.log(1 - self.share)) if self.share > 0 else math.inf
 
     def of(self, frames):
         """The indices among the next `frames`."""
@@ -119,19 +110,8 @@ class Port:
 
     def __init__(self, name, room, frame, losses):
         self.socket = packet_socket(name, ETH_P_ALL)
-        self.room, self.frame = room, frame
-        self.losses = losses
-        self.waiting = deque()
-        self.free = []
-        self.free_at = 0.0
-        self.queued = 0
-        self.moved = self.lost = self.dropped = 0
-
-    def counts(self):
-        """Frames that were moved, lost as asked for, and dropped because they came faster than they could go."""
-        # struct tpacket_stats: frames, and those that found no room.
-        stats = self.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8)
-        return self.moved, self.lost, self.dropped + int.from_bytes(stats[4:], "little")
+        self.room, self.frame, self.losses = room, frame, losses
+        self.waiting, self.free, self.free_at, self.queued = deque(), [], 0.0, 0
 
     def take(self, delay, seconds_a_byte):
         """Receives what is there and puts it into the queue."""
@@ -144,11 +124,8 @@ class Port:
             batch.lost = self.losses.of(batch.frames)
             size = batch.bytes() if seconds_a_byte else 0
             if self.queued + size > QUEUE:
-                self.dropped += batch.frames
                 self.free.append(batch)
                 continue
-            self.moved += batch.frames - len(batch.lost)
-            self.lost += len(batch.lost)
             self.queued += size
             self.free_at = max(now, self.free_at) + size * seconds_a_byte
             batch.due = self.free_at + delay
@@ -169,8 +146,8 @@ class Port:
 def packet_socket(interface, protocol):
     """A raw socket on `interface`; with protocol 0 it only sends."""
     made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-    made.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER)
-    made.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, BUFFER)
+    for level, option in ((socket.SOL_SOCKET, SO_RCVBUFFORCE), (socket.SOL_SOCKET, SO_SNDBUFFORCE)):
+        made.setsockopt(level, option, BUFFER)
     made.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     made.bind((interface, protocol))
     return made
@@ -195,12 +172,9 @@ def relay(ports, target, delay, rate):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--delay", type=float, default=0, metavar="SECONDS")
-    parser.add_argument("--loss", type=float, default=0, metavar="SHARE")
-    parser.add_argument("--rate", type=float, default=0, metavar="BITS", help="a second; 0 is any")
-    parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES")
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("ports", nargs="+", metavar="PORTS")
+    for name, kind in {"delay": float, "loss": float, "rate": float, "mtu": int, "out": str}.items():
+        parser.add_argument(name, type=kind)
+    parser.add_argument("ports", nargs="+")
     options = parser.parse_args()
     # Waits are to end when they are due, not 50 microseconds later.
     _libc.prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
@@ -210,14 +184,8 @@ def main():
     frame = -(-(options.mtu + HEADER) // LINE) * LINE
     ports = [Port(name, room, frame, Losses(options.loss, chance)) for name in options.ports]
     target = packet_socket(options.out, 0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     print("ready", flush=True)
-    try:
-        relay(ports, target, options.delay, options.rate)
-    finally:
-        for name, port in zip(options.ports, ports):
-            moved, lost, dropped = port.counts()
-            print(f"from {name}: {moved} frames, {lost} lost, {dropped} dropped", flush=True)
+    relay(ports, target, options.delay, options.rate)
 
 
 if __name__ == "__main__":

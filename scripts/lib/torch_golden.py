@@ -1,8 +1,9 @@
-"""Writes ps-backend/tests/golden/torch.json: where torch's optimizers lead in 100 steps, for ps-backend/tests/golden.rs.
+"""Writes ps-backend/tests/golden/torch.json and torch_groups.json, for ps-backend/tests/golden.rs: where torch's optimizers,
+and its parameter groups, lead in 100 steps.
 
-Weights and gradients have few bits, so that all types hold them as they are. The test makes the same numbers. torch has
-no Lion: it is written here over tensors as lion-pytorch 0.2 has it. Nor has it LARS and LAMB: they are written here after
-their papers' algorithms.
+Weights and gradients have few bits, so that all types hold them as they are. The test makes the same numbers; of groups they
+are cut into tensors. torch has no Lion: it is written here over tensors as lion-pytorch 0.2 has it. Nor has it LARS and
+LAMB: they are written here after their papers' algorithms.
 
     .venv/bin/python scripts/lib/torch_golden.py
 """
@@ -12,140 +13,126 @@ from pathlib import Path
 
 import torch
 
-OUT = Path(__file__).resolve().parents[2] / "ps-backend/tests/golden/torch.json"
+OUT = Path(__file__).resolve().parents[2] / "ps-backend/tests/golden"
 ELEMENTS, STEPS = 24, 100
 
 RATE = {"learning_rate": "0.01"}
 DECAY = {**RATE, "weight_decay": "0.02"}
+LR = {"lr": 0.01}
+WD = {"lr": 0.01, "weight_decay": 0.02}
+LION = {"beta1": "0.95", "beta2": "0.98"}, {"betas": (0.95, 0.98)}
+LAMB = {"beta1": "0.8", "beta2": "0.99", "epsilon": "1e-6"}, {"betas": (0.8, 0.99), "eps": 1e-6}
+MOMENTUM = {"momentum": "0.8"}, {"momentum": 0.8}
 
-# The reducer, its settings, and the optimizer with what torch calls them.
+# The reducer, its settings, and the optimizer with what torch calls them. In the second half is also what is done to gradients
+# before: torch's limits of the norm and of values. Contributions are multiplied by the loss scale, and torch has the plain
+# ones.
 CASES = [
-    ("sgd", DECAY, "SGD", {"lr": 0.01, "weight_decay": 0.02}),
+    ("sgd", DECAY, "SGD", WD),
+    ("momentum", {**DECAY, **MOMENTUM[0], "dampening": "0.3"}, "SGD", {**WD, **MOMENTUM[1], "dampening": 0.3}),
+    ("nesterov", {**DECAY, **MOMENTUM[0]}, "SGD", {**WD, **MOMENTUM[1], "nesterov": True}),
+    ("adam", DECAY, "Adam", WD),
+    ("adamw", {**DECAY, "beta1": "0.8", "beta2": "0.99"}, "AdamW", {**WD, "betas": (0.8, 0.99)}),
+    ("rmsprop", DECAY, "RMSprop", WD),
+    ("adagrad", {**RATE, "epsilon": "1e-8"}, "Adagrad", {**LR, "eps": 1e-8}),
+    ("adagrad", DECAY, "Adagrad", WD),
+    ("lion", RATE, "Lion", LR),
+    ("lion", {**DECAY, **LION[0]}, "Lion", {**WD, **LION[1]}),
+    ("lars", {**RATE, "trust_coefficient": "0.05"}, "Lars", {**LR, "trust": 0.05}),
+    ("lars", {**DECAY, **MOMENTUM[0], "trust_coefficient": "0.1"}, "Lars", {**WD, **MOMENTUM[1], "trust": 0.1}),
+    ("lamb", RATE, "Lamb", LR),
+    ("lamb", {**DECAY, **LAMB[0]}, "Lamb", {**WD, **LAMB[1]}),
+    ("sgd", {**DECAY, "clip_value": "0.3"}, "SGD", {**WD, "clip": (None, 0.3)}),
+    ("adam", {**RATE, "clip_value": "0.3"}, "Adam", {**LR, "clip": (None, 0.3)}),
+    ("sgd", {**RATE, "clip_norm": "2", "clip_value": "0.3"}, "SGD", {**LR, "clip": (2, 0.3)}),
+    ("momentum", {**RATE, "loss_scale": "8"}, "SGD", {**LR, "momentum": 0.9}),
     (
-        "momentum",
-        {**DECAY, "momentum": "0.8", "dampening": "0.3"},
-        "SGD",
-        {"lr": 0.01, "weight_decay": 0.02, "momentum": 0.8, "dampening": 0.3},
+        "adamw", {**RATE, "weight_decay": "0", "clip_norm": "1.5", "loss_scale": "16"},
+        "AdamW", {**LR, "weight_decay": 0, "clip": (1.5, None)},
     ),
     (
-        "nesterov",
-        {**DECAY, "momentum": "0.8"},
-        "SGD",
-        {"lr": 0.01, "weight_decay": 0.02, "momentum": 0.8, "nesterov": True},
+        "lars", {**DECAY, "clip_norm": "2", "clip_value": "0.3", "trust_coefficient": "0.1"},
+        "Lars", {**WD, "trust": 0.1, "clip": (2, 0.3)},
     ),
-    ("adam", DECAY, "Adam", {"lr": 0.01, "weight_decay": 0.02}),
-    (
-        "adamw",
-        {**DECAY, "beta1": "0.8", "beta2": "0.99"},
-        "AdamW",
-        {"lr": 0.01, "weight_decay": 0.02, "betas": (0.8, 0.99)},
-    ),
-    ("rmsprop", DECAY, "RMSprop", {"lr": 0.01, "weight_decay": 0.02}),
-    ("adagrad", {**RATE, "epsilon": "1e-8"}, "Adagrad", {"lr": 0.01, "eps": 1e-8}),
-    ("adagrad", DECAY, "Adagrad", {"lr": 0.01, "weight_decay": 0.02}),
-    ("lion", RATE, "Lion", {"lr": 0.01}),
-    (
-        "lion",
-        {**DECAY, "beta1": "0.95", "beta2": "0.98"},
-        "Lion",
-        {"lr": 0.01, "weight_decay": 0.02, "betas": (0.95, 0.98)},
-    ),
-    ("lars", {**RATE, "trust_coefficient": "0.05"}, "Lars", {"lr": 0.01, "trust": 0.05}),
-    (
-        "lars",
-        {**DECAY, "momentum": "0.8", "trust_coefficient": "0.1"},
-        "Lars",
-        {"lr": 0.01, "weight_decay": 0.02, "momentum": 0.8, "trust": 0.1},
-    ),
-    ("lamb", RATE, "Lamb", {"lr": 0.01}),
-    (
-        "lamb",
-        {**DECAY, "beta1": "0.8", "beta2": "0.99", "epsilon": "1e-6"},
-        "Lamb",
-        {"lr": 0.01, "weight_decay": 0.02, "betas": (0.8, 0.99), "eps": 1e-6},
-    ),
-]
+    ("lamb", {**DECAY, "clip_norm": "1.5", "loss_scale": "16"}, "Lamb", {**WD, "clip": (1.5, None)}),
+]  # fmt: skip
 
-# The same, with what is done to gradients before: torch's limits of the norm and of values. Contributions are multiplied
-# by the loss scale, and torch has the plain ones.
-CASES += [
-    ("sgd", {**DECAY, "clip_value": "0.3"}, "SGD", {"lr": 0.01, "weight_decay": 0.02, "clip": (None, 0.3)}),
-    ("adam", {**RATE, "clip_value": "0.3"}, "Adam", {"lr": 0.01, "clip": (None, 0.3)}),
-    ("sgd", {**RATE, "clip_norm": "2", "clip_value": "0.3"}, "SGD", {"lr": 0.01, "clip": (2, 0.3)}),
-    ("momentum", {**RATE, "loss_scale": "8"}, "SGD", {"lr": 0.01, "momentum": 0.9}),
+# The tensors of groups, and how many elements each has; the reducer, its settings, and torch's optimizers: each with its
+# groups, which are some tensors and their options.
+TENSORS = {"body.weight": 10, "body.bias": 4, "norm.weight": 4, "head.weight": 6}
+BODY, BIAS, NORM, HEAD = TENSORS
+ADAMW = {"lr": 0.003, "weight_decay": 0.02}
+ADAMW_SETTINGS = {"learning_rate": "0.003", "weight_decay": "0.02"}
+STILL = "*.bias weight_decay=0\nnorm.* weight_decay=0\nhead.* learning_rate_scale=0.1"
+OTHERS = "body.bias frozen\nnorm.* reducer=sgd\nhead.* reducer=momentum learning_rate_scale=3 weight_decay=0.1"
+GROUPS = [
     (
-        "adamw",
-        {**RATE, "weight_decay": "0", "clip_norm": "1.5", "loss_scale": "16"},
-        "AdamW",
-        {"lr": 0.01, "weight_decay": 0, "clip": (1.5, None)},
+        "adamw", {**ADAMW_SETTINGS, "tensors": STILL},
+        [("AdamW", [([BODY], ADAMW), ([BIAS, NORM], {**ADAMW, "weight_decay": 0}), ([HEAD], {**ADAMW, "lr": 0.003 * 0.1})])],
     ),
     (
-        "lars",
-        {**DECAY, "clip_norm": "2", "clip_value": "0.3", "trust_coefficient": "0.1"},
-        "Lars",
-        {"lr": 0.01, "weight_decay": 0.02, "trust": 0.1, "clip": (2, 0.3)},
+        "adamw", {**ADAMW_SETTINGS, "tensors": OTHERS},
+        [
+            ("AdamW", [([BODY], ADAMW)]),
+            ("SGD", [([NORM], ADAMW), ([HEAD], {"lr": 0.003 * 3, "weight_decay": 0.1, "momentum": 0.9})]),
+        ],
     ),
     (
-        "lamb",
-        {**DECAY, "clip_norm": "1.5", "loss_scale": "16"},
-        "Lamb",
-        {"lr": 0.01, "weight_decay": 0.02, "clip": (1.5, None)},
+        "sgd", {**DECAY, "tensors": "*.bias reducer=adam\nnorm.* learning_rate_scale=0"},
+        [("SGD", [([BODY, HEAD], WD), ([NORM], {**WD, "lr": 0.0})]), ("Adam", [([BIAS], WD)])],
     ),
-]
+]  # fmt: skip
 
 
-class Lion(torch.optim.Optimizer):
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+class Own(torch.optim.Optimizer):
+    """What torch does not have: `update(weights, gradient, state, options)` makes a step of a tensor."""
+
+    def __init__(self, params, lr, weight_decay=0.0, **options):
+        super().__init__(params, {"lr": lr, "decay": weight_decay, **self.USUAL, **options})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
             for p in group["params"]:
-                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1.0 - lr * decay)
-                update = mean.clone().mul_(beta1).add(p.grad, alpha=1.0 - beta1).sign_()
-                p.add_(update, alpha=-lr)
-                mean.mul_(beta2).add_(p.grad, alpha=1.0 - beta2)
+                self.update(p, p.grad, self.state[p], group)
 
 
-class Lars(torch.optim.Optimizer):
+class Lion(Own):
+    USUAL = {"betas": (0.9, 0.99)}
+
+    def update(self, p, gradient, state, of):
+        beta1, beta2 = of["betas"]
+        mean = state.setdefault("mean", torch.zeros_like(p))
+        p.mul_(1.0 - of["lr"] * of["decay"])
+        p.add_(mean.clone().mul_(beta1).add(gradient, alpha=1.0 - beta1).sign_(), alpha=-of["lr"])
+        mean.mul_(beta2).add_(gradient, alpha=1.0 - beta2)
+
+
+class Lars(Own):
     """You, Gitman, Ginsburg, Algorithm 1, with the learning rate where torch's SGD has it."""
 
-    def __init__(self, params, lr, trust, momentum=0.9, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "trust": trust, "momentum": momentum, "weight_decay": weight_decay})
+    USUAL = {"momentum": 0.9}
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                decay = group["weight_decay"]
-                ratio = group["trust"] * p.norm() / (p.grad.norm() + decay * p.norm())
-                update = (p.grad + decay * p) * ratio
-                state = self.state[p]
-                state["v"] = state["v"] * group["momentum"] + update if "v" in state else update
-                p.sub_(group["lr"] * state["v"])
+    def update(self, p, gradient, state, of):
+        ratio = of["trust"] * p.norm() / (gradient.norm() + of["decay"] * p.norm())
+        update = (gradient + of["decay"] * p) * ratio
+        state["v"] = state["v"] * of["momentum"] + update if "v" in state else update
+        p.sub_(of["lr"] * state["v"])
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Own):
     """You et al., Algorithm 2, with the identity as phi."""
 
-    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    USUAL = {"betas": (0.9, 0.999), "eps": 1e-8}
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            (beta1, beta2), eps = group["betas"], group["eps"]
-            for p in group["params"]:
-                state = self.state[p]
-                state["t"] = t = state.get("t", 0) + 1
-                state["m"] = m = beta1 * state.get("m", 0) + (1 - beta1) * p.grad
-                state["v"] = v = beta2 * state.get("v", 0) + (1 - beta2) * p.grad**2
-                ratio = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
-                update = ratio + group["weight_decay"] * p
-                p.sub_(group["lr"] * p.norm() / update.norm() * update)
+    def update(self, p, gradient, state, of):
+        beta1, beta2 = of["betas"]
+        state["t"] = t = state.get("t", 0) + 1
+        state["m"] = m = beta1 * state.get("m", 0) + (1 - beta1) * gradient
+        state["v"] = v = beta2 * state.get("v", 0) + (1 - beta2) * gradient**2
+        ratio = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + of["eps"])
+        update = ratio + of["decay"] * p
+        p.sub_(of["lr"] * p.norm() / update.norm() * update)
 
 
 OWN = {"Lion": Lion, "Lars": Lars, "Lamb": Lamb}
@@ -157,41 +144,51 @@ def noise(seed, i):
     return ((mixed >> 5) % 64) / 16 - 2
 
 
-def weight(i):
-    return 3 + noise(1, i) / 2
-
-
 def gradient(t, i):
     """Elements differ in size, every fifth is zero in every other step, and the first always."""
-    if i == 0 or (i % 5 == 0 and t % 2 == 0):
-        return 0.0
-    return noise(100 + t, i) * 2.0 ** (i % 7 - 4)
+    return 0.0 if i == 0 or (i % 5 == 0 and t % 2 == 0) else noise(100 + t, i) * 2.0 ** (i % 7 - 4)
 
 
-def run(dtype, name, options):
-    norm, value = options.get("clip", (None, None))
-    options = {key: option for key, option in options.items() if key != "clip"}
-    weights = torch.tensor([weight(i) for i in range(ELEMENTS)], dtype=dtype, requires_grad=True)
-    optimizer = (OWN.get(name) or getattr(torch.optim, name))([weights], **options)
+def run(dtype, tensors, optimizers, clip=(None, None)):
+    """{tensor: weights} in the end, of {tensor: elements}."""
+    places, weights, at = {}, {}, 0
+    for name, count in tensors.items():
+        places[name] = range(at, at + count)
+        weights[name] = torch.tensor([3 + noise(1, i) / 2 for i in places[name]], dtype=dtype, requires_grad=True)
+        at += count
+    made = []
+    for kind, groups in optimizers:
+        params = [{"params": [weights[name] for name in names], **options} for names, options in groups]
+        made.append((OWN.get(kind) or getattr(torch.optim, kind))(params, **groups[0][1]))
     for t in range(1, STEPS + 1):
-        weights.grad = torch.tensor([gradient(t, i) for i in range(ELEMENTS)], dtype=dtype)
-        if norm:
-            torch.nn.utils.clip_grad_norm_([weights], norm)
-        if value:
-            torch.nn.utils.clip_grad_value_([weights], value)
-        optimizer.step()
-    return weights.detach().tolist()
+        for name, place in places.items():
+            weights[name].grad = torch.tensor([gradient(t, i) for i in place], dtype=dtype)
+        if clip[0]:
+            torch.nn.utils.clip_grad_norm_(weights.values(), clip[0])
+        if clip[1]:
+            torch.nn.utils.clip_grad_value_(weights.values(), clip[1])
+        for optimizer in made:
+            optimizer.step()
+    return {name: value.detach().tolist() for name, value in weights.items()}
+
+
+def write(name, head, cases):
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    (OUT / name).write_text(f'{{"torch": "{torch.__version__}", {head}"steps": {STEPS}, "cases": [\n{lines}\n]}}\n')
 
 
 def main():
-    cases = []
-    for reducer, settings, name, options in CASES:
-        ends = {kind: run(dtype, name, options) for kind, dtype in [("f64", torch.float64), ("f32", torch.float32)]}
-        cases.append({"reducer": reducer, "settings": settings, **ends})
-    OUT.parent.mkdir(exist_ok=True)
-    lines = ",\n".join(json.dumps(case) for case in cases)
-    head = f'"torch": "{torch.__version__}", "elements": {ELEMENTS}, "steps": {STEPS}'
-    OUT.write_text(f'{{{head}, "cases": [\n{lines}\n]}}\n')
+    dtypes, plain, groups = {"f64": torch.float64, "f32": torch.float32}, [], []
+    for reducer, settings, kind, options in CASES:
+        clip = options.get("clip", (None, None))
+        task = {"all": ELEMENTS}, [(kind, [(["all"], {key: of for key, of in options.items() if key != "clip"})])], clip
+        ends = {name: run(dtype, *task)["all"] for name, dtype in dtypes.items()}
+        plain.append({"reducer": reducer, "settings": settings, **ends})
+    for reducer, settings, optimizers in GROUPS:
+        ends = {name: run(dtype, TENSORS, optimizers) for name, dtype in dtypes.items()}
+        groups.append({"reducer": reducer, "settings": settings, **ends})
+    write("torch.json", f'"elements": {ELEMENTS}, ', plain)
+    write("torch_groups.json", "", groups)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import Failed
 from programs import START_DEADLINE, STOP_DEADLINE, Peer, Program, environment, output_of
 
 MODEL = "model"

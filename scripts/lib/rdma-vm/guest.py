@@ -5,7 +5,6 @@ with `command`; the guest writes `ready` there, waits for `go`, runs the command
 `status`; or `failed` with the reason. See `init` and `stage2`.
 """
 
-import ctypes
 import os
 import re
 import shlex
@@ -13,11 +12,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from machine import Failed
+from programs import end_with_parent, stop
 
 HERE = Path(__file__).resolve().parent
 STOP_DEADLINE = 5.0
@@ -31,9 +30,6 @@ KERNEL_OPTIONS += ("mitigations=off", "nokaslr", "tsc=reliable")
 NOT_PASSED = {"_", "OLDPWD", "PWD", "SHLVL", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "SSH_AUTH_SOCK"}
 # What a kernel says when it has gone wrong. That memory ran out is the command's doing.
 TROUBLE = re.compile(r"GUEST-FAILED|Kernel panic|Oops|BUG:|soft lockup|detected stalls|blocked for more than")
-
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -61,6 +57,13 @@ def script(command, environment, folder):
     return "\n".join(lines) + "\n"
 
 
+def _said(path):
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+
+
 class Job:
     """A command that a machine runs: a folder that both sides see, and what has been read of its output."""
 
@@ -74,12 +77,6 @@ class Job:
         (new / "share").write_text(share)
         new.rename(path)
 
-    def _said(self, name):
-        try:
-            return (self.path / name).read_text(errors="replace")
-        except FileNotFoundError:
-            return None
-
     def ready(self):
         return (self.path / "ready").exists()
 
@@ -89,7 +86,7 @@ class Job:
 
     def status(self):
         """The exit status of the command, or None."""
-        said = self._said("status")
+        said = _said(self.path / "status")
         return None if said is None else int(said)
 
     def output(self):
@@ -105,26 +102,19 @@ class Job:
                 self._read[stream] += len(data)
                 yield stream, data
 
-    def dmesg(self):
-        """What the kernel has said during the job, once that has ended."""
-        return self._said("dmesg") or ""
-
 
 class Guest:
     """A machine that runs jobs, one after the other. Start it in the main thread: qemu ends when the thread does that
     began it."""
 
-    def __init__(self, image, name, address, hosts, settings, link=None):
+    def __init__(self, image, name, hosts, settings, link=None):
         """`hosts` are names and addresses of all; `link` is a socket to the other machine."""
-        self.name = name
+        self.name, self.process, self._jobs = name, None, 0
         self.folder = Path(tempfile.mkdtemp(prefix="gradfs-rdma-vm."))
-        self._settings, self._link = settings, link
-        self._image = image
-        self._jobs = 0
-        self.process = None
+        self._image, self._settings, self._link = image, settings, link
         values = {
             "NAME": name,
-            "ADDRESS": address,
+            "ADDRESS": hosts[name],
             "HOSTS": " ".join(hosts),
             "KNOWN_HOSTS": "\n".join(["127.0.0.1 localhost", *(f"{where} {host}" for host, where in hosts.items())]),
             "PROVIDER": settings.provider,
@@ -180,7 +170,7 @@ class Guest:
         parent = os.getpid()
 
         def before_exec():
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent(signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 
@@ -195,19 +185,13 @@ class Guest:
         except FileNotFoundError as error:
             raise Failed(f"{error.filename} is not there any more: scripts/rdma-vm setup") from error
 
-    def _said(self, name):
-        try:
-            return (self.folder / name).read_text(errors="replace")
-        except FileNotFoundError:
-            return None
-
     def trouble(self):
         """Why it will run no job any more, or None as long as it may."""
-        if (said := self._said("failed")) is not None:
+        if (said := _said(self.folder / "failed")) is not None:
             return f"it could not be set up: {said.strip()}"
         if self.process.poll() is None:
             return None
-        log = (self._said("qemu.log") or "").strip().splitlines()
+        log = (_said(self.folder / "qemu.log") or "").strip().splitlines()
         return self.kernel_trouble() or (log and log[-1]) or f"qemu ended with {self.process.returncode}"
 
     def kernel_trouble(self):
@@ -216,18 +200,12 @@ class Guest:
 
     def console(self):
         """What its kernel has said of note."""
-        return self._said("console") or ""
+        return _said(self.folder / "console") or ""
 
     def stop(self):
         """Ends the process; what its jobs have said can still be read."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.process.terminate()
-        give_up = time.monotonic() + STOP_DEADLINE
-        while self.process.poll() is None and time.monotonic() < give_up:
-            time.sleep(0.01)
-        self.process.kill()
-        self.process.wait()
+        if self.process:
+            stop(self.process, STOP_DEADLINE)
 
     def close(self):
         """Nothing of it is left."""

@@ -140,22 +140,19 @@ def check_host():
     missing = [package for program, package in BUILD.items() if not shutil.which(program)]
     if missing:
         say(f"installing {', '.join(missing)}")
-        done = subprocess.run(
-            [ROOT / "scripts" / "setup", *(f"package:{name}" for name in missing)],
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=DEADLINE, check=False,
-        )
-        if done.returncode:
-            raise CannotBeHad(f"{', '.join(missing)} missing (as root: apt-get install {' '.join(missing)})")
+        try:
+            command([ROOT / "scripts" / "setup", *(f"package:{name}" for name in missing)], "installing")
+        except Failed as error:
+            raise CannotBeHad(f"{', '.join(missing)} missing (as root: apt-get install {' '.join(missing)})") from error
 
 
-def choose_kernel(apt, release):
+def choose_kernel(apt):
     """Release and version of the kernel."""
-    if not release:
-        names = [apt.show(name) for name in KERNELS]
-        found = [re.search(r"linux-image-(\S+-amd64)", fields.get("Depends", "")) for fields in names if fields]
-        if not any(found):
-            raise CannotBeHad(f"apt has neither of {' and '.join(KERNELS)}: is there a network, and is this Debian?")
-        release = next(match for match in found if match)[1]
+    names = [apt.show(name) for name in KERNELS]
+    found = [re.search(r"linux-image-(\S+-amd64)", fields.get("Depends", "")) for fields in names if fields]
+    if not any(found):
+        raise CannotBeHad(f"apt has neither of {' and '.join(KERNELS)}: is there a network, and is this Debian?")
+    release = next(match for match in found if match)[1]
     fields = apt.show(f"linux-image-{release}")
     if not fields:
         raise CannotBeHad(f"apt has no linux-image-{release}")
@@ -282,14 +279,14 @@ def qemu_version(of):
     return command([*words, "--version"], "qemu", env={**os.environ, **more}).splitlines()[0]
 
 
-def make(work, release):
+def make(work):
     """All of an image, in work/image; gives that and the kernel release."""
     made = work / "image"
     made.mkdir()
     apt = Apt(work)
     say("fetching lists of packages")
     apt.update()
-    release, version = choose_kernel(apt, release)
+    release, version = choose_kernel(apt)
     bare = release.removesuffix("-amd64")
     series = ".".join(release.split(".")[:2])
     headers = [f"linux-headers-{release}", f"linux-headers-{bare}-common", f"linux-kbuild-{bare}"]
@@ -329,11 +326,8 @@ def make(work, release):
     modules.index(made / "tools/usr")
     make_initramfs(work, made / "tools", made / "tools/usr/bin/busybox", modules, made / "initramfs.cpio")
     packages = [*sources, *kernel, *tools, *busybox]
-    about = {
-        "kernel": release,
-        "qemu": qemu,
-        "packages": sorted(package.name.removesuffix(".deb") for package in packages),
-    }
+    names = sorted(package.name.removesuffix(".deb") for package in packages)
+    about = {"kernel": release, "qemu": qemu, "packages": names}
     (made / "about.json").write_text(json.dumps(about, indent=2) + "\n")
     return made, release
 
@@ -347,24 +341,24 @@ def intact(of):
     return all(path.exists() for path in (of.kernel, of.initramfs, of.tools))
 
 
-def usable(release):
-    """The current image, if it is the right one and whole."""
+def usable():
+    """The current image, if it is whole."""
     there = image.current()
-    return there if there and release in (None, there.about["kernel"]) and intact(there) else None
+    return there if there and intact(there) else None
 
 
-def setup(release=None, again=False):
+def setup():
     """The image to use, made unless it is there."""
     # Without the lock at first: what is there can be used while another setup makes a newer one.
-    if not again and (there := usable(release)):
+    if there := usable():
         return there
     with image.only_one() as root:
-        if not again and (there := usable(release)):
+        if there := usable():
             return there
         begun = time.monotonic()
         check_host()
         with tempfile.TemporaryDirectory(prefix="partial.", dir=root) as work:
-            made = image.enter(*make(Path(work), release))
+            made = image.enter(*make(Path(work)))
         image.sweep(made)
         size = sum(path.lstat().st_size for path in made.path.rglob("*") if not path.is_dir())
         say(f"made in {time.monotonic() - begun:.0f} s; it takes {size / MIB:.0f} MiB")

@@ -15,8 +15,7 @@ from machine import Failed, say
 # As timeout(1) and container runtimes have them.
 OUT_OF_TIME = 124
 NO_STATUS = 125
-# A boot takes 4 to 15 s; a machine that is busy otherwise takes longer.
-# A machine takes ten seconds, on a busy host minutes.
+# A boot takes 4 to 15 s, on a busy host minutes.
 BOOT_DEADLINE = 600.0
 # When a host of two has failed, the other one may notice.
 GRACE = 30.0
@@ -46,9 +45,8 @@ class Wish:
     command: list
     two: bool = False
     time_limit: float = 600.0
-    # Where the hosts' output goes instead of ours.
+    # Where the hosts' output goes instead of ours: a.out, a.err, and so on; of the last try.
     output: Path = None
-    dmesg: bool = False
     settings: Settings = Settings()
 
 
@@ -97,17 +95,12 @@ class Machines:
         """Boots them. Without `settings.share`, each command has a /share of its own."""
         self.scratch = Path(tempfile.mkdtemp(prefix="gradfs-rdma-vm-share.")) if settings.share is None else None
         self._share = settings.share or self.scratch
-        self._runs = 0
-        self._two = two
+        self._runs, self._jobs = 0, []
         names = ["a", "b"] if two else ["a"]
         hosts = {name: ADDRESSES[name] for name in names}
         self._links = socket.socketpair() if two else (None,)
         settings = replace(settings, share=self._share)
-        self.guests = [
-            Guest(image, name, hosts[name], hosts, settings, link)
-            for name, link in zip(names, self._links, strict=True)
-        ]
-        self._jobs = []
+        self.guests = [Guest(image, name, hosts, settings, link) for name, link in zip(names, self._links)]
         try:
             for guest in self.guests:
                 guest.start()
@@ -161,7 +154,7 @@ class Machines:
         while not all(job.ready() for job in self._jobs):
             self._step(sink)
             if time.monotonic() > give_up:
-                slow = ", ".join(guest.name for guest, job in self._each() if not job.ready())
+                slow = ", ".join(guest.name for guest, job in zip(self.guests, self._jobs) if not job.ready())
                 raise Crashed(f"host {slow} was not up within {BOOT_DEADLINE:.0f} s")
         for job in self._jobs:
             job.go()
@@ -179,39 +172,30 @@ class Machines:
                 raise OutOfTime(f"{self._running()} took longer than {wish.time_limit:g} s")
         return statuses
 
-    def _each(self):
-        return zip(self.guests, self._jobs, strict=True)
-
     def _running(self):
-        return " and ".join(f"host {guest.name}" for guest, job in self._each() if job.status() is None)
+        left = [guest.name for guest, job in zip(self.guests, self._jobs) if job.status() is None]
+        return " and ".join(f"host {name}" for name in left)
 
     def _step(self, sink):
         """Passes on what the hosts say, after a moment; fails when one can give no status any more."""
         time.sleep(PAUSE)
         self._pass_on(sink)
-        for guest, job in self._each():
+        for guest, job in zip(self.guests, self._jobs):
             if (why := guest.trouble()) and job.status() is None:
                 raise Crashed(f"host {guest.name}: {why}")
 
     def _pass_on(self, sink):
-        for guest, job in self._each():
+        for guest, job in zip(self.guests, self._jobs):
             for stream, data in job.output():
                 sink.take(guest.name, stream, data)
 
-    def tell(self, wish, failed):
-        """What the kernels have said: when the command failed to run, and with --dmesg."""
-        for guest, job in self._each():
-            console = guest.console()
-            if wish.output:
-                (wish.output / f"{guest.name}.console").write_text(console)
-                (wish.output / f"{guest.name}.dmesg").write_text(job.dmesg())
-            lines = console.splitlines()
-            if failed and lines:
+    def tell(self):
+        """What the kernels have said around the first trouble, or last."""
+        for guest in self.guests:
+            if lines := guest.console().splitlines():
                 first = next((number for number, line in enumerate(lines) if TROUBLE.search(line)), len(lines))
                 first = max(0, min(first - 1, len(lines) - SHOWN))
                 print(f"console of host {guest.name}:", *lines[first : first + SHOWN], sep="\n  ", file=sys.stderr)
-            elif wish.dmesg:
-                print(f"dmesg of host {guest.name}:", job.dmesg() or console, sep="\n", file=sys.stderr)
 
     def kernel_trouble(self):
         """A line that tells of a kernel that has gone wrong, or None."""
@@ -247,7 +231,8 @@ class Pool:
                         statuses = machines.run(wish, sink, files)
                     except (Crashed, OutOfTime) as error:
                         why = error
-                machines.tell(wish, why is not None)
+                if why:
+                    machines.tell()
                 # A kernel that got stuck is no slow command.
                 if isinstance(why, OutOfTime) and (line := machines.kernel_trouble()):
                     why = Crashed(line)
@@ -267,12 +252,6 @@ class Pool:
             say(f"crashed after {time.monotonic() - begun:.0f} s: {why}{'' if last else '; trying once more'}")
         say(f"no exit status came back, {TRIES} times; this tells nothing of the command")
         return NO_STATUS
-
-
-def run(image, wish):
-    """Runs a command in machines that end with it; the exit status is as of `Pool.run`."""
-    with Pool(image) as pool:
-        return pool.run(wish)
 
 
 def interact(image, settings, command):

@@ -23,7 +23,7 @@ from typing import Optional
 from machine import GIB, MIB, Failed, say
 from report import ratio, size_words, table
 
-from bench import fio, jobs
+from bench import fio
 from bench.against import NEW
 
 SIZES = [64 << shift << 10 for shift in range(7)]

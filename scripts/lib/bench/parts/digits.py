@@ -14,6 +14,7 @@ counts. The stall share is the mounts' own account, of both learners and the who
 import statistics
 import sys
 
+import numpy
 from machine import ROOT, say
 from netns import Cluster, Hosts, Link
 from report import Figure
@@ -37,7 +38,6 @@ NOTE = (
 
 def data_file(directory):
     """The digits as a file, so that learners need not load scikit-learn."""
-    import numpy
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import nbd
 import numpy
 from machine import GIB, MIB, Failed
 from programs import output_of
@@ -76,6 +75,8 @@ def copy(source, target, *options):
 @contextmanager
 def connection(uri):
     """An open connection of libnbd; says good-bye."""
+    import nbd
+
     handle = nbd.NBD()
     handle.connect_uri(uri)
     yield handle

@@ -22,7 +22,6 @@ allows. The faster one of the first two, times the number of hosts, is the wire'
 once, and all of them share the shard's link. `overlap_step_ratio` is a step of `short` divided by it.
 """
 
-import json
 import statistics
 import sys
 

@@ -87,8 +87,8 @@ class Contender:
     def __init__(self, stack, name, job, size, block, more=(), learners=1, reads=False):
         shard, learner = ["--rdma", "off"], []
         if name != "tcp":
-            shard = ["--rdma", "on", *job["shard_options"], *more]
-            learner = ["--rdma", "--arena-mib", LEARNERS_ARENA, *job["learner_options"]]
+            shard = ["--rdma", "on", *more]
+            learner = ["--rdma", "--arena-mib", LEARNERS_ARENA]
         if name in ("static", "dynamic"):
             shard += ["--rdma-placement", name]
             learner += ["--placement", name]

@@ -37,20 +37,10 @@ def row(consistency, overlaps, runs):
     ]
 
 
-def options(parser):
-    parser.add_argument("--seeds", metavar="LIST", help="of the runs [default: 1,2,3,4,5; with --quick: 1,2]")
-
-
-def check(parser, options):
-    options.seeds = options.seeds or ("1,2" if options.quick else "1,2,3,4,5")
-    if not all(seed.isdecimal() and int(seed) < 1 << 64 for seed in options.seeds.split(",")):
-        parser.error(f"--seeds {options.seeds}: not numbers, with commas between")
-
-
 def run(bench):
-    (program,) = bench.binaries("goodput")
+    (program,), seeds = bench.binaries("goodput"), "1,2" if bench.quick else "1,2,3,4,5"
     consistencies = ";".join(consistency for _, consistency, _ in CONSISTENCIES)
-    words = ["--consistencies", consistencies, "--seeds", bench.options.seeds, "--contributions", 25 if bench.quick else 60]
+    words = ["--consistencies", consistencies, "--seeds", seeds, "--contributions", 25 if bench.quick else 60]
     found = [json.loads(line) for line in output_of(program, *words, timeout=LONGEST).splitlines()]
     rows, figures = [], []
     for name, consistency, target in CONSISTENCIES:
@@ -60,6 +50,6 @@ def run(bench):
             if overlaps:
                 least = min(one["goodput"] for one in runs)
                 figures.append(ratio(f"goodput_{name}", least, target, f"{least:.3f}", "1"))
-    print(f"seeds {bench.options.seeds}")
+    print(f"seeds {seeds}")
     print(table(["consistency", "goes on with", "goodput", "contributions", "a version", "CPU"], rows))
     return figures

@@ -11,7 +11,7 @@ A shard and a mount on this host, over TCP. Two networks on scikit-learn's digit
   sync_int8, diloco_int8   the same with int8 on the wire
 
 All learners of sync and sma together have 64 images a step. Those of the best have what TUNED in
-lib/bench/suites/learning.py says; --search shows how it was found, in one process.
+lib/bench/suites/learning.py says.
 
 `epochs` is the first after which the model finds 95% of the held-out digits, and the time is that until its end.
 `learning_sma_vs_sync_...` are ratios of sma to sync with as many learners: of epochs and of time, at the equal batch and
@@ -42,7 +42,8 @@ SYNC = {"reducer": "sgd"}
 SMA = {"reducer": "sma", "momentum": 0.9}
 DILOCO = {"reducer": "diloco", "learning_rate": 0.7, "momentum": 0.9}
 # (batch of each learner, rate) of `sync` and `sma` with 1, 2 and 4 learners: at an equal batch, and at each one's best.
-# Of the rates and batches of --search, those that take the fewest epochs; among these the longest batch.
+# Of rates of 0.05 to 0.8 and batches of 16 to 256 images of all learners (each twice the one before), those that took the
+# fewest epochs, in three trainings each without files; among these the longest batch.
 TUNED = {
     "perceptron": {
         "sync": ((64, 0.4), (32, 0.4), (16, 0.4)),
@@ -58,8 +59,6 @@ TUNED = {
     },
 }
 METHODS = tuple(TUNED["perceptron"])
-# Of --search: images of all learners together.
-TOTALS, RATES = (16, 32, 64, 128, 256), (0.05, 0.1, 0.2, 0.4, 0.8)
 EPOCHS, SEEDS = 30, 3
 
 
@@ -188,64 +187,13 @@ def draw(bench, found):
         say(f"drew {path}")
 
 
-def curve_alone(classifiers, network, first, data, method, learners, batch, rate, seed, momentum, elasticity):
-    """A training in this process: `sync` is SGD with the mean of all gradients, `sma` is Algorithm 2 of Crossbow."""
-    images, labels, test_images, test_labels = data
-    model = before = first.copy()
-    replicas, share, found = [first.copy() for _ in range(learners)], elasticity or 1 / learners, []
-    for epoch in range(EPOCHS):
-        cases = [{"seed": seed, "batch": batch, "learners": learners, "rank": rank} for rank in range(learners)]
-        for batches in zip(*(classifiers.shares(images, labels, case, epoch) for case in cases)):
-            if method == "sync":
-                model = model - rate * sum(network.gradient(model, *each) for each in batches) / learners
-                continue
-            corrections = [share * (replica - model) for replica in replicas]
-            for replica, correction, each in zip(replicas, corrections, batches):
-                replica -= rate * network.gradient(replica, *each) + correction
-            model, before = model + sum(corrections) + momentum * (model - before), model
-        found.append((epoch + 1, 0, 0, network.accuracy(model, test_images, test_labels)))
-        if found[-1][3] >= ACCURACY:
-            break
-    return found
-
-
-def search(name, method, learners, **sma):
-    """Shows the epochs that each batch and rate takes."""
-    sys.path.insert(0, str(jobs.WORK))
-    import classifiers
-
-    network, data = classifiers.NETWORKS[name](), classifiers.shared.load_data()
-    # Training changes the network's own parameters.
-    first = network.initial().copy()
-    print(f"{name}, {method}, {learners} learners\nbatch  rate  epochs")
-    for batch, rate in itertools.product((total // learners for total in TOTALS), RATES):
-        task = classifiers, network, first, data, method, learners, batch, rate
-        found = [epochs_to(curve_alone(*task, seed, **sma)) for seed in range(SEEDS)]
-        print(f"{batch:5} {rate:5g}  {statistics.median(found):g} of {found}", flush=True)
-
-
-def options(parser):
-    of_search = ("NETWORK", "METHOD", "LEARNERS")
-    parser.add_argument("--search", metavar=of_search, nargs=3, help="shows epochs by batch and rate; trains no more")
-    parser.add_argument("--momentum", metavar="NUMBER", type=float, default=0.9, help="of sma, for --search (0.9)")
-    share = "of sma, for --search (0: one by the learners)"
-    parser.add_argument("--elasticity", metavar="NUMBER", type=float, default=0, help=share)
-
-
 def check(parser, options):
-    if options.search:
-        network, method, learners = options.search
-        if network not in TUNED or method not in METHODS[:2] or learners not in map(str, NUMBERS):
-            parser.error(f"--search {' '.join(options.search)}: {', '.join(TUNED)}; {', '.join(METHODS[:2])}; {NUMBERS}")
     if options.chart and options.only != set(PARTS):
         parser.error("--chart is of all ways: leave out --quick and --only")
 
 
 def run(bench):
-    require("numpy", "sklearn", *(["matplotlib"] if bench.chart else []))
-    if asked := bench.options.search:
-        search(*asked[:2], int(asked[2]), momentum=bench.options.momentum, elasticity=bench.options.elasticity)
-        return []
+    require("sklearn", *(["matplotlib"] if bench.chart else []))
     found = measure(bench, bench.gradfs())
     if bench.chart:
         draw(bench, found)

@@ -18,7 +18,7 @@ import json
 import time
 from contextlib import ExitStack
 
-from machine import MIB, require, require_memory, say
+from machine import MIB, require_memory, say
 from memory_group import Processes, anonymous_bytes, group
 from report import Figure, ratio
 
@@ -76,7 +76,6 @@ class Run:
 
 
 def run(bench):
-    require("numpy")
     gradfs = bench.gradfs()
     size = (256 if bench.quick else 1024) * MIB
     require_memory(14 * size)

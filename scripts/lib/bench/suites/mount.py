@@ -37,17 +37,20 @@ import tempfile
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
+import numpy
 from machine import GIB, MIB, Failed, require, require_memory, say
 from report import Figure, gib_s, microseconds, milliseconds, ratio
 
 from bench import baselines, fio, jobs
 from bench.against import NEW, OLD, joined, middle, named
+from bench.parts import publish
+from bench.parts.files import awake, commits, listing, pattern, read
+from bench.parts.steps import GLOO_WAYS, PLAIN, WAYS, WRITTEN, connect_gloo, forget, mount_and_gloo, mount_and_hand
 from bench.team import Team, durations, median
 
 PARTS = ("reads", "writes", "hand", "list", "gloo", "commit", "publish")
 AGAINST = "bench_vs_old"
-NEEDS = {"reads": ["numpy"], "writes": ["numpy", "fio"], "hand": ["numpy"], "gloo": ["numpy", "torch"]}
-NEEDS |= {"list": ["numpy"], "commit": ["numpy"], "publish": ["numpy", "redis-server"]}
+NEEDS = {"writes": "fio", "gloo": "torch", "publish": "redis-server"}
 BLOCK, TENSORS, GLOO_SIZE = 256 << 10, 10_000, 64 * MIB
 
 
@@ -98,9 +101,7 @@ def on_huge_tmpfs():
 def write_tensors(path, count):
     """A safetensors file of so many tensors with a number each, called as those of a deep network are."""
     names = [f"layers.{i // 10}.block.{i % 10}.weight" for i in range(count)]
-    header = {
-        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)
-    }  # fmt: skip
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * count))
 
@@ -169,10 +170,6 @@ class Pass:
 
     def fill(self, model, copy):
         """Contributes the pattern, verifies the version made of it, and copies that."""
-        import numpy
-
-        from bench.parts.files import pattern
-
         count = self.plan.size // MIB
         with open(model / "gradients", "wb", buffering=0) as file:
             for index in range(count):
@@ -186,8 +183,6 @@ class Pass:
 
     def reads(self, models, copies):
         """The mount against copies on tmpfs."""
-        from bench.parts.files import read
-
         paths = {**{side: str(model / "weights") for side, model in models.items()}, **copies}
         for name, how, count in (
             ("mount_read_vs_{}_1job", "read", 1),
@@ -243,10 +238,6 @@ class Pass:
 
     def verify_writes(self, places, count):
         """Every contribution is in the weights, exactly once."""
-        import numpy
-
-        from bench.parts.files import pattern
-
         step = numpy.float32(2.0**-7)
         checks = {
             "sum": lambda index, piece: numpy.array_equal(piece, pattern(index) + step * count),
@@ -267,8 +258,6 @@ class Pass:
     @contextmanager
     def learners(self, name, size, count):
         """A synchronous job of `count` learners of each side that sums; gives {side: the learners' directories}."""
-        from bench.parts.steps import forget
-
         with self.mounts(name, size, "--reducer", "sum", "--learners", count) as models:
             found = {side: [str(path) for path in jobs.joined(model, count)] for side, model in models.items()}
             yield found
@@ -280,8 +269,6 @@ class Pass:
 
     def hand(self):
         """A step of two learners against NumPy in shared memory."""
-        from bench.parts.steps import WAYS, WRITTEN, mount_and_hand
-
         size = self.plan.hand_size
         say(f"steps of 2 learners with {size // MIB} MiB, by hand and through the mount")
         with self.learners("hand", size, 2) as of_sides, on_tmpfs() as path:
@@ -296,8 +283,6 @@ class Pass:
 
     def list(self):
         """A listing against one of files on tmpfs."""
-        from bench.parts.files import listing
-
         say(f"listing {TENSORS} tensors")
         source = self.work / "tensors.safetensors"
         write_tensors(source, TENSORS)
@@ -316,8 +301,6 @@ class Pass:
 
     def commit(self):
         """Small commits, one after the other."""
-        from bench.parts.files import awake, commits
-
         say(f"commits of one block of {BLOCK >> 10} KiB")
         for name, keep in (("commit_p50_us", nullcontext), ("commit_awake_p50_us", awake)):
             with self.mounts(name, BLOCK, "--reducer", "sum") as models, keep():
@@ -329,8 +312,6 @@ class Pass:
 
     def gloo(self, count, target):
         """The fastest ways of both sides are found first, and then raced."""
-        from bench.parts.steps import GLOO_WAYS, PLAIN, WAYS, WRITTEN, mount_and_gloo
-
         what = f"steps of {count} learners with {GLOO_SIZE // MIB} MiB"
         with self.learners(f"gloo{count}", GLOO_SIZE, count) as of_sides:
 
@@ -362,7 +343,7 @@ class Pass:
 
 def run(bench):
     plan, both = Plan(bench.quick, bench.against), bool(bench.against)
-    require(*sorted({name for part in bench.only for name in NEEDS[part]}))
+    require(*(NEEDS[part] for part in PARTS if part in bench.only and part in NEEDS))
     # The models' versions, Adam's moments, mapped gradients, two sinks and a copy on tmpfs.
     large = bool({"reads", "writes"} & bench.only)
     require_memory((25 if both else 14) * plan.size if large else (6 if both else 4) * GIB)
@@ -372,8 +353,6 @@ def run(bench):
         redis = baselines.build("redis", only_look=bench.only_look)
     team = Team(bench.stack, 4)
     if "gloo" in bench.only:
-        from bench.parts.steps import connect_gloo
-
         say("connecting gloo")
         if not team.run(connect_gloo, 4, 300, directory=bench.work, counts=(2, 4)):
             say("note: no network namespace of its own, so gloo runs with this machine's congestion control")
@@ -387,7 +366,5 @@ def run(bench):
     if both:
         bench.comparisons += joined([one.comparisons for one in passes])
     if "publish" in bench.only:
-        from bench.parts import publish
-
         figures += publish.on_one_host(bench, gradfs, redis)
     return figures

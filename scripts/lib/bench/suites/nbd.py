@@ -29,6 +29,9 @@ from programs import Program, output_of
 from report import gib_s, ratio
 
 from bench import jobs
+from bench.parts import nbd_client
+from bench.parts.files import pattern
+from bench.parts.nbd_client import Cell
 
 PARTS = ("reads", "assign", "sum")
 # By part: the name of its figures, and the targets of the mean and of the worst cell.
@@ -52,8 +55,6 @@ class Plan:
     """How much is measured, and with what."""
 
     def __init__(self, bench, gradfs):
-        from bench.parts.nbd_client import Cell
-
         def grid(client, depths):
             sizes = (256 << 10, MIB, 4 * MIB)
             return [Cell(client, size, depth, count) for size in sizes for depth in depths for count in (1, 4)]
@@ -75,8 +76,6 @@ class Plan:
     @cache
     def kit(self, job):
         """The settings of nbdkit that are fastest with a job."""
-        from bench.parts import nbd_client
-
         if self.quick:
             return KITS[0]
         say(f"looking for the settings of nbdkit that are fastest with {job}")
@@ -135,9 +134,6 @@ class Plan:
 @contextmanager
 def reads(plan):
     """A version of a model, and a RAM disk with the same bytes."""
-    from bench.parts import nbd_client
-    from bench.parts.files import pattern
-
     kit = plan.kit("nbd-read")
     with plan.gradfs("reads", plan.size, "f32", "sum") as (model, uri_of), plan.nbdkit("reads-nbdkit", kit) as baseline:
         with open(model / "gradients", "wb", buffering=0) as file:
@@ -179,8 +175,6 @@ def wait_for(model, is_there, why):
 @contextmanager
 def assign(plan):
     """A model of bytes that is a disk, and a RAM disk."""
-    from bench.parts import nbd_client
-
     kit = plan.kit("nbd-write")
     with plan.gradfs("assign", plan.size, "u8", "assign") as (model, uri_of), plan.nbdkit("assign-nbdkit", kit) as other:
         uris = {"gradfs": uri_of("model"), "nbdkit": other}
@@ -213,8 +207,6 @@ def sums(plan):
     the last bytes of the model, which are not fio's, and flushes. So a step is one contribution and makes one version.
     This FLUSH is not in the measured time. Only one connection could have it there (cell "flush").
     """
-    from bench.parts import nbd_client
-
     kit, element = plan.kit("nbd-write"), nbd_client.ELEMENT
     gate, count = nbd_client.Gate(plan.work / "gate"), 0
     with (
@@ -265,7 +257,7 @@ def figures_of(part, rates):
 
 
 def run(bench):
-    require("fio", "nbdcopy", "nbdkit", "nbd", "numpy")
+    require("fio", "nbdcopy", "nbdkit", "nbd")
     if "uri" not in output_of("fio", "--enghelp=nbd"):
         raise Failed("this fio has no ioengine nbd; Debian's has: apt-get install fio")
     plan, figures = Plan(bench, bench.gradfs()), []

@@ -43,6 +43,7 @@ with its interval of 95%, and the geometric mean of them all, in which figures t
 once.
 """
 
+import itertools
 import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ from report import Figure, milliseconds, ratio, table
 
 from bench import baselines, jobs
 from bench.against import NEW, OLD, PASSES, named
+from bench.parts import blocks, publish
 
 # Contenders of gradfs, and what their ratios against sockets are called after it, if they have any.
 KINDS = {"gradfs": "", "unchecked": "_unchecked", "memory": None, "together": "_1process", "written": "_mount"}
@@ -335,22 +337,7 @@ def mounts(bench, gradfs):
     ]
 
 
-def options(parser):
-    def numbers(text):
-        found = [int(word) for word in text.split(",")]
-        if min(found) < 1:
-            raise ValueError
-        return found
-
-    parser.add_argument("--sizes", metavar="MIB", type=numbers, help="of models, in MiB (64,512; quick: 64)")
-    parser.add_argument("--learners", metavar="COUNTS", type=numbers, help="in a job (1,2,4; quick: 1,2)")
-    parser.add_argument("--shards", metavar="COUNTS", type=numbers, help="of a model (1,2; quick: 1)")
-
-
 def check(parser, options):
-    usual = {"sizes": ([64, 512], [64]), "learners": ([1, 2, 4], [1, 2]), "shards": ([1, 2], [1])}
-    for name, (everything, quick) in usual.items():
-        setattr(options, name, getattr(options, name) or (quick if options.quick else everything))
     if options.against and not options.only & set(KINDS):
         parser.error(f"--against is of {', '.join(KINDS)}")
     if options.against and options.chart:
@@ -358,13 +345,11 @@ def check(parser, options):
 
 
 def run(bench):
-    options, only = bench.options, bench.only
+    only = bench.only
     chosen = only & {*KINDS, *BASELINES}
-    cases = [Case(s * MIB, n, of) for s in options.sizes for n in options.learners for of in options.shards]
-    require("numpy")
+    grid = ((64,), (1, 2), (1,)) if bench.quick else ((64, 512), (1, 2, 4), (1, 2))
+    cases = [Case(size * MIB, learners, shards) for size, learners, shards in itertools.product(*grid)]
     if bench.chart:
-        from bench.parts import blocks
-
         require("fio", "matplotlib")
         require_memory(blocks.MEMORY, "leave --chart out")
     contenders = len(chosen) + (len(chosen & set(KINDS)) if bench.against else 0)
@@ -401,8 +386,6 @@ def run(bench):
     if "mounts" in only:
         ratios += mounts(bench, gradfs)
     if "redis" in only:
-        from bench.parts import publish
-
         ratios += publish.over_tcp(bench, gradfs.binaries[NEW][0], binaries)
     if bench.chart:
         ratios += blocks.chart(bench, gradfs)

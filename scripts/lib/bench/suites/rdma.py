@@ -18,16 +18,16 @@ be most of what is measured, and both processors would work for one end at a tim
 
 --chart measures throughput besides, synchronous and pipelined, over TCP and RDMA, against the size of blocks (64 KiB to
 4 MiB), and pushes by both placements. It takes what scripts/setup rdma rdma-vm installs, and runs that first where something
-is missing. A setting of the shards is tried with --shard=--rdma-polling=event, and --learner=... is for bench_learner.
+is missing.
 """
 
 import json
-import shutil
+import os
 import signal
 import subprocess
 import sys
 
-from machine import ROOT, Failed, build, dist_directory, existing, finished, require, say
+from machine import MIB, ROOT, Failed, build, dist_directory, finished, require, say
 from report import Figure, table
 
 from bench.parts import rdma_guest
@@ -46,32 +46,11 @@ NOTE = (
 
 
 def built(bench):
-    """Binaries with RDMA, beside those of the usual build, which stay as they are."""
-    names, dist = ("gradfs", "bench_learner"), dist_directory()
+    """Binaries with RDMA, in a directory of their own: those of the usual build stay as they are."""
     if bench.options.binary:
-        return bench.binaries(*names)
-    kept = dist.with_name("dist-rdma")
-    copies = [kept / name for name in names]
-    if bench.only_look:
-        return existing(copies)
-    kept.mkdir(parents=True, exist_ok=True)
-    usual = [dist / "gradfs", dist / "examples" / "bench_learner"]
-    # Away for a moment, not overwritten: cargo knows what it is.
-    aside = [path.with_name(f".{path.name}.usual") for path in usual]
-    for path, there in zip(usual, aside):
-        if path.exists():
-            path.rename(there)
-    try:
-        for path, copy in zip(build(*names, features=["rdma"]), copies):
-            new = copy.with_name(f".{copy.name}.new")
-            shutil.copy2(path, new)
-            new.rename(copy)
-            path.unlink()
-    finally:
-        for path, there in zip(usual, aside):
-            if there.exists():
-                there.rename(path)
-    return copies
+        return bench.binaries("gradfs", "bench_learner")
+    os.environ["CARGO_TARGET_DIR"] = str(dist_directory().parent / "rdma")
+    return build("gradfs", "bench_learner", only_look=bench.only_look, features=["rdma"])
 
 
 def in_machine(job, provider, share, time_limit):
@@ -115,19 +94,6 @@ def draw(found, bench):
 
 def options(parser):
     parser.add_argument("--provider", choices=KINDS, default="rxe", help="RDMA in software (%(default)s)")
-    parser.add_argument("--size", metavar="MIB", type=int, help="of the model (16; quick: 12)")
-    parser.add_argument("--block", metavar="KIB", type=int, default=256, help="size of a block (%(default)s)")
-    parser.add_argument("--depth", metavar="COUNT", type=int, default=16, help="blocks outstanding (%(default)s)")
-    parser.add_argument("--shard", metavar="OPTION", action="append", default=[], help="of gradfs shard, for RDMA")
-    parser.add_argument("--learner", metavar="OPTION", action="append", default=[], help="of bench_learner, for RDMA")
-
-
-def check(parser, options):
-    options.size = options.size or (12 if options.quick else 16)
-    if not 64 <= options.block <= 4096 or options.block & (options.block - 1):
-        parser.error("a block has 64 to 4096 KiB, and they are a power of two")
-    if options.size < 1 or options.depth < 1:
-        parser.error("--size and --depth are 1 at least")
 
 
 def run(bench):
@@ -138,9 +104,8 @@ def run(bench):
         finished("scripts/setup", "rdma", "rdma-vm", timeout=1800)
     gradfs, learner = map(str, built(bench))
     job = {"gradfs": gradfs, "learner": learner, "seconds": 90 if bench.quick else 400, "chart": bool(bench.chart)}
-    job |= {"contenders": ["rdma", *([] if bench.quick else ["static", "dynamic"]), "tcp"], "depth": options.depth}
-    job |= {"size": options.size << 20, "block": options.block << 10}
-    job |= {"shard_options": options.shard, "learner_options": options.learner}
+    job |= {"contenders": ["rdma", *([] if bench.quick else ["static", "dynamic"]), "tcp"]}
+    job |= {"size": (12 if bench.quick else 16) * MIB, "block": 256 << 10, "depth": 16}
     say(f"starting a virtual machine with {options.provider}")
     found = in_machine(job, options.provider, bench.work / "share", 2400 if bench.chart else 900)
     rows = [

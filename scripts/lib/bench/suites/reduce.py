@@ -19,7 +19,7 @@ Each figure is a ratio of two measurements of one run, larger is better.
                        made: copied there, computed by Adam, and copied back
 
 The CPU's figures are medians of the ratios of each round. Where there is no GPU, or no torch, the reason is printed, and the
-figures are left out. torch is that of --python, or else of .venv, or of the interpreter that runs this.
+figures are left out. torch is that of .venv, or else of the interpreter that runs this.
 """
 
 import json
@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 from machine import GIB, ROOT, Failed, require_memory, say
 from programs import output_of
@@ -154,12 +153,11 @@ def of_gpu(binary, quick, number, python):
 
 def options(parser):
     parser.add_argument("--gpu", metavar="NUMBER", type=int, default=0, help="of the GPU [default: 0]")
-    parser.add_argument("--python", metavar="FILE", type=Path, help="the Python whose torch is measured")
 
 
 def run(bench):
-    own, python = ROOT / ".venv" / "bin" / "python", bench.options.python
-    python = python or (own if own.is_file() else sys.executable)
+    own = ROOT / ".venv" / "bin" / "python"
+    python = own if own.is_file() else sys.executable
     (binary,) = bench.binaries("bench_reduce")
     quick = ["--quick"] if bench.quick else []
     figures = of_cpu(binary, quick, python) if "cpu" in bench.only else []

@@ -24,7 +24,7 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
-from machine import Failed, require, say
+from machine import Failed, say
 from report import Figure, microseconds, ratio, table
 
 from bench import baselines, jobs
@@ -152,7 +152,6 @@ def against_sockets(bench, gradfs, program, binaries):
 
 
 def run(bench):
-    require("numpy")
     gradfs = bench.gradfs()
     medians = medians_of(waits(bench, bench.sides(gradfs)))
     ours = {case[:2]: of for case, of in medians.items() if case[2] == NEW}

@@ -36,6 +36,7 @@ from netns import Cluster, Hosts, Link
 from report import Figure, milliseconds, ratio
 
 from bench import jobs
+from bench.parts import digits, overlap, timelines
 
 PARTS = ("sync", "async", "publish", "digits", "timelines")
 USUAL = {True: ("sync", "async"), False: PARTS[:4]}
@@ -125,11 +126,9 @@ def check(parser, options):
 
 
 def run(bench):
-    require("numpy", *(["sklearn"] if "digits" in bench.only else []), *(["matplotlib"] if bench.chart else []))
+    require(*(["sklearn"] if "digits" in bench.only else []), *(["matplotlib"] if bench.chart else []))
     gradfs, learner, figures = bench.gradfs(), None, []
     if "sync" in bench.only:
-        from bench.parts import overlap
-
         try:
             (learner,) = bench.binaries("bench_learner")
         except Failed as error:
@@ -140,14 +139,10 @@ def run(bench):
     if "publish" in bench.only:
         figures += publications(bench, gradfs)
     if "digits" in bench.only:
-        from bench.parts import digits
-
         found = digits.measure(gradfs, bench.quiet, 1 if bench.quick else digits.ROUNDS)
         figures += digits.figures(found)
         if bench.chart:
             digits.draw(found, bench.chart_path("digits"))
     if "timelines" in bench.only:
-        from bench.parts import timelines
-
         timelines.draw(gradfs, bench.chart_path("stall"))
     return figures

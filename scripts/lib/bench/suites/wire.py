@@ -9,7 +9,7 @@ turns. A figure is the median of all turns, as a ratio to that of `full`. Weight
 import sys
 
 import netns
-from machine import MIB, require, say
+from machine import MIB, say
 from report import milliseconds, ratio
 
 from bench import jobs
@@ -23,7 +23,6 @@ DEADLINE = 600.0
 
 
 def run(bench):
-    require("numpy")
     size, rounds = (16 * MIB, 5) if bench.quick else (64 * MIB, 9)
     gradfs = bench.gradfs()
     with netns.Hosts(["shard", "learner"], netns.Link(rate=RATE)) as hosts:
