@@ -50,10 +50,10 @@ def test_learners_join_with_mkdir(mounted):
             os.mkdir(learners + b"x" * length)
     for words in [("learner name", "letters, digits"), ("xxx", "65 bytes", "64 is the most")]:
         said(mount, *words)
-    for place in (mount.root, mount.model, mount.model / "control"):
+    for folder in (mount.root, mount.model, mount.model / "control"):
         for length, code in [(255, errno.ENOENT), (256, errno.ENAMETOOLONG)]:
             with raises(code):
-                os.stat(place / ("x" * length))
+                os.stat(folder / ("x" * length))
     os.mkdir(learners + b"x" * 64)
     os.rmdir(learners + b"x" * 64)
     mount.leave("a")

@@ -479,7 +479,7 @@ def test_the_first_step_of_a_process_that_has_opened_weights_may_take_longer_tha
     looks = subprocess.Popen(["bash", "-c", look], stderr=subprocess.DEVNULL)
     mount.contribute(filled(mount, 1), learner="b")
     assert (array(mount.place("b") / "weights") == 1).all(), "the job goes on without them"
-    assert sorted(os.listdir(mount.model / "learners")) == ["b"]
+    eventually(lambda: sorted(os.listdir(mount.model / "learners")) == ["b"])
     assert looks.wait(300) == 0
     eventually(lambda: mount.status()["watched_processes"] <= 1)
 

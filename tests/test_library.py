@@ -5,7 +5,7 @@ import subprocess
 
 import numpy as np
 from conftest import gradfs_binary
-from filetools import BLOCK
+from filetools import BLOCK, array
 from patience import HANGS
 
 EXAMPLES = gradfs_binary().parent / "examples"
@@ -36,10 +36,10 @@ def test_programs_train_follow_and_publish_by_the_library(cluster):
     # Each step halves the error.
     np.testing.assert_allclose(losses, [0.25**step for step in range(steps)], atol=1e-6)
     mount.catch_up()
-    np.testing.assert_allclose(mount.weights(), 1 - 0.5**steps, rtol=1e-6)
+    np.testing.assert_allclose(array(mount.model / "weights"), 1 - 0.5**steps, rtol=1e-6)
 
     one.create("pushed", size=size, block_size=BLOCK, reducer="assign")
     readers = one.mount(models=("pushed",))
     assert "7.5 everywhere" in end(start("publish", one.registry, "pushed", 7.5))
     readers.catch_up()
-    assert (readers.weights() == 7.5).all()
+    assert (array(readers.model / "weights") == 7.5).all()

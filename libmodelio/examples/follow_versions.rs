@@ -29,17 +29,24 @@ fn main() -> Result<(), Box<dyn Error>> {
             let _ = sender.send(version);
         }
     }));
-    show(&job, job.version());
-    for _ in 0..count.parse::<u32>()? {
-        show(&job, versions.recv_timeout(PATIENCE).map_err(|_| "no version came")?);
+    let mut shown = show(&job, job.version());
+    let mut left: u32 = count.parse()?;
+    while left > 0 {
+        let version = versions.recv_timeout(PATIENCE).map_err(|_| "no version came")?;
+        // A newer one may have been shown in its place.
+        if version > shown {
+            shown = show(&job, version);
+            left -= 1;
+        }
     }
     job.shut_down();
     Ok(())
 }
 
-fn show(job: &Arc<Job>, version: Version) {
+/// Shows a version, and returns which one it was.
+fn show(job: &Arc<Job>, version: Version) -> Version {
     // It may be gone already where versions follow each other fast. Then the newest one is as good.
-    let Some(reader) = Reader::open(job, version).or_else(|| Reader::newest(job)) else { return };
+    let Some(reader) = Reader::open(job, version).or_else(|| Reader::newest(job)) else { return version };
     for tensor in job.layout().tensors() {
         let bytes = reader.bytes(tensor.bytes.clone());
         println!(
@@ -49,4 +56,5 @@ fn show(job: &Arc<Job>, version: Version) {
             &bytes[..bytes.len().min(8)]
         );
     }
+    reader.version()
 }
