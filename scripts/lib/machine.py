@@ -13,10 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GIB, MIB = 1 << 30, 1 << 20
 
 # What is imported, run or included, and the Debian package that has it.
-MODULES = {"numpy": "python3-numpy", "sklearn": "python3-sklearn", "torch": "python3-torch", "nbd": "python3-libnbd"}
-MODULES["matplotlib"] = "python3-matplotlib"
-PROGRAMS = {"fio": "fio", "nbdkit": "nbdkit", "nbdcopy": "libnbd-bin", "redis-server": "redis-server", "g++": "g++"}
-PROGRAMS["pkg-config"] = "pkg-config"
+MODULES = {name: f"python3-{name}" for name in ("numpy", "sklearn", "torch", "matplotlib")} | {"nbd": "python3-libnbd"}
+PROGRAMS = {name: name for name in ("fio", "nbdkit", "redis-server", "g++", "pkg-config")} | {"nbdcopy": "libnbd-bin"}
 HEADERS = {"grpcpp/grpcpp.h": "libgrpc++-dev", "hiredis/hiredis.h": "libhiredis-dev"}
 
 # What cargo builds for benchmarks: the package, the kind of target, and the features besides.

@@ -43,15 +43,17 @@ class Group:
         script.chmod(0o755)
         return script
 
+    def _file(self, *names):
+        # Of either version of the interface.
+        return next(file for name in names if (file := self._place / name).exists())
+
     def used(self):
         """What the limit is held against: files that were read count, too."""
-        names = ("memory.current", "memory.usage_in_bytes")
-        return int(next(file for name in names if (file := self._place / name).exists()).read_text())
+        return int(self._file("memory.current", "memory.usage_in_bytes").read_text())
 
     def limit(self, most):
         """The group may have so many bytes."""
-        names = ("memory.max", "memory.limit_in_bytes")
-        next(file for name in names if (file := self._place / name).exists()).write_text(str(most))
+        self._file("memory.max", "memory.limit_in_bytes").write_text(str(most))
 
     def bytes(self):
         """Anonymous and shared memory of the group."""

@@ -134,8 +134,8 @@ class Peer:
         except BrokenPipeError as error:
             raise Failed(f"{self.name}: has ended") from error
 
-    def answer(self, what, deadline=ROUND_DEADLINE):
-        """Its next line, which must be about `what`."""
+    def line(self, what, deadline=ROUND_DEADLINE):
+        """Its next line."""
         give_up, output = time.monotonic() + deadline, self.process.stdout.fileno()
         while b"\n" not in self._unread:
             if not select.select([output], [], [], max(0.0, give_up - time.monotonic()))[0]:
@@ -145,7 +145,11 @@ class Peer:
                 raise Failed(f"{self.name}: ended with {self.process.wait(STOP_DEADLINE)} when asked about {what}")
             self._unread += more
         line, self._unread = self._unread.split(b"\n", 1)
-        found = json.loads(line)
+        return json.loads(line)
+
+    def answer(self, what, deadline=ROUND_DEADLINE):
+        """The same, which must be about `what`."""
+        found = self.line(what, deadline)
         if found["what"] != what:
             raise Failed(f"{self.name}: answered {found} when asked about {what}")
         return found

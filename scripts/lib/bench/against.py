@@ -7,7 +7,6 @@ all rounds, oriented so that more than 1 is in favour of the new binary. Its int
 is drawn with what both had in it, so that drift of the machine, which hits both, is left out.
 """
 
-import math
 import random
 import statistics
 import subprocess
@@ -84,9 +83,6 @@ class Comparison:
         """As it was found."""
         return self._value(range(len(self.new)))
 
-    def _both(self):
-        return [self.words(_median(side)) for side in (self.new, self.old)]
-
     @cached_property
     def resampled(self):
         """As it would have been with other passes: the same ones in every run."""
@@ -98,10 +94,8 @@ class Comparison:
         """For reports, one for each name."""
         low, high = _bounds(self.resampled)
         target, op = (COMMIT_TARGET, "<=") if self.difference else (None, None)
-        return [
-            Figure(f"{name}_vs_old", self.value, self.unit, target, op, *self._both(), low, high)
-            for name in self.names
-        ]
+        rest = self.value, self.unit, target, op, *(self.words(_median(side)) for side in (self.new, self.old)), low, high
+        return [Figure(f"{name}_vs_old", *rest) for name in self.names]
 
 
 def _median(passes):
@@ -110,12 +104,10 @@ def _median(passes):
 
 def joined(passes):
     """The Comparisons of passes that each found the same figures: lists of (names, {side: numbers}, words, options)."""
-    found = []
     for of_figure in zip(*passes, strict=True):
         names, _, words, options = of_figure[0]
         new, old = ([numbers[side] for _, numbers, _, _ in of_figure] for side in (NEW, OLD))
-        found.append(Comparison(names, new, old, words, **options))
-    return found
+        yield Comparison(names, new, old, words, **options)
 
 
 def middle(passes):
@@ -125,10 +117,7 @@ def middle(passes):
 
 def _mean(name, comparisons):
     """The geometric mean of all ratios."""
-
-    def mean(values):
-        return math.exp(statistics.fmean(map(math.log, values)))
-
+    mean = statistics.geometric_mean
     ratios = [one for one in comparisons if not one.difference]
     low, high = _bounds([mean(values) for values in zip(*(one.resampled for one in ratios))])
     words = f"of {len(ratios)} ratios", ""
@@ -146,8 +135,7 @@ def report(name, comparisons):
     for figure in shown:
         digits = 1 if figure.unit == "us" else 3
         value, low, high = (f"{number:.{digits}f}" for number in (figure.value, figure.low, figure.high))
-        target = "" if figure.target is None else f"{figure.op} {figure.target:g}"
         value += "" if figure.unit == "ratio" else f" {figure.unit}"
-        rows.append([figure.name, figure.ours, figure.other, value, f"{low} to {high}", target, figure.verdict()])
+        rows.append([figure.name, figure.ours, figure.other, value, f"{low} to {high}", figure.aim(), figure.verdict()])
     print(table(["against the old binary", "new", "old", "new/old", "95% interval", "target", ""], rows), flush=True)
     return [figure for figures in found for figure in figures]

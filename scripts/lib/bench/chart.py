@@ -7,8 +7,8 @@ matplotlib.use("Agg")
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gradfs", "font.size": 10})
 
 from matplotlib import pyplot  # noqa: E402
+from report import size_words  # noqa: E402
 
-UNITS = {"k": 1 << 10, "m": 1 << 20}
 # Colours that stay apart for colour-blind readers and in print; the face of a job has the line, the
 # engine the marker.
 COLOURS = {"weights-read": "#0072b2", "gradients-write": "#d55e00"}
@@ -42,14 +42,10 @@ LINES = ("#000000", "#999999", "#e69f00", "#f0e442", "#56b4e9", "#0072b2", "#003
 LABELS_APART = 0.055
 
 
-def _bytes(text):
-    return int(text[:-1]) * UNITS[text[-1]]
-
-
 def draw_sizes(series, sizes, model, path):
     """Writes `path`.svg and .png for {job: [GiB/s at each of `sizes`]}; gives the paths."""
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    x = [_bytes(size) for size in sizes]
+    x = [int(size[:-1]) << {"k": 10, "m": 20}[size[-1]] for size in sizes]
     for job, values in series.items():
         face, engine = job.rsplit("-", 1)
         marker, line = ENGINES[engine]
@@ -76,11 +72,10 @@ def draw_network(series, path, note=NOTE, unit="GB/s"):
         sizes = sorted(set().union(*lines.values()))
         _finish(axes, sizes, f"throughput ({unit})" if what != "pull" else "", title, of)
         # Without the unit they fit.
-        axes.set_xticks(sizes, [_words(size).replace(" ", "").removesuffix("iB") for size in sizes])
+        axes.set_xticks(sizes, [size_words(size).replace(" ", "").removesuffix("iB") for size in sizes])
         axes.set_ylim(0, tops[what])
         _label(axes, {key: values[max(values)] / tops[what] for key, values in lines.items()})
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
-    return _save(figure, path)
+    return _save(figure, path, note)
 
 
 def draw_timelines(panels, path, length, note):
@@ -92,17 +87,11 @@ def draw_timelines(panels, path, length, note):
             # Edges tell bars that touch.
             axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6)
         stalled = sum(end - begin for begin, end in lanes["stall"]) / length
-        axes.set_title(f"{title}: the learner waits for {stalled:.0%} of the time", loc="left", fontsize=11)
         axes.set_yticks(range(len(LANES)), list(LANES))
-        axes.set_ylim(len(LANES) - 0.5, -0.5)
-        axes.set_xlim(0, length)
-        axes.grid(axis="x", color="#dddddd", linewidth=0.8)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.set(ylim=(len(LANES) - 0.5, -0.5), xlim=(0, length))
+        _plain(axes, f"{title}: the learner waits for {stalled:.0%} of the time", "x")
     all_axes[-1].set_xlabel("time (ms)")
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
-    return _save(figure, path)
+    return _save(figure, path, note)
 
 
 def draw_accuracy(panels, path, reached, note):
@@ -115,12 +104,10 @@ def draw_accuracy(panels, path, reached, note):
         axes.axhline(reached, color="#444444", linewidth=0.8)
         axes.set_xlabel("time (s)")
         axes.set_xlim(left=0)
-        axes.set_title(title, loc="left", fontsize=11)
-        _plain(axes)
+        _plain(axes, title)
     all_axes[0].set_ylabel("accuracy")
     all_axes[-1].legend(frameon=False, loc="lower right")
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
-    return _save(figure, path)
+    return _save(figure, path, note)
 
 
 def draw_learning(found, numbers, path, reached):
@@ -135,23 +122,18 @@ def draw_learning(found, numbers, path, reached):
             for method, values in by_learners.items():
                 style = {"color": METHODS[method.split("_")[0]], "linestyle": "--" if method.endswith("_best") else "-"}
                 axes.plot(numbers, [value[column] for value in values], marker="o", label=method, **style)
-            axes.set_xlabel("learners")
-            axes.set_xticks(numbers)
+            axes.set(xlabel="learners", xticks=numbers)
             axes.set_ylim(bottom=0)
-            axes.set_title(f"{network}: {what} to {reached:.0%}", loc="left", fontsize=11)
-            _plain(axes)
+            _plain(axes, f"{network}: {what} to {reached:.0%}")
         epochs.legend(frameon=False, fontsize=8)
         for number, (way, curve) in enumerate(curves.items()):
             points = [(point[1] / 1e6, point[3]) for point in curve]
             line = "-:"[way.endswith("_int8")]
             accuracy.plot(*zip(*points), color=LINES[number % len(LINES)], linestyle=line, label=way)
         accuracy.axhline(reached, color="#444444", linewidth=0.8)
-        accuracy.set_xlabel("sent (MB)")
-        accuracy.set_xscale("log")
-        accuracy.set_ylim(0.7, 1)
-        accuracy.set_title("accuracy, 2 learners", loc="left", fontsize=11)
+        accuracy.set(xlabel="sent (MB)", xscale="log", ylim=(0.7, 1))
         accuracy.legend(frameon=False, loc="lower right", fontsize=8)
-        _plain(accuracy)
+        _plain(accuracy, "accuracy, 2 learners")
     return _save(figure, path)
 
 
@@ -167,34 +149,29 @@ def _label(axes, ends):
         highest = places[index] - LABELS_APART
     for ((transport, way), _), place in zip(ends, places):
         colour, name = TRANSPORTS[transport]
-        axes.annotate(
-            f"{name}, {WAYS[way][2]}", (1.02, place), xycoords="axes fraction", va="center", color=colour, fontsize=9.5
-        )
+        style = {"xycoords": "axes fraction", "va": "center", "color": colour, "fontsize": 9.5}
+        axes.annotate(f"{name}, {WAYS[way][2]}", (1.02, place), **style)
 
 
 def _finish(axes, sizes, unit, title, of="block size"):
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [_words(size) for size in sizes])
+    axes.set_xticks(sizes, [size_words(size) for size in sizes])
     axes.minorticks_off()
-    axes.set_xlabel(of)
+    axes.set(xlabel=of, ylabel=unit)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel(unit)
-    axes.set_title(title, loc="left")
-    _plain(axes)
+    _plain(axes, title, size=10)
 
 
-def _plain(axes):
-    axes.grid(color="#dddddd", linewidth=0.8)
+def _plain(axes, title, which="both", size=11):
+    axes.set_title(title, loc="left", fontsize=size)
+    axes.grid(axis=which, color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def _words(size):
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
-
-def _save(figure, path):
+def _save(figure, path, note=""):
+    if note:
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
     paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
     figure.savefig(paths[0], metadata={"Date": None})
     figure.savefig(paths[1], dpi=150)

@@ -172,11 +172,11 @@ def joined(model, count):
     return directories
 
 
-def library(stack, cluster, program, learners=1, processes=None, options=(), first=0):
-    """Learners by the library from rank `first` on, each a process, or all of them in as many `processes`."""
+def library(stack, cluster, program, learners=1, processes=None, options=()):
+    """Learners by the library, each a process, or all of them in as many `processes`."""
     here = learners // (processes or learners)
     common = ["--registry", cluster.registry, "--model", MODEL, "--learners", learners, "--here", here, *options]
-    commands = [[program, "--rank", rank, *common] for rank in range(first, learners, here)]
+    commands = [[program, "--rank", rank, *common] for rank in range(0, learners, here)]
     return Rival(stack, commands, cluster.pids())
 
 

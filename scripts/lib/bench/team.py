@@ -75,11 +75,10 @@ class Team:
         stack.callback(self.end)
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, theirs, self.barriers), daemon=True)
-            process.start()
+            self.processes.append(context.Process(target=_work, args=(rank, theirs, self.barriers), daemon=True))
+            self.processes[-1].start()
             theirs.close()
             self.pipes.append(ours)
-            self.processes.append(process)
 
     def end(self):
         for process in self.processes:
@@ -124,12 +123,16 @@ def median(results, name):
     return statistics.median(durations(results, name))
 
 
-def race(member, contenders, rounds, warm_up, patience, alternate=False):
-    """Every contender's step in turn, round after round: {name: [(start, end), …]}.
+class Contender:
+    """What a race is between: `prepare()`, which is not timed, `step()`, which is, and `check(steps)`, which raises unless
+    everything is as it must be after so many steps."""
 
-    A contender has `prepare()`, which is not timed, `step()`, which is, and `check(steps)`, which raises unless everything
-    is as it must be after so many steps. `alternate` turns their order round each time.
-    """
+    def prepare(self):
+        """Nothing to do."""
+
+
+def race(member, contenders, rounds, warm_up, patience, alternate=False):
+    """Every Contender's step in turn, round after round: {name: [(start, end), …]}. `alternate` turns their order round."""
     quiet = Quiet(patience) if member.rank == 0 and patience else None
     times = {name: [] for name in contenders}
     for turn in range(warm_up + rounds):

@@ -140,16 +140,13 @@ class Guest:
         # Without checks that cost an emulation much, and without string instructions, which it does byte by byte.
         words += ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=256"]
         words += ["-cpu", "max,-la57,-smap,-smep,-erms,-fsrm"]
-        words += ["-smp", settings.cpus, "-m", settings.memory]
+        words += ["-smp", settings.cpus, "-m", settings.memory, "-kernel", image.kernel, "-initrd", image.initramfs]
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-monitor", "none"]
-        words += ["-kernel", image.kernel, "-initrd", image.initramfs]
         words += ["-append", " ".join(KERNEL_OPTIONS)]
         words += ["-chardev", f"{serial},id=console", "-serial", "chardev:console"]
         words += ["-object", "rng-random,id=random,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=random"]
-        for tag, path, mode in (
-            ("hostroot", "/", ",readonly=on"), ("tools", image.tools, ",readonly=on"), ("job", self.folder, ""),
-            ("share", settings.share, ""),
-        ):
+        read = ("hostroot", "/", ",readonly=on"), ("tools", image.tools, ",readonly=on")
+        for tag, path, mode in (*read, ("job", self.folder, ""), ("share", settings.share, "")):
             # A comma is written twice in an option of qemu.
             path = str(path).replace(",", ",,")
             words += ["-fsdev", f"local,id={tag},path={path},security_model=none,multidevs=remap{mode}"]

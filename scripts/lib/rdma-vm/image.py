@@ -42,23 +42,12 @@ def folder():
 class Image:
     path: Path
 
-    @property
-    def about(self):
-        """What setup found out: kernel, qemu, packages."""
-        return json.loads((self.path / "about.json").read_text())
-
-    @property
-    def kernel(self):
-        return self.path / "vmlinux"
-
-    @property
-    def initramfs(self):
-        return self.path / "initramfs.cpio"
-
-    @property
-    def tools(self):
-        """Programs and kernel modules that the guest sees over the host's root."""
-        return self.path / "tools"
+    # `tools` are programs and kernel modules that the guest sees over the host's root.
+    kernel = property(lambda self: self.path / "vmlinux")
+    initramfs = property(lambda self: self.path / "initramfs.cpio")
+    tools = property(lambda self: self.path / "tools")
+    # What setup found out: kernel, qemu, packages.
+    about = property(lambda self: json.loads((self.path / "about.json").read_text()))
 
     def qemu(self):
         """The command that starts qemu, and what it needs in its environment."""

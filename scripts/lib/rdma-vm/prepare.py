@@ -15,7 +15,6 @@ import subprocess
 import tarfile
 import tempfile
 import time
-import zlib
 from pathlib import Path
 
 import image
@@ -43,6 +42,11 @@ MODULES += ("ext4", "crc32_generic", "crc32_pclmul", "crc32c_generic", "crc32c_i
 SIW = "drivers/infiniband/sw/siw/"
 
 
+APT_OPTIONS = ("Debug::NoLocking=1", "APT::Sandbox::User=", "Acquire::Languages=none", "Acquire::Retries=3")
+APT_OPTIONS += ("Acquire::http::Timeout=60", "Acquire::https::Timeout=60")
+APT_OPTIONS += ("Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",)
+
+
 def command(words, what, **options):
     """Runs a program; what it prints is shown only when it fails."""
     try:
@@ -68,14 +72,8 @@ class Apt:
         lists, cache = work / "lists", work / "cache"
         for path in (lists / "partial", cache, self.packages / "partial"):
             path.mkdir(parents=True)
-        self.options = []
-        for option in (
-            f"Dir::State::lists={lists}", f"Dir::Cache={cache}", f"Dir::Cache::archives={self.packages}",
-            "Debug::NoLocking=1", "APT::Sandbox::User=", "Acquire::Languages=none", "Acquire::Retries=3",
-            "Acquire::http::Timeout=60", "Acquire::https::Timeout=60",
-            "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",
-        ):
-            self.options += ["-o", option]
+        places = f"Dir::State::lists={lists}", f"Dir::Cache={cache}", f"Dir::Cache::archives={self.packages}"
+        self.options = [f"-o{option}" for option in (*places, *APT_OPTIONS)]
 
     def call(self, program, *words, what="asking apt", **options):
         try:
@@ -84,10 +82,6 @@ class Apt:
             raise
         except Failed as error:
             raise CannotBeHad(f"packages cannot be had: {error}") from error
-
-    def update(self):
-        # Without a network it warns, succeeds, and knows nothing; then `show` fails.
-        self.call("apt-get", "update", what="fetching lists of packages")
 
     def show(self, package):
         """The fields of a package, or None."""
@@ -171,8 +165,6 @@ def unpack_kernel(compressed, to):
         kernel = zstd.stdout
     elif payload.startswith(b"\xfd7zXZ\0"):
         kernel = lzma.LZMADecompressor().decompress(payload)
-    elif payload.startswith(b"\x1f\x8b"):
-        kernel = zlib.decompressobj(31).decompress(payload)
     else:
         raise Failed(f"{compressed.name}: compressed in an unknown way ({payload[:4].hex()})")
     if not kernel.startswith(b"\x7fELF"):
@@ -226,9 +218,6 @@ class Modules:
         # kmod is what it is called.
         return command([name, *words], "kernel modules", executable=self.kmod, env=self.environment)
 
-    def index(self, base):
-        self.call("depmod", "-b", base, self.release)
-
     def needed(self, *names):
         """Paths of the modules and what they need, in the order to load them."""
         paths = []
@@ -264,15 +253,6 @@ def make_initramfs(work, tools, busybox, modules, to):
         )
 
 
-def own_qemu(apt, into):
-    """qemu for the image, unless the host has one. Gives its first line."""
-    if not shutil.which("qemu-system-x86_64"):
-        say("fetching qemu")
-        apt.with_libraries("qemu-system-x86")
-        unpack(apt.take(), into / "qemu")
-    return qemu_version(Image(into))
-
-
 def qemu_version(of):
     """What the image's qemu says it is; fails where it does not start."""
     words, more = of.qemu()
@@ -285,7 +265,8 @@ def make(work):
     made.mkdir()
     apt = Apt(work)
     say("fetching lists of packages")
-    apt.update()
+    # Without a network it warns, succeeds, and knows nothing; then `show` fails.
+    apt.call("apt-get", "update", what="fetching lists of packages")
     release, version = choose_kernel(apt)
     bare = release.removesuffix("-amd64")
     series = ".".join(release.split(".")[:2])
@@ -300,7 +281,11 @@ def make(work):
     tools = apt.take()
     apt.download("busybox-static")
     busybox = apt.take()
-    qemu = own_qemu(apt, made)
+    if not shutil.which("qemu-system-x86_64"):
+        say("fetching qemu")
+        apt.with_libraries("qemu-system-x86")
+        unpack(apt.take(), made / "qemu")
+    qemu = qemu_version(Image(made))
 
     say("unpacking")
     unpack([*tools, *busybox], made / "tools")
@@ -317,13 +302,13 @@ def make(work):
     modules = Modules(made / "tools", base, release)
     (modules.path / "updates").mkdir(exist_ok=True)
     shutil.move(build_siw(work, sources, release), modules.path / "updates")
-    modules.index(base)
+    modules.call("depmod", "-b", base, release)
     into = made / "tools/usr/lib/modules" / release
     for path in modules.needed(*FIRST_MODULES, *MODULES):
         modules.copy(path, into / path.relative_to(modules.path).parent)
     for name in ("modules.builtin", "modules.order", "modules.builtin.modinfo"):
         shutil.copy2(modules.path / name, into)
-    modules.index(made / "tools/usr")
+    modules.call("depmod", "-b", made / "tools/usr", release)
     make_initramfs(work, made / "tools", made / "tools/usr/bin/busybox", modules, made / "initramfs.cpio")
     packages = [*sources, *kernel, *tools, *busybox]
     names = sorted(package.name.removesuffix(".deb") for package in packages)
@@ -332,19 +317,13 @@ def make(work):
     return made, release
 
 
-def intact(of):
-    """Whether an image can be used: qemu may have been taken from the host since."""
-    try:
-        qemu_version(of)
-    except Failed:
-        return False
-    return all(path.exists() for path in (of.kernel, of.initramfs, of.tools))
-
-
 def usable():
-    """The current image, if it is whole."""
-    there = image.current()
-    return there if there and intact(there) else None
+    """The current image, if it is whole: qemu may have been taken from the host since."""
+    try:
+        if (there := image.current()) and qemu_version(there):
+            return there if all(path.exists() for path in (there.kernel, there.initramfs, there.tools)) else None
+    except Failed:
+        return None
 
 
 def setup():

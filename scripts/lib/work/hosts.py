@@ -2,8 +2,7 @@
 last line. All hosts are of one machine, and have one clock.
 
   steps, total      learners of whole numbers, and whether weights hold each step once (scripts/netns-cluster, tests)
-  listen, send      one TCP stream: what the network gives at best
-  serve, ask        what a link does when bytes go both ways at once (the suite stall)
+  serve, ask        what a link does at best, one way and both ways at once (scripts/netns-cluster, the suite stall)
   wire              steps in each form by turns (the suite wire)
   train, stall      a trainer, and the learner whose waits are measured (the suite stall, asynchronous)
   overlap           a learner that computes (it sleeps), contributes and opens the new weights (stall, synchronous)
@@ -21,6 +20,7 @@ import statistics
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 MIB = 1 << 20
@@ -125,37 +125,6 @@ def total(options):
     version = int((options.model / "version").read_text())
     wrong = int((weights != expected).sum())
     say(wrong=wrong, version=version, largest=float(numpy.abs(weights - expected).max()))
-
-
-STREAM_PORT, STREAM_SECONDS = 7069, 2.0
-
-
-@task()
-def listen(_):
-    """Takes what one connection sends; counts from when it is at speed."""
-    with socket.create_server(("0.0.0.0", STREAM_PORT)) as server:
-        server.settimeout(30)
-        print("listening", flush=True)
-        connection, _ = server.accept()
-    connection.settimeout(30)
-    buffer = bytearray(MIB)
-    begun, counted = time.monotonic(), 0
-    while got := connection.recv_into(buffer):
-        if time.monotonic() - begun < STREAM_SECONDS / 4:
-            start = time.monotonic()
-        else:
-            counted += got
-            end = time.monotonic()
-    say(bytes_a_second=counted / (end - start))
-
-
-@task("address")
-def send(options):
-    """Sends for a while."""
-    with socket.create_connection((options.address, STREAM_PORT), 30) as connection:
-        end = time.monotonic() + STREAM_SECONDS
-        while time.monotonic() < end:
-            connection.sendall(bytes(MIB))
 
 
 # Both ways at once: the server takes so many bytes, sends so many, or does both, and answers with one byte whatever it has
@@ -263,25 +232,15 @@ def opened(model):
         return int(numpy.fromfile(file, numpy.float32)[0]), have
 
 
-class Newest(threading.Thread):
-    """Weights that a thread opens at once, for the next step."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.start()
-
-    def run(self):
-        self.number, _ = opened(self.model)
-
-
 @task("model", "times", "policy", ("steps", int), ("first", int), ("whole", int))
 def stall(options):
     """A turn of some steps, of a `whole` in which compute times drift once to the longest and back."""
     model, policy, count = options.model, options.policy, options.steps
     set_control(model, "pull", {"after-push": "on-demand", "whole": "adaptive"}.get(policy, policy))
     data = bytes(os.path.getsize(f"{model}/weights") if policy == "whole" else 4 * FEW)
-    rng, newest = random.Random(options.first), Newest(model) if policy == "after-push" else None
+    # Weights that a thread opens at once, for the next step.
+    pool = ThreadPoolExecutor(1) if policy == "after-push" else None
+    rng, newest = random.Random(options.first), pool and pool.submit(opened, model)
     opens, stalled, begin, before = [], 0.0, None, 0
     # The first step follows another policy.
     for step in range(-1, count):
@@ -290,9 +249,8 @@ def stall(options):
         asked = time.monotonic()
         if newest:
             # Pulled while the last step was computed; the next one is pulled while this one is.
-            newest.join()
-            number, have = newest.number, time.monotonic()
-            newest = Newest(model)
+            number, have = newest.result()[0], time.monotonic()
+            newest = pool.submit(opened, model)
         else:
             number, have = opened(model)
         drift = 0.5 - 0.5 * math.cos(math.tau * (options.first + step) / options.whole)
@@ -304,8 +262,8 @@ def stall(options):
         if step >= 0:
             opens.append((have, number))
     took, pulled = time.monotonic() - begin, status(model)["pull"]["pulls"] - before
-    if newest:
-        newest.join()
+    if pool:
+        pool.shutdown()
     made = [float(line) for line in Path(options.times).read_text().split("\n")[:-1]]
     ages = [have - made[number - 1] for have, number in opens]
     say(age=sum(ages) / count, stall=stalled / took, pulls=pulled / count)

@@ -30,27 +30,26 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 PERIOD, PIECE, DEADLINE = 97, 1 << 18, 60.0
 
 
-class Buffer:
-    """Numbers on whole pages, huge ones where there are any, that were touched before."""
+def pattern(at, count):
+    """Small whole numbers, whose sums are exact in whatever order; those of learner N are N more."""
+    return (numpy.arange(at, at + count) % PERIOD + 1).astype(numpy.float32)
 
-    def __init__(self, numpy, size, first):
-        self.memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.values = numpy.frombuffer(self.memory, numpy.float32)
-        for at in range(0, size // 4, PIECE):
-            piece = self.values[at : at + PIECE]
-            piece[:] = numpy.arange(at, at + len(piece)) % PERIOD + first
+
+def filled(values, more=0):
+    """The array, with the pattern in it, piece by piece."""
+    for at in range(0, len(values), PIECE):
+        piece = values[at : at + PIECE]
+        piece[:] = pattern(at, len(piece)) + more
+    return values
 
 
 class Files:
     """Bytes that go to `path` in a way, and weights that come from `source`."""
 
-    def __init__(self, options, path, source):
-        import numpy
-
-        self.numpy, self.path, self.source, self.way = numpy, path, source, options.way
-        self.size = source.stat().st_size
-        self.pieces = options.pieces or self.size
+    def __init__(self, path, source, way="written", pieces=None):
+        self.path, self.source, self.way = path, source, way
+        self.size = os.stat(source).st_size
+        self.pieces = pieces or self.size
         self.file = self.mapped = None
 
     def prepare(self):
@@ -61,54 +60,67 @@ class Files:
         if self.way != "written" and self.file is None:
             self.file = os.open(self.path, os.O_RDWR | os.O_DIRECT)
         if self.way in ("stored", "mapped") and self.mapped is None:
-            self.mapped = self.numpy.frombuffer(mmap.mmap(self.file, self.size), self.numpy.float32)
+            self.mapped = numpy.frombuffer(mmap.mmap(self.file, self.size), numpy.float32)
 
-    def give(self, buffer):
-        """Contributes or publishes what is in the buffer."""
+    def close(self):
+        if self.file is not None:
+            os.close(self.file)
+
+    def give(self, values):
+        """Contributes or publishes an array."""
         self.open()
         if self.way in ("stored", "mapped"):
             if self.way == "stored":
-                self.numpy.copyto(self.mapped, buffer.values)
+                numpy.copyto(self.mapped, values)
             os.fsync(self.file)
             return
-        file, data = self.file or os.open(self.path, os.O_WRONLY), memoryview(buffer.memory)
-        for at in range(0, self.size, self.pieces):
-            piece = data[at : at + self.pieces]
-            if os.pwrite(file, piece, at) != len(piece):
-                raise AssertionError("short write")
-        os.fsync(file) if self.file else os.close(file)
+        data, stays = memoryview(values).cast("B"), self.way == "synced"
+        file = self.file if stays else os.open(self.path, os.O_WRONLY)
+        try:
+            for at in range(0, self.size, self.pieces):
+                piece = data[at : at + self.pieces]
+                if os.pwrite(file, piece, at) != len(piece):
+                    raise AssertionError("short write")
+        finally:
+            os.fsync(file) if stays else os.close(file)
 
-    def take(self, buffer):
-        """Reads the newest version; an open waits for one's own contribution."""
-        file, data = os.open(self.source, os.O_RDONLY), memoryview(buffer.memory)
-        for at in range(0, self.size, self.pieces):
-            if os.preadv(file, [data[at : at + self.pieces]], at) != len(data[at : at + self.pieces]):
-                raise AssertionError("short read")
-        os.close(file)
+    def take(self, values, by_mapping=False):
+        """Reads the newest version into an array, or copies it from a mapping; an open waits for one's own contribution."""
+        file, data = os.open(self.source, os.O_RDONLY), memoryview(values).cast("B")
+        try:
+            if by_mapping:
+                with mmap.mmap(file, self.size, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+                    numpy.copyto(values, numpy.frombuffer(mapping, numpy.float32))
+                return
+            for at in range(0, self.size, self.pieces):
+                piece = data[at : at + self.pieces]
+                if os.preadv(file, [piece], at) != len(piece):
+                    raise AssertionError("short read")
+        finally:
+            os.close(file)
 
 
 class Learner(Files):
-    """A learner of several, whose gradients are small whole numbers."""
+    """A learner of several."""
 
-    def __init__(self, options):
-        super().__init__(options, options.directory / "gradients", options.directory / "weights")
-        self.gradients, self.weights = (Buffer(self.numpy, self.size, options.rank + 1) for _ in range(2))
+    def __init__(self, directory, rank, learners, way="written", pieces=None):
+        super().__init__(directory / "gradients", directory / "weights", way, pieces)
+        self.gradients = filled(numpy.empty(self.size // 4, numpy.float32), rank)
+        self.weights = numpy.ones_like(self.gradients)
         self.take(self.weights)
         # Everything so far is in the weights, whoever has contributed it.
-        self.steps, self.learners = 0, options.learners
-        self.before = self.weights.values[0] - 0.0, self.weights.values[-1] - 0.0
-        self.gradients_at_end = self.of_all(self.size // 4 - 1)
+        self.before, self.steps, self.learners = self.weights[[0, -1]].copy(), 0, learners
 
-    def of_all(self, index):
+    def of_all(self, at, count):
         """The sum of all learners' gradients there."""
-        return index % PERIOD * self.learners + self.learners * (self.learners + 1) // 2
+        return pattern(at, count) * self.learners + self.learners * (self.learners - 1) // 2
 
     def prepare(self):
         self.open()
         if self.way == "mapped":
-            self.numpy.copyto(self.mapped, self.gradients.values)
+            numpy.copyto(self.mapped, self.gradients)
         elif self.way == "written":
-            self.gradients.values *= 1
+            self.gradients *= 1
 
     def push(self):
         self.give(self.gradients)
@@ -126,26 +138,28 @@ class Learner(Files):
 
     def glance(self):
         """The first weight and the last one are right."""
-        for at, before, each in ((0, self.before[0], self.of_all(0)), (-1, self.before[1], self.gradients_at_end)):
-            if (found := self.weights.values[at]) != before + self.steps * each:
-                raise AssertionError(f"wrong weights: {found} after {self.steps} contributions of {each} to {before}")
+        ends = self.of_all(0, 1)[0], self.of_all(len(self.weights) - 1, 1)[0]
+        right = self.before + self.steps * numpy.array(ends)
+        if not numpy.array_equal(self.weights[[0, -1]], right):
+            raise AssertionError(f"wrong weights: {self.weights[[0, -1]]}, not {right}, after {self.steps} contributions")
 
     def check(self, pushes):
         """All weights are; there were none before."""
-        for at in range(0, self.size // 4, PIECE):
-            piece = self.weights.values[at : at + PIECE]
-            index = self.numpy.arange(at, at + len(piece))
-            if not self.numpy.array_equal(piece, (self.of_all(index) * pushes).astype(self.numpy.float32)):
+        for at in range(0, len(self.weights), PIECE):
+            piece = self.weights[at : at + PIECE]
+            if not numpy.array_equal(piece, self.of_all(at, len(piece)) * numpy.float32(pushes)):
                 raise AssertionError(f"wrong weights after {pushes} contributions from element {at} on")
 
 
 class Publisher(Files):
-    """Versions that are made, or waited for."""
+    """Versions that are made, or waited for. The buffer is on huge pages, where there are any."""
 
-    def __init__(self, options):
-        super().__init__(options, options.directory / "publish", options.directory / "weights")
-        self.buffer = Buffer(self.numpy, self.size, 0)
-        self.version_file = os.open(options.directory / "version", os.O_RDONLY)
+    def __init__(self, model, way):
+        super().__init__(model / "publish", model / "weights", way)
+        memory = mmap.mmap(-1, self.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self.buffer = filled(numpy.frombuffer(memory, numpy.float32))
+        self.version_file = os.open(model / "version", os.O_RDONLY)
         self.poll = select.poll()
         self.poll.register(self.version_file, select.POLLPRI)
         self.version = self.now()
@@ -171,10 +185,15 @@ class Publisher(Files):
     def check(self, publications):
         """The newest version is what was published last."""
         self.take(self.buffer)
-        right = (self.numpy.arange(self.size // 4) % PERIOD).astype(self.numpy.float32)
-        right[0] = publications
-        if not self.numpy.array_equal(self.buffer.values, right):
-            raise AssertionError(f"these weights are not of publication {publications}: {self.buffer.values[:4]}")
+        right = filled(numpy.empty_like(self.buffer))
+        right[0] += publications
+        if not numpy.array_equal(self.buffer, right):
+            raise AssertionError(f"these weights are not of publication {publications}: {self.buffer[:4]}")
+
+
+def import_numpy():
+    global numpy
+    import numpy
 
 
 def tell(**fields):
@@ -192,7 +211,7 @@ def rounds(one, what, count):
     for _ in range(count):
         one.prepare()
         if what == "publish":
-            one.buffer.values[0] += 1
+            one.buffer[0] += 1
         if what == "fetch":
             tell(what="waits")
         cpu, begin = cpu_seconds(), time.monotonic()
@@ -215,7 +234,10 @@ def main():
     tell(what="ready")
     one = None
     for line in sys.stdin:
-        one = one or (Publisher if options.publish else Learner)(options)
+        if one is None:
+            import_numpy()
+            of = options.rank, options.learners, options.way, options.pieces
+            one = Publisher(options.directory, options.way) if options.publish else Learner(options.directory, *of)
         request, *words = line.split()
         if request == "round":
             moved, [(start, end, cpu)] = rounds(one, words[0], 1)
@@ -237,3 +259,5 @@ def main():
 
 if __name__ == "__main__":
     main()
+else:
+    import_numpy()

@@ -38,9 +38,15 @@ def seconds(optimizer, repeated, wait=lambda: None):
     return (time.perf_counter() - start) / repeated
 
 
+def end(why):
+    """Instead of the first line."""
+    print(json.dumps({"why": why}))
+    sys.exit()
+
+
 def on_gpu(torch, number, elements):
     if not torch.cuda.is_available():
-        sys.exit("torch has no GPU")
+        end("torch has no GPU")
     device = torch.device("cuda", number)
     optimizer = optimizer_of(torch, "fused", elements, elements, device)
     samples = [seconds(optimizer, GPU_REPEATED, lambda: torch.cuda.synchronize(device)) for _ in range(SAMPLES + 1)]
@@ -56,7 +62,7 @@ def on_cpu(torch, kind, elements, threads):
             optimizer = optimizer_of(torch, kind, elements, size)
             optimizer.step()
         except (RuntimeError, TypeError) as error:
-            sys.exit(f"torch {torch.__version__} has no Adam with {kind}=True on a CPU: {error}")
+            end(f"torch {torch.__version__} has no Adam with {kind}=True on a CPU: {error}")
         best = min(best or (1e9, 0), (seconds(optimizer, CPU_REPEATED), size))
         del optimizer
     optimizer = optimizer_of(torch, kind, elements, best[1])
@@ -70,9 +76,6 @@ if __name__ == "__main__":
     try:
         import torch as of_torch
     except ImportError as missing:
-        sys.exit(str(missing))
+        end(str(missing))
     what, first, second = sys.argv[1], *map(int, sys.argv[2:])
-    if what == "gpu":
-        on_gpu(of_torch, first, second)
-    else:
-        on_cpu(of_torch, what, first, second)
+    on_gpu(of_torch, first, second) if what == "gpu" else on_cpu(of_torch, what, first, second)

@@ -12,7 +12,7 @@ import numpy
 from machine import MIB, Failed, Quiet
 from programs import end_with_parent
 
-from bench.team import race
+from bench.team import Contender, race
 
 # The pattern that files are filled with: fp32 numbers that repeat at no power of two.
 PERIOD = 251
@@ -28,16 +28,13 @@ def pattern(index):
     return _PATTERN[first : first + _COUNT]
 
 
-class ByRead:
+class ByRead(Contender):
     """preadv(2), 1 MiB at a time, into one buffer."""
 
     def __init__(self, path):
         self.path, self.size = path, os.stat(path).st_size
         self.buffer = mmap.mmap(-1, MIB)
         self.buffer.write(bytes(MIB))
-
-    def prepare(self):
-        """Nothing to do."""
 
     def step(self):
         into, file = [self.buffer], os.open(self.path, os.O_RDONLY)
@@ -76,7 +73,7 @@ def read(member, paths, how, **arguments):
     return race(member, {name: kind(path) for name, path in paths.items()}, **arguments)
 
 
-class Listing:
+class Listing(Contender):
     """One `ls -l`, by the path of the directory, as in a shell; of a version that the kernel knows nothing of."""
 
     def __init__(self, path, count, model=None):

@@ -8,12 +8,17 @@ There, one or two interfaces and tensors in one or several pieces are tried, and
 import functools
 import mmap
 import os
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import numpy
 
-from bench import baselines
-from bench.team import race
+from bench import baselines, jobs
+from bench.team import Contender, race
+
+sys.path.insert(0, str(jobs.WORK))
+import learner  # noqa: E402
 
 # Elements of a reduction by hand that stay in a core's own cache.
 PIECE = 65536
@@ -25,129 +30,69 @@ GLOO_WAYS = [(interfaces, pieces) for interfaces in INTERFACES for pieces in (1,
 PLAIN = ("plain", 1)
 
 
+# The ways to contribute from a buffer of one's own: what a race is between, and reported as one contender. To write and to
+# read the weights, to write and to copy them from a mapping, to store and to copy them so.
+WRITTEN = {"write, read": ("written", False), "write, mmap": ("written", True)}
+WAYS = {**WRITTEN, "store, mmap": ("stored", True)}
+ALL_WAYS = {**WAYS, "mapped": ("mapped", True)}
+
+
 @functools.lru_cache(maxsize=4)
 def gradients(rank, size):
-    """A learner's gradients: small whole numbers, so that sums are exact in whatever order."""
-    return (numpy.arange(size // 4) % 97 + (rank + 1)).astype(numpy.float32)
+    return learner.filled(numpy.empty(size // 4, numpy.float32), rank)
 
 
 @functools.lru_cache(maxsize=2)
 def total(count, size):
     """The sum of everybody's gradients."""
-    added = numpy.zeros(size // 4, numpy.float32)
-    for rank in range(count):
-        added += gradients(rank, size)
-    return added
+    return sum(gradients(rank, size) for rank in range(count))
 
 
-class Learner:
-    """A learner of a job, whose directory is `directory`; it may be used in several ways in turn."""
+class Through(Contender):
+    """A learner that goes through a mount in a way; it may be used in several ways in turn."""
 
-    def __init__(self, member, directory, size):
-        self.directory, self.size, self.steps = directory, size, 0
-        self.gradients, self.total = gradients(member.rank, size), total(member.count, size)
-        self.weights = numpy.ones_like(self.gradients)
-
-    @functools.cached_property
-    def mapped(self):
-        """The file `gradients` and an array that is its memory, the same ones every time."""
-        file = os.open(f"{self.directory}/gradients", os.O_RDWR | os.O_DIRECT)
-        return file, numpy.frombuffer(mmap.mmap(file, self.size), numpy.float32)
-
-    def read_weights(self, into_buffer):
-        """Copies the newest version, by read(2) or from a mapping, to the buffer that is always the same."""
-        file = os.open(f"{self.directory}/weights", os.O_RDONLY)
-        try:
-            if into_buffer:
-                if os.preadv(file, [self.weights], 0) != self.size:
-                    raise AssertionError("short read of weights")
-                return
-            with mmap.mmap(file, self.size, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
-                numpy.copyto(self.weights, numpy.frombuffer(mapping, numpy.float32))
-        finally:
-            os.close(file)
-
-    def check(self, _):
-        """The weights hold every contribution exactly once."""
-        right = self.total * numpy.float32(self.steps)
-        if not numpy.array_equal(self.weights, right):
-            wrong = numpy.flatnonzero(self.weights != right)
-            raise AssertionError(f"wrong weights after {self.steps} steps: {len(wrong)} elements from {wrong[0]}")
-
-
-class Written:
-    """Gradients by one write(2); weights by read(2), or else mapped and copied."""
-
-    def __init__(self, learner, into_buffer=False):
-        self.learner, self.into_buffer, self.check = learner, into_buffer, learner.check
+    def __init__(self, one, way):
+        self.learner, (self.way, self.by_mapping) = one, way
 
     def prepare(self):
-        """What is not timed."""
+        """Gradients may be in the file's memory already, as those of a framework that was given it."""
+        self.learner.way = self.way
+        if self.way == "mapped":
+            self.learner.prepare()
 
     def step(self):
         """Contributes and reads the version that contains it."""
-        self.contribute()
-        self.learner.read_weights(self.into_buffer)
-        self.learner.steps += 1
+        self.learner.push()
+        self.learner.take(self.learner.weights, self.by_mapping)
 
-    def contribute(self):
-        file = os.open(f"{self.learner.directory}/gradients", os.O_WRONLY)
-        try:
-            if os.write(file, memoryview(self.learner.gradients).cast("B")) != self.learner.size:
-                raise AssertionError("short write of gradients")
-        finally:
-            os.close(file)
-
-
-class Mapped(Written):
-    """Gradients that are in the file's memory already, as those of a framework that was given it."""
-
-    def prepare(self):
-        numpy.copyto(self.learner.mapped[1], self.learner.gradients)
-
-    def contribute(self):
-        os.fsync(self.learner.mapped[0])
-
-
-class Stored(Mapped):
-    """Gradients by memcpy into the mapped file."""
-
-    def prepare(self):
-        """Nothing to do."""
-
-    def contribute(self):
-        numpy.copyto(self.learner.mapped[1], self.learner.gradients)
-        super().contribute()
-
-
-# The ways to contribute from a buffer of one's own: what a race is between, and reported as one contender.
-WRITTEN = ("write, read", "write, mmap")
-WAYS = (*WRITTEN, "store, mmap")
+    def check(self, _):
+        """The weights hold every contribution exactly once."""
+        self.learner.check(self.learner.steps)
 
 
 def mounts(member, directories, size):
     """The ways through each of several mounts, {side: learners' directories}, as {(way, side): contender}.
 
     The learner is the same in every task. A way through one mount is followed by the same through the next."""
-    found = {}
-    for side, of_it in directories.items():
+    for of_it in directories.values():
         directory = of_it[member.rank]
         if directory not in member.kept:
-            member.kept[directory] = Learner(member, directory, size)
-        one = member.kept[directory]
-        found[side] = Written(one, True), Written(one), Stored(one), Mapped(one)
-    return {(way, side): found[side][at] for at, way in enumerate((*WAYS, "mapped")) for side in found}
+            member.kept[directory] = learner.Learner(Path(directory), member.rank, member.count)
+    return {
+        (name, side): Through(member.kept[of_it[member.rank]], way)
+        for name, way in ALL_WAYS.items()
+        for side, of_it in directories.items()
+    }
 
 
 def forget(member, jobs):
     """Closes the files below mounts that are about to go."""
     for directories in jobs.values():
-        learner = member.kept.pop(directories[member.rank], None)
-        if learner and "mapped" in vars(learner):
-            os.close(learner.mapped[0])
+        if one := member.kept.pop(directories[member.rank], None):
+            one.close()
 
 
-class ByHand:
+class ByHand(Contender):
     """Shared memory in the file `path`: the weights, then a slot for each member's gradients."""
 
     def __init__(self, member, path, size):
@@ -163,9 +108,6 @@ class ByHand:
         # Everybody has each page at hand before the first step.
         member.meet()
         shared.sum()
-
-    def prepare(self):
-        """Nothing to do."""
 
     def step(self):
         """Copies in, reduces a share, copies out."""
@@ -220,7 +162,7 @@ def connect_gloo(member, directory, counts):
     return bool(pid)
 
 
-class Gloo:
+class Gloo(Contender):
     """all_reduce of this member's gradients in `pieces` at a time over `interfaces`."""
 
     def __init__(self, member, size, interfaces, pieces):

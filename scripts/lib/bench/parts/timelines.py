@@ -24,6 +24,9 @@ BEFORE, TRACED, DRAWN = 3.0, 2.0, 1.3
 DEADLINE = 60.0
 # Pauses in a lane that are too short to be seen, in seconds.
 MERGED = 0.003
+# The lane of an event, by its thread and its kind.
+LANES = {("learner", kind): kind for kind in ("compute", "stall", "commit")}
+LANES |= {("versions", kind): kind for kind in ("pull", "bubble")} | {("plans", kind): "push" for kind in ("blocks", "conclude")}
 NOTE = (
     f"From gradfs trace, of a mount with an asynchronous learner that computes for {COMPUTE * 1e3:.0f} ms a step on a link "
     f"of {RATE / 1e6:.0f} Mbit/s; a trainer makes a version every 40 ms.\nPush: from the first block until the shard has "
@@ -84,19 +87,14 @@ def _merged(intervals):
 
 def _lanes(document):
     """{lane: [(begin, end)]} in milliseconds from the end of the first step that the trace has all of."""
-    of, commits = {"compute": [], "push": [], "pull": [], "bubble": [], "stall": []}, []
+    of = {"compute": [], "push": [], "pull": [], "bubble": [], "stall": [], "commit": []}
     for thread, name, begin, end in _slices(document):
         kind = name.split()[0]
-        if thread.startswith("learner ") and kind in ("compute", "stall"):
-            of[kind].append((begin, end))
-        elif thread.startswith("learner ") and kind == "commit":
-            commits.append((begin, end))
-        elif thread.startswith("plans") and kind in ("blocks", "conclude"):
-            of["push"].append((begin, end))
-        elif thread.startswith("versions") and kind in ("pull", "bubble"):
-            of[kind].append((begin, end))
+        thread = thread.split()[0].rstrip("-0123456789")
+        if lane := LANES.get((thread, kind)):
+            of[lane].append((begin, end))
     # The trace may have begun amid a commit.
-    start = min((end for begin, end in commits if begin > 0), default=None)
+    start = min((end for begin, end in of.pop("commit") if begin > 0), default=None)
     if start is None:
         raise Failed("the trace has no step")
     shown = {}

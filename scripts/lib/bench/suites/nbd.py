@@ -22,7 +22,7 @@ measurement.
 import statistics
 import time
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 
 from machine import MIB, Failed, require, require_memory, say
 from programs import Program, output_of
@@ -83,14 +83,8 @@ class Plan:
             uris = {kit: stack.enter_context(self.nbdkit(f"trial-{job}-{kit[0]}-{kit[1]}", kit)) for kit in KITS}
             for uri in uris.values():
                 nbd_client.write_once(uri, self.whole, self.size)
-            rates = self.race(
-                {
-                    kit: lambda cell, uri=uri: nbd_client.again_and_again(job, uri, cell, self.size, self.milliseconds)
-                    for kit, uri in uris.items()
-                },
-                self.trial,
-                5,
-            )
+            run = lambda kit, cell: nbd_client.again_and_again(job, uris[kit], cell, self.size, self.milliseconds)  # noqa: E731
+            rates = self.race({kit: partial(run, kit) for kit in KITS}, self.trial, 5)
         means = {kit: statistics.geometric_mean(rates[cell][kit] for cell in self.trial) for kit in KITS}
         best = max(means, key=means.get)
         words = ", ".join(f"{allocator}/{threads} {rate:.2f}" for (allocator, threads), rate in means.items())
@@ -154,11 +148,10 @@ def reads(plan):
                 return nbd_client.copy_out(uri, cell, plan.size, plan.milliseconds)
             return nbd_client.again_and_again("nbd-read", uri, cell, plan.size, plan.milliseconds)
 
-        sides = {side: lambda cell, side=side: run(side, cell) for side in SIDES}
         for cell in plan.cells["reads"][: 1 if plan.quick else None]:
             for side in SIDES:
-                sides[side](cell)
-        yield sides
+                run(side, cell)
+        yield {side: partial(run, side) for side in SIDES}
         for side in SIDES:
             nbd_client.check(uris[side]["fio"], plan.size, pattern)
 
@@ -192,7 +185,7 @@ def assign(plan):
         for side in SIDES:
             for _ in range(WARM_UP[side]):
                 run(side, plan.whole)
-        yield {side: lambda cell, side=side: run(side, cell) for side in SIDES}
+        yield {side: partial(run, side) for side in SIDES}
         for uri in uris.values():
             nbd_client.check(uri, plan.size, lambda _: nbd_client.ELEMENT)
 

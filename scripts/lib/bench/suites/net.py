@@ -376,7 +376,8 @@ def run(bench):
             if gradfs:
                 # The side that started last starts first.
                 gradfs.binaries = dict(reversed(gradfs.binaries.items()))
-        show(case, race)
+        if race.found:
+            show(case, race)
         figures += figures_of(case, race)
         found = ratios_of(case, race)
         ratios += found

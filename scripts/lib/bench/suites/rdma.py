@@ -23,8 +23,6 @@ is missing.
 
 import json
 import os
-import signal
-import subprocess
 import sys
 
 from machine import MIB, ROOT, Failed, build, dist_directory, finished, require, say
@@ -34,8 +32,6 @@ from bench.parts import rdma_guest
 
 CHART = "draw rdma.svg, .png and .csv there: throughput against block size, ten minutes more"
 QUICK = "fewer rounds, and not each placement apart: below three minutes once it is built"
-# The virtual machine's start and end, besides what is measured there.
-MARGIN, STOP_DEADLINE = 400, 30
 KINDS = {"rxe": "soft-RoCE (rxe)", "siw": "soft-iWARP (siw)"}
 NOTE = (
     "RDMA in software: {kind} in an emulated machine with two processors that both ends share; it says nothing of "
@@ -55,23 +51,20 @@ def built(bench):
 
 def in_machine(job, provider, share, time_limit):
     """Runs the guest's part; gives what it has found."""
+    sys.path.insert(0, str(ROOT / "scripts" / "lib" / "rdma-vm"))
+    import image
+    import runner
+    from guest import Settings
+
+    if not (there := image.current()):
+        raise Failed("not set up yet: scripts/rdma-vm setup")
     share.mkdir()
     (share / "job.json").write_text(json.dumps(job))
-    command = [ROOT / "scripts" / "rdma-vm", "run", "--provider", provider, "--memory", 4096 if job["chart"] else 1536]
-    command += ["--time-limit", time_limit, "--share", share, "--", "/usr/bin/python3", rdma_guest.__file__]
-    machine = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    try:
-        # It has deadlines of its own, and may try twice.
-        status = machine.wait(2 * (time_limit + MARGIN))
-    except subprocess.TimeoutExpired as error:
-        raise Failed("scripts/rdma-vm does not end") from error
-    finally:
-        if machine.poll() is None:
-            # It ends its virtual machine.
-            machine.send_signal(signal.SIGTERM)
-            machine.wait(STOP_DEADLINE)
-    if status:
-        raise Failed(f"the run in the virtual machine failed with status {status}: see above")
+    settings = Settings(provider, 2, 4096 if job["chart"] else 1536, share)
+    wish = runner.Wish(["/usr/bin/python3", rdma_guest.__file__], time_limit=time_limit, settings=settings)
+    with image.used(there), runner.Pool(there) as pool:
+        if status := pool.run(wish):
+            raise Failed(f"the run in the virtual machine failed with status {status}: see above")
     return json.loads((share / "result.json").read_text())
 
 

@@ -23,14 +23,12 @@ figures are left out. torch is that of .venv, or else of the interpreter that ru
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from contextlib import ExitStack
 
 from machine import GIB, ROOT, Failed, require_memory, say
-from programs import output_of
+from programs import Peer, output_of
 from report import milliseconds, ratio
 
 from bench import jobs
@@ -68,39 +66,23 @@ def of_rounds(name, target, ours, other, shown=gb_s):
     return ratio(name, statistics.median(a / b for a, b in zip(ours, other)), target, *medians)
 
 
-class ByTurns:
-    """A program that answers each line with seconds."""
-
-    def __init__(self, stack, command, **environment):
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        process = subprocess.Popen(list(map(str, command)), text=True, env={**os.environ, **environment}, **pipes)
-        self.process = stack.enter_context(process)
-        stack.callback(self.process.kill)
-
-    def line(self):
-        """Its next line; fails with what it said last."""
-        if line := self.process.stdout.readline():
-            return line
-        raise Failed((self.process.stderr.read().strip().splitlines() or ["it has failed"])[-1])
-
-    def seconds(self):
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return float(self.line())
-
-
 def of_torch(binary, python, kind, elements, threads, target):
     """Adam beside torch's, if there is one."""
     with ExitStack() as stack:
-        torch = ByTurns(stack, [python, TORCH_ADAM, kind, elements, threads], **WARM)
-        try:
-            about = json.loads(torch.line())
-        except Failed as why:
+        peers = Peer([binary, "--adam", elements]), Peer([python, TORCH_ADAM, kind, elements, threads], WARM)
+        for peer in peers:
+            stack.callback(peer.end)
+        about = peers[1].line("torch", LONGEST)
+        if why := about.get("why"):
             print(f"without cpu_adam_vs_torch_{kind}: {why}")
             return []
         say(f"torch {about['version']}, {kind}, tensors of {about['elements_of_a_tensor']} elements")
-        kernels = ByTurns(stack, [binary, "--adam", elements])
-        rounds = [(kernels.seconds(), torch.seconds()) for _ in range(ROUNDS)]
+        rounds = []
+        for _ in range(ROUNDS):
+            rounds.append([])
+            for peer in peers:
+                peer.tell("")
+                rounds[-1].append(peer.line("a step"))
     ours, other = ([1 / seconds for seconds in each] for each in zip(*rounds))
     return [of_rounds(f"cpu_adam_vs_torch_{kind}", target, ours, other, lambda rate: milliseconds(1 / rate))]
 
@@ -137,7 +119,7 @@ def of_gpu(binary, quick, number, python):
         words = gb_s(speeds[name]), gb_s(speeds["copy"])
         shown.append(ratio(f"gpu_{name}_vs_copy", speeds[name] / speeds["copy"], 0.9, *words))
     torch, why = measured(python, TORCH_ADAM, "gpu", number, elements)
-    if torch is None:
+    if why := why or torch.get("why"):
         print(f"without torch: {why}")
     else:
         ours, other = figures["adam"]["seconds"], torch["seconds"]
