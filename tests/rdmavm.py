@@ -138,5 +138,5 @@ def vm():
     if done.returncode == CANNOT_BE_HAD:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    with image.used(image.current()) as there, runner.Pool(there) as pool:
+    with runner.Pool(image.current()) as pool:
         yield Machines(pool)

@@ -151,6 +151,24 @@ void AtOnce(size_t count, Part part) {
   for (std::thread& thread : threads) thread.join();
 }
 
+inline void SetBuffers(int socket, const Options& options) {
+  int size = options.Number("socket-buffer", 0);
+  if (size) setsockopt(socket, SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
+  if (size) setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+}
+
+// Fails in the middle of the bytes; before them the connection may have ended.
+inline bool ReceiveAll(int socket, void* to, size_t size) {
+  for (size_t got = 0; got < size;) {
+    // As much as there is to come, in one call.
+    ssize_t count = recv(socket, static_cast<char*>(to) + got, size - got, MSG_WAITALL);
+    if (count == 0 && got == 0) return false;
+    if (count <= 0) FailCall("recv");
+    got += count;
+  }
+  return true;
+}
+
 template <typename... Values>
 void Tell(const char* line, Values... values) {
   printf(line, values...);

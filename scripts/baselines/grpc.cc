@@ -242,9 +242,10 @@ class Learner {
     return channel;
   }
 
-  static void Expire(grpc::ClientContext& context) {
-    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(kDeadline));
-  }
+  // The context of a call, with a deadline.
+  struct Context : grpc::ClientContext {
+    Context() { set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(kDeadline)); }
+  };
 
   ByteBuffer Gradients(const Part& part, size_t done) {
     return Message({part.offset + done, std::min(chunk_, part.length - done), 0}, gradients_ + part.place + done);
@@ -255,16 +256,14 @@ class Learner {
     if (tensors_) {
       RpcMethod method(kPushTensor, RpcMethod::NORMAL_RPC, part.channel);
       for (size_t done = 0; done < part.length; done += chunk_) {
-        grpc::ClientContext context;
-        Expire(context);
+        Context context;
         Check(grpc::internal::BlockingUnaryCall<ByteBuffer, ByteBuffer>(part.channel.get(), method, &context,
                                                                         Gradients(part, done), &answer),
               "PushTensor");
       }
       return;
     }
-    grpc::ClientContext context;
-    Expire(context);
+    Context context;
     RpcMethod method(kPush, RpcMethod::CLIENT_STREAMING, part.channel);
     std::unique_ptr<grpc::ClientWriter<ByteBuffer>> writer(grpc::internal::ClientWriterFactory<ByteBuffer>::Create(
         part.channel.get(), method, &context, &answer));
@@ -290,8 +289,7 @@ class Learner {
     if (tensors_) {
       RpcMethod method(kPullTensor, RpcMethod::NORMAL_RPC, part.channel);
       for (size_t done = 0; done < part.length; done += chunk_) {
-        grpc::ClientContext context;
-        Expire(context);
+        Context context;
         Head wanted = {part.offset + done, std::min(chunk_, part.length - done), added};
         Check(grpc::internal::BlockingUnaryCall<ByteBuffer, ByteBuffer>(part.channel.get(), method, &context,
                                                                         Message(wanted, nullptr), &answer),
@@ -299,8 +297,7 @@ class Learner {
         take();
       }
     } else {
-      grpc::ClientContext context;
-      Expire(context);
+      Context context;
       RpcMethod method(kPull, RpcMethod::SERVER_STREAMING, part.channel);
       std::unique_ptr<grpc::ClientReader<ByteBuffer>> reader(grpc::internal::ClientReaderFactory<ByteBuffer>::Create(
           part.channel.get(), method, &context, Message({part.offset, part.length, added}, nullptr)));

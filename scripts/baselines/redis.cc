@@ -24,10 +24,7 @@ class Client {
     std::string path = options.Word("unix");
     context_ = path.empty() ? redisConnect("127.0.0.1", options.Number("port")) : redisConnectUnix(path.c_str());
     if (!context_ || context_->err) Fail(context_ ? context_->errstr : "no memory");
-    if (int size = options.Number("socket-buffer", 0)) {
-      setsockopt(context_->fd, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
-      setsockopt(context_->fd, SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
-    }
+    SetBuffers(context_->fd, options);
     memset(value_, 1, bytes_);
     memset(got_, 1, bytes_);
   }
@@ -66,12 +63,7 @@ class Client {
   }
 
   void Receive(char* to, size_t size) {
-    while (size > 0) {
-      ssize_t count = recv(context_->fd, to, size, MSG_WAITALL);
-      if (count <= 0) FailCall("recv");
-      to += count;
-      size -= count;
-    }
+    if (!ReceiveAll(context_->fd, to, size)) Fail("the server has ended");
   }
 
   void ExpectOk(void* reply) {

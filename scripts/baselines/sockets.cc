@@ -30,24 +30,9 @@ int Socket(const Options& options) {
   int made = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1;
   // BBR, the default of some systems, paces where there is nothing to be careful of.
   if (made < 0 || setsockopt(made, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5)) FailCall("socket");
-  if (int size = options.Number("socket-buffer", 0)) {
-    setsockopt(made, SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
-    setsockopt(made, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
-  }
+  SetBuffers(made, options);
   if (setsockopt(made, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on)) FailCall("TCP_NODELAY");
   return made;
-}
-
-// Fails in the middle of the bytes; before them the connection may have ended.
-bool Receive(int socket, void* to, size_t size) {
-  for (size_t got = 0; got < size;) {
-    // As much as there is to come, in one call.
-    ssize_t count = recv(socket, static_cast<char*>(to) + got, size - got, MSG_WAITALL);
-    if (count == 0 && got == 0) return false;
-    if (count <= 0) FailCall("recv");
-    got += count;
-  }
-  return true;
 }
 
 void Send(int socket, const void* from, size_t size, int flags = 0) {
@@ -67,6 +52,14 @@ void SendModel(int socket, const Model& model, size_t offset, size_t size, bool 
   }
 }
 
+sockaddr_in Loopback(int port) {
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(port);
+  return address;
+}
+
 class Shard {
  public:
   explicit Shard(const Options& options)
@@ -78,10 +71,10 @@ class Shard {
   // Serves one connection until it closes.
   void Handle(int socket) {
     uint64_t place[3];
-    if (!Receive(socket, place, sizeof place)) return;
+    if (!ReceiveAll(socket, place, sizeof place)) return;
     auto [offset, first, size] = place;
     std::vector<char> buffer(kLocked);
-    for (char request; Receive(socket, &request, 1);) {
+    for (char request; ReceiveAll(socket, &request, 1);) {
       if (request != kPull) {
         Take(socket, offset + first, size - first, buffer);
         Take(socket, offset, first, buffer);
@@ -102,7 +95,7 @@ class Shard {
     for (size_t end = at + size; at < end;) {
       // Up to a border of the locked pieces, so that one lock does.
       size_t piece = std::min(end - at, kLocked - at % kLocked);
-      if (!Receive(socket, buffer.data(), piece)) Fail("gradients are missing");
+      if (!ReceiveAll(socket, buffer.data(), piece)) Fail("gradients are missing");
       std::lock_guard<std::mutex> lock(locks_[at / kLocked]);
       Add(reinterpret_cast<float*>(model_.bytes + at), buffer.data(), piece / 4);
       at += piece;
@@ -134,9 +127,7 @@ class Shard {
 [[noreturn]] void RunServer(const Options& options) {
   auto shard = new Shard(options);
   int listener = Socket(options);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  sockaddr_in address = Loopback(0);
   socklen_t length = sizeof address;
   auto name = reinterpret_cast<sockaddr*>(&address);
   if (bind(listener, name, length) || listen(listener, 128) || getsockname(listener, name, &length)) FailCall("listen");
@@ -157,10 +148,7 @@ struct Connection {
 
 int Connect(const Options& options, const std::string& server) {
   int made = Socket(options);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(atoi(server.substr(server.find(':') + 1).c_str()));
+  sockaddr_in address = Loopback(atoi(server.substr(server.find(':') + 1).c_str()));
   timeval deadline = {kDeadline, 0};
   setsockopt(made, SOL_SOCKET, SO_RCVTIMEO, &deadline, sizeof deadline);
   setsockopt(made, SOL_SOCKET, SO_SNDTIMEO, &deadline, sizeof deadline);
@@ -198,8 +186,8 @@ int Connect(const Options& options, const std::string& server) {
         SendModel(to.socket, gradients, to.offset, to.first, pages);
       }
       char done = kDone;
-      if (request == kPush ? !Receive(to.socket, &done, 1) || done != kDone
-                           : !Receive(to.socket, weights.bytes + to.offset, to.size)) {
+      if (request == kPush ? !ReceiveAll(to.socket, &done, 1) || done != kDone
+                           : !ReceiveAll(to.socket, weights.bytes + to.offset, to.size)) {
         Fail("the server has ended");
       }
     });

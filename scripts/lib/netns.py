@@ -347,6 +347,15 @@ class Cluster:
         self.registry = self.registry or self.hosts.address(host)
         return program
 
+    @classmethod
+    def of(cls, hosts, binary, *create):
+        """The first host has a shard, and where there are options of `gradfs create` there is a model."""
+        cluster = cls(hosts, binary)
+        cluster.shard(hosts.names[0])
+        if create:
+            cluster.create("model", *create)
+        return cluster
+
     def command(self, host, *arguments, deadline=COMMAND_DEADLINE):
         """What `gradfs ARGUMENTS --registry …` says on the host."""
         command = [self.binary, *arguments, "--registry", self.registry]

@@ -36,6 +36,12 @@ def ratio(name, value, target, ours="", other="", op=">=", unit="ratio"):
     return Figure(name, value, unit, target, None if target is None else op, ours, other)
 
 
+def times(name, ours, other, target=None, op=">=", words=None):
+    """The ratio of two times in seconds: how much faster ours is or, where it should be small, how much longer it takes."""
+    words = words or milliseconds
+    return ratio(name, other / ours if op == ">=" else ours / other, target, words(ours), words(other), op)
+
+
 def gib_s(value):
     return f"{value:.2f} GiB/s"
 

@@ -25,13 +25,8 @@ TENSOR = 64 << 20
 CONNECTIONS = 2
 SOCKET_BUFFER = 4 << 20
 # An allocator that keeps what it has, on huge pages: gRPC allocates every byte that it receives.
-KEEP_MEMORY = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TOP_PAD_": str(128 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-}
+KEEP_MEMORY = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"}
+KEEP_MEMORY |= {"MALLOC_TOP_PAD_": str(128 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 
 
 def build(*names, only_look=False):

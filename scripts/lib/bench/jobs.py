@@ -5,6 +5,7 @@ They and the baselines of scripts/baselines obey the same lines (common.h there)
 """
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -79,6 +80,22 @@ class Rival:
     def check(self):
         """Ends the run unless what every learner has is right; the last round must have brought weights."""
         self.ask(f"check {self.pushes}", "check")
+
+
+def turns(bench, acts, count, warm_up=0):
+    """Has each of {name: a call that gives numbers} take turns; gives {name: all numbers} without those of the warm-up."""
+    found = {name: [] for name in acts}
+    for turn in range(warm_up + count):
+        for name, act in acts.items():
+            bench.quiet.wait()
+            numbers = act()
+            if turn >= warm_up:
+                found[name] += numbers
+    return found
+
+
+def medians(found):
+    return {name: statistics.median(numbers) for name, numbers in found.items()}
 
 
 class Cluster:

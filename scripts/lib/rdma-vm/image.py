@@ -1,8 +1,7 @@
 """What a virtual machine is started from: kernel, initramfs, the guest's own programs, qemu. Kept in a cache folder.
 
 An image is a folder, named after its kernel release and the recipe that made it, and never changed once it has that
-name. `current.rN` leads to the newest of recipe N. Who uses an image holds a shared lock on it, so that a newer one
-removes only what nobody uses.
+name. `current.rN` leads to the newest of recipe N.
 """
 
 import fcntl
@@ -67,14 +66,6 @@ def current():
 
 
 @contextmanager
-def used(image):
-    """Keeps `image` from being removed."""
-    with open(image.path / "about.json") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield image
-
-
-@contextmanager
 def only_one():
     """One setup at a time; waits for the other one."""
     root = folder()
@@ -93,33 +84,13 @@ def only_one():
 
 
 def enter(made, release):
-    """Makes the finished folder `made` the current image, in one step."""
+    """Makes the finished folder `made` the current image, in one step; whatever had its place could not be used."""
     root = folder()
-    name = unused = f"{release}.r{RECIPE}"
-    number = 1
-    while (root / unused).exists():
-        number += 1
-        unused = f"{name}.{number}"
-    os.rename(made, root / unused)
+    name = f"{release}.r{RECIPE}"
+    shutil.rmtree(root / name, ignore_errors=True)
+    os.rename(made, root / name)
     link = root / f"link.{os.getpid()}"
     link.unlink(missing_ok=True)
-    link.symlink_to(unused)
+    link.symlink_to(name)
     os.replace(link, root / f"current.r{RECIPE}")
-    return Image(root / unused)
-
-
-def sweep(keep):
-    """Removes what interrupted setups have left, and images that are neither `keep`, nor newer, nor in use."""
-    for path in folder().iterdir():
-        if path.name.startswith("partial."):
-            shutil.rmtree(path, ignore_errors=True)
-            continue
-        match = re.search(r"\.r(\d+)(\.\d+)?$", path.name)
-        if path.is_symlink() or not path.is_dir() or not match or int(match[1]) > RECIPE or path == keep.path:
-            continue
-        try:
-            with open(path / "about.json") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass
+    return Image(root / name)

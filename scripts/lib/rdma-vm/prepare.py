@@ -336,9 +336,11 @@ def setup():
             return there
         begun = time.monotonic()
         check_host()
+        # What setups have left that were killed outright.
+        for left in root.glob("partial.*"):
+            shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="partial.", dir=root) as work:
             made = image.enter(*make(Path(work)))
-        image.sweep(made)
         size = sum(path.lstat().st_size for path in made.path.rglob("*") if not path.is_dir())
         say(f"made in {time.monotonic() - begun:.0f} s; it takes {size / MIB:.0f} MiB")
         return made

@@ -104,11 +104,8 @@ class Perceptron:
         return numpy.concatenate([array.ravel() for array in self._first.values()])
 
     def _views(self, flat):
-        views, at = {}, 0
-        for name, array in self._first.items():
-            views[name] = flat[at : at + array.size].reshape(array.shape)
-            at += array.size
-        return views
+        parts = numpy.split(flat, numpy.cumsum([array.size for array in self._first.values()])[:-1])
+        return {name: part.reshape(array.shape) for (name, array), part in zip(self._first.items(), parts)}
 
     def gradient(self, weights, images, labels):
         gradient = numpy.empty(self.elements, numpy.float32)
@@ -227,15 +224,11 @@ def main():
         one = tasks.add_parser(name)
         one.set_defaults(task=task, seed=0)
         one.add_argument("model", type=lambda path: Path(os.path.realpath(path)), help="directory of the model in the mount")
-        one.add_argument("--rank", type=int, default=0)
-        one.add_argument("--learners", type=int, default=2)
-        one.add_argument("--batch", type=int, default=BATCH)
-        one.add_argument("--lr", type=float, default=0.1)
-        one.add_argument("--epochs", type=int, default=25)
+        usual = {"rank": 0, "learners": 2, "batch": BATCH, "lr": 0.1, "epochs": 25, "steps": 0, "compute": 0.0}
+        for option, value in usual.items():
+            one.add_argument(f"--{option}", type=type(value), default=value)
         one.add_argument("--mmap", action="store_true")
         one.add_argument("--initial", type=Path)
-        one.add_argument("--steps", type=int)
-        one.add_argument("--compute", type=float)
     for name, task in {"way": way, "initial": initial}.items():
         one = tasks.add_parser(name)
         one.set_defaults(task=task)

@@ -74,8 +74,7 @@ def measure(binary, quiet, rounds=ROUNDS):
     cases = [(consistency, policy) for consistency in CONSISTENCIES for policy in POLICIES]
     found = {case: [] for case in cases}
     with Hosts(["shard", "host1", "host2"], Link(rate=RATE)) as hosts:
-        cluster, places = Cluster(hosts, binary), hosts.names[1:]
-        cluster.shard("shard")
+        cluster, places = Cluster.of(hosts, binary), hosts.names[1:]
         model, data = _model_file(hosts.scratch), data_file(hosts.scratch)
         # A model for each run, as mounts show those that are there when they start.
         turns = [(turn, case, f"digits-{turn}-{at}") for turn in range(rounds) for at, case in enumerate(cases)]

@@ -27,7 +27,7 @@ import sys
 
 from machine import say
 from netns import PORT, Cluster, Hosts, Link
-from report import Figure, milliseconds, ratio
+from report import Figure, milliseconds, ratio, times
 
 from bench import jobs
 
@@ -50,8 +50,7 @@ class Job:
         self.hosts, self.quick, self.learners, self.runs = hosts, quick, learners, {}
         self.blocks, self.steps = (QUICK_BLOCKS, 5) if quick else (BLOCKS, 9)
         self.size, self.places = self.blocks * BLOCK, hosts.names[1:]
-        self.cluster = Cluster(hosts, binary)
-        self.cluster.shard("shard")
+        self.cluster = Cluster.of(hosts, binary)
 
     def create(self, name):
         words = ["--size", self.size, "--block-size", BLOCK, "--reducer", "sum", "--learners", self.learners]
@@ -164,8 +163,7 @@ def figures(found):
         *rows,
     ]
     for _, run in runs_of("sockets", "both"):
-        words = milliseconds(run["both"]), milliseconds(run["wire"])
-        rows.append(ratio("both_ways_vs_alone_sockets", run["both"] / run["wire"], None, *words))
+        rows.append(times("both_ways_vs_alone_sockets", run["both"], run["wire"], op="<="))
     for name, (way, run), target in (
         ("stall_share_eager", ("written", "long"), 0.01),
         ("stall_share_adaptive", ("written", "long-adaptive"), 0.01),

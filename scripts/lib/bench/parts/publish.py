@@ -11,7 +11,6 @@ Over TCP, one mount publishes, and another process on another mount waits for th
 against SET and then GET by one client, who waits for nobody. Only files that stay open are tried there.
 """
 
-import statistics
 import sys
 from contextlib import ExitStack
 
@@ -57,16 +56,11 @@ class _Pair:
 
 def _race(bench, contenders, count):
     """Has each of {name: (a call that gives seconds, who is checked)} take turns; gives medians."""
-    found = {}
-    for turn in range(WARM_UP + (5 if bench.quick else 15)):
-        for name, (act, _) in contenders.items():
-            bench.quiet.wait()
-            seconds = [act() for _ in range(count)]
-            if turn >= WARM_UP:
-                found.setdefault(name, []).extend(seconds)
+    acts = {name: lambda act=act: [act() for _ in range(count)] for name, (act, _) in contenders.items()}
+    found = jobs.turns(bench, acts, 5 if bench.quick else 15, WARM_UP)
     for _, rival in contenders.values():
         rival.check()
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+    return jobs.medians(found)
 
 
 def _asked(rival, what):

@@ -227,10 +227,7 @@ def run():
         race = Race(stack, job)
         race.run(job["seconds"])
         result["figures"] = [asdict(figure) for figure in figures_of(race)]
-        result["measured"] = {
-            name: {"median": race.median(name), "all": values, "unit": race.units[name]}
-            for name, values in race.found.items()
-        }
+        result["measured"] = {name: (values, race.units[name]) for name, values in race.found.items()}
     if job["chart"]:
         result["series"] = by_block_size(job)
     (SHARE / "result.json").write_text(json.dumps(result))

@@ -38,10 +38,8 @@ def _traces(binary):
     """{policy: the document that `gradfs trace` writes}, of mounts on one link."""
     found = {}
     with Hosts(["shard", "learner"], Link(rate=RATE)) as hosts:
-        cluster = Cluster(hosts, binary)
-        cluster.shard("shard")
         words = ["--size", SIZE, "--block-size", BLOCK, "--reducer", "sum", "--consistency", "async"]
-        cluster.create("model", *words)
+        cluster = Cluster.of(hosts, binary, *words)
         models = {host: cluster.mount(host) / "model" for host in hosts.names}
         model, output = models["learner"], hosts.scratch / "trace.json"
         train = [sys.executable, WORK, "train", models["shard"], hosts.scratch / "times"]

@@ -4,8 +4,6 @@ Each point is the median of several runs that read or contribute the whole model
 its commit included.
 """
 
-import statistics
-
 from machine import MIB, require, require_memory, say
 from report import Figure, table
 
@@ -24,18 +22,15 @@ def run(bench):
     size = (256 if bench.quick else 1024) * MIB
     sizes, runs = (QUICK_SIZES, 1) if bench.quick else (SIZES, 3)
     require_memory(6 * size)
-    gradfs, rates = bench.gradfs(), {}
-    with jobs.up(gradfs, bench.work / "mount", size, "--reducer", "sum") as model:
+    with jobs.up(bench.gradfs(), bench.work / "mount", size, "--reducer", "sum") as model:
         say("warming up: every buffer is used once")
         for _ in range(4):
             fio.run("gradients-write-libaio", model, "1m", size)
-        for block in sizes:
-            for turn in range(runs):
-                say(f"blocks of {block}: round {turn + 1} of {runs}")
-                for job in JOBS:
-                    bench.quiet.wait()
-                    rates.setdefault((job, block), []).append(fio.run(job, model, block, size))
-    points = {point: statistics.median(values) for point, values in rates.items()}
+        say(f"{len(sizes)} block sizes: {runs} rounds")
+        acts = {
+            (job, block): lambda job=job, block=block: [fio.run(job, model, block, size)] for block in sizes for job in JOBS
+        }  # fmt: skip
+        points = jobs.medians(jobs.turns(bench, acts, runs))
     print(table(["GiB/s", *sizes], [[job, *(f"{points[job, block]:.2f}" for block in sizes)] for job in JOBS]))
     if bench.chart:
         from bench import chart

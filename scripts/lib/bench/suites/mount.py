@@ -39,7 +39,7 @@ from pathlib import Path
 
 import numpy
 from machine import GIB, MIB, Failed, require, require_memory, say
-from report import Figure, gib_s, microseconds, milliseconds, ratio
+from report import Figure, gib_s, microseconds, milliseconds, ratio, times
 
 from bench import baselines, fio, jobs
 from bench.against import NEW, OLD, joined, middle, named
@@ -146,9 +146,6 @@ class Pass:
         alternate = len(self.binaries) > 1
         return {"rounds": rounds, "warm_up": warm_up, "patience": self.quiet.patience, "alternate": alternate}
 
-    def found(self, *figure):
-        self.figures.append(ratio(*figure))
-
     def compared(self, names, rounds, words, **options):
         """Notes what the rounds of each side found of the figures that are made of them, as Comparison has it."""
         if OLD in self.binaries:
@@ -195,7 +192,7 @@ class Pass:
             names = {copy: name.format(copy.replace(" ", "_")) for copy in copies}
             for copy, called in names.items():
                 target = 0.95 if copy == "tmpfs" else None
-                self.found(called, rates[NEW] / rates[copy], target, gib_s(rates[NEW]), gib_s(rates[copy]))
+                self.figures.append(ratio(called, rates[NEW] / rates[copy], target, gib_s(rates[NEW]), gib_s(rates[copy])))
             self.compared(list(names.values()), {side: durations(results, side) for side in models}, milliseconds)
 
     def writes(self, models):
@@ -231,7 +228,7 @@ class Pass:
         ):
             if other in medians:
                 value = medians[ours] / medians[other]
-                self.found(name, value, target, gib_s(medians[ours]), gib_s(medians[other]))
+                self.figures.append(ratio(name, value, target, gib_s(medians[ours]), gib_s(medians[other])))
                 names[ours].append(name)
         for ours, called in names.items():
             self.compared(called, {side: rates[named(ours, side)] for side in models}, gib_s, less=False)
@@ -277,8 +274,7 @@ class Pass:
             results = self.team.run(mount_and_hand, 2, 900, **task)
         for kind, ways in (("", WAYS), ("written_", WRITTEN), ("mapped_", ["mapped"])):
             way, name = fastest(results, ways, of_sides), f"{kind}step_vs_numpy_shm"
-            ours, other = median(results, (way, NEW)), median(results, "hand")
-            self.found(name, other / ours, None, milliseconds(ours), milliseconds(other))
+            self.figures.append(times(name, median(results, (way, NEW)), median(results, "hand")))
             self.steps_compared([name], results, way, of_sides)
 
     def list(self):
@@ -294,9 +290,8 @@ class Pass:
                 Path(copy, name).write_bytes(bytes(4))
             task = {"models": models, "copy": copy, "tensors": TENSORS, **self.race(1, self.plan.rounds)}
             results = self.team.run(listing, 1, 300, **task)
-        mount, tmpfs = (median(results, side) for side in (NEW, "tmpfs"))
         name = "ls_tensors_vs_tmpfs"
-        self.found(name, mount / tmpfs, 4, milliseconds(mount), milliseconds(tmpfs), "<=")
+        self.figures.append(times(name, median(results, NEW), median(results, "tmpfs"), 4, "<="))
         self.compared([name], {side: durations(results, side) for side in models}, milliseconds)
 
     def commit(self):
@@ -334,8 +329,7 @@ class Pass:
             (plain, None, ours, PLAIN),
             (f"mapped_{name}", None, "mapped", other),
         ):
-            mount, gloo = median(results, (way, NEW)), median(results, baseline)
-            self.found(called, gloo / mount, goal, milliseconds(mount), milliseconds(gloo))
+            self.figures.append(times(called, median(results, (way, NEW)), median(results, baseline), goal))
         self.steps_compared([name, plain], results, ours, of_sides)
         self.steps_compared([f"written_{name}"], results, written, of_sides)
         self.steps_compared([f"mapped_{name}"], results, "mapped", of_sides)

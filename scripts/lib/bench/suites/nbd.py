@@ -35,11 +35,7 @@ from bench.parts.nbd_client import Cell
 
 PARTS = ("reads", "assign", "sum")
 # By part: the name of its figures, and the targets of the mean and of the worst cell.
-NAMES = {
-    "reads": ("nbd_read", 1.1, 0.95),
-    "assign": ("nbd_assign_write", 1.1, 0.95),
-    "sum": ("nbd_sum_write", 0.9, None),
-}
+NAMES = {"reads": ("nbd_read", 1.1, 0.95), "assign": ("nbd_assign_write", 1.1, 0.95), "sum": ("nbd_sum_write", 0.9, None)}
 SIDES = ("gradfs", "nbdkit")
 # Allocators and threads a connection of nbdkit that are tried; 16 threads is what it has if nothing is said. Where no time
 # is for a trial, the first is taken. Only sparse with one thread is as fast, and each has won trials.
@@ -112,13 +108,9 @@ class Plan:
 
     def race(self, sides, cells, rounds):
         """All sides take turns in each cell, and cells in each round; {cell: {side: GiB/s}}, medians."""
-        found = {cell: {side: [] for side in sides} for cell in cells}
-        for _ in range(rounds):
-            for cell in cells:
-                for side, run in sides.items():
-                    self.quiet.wait()
-                    found[cell][side].append(run(cell))
-        return {cell: {side: statistics.median(rates) for side, rates in by.items()} for cell, by in found.items()}
+        acts = {(cell, side): lambda cell=cell, run=run: [run(cell)] for cell in cells for side, run in sides.items()}
+        medians = jobs.medians(jobs.turns(self, acts, rounds))
+        return {cell: {side: medians[cell, side] for side in sides} for cell in cells}
 
 
 # A group is a context: it starts gradfs and nbdkit, fills both, and gives {side: function}. The function runs a cell and

@@ -46,10 +46,9 @@ once.
 import itertools
 import statistics
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from machine import GIB, MIB, Failed, available_memory, require, require_memory, say
-from report import Figure, milliseconds, ratio, table
+from report import Figure, milliseconds, ratio, table, times
 
 from bench import baselines, jobs
 from bench.against import NEW, OLD, PASSES, named
@@ -77,26 +76,14 @@ MANY, RSS_SIZE, RSS_BLOCK, RSS_STEPS, RSS_TARGET = 32, 16 * MIB, 256 << 10, 4, 1
 MOUNTS = {"mapped": ("mount_tcp_step_vs_library", 1.15), "written": ("mount_tcp_written_step_vs_library", 1.5)}
 
 
-@dataclass(frozen=True)
 class Case:
-    """A job to measure."""
+    """A job to measure; its suffix is for the names of ratios."""
 
-    size: int
-    learners: int
-    shards: int
-
-    @property
-    def name(self):
-        return f"{self.size // MIB}mib_{self.learners}learners_{self.shards}shards"
-
-    @property
-    def suffix(self):
-        """For the names of ratios."""
-        return "" if (self.size, self.learners, self.shards) == NAMED else f"_{self.name}"
-
-    @property
-    def words(self):
-        return f"{self.size // MIB} MiB, learners: {self.learners}, shards: {self.shards}"
+    def __init__(self, size, learners, shards):
+        self.job = self.size, self.learners, self.shards = size, learners, shards
+        self.name = f"{size // MIB}mib_{learners}learners_{shards}shards"
+        self.suffix = "" if self.job == NAMED else f"_{self.name}"
+        self.words = f"{size // MIB} MiB, learners: {learners}, shards: {shards}"
 
     def memory(self, contenders):
         """Bytes that so many contenders need: gradients and versions a learner, a shard's versions and sums."""
@@ -135,14 +122,12 @@ class Gradfs:
         """{name: ({side: rival}, what they are asked for in turn)}."""
         found = {}
         for kind in [kind for kind in KINDS if kind in chosen]:
-            if kind in ("unchecked", "memory", "written", "mapped") and quick and case.learners > 1:
-                continue
-            if kind == "together" and case.learners == 1:
+            rare = quick and kind not in ("gradfs", "together")
+            if rare and case.learners > 1 or kind == "together" and case.learners == 1:
                 continue
             # An older binary may not know the option.
             sides = [NEW] if kind == "unchecked" else self.binaries
-            job = case.size, case.learners, case.shards
-            found[kind] = {side: self.start(stack, side, kind, *job) for side in sides}, WHATS
+            found[kind] = {side: self.start(stack, side, kind, *case.job) for side in sides}, WHATS
         return found
 
 
@@ -150,13 +135,20 @@ def baseline_contenders(stack, case, chosen, quick, binaries):
     """The same of what is measured against."""
     found = {}
     for name in [name for name in BASELINES if name in chosen]:
-        if name == "add" and not case.learners == case.shards == 1:
+        if name == "add" and case.job[1:] != (1, 1) or name in ("stream", "unary") and quick and case.learners > 1:
             continue
-        if name in ("stream", "unary") and quick and case.learners > 1:
-            continue
-        rival = getattr(baselines, name)(stack, binaries, case.size, case.learners, case.shards)
+        rival = getattr(baselines, name)(stack, binaries, *case.job)
         found[name] = {NEW: rival}, ("push",) if name == "add" else WHATS
     return found
+
+
+def seconds_of(took):
+    return took.seconds
+
+
+def cpu_of(took):
+    """CPU seconds for each GB that was moved."""
+    return took.cpu_seconds / took.bytes * 1e9
 
 
 class Race:
@@ -185,11 +177,10 @@ class Race:
                         rival.check()
 
     def seconds(self, name, what):
-        return statistics.median(took.seconds for took in self.found[name, what])
+        return statistics.median(map(seconds_of, self.found[name, what]))
 
     def cpu(self, name, what):
-        """CPU seconds for each GB that was moved."""
-        return statistics.median(took.cpu_seconds / took.bytes * 1e9 for took in self.found[name, what])
+        return statistics.median(map(cpu_of, self.found[name, what]))
 
     def rate(self, name, what):
         """GB/s."""
@@ -249,8 +240,9 @@ def ratios_of(case, race):
         found("shm_push_vs_stream_add", value, MEMORY_TARGET, *words)
     for other, key, target in (("stream", "", STREAM_TARGET), ("unary", "_unary", UNARY_TARGET)):
         if has("gradfs", other):
-            ours, theirs = race.seconds("gradfs", "step"), race.seconds(other, "step")
-            found(f"tcp_step_vs_grpc{key}", theirs / ours, target, milliseconds(ours), milliseconds(theirs))
+            target = None if case.suffix else target
+            seconds = race.seconds("gradfs", "step"), race.seconds(other, "step")
+            figures.append(times(f"tcp_step_vs_grpc{key}{case.suffix}", *seconds, target))
     return figures
 
 
@@ -269,10 +261,8 @@ def compare(bench, case, race, ratios):
         if (name, what) == ("memory", "push"):
             also.append("shm_push_vs_stream_add")
         seconds += [f"{key}{case.suffix}" for key in also]
-        for names, value, words in (
-            (seconds, lambda took: took.seconds, milliseconds),
-            (cpu, lambda took: took.cpu_seconds / took.bytes * 1e9, lambda value: f"{value * 1e3:.0f} ms/GB"),
-        ):
+        in_words = lambda value: f"{value * 1e3:.0f} ms/GB"  # noqa: E731
+        for names, value, words in ((seconds, seconds_of, milliseconds), (cpu, cpu_of, in_words)):
             names = [names[0], *(name for name in names[1:] if name in ratios)]
             bench.compare(names, *(race.passes(side, what, value) for side in (name, old)), words)
 
@@ -316,25 +306,16 @@ def resident(bench, gradfs):
 def mounts(bench, gradfs):
     """A step through mounts over TCP, with a copy of the weights, against one of the library."""
     say("mounts over TCP and the library")
-    size, found, rounds = NAMED[0], {}, 9 if bench.quick else 25
+    size = NAMED[0]
     with ExitStack() as stack:
         contenders = {"library": gradfs.start(stack, NEW, "gradfs", size)}
         for way in MOUNTS:
             contenders[way] = gradfs.start(stack, NEW, way, size, options=("--transport", "tcp"))
-        for turn in range(3 + rounds):
-            for name, contender in contenders.items():
-                bench.quiet.wait()
-                took = contender.round("read_step")
-                if turn >= 3:
-                    found.setdefault(name, []).append(took.seconds)
-                if turn in (0, 2 + rounds):
-                    contender.check()
-    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    library = medians["library"]
-    return [
-        ratio(name, medians[way] / library, target, milliseconds(medians[way]), milliseconds(library), "<=")
-        for way, (name, target) in MOUNTS.items()
-    ]
+        acts = {name: lambda one=one: [one.round("read_step").seconds] for name, one in contenders.items()}
+        medians = jobs.medians(jobs.turns(bench, acts, 9 if bench.quick else 25, 3))
+        for contender in contenders.values():
+            contender.check()
+    return [times(name, medians[way], medians["library"], target, "<=") for way, (name, target) in MOUNTS.items()]
 
 
 def check(parser, options):

@@ -23,6 +23,7 @@ is missing.
 
 import json
 import os
+import statistics
 import sys
 
 from machine import MIB, ROOT, Failed, build, dist_directory, finished, require, say
@@ -62,7 +63,7 @@ def in_machine(job, provider, share, time_limit):
     (share / "job.json").write_text(json.dumps(job))
     settings = Settings(provider, 2, 4096 if job["chart"] else 1536, share)
     wish = runner.Wish(["/usr/bin/python3", rdma_guest.__file__], time_limit=time_limit, settings=settings)
-    with image.used(there), runner.Pool(there) as pool:
+    with runner.Pool(there) as pool:
         if status := pool.run(wish):
             raise Failed(f"the run in the virtual machine failed with status {status}: see above")
     return json.loads((share / "result.json").read_text())
@@ -102,8 +103,8 @@ def run(bench):
     say(f"starting a virtual machine with {options.provider}")
     found = in_machine(job, options.provider, bench.work / "share", 2400 if bench.chart else 900)
     rows = [
-        [name, f"{one['median']:.1f}", f"{min(one['all']):.1f}–{max(one['all']):.1f}", one["unit"]]
-        for name, one in found["measured"].items()
+        [name, f"{statistics.median(values):.1f}", f"{min(values):.1f}–{max(values):.1f}", unit]
+        for name, (values, unit) in found["measured"].items()
     ]
     print(table(["", "median", "range", ""], rows), flush=True)
     if bench.chart:

@@ -29,7 +29,7 @@ from contextlib import ExitStack
 
 from machine import GIB, ROOT, Failed, require_memory, say
 from programs import Peer, output_of
-from report import milliseconds, ratio
+from report import milliseconds, ratio, times
 
 from bench import jobs
 
@@ -122,12 +122,10 @@ def of_gpu(binary, quick, number, python):
     if why := why or torch.get("why"):
         print(f"without torch: {why}")
     else:
-        ours, other = figures["adam"]["seconds"], torch["seconds"]
         print(f"torch {torch['version']}")
-        shown.append(ratio("gpu_adam_vs_torch", other / ours, 1.0, milliseconds(ours), milliseconds(other)))
-    ours = figures["end_to_end"]["seconds"]
+        shown.append(times("gpu_adam_vs_torch", figures["adam"]["seconds"], torch["seconds"], 1.0))
     slower = max(figures["upload"]["seconds"], figures["download"]["seconds"])
-    shown.append(ratio("gpu_end_to_end_vs_copies", slower / ours, 0.9, milliseconds(ours), milliseconds(slower)))
+    shown.append(times("gpu_end_to_end_vs_copies", figures["end_to_end"]["seconds"], slower, 0.9))
     ways = {"to the GPU": "upload", "from it": "download", "both ways at once": "both_ways"}
     print(", ".join(f"{words} {gb_s(speeds[name])}" for words, name in ways.items()))
     return shown

@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from machine import Failed, say
-from report import Figure, microseconds, ratio, table
+from report import Figure, microseconds, ratio, table, times
 
 from bench import baselines, jobs
 from bench.against import NEW
@@ -61,6 +61,10 @@ def switches_of(pids):
             count = re.search(r"^voluntary_ctxt_switches:\t(\d+)$", status, re.M)[1]
             counts[process, re.sub(r"-\d+$", "", name)] += int(count)
     return counts
+
+
+def in_microseconds(seconds):
+    return microseconds(seconds * 1e6)
 
 
 def learner(stack, model, way):
@@ -130,22 +134,17 @@ def against_sockets(bench, gradfs, program, binaries):
                 contenders[transport] = jobs.library(stack, cluster, program, options=options)
                 model, _ = mounted(stack, bench, gradfs, transport, size)
                 contenders[f"mount, {transport}"] = learner(stack, model, "stored")
-            for turn in range(WARM_UP_TURNS + (7 if bench.quick else 21)):
-                for name, contender in contenders.items():
-                    bench.quiet.wait()
-                    seconds = contender.repeat(STEPS)
-                    if turn >= WARM_UP_TURNS:
-                        found.setdefault((size, name), []).extend(seconds)
+            acts = {(size, name): lambda one=one: one.repeat(STEPS) for name, one in contenders.items()}
+            found |= jobs.turns(bench, acts, 7 if bench.quick else 21, WARM_UP_TURNS)
             for contender in contenders.values():
                 contender.check()
         say(f"steps of {size >> 10} KiB against sockets")
-    medians, figures = {key: statistics.median(seconds) for key, seconds in found.items()}, []
+    medians, figures = jobs.medians(found), []
     for name, (figure, target) in FIGURES.items():
-        rows = []
-        for size in SIZES:
-            ours, other = medians[size, name], medians[size, "sockets"]
-            words = microseconds(ours * 1e6), microseconds(other * 1e6)
-            rows.append(ratio(f"{figure}_{size >> 10}kib", ours / other, None, *words))
+        rows = [
+            times(f"{figure}_{size >> 10}kib", medians[size, name], medians[size, "sockets"], op="<=", words=in_microseconds)
+            for size in SIZES
+        ]
         worst = max(rows, key=lambda row: row.value)
         figures += [*rows, ratio(figure, worst.value, target, worst.ours, worst.other, op="<=")]
     return figures

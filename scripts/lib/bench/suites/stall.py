@@ -33,7 +33,7 @@ import sys
 
 from machine import MIB, Failed, require, say
 from netns import Cluster, Hosts, Link
-from report import Figure, milliseconds, ratio
+from report import Figure, times
 
 from bench import jobs
 from bench.parts import digits, overlap, timelines
@@ -59,10 +59,8 @@ def asynchronous(bench, gradfs):
     policies, steps = (QUICK_POLICIES, 2) if bench.quick else (POLICIES, 16)
     found = {policy: [] for policy in policies}
     with Hosts(["shard", "learner"], Link(rate=RATE)) as hosts:
-        cluster = Cluster(hosts, gradfs)
-        cluster.shard("shard")
         words = ["--size", MIB, "--block-size", BLOCK, "--reducer", "sum", "--consistency", "async"]
-        cluster.create("model", *words)
+        cluster = Cluster.of(hosts, gradfs, *words)
         paths = {host: cluster.mount(host) / "model" for host in hosts.names}
         say(f"links of {hosts.way}")
         times = hosts.scratch / "times"
@@ -88,18 +86,15 @@ def asynchronous(bench, gradfs):
         figures.append(Figure(name, share, "share", target, "<=", f"{share:.1%}", words))
     ages = {policy: median(policy, "age") for policy in policies}
     for policy, target in (("after-push", 0.5), ("eager", None)):
-        words = milliseconds(ages["adaptive"]), milliseconds(ages[policy])
         name = f"staleness_adaptive_vs_{policy.replace('-', '_')}"
-        figures.append(ratio(name, ages["adaptive"] / ages[policy], target, *words, op="<="))
+        figures.append(times(name, ages["adaptive"], ages[policy], target, "<="))
     return figures
 
 
 def publications(bench, gradfs):
     found, version = {pace: [] for pace in PAUSES}, 0
     with Hosts(["shard", "from", "to"], Link(rate=PUBLISH_RATE)) as hosts:
-        cluster = Cluster(hosts, gradfs)
-        cluster.shard("shard")
-        cluster.create("model", "--size", SIZE, "--reducer", "assign")
+        cluster = Cluster.of(hosts, gradfs, "--size", SIZE, "--reducer", "assign")
         sends, reads = (cluster.mount(host, "--transport", "tcp") / "model" for host in ("from", "to"))
         say(f"publications over links of {hosts.way}")
         for _ in range(3 if bench.quick else 7):
@@ -112,12 +107,11 @@ def publications(bench, gradfs):
                 begin = hosts.start("from", [sys.executable, WORK, *words]).found(DEADLINE)["at"]
                 found[pace].append(reader.found(DEADLINE)["at"] - begin)
         hosts.check()
-    wire, figures = SIZE * 8 / PUBLISH_RATE, []
-    for pace, times in found.items():
-        seconds = statistics.median(times)
-        words = milliseconds(seconds), milliseconds(wire)
-        figures.append(ratio(f"publish_over_link_{pace}_vs_wire", seconds / wire, None, *words, op="<="))
-    return figures
+    wire = SIZE * 8 / PUBLISH_RATE
+    return [
+        times(f"publish_over_link_{pace}_vs_wire", statistics.median(seconds), wire, op="<=")
+        for pace, seconds in found.items()
+    ]  # fmt: skip
 
 
 def check(parser, options):

@@ -10,7 +10,7 @@ import sys
 
 import netns
 from machine import MIB, say
-from report import milliseconds, ratio
+from report import times
 
 from bench import jobs
 
@@ -26,9 +26,7 @@ def run(bench):
     size, rounds = (16 * MIB, 5) if bench.quick else (64 * MIB, 9)
     gradfs = bench.gradfs()
     with netns.Hosts(["shard", "learner"], netns.Link(rate=RATE)) as hosts:
-        cluster = netns.Cluster(hosts, gradfs)
-        cluster.shard("shard")
-        cluster.create("model", "--size", size, "--reducer", "sum", "--pull", "on-demand")
+        cluster = netns.Cluster.of(hosts, gradfs, "--size", size, "--reducer", "sum", "--pull", "on-demand")
         path = cluster.mount("learner", "--transport", "tcp") / "model"
         say(f"{size // MIB} MiB over links of {hosts.way}")
         bench.quiet.wait()
@@ -38,8 +36,7 @@ def run(bench):
     figures = []
     for form in FORMS[1:]:
         for part in ("push", "step"):
-            ours, other = found[form][part], found["full"][part]
             target = TARGETS.get(form) if part == "push" else None
             name = f"{form.split('(')[0]}_wire_{part}_ratio"
-            figures.append(ratio(name, ours / other, target, milliseconds(ours), milliseconds(other), "<="))
+            figures.append(times(name, found[form][part], found["full"][part], target, "<="))
     return figures
