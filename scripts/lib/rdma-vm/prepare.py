@@ -12,7 +12,6 @@ import re
 import shutil
 import struct
 import subprocess
-import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -32,7 +31,7 @@ TOOLS = ("iproute2", "kmod", "libkmod2", "ibverbs-providers", "ibverbs-utils", "
 TOOLS += ("libibverbs1", "librdmacm1", "libibumad3", "libnl-3-200", "libnl-route-3-200", "libpci3")
 TOOLS += ("nbd-client", "libnl-genl-3-200", "e2fsprogs", "fio")
 # Program, and the package that has it.
-BUILD = {"gcc": "gcc", "make": "make", "strip": "binutils", "zstd": "zstd"}
+BUILD = {"gcc": "gcc", "make": "make", "strip": "binutils", "zstd": "zstd", "xz": "xz-utils"}
 
 # The initramfs gets to the host's root with these.
 FIRST_MODULES = ("9pnet_virtio", "9p", "overlay")
@@ -179,20 +178,10 @@ def build_siw(work, packages, release):
     unpack([package for package in packages if package != source], tree)
     into = work / "siw"
     into.mkdir()
-    # The source is a tar.xz in a package: it is read only until the folder is through.
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", source], stdout=subprocess.PIPE) as package:
-        with tarfile.open(fileobj=package.stdout, mode="r|") as outer:
-            archive = next(member for member in outer if member.name.endswith(".tar.xz"))
-            with tarfile.open(fileobj=outer.extractfile(archive), mode="r|xz") as inner:
-                found = False
-                for member in inner:
-                    inside = SIW in member.name
-                    if inside and member.isfile():
-                        (into / Path(member.name).name).write_bytes(inner.extractfile(member).read())
-                    if found and not inside:
-                        break
-                    found |= inside
-        package.kill()
+    # The source is a tar.xz in a package.
+    inner = f"tar -xJ -C {into} --wildcards --strip-components={SIW.count('/') + 1} '*/{SIW}*'"
+    pipe = f"dpkg-deb --fsys-tarfile {source} | tar -xO --wildcards '*.tar.xz' | {inner}"
+    command(["bash", "-o", "pipefail", "-c", pipe], "unpacking the source of siw")
     headers = tree / "usr/src" / f"linux-headers-{release}"
     common = f"linux-headers-{release.removesuffix('-amd64')}-common"
     makefile = headers / "Makefile"

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import termios
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,10 +64,7 @@ class Sink:
                 # Nothing is kept back, so that what comes from several hosts and from here stays in order.
                 self._files[name, stream] = open(to, "wb", buffering=0, closefd=bool(wish.output))
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *failure):
+    def close(self):
         for file in self._files.values():
             file.close()
 
@@ -107,12 +105,6 @@ class Machines:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *failure):
-        self.close()
 
     def close(self):
         """Ends them; nothing of them is left."""
@@ -226,7 +218,7 @@ class Pool:
             machines = self._up.pop(kind, None) or Machines(self._image, wish.two, wish.settings)
             why, statuses = None, [None]
             try:
-                with Sink(wish, [guest.name for guest in machines.guests]) as sink:
+                with closing(Sink(wish, [guest.name for guest in machines.guests])) as sink:
                     try:
                         statuses = machines.run(wish, sink, files)
                     except (Crashed, OutOfTime) as error:
@@ -258,7 +250,7 @@ def interact(image, settings, command):
     """A machine at the terminal until its shell ends, or the machine."""
     saved = termios.tcgetattr(sys.stdin)
     try:
-        with Machines(image, False, replace(settings, interactive=True)) as machines:
+        with closing(Machines(image, False, replace(settings, interactive=True))) as machines:
             [guest] = machines.guests
             job = guest.job(command)
             job.go()
