@@ -36,6 +36,8 @@ namespace {
 constexpr char kPush[] = "/baselines.Parameters/Push", kPushTensor[] = "/baselines.Parameters/PushTensor";
 constexpr char kPull[] = "/baselines.Parameters/Pull", kPullTensor[] = "/baselines.Parameters/PullTensor";
 
+auto Deadline() { return std::chrono::system_clock::now() + std::chrono::seconds(kDeadline); }
+
 void Check(const Status& status, const char* what) {
   if (!status.ok()) Fail(std::string(what) + ": " + status.error_message());
 }
@@ -63,7 +65,7 @@ ByteBuffer Message(const Head& head, char* bytes) {
   return ByteBuffer(slices, bytes ? 2 : 1);
 }
 
-// Calls `take(head, offset, bytes, count)` for each piece of what came, in order.
+// Calls `take(offset, bytes, count)` for each piece of what came, in order.
 template <typename Take>
 Head Parse(const ByteBuffer& message, Take take) {
   std::vector<Slice> slices;
@@ -77,7 +79,7 @@ Head Parse(const ByteBuffer& message, Take take) {
     memcpy(reinterpret_cast<char*>(&head) + known, bytes, of_head);
     known += of_head;
     left -= of_head;
-    if (left) take(head, head.offset + at, bytes + of_head, left);
+    if (left) take(head.offset + at, bytes + of_head, left);
     at += left;
   }
   if (known < sizeof head) Fail("a message without a head");
@@ -132,7 +134,7 @@ class Shard : public grpc::Service {
     char value[4];
     size_t known = 0;
     uint64_t taken = 0;
-    Parse(message, [&](const Head&, size_t offset, const char* bytes, size_t count) {
+    Parse(message, [&](size_t offset, const char* bytes, size_t count) {
       if (offset > bytes_ || count > bytes_ - offset) Fail("gradients beyond the model");
       taken += count;
       while (known && count) {
@@ -170,7 +172,7 @@ class Shard : public grpc::Service {
 
   // What a request is for, once it can be had.
   Head Wanted(const ByteBuffer& request) {
-    Head wanted = Parse(request, [](const Head&, size_t, const char*, size_t) {});
+    Head wanted = Parse(request, [](size_t, const char*, size_t) {});
     if (wanted.offset > bytes_ || wanted.length > bytes_ - wanted.offset) Fail("weights beyond the model");
     std::unique_lock<std::mutex> lock(mutex_);
     if (!changed_.wait_for(lock, std::chrono::seconds(kDeadline), [&] { return added_ >= wanted.added; })) Fail("not all gradients came");
@@ -201,15 +203,13 @@ class Learner {
         gradients_(Memory(bytes_)),
         weights_(Memory(bytes_)) {
     Fill(gradients_, bytes_, options.Number("rank"));
-    size_t connections = options.Number("connections", 1), calls = options.Number("calls", 1);
-    size_t shards = options.rest.size();
+    size_t calls = options.Number("calls", 1), shards = options.rest.size();
     for (size_t index = 0; index < shards; index++) {
       size_t start = ShareStart(bytes_, index, shards), shard = ShareStart(bytes_, index + 1, shards) - start;
-      std::vector<std::shared_ptr<grpc::Channel>> channels;
-      for (size_t i = 0; i < connections; i++) channels.push_back(Connect(options.rest[index]));
-      for (size_t i = 0; i < connections * calls; i++) {
-        size_t from = ShareStart(shard, i, connections * calls), to = ShareStart(shard, i + 1, connections * calls);
-        parts_.push_back({channels[i % connections], from, start + from, to - from, shard});
+      auto channel = Connect(options.rest[index]);
+      for (size_t i = 0; i < calls; i++) {
+        size_t from = ShareStart(shard, i, calls), to = ShareStart(shard, i + 1, calls);
+        parts_.push_back({channel, from, start + from, to - from, shard});
       }
     }
     if (parts_.empty()) Fail("no servers");
@@ -220,11 +220,10 @@ class Learner {
     bool push = what != "pull", pull = what != "push";
     if (what != "step" && push && pull) Fail("unknown round " + what);
     pushes_ += push;
-    auto part = [this, push, pull](const Part& part) {
-      if (push) Push(part);
-      if (pull) Pull(part, push ? pushes_ * learners_ * part.shard : 0);
-    };
-    AtOnce(parts_.size(), [&](size_t index) { part(parts_[index]); });
+    AtOnce(parts_.size(), [&](size_t index) {
+      if (push) Push(parts_[index]);
+      if (pull) Pull(parts_[index], push ? pushes_ * learners_ * parts_[index].shard : 0);
+    });
     return bytes_ * (push + pull);
   }
 
@@ -238,31 +237,38 @@ class Learner {
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // A connection for each channel.
     Tune([&](const char* name, int value) { arguments.SetInt(name, value); });
     auto channel = grpc::CreateCustomChannel(server, grpc::InsecureChannelCredentials(), arguments);
-    if (!channel->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(kDeadline))) Fail("cannot connect to " + server);
+    if (!channel->WaitForConnected(Deadline())) Fail("cannot connect to " + server);
     return channel;
   }
 
   // The context of a call, with a deadline.
   struct Context : grpc::ClientContext {
-    Context() { set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(kDeadline)); }
+    Context() { set_deadline(Deadline()); }
   };
+
+  // A call for each chunk of a part, of which `request(done)` is about one; `take(answer)` has what came.
+  template <typename Request, typename Take>
+  void Unary(const Part& part, const char* name, Request request, Take take) {
+    RpcMethod method(name, RpcMethod::NORMAL_RPC, part.channel);
+    for (size_t done = 0; done < part.length; done += chunk_) {
+      Context context;
+      ByteBuffer answer;
+      Check(grpc::internal::BlockingUnaryCall<ByteBuffer, ByteBuffer>(part.channel.get(), method, &context, request(done),
+                                                                      &answer), name);
+      take(answer);
+    }
+  }
 
   ByteBuffer Gradients(const Part& part, size_t done) {
     return Message({part.offset + done, std::min(chunk_, part.length - done), 0}, gradients_ + part.place + done);
   }
 
   void Push(const Part& part) {
-    ByteBuffer answer;
     if (tensors_) {
-      RpcMethod method(kPushTensor, RpcMethod::NORMAL_RPC, part.channel);
-      for (size_t done = 0; done < part.length; done += chunk_) {
-        Context context;
-        Check(grpc::internal::BlockingUnaryCall<ByteBuffer, ByteBuffer>(part.channel.get(), method, &context,
-                                                                        Gradients(part, done), &answer),
-              "PushTensor");
-      }
-      return;
+      auto ignored = [](const ByteBuffer&) {};
+      return Unary(part, kPushTensor, [&](size_t done) { return Gradients(part, done); }, ignored);
     }
+    ByteBuffer answer;
     Context context;
     RpcMethod method(kPush, RpcMethod::CLIENT_STREAMING, part.channel);
     std::unique_ptr<grpc::ClientWriter<ByteBuffer>> writer(grpc::internal::ClientWriterFactory<ByteBuffer>::Create(
@@ -276,32 +282,25 @@ class Learner {
 
   // Waits until the shard has added up `added` bytes.
   void Pull(const Part& part, uint64_t added) {
-    ByteBuffer answer;
     size_t taken = 0;
-    auto take = [&] {
-      Parse(answer, [&](const Head&, size_t offset, const char* bytes, size_t count) {
+    auto take = [&](const ByteBuffer& answer) {
+      Parse(answer, [&](size_t offset, const char* bytes, size_t count) {
         if (offset < part.offset || offset + count > part.offset + part.length) Fail("weights that were not wanted");
         memcpy(weights_ + part.place + offset - part.offset, bytes, count);
         taken += count;
       });
-      answer.Clear();
     };
     if (tensors_) {
-      RpcMethod method(kPullTensor, RpcMethod::NORMAL_RPC, part.channel);
-      for (size_t done = 0; done < part.length; done += chunk_) {
-        Context context;
-        Head wanted = {part.offset + done, std::min(chunk_, part.length - done), added};
-        Check(grpc::internal::BlockingUnaryCall<ByteBuffer, ByteBuffer>(part.channel.get(), method, &context,
-                                                                        Message(wanted, nullptr), &answer),
-              "PullTensor");
-        take();
-      }
+      auto wanted = [&](size_t done) {
+        return Message({part.offset + done, std::min(chunk_, part.length - done), added}, nullptr);
+      };
+      Unary(part, kPullTensor, wanted, take);
     } else {
       Context context;
       RpcMethod method(kPull, RpcMethod::SERVER_STREAMING, part.channel);
       std::unique_ptr<grpc::ClientReader<ByteBuffer>> reader(grpc::internal::ClientReaderFactory<ByteBuffer>::Create(
           part.channel.get(), method, &context, Message({part.offset, part.length, added}, nullptr)));
-      while (reader->Read(&answer)) take();
+      for (ByteBuffer answer; reader->Read(&answer); answer.Clear()) take(answer);
       Check(reader->Finish(), "Pull");
     }
     if (taken != part.length) Fail("weights are missing");
