@@ -142,6 +142,8 @@ def test_a_function_that_is_no_test_is_refused(tree):
         ("[x](../internals/b.md#two)", "there is no such heading"),
         ("[x](../../one/Cargo.toml)", "leads out of the book"),
         ("docs/use/c.md", "there is no docs/use/c.md"),
+        ("`lm/client.rs`", "there is no libmodelio/src/client.rs"),
+        ("`ps-backend/src/{lib,none}.rs`", "there is no ps-backend/src/none.rs"),
         ("x " * 70, "columns, 120 at most"),
     ],
 )

@@ -79,40 +79,24 @@ pub mod wire;
 use std::sync::Arc;
 use std::time::Instant;
 
-#[doc(inline)]
 pub use client::{
     ClientError, ClientOptions, Done, Event, Job, JobStatus, LastCommit, Listener, SetError, ShardView,
     TransportChoice, VersionView, wait_for,
 };
-#[doc(inline)]
 pub use contributor::{ContributeError, Contributor, Share, Traffic, Wrote};
-#[doc(inline)]
 pub use mapped::MappedMemory;
-#[doc(inline)]
 pub use publisher::Publisher;
-#[doc(inline)]
 pub use reader::Reader;
-#[doc(inline)]
 pub use registry::{Registry, RegistryError, RemoteRegistry};
-#[doc(inline)]
 pub use tracker::WriteRefused;
-#[doc(inline)]
 pub use transport::reactor::Choice as IoChoice;
-#[doc(inline)]
 pub use vocabulary::controls::{ControlError, Controls, PullPolicy};
-#[doc(inline)]
 pub use vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Step, Version};
-#[doc(inline)]
 pub use vocabulary::layout::{DType, ModelLayout, Tensor};
-#[doc(inline)]
 pub use vocabulary::members::LeaveReason;
-#[doc(inline)]
 pub use vocabulary::reducer::Reducer;
-#[doc(inline)]
 pub use vocabulary::shard_error::ShardError;
-#[doc(inline)]
 pub use vocabulary::weight::Weight;
-#[doc(inline)]
 pub use wire::{Checksum, ModelRecord, ShardRecord};
 
 /// Connects to the model `name`, whose place the registry at `registry` (`host:port`) knows. The job follows the model when

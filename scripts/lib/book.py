@@ -18,6 +18,9 @@ _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()\s]*\)[^()
 _CODE = re.compile(r"`([^`]*)`")
 _HEADING = re.compile(r"^#+ +(.*?) *$")
 # A file of docs/ that any text names.
+_SOURCE = re.compile(r"`((?:fd|lm|ps|fs-daemon|libmodelio|ps-backend)/[\w./{},-]+)`")
+# As docs/internals/architecture.md abbreviates them.
+_SHORT = {"fd": "fs-daemon/src", "lm": "libmodelio/src", "ps": "ps-backend/src"}
 _NAMED = re.compile(r"\bdocs/[\w./-]+\.(?:md|png|svg|csv|toml)\b")
 
 
@@ -111,6 +114,19 @@ def form_faults(docs, generated):
         for number, line in prose(text):
             if len(line) > WIDTH and not line.startswith("|") and page != generated:
                 yield f"docs/{page}:{number}: {len(line)} columns, {WIDTH} at most"
+
+
+def source_faults(root, sources):
+    """Source files that Markdown files name, and that are not there. `a/{b,c}.rs` names two."""
+    for source in sources:
+        for number, line in enumerate(source.read_text().splitlines(), 1):
+            for name in _SOURCE.findall(line):
+                head, rest = name.split("/", 1)
+                before, brace, behind = f"{_SHORT.get(head, head)}/{rest}".partition("{")
+                choices, _, end = behind.partition("}")
+                for path in [f"{before}{choice}{end}" for choice in choices.split(",")] if brace else [before]:
+                    if not (root / path).exists():
+                        yield f"{source.relative_to(root)}:{number}: there is no {path}"
 
 
 def named_faults(root, files):

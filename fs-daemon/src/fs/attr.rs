@@ -4,8 +4,7 @@ use std::time::SystemTime;
 
 use libmodelio::vocabulary::ids::Version;
 
-use super::filesystem::Fs;
-use super::filesystem::{Owner, Use};
+use super::filesystem::{Fs, Owner, Use};
 use super::model_tree::ModelTree;
 use super::node::{File, Node};
 use super::text;

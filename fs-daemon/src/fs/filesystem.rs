@@ -1,4 +1,4 @@
-//! The filesystem of one mount: its models, and the state that all its files share.
+//! The filesystem of one mount: its models, the state that all its files share, and their owners and modes.
 
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;

@@ -7,20 +7,15 @@
 //! | `job` | [`Job`], the interface |
 //! | `options` | options, events, errors |
 //! | `memory` | accounts of memory |
-//! | `lifetime`, `keeper` | deadlines, missing connections |
-//! | `shared` | lock, clock and memory around the core |
-//! | `routes`, `redirect`, `inquiry` | the block map in force with its shards, and its replacement |
+//! | `lifetime` | the keeper's alarm, and the end |
+//! | `observed` | what is noted for the status, metrics and traces |
+//! | `shared` | lock, clock and memory around the core; within: deadlines, opening connections, another block map, blocks on their way (`unsafe`), small models (`unsafe`) |
 //! | `callers` | who waits for an answer |
-//! | `payloads` | contributions and new weights that are sent |
-//! | `peers`, `late` | the coordinator and the shards, and whom the job waits for |
-//! | `peer`, `connections`, `fallback` | the connections: which exist, are missing, are in use, and go by TCP for now |
+//! | `payloads` | contributions and new weights that are sent; within: their sums, their form, what a form has lost |
+//! | `peers` | the coordinator and the shards; within: the routes to them, their connections, fallbacks to TCP |
 //! | `conversation` | the messages on each kind of connection |
 //! | `paths` | the ways of blocks: TCP, shared memory, RDMA, or in this process |
-//! | `blocks` | payload on its way, by any path (`unsafe`) |
-//! | `small` | contributions and versions that go with messages to and from the coordinator (`unsafe`) |
 //! | `versions` | the versions that the client shows |
-//! | `wire_form`, `coding` | the form in which contributions cross a network |
-//! | `sum` | sums of contributions, before they cross the network |
 
 mod callers;
 mod commit_notice;

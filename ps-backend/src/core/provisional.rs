@@ -74,7 +74,7 @@ impl Speculation {
     }
 }
 
-/// The plans that begin plan: whether any may, and the one under way.
+/// The provisional plans: whether any may begin, and the one under way.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct ProvisionalPlans {
     #[serde(skip)]
@@ -259,7 +259,7 @@ impl JobCore {
         }
     }
 
-    /// Whether `learner` still writes to the plan that has begun plan.
+    /// Whether `learner` still writes to the provisional plan.
     pub(super) fn writes_provisionally(&self, learner: LearnerId) -> bool {
         self.provisional.takes(learner) && !self.has_committed(learner)
     }

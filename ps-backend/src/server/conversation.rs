@@ -284,7 +284,7 @@ impl Peer {
                 asked @ (RegistryRequest::Put { .. }
                 | RegistryRequest::Restore { .. }
                 | RegistryRequest::Model { .. }),
-            ) if shared.directory.table.is_some() => {
+            ) if shared.directory.table().is_some() => {
                 let (of_asked, from) = (Arc::clone(&shared), self.origin);
                 return self.send_off(request, errands::ErrandKind::Record, payload, move |payload| {
                     of_asked.directory.answer(from, &asked, payload)

@@ -12,35 +12,43 @@ use super::unsent::AdminAnswer;
 /// The longest wait for the registry.
 const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The registry's table, if it is in this process, and the way to it otherwise.
-pub(super) struct Directory {
-    pub table: Option<Table>,
-    elsewhere: Option<RemoteRegistry>,
-    /// Where the registry is, if it is not here.
-    address: Option<String>,
+/// The registry's table, if it is in this process, or the way to it.
+pub(super) enum Directory {
+    Here(Table),
+    Elsewhere(RemoteRegistry),
 }
 
 impl Directory {
     /// The registry at this address, or here.
     pub(super) fn at(address: Option<String>) -> Directory {
-        let table = address.is_none().then(Table::new);
-        Directory { table, elsewhere: address.clone().map(RemoteRegistry::new), address }
+        address
+            .map_or_else(|| Directory::Here(Table::new()), |at| Directory::Elsewhere(RemoteRegistry::new(at)))
     }
 
     pub(super) fn name(&self) -> &str {
-        self.address.as_deref().unwrap_or("here")
+        match self {
+            Directory::Here(_) => "here",
+            Directory::Elsewhere(remote) => remote.address(),
+        }
     }
 
-    /// Asks the registry, in this process or elsewhere.
+    /// The table, if it is in this process.
+    pub(super) fn table(&self) -> Option<&Table> {
+        match self {
+            Directory::Here(table) => Some(table),
+            Directory::Elsewhere(_) => None,
+        }
+    }
+
+    /// Asks the registry.
     pub(super) fn ask<T>(
         &self,
         ask: impl FnOnce(&dyn Registry, Instant) -> Result<T, RegistryError>,
     ) -> Result<T, RegistryError> {
         let deadline = Instant::now() + REGISTRY_PATIENCE;
-        match (&self.table, &self.elsewhere) {
-            (Some(table), _) => ask(&Local(table), deadline),
-            (None, Some(remote)) => ask(remote, deadline),
-            (None, None) => Err(RegistryError::Refused(Refusal::other("there is no registry"))),
+        match self {
+            Directory::Here(table) => ask(&Local(table), deadline),
+            Directory::Elsewhere(remote) => ask(remote, deadline),
         }
     }
 
@@ -51,7 +59,7 @@ impl Directory {
         asked: &RegistryRequest,
         payload: &[u8],
     ) -> AdminAnswer {
-        let Some(table) = &self.table else {
+        let Some(table) = self.table() else {
             return Err(Refusal::other(format!("the registry is at {}, not here", self.name())));
         };
         let answer = table.handle_from(from.map(Origin::address), asked, payload)?;

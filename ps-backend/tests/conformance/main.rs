@@ -69,6 +69,7 @@ macro_rules! conforms {
                 commits_that_make_no_sense_change_nothing,
                 nan_is_refused_when_offered,
                 nan_is_refused_at_the_commit,
+                nan_is_refused_to_the_learner_who_brings_it,
                 accepted_nan_counts,
             ],
             waits: [
@@ -160,7 +161,7 @@ macro_rules! moves {
                 blocks_may_come_early_or_late_and_in_any_order,
                 mapped_memory_is_committed_as_it_is,
             ],
-            refusals: [nan_is_refused_at_the_commit],
+            refusals: [nan_is_refused_at_the_commit, nan_is_refused_to_the_learner_who_brings_it],
             leavers: [a_learner_that_leaves_in_mid_step_is_not_waited_for],
             versions: [a_pinned_version_stays_as_it_is, no_read_is_torn],
             weights: [unwritten_bytes_keep_their_value],

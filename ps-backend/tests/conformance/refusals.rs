@@ -185,6 +185,29 @@ pub fn nan_is_refused_at_the_commit(way: &Way) {
     }
 }
 
+/// The block with the NaN is one of which the other learner of the client has nothing.
+pub fn nan_is_refused_to_the_learner_who_brings_it(way: &Way) {
+    for who_joins_first in [0, 1] {
+        let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
+        let end = site.end();
+        let joined = ["a", "b"].map(|name| end.join(name));
+        let (other, learner) = (&joined[who_joins_first], &joined[1 - who_joins_first]);
+        let mut half = other.open();
+        half.offer_all_of(0, 5.0);
+        let answer = half.send(LONG);
+        let mut contribution = learner.open();
+        contribution.notice.lendable = false;
+        contribution.stage(2, &bad(f32::NAN));
+        assert_eq!(contribution.commit().unwrap_err(), ShardError::NonFinite(BlockId(2)));
+        contribution.abort();
+        learner.push(1.0);
+        done(self::answer(&answer));
+        assert_eq!(learner.pull(), 1);
+        let (_, weights) = end.weights();
+        assert_eq!((weights[0], weights[2 * BLOCK / 4]), (6.0, 1.0), "the other's stays");
+    }
+}
+
 pub fn accepted_nan_counts(way: &Way) {
     let site = way.job(&[("reducer", "sum"), ("nonfinite", "accept")]);
     let end = site.end();

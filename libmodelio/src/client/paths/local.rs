@@ -146,7 +146,8 @@ impl Shared {
             .collect();
         self.accounts.tally.moved(Flow::Push, span.len() * payloads.len());
         let (client, plan) = (self.client, *plan);
-        let shared = SharedBlock { client, plan, block, payloads: &payloads, ahead, is_own: false };
+        let is_weights = learners.is_empty();
+        let shared = SharedBlock { client, plan, block, payloads: &payloads, ahead, is_weights };
         let pushed = local.shard.push(shared, &|| self.still_sends(plan));
         if let Pushed::NonFinite(index) = pushed
             && let Some(&learner) = learners.get(index)
@@ -225,7 +226,7 @@ impl Shared {
         payloads.extend(own);
         self.accounts.tally.moved(Flow::Push, span.len() * payloads.len());
         let (client, payloads) = (self.client, &payloads[..]);
-        let block = SharedBlock { client, plan, block, payloads, ahead: true, is_own: true };
+        let block = SharedBlock { client, plan, block, payloads, ahead: true, is_weights: false };
         local.shard.push(block, &|| true)
     }
 }

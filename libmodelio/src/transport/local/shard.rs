@@ -36,9 +36,9 @@ pub struct SharedBlock<'a> {
     pub payloads: &'a [SharedPayload<'a>],
     /// The plan is provisional, and the payloads are whole.
     pub ahead: bool,
-    /// The payload is this client's alone. If it holds NaN or Inf, the client gets [`Pushed::NonFinite`], and the
-    /// plan goes on without the block, which may come again.
-    pub is_own: bool,
+    /// The payload is new weights, so no learner is to blame. If it holds NaN or Inf, the shard tells the coordinator.
+    /// Otherwise the client gets [`Pushed::NonFinite`], and the block may come again.
+    pub is_weights: bool,
 }
 
 /// What the shard did with a block.

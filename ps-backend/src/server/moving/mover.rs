@@ -233,7 +233,7 @@ impl Mover<'_> {
 fn put(shared: &Shared, request: RegistryRequest, record: &ModelRecord) -> Result<(), PutError> {
     let deadline = Instant::now() + ANSWER_TIMEOUT;
     let payload = record.encode().map_err(|error| PutError::Refused(Refusal::other(error)))?;
-    if let Some(table) = &shared.directory.table {
+    if let Some(table) = shared.directory.table() {
         return table.handle(&request, &payload).map(drop).map_err(PutError::Refused);
     }
     let address = shared.options.registry.clone().unwrap_or_default();

@@ -28,7 +28,7 @@ impl Partition {
         shared: SharedBlock<'_>,
         stands: &dyn Fn() -> bool,
     ) -> Pushed {
-        let SharedBlock { client, plan, block, payloads, ahead, is_own } = shared;
+        let SharedBlock { client, plan, block, payloads, ahead, is_weights } = shared;
         let reserved = self
             .push_of(plan, block, Form::Plain, ahead)
             .and_then(|push| self.reserve(&mut Sender::here(client), push, Room::None));
@@ -42,9 +42,7 @@ impl Partition {
             BlockInput { payload: Payload::Plain(bytes), written, check }
         });
         let inputs: SmallVec<[BlockInput<'_>; INLINE]> = inputs.collect();
-        // A bad payload that is alone is reported to the coordinator.
-        let is_reported = payloads.len() == 1 && !is_own;
-        reservation.complete_with(&inputs, is_reported, stands).unwrap_or_else(|error| {
+        reservation.complete_with(&inputs, is_weights, stands).unwrap_or_else(|error| {
             tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");
             Pushed::Unwanted
         })

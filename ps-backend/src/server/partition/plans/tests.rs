@@ -133,7 +133,7 @@ impl Bench {
     fn push(&self, plan: PlanId, block: BlockId) -> Pushed {
         let bytes = &2f32.to_le_bytes().repeat(BLOCK as usize / 4)[..];
         let payloads = &[SharedPayload { bytes, written: None, check: true }];
-        let shared = SharedBlock { client: CLIENT, plan, block, payloads, ahead: false, is_own: false };
+        let shared = SharedBlock { client: CLIENT, plan, block, payloads, ahead: false, is_weights: false };
         self.partition.push_here(shared, &|| true)
     }
 
