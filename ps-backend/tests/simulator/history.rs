@@ -3,14 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Add;
 
-use libmodelio::vocabulary::controls::Consistency;
+use libmodelio::vocabulary::controls::{Consistency, NonFinite};
+use libmodelio::vocabulary::groups::{GroupId, Groups, TensorReducers};
 use libmodelio::vocabulary::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
 use libmodelio::vocabulary::norm::{Norm, TensorFactors, TensorNorms};
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::{self, Reducer};
 use libmodelio::wire::{Granted, Work};
 use ps_backend::core::MemberView;
 
-use crate::settings::{first_tensor, tensors_of};
+use crate::optimizer::Optimizer;
+use crate::settings::{Settings, first_tensor, tensors_of};
 use crate::state::{Block, Step as OptimizerStep, mix, squares};
 
 /// One contribution, or one write of weights.
@@ -101,8 +103,8 @@ struct Planned {
     granted: BTreeMap<ClientId, Granted>,
     /// Learners that took part, and had not committed, when it began.
     missing: usize,
-    /// The reducer was set again before it, so its optimizer may begin at zero though it is the same.
-    may_begin_anew: bool,
+    /// Tensors whose reducers were set again before it, so that their state may begin at zero.
+    may_begin_anew: BTreeSet<usize>,
 }
 
 #[derive(Debug)]
@@ -112,28 +114,15 @@ struct Made {
     blocks: Vec<Option<Block>>,
 }
 
-/// Where the optimizer is, as the model of the job has it.
-#[derive(Debug)]
-struct Optimizer {
-    reducer: Reducer,
-    /// Steps that it has made of each tensor since it was chosen.
-    tensors: Vec<u64>,
-    /// It was chosen since the last step was decided.
-    chosen: bool,
-    /// As it is set.
-    set: Reducer,
-}
-
 /// The record of a run.
 #[derive(Debug)]
 pub struct History {
     blocks: u32,
     partitions: usize,
-    /// Learners take part in a version once, and NaN is refused, throughout the run.
-    pub sync_throughout: bool,
+    /// NaN is refused.
     pub reject: bool,
     /// Of the whole run, if it is one throughout.
-    pub consistency: Option<Consistency>,
+    consistency: Option<Consistency>,
     pub records: BTreeMap<Uid, Record>,
     next_uid: Uid,
     versions: Vec<Made>,
@@ -167,7 +156,7 @@ pub struct History {
     paces: BTreeMap<(LearnerId, Incarnation), u64>,
     /// Where that is for one who joins now.
     slowest: u64,
-    optimizer: Optimizer,
+    pub optimizer: Optimizer,
     /// The newest version that each client has shown.
     shown: BTreeMap<ClientId, Version>,
     /// Versions that clients have shown from their own new weights, perhaps before all partitions had them.
@@ -181,7 +170,8 @@ pub struct History {
 }
 
 impl History {
-    pub fn new(blocks: u32, partitions: usize, reducer: Reducer) -> History {
+    pub fn new(partitions: usize, settings: &Settings) -> History {
+        let blocks = settings.blocks;
         let first = Made {
             plan: PlanId(0),
             partitions: (0..partitions).collect(),
@@ -190,9 +180,8 @@ impl History {
         History {
             blocks,
             partitions,
-            sync_throughout: false,
-            consistency: None,
-            reject: true,
+            consistency: settings.consistency_throughout(),
+            reject: settings.controls.nonfinite == NonFinite::Reject,
             records: BTreeMap::new(),
             next_uid: 1,
             versions: vec![first],
@@ -212,12 +201,7 @@ impl History {
             names: BTreeMap::new(),
             paces: BTreeMap::new(),
             slowest: 0,
-            optimizer: Optimizer {
-                reducer,
-                tensors: vec![0; tensors_of(blocks - 1).end],
-                chosen: false,
-                set: reducer,
-            },
+            optimizer: Optimizer::new(settings),
             shown: BTreeMap::new(),
             own: Vec::new(),
             announced: Version(0),
@@ -289,16 +273,19 @@ impl History {
         self.partitions = partitions;
         if reducer.state_slots() == 0 {
             let made = self.versions.last_mut().into_iter().flat_map(|made| &mut made.blocks).flatten();
-            let chosen = self.optimizer.chosen;
-            for block in made {
-                let lost = std::mem::take(&mut block.state.slots) != 0;
-                assert!(!lost || chosen, "the model moves, and leaves behind what the optimizer remembers");
+            for (block, made) in (0..).zip(made) {
+                let lost = std::mem::take(&mut made.state.slots);
+                for (tensor, lost) in tensors_of(block).zip(lost) {
+                    let is_missed = lost != 0 && !self.optimizer.may_lose(tensor);
+                    assert!(!is_missed, "the model moves, and leaves behind the state of tensor {tensor}");
+                }
             }
         }
     }
 
     // -- what the coordinator says
 
+    /// The coordinator sends a plan to a shard. So many learners take part in the coming version and have not committed.
     pub fn started(&mut self, plan: &libmodelio::wire::Plan, missing: usize) {
         let open = plan.sources.iter().filter(|source| source.provisional).count();
         let provisional = open > 0;
@@ -310,7 +297,7 @@ impl History {
             sources: plan.sources.iter().map(|source| source.client).collect(),
             granted: BTreeMap::new(),
             missing,
-            may_begin_anew: false,
+            may_begin_anew: BTreeSet::new(),
         };
         let known = self.plans.entry(plan.plan).or_insert_with(|| planned.clone());
         if known.provisional && !provisional {
@@ -321,6 +308,28 @@ impl History {
         } else {
             assert_eq!(known.provisional, provisional, "{plan:?} was sealed before");
         }
+    }
+
+    /// A version of contributions that these plans have made has begun with what its consistency waits for. If its step is
+    /// measured, it has begun with the measurement.
+    fn check_beginning(&self, version: Version, plans: &[PlanId], contributions: usize) {
+        let measures = |plan: &&PlanId| matches!(self.plans[*plan].work, Work::Measure { .. });
+        let Some(first) = plans.iter().find(measures).or(plans.last()) else { return };
+        let missing = self.plans[first].missing;
+        let waits_for = match self.consistency {
+            Some(Consistency::Async | Consistency::Ssp(_)) => {
+                return assert_eq!(contributions, 1, "version {version}: each contribution makes one");
+            }
+            Some(Consistency::Sync) => missing + contributions,
+            Some(Consistency::Quorum(quorum) | Consistency::Grace(quorum, _)) => {
+                (missing + contributions).min(quorum as usize)
+            }
+            None => return,
+        };
+        assert!(
+            contributions >= waits_for,
+            "version {version} has {contributions}, and not those of {missing} learners"
+        );
     }
 
     /// A block of a contribution is sent while that is written.
@@ -362,13 +371,6 @@ impl History {
         plan.granted.insert(client, payload.clone());
     }
 
-    /// The settings name this reducer from now on. The optimizer begins anew with the next version of which nothing is
-    /// computed yet.
-    pub fn sets(&mut self, reducer: Reducer) {
-        self.optimizer.chosen |= reducer != self.optimizer.set;
-        self.optimizer.set = reducer;
-    }
-
     /// A learner asks to join these.
     pub fn joins(&mut self, members: &[MemberView]) {
         // A taken step counts for the pace, though its version may not be out.
@@ -403,11 +405,9 @@ impl History {
             *self.paces.entry((member.learner, member.incarnation)).or_default() += 1;
         }
         let planned = self.plans.get_mut(&plan).expect("it has begun");
-        planned.may_begin_anew = self.optimizer.chosen;
-        if let Work::Reduce { step, .. } = &planned.work {
-            // A setting that was written in the middle of a step counts from the next one.
-            let step = step.clone();
-            self.optimizer.chosen = self.optimizer.set != step.reducer;
+        if let Work::Reduce { step, tensors, groups, .. } = &planned.work {
+            let reducers = TensorReducers::new(tensors.tensors() as usize, step.reducer, groups);
+            planned.may_begin_anew = self.optimizer.decided(&reducers);
         }
         let Some(Consistency::Ssp(most)) = self.consistency else { return };
         let pace = |member: &MemberView| self.paces.get(&(member.learner, member.incarnation)).copied();
@@ -499,51 +499,14 @@ impl History {
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
         match &planned.work {
             Work::Assign { .. } => self.check_assigned(version, &before, &after),
-            Work::Reduce { step, factors, fresh_state, .. } => {
-                let step = step.clone();
-                self.check_factors(&step, &factors.clone(), &after);
-                let anew = (*fresh_state, planned.may_begin_anew);
-                self.check_reduced(version, plan, &step, anew, &before, &after);
+            Work::Reduce { step, groups, factors, .. } => {
+                self.check_factors((step, groups), factors, &after);
+                self.check_reduced(version, plan, &planned, &before, &after);
             }
             Work::Add { .. } | Work::Measure { .. } => {
                 panic!("version {version} is made by plan {plan}, which only adds")
             }
         }
-    }
-
-    /// The optimizer's next step, for each tensor: 0 where nobody has written it; others go on, and begin anew only
-    /// when the reducer is chosen.
-    fn next_steps(
-        &mut self,
-        version: Version,
-        reducer: Reducer,
-        (fresh, may_begin_anew): (bool, bool),
-        of: &[Uid],
-    ) -> Vec<u64> {
-        let optimizer = &mut self.optimizer;
-        let is_new = optimizer.tensors.iter().all(|&t| t == 0);
-        assert!(
-            reducer == optimizer.reducer || fresh,
-            "version {version} goes on with the state of {}",
-            optimizer.reducer
-        );
-        assert!(
-            !fresh || is_new || reducer != optimizer.reducer || may_begin_anew,
-            "version {version} begins {reducer} anew, which has made {:?} steps",
-            optimizer.tensors
-        );
-        optimizer.reducer = reducer;
-        if fresh {
-            optimizer.tensors.fill(0);
-        }
-        let mut steps = vec![0; optimizer.tensors.len()];
-        for &tensor in of.iter().flat_map(|uid| &self.records[uid].tensors) {
-            if steps[tensor] == 0 {
-                optimizer.tensors[tensor] += 1;
-                steps[tensor] = optimizer.tensors[tensor];
-            }
-        }
-        steps
     }
 
     /// New weights: all of one write, everything else as it was.
@@ -566,11 +529,13 @@ impl History {
         &mut self,
         version: Version,
         plan: PlanId,
-        step: &libmodelio::vocabulary::reducer::Step,
-        anew: (bool, bool),
+        planned: &Planned,
         before: &[Block],
         after: &[Block],
     ) {
+        let Work::Reduce { step, tensors, groups, fresh_state, .. } = &planned.work else {
+            unreachable!("a version of contributions")
+        };
         let replaces = step.reducer == Reducer::Assign;
         let mut plans: Vec<PlanId> = Vec::new();
         for (kept, partitions) in std::mem::take(&mut self.sealed) {
@@ -596,23 +561,18 @@ impl History {
             "version {version} counts {} of {of:?}",
             step.contributions
         );
-        if let Some(Consistency::Quorum(least) | Consistency::Grace(least, _)) = self.consistency {
-            assert!(
-                !self.plans[&plan].provisional,
-                "version {version} is made of a plan that was not sealed"
-            );
-            let missing = self.plans[&plan].missing;
-            let is_grace = matches!(self.consistency, Some(Consistency::Grace(..)));
-            self.without_the_late += u64::from(is_grace && missing > 0);
-            assert!(
-                all.len() >= least as usize || missing == 0,
-                "version {version} has {of:?} and waits for {least}, and {missing} learners had not committed"
-            );
-        }
-        let steps = self.next_steps(version, step.reducer, anew, &all);
+        assert!(!planned.provisional, "version {version} is made of a plan that was not sealed");
+        let is_grace = matches!(self.consistency, Some(Consistency::Grace(..)));
+        self.without_the_late += u64::from(is_grace && planned.missing > 0);
+        self.check_beginning(version, &plans, all.len());
+        let reducers = TensorReducers::new(tensors.tensors() as usize, step.reducer, groups);
+        let written = all.iter().flat_map(|uid| &self.records[uid].tensors).copied().collect();
+        let anew = (*fresh_state, &planned.may_begin_anew);
+        self.optimizer.steps(version, (&reducers, tensors), anew, &written);
+        let of_tensor = |tensor| (reducers.of(tensor).expect("a tensor"), tensors.of(tensor));
         for (block, (before, after)) in before.iter().zip(after).enumerate() {
             let holds = |uid: &Uid| self.records[uid].blocks.contains(&(block as u32));
-            let expected = &OptimizerStep::of(block as u32, step.reducer, anew.0, |tensor| steps[tensor]);
+            let expected = &OptimizerStep::of(block as u32, *fresh_state, of_tensor);
             let added = &after.weights.added;
             let bad = added.iter().find(|&&uid| uid == GARBAGE || !self.records.contains_key(&uid));
             assert_eq!(bad, None, "block {block} of version {version} holds memory that was given back");
@@ -648,7 +608,7 @@ impl History {
     /// A layer-wise step has the factors of the norms that shards have measured.
     fn check_factors(
         &mut self,
-        step: &libmodelio::vocabulary::reducer::Step,
+        (step, groups): (&reducer::Step, &Groups),
         factors: &TensorFactors,
         after: &[Block],
     ) {
@@ -659,13 +619,18 @@ impl History {
             of.weights += 1.0;
             of.direction += squares(block, &after.weights.added);
         }
-        let is_layerwise = step.reducer.is_layerwise();
-        let factor = |of: &TensorNorms| {
+        let steps = groups.steps(step);
+        let of_runs =
+            groups.runs().iter().flat_map(|&(count, group)| std::iter::repeat_n(group, count as usize));
+        let of_tensors = of_runs.chain(std::iter::repeat(GroupId::MODEL));
+        let factor = |(of, group): (&TensorNorms, GroupId)| {
             let norms = TensorNorms { weights: of.weights.sqrt(), direction: of.direction.sqrt() };
-            is_layerwise.then(|| ps_backend::reducers::factor(step, norms))
+            let step = steps.of_group(group);
+            step.reducer.is_layerwise().then(|| ps_backend::reducers::factor(step, norms))
         };
-        assert_eq!(*factors, TensorFactors::new(norms.iter().map(factor)), "{step:?}");
-        self.layerwise += u64::from(is_layerwise);
+        let expected = TensorFactors::new(norms.iter().zip(of_tensors).map(factor));
+        assert_eq!(*factors, expected, "{step:?} {groups:?}");
+        self.layerwise += u64::from(groups.are_layerwise(step.reducer));
     }
 
     /// The block holds what the plans have of it, once each; in their order where that is kept, and always plan by
@@ -698,7 +663,7 @@ impl History {
     }
 
     fn goes_in(&mut self, uid: Uid, version: Version) {
-        let sync = self.sync_throughout;
+        let sync = self.consistency == Some(Consistency::Sync);
         let record = self.record(uid);
         assert!(record.offered, "contribution {uid} is in version {version} and was never committed");
         assert_eq!(record.version, None, "contribution {uid} is in version {version}, too");

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use fastrand::Rng;
-use libmodelio::vocabulary::controls::{Consistency, Controls};
+use libmodelio::vocabulary::controls::{Consistency, ControlError, Controls};
+use libmodelio::vocabulary::groups::{Groups, TensorReducers};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use crate::network::Weather;
@@ -11,7 +12,16 @@ use crate::world::Now;
 
 /// The consistency modes of runs. Modes that the controls do not know are left out.
 const CONSISTENCY: &[&str] =
-    &["sync", "sync", "async", "quorum(1)", "quorum(2)", "quorum(3)", "ssp(0)", "ssp(1)"];
+    &["sync", "sync", "async", "quorum(1)", "quorum(2)", "quorum(3)", "ssp(0)", "ssp(1)", "ssp(2)"];
+
+/// Rules of single tensors, for reducers that add up.
+const RULES: &[&str] = &[
+    "t0 reducer=momentum",
+    "t0 reducer=adam weight_decay=0",
+    "t0 reducer=adam\n* reducer=momentum",
+    "t0 reducer=sgd\n* reducer=lamb",
+    "t0 learning_rate_scale=0.5",
+];
 
 /// The constants of a run.
 #[derive(Clone, Debug)]
@@ -118,7 +128,10 @@ impl Settings {
         let lease = millis(one_of(rng, &[1000, 2000, 5000, 12_000]));
         for (name, value) in [
             ("consistency", one_of(rng, CONSISTENCY).to_owned()),
-            ("reducer", one_of(rng, &["sgd", "sgd", "sgd", "sum", "adam", "assign"]).to_owned()),
+            (
+                "reducer",
+                one_of(rng, &["sgd", "sgd", "sgd", "sum", "adam", "assign", "momentum", "lamb"]).to_owned(),
+            ),
             ("clip_norm", one_of(rng, &["0", "0", "0", "0", "0", "1"]).to_owned()),
             ("learners", expected.to_string()),
             ("min_learners", rng.u32(1..=expected.min(2)).to_string()),
@@ -131,18 +144,14 @@ impl Settings {
         }
         let mut changes = vec![("learning_rate", "0.5"), ("learning_rate", "0.25"), ("momentum", "0.5")];
         if rng.bool() {
-            let more =
-                [("consistency", "sync"), ("consistency", "async"), ("learners", "1"), ("learners", "2")];
-            changes.extend(more);
-            changes.extend([
-                ("reducer", "assign"),
-                ("reducer", "sgd"),
-                ("reducer", "lars"),
-                ("min_learners", "1"),
-            ]);
+            let other = one_of(rng, &["async", "async", "quorum(2)", "grace(1, 1)", "ssp(0)", "ssp(2)"]);
+            changes.extend(["sync", "sync", other].map(|consistency| ("consistency", consistency)));
+            changes.extend(["1", "2"].map(|learners| ("learners", learners)));
+            changes.extend(["assign", "sgd", "lars", "momentum"].map(|reducer| ("reducer", reducer)));
+            changes.push(("min_learners", "1"));
             changes.extend([("clip_norm", "1"), ("clip_norm", "0")]);
         }
-        // Runs with the same seed are as they were before there were these settings, but for them.
+        // These settings have a generator of their own: another value of them changes no other choice of a seed.
         let mut of_pulls = rng.clone();
         for (name, values) in [
             ("pull", &["auto", "eager", "adaptive", "on-demand"][..]),
@@ -168,6 +177,16 @@ impl Settings {
                 .with("consistency", one_of(&mut of_pulls, &["grace(1, 0.5)", "grace(2, 1)", "grace(2, 10)"]))
         {
             controls = new;
+        }
+        if of_pulls.u8(0..8) == 0 {
+            controls = controls.with("nonfinite", "accept").expect("a setting");
+        }
+        if of_pulls.u8(0..4) == 0 {
+            // They are refused for reducers that do not add up.
+            if let Ok(new) = controls.with("tensors", one_of(&mut of_pulls, RULES)) {
+                controls = new;
+            }
+            changes.extend(RULES.iter().chain(&[""]).map(|&rules| ("tensors", rules)));
         }
         // It is refused where versions wait for several contributions.
         if of_pulls.u8(0..3) == 0
@@ -223,6 +242,10 @@ impl Settings {
             provisional: rng.u8(0..4) > 0,
             slow: one_of(rng, &[0.5, 0.9]),
         };
+        // A small model has no tensor for some rules.
+        if settings.groups(&settings.controls).is_err() {
+            settings.controls = settings.controls.with("tensors", "").expect("a setting");
+        }
         if settings.exits {
             settings.controls.linger = settings.lease / 10;
         }
@@ -235,9 +258,15 @@ impl Settings {
         (!changes).then_some(self.controls.consistency)
     }
 
-    /// Every version of the run takes at most one contribution of a learner.
-    pub fn sync_throughout(&self) -> bool {
-        let sync = self.controls.get("consistency").as_deref() == Some("sync");
-        sync && !(self.operators && self.changes.iter().any(|(name, _)| *name == "consistency"))
+    fn groups(&self, controls: &Controls) -> Result<Groups, ControlError> {
+        let layout = self.layout();
+        let tensors = layout.tensors().iter().map(|tensor| (tensor.name.as_str(), tensor.dtype));
+        controls.of_tensors(tensors).map(|(_, groups)| groups)
+    }
+
+    /// The reducer of each tensor with these settings.
+    pub fn reducers(&self, controls: &Controls) -> TensorReducers {
+        let groups = self.groups(controls).expect("settings of this model");
+        TensorReducers::new(tensors_of(self.blocks - 1).end, controls.reducer, &groups)
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::groups::TensorReducers;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::vocabulary::norm::Squares;
 use libmodelio::vocabulary::reducer::Reducer;
@@ -111,7 +112,7 @@ pub struct Shard {
     /// The blocks that the plan has measured, and their squares.
     measured: BTreeMap<usize, f64>,
     /// What the plan does with the sum in the end.
-    step: Option<(Reducer, bool, TensorSteps)>,
+    step: Option<(TensorReducers, bool, TensorSteps)>,
     /// The one that begins, which may be in the place of another one.
     starting: Option<Plan>,
     reservations: BTreeMap<u64, Reservation>,
@@ -216,7 +217,7 @@ impl Shard {
         match self.plan.as_ref().map(|plan| &plan.work) {
             Some(Work::Add { combine }) => combine.replaces(),
             Some(Work::Reduce { .. }) => {
-                self.step.as_ref().is_some_and(|(reducer, ..)| *reducer == Reducer::Assign)
+                self.step.as_ref().is_some_and(|(reducers, ..)| reducers.of(0) == Some(Reducer::Assign))
             }
             Some(Work::Measure { .. }) => false,
             Some(Work::Assign { .. }) | None => true,
@@ -271,8 +272,9 @@ impl Shard {
         }
         sums.extend(last);
         let last = sums.last().copied();
-        let Some((reducer, fresh, tensors)) = &self.step else { return front.assigned(last) };
-        let step = Step::of(self.mine[block].0, *reducer, *fresh, |tensor| tensors.of(tensor));
+        let Some((reducers, fresh, tensors)) = &self.step else { return front.assigned(last) };
+        let of = |tensor| (reducers.of(tensor).expect("a tensor"), tensors.of(tensor));
+        let step = Step::of(self.mine[block].0, *fresh, of);
         match self.replaces() {
             true => front.replaced(&step, last),
             false => front.stepped(&step, &sums.concat()),
@@ -305,10 +307,10 @@ fn weights(blocks: &[Block]) -> Vec<Content> {
 }
 
 /// The step that a plan makes of each tensor, if it makes one.
-fn step(plan: &Plan) -> Option<(Reducer, bool, TensorSteps)> {
-    let Work::Reduce { step, tensors, fresh_state, .. } = &plan.work else { return None };
-    let step = step.clone();
-    Some((step.reducer, *fresh_state, tensors.clone()))
+fn step(plan: &Plan) -> Option<(TensorReducers, bool, TensorSteps)> {
+    let Work::Reduce { step, tensors, groups, fresh_state, .. } = &plan.work else { return None };
+    let reducers = TensorReducers::new(tensors.tensors() as usize, step.reducer, groups);
+    Some((reducers, *fresh_state, tensors.clone()))
 }
 
 /// The plan as the core wants it.

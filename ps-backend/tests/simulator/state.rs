@@ -17,28 +17,31 @@ pub struct Block {
 pub struct State {
     /// The unrounded sums, from which weights are made.
     pub masters: u64,
-    /// What the optimizer remembers; zero where it remembers nothing.
-    pub slots: u64,
-    /// Steps of the optimizer since its slots were zero, of each tensor that the block has a part of.
+    /// What the optimizer remembers of each tensor that the block has a part of; zero where it remembers nothing.
+    pub slots: [u64; 2],
+    /// Steps of the optimizer since a tensor's slots were zero.
     pub t: [u64; 2],
 }
 
 /// One step of the optimizer, for one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    pub reducer: Reducer,
-    /// Of each tensor that the block has a part of; 0 for those that nobody has written.
+    /// Of each tensor that the block has a part of.
+    pub reducers: [Reducer; 2],
+    /// 0 for tensors that nobody has written.
     pub t: [u64; 2],
     /// It begins with slots of zero, whatever there is.
     pub fresh: bool,
 }
 
 impl Step {
-    /// The one of `block`, where the tensors are at these steps.
-    pub fn of(block: u32, reducer: Reducer, fresh: bool, of: impl Fn(usize) -> u64) -> Step {
-        let mut t = [0; 2];
-        t.iter_mut().zip(tensors_of(block)).for_each(|(t, tensor)| *t = of(tensor));
-        Step { reducer, t, fresh }
+    /// The one of `block`, where tensors have these reducers and are at these steps.
+    pub fn of(block: u32, fresh: bool, of: impl Fn(usize) -> (Reducer, u64)) -> Step {
+        let (mut reducers, mut t) = ([Reducer::Sum; 2], [0; 2]);
+        for (at, tensor) in tensors_of(block).enumerate() {
+            (reducers[at], t[at]) = of(tensor);
+        }
+        Step { reducers, t, fresh }
     }
 
     fn stays(&self) -> bool {
@@ -80,15 +83,18 @@ impl Block {
     }
 
     fn with(&self, step: &Step, weights: Content, added: &[Uid]) -> Block {
-        let before = if step.fresh { 0 } else { self.state.slots };
-        let slots = match step.reducer.state_slots() {
-            0 => 0,
-            _ if step.stays() => before,
-            slots => {
-                let begin = step.t.iter().fold(mix(before, slots as u64), |all, t| mix(all, *t));
-                added.iter().fold(begin, |all, uid| mix(all, u64::from(*uid)))
+        let slots = std::array::from_fn(|at| {
+            // The first step of a tensor begins with slots of zero, too: its reducer may be another one than before.
+            let before = if step.fresh || step.t[at] == 1 { 0 } else { self.state.slots[at] };
+            match (step.reducers[at].state_slots(), step.t[at]) {
+                (0, _) => 0,
+                (_, 0) => before,
+                (slots, t) => {
+                    let begin = mix(mix(before, slots as u64), t);
+                    added.iter().fold(begin, |all, uid| mix(all, u64::from(*uid)))
+                }
             }
-        };
+        });
         let mut t = if step.fresh { [0; 2] } else { self.state.t };
         t.iter_mut().zip(step.t).filter(|(_, new)| *new > 0).for_each(|(t, new)| *t = new);
         let masters = weights.digest();
@@ -98,7 +104,7 @@ impl Block {
     /// As a partition begins with it that has room for what this reducer keeps.
     pub fn kept_for(mut self, reducer: Reducer) -> Block {
         if reducer.state_slots() == 0 {
-            self.state.slots = 0;
+            self.state.slots = [0; 2];
         }
         self
     }

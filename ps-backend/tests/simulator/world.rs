@@ -9,6 +9,8 @@ use libmodelio::client::core::ClientCore;
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{ClientId, Generation, ShardId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::tensor_rules::TensorRules;
 use libmodelio::wire::{Message, ModelRecord};
 use ps_backend::coordinator::{self, CoordinatorCore};
 use ps_backend::core::MemberView;
@@ -110,6 +112,8 @@ pub struct World {
     pub settings: Settings,
     pub network: Network,
     pub history: History,
+    /// The model's reducer, and the rules of tensors, that the history knows of.
+    known_rules: (Reducer, TensorRules),
     pub coordinator: CoordinatorCore,
     /// Of all courses.
     pub shards: Vec<Shard>,
@@ -166,9 +170,7 @@ impl World {
         let shards: Vec<ShardId> = (0..settings.partitions).map(|i| ShardId(i * 2 + 1)).collect();
         let map = BlockMap::striped(settings.blocks, &shards).expect("a map");
         let partitions = map.shares().len();
-        let mut history = History::new(settings.blocks, partitions, settings.controls.reducer);
-        history.sync_throughout = settings.sync_throughout();
-        history.consistency = settings.consistency_throughout();
+        let history = History::new(partitions, &settings);
         let network = Network::new(settings.weather);
         let coordinator = CoordinatorCore::new(
             &settings.layout(),
@@ -185,6 +187,7 @@ impl World {
             now: Now::ZERO,
             network,
             coordinator,
+            known_rules: (settings.controls.reducer, settings.controls.tensors.clone()),
             shards: Vec::new(),
             clients: Vec::new(),
             history,
@@ -538,7 +541,11 @@ impl World {
         assert!(self.is_coordinated(), "a coordinator that was handed over, or has ended, goes on");
         let now = self.clock(self.coordinator_node());
         let result = f(&mut self.coordinator, now, &mut actions);
-        self.history.sets(self.coordinator.job().controls().reducer);
+        let controls = self.coordinator.job().controls();
+        if (controls.reducer, &controls.tensors) != (self.known_rules.0, &self.known_rules.1) {
+            self.history.optimizer.sets(&self.settings.reducers(controls));
+            self.known_rules = (controls.reducer, controls.tensors.clone());
+        }
         assert!(
             self.killed > 0 || self.coordinator.failed().is_none(),
             "the job has failed: {:?}",

@@ -6,536 +6,536 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::sim::{Id, Sim, Uid, blocks, early_job, everything, job, ok, open, payload};
+use super::bench::{Bench, Id, Uid, blocks, early_job, everything, job, ok, open, payload};
 
 #[test]
 fn nothing_completes_before_the_job_is_formed() {
-    let (mut sim, ids) = job("2", &["a"]);
-    assert_eq!(sim.core.state(), JobPhase::Forming);
-    let (a, first) = everything(&mut sim, ids[0], true);
-    assert!(ok(&sim, first) && sim.running.is_none());
-    let b = sim.join("b").unwrap();
-    assert!(sim.running.is_none(), "b takes part");
-    let (b, _) = everything(&mut sim, b, true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    let (mut bench, ids) = job("2", &["a"]);
+    assert_eq!(bench.core.state(), JobPhase::Forming);
+    let (a, first) = everything(&mut bench, ids[0], true);
+    assert!(ok(&bench, first) && bench.running.is_none());
+    let b = bench.join("b").unwrap();
+    assert!(bench.running.is_none(), "b takes part");
+    let (b, _) = everything(&mut bench, b, true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn lowering_learners_in_mid_step_forms_the_job() {
-    let (mut sim, ids) = job("3", &["a", "b"]);
-    everything(&mut sim, ids[0], true);
-    everything(&mut sim, ids[1], true);
-    assert!(sim.running.is_none());
-    sim.set("learners", "2");
-    assert!(sim.running.is_some());
+    let (mut bench, ids) = job("3", &["a", "b"]);
+    everything(&mut bench, ids[0], true);
+    everything(&mut bench, ids[1], true);
+    assert!(bench.running.is_none());
+    bench.set("learners", "2");
+    assert!(bench.running.is_some());
 }
 
 #[test]
 fn raising_learners_counts_when_all_have_left() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    sim.leave(ids[1].0);
-    sim.set("learning_rate", "0.5");
-    assert_eq!(sim.core.state(), JobPhase::Running);
-    sim.set("learners", "3");
-    assert_eq!(sim.core.state(), JobPhase::Running);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))], "a does not wait for others");
-    sim.leave(ids[0].0);
-    let next = [sim.join("c").unwrap(), sim.join("d").unwrap()];
-    assert_eq!(sim.core.state(), JobPhase::Forming);
-    everything(&mut sim, next[0], true);
-    everything(&mut sim, next[1], true);
-    assert!(sim.running.is_none(), "the third is not there");
-    sim.join("e").unwrap();
-    assert_eq!(sim.core.state(), JobPhase::Running);
+    let (mut bench, ids) = job("2", &["a", "b"]);
+    bench.leave(ids[1].0);
+    bench.set("learning_rate", "0.5");
+    assert_eq!(bench.core.state(), JobPhase::Running);
+    bench.set("learners", "3");
+    assert_eq!(bench.core.state(), JobPhase::Running);
+    let (a, _) = everything(&mut bench, ids[0], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))], "a does not wait for others");
+    bench.leave(ids[0].0);
+    let next = [bench.join("c").unwrap(), bench.join("d").unwrap()];
+    assert_eq!(bench.core.state(), JobPhase::Forming);
+    everything(&mut bench, next[0], true);
+    everything(&mut bench, next[1], true);
+    assert!(bench.running.is_none(), "the third is not there");
+    bench.join("e").unwrap();
+    assert_eq!(bench.core.state(), JobPhase::Running);
 }
 
 #[test]
 fn a_learner_that_joins_in_mid_step_takes_part_from_the_next_version() {
-    let (mut sim, ids) = job("1", &["a"]);
-    let (step, uid) = open(&mut sim, ids[0]);
-    let b = sim.join("b").unwrap();
-    let (of_b, commit) = everything(&mut sim, b, true);
-    assert!(!ok(&sim, commit), "its step is not current");
-    sim.commit(ids[0].0, step, uid, blocks([]), true, 1_000);
-    sim.reduce_done(true);
-    assert!(ok(&sim, commit) && sim.running.is_none(), "the next version needs both");
-    everything(&mut sim, ids[0], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[of_b]), [Some(Version(2))]);
+    let (mut bench, ids) = job("1", &["a"]);
+    let (step, uid) = open(&mut bench, ids[0]);
+    let b = bench.join("b").unwrap();
+    let (of_b, commit) = everything(&mut bench, b, true);
+    assert!(!ok(&bench, commit), "its step is not current");
+    bench.commit(ids[0].0, step, uid, blocks([]), true, 1_000);
+    bench.reduce_done(true);
+    assert!(ok(&bench, commit) && bench.running.is_none(), "the next version needs both");
+    everything(&mut bench, ids[0], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[of_b]), [Some(Version(2))]);
 }
 
 #[test]
 fn a_learner_that_joined_in_a_dropped_step_need_not_wait() {
-    let (mut sim, ids) = job("1", &["a"]);
-    open(&mut sim, ids[0]);
-    let b = sim.join("b").unwrap();
-    sim.leave(ids[0].0);
-    let (of_b, _) = everything(&mut sim, b, true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[of_b]), [Some(Version(1))]);
+    let (mut bench, ids) = job("1", &["a"]);
+    open(&mut bench, ids[0]);
+    let b = bench.join("b").unwrap();
+    bench.leave(ids[0].0);
+    let (of_b, _) = everything(&mut bench, b, true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[of_b]), [Some(Version(1))]);
 }
 
 #[test]
 fn a_learner_that_dies_before_its_commit_leaves_no_trace() {
-    let (mut sim, ids) = early_job("2", &["a", "b"]);
-    let (b, _) = everything(&mut sim, ids[1], true);
-    let (_, a) = open(&mut sim, ids[0]);
-    assert!(sim.comes(ids[0].0, a, 0));
-    assert!(sim.comes(ids[0].0, a, 1));
-    sim.leave(ids[0].0);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [None, Some(Version(1))]);
+    let (mut bench, ids) = early_job("2", &["a", "b"]);
+    let (b, _) = everything(&mut bench, ids[1], true);
+    let (_, a) = open(&mut bench, ids[0]);
+    assert!(bench.comes(ids[0].0, a, 0));
+    assert!(bench.comes(ids[0].0, a, 1));
+    bench.leave(ids[0].0);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a, b]), [None, Some(Version(1))]);
 }
 
 #[test]
 fn a_committed_contribution_stays_when_its_learner_leaves() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    sim.leave(ids[0].0);
-    let (b, _) = everything(&mut sim, ids[1], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    let (mut bench, ids) = job("2", &["a", "b"]);
+    let (a, _) = everything(&mut bench, ids[0], true);
+    bench.leave(ids[0].0);
+    let (b, _) = everything(&mut bench, ids[1], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn committed_contributions_are_published_when_all_have_left() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    let (a, _) = everything(&mut sim, ids[0], false);
-    sim.leave(ids[0].0);
-    sim.leave(ids[1].0);
-    assert!(sim.running.is_none(), "being accumulated");
-    sim.accumulate_done(true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
-    assert_eq!(sim.core.state(), JobPhase::Forming, "the next ones are a new job");
+    let (mut bench, ids) = job("2", &["a", "b"]);
+    let (a, _) = everything(&mut bench, ids[0], false);
+    bench.leave(ids[0].0);
+    bench.leave(ids[1].0);
+    assert!(bench.running.is_none(), "being accumulated");
+    bench.accumulate_done(true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    assert_eq!(bench.core.state(), JobPhase::Forming, "the next ones are a new job");
 }
 
 /// A version is being made of the contributions of learners that have all left. They are fewer than `min_learners`.
-fn left_while_it_is_made(steady: &[bool]) -> (Sim, Vec<Uid>) {
+fn left_while_it_is_made(steady: &[bool]) -> (Bench, Vec<Uid>) {
     let learners = (steady.len() + 1).to_string();
-    let mut sim = Sim::patient(&[("learners", &learners), ("min_learners", &learners)], 100);
-    let ids: Vec<Id> = (0..=steady.len()).map(|at| sim.join(&format!("first-{at}")).unwrap()).collect();
-    let uids = ids.iter().zip(steady).map(|(id, steady)| everything(&mut sim, *id, *steady).0).collect();
-    sim.leave(ids[steady.len()].0);
-    assert!(sim.running.is_none(), "there are too few learners");
-    let joiner = sim.join("joiner").unwrap();
-    assert!(sim.running.is_some(), "the version does not wait for the joiner");
-    ids[..steady.len()].iter().chain([&joiner]).for_each(|id| sim.leave(id.0));
-    assert_eq!(sim.core.state(), JobPhase::Forming);
-    (sim, uids)
+    let mut bench = Bench::patient(&[("learners", &learners), ("min_learners", &learners)], 100);
+    let ids: Vec<Id> = (0..=steady.len()).map(|at| bench.join(&format!("first-{at}")).unwrap()).collect();
+    let uids = ids.iter().zip(steady).map(|(id, steady)| everything(&mut bench, *id, *steady).0).collect();
+    bench.leave(ids[steady.len()].0);
+    assert!(bench.running.is_none(), "there are too few learners");
+    let joiner = bench.join("joiner").unwrap();
+    assert!(bench.running.is_some(), "the version does not wait for the joiner");
+    ids[..steady.len()].iter().chain([&joiner]).for_each(|id| bench.leave(id.0));
+    assert_eq!(bench.core.state(), JobPhase::Forming);
+    (bench, uids)
 }
 
 #[test]
 fn who_joins_when_all_have_left_takes_no_part_in_the_version_that_is_being_made() {
-    let (mut sim, uids) = left_while_it_is_made(&[true]);
-    let next = ["a", "b"].map(|name| sim.join(name).unwrap());
-    let joined = next.map(|id| sim.core.member(id.0, sim.now).unwrap().joined_at);
+    let (mut bench, uids) = left_while_it_is_made(&[true]);
+    let next = ["a", "b"].map(|name| bench.join(name).unwrap());
+    let joined = next.map(|id| bench.core.member(id.0, bench.now).unwrap().joined_at);
     assert_eq!(joined, [Version(1); 2], "they take part in versions after the first");
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&uids), [Some(Version(1))]);
-    let (a, _) = everything(&mut sim, next[0], true);
-    assert!(sim.running.is_none(), "b takes part");
-    let (b, _) = everything(&mut sim, next[1], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(2)); 2]);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&uids), [Some(Version(1))]);
+    let (a, _) = everything(&mut bench, next[0], true);
+    assert!(bench.running.is_none(), "b takes part");
+    let (b, _) = everything(&mut bench, next[1], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(2)); 2]);
 }
 
 #[test]
 fn who_joins_when_all_have_left_takes_part_if_the_version_is_not_made() {
-    let (mut sim, uids) = left_while_it_is_made(&[true, false]);
-    let a = sim.join("a").unwrap();
-    assert!(sim.reduce_refused(), "one of the contributions holds NaN");
-    let (of_a, ticket) = everything(&mut sim, a, true);
-    assert!(ok(&sim, ticket), "nothing is being made of which it is no part");
-    let next = ["b", "c"].map(|name| sim.join(name).unwrap());
-    assert!(sim.running.is_none(), "b and c take part");
-    next.iter().for_each(|id| _ = everything(&mut sim, *id, true));
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[uids[0], of_a]), [Some(Version(1)); 2]);
+    let (mut bench, uids) = left_while_it_is_made(&[true, false]);
+    let a = bench.join("a").unwrap();
+    assert!(bench.reduce_refused(), "one of the contributions holds NaN");
+    let (of_a, ticket) = everything(&mut bench, a, true);
+    assert!(ok(&bench, ticket), "nothing is being made of which it is no part");
+    let next = ["b", "c"].map(|name| bench.join(name).unwrap());
+    assert!(bench.running.is_none(), "b and c take part");
+    next.iter().for_each(|id| _ = everything(&mut bench, *id, true));
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[uids[0], of_a]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn below_min_learners_everything_is_refused() {
-    let mut sim = Sim::new(&[("learners", "2"), ("min_learners", "2")]);
-    let a = sim.join("a").unwrap();
-    assert!(sim.core.open(a.0, sim.now).is_ok(), "not formed is not stopped");
-    let b = sim.join("b").unwrap();
-    let (taken, _) = everything(&mut sim, a, true);
-    let (ahead, waiting) = everything(&mut sim, a, true);
-    sim.leave(b.0);
+    let mut bench = Bench::new(&[("learners", "2"), ("min_learners", "2")]);
+    let a = bench.join("a").unwrap();
+    assert!(bench.core.open(a.0, bench.now).is_ok(), "not formed is not stopped");
+    let b = bench.join("b").unwrap();
+    let (taken, _) = everything(&mut bench, a, true);
+    let (ahead, waiting) = everything(&mut bench, a, true);
+    bench.leave(b.0);
     let stopped = ShardError::Stopped { active: 1, needed: 2 };
-    assert_eq!(sim.core.state(), JobPhase::Stopped);
-    assert_eq!(sim.replies[&waiting], Err(stopped.clone()));
-    assert_eq!(sim.core.open(a.0, sim.now).unwrap_err(), stopped);
-    let refused = sim.commit(a.0, Step(2), ahead, blocks([]), true, 1_000);
-    assert_eq!(sim.replies[&refused], Err(stopped));
+    assert_eq!(bench.core.state(), JobPhase::Stopped);
+    assert_eq!(bench.replies[&waiting], Err(stopped.clone()));
+    assert_eq!(bench.core.open(a.0, bench.now).unwrap_err(), stopped);
+    let refused = bench.commit(a.0, Step(2), ahead, blocks([]), true, 1_000);
+    assert_eq!(bench.replies[&refused], Err(stopped));
     // It goes on with a new learner; the step that was under way is not repeated.
-    sim.join("c").unwrap();
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[taken]), [Some(Version(1))]);
+    bench.join("c").unwrap();
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[taken]), [Some(Version(1))]);
 }
 
 #[test]
 fn when_all_have_left_the_job_forms_anew() {
-    let mut sim = Sim::new(&[("learners", "2"), ("min_learners", "2")]);
-    let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
-    sim.leave(ids[0].0);
-    sim.leave(ids[1].0);
-    let c = sim.join("a").unwrap();
-    assert_eq!((sim.core.state(), c.1), (JobPhase::Forming, Incarnation(2)));
-    everything(&mut sim, c, true);
-    assert!(sim.running.is_none());
+    let mut bench = Bench::new(&[("learners", "2"), ("min_learners", "2")]);
+    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
+    bench.leave(ids[0].0);
+    bench.leave(ids[1].0);
+    let c = bench.join("a").unwrap();
+    assert_eq!((bench.core.state(), c.1), (JobPhase::Forming, Incarnation(2)));
+    everything(&mut bench, c, true);
+    assert!(bench.running.is_none());
 }
 
 #[test]
 fn a_silent_learner_leaves_when_nobody_is_attached() {
-    let mut sim = Sim::new(&[("lease", "1")]);
-    let a = sim.join("a").unwrap();
-    sim.join("b").unwrap();
-    sim.core.touch(a.0, Some(Attached::Yes), sim.now);
-    sim.tick(1_000);
-    assert_eq!(sim.left.len(), 1, "a is attached, and nobody waits for it");
-    assert_eq!(sim.left[0].1, LeaveReason::LeaseExpired);
+    let mut bench = Bench::new(&[("lease", "1")]);
+    let a = bench.join("a").unwrap();
+    bench.join("b").unwrap();
+    bench.core.touch(a.0, Some(Attached::Yes), bench.now);
+    bench.tick(1_000);
+    assert_eq!(bench.left.len(), 1, "a is attached, and nobody waits for it");
+    assert_eq!(bench.left[0].1, LeaveReason::LeaseExpired);
 }
 
 #[test]
 fn a_silent_learner_leaves_when_it_has_been_waited_for() {
-    let mut sim = Sim::new(&[("patience", "1"), ("learners", "2")]);
-    let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
+    let mut bench = Bench::new(&[("patience", "1"), ("learners", "2")]);
+    let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
     for id in ids {
-        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
+        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
     }
-    sim.tick(900);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    sim.tick(900);
-    assert_eq!(sim.left, [], "silent for long enough, but not waited for that long");
-    sim.tick(100);
-    assert_eq!(sim.left, [(ids[1].0, LeaveReason::PatienceOver)]);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))], "the job goes on with the rest");
+    bench.tick(900);
+    let (a, _) = everything(&mut bench, ids[0], true);
+    bench.tick(900);
+    assert_eq!(bench.left, [], "silent for long enough, but not waited for that long");
+    bench.tick(100);
+    assert_eq!(bench.left, [(ids[1].0, LeaveReason::PatienceOver)]);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))], "the job goes on with the rest");
 }
 
 #[test]
 fn patience_ends_for_a_learner_that_contributes_nothing_whatever_else_it_does() {
     for busy in ["opens and closes", "takes back", "takes back and goes on", "writes on"] {
-        let mut sim = Sim::new(&[("patience", "4"), ("learners", "2")]);
-        let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
+        let mut bench = Bench::new(&[("patience", "4"), ("learners", "2")]);
+        let ids = [bench.join("a").unwrap(), bench.join("b").unwrap()];
         for id in ids {
-            sim.core.touch(id.0, Some(Attached::Yes), sim.now);
+            bench.core.touch(id.0, Some(Attached::Yes), bench.now);
         }
-        everything(&mut sim, ids[0], true);
+        everything(&mut bench, ids[0], true);
         if busy == "writes on" {
-            open(&mut sim, ids[1]);
+            open(&mut bench, ids[1]);
         }
         for _ in 0..10 {
-            sim.tick(500);
-            if !sim.left.is_empty() {
+            bench.tick(500);
+            if !bench.left.is_empty() {
                 break;
             }
             match busy {
-                "opens and closes" => sim.core.touch(ids[1].0, Some(Attached::Yes), sim.now),
-                "writes on" => sim.core.touch(ids[1].0, None, sim.now),
+                "opens and closes" => bench.core.touch(ids[1].0, Some(Attached::Yes), bench.now),
+                "writes on" => bench.core.touch(ids[1].0, None, bench.now),
                 _ => {
-                    sim.abort(ids[1].0);
-                    open(&mut sim, ids[1]);
-                    sim.core.touch(ids[1].0, None, sim.now);
+                    bench.abort(ids[1].0);
+                    open(&mut bench, ids[1]);
+                    bench.core.touch(ids[1].0, None, bench.now);
                     if busy == "takes back" {
-                        sim.abort(ids[1].0);
+                        bench.abort(ids[1].0);
                     }
                 }
             }
         }
         let left = [(ids[1].0, LeaveReason::PatienceOver)];
-        assert_eq!(sim.left, if busy == "writes on" { &left[..0] } else { &left[..] }, "{busy}");
+        assert_eq!(bench.left, if busy == "writes on" { &left[..0] } else { &left[..] }, "{busy}");
     }
 }
 
 #[test]
 fn others_wait_for_a_living_process_beyond_the_lease_and_for_nobody_else() {
-    let mut sim = Sim::new(&[("lease", "1"), ("patience", "600"), ("learners", "3")]);
-    let ids = ["a", "b", "c"].map(|name| sim.join(name).unwrap());
+    let mut bench = Bench::new(&[("lease", "1"), ("patience", "600"), ("learners", "3")]);
+    let ids = ["a", "b", "c"].map(|name| bench.join(name).unwrap());
     for id in &ids[..2] {
-        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
+        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
     }
-    let (step, uid) = open(&mut sim, ids[0]);
-    sim.commit(ids[0].0, step, uid, blocks([0]), true, 1_000_000);
-    sim.tick(999);
-    assert_eq!(sim.left, []);
-    sim.tick(1);
-    assert_eq!(sim.left, [(ids[2].0, LeaveReason::LeaseExpired)], "no process is known to use it");
-    sim.tick(598_999);
-    assert_eq!(sim.left.len(), 1, "b evaluates");
-    sim.tick(1);
-    assert_eq!(sim.left[1..], [(ids[1].0, LeaveReason::PatienceOver)]);
+    let (step, uid) = open(&mut bench, ids[0]);
+    bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000_000);
+    bench.tick(999);
+    assert_eq!(bench.left, []);
+    bench.tick(1);
+    assert_eq!(bench.left, [(ids[2].0, LeaveReason::LeaseExpired)], "no process is known to use it");
+    bench.tick(598_999);
+    assert_eq!(bench.left.len(), 1, "b evaluates");
+    bench.tick(1);
+    assert_eq!(bench.left[1..], [(ids[1].0, LeaveReason::PatienceOver)]);
 }
 
 #[test]
 fn without_patience_others_wait_for_ever() {
-    let mut sim = Sim::new(&[("lease", "1"), ("patience", "0"), ("learners", "2")]);
-    let ids = ["a", "b"].map(|name| sim.join(name).unwrap());
-    ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
-    everything(&mut sim, ids[0], true);
-    sim.tick(10_000_000);
-    assert_eq!(sim.left, []);
+    let mut bench = Bench::new(&[("lease", "1"), ("patience", "0"), ("learners", "2")]);
+    let ids = ["a", "b"].map(|name| bench.join(name).unwrap());
+    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    everything(&mut bench, ids[0], true);
+    bench.tick(10_000_000);
+    assert_eq!(bench.left, []);
 }
 
 #[test]
 fn a_learner_whose_last_process_has_exited_leaves_after_linger_when_others_wait_for_it() {
     for consistency in ["sync", "quorum(3)", "ssp(0)"] {
-        let (mut sim, ids) = job("3", &["a", "b", "c"]);
-        sim.set("consistency", consistency);
-        ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
+        let (mut bench, ids) = job("3", &["a", "b", "c"]);
+        bench.set("consistency", consistency);
+        ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
         // `a` ends, `b` only hangs.
-        sim.core.touch(ids[0].0, Some(Attached::Exited), sim.now);
-        sim.tick(10_000);
-        assert_eq!(sim.left, [], "{consistency}: nobody waits for it");
-        everything(&mut sim, ids[2], true);
+        bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
+        bench.tick(10_000);
+        assert_eq!(bench.left, [], "{consistency}: nobody waits for it");
+        everything(&mut bench, ids[2], true);
         if consistency.starts_with("ssp") {
             // Its first step makes a version, the next one has to wait.
-            sim.reduce_done(true);
-            let (step, uid) = open(&mut sim, ids[2]);
-            sim.commit(ids[2].0, step, uid, blocks([0]), true, 60_000);
+            bench.reduce_done(true);
+            let (step, uid) = open(&mut bench, ids[2]);
+            bench.commit(ids[2].0, step, uid, blocks([0]), true, 60_000);
         }
-        sim.tick(1_900);
-        assert_eq!(sim.left, [], "{consistency}: not for that long");
-        sim.tick(100);
-        assert_eq!(sim.left, [(ids[0].0, LeaveReason::Exited)], "{consistency}");
-        sim.tick(20_000);
-        assert_eq!(sim.left.len(), 1, "{consistency}: the other one's lease is not over");
+        bench.tick(1_900);
+        assert_eq!(bench.left, [], "{consistency}: not for that long");
+        bench.tick(100);
+        assert_eq!(bench.left, [(ids[0].0, LeaveReason::Exited)], "{consistency}");
+        bench.tick(20_000);
+        assert_eq!(bench.left.len(), 1, "{consistency}: the other one's lease is not over");
     }
 }
 
 #[test]
 fn a_learner_that_comes_back_within_linger_stays() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    sim.set("linger", "2");
+    let (mut bench, ids) = job("2", &["a", "b"]);
+    bench.set("linger", "2");
     for step in 1..=5 {
-        let (b, _) = everything(&mut sim, ids[1], true);
+        let (b, _) = everything(&mut bench, ids[1], true);
         // Each step of `a` is a process of its own, which comes after a while.
-        sim.tick(1_900);
-        sim.core.touch(ids[0].0, Some(Attached::Yes), sim.now);
-        everything(&mut sim, ids[0], true);
-        sim.core.touch(ids[0].0, Some(Attached::Exited), sim.now);
-        sim.reduce_done(true);
-        assert_eq!(sim.versions_of(&[b]), [Some(Version(step))]);
+        bench.tick(1_900);
+        bench.core.touch(ids[0].0, Some(Attached::Yes), bench.now);
+        everything(&mut bench, ids[0], true);
+        bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
+        bench.reduce_done(true);
+        assert_eq!(bench.versions_of(&[b]), [Some(Version(step))]);
         // Nobody waits for it meanwhile.
-        sim.tick(3_000);
+        bench.tick(3_000);
     }
-    assert_eq!(sim.left, []);
+    assert_eq!(bench.left, []);
     // Its request shows that it is used, though nobody says so.
-    everything(&mut sim, ids[1], true);
-    sim.tick(1_900);
-    open(&mut sim, ids[0]);
-    sim.tick(10_000);
-    assert_eq!(sim.left, []);
+    everything(&mut bench, ids[1], true);
+    bench.tick(1_900);
+    open(&mut bench, ids[0]);
+    bench.tick(10_000);
+    assert_eq!(bench.left, []);
 }
 
 #[test]
 fn a_learner_that_waits_for_others_does_not_linger() {
-    let (mut sim, ids) = job("3", &["a", "b", "c"]);
-    sim.set("linger", "0");
-    everything(&mut sim, ids[0], true);
+    let (mut bench, ids) = job("3", &["a", "b", "c"]);
+    bench.set("linger", "0");
+    everything(&mut bench, ids[0], true);
     // Its open contribution is committed at its end, and waits.
-    let (step, uid) = open(&mut sim, ids[0]);
-    let ticket = sim.commit(ids[0].0, step, uid, blocks([0]), true, 60_000);
-    sim.core.touch(ids[0].0, Some(Attached::Exited), sim.now);
-    sim.core.touch(ids[1].0, Some(Attached::Exited), sim.now);
-    sim.tick(1);
-    assert_eq!(sim.left, [(ids[1].0, LeaveReason::Exited)], "at once, with linger at 0");
-    sim.tick(10_000);
-    assert!(sim.is_waiting(ticket) && sim.left.len() == 1);
+    let (step, uid) = open(&mut bench, ids[0]);
+    let ticket = bench.commit(ids[0].0, step, uid, blocks([0]), true, 60_000);
+    bench.core.touch(ids[0].0, Some(Attached::Exited), bench.now);
+    bench.core.touch(ids[1].0, Some(Attached::Exited), bench.now);
+    bench.tick(1);
+    assert_eq!(bench.left, [(ids[1].0, LeaveReason::Exited)], "at once, with linger at 0");
+    bench.tick(10_000);
+    assert!(bench.is_waiting(ticket) && bench.left.len() == 1);
 }
 
 #[test]
 fn how_many_have_not_joined_is_said_after_a_while() {
-    let (mut sim, ids) = job("4", &["a", "b"]);
-    ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
-    sim.set("linger", "1s");
-    sim.tick(60_000);
-    assert_eq!(sim.core.late(sim.now), None, "nobody waits");
-    let (step, uid) = open(&mut sim, ids[0]);
-    sim.commit(ids[0].0, step, uid, blocks([]), true, 60_000);
-    sim.core.touch(ids[1].0, Some(Attached::Exited), sim.now);
-    sim.tick(4_900);
-    assert_eq!(sim.core.late(sim.now), None);
-    sim.tick(100);
-    let (_, late) = sim.core.late(sim.now).unwrap();
+    let (mut bench, ids) = job("4", &["a", "b"]);
+    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    bench.set("linger", "1s");
+    bench.tick(60_000);
+    assert_eq!(bench.core.late(bench.now), None, "nobody waits");
+    let (step, uid) = open(&mut bench, ids[0]);
+    bench.commit(ids[0].0, step, uid, blocks([]), true, 60_000);
+    bench.core.touch(ids[1].0, Some(Attached::Exited), bench.now);
+    bench.tick(4_900);
+    assert_eq!(bench.core.late(bench.now), None);
+    bench.tick(100);
+    let (_, late) = bench.core.late(bench.now).unwrap();
     assert_eq!(late.to_string(), "2 more to join (control/learners)");
-    assert!(sim.left.is_empty(), "linger is for learners that others wait for");
+    assert!(bench.left.is_empty(), "linger is for learners that others wait for");
     for name in ["c", "d"] {
-        let (learner, _) = sim.join(name).unwrap();
-        sim.core.touch(learner, Some(Attached::Yes), sim.now);
+        let (learner, _) = bench.join(name).unwrap();
+        bench.core.touch(learner, Some(Attached::Yes), bench.now);
     }
-    sim.tick(10);
-    assert_eq!(sim.core.late(sim.now), None, "the wait for those that have joined begins anew");
-    sim.tick(5_100);
-    assert_eq!(sim.core.late(sim.now).unwrap().1.learners, ["c", "d"], "b is gone: it has exited");
+    bench.tick(10);
+    assert_eq!(bench.core.late(bench.now), None, "the wait for those that have joined begins anew");
+    bench.tick(5_100);
+    assert_eq!(bench.core.late(bench.now).unwrap().1.learners, ["c", "d"], "b is gone: it has exited");
 }
 
 #[test]
 fn awaited_learners_are_named_after_a_while() {
     let names: Vec<String> = (0..20).map(|i| format!("l{i}")).collect();
-    let (mut sim, ids) = job("20", &names.iter().map(String::as_str).collect::<Vec<_>>());
-    ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
-    sim.tick(60_000);
-    assert_eq!(sim.core.late(sim.now), None, "nobody waits");
-    let (step, uid) = open(&mut sim, ids[3]);
-    sim.commit(ids[3].0, step, uid, blocks([]), true, 1_000);
-    let began = sim.now;
-    sim.tick(4_900);
-    assert_eq!(sim.core.late(sim.now), None);
-    sim.tick(100);
-    let (since, late) = sim.core.late(sim.now).unwrap();
+    let (mut bench, ids) = job("20", &names.iter().map(String::as_str).collect::<Vec<_>>());
+    ids.iter().for_each(|id| bench.core.touch(id.0, Some(Attached::Yes), bench.now));
+    bench.tick(60_000);
+    assert_eq!(bench.core.late(bench.now), None, "nobody waits");
+    let (step, uid) = open(&mut bench, ids[3]);
+    bench.commit(ids[3].0, step, uid, blocks([]), true, 1_000);
+    let began = bench.now;
+    bench.tick(4_900);
+    assert_eq!(bench.core.late(bench.now), None);
+    bench.tick(100);
+    let (since, late) = bench.core.late(bench.now).unwrap();
     assert_eq!((since, late.learners.len(), late.more), (began, 16, 3));
     assert!(!late.learners.contains(&"l3".to_owned()), "it has committed");
     assert_eq!(late.learners[..4], ["l0", "l1", "l2", "l4"]);
     for id in ids.iter().filter(|id| id.0 != ids[3].0 && id.0 != ids[7].0) {
-        everything(&mut sim, *id, true);
+        everything(&mut bench, *id, true);
     }
-    sim.tick(10);
-    let late = sim.core.late(sim.now).unwrap();
+    bench.tick(10);
+    let late = bench.core.late(bench.now).unwrap();
     assert_eq!(late, (began, WaitedFor { learners: vec!["l7".to_owned()], more: 0 }), "the same wait");
-    everything(&mut sim, ids[7], true);
-    sim.reduce_done(true);
-    sim.tick(10);
-    assert_eq!(sim.core.late(sim.now), None);
+    everything(&mut bench, ids[7], true);
+    bench.reduce_done(true);
+    bench.tick(10);
+    assert_eq!(bench.core.late(bench.now), None);
 }
 
 #[test]
 fn a_learner_that_waits_for_an_answer_is_not_silent() {
-    let mut sim = Sim::new(&[("lease", "1")]);
-    let a = sim.join("a").unwrap();
-    everything(&mut sim, a, true);
-    sim.reduce_done(false);
-    let (step, uid) = open(&mut sim, a);
-    let ticket = sim.commit(a.0, step, uid, blocks([0]), true, 60_000);
-    sim.tick(5_000);
-    assert!(sim.is_waiting(ticket) && sim.left.is_empty(), "the shard has no buffer for it");
+    let mut bench = Bench::new(&[("lease", "1")]);
+    let a = bench.join("a").unwrap();
+    everything(&mut bench, a, true);
+    bench.reduce_done(false);
+    let (step, uid) = open(&mut bench, a);
+    let ticket = bench.commit(a.0, step, uid, blocks([0]), true, 60_000);
+    bench.tick(5_000);
+    assert!(bench.is_waiting(ticket) && bench.left.is_empty(), "the shard has no buffer for it");
 }
 
 #[test]
 fn a_learner_has_a_whole_lease_after_waiting_for_others() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    sim.set("lease", "1");
-    let (a, _) = everything(&mut sim, ids[0], true);
+    let (mut bench, ids) = job("2", &["a", "b"]);
+    bench.set("lease", "1");
+    let (a, _) = everything(&mut bench, ids[0], true);
     for _ in 0..10 {
-        sim.tick(500);
-        sim.core.touch(ids[1].0, None, sim.now);
+        bench.tick(500);
+        bench.core.touch(ids[1].0, None, bench.now);
     }
-    everything(&mut sim, ids[1], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
-    sim.tick(999);
-    assert_eq!(sim.left, []);
-    sim.tick(1);
-    assert_eq!(sim.left.len(), 2, "nobody says anything any more");
+    everything(&mut bench, ids[1], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
+    bench.tick(999);
+    assert_eq!(bench.left, []);
+    bench.tick(1);
+    assert_eq!(bench.left.len(), 2, "nobody says anything any more");
 }
 
 #[test]
 fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
-    let (mut sim, _) = job("1", &["a"]);
-    assert_eq!(sim.join("a").unwrap_err(), ShardError::NameTaken("a".into()));
+    let (mut bench, _) = job("1", &["a"]);
+    assert_eq!(bench.join("a").unwrap_err(), ShardError::NameTaken("a".into()));
     for i in 1..MAX_LEARNERS {
-        sim.join(&format!("l{i}")).unwrap();
+        bench.join(&format!("l{i}")).unwrap();
     }
-    assert_eq!(sim.join("one-more").unwrap_err(), ShardError::TooManyLearners(MAX_LEARNERS));
+    assert_eq!(bench.join("one-more").unwrap_err(), ShardError::TooManyLearners(MAX_LEARNERS));
 }
 
 #[test]
 fn more_learners_than_max_learners_are_refused_and_those_that_are_there_stay() {
-    let (mut sim, _) = job("1", &["a", "b", "c"]);
-    sim.set("learners", "1");
-    sim.set("max_learners", "2");
-    assert_eq!(sim.join("d").unwrap_err(), ShardError::TooManyLearners(2));
+    let (mut bench, _) = job("1", &["a", "b", "c"]);
+    bench.set("learners", "1");
+    bench.set("max_learners", "2");
+    assert_eq!(bench.join("d").unwrap_err(), ShardError::TooManyLearners(2));
 }
 
 #[test]
 fn a_learner_that_retries_after_a_timeout_stays_and_one_that_hangs_leaves() {
     // `a` hangs in a contribution; `b` came in the middle of it and has to wait, less than its patience at a time.
-    let mut sim = Sim::new(&[("patience", "1"), ("min_learners", "1")]);
-    let a = sim.join("a").unwrap();
-    open(&mut sim, a);
-    let b = sim.join("b").unwrap();
+    let mut bench = Bench::new(&[("patience", "1"), ("min_learners", "1")]);
+    let a = bench.join("a").unwrap();
+    open(&mut bench, a);
+    let b = bench.join("b").unwrap();
     for id in [a, b] {
-        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
+        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
     }
-    let (step, uid) = open(&mut sim, b);
+    let (step, uid) = open(&mut bench, b);
     for _ in 0..3 {
-        sim.commit(b.0, step, uid, blocks([0]), true, 600);
-        (0..4).for_each(|_| sim.tick(200));
+        bench.commit(b.0, step, uid, blocks([0]), true, 600);
+        (0..4).for_each(|_| bench.tick(200));
     }
-    assert_eq!(sim.left, [(a.0, LeaveReason::PatienceOver)]);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[uid]), [Some(Version(1))]);
+    assert_eq!(bench.left, [(a.0, LeaveReason::PatienceOver)]);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[uid]), [Some(Version(1))]);
 }
 
 #[test]
 fn requests_of_the_last_learner_to_leave_are_refused() {
-    let (mut sim, ids) = job("1", &["a"]);
-    everything(&mut sim, ids[0], true);
-    let (step, uid) = open(&mut sim, ids[0]);
-    sim.leave(ids[0].0);
+    let (mut bench, ids) = job("1", &["a"]);
+    everything(&mut bench, ids[0], true);
+    let (step, uid) = open(&mut bench, ids[0]);
+    bench.leave(ids[0].0);
     // Its contribution is being made into a version: the job is still there, without learners.
-    assert_eq!(sim.core.state(), JobPhase::Stopped);
+    assert_eq!(bench.core.state(), JobPhase::Stopped);
     let gone = ShardError::UnknownLearner(ids[0].0);
-    assert_eq!(sim.core.open(ids[0].0, sim.now).unwrap_err(), gone);
-    let ticket = sim.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
-    assert_eq!(sim.replies[&ticket], Err(gone));
+    assert_eq!(bench.core.open(ids[0].0, bench.now).unwrap_err(), gone);
+    let ticket = bench.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
+    assert_eq!(bench.replies[&ticket], Err(gone));
 }
 
 /// The room that the state takes when it is handed over.
-fn room(sim: &Sim) -> usize {
-    postcard::to_stdvec(&sim.core).unwrap().len()
+fn room(bench: &Bench) -> usize {
+    postcard::to_stdvec(&bench.core).unwrap().len()
 }
 
 #[test]
 fn names_of_learners_that_left_take_bounded_room_and_come_back_as_others() {
-    let (mut sim, ids) = job("1", &["first"]);
-    sim.leave(ids[0].0);
-    let names = |sim: &mut Sim, from: usize| {
+    let (mut bench, ids) = job("1", &["first"]);
+    bench.leave(ids[0].0);
+    let names = |bench: &mut Bench, from: usize| {
         for at in from..from + MAX_LEARNERS {
             let name = format!("{at:0>64}");
-            let (learner, incarnation) = sim.join(&name).unwrap();
+            let (learner, incarnation) = bench.join(&name).unwrap();
             assert!(incarnation > Incarnation(0), "{name}");
-            sim.leave(learner);
+            bench.leave(learner);
         }
-        room(sim)
+        room(bench)
     };
-    let full = names(&mut sim, 0);
-    assert!(names(&mut sim, MAX_LEARNERS) <= full + MAX_LEARNERS * 8, "{full}");
+    let full = names(&mut bench, 0);
+    assert!(names(&mut bench, MAX_LEARNERS) <= full + MAX_LEARNERS * 8, "{full}");
     // The name is not known any more, and has another incarnation all the same.
-    assert!(sim.join("first").unwrap().1 > ids[0].1);
+    assert!(bench.join("first").unwrap().1 > ids[0].1);
     // A name that has left lately is known.
     let name = format!("{:0>64}", 2 * MAX_LEARNERS - 1);
-    let (learner, second) = sim.join(&name).unwrap();
-    sim.leave(learner);
-    assert!(sim.join(&name).unwrap().1 > second);
+    let (learner, second) = bench.join(&name).unwrap();
+    bench.leave(learner);
+    assert!(bench.join(&name).unwrap().1 > second);
 }
 
 #[test]
 fn a_name_that_is_none_is_refused() {
-    let (mut sim, _) = job("1", &["a"]);
-    let before = room(&sim);
+    let (mut bench, _) = job("1", &["a"]);
+    let before = room(&bench);
     for name in ["", ".a", "a b", "a/b", "ü", &"x".repeat(65), &"x".repeat(1 << 20)] {
-        let Err(ShardError::NotAllowed(why)) = sim.join(name) else { panic!("{name:?} is taken") };
+        let Err(ShardError::NotAllowed(why)) = bench.join(name) else { panic!("{name:?} is taken") };
         assert!(why.contains("use up to 64") && why.len() < 400, "{why}");
     }
-    assert_eq!(room(&sim), before);
-    sim.join(&"x".repeat(64)).unwrap();
+    assert_eq!(room(&bench), before);
+    bench.join(&"x".repeat(64)).unwrap();
 }
 
 #[test]
 fn writes_of_new_weights_that_wait_are_limited() {
-    let (mut sim, _) = job("1", &["a"]);
-    sim.set("reducer", "assign");
-    sim.hold();
+    let (mut bench, _) = job("1", &["a"]);
+    bench.set("reducer", "assign");
+    bench.hold();
     let mut refused = 0;
     for ticket in 0..MAX_ASSIGNS as u64 + 3 {
         let mut actions = Vec::new();
-        sim.core.assign(ticket, payload(0), Now::from_secs(9), Now::ZERO, &mut actions);
+        bench.core.assign(ticket, payload(0), Now::from_secs(9), Now::ZERO, &mut actions);
         refused += actions
             .iter()
             .filter(|action| matches!(action, Action::Reply(_, Err(ShardError::OutOfMemory(_)))))

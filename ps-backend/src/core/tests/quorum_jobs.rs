@@ -4,198 +4,198 @@ use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::members::{Attached, LeaveReason};
 use libmodelio::vocabulary::shard_error::ShardError;
 
-use super::sim::{BLOCKS, Id, Sim, blocks, everything, ok, open};
+use super::bench::{BLOCKS, Bench, Id, blocks, everything, ok, open};
 
-fn quorum(k: u32, names: &[&str]) -> (Sim, Vec<Id>) {
+fn quorum(k: u32, names: &[&str]) -> (Bench, Vec<Id>) {
     let learners = names.len().to_string();
-    let mut sim =
-        Sim::new(&[("consistency", &format!("quorum({k})")), ("learners", &learners), ("patience", "1")])
+    let mut bench =
+        Bench::new(&[("consistency", &format!("quorum({k})")), ("learners", &learners), ("patience", "1")])
             .in_process();
-    let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
+    let ids: Vec<Id> = names.iter().map(|name| bench.join(name).unwrap()).collect();
     for id in &ids {
-        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
+        bench.core.touch(id.0, Some(Attached::Yes), bench.now);
     }
-    (sim, ids)
+    (bench, ids)
 }
 
 #[test]
 fn a_version_is_made_when_as_many_are_in() {
-    let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    assert!(sim.running.is_none());
-    let (c, _) = everything(&mut sim, ids[2], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, c]), [Some(Version(1)); 2]);
+    let (mut bench, ids) = quorum(2, &["a", "b", "c"]);
+    let (a, _) = everything(&mut bench, ids[0], true);
+    assert!(bench.running.is_none());
+    let (c, _) = everything(&mut bench, ids[2], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a, c]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn all_that_are_in_by_then_are_part_of_it() {
-    let (mut sim, ids) = quorum(2, &["a", "b", "c", "d"]);
-    let first: Vec<_> = ids[..2].iter().map(|&id| everything(&mut sim, id, true).0).collect();
+    let (mut bench, ids) = quorum(2, &["a", "b", "c", "d"]);
+    let first: Vec<_> = ids[..2].iter().map(|&id| everything(&mut bench, id, true).0).collect();
     // These come while it is made; together they are more than it takes.
-    let next: Vec<_> = [2, 3, 0].map(|i| everything(&mut sim, ids[i], true).0).into();
-    sim.reduce_done(true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&first), [Some(Version(1)); 2]);
-    assert_eq!(sim.versions_of(&next), [Some(Version(2)); 3]);
+    let next: Vec<_> = [2, 3, 0].map(|i| everything(&mut bench, ids[i], true).0).into();
+    bench.reduce_done(true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&first), [Some(Version(1)); 2]);
+    assert_eq!(bench.versions_of(&next), [Some(Version(2)); 3]);
 }
 
 #[test]
 fn a_late_contribution_counts_in_the_next_version() {
-    let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
-    let (step, late) = open(&mut sim, ids[2]);
-    assert!(!sim.comes(ids[2].0, late, 0));
+    let (mut bench, ids) = quorum(2, &["a", "b", "c"]);
+    let (step, late) = open(&mut bench, ids[2]);
+    assert!(!bench.comes(ids[2].0, late, 0));
     for _ in 0..3 {
-        everything(&mut sim, ids[0], true);
-        everything(&mut sim, ids[1], true);
-        sim.reduce_done(true);
+        everything(&mut bench, ids[0], true);
+        everything(&mut bench, ids[1], true);
+        bench.reduce_done(true);
     }
-    let ticket = sim.commit(ids[2].0, step, late, blocks([0]), true, 1_000);
-    assert!(ok(&sim, ticket) && sim.running.is_none());
-    everything(&mut sim, ids[1], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[late]), [Some(Version(4))]);
+    let ticket = bench.commit(ids[2].0, step, late, blocks([0]), true, 1_000);
+    assert!(ok(&bench, ticket) && bench.running.is_none());
+    everything(&mut bench, ids[1], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[late]), [Some(Version(4))]);
 }
 
 #[test]
 fn a_learner_counts_once_in_a_version() {
-    let (mut sim, ids) = quorum(2, &["a", "b"]);
-    let (first, _) = everything(&mut sim, ids[0], true);
-    let (second, ticket) = everything(&mut sim, ids[0], true);
-    assert!(sim.is_waiting(ticket) && sim.running.is_none(), "one learner is no quorum");
-    let (of_b, _) = everything(&mut sim, ids[1], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[first, second, of_b]), [Some(Version(1)), None, Some(Version(1))]);
-    assert!(ok(&sim, ticket));
+    let (mut bench, ids) = quorum(2, &["a", "b"]);
+    let (first, _) = everything(&mut bench, ids[0], true);
+    let (second, ticket) = everything(&mut bench, ids[0], true);
+    assert!(bench.is_waiting(ticket) && bench.running.is_none(), "one learner is no quorum");
+    let (of_b, _) = everything(&mut bench, ids[1], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[first, second, of_b]), [Some(Version(1)), None, Some(Version(1))]);
+    assert!(ok(&bench, ticket));
 }
 
 #[test]
 fn fewer_learners_than_the_quorum_are_enough_when_all_are_in() {
-    let (mut sim, ids) = quorum(5, &["a", "b", "c"]);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    let (b, _) = everything(&mut sim, ids[1], true);
-    assert!(sim.running.is_none());
-    sim.leave(ids[2].0);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    let (mut bench, ids) = quorum(5, &["a", "b", "c"]);
+    let (a, _) = everything(&mut bench, ids[0], true);
+    let (b, _) = everything(&mut bench, ids[1], true);
+    assert!(bench.running.is_none());
+    bench.leave(ids[2].0);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn a_leavers_contribution_counts_towards_the_quorum() {
-    let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    sim.leave(ids[0].0);
-    let (b, _) = everything(&mut sim, ids[1], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    let (mut bench, ids) = quorum(2, &["a", "b", "c"]);
+    let (a, _) = everything(&mut bench, ids[0], true);
+    bench.leave(ids[0].0);
+    let (b, _) = everything(&mut bench, ids[1], true);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn a_joiner_is_not_waited_for_and_may_contribute_at_once() {
-    let (mut sim, ids) = quorum(3, &["a", "b"]);
-    everything(&mut sim, ids[0], true);
-    sim.join("c").unwrap();
-    everything(&mut sim, ids[1], true);
-    assert!(sim.running.is_some(), "both that take part are in");
-    sim.reduce_done(true);
+    let (mut bench, ids) = quorum(3, &["a", "b"]);
+    everything(&mut bench, ids[0], true);
+    bench.join("c").unwrap();
+    everything(&mut bench, ids[1], true);
+    assert!(bench.running.is_some(), "both that take part are in");
+    bench.reduce_done(true);
     // a writes, for long; c need not wait for it.
-    let (mut sim, ids) = quorum(1, &["a"]);
-    let b = sim.join("b").unwrap();
-    open(&mut sim, ids[0]);
-    let c = sim.join("c").unwrap();
+    let (mut bench, ids) = quorum(1, &["a"]);
+    let b = bench.join("b").unwrap();
+    open(&mut bench, ids[0]);
+    let c = bench.join("c").unwrap();
     for id in [b, c] {
-        let (uid, ticket) = everything(&mut sim, id, true);
-        sim.reduce_done(true);
-        assert!(ok(&sim, ticket) && sim.versions_of(&[uid]) != [None]);
+        let (uid, ticket) = everything(&mut bench, id, true);
+        bench.reduce_done(true);
+        assert!(ok(&bench, ticket) && bench.versions_of(&[uid]) != [None]);
     }
 }
 
 #[test]
 fn blocks_are_reduced_early_only_when_all_others_are_in() {
-    let (mut sim, ids) = quorum(3, &["a", "b", "c"]);
-    everything(&mut sim, ids[0], true);
-    let (step, uid) = open(&mut sim, ids[2]);
-    assert!(!sim.comes(ids[2].0, uid, 0), "b may still come in");
-    everything(&mut sim, ids[1], true);
-    assert!(sim.comes(ids[2].0, uid, 1));
+    let (mut bench, ids) = quorum(3, &["a", "b", "c"]);
+    everything(&mut bench, ids[0], true);
+    let (step, uid) = open(&mut bench, ids[2]);
+    assert!(!bench.comes(ids[2].0, uid, 0), "b may still come in");
+    everything(&mut bench, ids[1], true);
+    assert!(bench.comes(ids[2].0, uid, 1));
     // A joiner could add to what was computed: it waits.
-    let d = sim.join("d").unwrap();
-    let (of_d, waits) = everything(&mut sim, d, true);
-    assert!(sim.is_waiting(waits));
-    sim.commit(ids[2].0, step, uid, blocks([0, 1]), true, 1_000);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[uid, of_d]), [Some(Version(1)), None]);
-    assert!(ok(&sim, waits));
+    let d = bench.join("d").unwrap();
+    let (of_d, waits) = everything(&mut bench, d, true);
+    assert!(bench.is_waiting(waits));
+    bench.commit(ids[2].0, step, uid, blocks([0, 1]), true, 1_000);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[uid, of_d]), [Some(Version(1)), None]);
+    assert!(ok(&bench, waits));
 }
 
 #[test]
 fn a_joiner_that_may_come_in_keeps_blocks_of_others_from_being_reduced_early() {
-    let (mut sim, ids) = quorum(2, &["a", "b"]);
-    everything(&mut sim, ids[0], true);
-    sim.join("c").unwrap();
-    let (_, uid) = open(&mut sim, ids[1]);
-    assert!(!sim.comes(ids[1].0, uid, 0));
+    let (mut bench, ids) = quorum(2, &["a", "b"]);
+    everything(&mut bench, ids[0], true);
+    bench.join("c").unwrap();
+    let (_, uid) = open(&mut bench, ids[1]);
+    assert!(!bench.comes(ids[1].0, uid, 0));
 }
 
 #[test]
 fn mapped_memory_is_given_back_before_the_quorum_is_there() {
-    let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
-    let (a, ticket) = everything(&mut sim, ids[0], false);
-    sim.accumulate_done(true);
-    assert!(ok(&sim, ticket));
-    let (b, _) = everything(&mut sim, ids[1], false);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+    let (mut bench, ids) = quorum(2, &["a", "b", "c"]);
+    let (a, ticket) = everything(&mut bench, ids[0], false);
+    bench.accumulate_done(true);
+    assert!(ok(&bench, ticket));
+    let (b, _) = everything(&mut bench, ids[1], false);
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a, b]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn a_quorum_waits_for_a_buffer() {
-    let (mut sim, ids) = quorum(1, &["a", "b"]);
-    everything(&mut sim, ids[0], true);
-    sim.reduce_done(false);
-    let (uid, ticket) = everything(&mut sim, ids[1], true);
-    assert!(sim.is_waiting(ticket) && sim.running.is_none());
-    sim.give_buffer();
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[uid]), [Some(Version(2))]);
+    let (mut bench, ids) = quorum(1, &["a", "b"]);
+    everything(&mut bench, ids[0], true);
+    bench.reduce_done(false);
+    let (uid, ticket) = everything(&mut bench, ids[1], true);
+    assert!(bench.is_waiting(ticket) && bench.running.is_none());
+    bench.give_buffer();
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[uid]), [Some(Version(2))]);
 }
 
 #[test]
 fn below_min_learners_a_quorum_stops_too() {
-    let (mut sim, ids) = quorum(1, &["a", "b"]);
-    sim.set("min_learners", "2");
-    let (step, uid) = open(&mut sim, ids[0]);
-    sim.leave(ids[1].0);
+    let (mut bench, ids) = quorum(1, &["a", "b"]);
+    bench.set("min_learners", "2");
+    let (step, uid) = open(&mut bench, ids[0]);
+    bench.leave(ids[1].0);
     let all = blocks(0..BLOCKS);
-    let ticket = sim.commit(ids[0].0, step, uid, all, true, 1_000);
-    assert_eq!(sim.replies[&ticket], Err(ShardError::Stopped { active: 1, needed: 2 }));
+    let ticket = bench.commit(ids[0].0, step, uid, all, true, 1_000);
+    assert_eq!(bench.replies[&ticket], Err(ShardError::Stopped { active: 1, needed: 2 }));
 }
 
 #[test]
 fn a_silent_learner_leaves_only_when_the_quorum_waits_for_it() {
     // Two of three are enough: c holds nobody up, however long it is silent.
-    let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
+    let (mut bench, ids) = quorum(2, &["a", "b", "c"]);
     for _ in 0..10 {
-        everything(&mut sim, ids[0], true);
-        sim.tick(400);
-        everything(&mut sim, ids[1], true);
-        sim.reduce_done(true);
+        everything(&mut bench, ids[0], true);
+        bench.tick(400);
+        everything(&mut bench, ids[1], true);
+        bench.reduce_done(true);
     }
-    assert_eq!(sim.left, []);
+    assert_eq!(bench.left, []);
     // b does not come either: now a waits for one of the two.
-    everything(&mut sim, ids[0], true);
+    everything(&mut bench, ids[0], true);
     for _ in 0..2 {
-        sim.tick(600);
+        bench.tick(600);
     }
-    assert_eq!(sim.left, [1, 2].map(|i| (ids[i].0, LeaveReason::PatienceOver)));
-    assert!(sim.running.is_some());
+    assert_eq!(bench.left, [1, 2].map(|i| (ids[i].0, LeaveReason::PatienceOver)));
+    assert!(bench.running.is_some());
 }
 
 #[test]
 fn a_smaller_quorum_frees_a_step_that_waits() {
-    let (mut sim, ids) = quorum(2, &["a", "b"]);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    sim.set("consistency", "quorum(1)");
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
+    let (mut bench, ids) = quorum(2, &["a", "b"]);
+    let (a, _) = everything(&mut bench, ids[0], true);
+    bench.set("consistency", "quorum(1)");
+    bench.reduce_done(true);
+    assert_eq!(bench.versions_of(&[a]), [Some(Version(1))]);
 }

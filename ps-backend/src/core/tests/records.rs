@@ -4,7 +4,7 @@ use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 use super::super::*;
-use super::sim::{everything, job, open};
+use super::bench::{everything, job, open};
 
 fn known(record: &JobRecord) -> Vec<(&str, u64, Option<u64>)> {
     let learners = record.learners.iter();
@@ -13,36 +13,36 @@ fn known(record: &JobRecord) -> Vec<(&str, u64, Option<u64>)> {
 
 #[test]
 fn a_record_has_what_is_part_of_the_version_and_no_more() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (mut bench, ids) = job("2", &["a", "b"]);
     for _ in 0..2 {
-        everything(&mut sim, ids[0], true);
-        everything(&mut sim, ids[1], true);
-        sim.reduce_done(true);
+        everything(&mut bench, ids[0], true);
+        everything(&mut bench, ids[1], true);
+        bench.reduce_done(true);
     }
-    let record = sim.core.record();
+    let record = bench.core.record();
     assert_eq!((record.version, record.contributions, record.steps.highest()), (Version(2), 4, 2));
     assert_eq!(known(&record), [("a", 1, Some(2)), ("b", 1, Some(2))]);
     // One learner has committed, and one writes.
-    everything(&mut sim, ids[0], true);
-    open(&mut sim, ids[1]);
-    assert_eq!(sim.core.record(), record);
+    everything(&mut bench, ids[0], true);
+    open(&mut bench, ids[1]);
+    assert_eq!(bench.core.record(), record);
     // A version that is being made is not part of it.
-    everything(&mut sim, ids[1], true);
-    assert_eq!(sim.core.record(), record);
-    sim.reduce_done(true);
-    assert_eq!(known(&sim.core.record()), [("a", 1, Some(3)), ("b", 1, Some(3))]);
-    sim.leave(ids[0].0);
-    assert_eq!(known(&sim.core.record()), [("b", 1, Some(3)), ("a", 1, None)]);
+    everything(&mut bench, ids[1], true);
+    assert_eq!(bench.core.record(), record);
+    bench.reduce_done(true);
+    assert_eq!(known(&bench.core.record()), [("a", 1, Some(3)), ("b", 1, Some(3))]);
+    bench.leave(ids[0].0);
+    assert_eq!(known(&bench.core.record()), [("b", 1, Some(3)), ("a", 1, None)]);
 }
 
 #[test]
 fn a_job_goes_on_from_a_record_with_other_lives_of_its_learners() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    everything(&mut sim, ids[0], true);
-    everything(&mut sim, ids[1], true);
-    sim.reduce_done(true);
-    sim.leave(ids[1].0);
-    let record = sim.core.record();
+    let (mut bench, ids) = job("2", &["a", "b"]);
+    everything(&mut bench, ids[0], true);
+    everything(&mut bench, ids[1], true);
+    bench.reduce_done(true);
+    bench.leave(ids[1].0);
+    let record = bench.core.record();
     let (mut again, _) = job("2", &[]);
     again.core.restore(record.clone()).unwrap();
     let kept = again.core.record();
@@ -55,8 +55,8 @@ fn a_job_goes_on_from_a_record_with_other_lives_of_its_learners() {
 
 #[test]
 fn a_record_of_another_job_is_refused() {
-    let (sim, _) = job("1", &["a"]);
-    let record = sim.core.record();
+    let (bench, _) = job("1", &["a"]);
+    let record = bench.core.record();
     let (mut again, _) = job("1", &[]);
     for wrong in [
         JobRecord { steps: TensorSteps::uniform(99, 1), ..record.clone() },

@@ -21,7 +21,6 @@ use libmodelio::vocabulary::reducer;
 use libmodelio::vocabulary::shard_error::ShardError;
 
 use super::super::*;
-use super::history::History;
 use crate::reducers;
 
 pub const BLOCKS: u32 = 4;
@@ -68,7 +67,7 @@ struct Request {
 }
 
 #[derive(Debug)]
-pub struct Sim {
+pub struct Bench {
     pub core: JobCore,
     pub now: Now,
     next_ticket: Ticket,
@@ -107,7 +106,6 @@ pub struct Sim {
     accumulated: BTreeSet<Uid>,
     /// Contributions whose payload was lost.
     gone: BTreeSet<Uid>,
-    history: History,
 }
 
 pub fn blocks(of: impl IntoIterator<Item = u32>) -> FixedBitSet {
@@ -116,10 +114,10 @@ pub fn blocks(of: impl IntoIterator<Item = u32>) -> FixedBitSet {
     set
 }
 
-impl Sim {
-    pub fn new(settings: &[(&str, &str)]) -> Sim {
+impl Bench {
+    pub fn new(settings: &[(&str, &str)]) -> Bench {
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        Sim {
+        Bench {
             state_of: TensorReducers::new(TENSORS, controls.reducer, &Groups::default()),
             core: JobCore::new(BLOCKS, TENSORS, controls),
             now: Now::ZERO,
@@ -145,24 +143,23 @@ impl Sim {
             left: Vec::new(),
             accumulated: BTreeSet::new(),
             gone: BTreeSet::new(),
-            history: History::default(),
         }
     }
 
-    /// A simulation whose core waits for this long before it accumulates.
-    pub fn patient(settings: &[(&str, &str)], millis: u64) -> Sim {
-        let sim = Sim::new(settings);
-        Sim { core: sim.core.with_accumulate_patience(Now::from_millis(millis)), ..sim }
+    /// A bench whose core waits for this long before it accumulates.
+    pub fn patient(settings: &[(&str, &str)], millis: u64) -> Bench {
+        let bench = Bench::new(settings);
+        Bench { core: bench.core.with_accumulate_patience(Now::from_millis(millis)), ..bench }
     }
 
     /// Its core begins plans when their last contribution has a whole block, as in one process.
-    pub fn in_process(self) -> Sim {
-        Sim { core: self.core.with_provisional_plans(), ..self }
+    pub fn in_process(self) -> Bench {
+        Bench { core: self.core.with_provisional_plans(), ..self }
     }
 
     /// Such plans give way, as on a network.
-    pub fn on_a_network(self) -> Sim {
-        Sim { core: self.core.with_provisional_plans().of_staged_blocks(), ..self }
+    pub fn on_a_network(self) -> Bench {
+        Bench { core: self.core.with_provisional_plans().of_staged_blocks(), ..self }
     }
 
     /// Contribution `uid` of `learner` has a whole block; whether that is reduced early.
@@ -187,21 +184,6 @@ impl Sim {
             self.early.insert(block, early);
         }
         true
-    }
-
-    /// The blocks of `learner` that came early are of another contribution than the one it is about to
-    /// commit.
-    pub fn is_stale(&mut self, learner: LearnerId) {
-        self.call(|core, _, actions| core.drop_provisional(learner, actions));
-    }
-
-    /// A block of the provisional plan is refused.
-    pub fn provisional_refused(&mut self) {
-        if self.provisional.take().is_some() {
-            self.back.clear();
-            self.early.clear();
-            self.call(|core, now, actions| core.provisional_failed(now, actions));
-        }
     }
 
     /// A contribution of `learner` is open.
@@ -268,9 +250,6 @@ impl Sim {
                     }
                 }
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
-                if quantity == Quantity::Gradient || !clips {
-                    self.history.begin(&self.core, step.contributions, &contributions);
-                }
                 self.accumulations.push(contributions);
                 self.measures = Some((quantity, step));
             }
@@ -292,7 +271,6 @@ impl Sim {
                 };
                 assert_eq!((step.reducer, &step.hyper), (early.reducer, &early.hyper));
                 assert_eq!(step.contributions, early.contributions);
-                self.history.begin(&self.core, step.contributions, &plan.inputs);
                 // What came early must be part of the plan's result, and nothing else can be part of a block that is
                 // computed.
                 let open = before.provisional.as_ref().map_or(0, BTreeSet::len);
@@ -312,7 +290,6 @@ impl Sim {
             }
             Action::Begin(plan) => {
                 assert!(self.running.is_none() && self.provisional.is_none());
-                let inputs = &plan.inputs;
                 if let Work::Reduce { step, groups, factors, .. } = &plan.work {
                     assert!(self.has_buffer && self.accumulations.is_empty());
                     let is_measured = step.reducer.measures(&step.hyper);
@@ -339,10 +316,6 @@ impl Sim {
                     }
                     assert_eq!(norms.is_some(), is_layerwise);
                     assert!(is_layerwise || !averaged.is_empty() || factors.runs().is_empty());
-                    // A measured step began with its measurement.
-                    if !is_measured && !is_layerwise {
-                        self.history.begin(&self.core, step.contributions, inputs);
-                    }
                 }
                 self.running = Some(plan);
             }
@@ -350,10 +323,7 @@ impl Sim {
                 assert_eq!(version.0 as usize, self.versions.len() - 1);
                 assert_eq!(version, self.core.version());
             }
-            Action::Left { learner, reason } => {
-                self.history.left(learner);
-                self.left.push((learner, reason));
-            }
+            Action::Left { learner, reason } => self.left.push((learner, reason)),
         }
     }
 
@@ -368,13 +338,7 @@ impl Sim {
     }
 
     pub fn join(&mut self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
-        // The wait may be for this learner.
-        let start = self.history.slowest();
-        let joined = self.call(|core, now, actions| core.join(name, now, actions));
-        if let Ok((learner, _)) = joined {
-            self.history.joined(learner, start);
-        }
-        joined
+        self.call(|core, now, actions| core.join(name, now, actions))
     }
 
     pub fn leave(&mut self, learner: LearnerId) {
@@ -450,9 +414,6 @@ impl Sim {
             assert!(record.steady || !record.taken, "memory is accumulated that was given back");
         }
         if !ok {
-            if measures.is_some() {
-                self.history.void();
-            }
             // Every other one is to blame.
             let error = ShardError::OutOfMemory("test".into());
             let blamed = contributions.iter().step_by(2).filter(|c| !c.steady);
@@ -522,24 +483,11 @@ impl Sim {
         }
         if accumulation_is_void {
             self.accumulations.clear();
-            if self.measures.take().is_some() {
-                self.history.void();
-            }
+            self.measures = None;
         }
         let void = self.call(|core, now, actions| core.lost(learners, now, actions));
         assert_eq!(void, plan_is_void || early_is_void || accumulation_is_void);
         assert!(learners.iter().all(|&learner| !self.core.members.contains_key(&learner)));
-    }
-
-    /// The consistency will stay what it is.
-    pub fn with_fixed_consistency(mut self) -> Sim {
-        self.history.fixed = true;
-        self
-    }
-
-    /// Checks that no learner is too far ahead just now, nor sees too little.
-    pub fn check_coordinator(&self) {
-        self.history.check_coordinator(&self.core);
     }
 
     /// Whether the contribution can no longer be lost.
@@ -550,7 +498,6 @@ impl Sim {
     /// The running plan is not done.
     fn void_plan(&mut self) {
         if self.running.take().is_some() {
-            self.history.void();
             self.back.clear();
             self.early.clear();
         }
@@ -561,7 +508,6 @@ impl Sim {
         let Some(plan) = self.running.take() else { return };
         let mut version = BTreeMap::new();
         if let Work::Reduce { step, tensors, groups, factors, fresh_state, .. } = &plan.work {
-            self.history.published();
             self.has_buffer = buffer;
             for block in 0..BLOCKS {
                 version.insert(block, self.sum(&plan, block));
@@ -743,10 +689,6 @@ impl Sim {
         self.requests.contains_key(&ticket)
     }
 
-    pub fn outstanding(&self) -> usize {
-        self.requests.len()
-    }
-
     /// Lets all work under way end well.
     pub fn finish_work(&mut self) {
         while !self.accumulations.is_empty() || self.running.is_some() || !self.has_buffer {
@@ -763,30 +705,30 @@ impl Sim {
 pub type Id = (LearnerId, Incarnation);
 
 /// A synchronous job of `learners`, in which `names` have joined.
-pub fn job(learners: &str, names: &[&str]) -> (Sim, Vec<Id>) {
-    let mut sim = Sim::new(&[("learners", learners)]);
-    let ids = names.iter().map(|name| sim.join(name).unwrap()).collect();
-    (sim, ids)
+pub fn job(learners: &str, names: &[&str]) -> (Bench, Vec<Id>) {
+    let mut bench = Bench::new(&[("learners", learners)]);
+    let ids = names.iter().map(|name| bench.join(name).unwrap()).collect();
+    (bench, ids)
 }
 
 /// The same, whose plans begin early.
-pub fn early_job(learners: &str, names: &[&str]) -> (Sim, Vec<Id>) {
-    let (sim, ids) = job(learners, names);
-    (sim.in_process(), ids)
+pub fn early_job(learners: &str, names: &[&str]) -> (Bench, Vec<Id>) {
+    let (bench, ids) = job(learners, names);
+    (bench.in_process(), ids)
 }
 
 /// A new contribution.
-pub fn open(sim: &mut Sim, id: Id) -> (Step, Uid) {
-    (sim.open(id.0).unwrap().step, sim.uid())
+pub fn open(bench: &mut Bench, id: Id) -> (Step, Uid) {
+    (bench.open(id.0).unwrap().step, bench.uid())
 }
 
 /// A contribution to all blocks.
-pub fn everything(sim: &mut Sim, id: Id, steady: bool) -> (Uid, Ticket) {
-    let (step, uid) = open(sim, id);
-    (uid, sim.commit(id.0, step, uid, blocks(0..BLOCKS), steady, 1_000))
+pub fn everything(bench: &mut Bench, id: Id, steady: bool) -> (Uid, Ticket) {
+    let (step, uid) = open(bench, id);
+    (uid, bench.commit(id.0, step, uid, blocks(0..BLOCKS), steady, 1_000))
 }
 
 /// Whether a commit was taken.
-pub fn ok(sim: &Sim, ticket: Ticket) -> bool {
-    sim.replies.get(&ticket) == Some(&Ok(()))
+pub fn ok(bench: &Bench, ticket: Ticket) -> bool {
+    bench.replies.get(&ticket) == Some(&Ok(()))
 }
