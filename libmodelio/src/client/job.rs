@@ -120,7 +120,7 @@ impl Job {
 
     /// The name of what moves the bytes.
     pub fn backend(&self) -> String {
-        self.shared.net.as_ref().map_or("in this process".to_owned(), |net| net.backend().to_string())
+        self.shared.shards.reactor().map_or("in this process".to_owned(), |net| net.backend().to_string())
     }
 
     /// The number of this client.
@@ -131,13 +131,13 @@ impl Job {
     /// Payload that this process has pushed to shards elsewhere and pulled from them. `None` if the shard is in this
     /// process.
     pub fn payload(&self) -> Option<Payloads> {
-        self.shared.local.is_none().then(|| self.shared.accounts.tally.read())
+        (!self.shared.shards.read_in_place()).then(|| self.shared.accounts.tally.read())
     }
 
     /// How long the phases of steps take that only this client sees, and whether its shard is in this process.
     pub fn phases(&self) -> (Arc<Phases>, bool) {
         let inner = self.shared.inner.lock();
-        (Arc::clone(&inner.observed.phases), self.shared.local.is_some())
+        (Arc::clone(&inner.observed.phases), self.shared.shards.read_in_place())
     }
 
     /// What this client, and the mount around it, record while a trace runs.
@@ -313,7 +313,7 @@ impl Job {
 
     /// The number of version buffers, and of free ones.
     pub fn buffers(&self) -> (usize, usize) {
-        match &self.shared.local {
+        match self.shared.shards.local() {
             Some(local) => local.shard.buffers(),
             None => self.shared.inner.lock().versions.buffers(),
         }
@@ -321,7 +321,7 @@ impl Job {
 
     /// Why there is no memory for another version, if there is none and one is needed.
     pub fn shortage(&self) -> Option<String> {
-        match &self.shared.local {
+        match self.shared.shards.local() {
             Some(local) => local.shard.shortage(),
             None => self.shared.inner.lock().core.shortage().map(str::to_owned),
         }
@@ -329,13 +329,13 @@ impl Job {
 
     /// Why no program but a learner may begin to hold a version now: the next one of this process waits for memory.
     pub fn refuses_readers(&self) -> Option<String> {
-        self.shared.local.as_ref().and_then(|local| local.shard.shortage())
+        self.shared.shards.local().and_then(|local| local.shard.shortage())
     }
 
     /// The memory that the model takes in this process.
     pub fn memory(&self) -> JobMemory {
         let staging = self.shared.accounts.staging.taken();
-        if let Some(local) = &self.shared.local {
+        if let Some(local) = self.shared.shards.local() {
             let ShardMemory { versions, state, sums } = local.shard.memory();
             return JobMemory { versions, state, sums, residuals: 0, staging, connections: 0 };
         }
@@ -392,7 +392,7 @@ impl Job {
     pub fn version_opened(&self, learner: Option<LearnerId>) {
         let mut inner = self.shared.inner.lock();
         inner.observed.opened(self.shared.now());
-        if self.shared.local.is_some() {
+        if self.shared.shards.show_their_buffers() {
             return;
         }
         // A pull is due later than before, if anything changes.
@@ -430,7 +430,7 @@ impl Job {
 
     /// How long a learner has been silent, if that is known.
     fn silence(&self, learner: LearnerId) -> Duration {
-        self.shared.local.as_ref().map(|local| local.shard.silence(learner)).unwrap_or_default()
+        self.shared.shards.local().map(|local| local.shard.silence(learner)).unwrap_or_default()
     }
 
     // -- the end

@@ -13,6 +13,7 @@
 //! | `callers` | who waits for an answer |
 //! | `payloads` | contributions and new weights that are sent; within: their sums, their form, what a form has lost |
 //! | `peers` | the coordinator and the shards; within: the routes to them, their connections, fallbacks to TCP |
+//! | `shards` | where the shards are, and what can be done there |
 //! | `conversation` | the messages on each kind of connection |
 //! | `paths` | the ways of blocks: TCP, shared memory, RDMA, or in this process |
 //! | `versions` | the versions that the client shows |
@@ -29,6 +30,7 @@ mod options;
 mod paths;
 mod payloads;
 mod peers;
+mod shards;
 mod shared;
 #[cfg(test)]
 mod tests;

@@ -27,10 +27,10 @@ use crate::client::payloads::Payloads;
 use crate::client::payloads::wire_form::WireForm;
 use crate::client::peers::Peers;
 use crate::client::peers::routes::Routes;
+use crate::client::shards::{Local, Shards};
 use crate::client::versions::Versions;
 use crate::transport::frames::{Link, Outgoing};
-use crate::transport::local::{End, HeldVersion, Mail, Shard};
-use crate::transport::reactor::Handle;
+use crate::transport::local::{End, HeldVersion, Mail};
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::controls::Controls;
@@ -58,11 +58,6 @@ pub(super) struct Inner {
     pub(super) checks_at: Now,
     /// When the client last sent the coordinator a sign of life.
     pub(super) alive_at: Instant,
-}
-
-/// The shard in this process.
-pub(super) struct Local {
-    pub(super) shard: Arc<dyn Shard>,
 }
 
 /// The state of pushing to it, under the client's lock.
@@ -95,12 +90,7 @@ pub(super) struct Shared {
     /// The record of the model at the time of connecting. A moved model is compared with it.
     pub(super) record: ModelRecord,
     pub(super) options: ClientOptions,
-    /// The reactor. None if the shard is in this process.
-    pub(super) net: Option<Handle>,
-    /// The shard in this process, if it is.
-    pub(super) local: Option<Local>,
-    /// Answers that wait until the mailbox to that shard is empty.
-    pub(super) unanswered: Mutex<Vec<Answers>>,
+    pub(super) shards: Shards,
     pub(super) timeline: Timeline,
     pub(super) inner: Mutex<Inner>,
     pub(super) lifetime: Lifetime,
@@ -186,14 +176,13 @@ impl KeepsSpares for Shared {
 }
 
 impl Shared {
-    /// For the client of this number and the model of this record, with a network or a shard in this process.
+    /// For the client of this number and the model of this record.
     pub(super) fn new(
         (client, record): (ClientId, &ModelRecord),
         layout: Arc<ModelLayout>,
         inner: Inner,
         options: ClientOptions,
-        net: Option<Handle>,
-        local: Option<Local>,
+        shards: Shards,
     ) -> Arc<Shared> {
         let shared = Arc::new_cyclic(|this| Shared {
             layout,
@@ -201,9 +190,7 @@ impl Shared {
             client,
             record: record.clone(),
             options,
-            net,
-            local,
-            unanswered: Mutex::default(),
+            shards,
             timeline: inner.observed.timeline.clone(),
             inner: Mutex::new(inner),
             lifetime: Lifetime::default(),
@@ -244,7 +231,7 @@ impl Shared {
             let (retain, max) = inner.bounds();
             inner.versions.recycle(retain, max);
         }
-        match &self.local {
+        match self.shards.local() {
             // A pull that has found no buffer has noted so under this lock, so it is still under way.
             None if inner.core.pulling().is_some() => inner.peers.wake_all(),
             Some(local) if is_old => {
@@ -395,7 +382,7 @@ impl Shared {
                 listener(event);
             }
         }
-        if let Some(local) = &self.local {
+        if let Some(local) = self.shards.local() {
             if gives_back {
                 self.find_buffer(local);
             }
@@ -436,7 +423,7 @@ impl Shared {
     ) {
         match action {
             Action::ToCoordinator(request, message) => {
-                if let Some(local) = &self.local {
+                if let Some(local) = self.shards.local() {
                     local.shard.mailbox().put(End::Client, End::Coordinator, Mail::Message(request, message));
                     after.mail_left = true;
                 } else if let Some(link) = inner.peers.coordinator.links.first() {
@@ -445,9 +432,9 @@ impl Shared {
                 }
             }
             // Nothing is lost on the way to a shard in this process.
-            Action::ToShard(..) if self.local.is_some() => {}
+            Action::ToShard(..) if self.shards.local().is_some() => {}
             Action::ToShard(partition, message) => inner.peers.send(partition, message),
-            Action::Wake(partition) => match &self.local {
+            Action::Wake(partition) => match self.shards.local() {
                 Some(local) => {
                     inner.show_here(local, self.now(), more);
                     after.pushes = true;
@@ -481,7 +468,7 @@ impl Shared {
             Action::State => {
                 let (retain, max) = inner.bounds();
                 inner.versions.recycle(retain, max);
-                if let Some(local) = &self.local {
+                if let Some(local) = self.shards.local() {
                     local.shard.set_buffers(max);
                     after.gives_back = true;
                 }
@@ -501,12 +488,13 @@ impl Shared {
             Action::Pulled(version) => {
                 let is_first = !inner.core.shows_any();
                 inner.versions.publish(version);
-                self.shown(inner, version, self.local.is_none(), after, more);
+                self.shown(inner, version, !self.shards.show_their_buffers(), after, more);
                 // A thread waits for the first version. The keeper takes a spare buffer for those that are pulled: if
                 // one is lacking only later, its next check by itself finds that. The next pull may be put off, and due
                 // soon.
                 let (retain, max) = inner.bounds();
-                if is_first || self.local.is_none() && inner.versions.lacks_spare(retain, max) {
+                let pulls = !self.shards.show_their_buffers();
+                if is_first || pulls && inner.versions.lacks_spare(retain, max) {
                     self.lifetime.rouse();
                 } else {
                     self.rouse_keeper(inner);

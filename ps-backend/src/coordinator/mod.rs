@@ -160,7 +160,7 @@ impl CoordinatorCore {
     /// the next version has no buffer ([`Self::buffer`]) before the shard has concluded the plan of a version. It must
     /// also report each later change.
     #[must_use]
-    pub fn in_process(self) -> CoordinatorCore {
+    pub fn with_local_shard(self) -> CoordinatorCore {
         CoordinatorCore { local_shard: LocalShard::new(), core: self.core.with_provisional_plans(), ..self }
     }
 

@@ -180,7 +180,7 @@ impl Coordinator {
             // With a small model, the version comes with the state.
             Some(_) if layout.size() <= u64::from(MAX_SMALL_MODEL) => core.with_provisional_plans(),
             Some(_) => core.with_provisional_plans().announces_plans(),
-            None => core.in_process(),
+            None => core.with_local_shard(),
         };
         let state = CoordinatorState {
             core,

@@ -2,7 +2,7 @@
 
 use fixedbitset::FixedBitSet;
 
-use super::learners::Early;
+use super::learners::OnlyInPlan;
 use super::pushing::Outgoing;
 use super::{Action, ClientCore};
 use crate::vocabulary::ids::{LearnerId, PlanId, Step};
@@ -19,7 +19,7 @@ pub(super) struct Held {
     /// The newest provisional plan for which its blocks may have been sent.
     pub(super) sent_under: Option<PlanId>,
     /// Its blocks that exist nowhere but in a plan.
-    pub(super) early: Option<Early>,
+    pub(super) only_in_plan: Option<OnlyInPlan>,
     /// Set when its learner has left and the shard still reads the payload where it lies: the number of contributions
     /// in versions at that moment.
     pub(super) left_at: Option<u64>,

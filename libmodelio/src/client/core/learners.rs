@@ -72,12 +72,12 @@ pub(super) struct Ahead {
     /// The newest provisional plan for which its blocks may have been sent.
     pub(super) sent_under: Option<PlanId>,
     /// The blocks that exist nowhere but in a plan.
-    pub(super) early: Option<Early>,
+    pub(super) only_in_plan: Option<OnlyInPlan>,
 }
 
 /// Blocks of a contribution that were reduced from memory which no longer holds them.
 #[derive(Clone, Debug)]
-pub(super) struct Early {
+pub(super) struct OnlyInPlan {
     /// The plan that includes them. None if several plans did, so that no plan has all of them.
     pub(super) plan: Option<PlanId>,
     pub(super) blocks: FixedBitSet,
@@ -86,7 +86,7 @@ pub(super) struct Early {
 impl Ahead {
     /// An empty set for a model of this many blocks.
     pub(super) fn new(blocks: usize) -> Ahead {
-        Ahead { whole: FixedBitSet::with_capacity(blocks), sent_under: None, early: None }
+        Ahead { whole: FixedBitSet::with_capacity(blocks), sent_under: None, only_in_plan: None }
     }
 }
 

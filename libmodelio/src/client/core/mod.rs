@@ -163,7 +163,7 @@ impl ClientCore {
     }
 
     /// The shard is in this process, and payload for it stays where it is.
-    pub fn in_process(mut self) -> ClientCore {
+    pub fn reads_in_place(mut self) -> ClientCore {
         self.way.kind = Way::InPlace;
         self
     }

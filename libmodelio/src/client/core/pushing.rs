@@ -2,7 +2,7 @@
 
 use fixedbitset::FixedBitSet;
 
-use super::learners::{Ahead, Early};
+use super::learners::{Ahead, OnlyInPlan};
 use super::{Action, ClientCore, Now, REPEAT_AFTER};
 use crate::vocabulary::block_map::PartitionIndex;
 use crate::vocabulary::coding::Coding;
@@ -368,7 +368,8 @@ impl ClientCore {
             Granted::Contributions { of, .. } => {
                 for key in of.iter().filter(|key| !open.contains(key)) {
                     let held = self.held.get(key).filter(|held| !held.is_taken_back).ok_or(Some(key.0))?;
-                    if held.early.as_ref().is_some_and(|early| early.plan != Some(plan)) {
+                    if held.only_in_plan.as_ref().is_some_and(|only_in_plan| only_in_plan.plan != Some(plan))
+                    {
                         return Err(Some(key.0));
                     }
                     blocks.union_with(&held.blocks);
@@ -468,10 +469,10 @@ impl ClientCore {
         let Some(known) = self.learners.get_mut(&learner) else { return false };
         if let Some(open) = known.open.as_mut().filter(|open| open.step == step) {
             let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.owners.blocks()));
-            let new = || Early { plan: Some(plan), blocks: self.owners.no_blocks() };
-            let early = ahead.early.get_or_insert_with(new);
-            early.plan = early.plan.filter(|known| *known == plan);
-            early.blocks.insert(block.index());
+            let new = || OnlyInPlan { plan: Some(plan), blocks: self.owners.no_blocks() };
+            let only_in_plan = ahead.only_in_plan.get_or_insert_with(new);
+            only_in_plan.plan = only_in_plan.plan.filter(|known| *known == plan);
+            only_in_plan.blocks.insert(block.index());
         }
         true
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::held::Held;
-use super::learners::{Early, Learner};
+use super::learners::{Learner, OnlyInPlan};
 use super::{Action, ClientCore, Now, REPEAT_AFTER, Token};
 use crate::vocabulary::ids::{LearnerId, Step, Version};
 use crate::vocabulary::members::Attached;
@@ -139,9 +139,10 @@ impl ClientCore {
                 let sending = self.outgoing.as_ref().map(|outgoing| outgoing.plan);
                 let open = self.learners.get_mut(learner).and_then(|known| known.open.as_mut());
                 let ahead = open.filter(|open| open.step == *step).map(|open| &mut open.ahead);
-                let is_lost = |early: &Early| early.plan.is_none() || early.plan != sending;
-                let early = ahead.as_ref().and_then(|ahead| ahead.as_ref()?.early.as_ref());
-                if early.is_some_and(is_lost) && !self.held.contains_key(&(*learner, *step)) {
+                let is_lost =
+                    |only_in_plan: &OnlyInPlan| only_in_plan.plan.is_none() || only_in_plan.plan != sending;
+                let only_in_plan = ahead.as_ref().and_then(|ahead| ahead.as_ref()?.only_in_plan.as_ref());
+                if only_in_plan.is_some_and(is_lost) && !self.held.contains_key(&(*learner, *step)) {
                     let why = "blocks of it were reduced for a version that is not made: write it again";
                     let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
                     return actions.push(Action::Answer(token, Err(refused)));
@@ -156,14 +157,22 @@ impl ClientCore {
                     (None, Some(ahead)) => whole.intersect_with(&ahead.whole),
                     (None, None) => whole.clear(),
                 }
-                let (sent_under, early) = ahead.map_or((None, None), |ahead| (ahead.sent_under, ahead.early));
+                let (sent_under, only_in_plan) =
+                    ahead.map_or((None, None), |ahead| (ahead.sent_under, ahead.only_in_plan));
                 let before = self.held.remove(&(*learner, *step));
-                let (sent_before, early_before) =
-                    before.map_or((None, None), |held| (held.sent_under, held.early));
-                let (sent_under, early) = (sent_under.max(sent_before), early.or(early_before));
+                let (sent_before, only_before) =
+                    before.map_or((None, None), |held| (held.sent_under, held.only_in_plan));
+                let (sent_under, only_in_plan) = (sent_under.max(sent_before), only_in_plan.or(only_before));
                 let request = self.requests.next;
-                let held =
-                    Held { blocks, whole, request, sent_under, early, left_at: None, is_taken_back: false };
+                let held = Held {
+                    blocks,
+                    whole,
+                    request,
+                    sent_under,
+                    only_in_plan,
+                    left_at: None,
+                    is_taken_back: false,
+                };
                 self.held.insert((*learner, *step), held);
             }
             Message::Abort { learner } => self.takes_back(*learner, actions),

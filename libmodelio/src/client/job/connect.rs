@@ -11,7 +11,8 @@ use super::Job;
 use crate::client::core::{ClientCore, Now};
 use crate::client::options::{ClientError, ClientOptions, TransportChoice};
 use crate::client::peers::routes::Routes;
-use crate::client::shared::{Inner, Local, Shared};
+use crate::client::shards::Shards;
+use crate::client::shared::{Inner, Shared};
 use crate::client::versions::{self, Versions};
 use crate::timer::{self, Timed};
 use crate::transport::local::{Recipient, Shard};
@@ -79,10 +80,10 @@ impl Job {
         let mut versions = Versions::new(size);
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
         let inner = Inner::new(core, versions, routes);
-        let net = reactor.handle();
+        let reached = Shards::Connected(reactor.handle());
         // The job holds the threads, so that it can end them.
         let options = ClientOptions { reactor: None, ..options };
-        let shared = Shared::new((id, record), layout, inner, options, Some(net), None);
+        let shared = Shared::new((id, record), layout, inner, options, reached);
         #[cfg(feature = "rdma")]
         {
             *shared.rdma_endpoint.lock() = endpoint;
@@ -106,13 +107,13 @@ impl Job {
         };
         let map = record.block_map().map_err(|error| bad(&error))?;
         let id = random_id()?;
-        let mut core = ClientCore::new(&map).in_process();
+        let mut core = ClientCore::new(&map).reads_in_place();
         let mut actions = Vec::new();
         core.coordinator_up(Now::ZERO, &mut actions);
         core.shard_up(0, Now::ZERO, &mut actions);
         let inner = Inner::new(core, Versions::new(layout.size() as usize), Routes::here(map.epoch()));
-        let local = Local { shard: Arc::clone(&shard) };
-        let shared = Shared::new((id, record), layout, inner, ClientOptions::default(), None, Some(local));
+        let reached = Shards::here(Arc::clone(&shard));
+        let shared = Shared::new((id, record), layout, inner, ClientOptions::default(), reached);
         let end: std::sync::Weak<dyn Recipient> = Arc::downgrade(&shared) as std::sync::Weak<dyn Recipient>;
         if !shard.mailbox().join(end) {
             return Err(bad(&"the shard in this process has a client already"));

@@ -137,7 +137,7 @@ impl Job {
             return Ok(Placement::Duplicate);
         }
         let check = inner.rejects_nonfinite();
-        match &shared.local {
+        match shared.shards.local() {
             Some(local) => {
                 if shared.offer_here(local, inner, slot, payload)? == Placement::Reduced {
                     self.on_arrival.fetch_add(1, Ordering::Relaxed);
@@ -193,18 +193,15 @@ impl Job {
                     inner.payloads.sources.insert((learner, step), staged);
                 }
                 match wakes {
-                    Some(partition) if self.is_in_process() => actions.push(Action::Wake(partition)),
+                    Some(partition) if self.shared.shards.read_in_place() => {
+                        actions.push(Action::Wake(partition))
+                    }
                     Some(partition) => inner.peers.wake(partition),
                     None => {}
                 }
             }
             self.shared.act(inner, actions);
         }
-    }
-
-    /// Whether the model is in this process, so that no block has to be sent.
-    pub fn is_in_process(&self) -> bool {
-        self.shared.local.is_some()
     }
 
     /// Whether staged blocks of the learner may still be read for a plan that was dropped. The caller stages in other

@@ -133,14 +133,14 @@ impl Job {
             blocks_on_arrival: self.on_arrival.load(Ordering::Relaxed),
             buffers,
             versions: inner.versions.numbers().collect(),
-            pull: self.shared.local.is_none().then(|| inner.core.pull_report()),
+            pull: (!self.shared.shards.show_their_buffers()).then(|| inner.core.pull_report()),
             shards,
         }
     }
 
     /// The state of the job: of this moment if the coordinator is in this process, else as last received.
     pub fn state(&self) -> JobState {
-        match &self.shared.local {
+        match self.shared.shards.local() {
             Some(local) => local.shard.state(),
             None => self.shared.inner.lock().core.state().clone(),
         }
@@ -157,7 +157,7 @@ impl Job {
     /// The model's shards, in the order of the block map's owners.
     pub fn shards(&self) -> Vec<ShardView> {
         let inner = self.shared.inner.lock();
-        if self.shared.local.is_some() {
+        if self.shared.shards.local().is_some() {
             let here = |&shard| ShardView {
                 shard,
                 address: None,

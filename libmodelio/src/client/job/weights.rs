@@ -42,7 +42,7 @@ impl Job {
     /// When too many are in use.
     pub fn allocate(&self) -> Result<Region, ShardError> {
         self.shared.lifetime.refuse_if_ending()?;
-        let buffer = match &self.shared.local {
+        let buffer = match self.shared.shards.local() {
             Some(local) => loop {
                 match local.shard.take_buffer() {
                     Err(_) if self.shared.take_from_names() => {}
@@ -168,7 +168,7 @@ impl Job {
 
     /// Whether blocks of new weights may be sent before they are published.
     pub(crate) fn sends_open_weights(&self) -> bool {
-        self.shared.local.is_none() && self.layout().size() > u64::from(MAX_SMALL_MODEL)
+        !self.shared.shards.read_in_place() && self.layout().size() > u64::from(MAX_SMALL_MODEL)
     }
 
     /// Takes back `buffer`. True if it was handed out for new weights and not returned yet.
@@ -193,7 +193,8 @@ impl Shared {
         let left = move || deadline.saturating_duration_since(Instant::now());
         let (this, token, timeout_ms) =
             (self.this.clone(), weights.buffer.key().0, super::requests::millis(left()));
-        let buffer = Some(weights.buffer.clone()).filter(|_| weights.can_show && self.local.is_none());
+        let buffer =
+            Some(weights.buffer.clone()).filter(|_| weights.can_show && !self.shards.read_in_place());
         let answered = move |result: Result<Message, Refusal>| {
             match (result, this.upgrade()) {
                 (Err(refusal), _) => done(Err(shard_error(refusal))),

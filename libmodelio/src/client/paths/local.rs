@@ -11,7 +11,8 @@ use smallvec::SmallVec;
 use crate::client::callers::Answers;
 use crate::client::core::{Action, Own, Push};
 use crate::client::payloads::{Others, Payload};
-use crate::client::shared::{Inner, Local, Shared};
+use crate::client::shards::Local;
+use crate::client::shared::{Inner, Shared};
 use crate::transport::local::{End, Mail, Pushed, Recipient, SharedBlock, SharedPayload};
 use crate::transport::tally::Flow;
 use crate::vocabulary::block_map::PartitionIndex;
@@ -39,7 +40,10 @@ impl Recipient for Shared {
                 let mut actions = Vec::new();
                 inner.core.from_coordinator(request, message, self.now(), &mut actions);
                 let answers = self.act_unanswered(inner, actions);
-                self.unanswered.lock().push(answers);
+                match self.shards.local() {
+                    Some(local) => local.unanswered.lock().push(answers),
+                    None => answers.give(),
+                }
             }
             (End::Partition, Mail::Retry) => {
                 let mut inner = self.inner.lock();
@@ -52,7 +56,8 @@ impl Recipient for Shared {
     }
 
     fn answer_callers(&self) {
-        let answers = std::mem::take(&mut *self.unanswered.lock());
+        let Some(local) = self.shards.local() else { return };
+        let answers = std::mem::take(&mut *local.unanswered.lock());
         answers.into_iter().for_each(Answers::give);
     }
 }
@@ -83,7 +88,7 @@ impl Shared {
                     let this = self.this.clone();
                     local.shard.execute(Box::new(move || {
                         if let Some(shared) = this.upgrade()
-                            && let Some(local) = &shared.local
+                            && let Some(local) = shared.shards.local()
                         {
                             shared.push_all(local);
                         }

@@ -50,7 +50,7 @@ impl Shared {
     }
 
     fn connect_to(&self, route: Route, resolved: SocketAddr) {
-        let (Some(this), Some(net)) = (self.this.upgrade(), &self.net) else { return };
+        let (Some(this), Some(net)) = (self.this.upgrade(), self.shards.reactor()) else { return };
         let link = Link::default();
         let deadline = Instant::now() + self.options.patience;
         let options = SocketOptions::default();

@@ -60,7 +60,7 @@ impl Shared {
         }
         let Some(coding) = coding else { return };
         for (partition, shard) in inner.core.shards().iter().enumerate() {
-            let transport = match self.local {
+            let transport = match self.shards.local() {
                 Some(_) => TransportKind::InProcess,
                 None => inner.peers.transport(partition),
             };

@@ -15,7 +15,7 @@ impl Timed for Shared {
         if self.lifetime.is_stopping() {
             return None;
         }
-        let retry = match &self.local {
+        let retry = match self.shards.local() {
             None => {
                 self.inquire();
                 self.add_spare();
@@ -36,7 +36,7 @@ impl Timed for Shared {
             inner.alive_at = Instant::now();
             inner.peers.ping_coordinator();
         }
-        if self.local.is_none() {
+        if self.shards.reactor().is_some() {
             self.look_for_shards(&mut inner);
         }
         let now = self.now();

@@ -16,7 +16,7 @@ use crate::wire::{JobState, MAX_SMALL_MODEL, Message};
 impl Shared {
     /// Whether contributions go with their commits: the model is small, and its only shard coordinates it.
     pub(in crate::client) fn is_small(&self, inner: &Inner) -> bool {
-        self.local.is_none()
+        !self.shards.read_in_place()
             && self.layout.size() <= u64::from(MAX_SMALL_MODEL)
             && inner.peers.routes.partitions.len() == 1
     }

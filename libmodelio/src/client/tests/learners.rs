@@ -453,7 +453,7 @@ fn a_contribution_that_is_dropped_stops_the_plan_for_all_learners_of_its_client(
 #[test]
 fn blocks_of_a_new_contribution_join_no_plan_that_ends_with_the_one_before() {
     let mut bench = Bench::new();
-    bench.core = bench.core.in_process();
+    bench.core = bench.core.reads_in_place();
     let next = |bench: &mut Bench| bench.core.next_own(L, Step(1), BlockId(0));
     let grant = |plan| {
         let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: Some(vec![L]) };

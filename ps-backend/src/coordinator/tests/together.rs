@@ -58,7 +58,7 @@ fn a_payload_that_is_gone_fails_the_job_of_one_process_only_if_a_plan_needs_it()
         (true, false, true, false),
     ] {
         let Bench { coordinator, now, said } = Bench::new();
-        let mut bench = Bench { coordinator: coordinator.in_process(), now, said };
+        let mut bench = Bench { coordinator: coordinator.with_local_shard(), now, said };
         for (client, learner) in [(A, 1), (B, 2)] {
             let learner = LearnerId(learner);
             bench.client(client, 4, Message::Open { learner });
